@@ -113,7 +113,7 @@ def test_what_excludes_each_other_is_told_before_a_model_is_loaded():
     assert config("--overlap-steps").overlap_steps
     with pytest.raises(StartupError, match=r"^--overlap-steps .* --speculative-ngram 4 ") as caught:
         config("--overlap-steps", "--speculative-ngram", "4")
-    assert str(caught.value).endswith("has to know what that one brought: give one of them")
+    assert str(caught.value).endswith("needs these results: use only one of the two options")
 
 
 def test_a_step_timeout_may_be_none_or_seconds_or_no_limit():
@@ -172,5 +172,5 @@ def test_drafts_come_from_one_source():
     for other in (["--speculative-model", "small"], ["--speculative-config", '{"num_speculative_tokens": 4}']):
         with pytest.raises(StartupError, match="--speculative-ngram"):
             config("--speculative-ngram", "4", *other)
-    with pytest.raises(StartupError, match=r"^--overlap-steps .* a draft model has to know what that one brought"):
+    with pytest.raises(StartupError, match=r"^--overlap-steps .* a draft model needs these results"):
         config("--overlap-steps", "--speculative-model", "small")

@@ -1,20 +1,20 @@
-"""A core and a fake model, driven by a line of text, so that a case is data.
+"""Driver of a core with a fake model, controlled by one line of text, so that a test case is data.
 
-A script is a list of steps divided by "|". What stands in a step happens before it, unless it says otherwise:
+A script is a list of steps divided by "|". The words of a step happen before the step, unless noted otherwise:
 
-    a:12       a arrives with a prompt of 12 tokens of its own
-    a:b8+4     ... with the first 8 tokens of b's prompt and 4 of its own
-    a:12>3     ... and may have 3 output tokens (otherwise 1)
-    a:12@-1    ... with priority -1        a:12#x  ... with the salt x        a:12=p  ... and wants prompt logprobs
-    a:12<8     ... and 8 of its prompt's tokens can be loaded from elsewhere
+    a:12       request a arrives with a prompt of 12 tokens of its own
+    a:b8+4     ... with the first 8 tokens of b's prompt and 4 tokens of its own
+    a:12>3     ... with max_tokens 3 (otherwise 1)
+    a:12@-1    ... with priority -1        a:12#x  ... with the salt x        a:12=p  ... with prompt logprobs
+    a:12<8     ... and 8 of its prompt tokens can be loaded from another engine
     !a         a is aborted                ~a      a is aborted while the step runs
     ?a         a fails in this step
-    +a  +a4    what a loads has come, all of it or 4 tokens          -a      its load has failed
+    +a  +a4    the load of a arrives, all of it or 4 tokens          -a      the load of a fails
     _9         9 seconds pass
-    ^          everybody gives its blocks back               %       what is computed is a hit for nobody
+    ^          all requests are preempted                            %       all cached blocks become unfindable
 
-What is expected is written the same way: "-b" for a request that lost its blocks, then the chunks in the order of the
-plan, "a0-7" for the tokens at positions 0 to 7, "a8*" for one that samples, and "." for a step that had nothing to do.
+The expectation uses the same notation: "-b" for a request that lost its blocks, then the chunks in the order of the
+plan: "a0-7" for the tokens at positions 0 to 7, "a8*" for a chunk that samples, and "." for a step without chunks.
 """
 
 from __future__ import annotations
@@ -55,14 +55,17 @@ ARRIVED = re.compile(r"\+(?P<name>\w)(?P<count>\d+)?")
 
 
 def own_tokens(name: str, count: int) -> tuple[int, ...]:
-    """Tokens that no other letter has."""
+    """Return tokens that no other letter has."""
     return tuple(ord(name) * 1000 + position for position in range(count))
 
 
 class Driver:
-    """Moves a core, checks it after every event, and keeps what it said. Answers are compared with the reference.
+    """Drives a core, checks it after every event, and records its events. Responses are compared with the reference.
 
-    connector: it matches what `remote` says and holds what `holds` says, by name; None: the core has none.
+    Args:
+        core: the core.
+        executor: computes the plans.
+        connector: matches the tokens in `remote` and holds the requests in `holds`. None: the core has no connector.
     """
 
     def __init__(self, core: EngineCore, executor: FakeExecutor, connector: FakeConnector | None = None) -> None:
@@ -82,7 +85,7 @@ class Driver:
         self.finished: dict[str, RequestFinished] = {}
 
     def add(self, name: str, prompt: Sequence[int], output_tokens_max: int = 1, **more: object) -> None:
-        # what both have, seed and stop_token_ids, is the engine request's
+        # seed and stop_token_ids exist in both: here they go to the engine request
         of_sampling = more.keys() & set(SamplingParams.__struct_fields__) - set(EngineRequest.__struct_fields__)
         sampling = SamplingParams(temperature=0.0, **{key: more.pop(key) for key in of_sampling})
         request = EngineRequest(
@@ -104,7 +107,7 @@ class Driver:
             assert self.connector.finished == {name: event.reason for name, event in self.finished.items()}
 
     def report(self, event: TransferEvent) -> None:
-        """The connector says so."""
+        """Pass a report of the connector to the core."""
         for ended in self.core.on_transfer(event, self.now):
             self._take(ended)
         self.check()
@@ -117,7 +120,7 @@ class Driver:
 
     @property
     def faults(self) -> dict[str, int]:
-        """What was counted so far, without what was not."""
+        """Counts of faults so far, without zeros."""
         totals: dict[TransferFault, int] = self.core.stats().transfer_faults_total
         return {fault.value: total for fault, total in totals.items() if total}
 
@@ -130,14 +133,14 @@ class Driver:
         return results
 
     def preempt_all(self) -> list[RequestId]:
-        """Nobody who lives has a block afterwards."""
+        """Preempt all requests, and check that no live request has a block."""
         preempted = self.core.preempt_all(self.now)
         self.check()
         assert self.core.stats().blocks_used == 0
         return preempted
 
     def step(self, *, abort: Iterable[str] = (), fail: Iterable[str] = ()) -> StepPlan | None:
-        """One whole step; `abort` happens while it runs."""
+        """Do one whole step. `abort` happens while the step runs."""
         plan = self.core.schedule(self.now)
         self.check()
         if plan is None:
@@ -150,7 +153,7 @@ class Driver:
         return plan
 
     def take_result(self, plan: StepPlan, result: StepResult | None) -> list[EngineEvent]:
-        """What the core says to the result of a plan; None: it was abandoned."""
+        """Pass the result of a plan to the core. None: the plan was abandoned."""
         if result is None:
             events = self.core.drop_plan(plan, self.now)
         else:
@@ -161,7 +164,7 @@ class Driver:
         return events
 
     def run(self, steps_max: int = 10_000) -> None:
-        """To the end; then nothing is left, and every response that was not cut short is the reference's."""
+        """Run to the end. Then nothing is left, and every response that was not aborted equals the reference."""
         for _ in range(steps_max):
             if self.step() is None:
                 deadline = self.core.next_deadline()
@@ -189,7 +192,7 @@ class Driver:
 
     def _take(self, event: EngineEvent) -> None:
         name = str(event.request_id)
-        assert name not in self.finished, f"{name} has finished, and now {event}"
+        assert name not in self.finished, f"{name} has finished, but then came {event}"
         if isinstance(event, TokensReady):
             assert len(event.token_ids) >= 1
             self.tokens[name] += event.token_ids
@@ -229,12 +232,13 @@ def shown(plan: StepPlan | None) -> str:
 
 
 def run_script(script: str, expect: str, **settings: object) -> Driver:
+    """Run a script, and compare its steps with the expectation."""
     driver = make_driver(**settings)
     expected = [" ".join(step.split()) for step in expect.split("|")]
     moments = [step.split() for step in script.split("|")]
     steps: list[str] = []
     while len(steps) < max(len(moments), len(expected)) or list(driver.core.live_requests()):
-        assert len(steps) < 200, f"no end is in sight: {' | '.join(steps)}"
+        assert len(steps) < 200, f"the script does not end: {' | '.join(steps)}"
         during: dict[str, list[str]] = {"~": [], "?": []}
         for word in moments[len(steps)] if len(steps) < len(moments) else []:
             if word[0] in during:
@@ -280,11 +284,11 @@ def _arrive(driver: Driver, word: str) -> None:
 
 @pytest.fixture
 def check() -> Callable[..., Driver]:
-    """check(script, expect, **settings): run it to the end, compare steps and responses, and return the driver."""
+    """check(script, expect, **settings): run a script to the end, compare steps and responses, return the driver."""
     return run_script
 
 
 @pytest.fixture
 def drive() -> Callable[..., Driver]:
-    """drive(**settings) -> Driver: for cases that a line of text cannot say."""
+    """drive(**settings) -> Driver: for cases that a line of text cannot express."""
     return make_driver

@@ -1,4 +1,4 @@
-"""Who has which adapter: a name leads to one loading, and a loading stays until its last lease is given back."""
+"""Tests of the adapter book: a name stands for one load, and a load stays until its last lease is released."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def loaded(book: AdapterBook, name: str, digest: str = "d0", *, replaces: bool =
     return id
 
 
-def test_a_name_leads_nowhere_until_its_adapter_is_there():
+def test_acquire_returns_none_until_the_adapter_is_ready():
     book = AdapterBook(2)
     id = book.begin_load("a", "/a")
     assert book.acquire("a") is None
@@ -30,7 +30,7 @@ def test_a_name_leads_nowhere_until_its_adapter_is_there():
     assert book.lease_count == 1
 
 
-def test_what_is_used_is_let_go_of_when_its_last_lease_is_back():
+def test_a_retired_adapter_is_idle_after_its_last_release():
     book = AdapterBook(2)
     id = loaded(book, "a")
     first, second = book.acquire("a"), book.acquire("a")
@@ -45,32 +45,32 @@ def test_what_is_used_is_let_go_of_when_its_last_lease_is_back():
     assert book.retire("a") == []
 
 
-def test_a_lease_is_given_back_once():
+def test_a_lease_is_released_once():
     book = AdapterBook(1)
     loaded(book, "a")
     lease = book.acquire("a")
     lease.release()
-    with pytest.raises(AssertionError, match="given back twice"):
+    with pytest.raises(AssertionError, match="released twice"):
         lease.release()
     assert book.lease_count == 0
 
 
-def test_who_has_a_lease_keeps_what_another_one_takes_the_name_of():
+def test_a_lease_stays_valid_when_the_name_is_replaced():
     book = AdapterBook(1)
     first_id = loaded(book, "a", "old")
     lease = book.acquire("a")
     second_id = book.begin_load("a", "/new", replaces=True)
-    assert book.acquire("a").ref.digest == "old", "until the new one is there"
+    assert book.acquire("a").ref.digest == "old", "the old adapter serves until the new one is ready"
     book.finish_load(second_id, "new")
     assert book.acquire("a").ref.digest == "new"
     assert lease.ref.digest == "old"
     assert book.idle() == []
     lease.release()
     assert book.idle() == []
-    assert book.user_count(first_id) == 1, "two had the old one"
+    assert book.user_count(first_id) == 1, "two leases on the old adapter"
 
 
-def test_a_name_is_taken_once():
+def test_a_name_is_refused_while_it_is_in_use():
     book = AdapterBook(3)
     loading = book.begin_load("a", "/a")
     for replaces in (False, True):
@@ -83,10 +83,10 @@ def test_a_name_is_taken_once():
     book.check()
 
 
-def test_names_are_bounded_and_so_is_what_is_retired():
+def test_names_and_retired_adapters_are_bounded():
     book = AdapterBook(1)
     loaded(book, "a")
-    with pytest.raises(AdapterRefused, match="no more are allowed"):
+    with pytest.raises(AdapterRefused, match="which is the maximum"):
         book.begin_load("b", "/b")
     lease = book.acquire("a")
     loaded(book, "a", "d1", replaces=True)
@@ -99,11 +99,11 @@ def test_names_are_bounded_and_so_is_what_is_retired():
 
 
 @pytest.mark.parametrize("ends_well", [True, False])
-def test_one_that_is_unloaded_while_it_is_loaded_stays_until_its_loader_has_ended(ends_well: bool):
+def test_an_adapter_retired_while_loading_stays_until_its_loader_reports(ends_well: bool):
     book = AdapterBook(2)
     id = book.begin_load("a", "/a")
     assert book.retire("a") == [id]
-    assert book.idle() == [], "its loader may be about to put it into memory"
+    assert book.idle() == [], "its loader may still write it into memory"
     other = book.begin_load("a", "/a")
     if ends_well:
         assert book.finish_load(id, "d0") is None
@@ -115,7 +115,7 @@ def test_one_that_is_unloaded_while_it_is_loaded_stays_until_its_loader_has_ende
     book.check()
 
 
-def test_a_load_that_fails_leaves_the_name_as_it_was():
+def test_a_failed_load_keeps_the_old_adapter():
     book = AdapterBook(1)
     loaded(book, "a", "old")
     id = book.begin_load("a", "/new", replaces=True)
@@ -125,11 +125,11 @@ def test_a_load_that_fails_leaves_the_name_as_it_was():
 
 
 def play(seed: int, book: AdapterBook, steps: int = 300) -> None:
-    """Any order of calls, judged by books of its own."""
+    """Call the book in random order, and compare it with a simple book of leases."""
     rng = random.Random(seed)
     names = ["a", "b", "c"]
     ready: dict[str, int] = {}
-    loading: dict[int, tuple[str, bool]] = {}  # and whether it is still wanted
+    loading: dict[int, tuple[str, bool]] = {}  # name, and True if it was not retired
     leases: list[tuple[object, int]] = []
     known: set[int] = set()
     for _ in range(steps):
@@ -168,8 +168,8 @@ def play(seed: int, book: AdapterBook, steps: int = 300) -> None:
             loading = {id: (of, is_wanted and of != name) for id, (of, is_wanted) in loading.items()}
         elif what == "forget":
             for id in book.idle():
-                assert id not in {*ready.values(), *loading}, "it is there, or on its way"
-                assert all(used != id for _, used in leases), "somebody has it"
+                assert id not in {*ready.values(), *loading}, "it is ready or loading"
+                assert all(used != id for _, used in leases), "a lease is on it"
                 book.forget(id)
                 known.discard(id)
         book.check()
@@ -181,16 +181,16 @@ def play(seed: int, book: AdapterBook, steps: int = 300) -> None:
         book.fail_load(id)
     for name in names:
         book.retire(name)
-    assert set(book.idle()) == known, "all that is known can be let go of"
+    assert set(book.idle()) == known, "all known adapters can be forgotten"
     assert book.count_of(AdapterState.RETIRED) == len(known)
 
 
-def test_any_history_leaves_nothing():
+def test_random_histories_leave_nothing():
     for seed in range(150):
         play(seed, AdapterBook(random.Random(seed).randint(1, 3)))
 
 
-def test_no_salt_of_a_caller_is_that_of_an_adapter():
+def test_no_client_salt_equals_an_adapter_salt():
     digests = (None, "ab", "cd", "none")
     salts = (None, "", "x", "adapter:", "adapter:ab", "adapter:ab=x", "adapter:none:adapter:ab", "adapter:ab=", "none:")
     made = [(salt, digest) for salt in salts for digest in digests]

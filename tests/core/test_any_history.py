@@ -1,8 +1,7 @@
-"""Any history of arrivals, aborts, failures and steps, in pools that are too small for it, with and without a connector
-that reports late, twice, never, or about nothing.
+"""Random histories of arrivals, aborts, failures and steps, in pools that are too small.
 
-After every event the invariants hold, every response is the one that a lonely request would have had, and when all have
-gone nothing is left.
+They run with and without a connector that reports late, twice, never, or for unknown requests. After every event the
+invariants hold. Every response equals that of the same request alone. When all requests are gone, nothing is left.
 """
 
 from __future__ import annotations
@@ -32,22 +31,22 @@ from trioserve.testing.invariants import check_core, check_idle
 
 pytestmark = pytest.mark.slow
 
-VOCAB_SIZE = 4  # so few that prompts share prefixes, and responses repeat prompts, by chance
+VOCAB_SIZE = 4  # small, so that prompts share prefixes and responses repeat prompts by chance
 CALLS = [name for name in vars(KVConnector) if not name.startswith("_")]
 HoldKey = tuple[str, HoldKind]
 HOLD_SECONDS_MAX, REMOTE_KV_SECONDS_MAX = 8.0, 4.0
-STEPS_MAX = 5_000  # far more than any history here needs; who is not done then is in a circle
+STEPS_MAX = 5_000  # far more than any history needs: a request that is not done then never ends
 
 tokens = st.integers(0, VOCAB_SIZE - 1)
 
 
 def poor_hash(parent: BlockHash, token_ids) -> BlockHash:
-    """Forgets most of the prefix, so that different ones collide all the time."""
+    """Return a hash that forgets most of the prefix, so that different prefixes often collide."""
     return BlockHash(bytes([parent[-1] % 2, token_ids[-1] % 2]))
 
 
 class ExpectedSequence:
-    """One request, and what the core said about it."""
+    """One request, and the events that the core reported about it."""
 
     def __init__(self, request: EngineRequest, response: ReferenceResponse) -> None:
         self.request = request
@@ -81,7 +80,7 @@ class ExpectedSequence:
     def _end(self, reason: FinishReason, stop_token_id: int | None) -> None:
         self.reason = reason
         if self.aborted_for is not None:
-            assert reason is self.aborted_for, "the first abort gives the reason"
+            assert reason is self.aborted_for, "the reason is that of the first abort"
         elif self.fails:
             assert reason is FinishReason.ERROR
         else:
@@ -91,6 +90,8 @@ class ExpectedSequence:
 
 
 class CoreHistory(RuleBasedStateMachine):
+    """A core with random requests, and the events that are expected of it."""
+
     plan: StepPlan | None = None
     now = 0.0
 
@@ -169,7 +170,7 @@ class CoreHistory(RuleBasedStateMachine):
     def arrive(self, data, own, priority, salt, stops, min_tokens, logprobs, prompt_logprobs, temperature, seed):
         prompt = own or [0]
         if self.entries and data.draw(st.sampled_from([True, True, False]), label="shares a prefix"):
-            # a prompt with a part of its response, as in the next turn of a chat
+            # a prompt and a part of its response, like the next turn of a chat
             earlier = self.entries[data.draw(st.sampled_from(sorted(self.entries)), label="with")]
             whole = [*earlier.request.prompt_token_ids, *earlier.response.token_ids]
             prompt = whole[: data.draw(st.integers(1, len(whole)), label="of it")] + own
@@ -192,7 +193,7 @@ class CoreHistory(RuleBasedStateMachine):
         self.entries[request.id] = ExpectedSequence(request, self.reference.response(request))
 
     def note_arrival(self, data, request: EngineRequest) -> None:
-        """Something else may have to be known about it."""
+        """Record more about a new request. Subclasses override this."""
 
     @precondition(lambda self: self.plan is None)
     @rule()
@@ -201,8 +202,8 @@ class CoreHistory(RuleBasedStateMachine):
         self.plan = self.core.schedule(self.now)
         if self.plan is None:
             is_waiting = self.core.next_deadline() is not None
-            assert is_waiting or not self.alive(), "requests live, and nothing is computed or waited for"
-            assert self.core.schedule(self.now) is None, "whoever waits for a report sleeps through its turn"
+            assert is_waiting or not self.alive(), "requests live, but nothing is computed or awaited"
+            assert self.core.schedule(self.now) is None, "a second call finds work that the first one missed"
             return
         assert 1 <= self.plan.token_count <= self.core.settings.step_tokens_max
         assert len(set(self.plan.preempted)) == len(self.plan.preempted)
@@ -217,20 +218,20 @@ class CoreHistory(RuleBasedStateMachine):
         running = [live.order for live in lives.values() if live.status is RequestStatus.RUNNING]
         admitted = [lives[name].order for name in plan.admitted]
         if self.connector is not None:
-            # Whose KV has come goes first; and when all who ran have lost their blocks to holds, others may start.
+            # Requests with loaded KV go first. If holds took the blocks of all running requests, others may start.
             started = [lives[name] for name in plan.admitted]
             assert admitted == sorted(admitted) or any(live.loaded_token_count for live in started)
             assert not (admitted and plan.preempted) or len(admitted) == len(running)
             return
         assert admitted == sorted(admitted)
         for name in plan.preempted:
-            assert lives[name].order > max(running), "somebody made room for one that comes after it"
+            assert lives[name].order > max(running), "a request was preempted for a later one"
         if admitted and not self.core.settings.enable_prefix_caching:
             for live in lives.values():
                 if live.status is not RequestStatus.RUNNING and live.order < admitted[-1]:
-                    assert live.status is RequestStatus.WAITING, "one that was begun was overtaken"
+                    assert live.status is RequestStatus.WAITING, "a started request was overtaken"
                     needed = self.core.settings.blocks_for(len(live.tokens))
-                    assert needed > self.core.pool.available_count, "one that fits was overtaken"
+                    assert needed > self.core.pool.available_count, "a request that fits was overtaken"
                     assert live.overtaken_count <= self.core.settings.overtakes_max
 
     @precondition(lambda self: self.plan is None)
@@ -285,7 +286,7 @@ class CoreHistory(RuleBasedStateMachine):
                 continue
             assert result.outcome is AbortOutcome.ABORTED
             entry.aborted_for = entry.aborted_for or reason
-            assert (result.finished is None) == (name in in_flight), "only what a step reads has to wait"
+            assert (result.finished is None) == (name in in_flight), "only requests in a step may have to wait"
             if result.finished is not None:
                 entry.take(result.finished)
 
@@ -306,23 +307,23 @@ class CoreHistory(RuleBasedStateMachine):
             self.schedule()
             if self.plan is None and not self.something_else_happens():
                 break
-        assert not self.alive(), "no end is in sight"
+        assert not self.alive(), "the history does not end"
         check_idle(self.core)
 
     def something_else_happens(self) -> bool:
-        """When nothing is left to compute: whether there is more to wait for."""
+        """Return True if there is more to wait for when no step can be planned."""
         assert self.core.next_deadline() is None
         return False
 
 
 class ConnectedHistory(CoreHistory):
-    """The same with a connector: what is out ends in any order, is reported by whoever likes to, or never."""
+    """A history with a connector. Holds and loads end in any order, and reports come for any of them, or never."""
 
     def make_connector(self) -> FakeConnector | None:
         self.matches: dict[str, int] = {}
         self.wants_to_hold: dict[str, bool] = {}
-        self.out_since: dict[HoldKey | str, float] = {}  # holds by key, loads that are waited for by name
-        self.by_report: dict[HoldKey, bool] = {}  # what is over: by a report, or by its deadline
+        self.out_since: dict[HoldKey | str, float] = {}  # holds by key, pending loads by name
+        self.by_report: dict[HoldKey, bool] = {}  # ended holds: True if by a report, False if by the deadline
         return FakeConnector(
             self.executor,
             matched_count=lambda request, computed_count: self.matches[request.id],
@@ -351,14 +352,14 @@ class ConnectedHistory(CoreHistory):
         self.tell(data.draw(st.sampled_from(out), label="report"), token_count, fails=fails)
 
     def out(self) -> list[HoldKey]:
-        """What the connector may report the end of."""
+        """Holds and loads whose end the connector may report."""
         return [
             *((name, HoldKind.SEND) for name in sorted(self.connector.sends)),
             *((name, HoldKind.LOAD) for name in sorted(self.connector.loads)),
         ]
 
     def tell(self, key: HoldKey, token_count: int | None, *, fails: bool) -> None:
-        """The connector says that something is over, whether it was out or not."""
+        """Report the end of a hold or load, pending or not."""
         self.note_what_is_out()
         name, kind = key
         load = self.connector.loads.get(name)
@@ -376,7 +377,7 @@ class ConnectedHistory(CoreHistory):
             elif load is not None and event.token_count > 0 and self.lacks_a_block(load, event.token_count):
                 expected = [TransferFault.LOAD_FAILED]
         if key in self.out_since:
-            expected = []  # a hold ends, however it is said
+            expected = []  # any report ends the hold
         elif kind is HoldKind.SEND or name not in self.out_since:
             expected = [self.stray_fault(key)]
         if expected != [TransferFault.UNKNOWN]:
@@ -386,7 +387,7 @@ class ConnectedHistory(CoreHistory):
         assert self.faults() - before == Counter(expected)
 
     def lacks_a_block(self, load: FakeLoad, token_count: int) -> bool:
-        """Whether the window reaches back, behind so many tokens of a load, to where it had no block."""
+        """Return True if the window behind a partly loaded prompt reaches back to blocks that the request never had."""
         window = self.core.settings.window_tokens
         first = 0 if window is None else max(0, load.start + token_count - window + 1)
         return NO_BLOCK in load.block_table[first // self.core.settings.block_size :]
@@ -407,7 +408,7 @@ class ConnectedHistory(CoreHistory):
         self.by_report.update(dict.fromkeys(late_holds, False))
         self.note_what_is_out()
         deadline = self.core.next_deadline()
-        assert deadline is None or deadline > self.now, "something is overdue"
+        assert deadline is None or deadline > self.now, "a hold or load is overdue"
 
     def something_else_happens(self) -> bool:
         deadline = self.core.next_deadline()
@@ -431,7 +432,7 @@ class ConnectedHistory(CoreHistory):
         return TransferFault.DOUBLE if self.by_report[key] else TransferFault.LATE
 
     def faults(self) -> Counter[TransferFault]:
-        """What was counted, but for what is counted without a report."""
+        """Counts of faults that come from reports."""
         totals = Counter(self.core.stats().transfer_faults_total)
         assert totals.pop(TransferFault.RAISED) == self.connector.raised_count
         return totals
@@ -445,7 +446,7 @@ class ConnectedHistory(CoreHistory):
 
     @invariant()
     def note_what_is_out(self):
-        """Both sides agree on it, and on who has finished; and its time begins now."""
+        """Check that core and connector agree on pending holds, loads and ends, and note when each began."""
         if not hasattr(self, "core"):
             return
         self.connector.check()
@@ -456,7 +457,7 @@ class ConnectedHistory(CoreHistory):
         held |= {(name, HoldKind.SEND) for name in self.connector.sends}
         assert {(hold.request_id, hold.kind) for hold in self.core.transfers.holds} == held
         assert self.core.stats().remote_kv_count == len(waited_for)
-        # A load that raised when it began is late from the start.
+        # A load whose start raised is overdue from the start.
         load_since = self.now - (REMOTE_KV_SECONDS_MAX if "start_load" in self.connector.raises else 0.0)
         since = dict.fromkeys(held, self.now) | dict.fromkeys(waited_for, load_since)
         self.out_since = {key: self.out_since.get(key, begun) for key, begun in since.items()}

@@ -1,4 +1,4 @@
-"""Holds on blocks of requests that are over: they end once, by a report or by their deadline."""
+"""Tests of holds on blocks of finished requests: each ends once, by a report or at its deadline."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SEND, LOAD = HoldKind.SEND, HoldKind.LOAD
 
 
 class Books:
-    """A pool, and the holds on its blocks; a hold lasts 10 seconds."""
+    """A pool, and the holds on its blocks. A hold lasts 10 seconds."""
 
     def __init__(self, block_count: int = 4) -> None:
         self.pool = BlockPool(block_count)
@@ -24,7 +24,7 @@ class Books:
         self.holds = BlockHolds(self.pool, 10.0, self.faults)
 
     def hold(self, name: str, count: int, *, kind: HoldKind = SEND, now: float = 0.0) -> list[int]:
-        """A request has these blocks, ends, and somebody holds them."""
+        """Allocate blocks for a request, hold them, and end the request."""
         blocks = self.pool.allocate(count)
         self.holds.add(RequestId(name), kind, blocks, now)
         self.pool.release(blocks)
@@ -59,7 +59,7 @@ def test_a_held_block_is_not_allocated():
         books.pool.allocate(1)
 
 
-def test_a_published_block_that_is_held_can_be_shared_and_is_cached_in_the_end():
+def test_a_held_published_block_can_be_shared_and_is_cached_at_the_end():
     books = Books()
     blocks = books.pool.allocate(1)
     books.pool.publish(blocks[0])
@@ -74,7 +74,7 @@ def test_a_published_block_that_is_held_can_be_shared_and_is_cached_in_the_end()
     books.check(free=3, cached=1, held=0)
 
 
-def test_a_user_that_leaves_twice_does_not_take_the_holders_claim():
+def test_a_second_release_does_not_take_the_holders_claim():
     books = Books()
     blocks = books.hold("a", 1)
     with pytest.raises(AssertionError, match="without a user"):
@@ -84,14 +84,14 @@ def test_a_user_that_leaves_twice_does_not_take_the_holders_claim():
 
 def test_only_a_used_block_can_be_held():
     books = Books()
-    with pytest.raises(AssertionError, match="its user has gone before"):
+    with pytest.raises(AssertionError, match="gets a hold, but has no user"):
         books.holds.add(RequestId("a"), SEND, [0], 0.0)
     books.hold("a", 1)
-    with pytest.raises(AssertionError, match="its user has gone before"):
+    with pytest.raises(AssertionError, match="gets a hold, but has no user"):
         books.pool.hold(next(iter(books.holds)).blocks)
 
 
-def test_a_block_with_several_holders_is_free_when_the_last_lets_go():
+def test_a_block_with_several_holds_is_free_after_the_last():
     books = Books()
     blocks = books.pool.allocate(1)
     books.holds.add(RequestId("a"), SEND, blocks, 0.0)
@@ -106,7 +106,7 @@ def test_a_block_with_several_holders_is_free_when_the_last_lets_go():
 # --- reports --------------------------------------------------------------------------------------------------------
 
 
-def test_a_send_and_a_load_of_one_request_end_each_for_itself():
+def test_send_and_load_holds_of_a_request_end_independently():
     books = Books()
     books.hold("a", 1, kind=SEND)
     books.hold("a", 2, kind=LOAD)
@@ -118,7 +118,7 @@ def test_a_send_and_a_load_of_one_request_end_each_for_itself():
     books.check(free=4, held=0, double=1)
 
 
-def test_what_is_reported_again_is_a_double_and_changes_nothing():
+def test_a_second_report_counts_as_double_and_changes_nothing():
     books = Books()
     books.hold("a", 2)
     books.hold("b", 1)
@@ -127,7 +127,7 @@ def test_what_is_reported_again_is_a_double_and_changes_nothing():
         books.check(free=3, held=1, **({"double": double} if double else {}))
 
 
-def test_what_is_reported_about_nothing_is_unknown():
+def test_a_report_without_a_hold_counts_as_unknown():
     books = Books()
     books.hold("a", 2)
     for name, kind in [("A", SEND), ("a ", SEND), ("", SEND), ("a", LOAD)]:
@@ -135,7 +135,7 @@ def test_what_is_reported_about_nothing_is_unknown():
     books.check(free=2, held=2, unknown=4)
 
 
-def test_what_is_reported_after_the_deadline_is_late_once_and_then_a_double():
+def test_a_report_after_the_deadline_counts_as_late_then_as_double():
     books = Books()
     books.hold("a", 2)
     assert [hold.request_id for hold in books.holds.expire(10.0)] == ["a"]
@@ -147,7 +147,7 @@ def test_what_is_reported_after_the_deadline_is_late_once_and_then_a_double():
     books.check(free=0, held=4, hold_expired=1, late=1, double=1)
 
 
-def test_what_is_over_is_forgotten_after_many_others():
+def test_ended_holds_are_forgotten_after_many_others():
     books = Books()
     for number in range(10_001):
         books.holds.note_ended(RequestId(f"r{number}"), LOAD)
@@ -156,7 +156,7 @@ def test_what_is_over_is_forgotten_after_many_others():
     books.check(free=4, held=0, unknown=1, double=1)
 
 
-def test_a_request_is_held_once_for_each_kind():
+def test_a_request_has_one_hold_of_each_kind():
     books = Books()
     books.hold("a", 1)
     with pytest.raises(AssertionError, match="held twice"):
@@ -183,7 +183,7 @@ def test_holds_expire_in_order_and_not_before_their_time():
     assert books.holds.expire(99.0) == []
 
 
-def test_a_sign_of_life_begins_the_deadline_anew_and_the_order_of_expiry_stays_right():
+def test_a_sign_of_life_restarts_the_deadline_and_holds_still_expire_in_order():
     books = Books()
     books.hold("a", 1, now=1.0)
     books.hold("b", 1, now=2.0)
@@ -195,7 +195,7 @@ def test_a_sign_of_life_begins_the_deadline_anew_and_the_order_of_expiry_stays_r
     assert [hold.request_id for hold in books.holds.expire(15.0)] == ["a"]
 
 
-def test_a_sign_of_life_of_nobody_is_counted_and_one_after_the_end_is_not():
+def test_a_sign_of_life_counts_if_unknown_and_not_after_the_end():
     books = Books()
     books.hold("a", 1)
     books.hold("b", 1)
@@ -221,10 +221,10 @@ def finished_and_held(drive, **more):
     return driver
 
 
-def test_the_blocks_of_a_finished_request_are_back_when_the_connector_releases_them(drive):
+def test_held_blocks_are_free_when_the_connector_releases_them(drive):
     driver = finished_and_held(drive)
     send = driver.connector.sends["a"]
-    assert send.tokens == tuple(range(6)), "the KV of the last token, which was sampled, does not exist"
+    assert send.tokens == tuple(range(6)), "the last token was sampled but not computed, so it has no KV"
     assert len(send.block_table) == 2
     driver.report(driver.connector.released(RequestId("a")))
     stats = driver.core.stats()
@@ -233,8 +233,8 @@ def test_the_blocks_of_a_finished_request_are_back_when_the_connector_releases_t
     assert driver.faults == {}
 
 
-def test_an_abort_after_the_end_is_told_once_and_the_blocks_come_back_through_the_release(drive):
-    """S02."""
+def test_an_abort_after_the_end_notifies_the_connector_once(drive):
+    """Scenario S02 of tests/README.md."""
     driver = finished_and_held(drive)
     for _ in range(3):
         assert driver.abort("a")["a"].outcome is AbortOutcome.ALREADY_FINISHED
@@ -248,7 +248,7 @@ def test_an_abort_after_the_end_is_told_once_and_the_blocks_come_back_through_th
     assert driver.faults == {}
 
 
-def test_what_waits_to_be_reported_is_taken_when_the_core_asks(drive):
+def test_progress_takes_pending_reports(drive):
     driver = finished_and_held(drive, hold_seconds_max=3.0)
     connector, name = driver.connector, RequestId("a")
     driver.wait(2.0)
@@ -265,7 +265,7 @@ def test_what_waits_to_be_reported_is_taken_when_the_core_asks(drive):
     driver.run()
 
 
-def test_where_too_much_is_held_the_connector_does_not_learn_that_more_is_asked_for(drive):
+def test_the_connector_sees_no_hold_request_beyond_the_held_share(drive):
     driver = drive(connected=True, block_count=8, held_share_max=0.25)
     seen: dict[str, KVTransferParams] = {}
 
@@ -285,7 +285,7 @@ def test_where_too_much_is_held_the_connector_does_not_learn_that_more_is_asked_
     driver.run()
 
 
-def test_who_hears_of_the_end_hears_how_to_get_at_what_is_held(drive):
+def test_the_end_of_a_held_request_carries_transfer_params(drive):
     driver = finished_and_held(drive)
     assert driver.finished["a"].kv_transfer == KVTransferParams(do_remote_prefill=True, remote_request_id="a")
     assert driver.connector.calls["transfer_params"] == 1
@@ -295,7 +295,7 @@ def test_who_hears_of_the_end_hears_how_to_get_at_what_is_held(drive):
     assert driver.connector.calls["transfer_params"] == 1
 
 
-def test_an_abort_of_a_finished_request_that_is_not_held_is_not_told(drive):
+def test_no_notification_of_an_abort_without_a_hold(drive):
     driver = drive(connected=True)
     driver.add("a", range(6))
     driver.run()
@@ -304,7 +304,7 @@ def test_an_abort_of_a_finished_request_that_is_not_held_is_not_told(drive):
 
 
 def test_a_hold_whose_release_never_comes_ends_at_its_deadline(drive):
-    """S07: whoever was to read them may be gone for good."""
+    """Scenario S07 of tests/README.md: the reader of the blocks may have crashed."""
     driver = finished_and_held(drive, hold_seconds_max=3.0)
     assert driver.core.next_deadline() == 3.0
     driver.wait(2.9)
@@ -320,15 +320,15 @@ def test_a_hold_whose_release_never_comes_ends_at_its_deadline(drive):
 
 
 @pytest.mark.parametrize("event", [Released("z"), Loaded("z", 4), LoadFailed("z")], ids=lambda event: type(event))
-def test_a_report_about_nobody_is_counted_and_stops_nothing(drive, event):
-    """S05."""
+def test_a_report_about_an_unknown_request_is_counted_only(drive, event):
+    """Scenario S05 of tests/README.md."""
     driver = finished_and_held(drive)
     driver.report(event)
     assert driver.faults == {"unknown": 1}
     assert driver.core.stats().blocks_held == 2
 
 
-def test_a_report_to_a_core_without_a_connector_stops_nothing(drive):
+def test_a_report_to_a_core_without_a_connector_is_ignored(drive):
     driver = drive()
     driver.report(Released(RequestId("a")))
     assert driver.core.expire(1e9) == []
@@ -336,8 +336,8 @@ def test_a_report_to_a_core_without_a_connector_stops_nothing(drive):
 
 
 @pytest.mark.parametrize("when", ["waiting", "running", "in a step", "preempted", "failed", "finished"])
-def test_the_connector_is_told_of_every_end_exactly_once(drive, when):
-    """S06: also of one that only ever was aborted."""
+def test_the_connector_is_notified_of_every_end_exactly_once(drive, when):
+    """Scenario S06 of tests/README.md. Includes requests that were aborted before they ran."""
     driver = drive(connected=True, block_count=3)
     driver.add("z", range(4), 8, priority=-1)
     driver.add("a", range(10, 14), 1 if when == "finished" else 8)
@@ -356,7 +356,7 @@ def test_the_connector_is_told_of_every_end_exactly_once(drive, when):
     assert driver.connector.calls["request_finished"] == 2
 
 
-def test_a_request_with_a_held_prefix_shares_it_and_both_let_go(drive):
+def test_a_request_shares_a_held_prefix(drive):
     driver = finished_and_held(drive)
     driver.add("b", [*range(6), 9, 9], 3)
     driver.step()
@@ -368,16 +368,16 @@ def test_a_request_with_a_held_prefix_shares_it_and_both_let_go(drive):
     assert driver.finished["b"].cached_token_count == 4
 
 
-def test_those_who_wait_for_held_blocks_go_on_when_these_are_back(drive):
+def test_a_waiting_request_starts_when_held_blocks_are_released(drive):
     driver = finished_and_held(drive, block_count=3)
     driver.add("b", range(20, 28), 2)
-    assert driver.step() is None, "it does not fit, and only a release can help"
+    assert driver.step() is None, "it does not fit until the hold is released"
     driver.report(driver.connector.released(RequestId("a")))
     assert driver.step().admitted == ("b",)
     driver.run()
 
 
-def test_one_that_loses_its_blocks_to_holds_makes_room_for_nobody_and_comes_back(drive):
+def test_a_request_preempted_because_of_holds_resumes_first(drive):
     driver = drive(connected=True, block_count=4)
     driver.holds = {"a"}
     driver.add("a", range(8))
@@ -393,7 +393,7 @@ def test_one_that_loses_its_blocks_to_holds_makes_room_for_nobody_and_comes_back
     assert driver.finished["b"].reason is FinishReason.LENGTH
 
 
-def test_when_all_who_ran_lose_their_blocks_to_holds_somebody_else_starts_at_once(drive):
+def test_a_waiting_request_starts_if_holds_preempt_all_running_ones(drive):
     driver = drive(connected=True, block_count=4)
     driver.holds = {"a"}
     driver.add("a", range(8))
@@ -406,13 +406,13 @@ def test_when_all_who_ran_lose_their_blocks_to_holds_somebody_else_starts_at_onc
     driver.run()
 
 
-def test_an_id_whose_blocks_are_held_is_not_taken_again(drive):
+def test_an_id_with_held_blocks_is_refused(drive):
     driver = finished_and_held(drive)
     with pytest.raises(AssertionError, match="a is held"):
         driver.add("a", range(3))
 
 
-def test_a_connector_that_raises_at_the_end_of_a_request_holds_nothing(drive):
+def test_a_connector_that_raises_at_the_end_holds_nothing(drive):
     driver = drive(connected=True)
     driver.connector.raises = {"request_finished"}
     driver.holds = {"a"}

@@ -1,4 +1,4 @@
-"""Crowds in pools that are far too small for them: they take each other's blocks, and everybody gets its response."""
+"""Tests of many requests in pools that are far too small: they preempt each other, and all responses are right."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ BLOCK_SIZE = 2
 
 arrivals = st.lists(
     st.tuples(
-        st.integers(0, 3),  # steps before it comes
+        st.integers(0, 3),  # steps before the request arrives
         st.integers(1, 9),  # prompt tokens
         st.integers(3, 12),  # output tokens
         st.integers(-1, 1),  # priority
-        st.sampled_from("xy"),  # whose prefix its prompt is: two families
+        st.sampled_from("xy"),  # which of two prefixes its prompt has
     ),
     min_size=4,
     max_size=9,
@@ -25,7 +25,7 @@ arrivals = st.lists(
 @pytest.mark.parametrize("caching", [True, False])
 @given(crowd=arrivals, block_count=st.integers(11, 14), seats=st.integers(2, 5), more_step_tokens=st.integers(0, 6))
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_everybody_gets_its_response(drive, caching, crowd, block_count, seats, more_step_tokens):
+def test_every_request_gets_its_response(drive, caching, crowd, block_count, seats, more_step_tokens):
     driver = drive(
         block_count=block_count,
         block_size=BLOCK_SIZE,

@@ -1,4 +1,4 @@
-"""How many tokens a draft model is asked for, by what steps took and how many of its tokens were right."""
+"""Tests of the number of draft tokens that a draft model proposes, by measured times and acceptance rates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOKENS_MAX = 8
 
 
 def judge(*, pass_seconds: float, row_seconds: float = 0.0, requests: int = 1) -> DraftJudge:
-    """It has seen steps of 1 second, and so much for each further row, behind which a pass took pass_seconds."""
+    """Return a judge that saw steps of 1 second plus `row_seconds` per further row, and passes of `pass_seconds`."""
     made = DraftJudge()
     for rows in (requests, *(requests * (1 + count) for count in range(1, TOKENS_MAX + 1))):
         times = DraftTimes(1.0 + row_seconds * (rows - requests), pass_seconds * 2, 2)
@@ -28,7 +28,7 @@ def judge(*, pass_seconds: float, row_seconds: float = 0.0, requests: int = 1) -
     return made
 
 
-def test_as_long_as_nothing_is_known_as_many_as_may_be_are_tried():
+def test_the_maximum_is_tried_before_anything_is_measured():
     assert DraftJudge().token_count([0.7], TOKENS_MAX) == TOKENS_MAX
     assert DraftJudge().token_count([0.7], 0) == 0
     assert DraftJudge().token_count([], TOKENS_MAX) == 0
@@ -47,7 +47,7 @@ def test_as_long_as_nothing_is_known_as_many_as_may_be_are_tried():
         (0.0, 0.001, 0),
     ],
 )
-def test_there_are_as_many_as_bring_the_most_tokens_a_second(acceptance, pass_seconds, count):
+def test_the_count_gives_the_most_tokens_per_second(acceptance, pass_seconds, count):
     def speed(tokens: int) -> float:
         return sum(acceptance**place for place in range(tokens + 1)) / (1.0 + tokens * pass_seconds)
 
@@ -55,12 +55,12 @@ def test_there_are_as_many_as_bring_the_most_tokens_a_second(acceptance, pass_se
     assert judge(pass_seconds=pass_seconds).token_count([acceptance], TOKENS_MAX) == count == best
 
 
-def test_rows_that_cost_what_they_bring_are_not_computed():
+def test_draft_tokens_without_a_gain_are_not_proposed():
     assert judge(pass_seconds=0.1, requests=4).token_count([0.8] * 4, TOKENS_MAX) > 2
     assert judge(pass_seconds=0.1, row_seconds=0.25, requests=4).token_count([0.8] * 4, TOKENS_MAX) == 0
 
 
-def test_where_drafts_do_not_pay_they_are_tried_again_and_ever_less_often():
+def test_unprofitable_drafts_are_tried_again_less_and_less_often():
     made = judge(pass_seconds=2.0)
     counts = [made.token_count([0.9], TOKENS_MAX) for _ in range(4 * TRIAL_PERIOD_MAX)]
     trials = [place for place, count in enumerate(counts, start=1) if count]
@@ -72,25 +72,25 @@ def test_where_drafts_do_not_pay_they_are_tried_again_and_ever_less_often():
     assert gaps[-1] == TRIAL_PERIOD_MAX
 
 
-def test_a_trial_finds_out_that_they_pay_now():
+def test_a_trial_finds_drafts_that_became_profitable():
     made = judge(pass_seconds=2.0)
     used, count = 0, 0
     for _ in range(20 * TRIAL_PERIOD_MIN):
         count = made.token_count([0.9], TOKENS_MAX)
         if count:
-            # The first one of a trial is no usual one.
+            # In the first step of a trial the draft model catches up.
             used += 1
             made.note(1 + count, 1, DraftTimes(1.0, 0.1 * count, count), is_usual=used % TRIAL_STEPS != 1)
     assert count > TRIAL_TOKENS
 
 
-def test_a_step_that_was_held_up_changes_little():
+def test_one_delayed_step_changes_little():
     made = judge(pass_seconds=0.1)
     made.note(7, 1, DraftTimes(50.0, 600.0, 6), is_usual=True)
     assert made.token_count([0.8], TOKENS_MAX) > 2
 
 
-def test_where_they_pay_a_step_without_them_is_looked_at_now_and_then():
+def test_profitable_drafts_pause_for_a_plain_step_now_and_then():
     made = judge(pass_seconds=0.1)
     counts = [made.token_count([0.8], TOKENS_MAX) for _ in range(2 * PLAIN_PERIOD)]
     assert [place for place, count in enumerate(counts, start=1) if not count] == [PLAIN_PERIOD, 2 * PLAIN_PERIOD]
@@ -98,7 +98,7 @@ def test_where_they_pay_a_step_without_them_is_looked_at_now_and_then():
     assert counts[OTHER_PERIOD - 1] == 7
 
 
-def test_what_catching_up_takes_is_no_pass():
+def test_catching_up_does_not_count_as_a_pass():
     made = judge(pass_seconds=0.1)
     for _ in range(100):
         made.note(2, 1, DraftTimes(1.0, 50.0, 1), is_usual=False)
@@ -112,7 +112,7 @@ def test_a_machine_that_becomes_slow_is_noticed():
     assert made.token_count([0.8], TOKENS_MAX) == 0
 
 
-def test_wrong_tokens_are_followed_by_pauses_and_right_ones_end_them():
+def test_wrong_drafts_lead_to_pauses_and_right_ones_end_them():
     draft = ModelDraft()
     pauses = []
     for _ in range(8):
@@ -132,17 +132,17 @@ def test_wrong_tokens_are_followed_by_pauses_and_right_ones_end_them():
     assert not draft.is_paused
 
 
-def test_the_share_of_right_tokens_follows_the_latest_ones():
+def test_the_acceptance_follows_recent_drafts():
     draft = ModelDraft()
     for _ in range(60):
         draft.learn(4, 4)
     assert draft.acceptance > 0.99
     for _ in range(60):
-        draft.learn(4, 1)  # one in two of those that were looked at
+        draft.learn(4, 1)  # one right, one wrong; tokens behind the wrong one do not count
     assert draft.acceptance == pytest.approx(0.5, abs=0.1)
 
 
-def test_what_was_proposed_for_another_place_is_not_drafted():
+def test_a_proposal_for_another_position_is_not_used():
     draft = ModelDraft()
     draft.take_proposed((5, 6, 7), 10)
     assert draft.draft(range(11), 8) == ()

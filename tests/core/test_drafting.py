@@ -1,6 +1,6 @@
-"""Draft tokens from a request's own text: where they come from, how many there are, and what the core makes of them.
+"""Tests of draft tokens from a request's own text: their source, their number, and how the core uses them.
 
-Whatever is drafted, a response is the reference's: the drivers compare every token, and every block after every event.
+Drafts never change a response. The drivers compare every token with the reference, and check blocks after every event.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trioserve.testing.fake_executor import FakeModel
 def drafter(draft_tokens_max: int = 16) -> Drafter:
     made = Drafter(draft_tokens_max, 4096)
     for _ in range(5):
-        made.learn(16, 16)  # so that it drafts as much as it may
+        made.learn(16, 16)  # now its drafts have the maximum length
     return made
 
 
@@ -32,7 +32,7 @@ def draft_token(text: str, count: int = 16, *, draft_tokens_max: int = 16) -> st
     return "".join(map(chr, drafter(draft_tokens_max).draft([ord(letter) for letter in text], count)))
 
 
-# --- where draft tokens come from ---
+# --- source of draft tokens ---
 
 
 @pytest.mark.parametrize(
@@ -41,23 +41,23 @@ def draft_token(text: str, count: int = 16, *, draft_tokens_max: int = 16) -> st
         ("one two three, one two", " three, one two "),
         ("nothing comes twice", ""),
         ("ab", ""),
-        ("ab ab", ""),  # two letters are too few
-        ("abc-abc", "-abc-abc-abc-abc"),  # it runs on into its own repetition
+        ("ab ab", ""),  # two equal tokens are too few
+        ("abc-abc", "-abc-abc-abc-abc"),  # the draft repeats itself
         ("aaaa", "aaaaaaaaaaaaaaaa"),
-        ("axyz1bxyz2cxyz", "2cxyz2cxyz2cxyz2"),  # the latest of equals
-        ("wxyz1 xyz2 wxyz", "1 xyz2 wxyz1 xyz"),  # but the longest before it
+        ("axyz1bxyz2cxyz", "2cxyz2cxyz2cxyz2"),  # the latest of equal places
+        ("wxyz1 xyz2 wxyz", "1 xyz2 wxyz1 xyz"),  # the place with more equal tokens wins
     ],
 )
-def test_what_follows_the_last_tokens_elsewhere_is_drafted(text, drafted):
+def test_the_draft_copies_what_followed_the_last_tokens_before(text, drafted):
     assert draft_token(text) == drafted
 
 
-def test_there_are_no_more_draft_tokens_than_are_wanted():
+def test_a_draft_has_at_most_count_max_tokens():
     assert draft_token("one two three, one two", 3) == " th"
     assert draft_token("one two three, one two", 16, draft_tokens_max=2) == " t"
 
 
-def test_what_is_drafted_does_not_depend_on_how_the_text_came():
+def test_a_draft_does_not_depend_on_how_the_text_was_split():
     text = [ord(letter) for letter in "to be or not to be, that is to be or not"]
     grown = drafter()
     for count in range(1, len(text)):
@@ -65,15 +65,15 @@ def test_what_is_drafted_does_not_depend_on_how_the_text_came():
     assert grown.draft(text, 9) == drafter().draft(text, 9)
 
 
-def test_a_long_prompt_is_entered_bit_by_bit_and_found_in_the_end():
+def test_a_long_prompt_is_entered_over_several_drafts():
     text = [*range(3 * ENTERED_MAX), 5, 6, 7, 8]
     one = drafter()
-    assert one.draft([*text[:-4], *range(900, 904)], 2) == ()  # that far it has not come
+    assert one.draft([*text[:-4], *range(900, 904)], 2) == ()  # not entered yet
     assert one.draft(text, 2) == (9, 10)
 
 
 class Watched(list):
-    """Counts the tokens that are looked at."""
+    """A text that counts the tokens that are read."""
 
     looked_at = 0
 
@@ -90,7 +90,7 @@ GUESS_LOOKS_MAX = 2 * NGRAM_MIN + PLACES_MAX * 2 * NGRAM_MAX + 8
     [lambda number: [100 + number, 200_000 + number, 400_000 + number], lambda number: [100 + number, 1, 2, 3]],
     ids=["of new tokens", "in which every place is like the last"],
 )
-def test_a_draft_in_a_long_text_costs_a_few_looks(piece):
+def test_a_draft_in_a_long_text_reads_few_tokens(piece):
     text = Watched(token for number in range(5_000) for token in piece(number))
     one = Drafter(8, 40_000)
     for _ in range(len(text) // ENTERED_MAX + 1):
@@ -103,7 +103,7 @@ def test_a_draft_in_a_long_text_costs_a_few_looks(piece):
 
 
 @pytest.mark.slow
-def test_a_drafter_takes_a_few_bytes_a_token():
+def test_a_drafter_uses_a_few_bytes_per_token():
     text = list(range(30_000))
     gc.collect()
     tracemalloc.start()
@@ -117,7 +117,7 @@ def test_a_drafter_takes_a_few_bytes_a_token():
     assert kept < 10 * len(text)
 
 
-# --- how many there are ---
+# --- length of drafts ---
 
 
 def lengths(one: Drafter, accepted: list[int]) -> list[int]:
@@ -143,21 +143,21 @@ def test_wrong_draft_tokens_are_followed_by_ever_longer_pauses():
     found = lengths(Drafter(8, 100), [0] * 200)
     assert found[:14] == [4, 2, 1, 0, 1, 0, 0, 1, 0, 0, 0, 0, 1, 0]
     assert max("".join(map(str, found)).split("1"), key=len).count("0") == PAUSE_MAX
-    assert sum(found[100:]) <= 4  # of a hundred tokens: next to nothing
+    assert sum(found[100:]) <= 4  # nearly no drafts in a hundred tokens
 
 
-def test_after_a_right_guess_pauses_are_short_again():
+def test_pauses_are_short_again_after_a_right_draft():
     one = Drafter(8, 100)
     lengths(one, [0] * 200)
     found = lengths(one, [1] * 60 + [0] * 10)
     assert found[-10:].count(0) < 10
 
 
-# --- what the core makes of them ---
+# --- use in the core ---
 
 
 def repeating(period: int) -> FakeModel:
-    """A model that says what it said `period` tokens ago."""
+    """Return a model that repeats the token of `period` tokens ago."""
 
     class Repeating(FakeModel):
         def next_token_id(self, request, tokens, digest):
@@ -166,12 +166,12 @@ def repeating(period: int) -> FakeModel:
     return Repeating()
 
 
-def test_right_draft_tokens_bring_several_tokens_a_step(drive):
+def test_right_draft_tokens_yield_several_tokens_per_step(drive):
     driver = drive(model=repeating(5), draft_tokens_max=4, step_tokens_max=64)
     driver.add("a", (1, 2, 3, 4, 5, 1, 2, 3, 4, 5), 41)
     driver.run()
     stats = driver.core.stats()
-    # The prompt gives one token, and then five come in every step.
+    # The prompt yields one token, and then every step yields five.
     assert (stats.steps_total, stats.drafts_total, stats.draft_tokens_total, stats.accepted_tokens_total) == (
         9,
         8,
@@ -207,7 +207,7 @@ def test_a_stop_token_ends_a_request_in_the_middle_of_its_draft(drive):
     assert (driver.finished["a"].reason, driver.finished["a"].stop_token_id) == (FinishReason.STOP, 3)
 
 
-def test_a_stop_token_before_min_tokens_does_not(drive):
+def test_a_stop_token_in_a_draft_before_min_tokens_ends_nothing(drive):
     driver = drive(draft_tokens_max=8, step_tokens_max=64, model=FakeModel(vocab_size=2, stop_token_id=0))
     driver.add("a", (1, 1, 1, 1, 1, 1), 30, stop_token_ids=frozenset({0}), min_tokens=25)
     driver.run()
@@ -227,7 +227,7 @@ def test_nothing_is_drafted_beyond_the_last_token(drive, output_tokens_max):
     assert driver.finished["a"].reason is FinishReason.LENGTH
 
 
-def test_nobody_drafts_while_somebody_waits(drive):
+def test_no_drafts_while_a_request_waits(drive):
     driver = drive(model=repeating(2), draft_tokens_max=8, step_tokens_max=64, max_num_seqs=1)
     driver.add("a", (1, 2) * 4, 12)
     driver.step()
@@ -235,11 +235,11 @@ def test_nobody_drafts_while_somebody_waits(drive):
     while "a" not in driver.finished:
         assert not driver.step().chunks[0].draft
     assert driver.step().chunks[0].request.id == "b"
-    assert driver.step().chunks[0].draft  # alone
+    assert driver.step().chunks[0].draft  # no other request waits
     driver.run()
 
 
-def test_drafts_take_what_a_step_has_left_and_share_it(drive):
+def test_drafts_share_the_tokens_that_a_step_has_left(drive):
     driver = drive(model=repeating(2), draft_tokens_max=8, step_tokens_max=64, draft_step_tokens_max=9)
     for name in "abc":
         driver.add(name, (ord(name), 1) * 4, 60)
@@ -249,15 +249,15 @@ def test_drafts_take_what_a_step_has_left_and_share_it(drive):
     driver.add("d", range(200, 220), 1)
     plan = driver.step()
     assert [chunk.count for chunk in plan.chunks] == [1, 1, 1, 20]
-    assert not any(chunk.draft for chunk in plan.chunks)  # such a step is long enough
+    assert not any(chunk.draft for chunk in plan.chunks)  # the step is full without drafts
     driver.run()
 
 
 def test_drafts_have_no_more_blocks_than_are_left(drive):
-    """Three blocks of four: one more token fits than is known."""
+    """The pool has three blocks of four tokens: space for one token beside the known ones."""
     driver = drive(model=repeating(2), draft_tokens_max=8, step_tokens_max=64, block_count=3, block_size=4)
     driver.add("a", (1, 2) * 3, 5)
-    driver.add("b", (3, 3), 1)  # keeps its block as a cached one, which may be had
+    driver.add("b", (3, 3), 1)  # its block stays cached, and can be evicted
     driver.step()
     plan = driver.step()
     assert len(plan.chunks[0].draft) == 3
@@ -298,8 +298,8 @@ def test_an_abandoned_step_with_drafts_frees_every_block(drive):
     assert driver.core.stats().blocks_used == 0
 
 
-def test_only_right_draft_tokens_are_found_by_others(drive):
-    """Another request begins with the first one's text; the fake KV tells what a block really holds."""
+def test_only_accepted_draft_tokens_are_found_in_the_cache(drive):
+    """Another request starts with the first one's text. The fake KV shows what a block really holds."""
     driver = drive(model=FakeModel(vocab_size=2), draft_tokens_max=8, block_size=1, block_count=80, step_tokens_max=80)
     driver.add("a", (0, 1, 0, 0, 1, 1, 0, 1), 30)
     driver.run()
@@ -309,10 +309,10 @@ def test_only_right_draft_tokens_are_found_by_others(drive):
     for name, length in (("b", len(text)), ("c", 20)):
         driver.add(name, (*text[:length], 0, 1), 3)
         driver.run()
-    assert driver.finished["b"].cached_token_count == len(text) - 1  # the last one was never computed
+    assert driver.finished["b"].cached_token_count == len(text) - 1  # the last token was never computed
 
 
-def test_a_request_that_lost_its_blocks_drafts_again(drive):
+def test_a_preempted_request_drafts_again(drive):
     driver = drive(
         model=repeating(2), draft_tokens_max=4, step_tokens_max=64, block_count=10, block_size=2, max_num_seqs=2
     )
@@ -324,8 +324,8 @@ def test_a_request_that_lost_its_blocks_drafts_again(drive):
     assert stats.accepted_tokens_total > 0
 
 
-def test_a_draft_token_after_which_nothing_can_be_sampled_ends_the_run_there():
-    """The executor gives fewer tokens than there are draft tokens; the request goes on behind the last one."""
+def test_fewer_sampled_tokens_than_draft_tokens_end_the_run():
+    """The executor returns fewer tokens than there are draft tokens. The request continues behind the last one."""
     core = EngineCore(CoreSettings(block_count=16, context_tokens_max=64, draft_tokens_max=4))
     core.add(_request((1, 2) * 4, 20))
     plan = core.schedule(0.0)

@@ -1,4 +1,4 @@
-"""Who uses what of images: any history keeps the bounds and the order of the line, and wrong owners are found out."""
+"""Tests of encoder outputs: limits and order hold in random histories, and faulty variants are detected."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ SIZES = dict(zip(NAMES, (1, 2, 3, 4, 5, 2, 1, 7), strict=True))
 
 
 def play(seed: int, make: Callable[[int], EncoderOutputs] = EncoderOutputs, events: int = 120) -> None:
-    """Claims come, are encoded and go, in any order; a book of its own says what may be."""
+    """Claim, encode and release outputs in random order, and compare with a simple book."""
     rng = random.Random(seed)
     outputs = make(BYTES_MAX)
     granted_order: list[OutputClaim] = []
     came: list[OutputClaim] = []
     live: list[OutputClaim] = []
-    there: set[bytes] = set()  # claimed, and encoded since
+    there: set[bytes] = set()  # outputs that were claimed and encoded
     for _ in range(events):
         choice = rng.random()
         if choice < 0.4:
@@ -46,25 +46,25 @@ def play(seed: int, make: Callable[[int], EncoderOutputs] = EncoderOutputs, even
                 there.add(name)
         elif live:
             claim = live.pop(rng.randrange(len(live)))
-            there &= {name for other in live if other.is_granted for name in other.wanted}  # the rest may make room
+            there &= {name for other in live if other.is_granted for name in other.wanted}  # others may be evicted
             outputs.release(claim)
             if rng.random() < 0.2:
                 outputs.put(rng.choice(list(claim.wanted)), b"late")
         outputs.check()
         claimed = {name for claim in live if claim.is_granted for name in claim.wanted}
-        assert outputs.claimed_bytes == sum(SIZES[name] for name in claimed), "a claim was lost, or is left"
+        assert outputs.claimed_bytes == sum(SIZES[name] for name in claimed), "the count of claims is wrong"
         for claim in live:
             for name in claim.wanted:
                 values = outputs.values(name)
                 if claim.is_granted and name in there:
-                    assert values in (name * 3, b"late"), "what is claimed has gone"
+                    assert values in (name * 3, b"late"), "a claimed output was evicted"
         waiting = [claim for claim in live if not claim.is_granted]
         assert outputs.waiting_count == len(waiting)
         order = [came.index(claim) for claim in granted_order]
-        assert order == sorted(order), "somebody was passed over in the line"
+        assert order == sorted(order), "a claim in the line was passed over"
         if waiting:
             new = sum(SIZES[name] for name in waiting[0].wanted if name not in claimed)
-            assert outputs.claimed_bytes + new > BYTES_MAX, "the first in line has room, and waits"
+            assert outputs.claimed_bytes + new > BYTES_MAX, "the first claim in line fits, but waits"
     for claim in live[::-1]:
         outputs.release(claim)
     outputs.check()
@@ -72,12 +72,12 @@ def play(seed: int, make: Callable[[int], EncoderOutputs] = EncoderOutputs, even
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_any_history(seed: int) -> None:
+def test_random_histories_keep_the_rules(seed: int) -> None:
     play(seed)
 
 
 class _KeepsExpected(EncoderOutputs):
-    """What nobody waits for any more stays."""
+    """Keeps expected outputs without claims."""
 
     def _let_go(self, name: bytes) -> None:
         output = self._outputs[name]
@@ -88,7 +88,7 @@ class _KeepsExpected(EncoderOutputs):
 
 
 class _ForgetsTheLine(EncoderOutputs):
-    """Who waits is not looked at when somebody leaves."""
+    """Grants no waiting claims on a release."""
 
     def release(self, claim: OutputClaim) -> None:
         line, self._line = self._line, type(self._line)([claim] if claim in self._line else ())
@@ -97,7 +97,7 @@ class _ForgetsTheLine(EncoderOutputs):
 
 
 class _EvictsUsed(EncoderOutputs):
-    """Room is made of what somebody uses."""
+    """Evicts outputs that are used."""
 
     def _grant(self, claim: OutputClaim) -> bool:
         for name, output in list(self._outputs.items()):
@@ -110,7 +110,7 @@ class _EvictsUsed(EncoderOutputs):
 
 
 class _PassesOver(EncoderOutputs):
-    """A small one overtakes those before it."""
+    """Grants a small claim before earlier ones in the line."""
 
     def claim(self, wanted: dict[bytes, int], on_granted: Callable[[], None]) -> OutputClaim:
         line, self._line = self._line, type(self._line)()
@@ -120,7 +120,7 @@ class _PassesOver(EncoderOutputs):
 
 
 class _NoBound(EncoderOutputs):
-    """The bound is not looked at."""
+    """Ignores the limit of bytes."""
 
     def _grant(self, claim: OutputClaim) -> bool:
         self.bytes_max, bytes_max = 1000, self.bytes_max
@@ -131,13 +131,13 @@ class _NoBound(EncoderOutputs):
 
 
 @pytest.mark.parametrize("wrong", [_KeepsExpected, _ForgetsTheLine, _EvictsUsed, _PassesOver, _NoBound])
-def test_a_wrong_owner_is_found_out(wrong: type[EncoderOutputs]) -> None:
+def test_a_faulty_variant_is_detected(wrong: type[EncoderOutputs]) -> None:
     with pytest.raises((AssertionError, KeyError)):
         for seed in range(60):
             play(seed, wrong)
 
 
-def test_a_claim_is_released_once() -> None:
+def test_a_second_release_of_a_claim_is_refused() -> None:
     outputs = EncoderOutputs(BYTES_MAX)
     claim = outputs.claim({b"a": 3}, lambda: None)
     outputs.release(claim)

@@ -1,4 +1,4 @@
-"""The door of the core: what may be added, aborts at every point, and what comes out."""
+"""Tests of EngineCore: which requests it accepts, aborts at every moment, and its events."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def finished(name: str, phase: Phase, reason: FinishReason = FinishReason.ABORT,
     ("prompt_count", "output_tokens_max", "priority"),
     [(1, 15, 0), (15, 1, 0), (1, 1, PRIORITY_MIN), (1, 1, PRIORITY_MAX)],
 )
-def test_what_just_fits_is_served(drive, prompt_count, output_tokens_max, priority):
+def test_a_request_at_the_limits_is_served(drive, prompt_count, output_tokens_max, priority):
     driver = drive(block_count=4)
     driver.add("a", range(prompt_count), output_tokens_max, priority=priority)
     driver.run()
@@ -48,9 +48,7 @@ def test_what_just_fits_is_served(drive, prompt_count, output_tokens_max, priori
         (1, 1, PRIORITY_MAX + 1, InvalidRequest, "priority"),
     ],
 )
-def test_what_can_never_run_is_refused_and_holds_nothing(
-    drive, prompt_count, output_tokens_max, priority, error, param
-):
+def test_a_request_beyond_the_limits_is_refused(drive, prompt_count, output_tokens_max, priority, error, param):
     driver = drive(block_count=4)
     with pytest.raises(error) as raised:
         driver.add("a", range(prompt_count), output_tokens_max, priority=priority)
@@ -67,7 +65,7 @@ def test_a_token_id_that_no_vocabulary_has_is_refused(drive, token_id):
     check_idle(driver.core)
 
 
-def test_an_id_in_use_is_not_taken_again_and_one_that_ended_may_be(drive):
+def test_an_id_in_use_is_refused_and_a_finished_one_is_accepted(drive):
     driver = drive()
     driver.add("a", [1, 2])
     with pytest.raises(AssertionError, match="in use"):
@@ -91,8 +89,8 @@ def test_a_request_may_arrive_while_a_step_runs(drive):
 # --- the order of a step --------------------------------------------------------------------------------------------
 
 
-def test_a_second_plan_is_not_made_while_one_is_computed(drive):
-    """S20: steps do not overlap."""
+def test_schedule_is_refused_while_a_step_is_in_flight(drive):
+    """Scenario S20 of tests/README.md."""
     driver = drive()
     driver.add("a", [1])
     driver.core.schedule(driver.now)
@@ -100,7 +98,7 @@ def test_a_second_plan_is_not_made_while_one_is_computed(drive):
         driver.core.schedule(driver.now)
 
 
-def test_a_plan_is_taken_back_once_and_no_other_is(drive):
+def test_only_the_plan_in_flight_is_accepted_and_once(drive):
     driver = drive()
     driver.add("a", [1], 3)
     first = driver.core.schedule(driver.now)
@@ -113,7 +111,7 @@ def test_a_plan_is_taken_back_once_and_no_other_is(drive):
         driver.core.update_from_output(first, result, driver.now)
 
 
-def test_a_result_of_another_size_is_refused_before_anything_changes(drive):
+def test_a_result_of_wrong_size_is_refused_before_any_change(drive):
     driver = drive()
     driver.add("a", [1], 3)
     plan = driver.core.schedule(driver.now)
@@ -142,22 +140,22 @@ def test_abort_of_a_waiting_request_ends_it_at_once(drive):
     check_idle(driver.core)
 
 
-def test_an_id_that_is_named_twice_in_one_abort_ends_once(drive):
+def test_an_id_listed_twice_in_one_abort_ends_once(drive):
     driver = drive()
     driver.add("a", [1])
     assert driver.abort("a", "a") == {"a": AbortResult(AbortOutcome.ABORTED, finished("a", Phase.QUEUED))}
     check_idle(driver.core)
 
 
-def test_abort_between_steps_returns_every_block_at_once(drive):
-    """S33."""
+def test_abort_between_steps_frees_every_block_at_once(drive):
+    """Scenario S33 of tests/README.md."""
     driver = drive()
     driver.add("a", range(12), 3)
     driver.step()
     assert driver.core.stats().blocks_used == 2
     assert driver.abort("a") == {"a": AbortResult(AbortOutcome.ABORTED, finished("a", Phase.PREFILL))}
     assert driver.core.stats().blocks_used == 0
-    assert driver.core.stats().blocks_cached == 2, "what was computed can be found again"
+    assert driver.core.stats().blocks_cached == 2, "computed blocks stay cached"
     check_idle(driver.core)
 
 
@@ -175,7 +173,7 @@ def test_abort_while_the_step_runs_holds_the_blocks_until_the_update(drive, prom
     plan = driver.core.schedule(driver.now)
     used = driver.core.stats().blocks_used
     assert driver.abort("a") == {"a": ABORTED_LATER}
-    assert driver.core.stats().blocks_used == used, "the running step still reads them"
+    assert driver.core.stats().blocks_used == used, "the running step still reads the blocks"
     result = driver.executor.execute(plan)
     assert driver.core.update_from_output(plan, result, driver.now) == [finished("a", Phase.PREFILL)]
     assert driver.core.stats().blocks_used == 0
@@ -237,8 +235,11 @@ def test_requests_of_one_step_can_be_aborted_in_any_number(drive):
 
 @pytest.mark.parametrize("moment", ["between steps", "during a step", "one by one over several steps"])
 def test_any_set_of_requests_can_be_aborted_at_any_time(drive, moment):
-    """S19: every subset of two that decode, one in its prompt, one that was preempted and one that waits. What came in
-    one call is one event each, and the others get their whole responses."""
+    """Scenario S19 of tests/README.md: abort every subset of five requests.
+
+    Two decode, one computes its prompt, one was preempted, and one waits. One abort call yields one event per request,
+    and the others get their whole responses.
+    """
     names = "abcde"
     for subset in range(2 ** len(names)):
         chosen = [name for index, name in enumerate(names) if subset >> index & 1]
@@ -273,7 +274,7 @@ def test_any_set_of_requests_can_be_aborted_at_any_time(drive, moment):
         assert {name for name, event in driver.finished.items() if event.reason is FinishReason.ABORT} == set(chosen)
 
 
-def test_one_of_two_that_share_a_prefix_can_leave(drive):
+def test_one_of_two_requests_with_a_shared_prefix_can_end(drive):
     driver = drive()
     driver.add("a", range(9), 6)
     driver.step()
@@ -282,11 +283,11 @@ def test_one_of_two_that_share_a_prefix_can_leave(drive):
     driver.step()
     assert driver.core.stats().blocks_used == 4
     driver.abort("a")
-    assert driver.core.stats().blocks_used == 3, "b still uses the two that both had"
+    assert driver.core.stats().blocks_used == 3, "b still uses the two shared blocks"
     driver.run()
 
 
-def test_who_finished_long_ago_is_unknown(drive):
+def test_a_request_that_finished_long_ago_is_unknown(drive):
     driver = drive()
     driver.add("a", [1])
     driver.run()
@@ -298,7 +299,7 @@ def test_who_finished_long_ago_is_unknown(drive):
     assert driver.abort("a", "r0") == {"a": UNKNOWN, "r0": ALREADY_FINISHED}
 
 
-# --- what comes out -------------------------------------------------------------------------------------------------
+# --- events -------------------------------------------------------------------------------------------------
 
 
 def test_errors_end_their_own_request_only(drive):
@@ -388,25 +389,25 @@ def test_prompt_logprobs_are_complete_before_the_first_token(drive, prompt_count
     driver.run()
     driver.add("a", range(prompt_count), 3, prompt_logprobs=2)
     driver.run()
-    assert driver.finished["a"].cached_token_count == 0, "they are computed, not found"
+    assert driver.finished["a"].cached_token_count == 0, "the prompt is computed, and not found in the cache"
     assert len(driver.prompt_logprobs["a"]) == prompt_count
 
 
 @pytest.mark.parametrize(
     ("script", "expect", "block_count"),
     [
-        # before all of them were there; b takes its own blocks again
+        # b is preempted before its prompt logprobs are complete, and hits its own blocks
         ("a:4>6@-1 b:12>2=p", "a0-3* b0-3 | -b a4* | a5* | a6* | a7* | a8* | b0-7 | b8-11* | b12*", 4),
-        # after they were there
+        # b is preempted after its prompt logprobs are complete
         ("a:4>6 b:8>3=p", "a0-3* b0-3 | a4* b4-7* | -b a5* | a6* | a7* | a8* | b0-7 | b8* | b9*", 4),
     ],
 )
-def test_prompt_logprobs_come_once_though_the_prompt_is_computed_twice(check, script, expect, block_count):
+def test_prompt_logprobs_are_reported_once_if_the_prompt_is_computed_twice(check, script, expect, block_count):
     driver = check(script, expect, block_count=block_count)
     assert len(driver.prompt_logprobs["b"]) == len(driver.requests["b"].prompt_token_ids)
 
 
-def test_the_snapshot_counts(drive):
+def test_stats_count_requests_and_blocks(drive):
     driver = drive(max_num_seqs=2)
     for name in "abc":
         driver.add(name, [ord(name)] * 5, 4)

@@ -1,4 +1,4 @@
-"""Rows that are given: any history of prompts with the same tokens and other images answers as if each was alone."""
+"""Tests of given embeddings: prompts with equal tokens and different images get the responses that they get alone."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def request(name: str, tokens: list[int], given: tuple[GivenRows, ...], output: 
 
 
 def drawn(rng: random.Random, name: str) -> EngineRequest:
-    """One of few texts, with one of few images at one of few places."""
+    """Return a request with one of few texts, and one of few images at one of few positions."""
     tokens = [rng.randrange(2)] * rng.choice((3, 8, 9))
     given: list[GivenRows] = []
     for _ in range(rng.randrange(3)):
@@ -52,7 +52,7 @@ def drawn(rng: random.Random, name: str) -> EngineRequest:
 
 
 def alone(model: FakeModel, asked: EngineRequest) -> list[int]:
-    """What it is answered in an engine of its own."""
+    """Return the response that the request gets in an engine of its own."""
     core = EngineCore(CoreSettings(block_count=32, block_size=4, context_tokens_max=128, enable_prefix_caching=False))
     executor = FakeExecutor(block_count=32, block_size=4, model=model)
     core.add(asked)
@@ -66,7 +66,7 @@ def alone(model: FakeModel, asked: EngineRequest) -> list[int]:
 
 
 def play(seed: int, count: int = 25) -> int:
-    """Returns how many tokens of prompts were found in the cache."""
+    """Run `count` random requests. Returns how many prompt tokens were found in the cache."""
     rng = random.Random(seed)
     settings = CoreSettings(
         block_count=rng.choice((20, 40)),
@@ -108,16 +108,16 @@ def play(seed: int, count: int = 25) -> int:
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_any_history(seed: int) -> None:
+def test_random_histories_keep_the_rules(seed: int) -> None:
     play(seed)
 
 
-def test_histories_share_blocks() -> None:
+def test_random_histories_hit_the_cache() -> None:
     assert sum(play(seed) for seed in range(5)) > 0
 
 
 @pytest.mark.parametrize("bug", ["no material", "no place", "not compared"])
-def test_a_cache_that_mixes_images_up_is_found_out(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_mixes_up_images_is_detected(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if bug == "no material":
         monkeypatch.setattr(prefix_cache, "rows_material", lambda given, start, end: b"")
     elif bug == "no place":
@@ -126,7 +126,7 @@ def test_a_cache_that_mixes_images_up_is_found_out(bug: str, monkeypatch: pytest
             return rows_material(given, start, end - 1)
 
         monkeypatch.setattr(prefix_cache, "rows_material", without_last)
-    else:  # only a collision shows it
+    else:  # visible only if hashes collide
         monkeypatch.setattr(prefix_cache, "with_material", lambda parent, material: parent)
         monkeypatch.setattr(prefix_cache, "rows_material", lambda given, start, end: b"x" if given else b"")
     with pytest.raises(AssertionError):
@@ -145,7 +145,7 @@ def test_material_names_what_overlaps_a_block() -> None:
     assert with_material(root, b"") == root != with_material(root, b"a") != with_material(root, b"b")
 
 
-def test_no_connector_is_told_of_a_request_with_given_rows() -> None:
+def test_requests_with_given_rows_are_hidden_from_connectors() -> None:
     class Counting:
         def __getattr__(self, name: str) -> Any:
             if name in ("progress",):

@@ -1,5 +1,7 @@
-"""Guides in the core: masks by row, tokens that are forced, ends without an end token, and what becomes of both with
-everything else. The drivers compare every response with the reference, which chooses each token by itself."""
+"""Tests of guides in the core: masks by row, forced tokens, and ends without an end token, in all situations.
+
+The drivers compare every response with the reference, which chooses each token by itself.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from trioserve.testing.fake_executor import FakeModel
 
 
 def chain(*parts: tuple[int, ...], ends: bool = True) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """One state after another, each with the tokens that may come there; then it is over, or begins again."""
+    """Return an automaton of states in a row, each with its allowed tokens. At the end it is over, or starts again."""
     states = [tuple((token, index + 1) for token in tokens) for index, tokens in enumerate(parts)]
     if ends:
         return (*states, ())
@@ -31,7 +33,7 @@ def add(driver, name="a", automaton=(), prompt=(9, 8, 7, 6, 5), output=30, **mor
     driver.add(name, prompt, output, guide=AutomatonGuide(automaton), **more)
 
 
-def test_only_what_the_guide_lets_through_comes_and_its_end_is_the_end(drive):
+def test_output_follows_the_guide_and_ends_with_it(drive):
     driver = drive(model=model())
     add(driver, automaton=chain((1, 2), (3, 4), (5, 6)))
     driver.run()
@@ -41,7 +43,7 @@ def test_only_what_the_guide_lets_through_comes_and_its_end_is_the_end(drive):
     assert driver.finished["a"].stop_token_id is None
 
 
-def test_a_stop_token_that_may_come_ends_it_as_ever(drive):
+def test_an_allowed_stop_token_ends_a_guided_request(drive):
     driver = drive(model=model())
     add(driver, automaton=chain((1,), (2,), (39,), ANY, ends=False), stop_token_ids=frozenset((39,)))
     driver.run()
@@ -49,7 +51,7 @@ def test_a_stop_token_that_may_come_ends_it_as_ever(drive):
     assert driver.finished["a"].stop_token_id == 39
 
 
-def test_forced_tokens_come_with_the_token_before_them_and_cost_one_step(drive):
+def test_forced_tokens_cost_one_step(drive):
     driver = drive(model=model(), step_tokens_max=16)
     add(driver, automaton=chain(ANY, (11,), (12,), (13,), ANY, (14,)))
     driver.step()
@@ -111,7 +113,7 @@ def test_with_logprobs_every_token_is_sampled_and_has_one(drive):
     assert driver.core.stats().forced_tokens_total == 0
 
 
-def test_others_in_the_step_are_free(drive):
+def test_other_requests_of_the_step_are_not_masked(drive):
     driver = drive(model=model(), step_tokens_max=32)
     add(driver, automaton=chain(*[(1, 2)] * 8))
     driver.add("b", (3, 3, 3), 8)
@@ -135,7 +137,7 @@ def test_a_prompt_in_chunks_is_masked_where_it_samples(drive):
     assert rows == [[None], [None], [0]]
 
 
-def test_what_was_forced_is_computed_again_after_a_preemption(drive):
+def test_forced_tokens_are_computed_again_after_a_preemption(drive):
     driver = drive(model=model(), block_count=7, block_size=2, context_tokens_max=14, step_tokens_max=8)
     forms = [ANY, (11,), (12,), ANY, (13,), (14,), ANY, (15,), ANY]
     for name in "ab":
@@ -145,13 +147,13 @@ def test_what_was_forced_is_computed_again_after_a_preemption(drive):
     assert driver.core.stats().forced_tokens_total >= 8
 
 
-def test_forced_tokens_are_published_and_hit_by_the_next(drive):
+def test_forced_tokens_are_cached_for_the_next_request(drive):
     driver = drive(model=model(), block_size=2, step_tokens_max=32)
     add(driver, automaton=chain((1,), (11,), (12,), (13,), (14,), (15,), (16,)), prompt=(9, 9))
     driver.run()
     driver.add("b", (9, 9, 1, 11, 12, 13, 14), 1)
     driver.run()
-    assert driver.finished["b"].cached_token_count == 2  # nobody computed what came last
+    assert driver.finished["b"].cached_token_count == 2  # the last token was never computed
     add(driver, "c", automaton=chain((1,), (11,), (12,), (13,), (14, 15), (16,)), prompt=(9, 9))
     driver.run()
     driver.add("d", (9, 9, 1, 11, 12, 13, 14), 1)
@@ -170,7 +172,7 @@ def test_a_guide_that_fails_ends_its_request_alone(drive):
     assert driver.finished["b"].reason is FinishReason.LENGTH
 
 
-def test_a_mask_without_a_token_ends_the_request_with_what_the_guide_says(drive):
+def test_a_mask_that_allows_no_token_ends_the_request_with_the_guides_fault(drive):
     driver = drive(model=model())
 
     class Broken(AutomatonGuide):
@@ -186,7 +188,7 @@ def test_a_mask_without_a_token_ends_the_request_with_what_the_guide_says(drive)
     assert driver.finished["b"].reason is FinishReason.LENGTH
 
 
-def test_an_abort_while_a_masked_step_runs_gives_everything_back(drive):
+def test_an_abort_during_a_masked_step_releases_everything(drive):
     driver = drive(model=model())
     add(driver, automaton=chain(ANY, (11,), (12,), ANY, ends=False), output=30)
     driver.step()
@@ -195,7 +197,7 @@ def test_an_abort_while_a_masked_step_runs_gives_everything_back(drive):
     driver.run()
 
 
-def test_drafts_are_what_the_guide_accepts(drive):
+def test_drafts_are_cut_where_the_guide_rejects(drive):
     loop = chain((1, 2), (3,), (4,), (5, 6), ends=False)
     driver = drive(model=FakeModel(vocab_size=8), draft_tokens_max=8, step_tokens_max=32)
     guide = AutomatonGuide(loop)
@@ -215,7 +217,7 @@ def test_drafts_are_what_the_guide_accepts(drive):
     driver.run()
 
 
-def test_a_step_that_needs_the_token_in_flight_is_not_planned_ahead(drive):
+def test_no_step_is_planned_ahead_if_a_guide_needs_the_token_in_flight(drive):
     driver = drive(model=model(), overlap_steps=True)
     add(driver, automaton=chain(*[ANY] * 6), output=6)
     driver.add("b", (3, 3, 3), 8)
@@ -225,7 +227,7 @@ def test_a_step_that_needs_the_token_in_flight_is_not_planned_ahead(drive):
     driver.run()
 
 
-def test_a_step_that_needs_no_guided_token_is_planned_ahead_with_masks(drive):
+def test_a_step_without_awaited_guided_tokens_is_planned_ahead(drive):
     driver = drive(model=model(), overlap_steps=True, step_tokens_max=4)
     add(driver, automaton=chain((1,), (2,)), prompt=range(10, 18))
     first = driver.core.schedule(0.0)
@@ -238,7 +240,7 @@ def test_a_step_that_needs_no_guided_token_is_planned_ahead_with_masks(drive):
     assert driver.tokens["a"] == [1, 2]
 
 
-def test_an_aborted_guide_holds_up_no_step_ahead(drive):
+def test_the_guide_of_an_aborted_request_blocks_no_step_ahead(drive):
     driver = drive(model=model(), overlap_steps=True)
     add(driver, automaton=chain(*[ANY] * 6), output=6)
     driver.add("b", (3, 3, 3), 8)
@@ -251,7 +253,7 @@ def test_an_aborted_guide_holds_up_no_step_ahead(drive):
     driver.run()
 
 
-def test_a_forced_token_that_the_guide_takes_back_is_none_of_the_response(drive):
+def test_a_forced_token_that_the_guide_rejects_is_not_in_the_response(drive):
     driver = drive(model=model())
     driver.add("a", (9, 8), 9, guide=AutomatonGuide(chain(ANY, (11,), (12,), (13,)), fails_after=3))
     driver.step()
@@ -260,8 +262,8 @@ def test_a_forced_token_that_the_guide_takes_back_is_none_of_the_response(drive)
     driver.run()
 
 
-class EndOfThought(AutomatonGuide):
-    """Free, until it forces its end behind two tokens: one that was sampled ahead of it is of the thought, too."""
+class EndOfReasoning(AutomatonGuide):
+    """Allows any token, then forces its end behind two. A token that was sampled ahead belongs to the reasoning too."""
 
     is_free_ahead = True
 
@@ -284,7 +286,7 @@ class EndOfThought(AutomatonGuide):
 
 def test_nothing_is_forced_while_the_next_token_is_being_sampled(drive):
     driver = drive(model=model(), overlap_steps=True)
-    guide = EndOfThought()
+    guide = EndOfReasoning()
     driver.add("a", (9, 8), 8, guide=guide)
     plans = [driver.core.schedule(0.0)]
     for _ in range(3):
@@ -292,7 +294,7 @@ def test_nothing_is_forced_while_the_next_token_is_being_sampled(drive):
         plan = plans.pop(0)
         driver.take_result(plan, driver.executor.execute(plan))
     assert driver.tokens["a"] == guide.taken
-    assert 11 not in guide.taken, "the token behind the second is sampled already"
+    assert 11 not in guide.taken, "the third token is already being sampled"
     (plan,) = plans
     driver.take_result(plan, driver.executor.execute(plan))
     assert guide.taken[-2:] == [11, 12]

@@ -1,4 +1,4 @@
-"""A response that began elsewhere: what is known of it is computed like a prompt, and is output in everything else."""
+"""Tests of resumed responses: known output is computed like a prompt, and counts as output in all other respects."""
 
 from __future__ import annotations
 
@@ -41,9 +41,7 @@ def response_to(output_tokens_max: int, **more: Any) -> ReferenceResponse:
         {"seed": 7},
     ],
 )
-def test_behind_any_token_it_goes_on_as_if_it_had_not_stopped(
-    drive: Callable[..., Any], fields: dict[str, Any]
-) -> None:
+def test_a_response_resumed_at_any_token_is_the_same(drive: Callable[..., Any], fields: dict[str, Any]) -> None:
     whole = response_to(9, **fields)
     for known in range(len(whole.token_ids)):
         driver = drive(model=MODEL)
@@ -52,7 +50,7 @@ def test_behind_any_token_it_goes_on_as_if_it_had_not_stopped(
         assert tuple(driver.tokens["a"]) == whole.token_ids
 
 
-def test_its_known_tokens_are_computed_in_chunks_and_not_sampled(drive: Callable[..., Any]) -> None:
+def test_known_output_is_computed_in_chunks_and_not_sampled(drive: Callable[..., Any]) -> None:
     driver = drive(model=MODEL, step_tokens_max=4)
     driver.add("a", PROMPT, 9, known_output=response_to(9).token_ids[:5])
     chunks = [chunk for plan in iter(driver.step, None) for chunk in plan.chunks]
@@ -65,7 +63,7 @@ def test_its_known_tokens_are_computed_in_chunks_and_not_sampled(drive: Callable
     driver.compare()
 
 
-def test_its_own_blocks_are_hits_for_it_and_count_no_more_than_its_prompt_has(drive: Callable[..., Any]) -> None:
+def test_cached_token_count_of_a_resumed_request_counts_prompt_tokens_only(drive: Callable[..., Any]) -> None:
     driver = drive(model=MODEL)
     known = response_to(9).token_ids[:8]
     driver.add("a", PROMPT, 9)
@@ -78,7 +76,7 @@ def test_its_own_blocks_are_hits_for_it_and_count_no_more_than_its_prompt_has(dr
     assert (stats.prefix_query_tokens_total, stats.prefix_hit_tokens_total) == (5 + 13, 12)
 
 
-def test_it_may_lose_its_blocks_like_any_other(check: Callable[..., Any], drive: Callable[..., Any]) -> None:
+def test_a_resumed_request_can_be_preempted(check: Callable[..., Any], drive: Callable[..., Any]) -> None:
     whole = response_to(12)
     driver = drive(model=MODEL, block_count=6, block_size=4, max_num_seqs=2, context_tokens_max=24)
     driver.add("first", PROMPT, 16)
@@ -88,7 +86,7 @@ def test_it_may_lose_its_blocks_like_any_other(check: Callable[..., Any], drive:
     assert tuple(driver.tokens["a"]) == whole.token_ids
 
 
-def test_what_is_forced_next_comes_after_what_is_known(drive: Callable[..., Any]) -> None:
+def test_forced_tokens_follow_the_known_output(drive: Callable[..., Any]) -> None:
     automaton = (((1, 1), (2, 1)), ((3, 2),), ((4, 3), (5, 3)), ((6, 4),), ())
     whole = response_to(9, guide=AutomatonGuide(automaton))
     for known in range(len(whole.token_ids)):
@@ -101,7 +99,7 @@ def test_what_is_forced_next_comes_after_what_is_known(drive: Callable[..., Any]
         assert (tuple(driver.tokens["a"]), driver.finished["a"].reason) == (whole.token_ids, FinishReason.STOP)
 
 
-def test_it_is_loaded_from_elsewhere_behind_its_prompt_too(drive: Callable[..., Any]) -> None:
+def test_known_output_can_be_loaded_too(drive: Callable[..., Any]) -> None:
     driver = drive(model=MODEL, connected=True)
     driver.remote["a"] = 100
     driver.add("a", PROMPT, 9, known_output=response_to(9).token_ids[:6])
@@ -115,7 +113,7 @@ def test_it_is_loaded_from_elsewhere_behind_its_prompt_too(drive: Callable[..., 
     ("known", "message"),
     [((1, 2, 3), "3 tokens of the response are known, and max_tokens is 3"), ((1, -1), "outside 0 to")],
 )
-def test_a_response_that_cannot_go_on_is_refused(
+def test_a_response_that_cannot_be_resumed_is_refused(
     drive: Callable[..., Any], known: tuple[int, ...], message: str
 ) -> None:
     driver = drive()

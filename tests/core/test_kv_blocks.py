@@ -1,4 +1,4 @@
-"""The states of a block: free, cached, used."""
+"""Tests of the states of a block: free, cached, used."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def check(pool: BlockPool, *, free: int, cached: int, used: int) -> None:
     assert pool.block_count == free + cached + used
 
 
-def test_blocks_are_handed_out_once_until_they_are_released():
+def test_a_block_is_allocated_once_until_it_is_released():
     pool = BlockPool(3)
     first = pool.allocate(2)
     check(pool, free=1, cached=0, used=2)
@@ -26,7 +26,7 @@ def test_blocks_are_handed_out_once_until_they_are_released():
     assert sorted(pool.allocate(2)) == sorted(first)
 
 
-def test_nothing_can_be_allocated_from_nothing():
+def test_an_empty_pool_allocates_nothing():
     pool = BlockPool(1)
     assert pool.allocate(0) == []
     pool.allocate(1)
@@ -37,7 +37,7 @@ def test_nothing_can_be_allocated_from_nothing():
         BlockPool(1).allocate(-1)
 
 
-def test_a_shared_block_is_back_when_its_last_user_releases_it():
+def test_a_shared_block_is_free_after_its_last_release():
     pool = BlockPool(1)
     blocks = pool.allocate(1)
     pool.share(blocks)
@@ -82,7 +82,7 @@ def test_only_a_used_block_can_be_published():
 
 
 def evicted(pool: BlockPool, count: int) -> list[int]:
-    """The blocks that were evicted to allocate `count`, in order."""
+    """Allocate `count` blocks, and return the blocks that were evicted for them, in order."""
     seen: list[int] = []
     pool.on_evict = seen.append
     pool.allocate(count)
@@ -111,7 +111,7 @@ def test_a_chain_is_evicted_from_its_end_the_oldest_chain_first():
     check(pool, free=0, cached=1, used=3)
 
 
-def test_use_makes_a_cached_block_young_again():
+def test_sharing_moves_a_cached_block_to_the_end_of_the_eviction_order():
     pool = BlockPool(4)
     old, new = cached_chain(pool, 2), cached_chain(pool, 2)
     pool.share(old)

@@ -1,4 +1,4 @@
-"""Which tasks a draft model gets behind a step, in a core whose model and draft model are played."""
+"""Tests of the tasks of a draft model behind a step. Model and draft model are simulated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trioserve.testing.invariants import check_core, check_idle
 
 
 class Drafted:
-    """seconds: what a step takes, and what the draft model takes for a token behind it."""
+    """A core whose steps take `seconds[0]`, and whose draft model takes `seconds[1]` per token."""
 
     def __init__(self, *, seconds: tuple[float, float] = (1.0, 0.1), source: str = "model", **changes: object) -> None:
         self.executor = FakeExecutor(block_count=64, block_size=4, model=FakeModel(vocab_size=4), has_draft_model=True)
@@ -70,11 +70,11 @@ def tasks(plan: StepPlan | None) -> list[DraftTask | None]:
     return [] if plan is None else [chunk.draft_task for chunk in plan.chunks]
 
 
-def test_it_begins_behind_the_first_token_and_catches_up_in_parts():
+def test_a_draft_model_starts_after_the_first_token_and_catches_up_in_parts():
     drafted = Drafted(draft_catch_up_tokens_max=8)
     drafted.add("a", 30)
     assert tasks(drafted.step()) == [None]
-    # A task that was not done is given again.
+    # A task that was not done is repeated.
     given = [tasks(drafted.step())[0] for _ in range(8)]
     ends = [task.end for task in given if task is not None]
     assert ends[0] == 8
@@ -84,7 +84,7 @@ def test_it_begins_behind_the_first_token_and_catches_up_in_parts():
     assert (first.start, first.token_count) == (24, 4)
 
 
-def test_a_short_response_is_not_worth_a_long_prompt():
+def test_no_drafts_for_a_short_response_to_a_long_prompt():
     drafted = Drafted()
     drafted.add("a", 60, output_tokens=4)
     plans = [drafted.step() for _ in range(5)]
@@ -92,7 +92,7 @@ def test_a_short_response_is_not_worth_a_long_prompt():
     check_idle(drafted.core)
 
 
-def test_nothing_is_drafted_while_somebody_waits():
+def test_no_proposals_while_a_request_waits():
     drafted = Drafted(max_num_seqs=1)
     drafted.add("a", 4)
     drafted.step()
@@ -101,7 +101,7 @@ def test_nothing_is_drafted_while_somebody_waits():
     assert tasks(drafted.step()) == [None]
 
 
-def test_a_prompt_beside_it_leaves_no_time_for_drafts():
+def test_no_proposals_behind_a_step_with_a_prompt():
     drafted = Drafted()
     drafted.add("a", 4)
     drafted.step()
@@ -110,15 +110,15 @@ def test_a_prompt_beside_it_leaves_no_time_for_drafts():
     assert None not in tasks(drafted.step())
 
 
-def test_where_a_pass_costs_more_than_it_brings_there_are_no_drafts():
+def test_no_proposals_if_passes_cost_more_than_they_gain():
     drafted = Drafted(seconds=(1.0, 3.0))
     drafted.add("a", 4, output_tokens=100)
     given = [any(tasks(drafted.step())) for _ in range(30)]
-    assert any(given[:6])  # to know what it costs
+    assert any(given[:6])  # trials measure the cost of a pass
     assert not any(given[10:])
 
 
-def test_a_new_request_begins_with_what_the_drafts_of_others_were_worth():
+def test_a_new_request_starts_with_the_acceptance_of_others():
     drafted = Drafted()
     drafted.add("a", 4, output_tokens=60)
     for _ in range(12):
@@ -133,10 +133,10 @@ def test_a_new_request_begins_with_what_the_drafts_of_others_were_worth():
     assert (begun > ACCEPTANCE_FIRST) == (learned > ACCEPTANCE_FIRST)
 
 
-def test_a_head_computes_along_from_the_first_chunk_on():
+def test_a_head_computes_along_from_the_first_chunk():
     drafted = Drafted(source="head", step_tokens_max=16)
     drafted.add("a", 30)
     assert tasks(drafted.step()) == [DraftTask(0, 16, 0)]
-    # Unless it was not done: then there is nothing to go on from.
+    # A task that was not done ends the head's drafts: it cannot catch up.
     following = [task for _ in range(4) for task in tasks(drafted.step())]
     assert all(task is None or task.end in (30, None) for task in following)

@@ -1,4 +1,4 @@
-"""A step that is planned while another is in flight: what it holds, and what becomes of it when something ends."""
+"""Tests of a step that is planned while another is in flight: its content, and what happens if requests end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trioserve.testing.invariants import check_core, check_idle
 
 
 class Steps:
-    """A driver's core, whose steps are planned, computed and taken one by one."""
+    """A driver's core whose steps are planned, computed and taken one by one."""
 
     def __init__(self, driver) -> None:
         self.driver = driver
@@ -45,7 +45,7 @@ class Steps:
         return self.take(plan, self.compute(plan, fail=fail))
 
     def run(self) -> None:
-        """To the end, each step planned ahead of the one before where that can be."""
+        """Run to the end. Each step is planned ahead if possible."""
         while list(self.core.live_requests()):
             plan: StepPlan | None = self.begin()
             while plan is not None:
@@ -69,10 +69,10 @@ def used_count(steps: Steps) -> int:
 STOPS_AT_ONCE = FakeModel(vocab_size=8, stop_token_id=0, stop_period=1)
 
 
-# --- what is planned ----------------------------------------------------------------------------------------------
+# --- planning ahead ----------------------------------------------------------------------------------------------
 
 
-def test_a_decode_is_planned_on_the_token_that_is_being_sampled(steps):
+def test_a_decode_behind_the_sampled_token_is_planned_ahead(steps):
     steps = steps()
     steps.driver.add("a", range(5), 4)
     first = steps.begin()
@@ -83,7 +83,7 @@ def test_a_decode_is_planned_on_the_token_that_is_being_sampled(steps):
     assert len(chunk.tokens) == 6
 
 
-def test_a_prompt_goes_on_with_its_next_chunk(steps):
+def test_the_next_chunk_of_a_prompt_is_planned_ahead(steps):
     steps = steps(step_tokens_max=4)
     steps.driver.add("a", range(10), 2)
     steps.begin()
@@ -91,7 +91,7 @@ def test_a_prompt_goes_on_with_its_next_chunk(steps):
     assert (chunk.start, chunk.count, chunk.samples, chunk.awaits_token) == (4, 4, False, False)
 
 
-def test_who_has_all_its_tokens_with_the_step_in_flight_is_not_planned_again(steps):
+def test_a_request_that_ends_with_the_step_in_flight_is_not_planned_again(steps):
     steps = steps()
     steps.driver.add("a", range(3), 1)
     steps.driver.add("b", range(10, 13), 2)
@@ -99,7 +99,7 @@ def test_who_has_all_its_tokens_with_the_step_in_flight_is_not_planned_again(ste
     assert [chunk.request.id for chunk in steps.ahead().chunks] == ["b"]
 
 
-def test_who_was_aborted_is_not_planned_again(steps):
+def test_an_aborted_request_is_not_planned_again(steps):
     steps = steps()
     steps.driver.add("a", range(3), 5)
     steps.driver.add("b", range(10, 13), 5)
@@ -108,7 +108,7 @@ def test_who_was_aborted_is_not_planned_again(steps):
     assert [chunk.request.id for chunk in steps.ahead().chunks] == ["b"]
 
 
-def test_nothing_is_planned_ahead_when_nobody_goes_on(steps):
+def test_nothing_is_planned_ahead_if_no_request_continues(steps):
     steps = steps()
     steps.driver.add("a", range(3), 1)
     steps.begin()
@@ -124,7 +124,7 @@ def test_a_waiting_request_starts_in_a_step_that_is_planned_ahead(steps):
     assert ([chunk.request.id for chunk in plan.chunks], plan.admitted) == (["a", "b"], ("b",))
 
 
-def test_a_prefix_that_the_step_in_flight_computes_is_waited_for(steps):
+def test_a_request_waits_for_a_prefix_that_the_step_in_flight_computes(steps):
     steps = steps(block_size=4)
     steps.driver.add("a", range(12), 5)
     first = steps.begin()
@@ -137,12 +137,12 @@ def test_a_prefix_that_the_step_in_flight_computes_is_waited_for(steps):
     assert [(chunk.request.id, chunk.start) for chunk in third.chunks] == [("a", 13), ("b", 12)]
 
 
-def test_nobody_loses_its_blocks_for_a_step_that_is_planned_ahead(steps):
+def test_planning_ahead_preempts_no_request(steps):
     steps = steps(block_count=4, block_size=4)
     steps.driver.add("a", range(8), 8)
     steps.driver.add("b", range(20, 28), 8)
     first = steps.begin()
-    assert steps.ahead() is None  # both need a block, and none is left
+    assert steps.ahead() is None  # both requests need a block, and none is left
     steps.end(first)
     assert steps.begin().preempted == ("b",)
 
@@ -157,11 +157,11 @@ def test_the_table_of_the_step_in_flight_does_not_change(steps):
     assert first.block_table == table
 
 
-# --- what becomes of it -------------------------------------------------------------------------------------------
+# --- ends and aborts -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_computed_first", [False, True])
-def test_what_comes_behind_a_stop_token_is_surplus_and_the_blocks_come_back_with_it(steps, is_computed_first):
+def test_a_token_behind_a_stop_token_is_discarded_and_then_blocks_are_freed(steps, is_computed_first):
     steps = steps(model=STOPS_AT_ONCE)
     steps.driver.add("a", range(1, 4), 9, stop_token_ids=frozenset({0}))
     first, second = steps.begin(), steps.ahead()
@@ -178,7 +178,7 @@ def test_what_comes_behind_a_stop_token_is_surplus_and_the_blocks_come_back_with
     check_idle(steps.core)
 
 
-def test_a_step_of_nothing_but_surplus_is_abandoned(steps):
+def test_a_step_with_only_ended_requests_is_abandoned(steps):
     steps = steps(model=STOPS_AT_ONCE)
     steps.driver.add("a", range(1, 4), 9, stop_token_ids=frozenset({0}))
     first, second = steps.begin(), steps.ahead()
@@ -188,7 +188,7 @@ def test_a_step_of_nothing_but_surplus_is_abandoned(steps):
     assert steps.compute(second) is None
 
 
-def test_a_seat_is_free_as_soon_as_its_request_has_ended(steps):
+def test_a_place_in_the_batch_is_free_as_soon_as_its_request_ended(steps):
     steps = steps(model=STOPS_AT_ONCE, max_num_seqs=1)
     steps.driver.add("a", range(1, 4), 9, stop_token_ids=frozenset({0}))
     steps.driver.add("b", range(4, 8), 1)
@@ -201,7 +201,7 @@ def test_a_seat_is_free_as_soon_as_its_request_has_ended(steps):
     check_idle(steps.core)
 
 
-def test_an_abort_with_two_steps_in_flight_gives_the_blocks_back_with_the_second(steps):
+def test_an_abort_with_two_steps_in_flight_frees_blocks_with_the_second(steps):
     steps = steps()
     steps.driver.add("a", range(5), 9)
     steps.driver.add("b", range(20, 25), 9)
@@ -220,7 +220,7 @@ def test_an_abort_with_two_steps_in_flight_gives_the_blocks_back_with_the_second
     steps.end(third)
 
 
-def test_an_abort_of_who_is_in_the_first_of_two_steps_alone_ends_with_that_one(steps):
+def test_an_aborted_request_in_the_first_step_only_ends_with_that_step(steps):
     steps = steps()
     steps.driver.add("a", range(5), 1)
     steps.driver.add("b", range(20, 25), 9)
@@ -231,7 +231,7 @@ def test_an_abort_of_who_is_in_the_first_of_two_steps_alone_ends_with_that_one(s
     steps.end(second)
 
 
-def test_an_abort_of_who_is_in_the_second_of_two_steps_alone_waits_for_that_one(steps):
+def test_an_aborted_request_in_the_second_step_only_ends_with_that_step(steps):
     steps = steps()
     steps.driver.add("b", range(20, 25), 9)
     first = steps.begin()
@@ -243,7 +243,7 @@ def test_an_abort_of_who_is_in_the_second_of_two_steps_alone_waits_for_that_one(
     assert {event.request_id for event in steps.end(second)} == {"a", "b"}
 
 
-def test_a_second_step_goes_on_for_a_newcomer_when_the_first_is_abandoned(steps):
+def test_a_second_step_continues_for_a_new_request_if_the_first_is_abandoned(steps):
     steps = steps()
     steps.driver.add("a", range(5), 9)
     first = steps.begin()
@@ -257,9 +257,9 @@ def test_a_second_step_goes_on_for_a_newcomer_when_the_first_is_abandoned(steps)
     steps.run()
 
 
-@pytest.mark.parametrize("prompt_count", [5, 20])  # fails at its first token, or in the middle of its prompt
-def test_a_request_that_fails_ends_alone_and_what_was_planned_of_it_is_dropped(steps, prompt_count):
-    """S20."""
+@pytest.mark.parametrize("prompt_count", [5, 20])  # it fails at its first token, or in the middle of its prompt
+def test_a_failed_request_ends_alone_and_its_next_chunk_is_dropped(steps, prompt_count):
+    """Scenario S20 of tests/README.md."""
     steps = steps(step_tokens_max=12)
     steps.driver.add("b", range(40, 44), 9)
     steps.driver.add("a", range(prompt_count), 9)
@@ -268,11 +268,11 @@ def test_a_request_that_fails_ends_alone_and_what_was_planned_of_it_is_dropped(s
     events = steps.end(first, fail=["a"])
     assert [event.reason for event in events if isinstance(event, RequestFinished)] == [FinishReason.ERROR]
     assert [event.request_id for event in steps.end(second)] == ["b"]
-    assert steps.core.stats().blocks_cached == 0  # nothing of it can be found
+    assert steps.core.stats().blocks_cached == 0  # none of its blocks can be found
     steps.run()
 
 
-def test_one_that_fails_in_the_second_step_keeps_what_the_first_brought(steps):
+def test_a_request_that_fails_in_the_second_step_keeps_the_first_token(steps):
     steps = steps()
     steps.driver.add("a", range(5), 9)
     first, second = steps.begin(), steps.ahead()
@@ -283,7 +283,7 @@ def test_one_that_fails_in_the_second_step_keeps_what_the_first_brought(steps):
     check_idle(steps.core)
 
 
-def test_a_block_whose_last_token_nobody_took_is_not_found(steps):
+def test_a_block_with_a_discarded_token_is_not_found(steps):
     steps = steps(block_size=4)
     steps.driver.add("a", range(3), 9)
     first, second = steps.begin(), steps.ahead()
@@ -295,7 +295,7 @@ def test_a_block_whose_last_token_nobody_took_is_not_found(steps):
     check_idle(steps.core)
 
 
-def test_the_connector_hears_of_an_end_when_the_last_step_has_read_the_blocks_and_of_an_abort_after_it(steps):
+def test_the_connector_is_notified_of_an_end_after_the_last_step_and_then_of_an_abort(steps):
     steps = steps(model=STOPS_AT_ONCE, connected=True)
     driver = steps.driver
     driver.holds = {"a"}
@@ -315,7 +315,7 @@ def test_the_connector_hears_of_an_end_when_the_last_step_has_read_the_blocks_an
     check_idle(steps.core)
 
 
-def test_every_response_is_the_one_without_overlap(steps):
+def test_responses_are_the_same_with_and_without_overlap(steps):
     steps = steps(block_count=12, block_size=2, max_num_seqs=3, step_tokens_max=6)
     for index in range(9):
         prompt = (*range(index % 3 + 1), index, *range(index % 4))
@@ -323,7 +323,7 @@ def test_every_response_is_the_one_without_overlap(steps):
     steps.run()
 
 
-# --- what is refused ----------------------------------------------------------------------------------------------
+# --- wrong calls ----------------------------------------------------------------------------------------------
 
 
 def test_steps_come_back_in_the_order_in_which_they_were_planned(steps):
@@ -344,7 +344,7 @@ def test_steps_come_back_in_the_order_in_which_they_were_planned(steps):
         steps.core.schedule_ahead(0.0)
 
 
-def test_a_core_that_was_not_told_to_plans_nothing_ahead(drive):
+def test_schedule_ahead_is_refused_without_overlap_steps(drive):
     driver = drive()
     driver.add("a", range(5), 9)
     driver.core.schedule(0.0)
@@ -352,6 +352,6 @@ def test_a_core_that_was_not_told_to_plans_nothing_ahead(drive):
         driver.core.schedule_ahead(0.0)
 
 
-def test_steps_with_drafts_do_not_overlap():
-    with pytest.raises(StartupError, match=r"--overlap-steps .* --speculative-ngram 3 .*: give one of them"):
+def test_overlap_steps_with_drafts_is_refused():
+    with pytest.raises(StartupError, match=r"--overlap-steps .* --speculative-ngram 3 .*: use only one"):
         CoreSettings(block_count=4, context_tokens_max=64, overlap_steps=True, draft_tokens_max=3)

@@ -1,4 +1,4 @@
-"""Everybody gives its blocks back at once and is computed anew; and what was computed is a hit for nobody any more."""
+"""Tests of preempting all requests at once, and of making all cached blocks unfindable."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from trioserve.contracts.ids import RequestId
 
-# block_size is 4, step_tokens_max is 8, there are 4 seats and 64 blocks, unless a case says otherwise.
+# Defaults of the cases: block_size 4, step_tokens_max 8, max_num_seqs 4, block_count 64.
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ from trioserve.contracts.ids import RequestId
         pytest.param("a:12=p | ^", "a0-7 | a0-7 | a8-11*", id="its prompt's logprobs are told once"),
     ],
 )
-def test_everybody_is_computed_anew_with_the_tokens_it_has(check, script, expect):
+def test_preempted_requests_are_computed_again_with_their_tokens(check, script, expect):
     check(script, expect)
 
 
@@ -37,11 +37,11 @@ def test_everybody_is_computed_anew_with_the_tokens_it_has(check, script, expect
         pytest.param("a:12<8>2 b:3>3 | +a ^", "b0-2* | a0-7 | a8-11* b0-3* | a12* b4*", id="in the order they had"),
     ],
 )
-def test_nobody_waits_for_kv_from_elsewhere(check, script, expect):
+def test_preempt_all_gives_up_loads(check, script, expect):
     check(script, expect, connected=True)
 
 
-def test_it_counts_as_preemption_and_tells_who_ran(drive):
+def test_preempt_all_counts_preemptions_and_returns_running_ids(drive):
     driver = drive(max_num_seqs=2)
     for name in "abc":
         driver.add(name, range(5), 3)
@@ -53,7 +53,7 @@ def test_it_counts_as_preemption_and_tells_who_ran(drive):
     driver.run()
 
 
-def test_blocks_that_a_connector_writes_to_are_held_until_it_has_ended(drive):
+def test_preempt_all_holds_blocks_that_a_load_may_write_to(drive):
     driver = drive(connected=True)
     driver.remote["a"] = 8
     driver.add("a", range(12))
@@ -65,11 +65,11 @@ def test_blocks_that_a_connector_writes_to_are_held_until_it_has_ended(drive):
     driver.run()
 
 
-def test_while_a_step_is_in_flight_it_is_refused(drive):
+def test_preempt_all_is_refused_while_a_step_is_in_flight(drive):
     driver = drive()
     driver.add("a", range(5), 3)
     plan = driver.core.schedule(driver.now)
-    with pytest.raises(AssertionError, match="a step reads their blocks"):
+    with pytest.raises(AssertionError, match="a step in flight reads the blocks"):
         driver.core.preempt_all(driver.now)
     driver.take_result(plan, driver.executor.execute(plan))
     driver.run()
@@ -89,11 +89,11 @@ def test_while_a_step_is_in_flight_it_is_refused(drive):
         ),
     ],
 )
-def test_what_is_forgotten_is_a_hit_for_nobody(check, script, expect):
+def test_forgotten_prefixes_are_no_hits(check, script, expect):
     check(script, expect)
 
 
-def test_forgetting_frees_what_was_kept_and_leaves_what_is_used(drive):
+def test_forgetting_frees_cached_blocks_and_keeps_used_ones(drive):
     driver = drive()
     driver.add("a", range(8))
     driver.add("b", range(100, 108), 9)
@@ -105,4 +105,4 @@ def test_forgetting_frees_what_was_kept_and_leaves_what_is_used(drive):
     after = driver.core.stats()
     assert (after.blocks_cached, after.blocks_used) == (0, before.blocks_used)
     driver.run()
-    assert driver.core.cache.resident_hashes(), "what b publishes later can be evicted as ever"
+    assert driver.core.cache.resident_hashes(), "blocks that b publishes later can be evicted"

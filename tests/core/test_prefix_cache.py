@@ -1,4 +1,4 @@
-"""Which blocks a prefix finds, with a good hash function and with bad ones."""
+"""Tests of the prefix cache: which blocks a prefix finds, with good and bad hash functions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def always_the_same(parent: BlockHash, token_ids) -> BlockHash:
 
 
 def own_tokens_only(parent: BlockHash, token_ids) -> BlockHash:
-    """Forgets what came before."""
+    """Hash the tokens of the block alone, without its parent."""
     return BlockHash(bytes(token_ids))
 
 
@@ -32,7 +32,7 @@ HASHES = [hash_block, always_the_same, own_tokens_only, sum_of_tokens]
 
 
 class Holder:
-    """Computes prompts, and remembers what every block holds: the whole prefix up to its end, and the salt."""
+    """Computes prompts, and remembers the content of every block: the whole prefix up to its end, and the salt."""
 
     def __init__(self, block_count: int, hash_function: Callable[..., BlockHash]) -> None:
         self.pool = BlockPool(block_count)
@@ -40,14 +40,14 @@ class Holder:
         self.content: dict[int, tuple[str | None, tuple[int, ...]]] = {}
 
     def match(self, tokens: tuple[int, ...], salt: str | None = None) -> int:
-        """How many blocks are found; each is checked to hold just that prefix."""
+        """Return how many blocks are found. Checks that each holds exactly this prefix."""
         blocks = self.cache.match(PrefixChain(salt), tokens)
         for index, block in enumerate(blocks):
             assert self.content[block] == (salt, tokens[: (index + 1) * BLOCK_SIZE])
         return len(blocks)
 
     def compute(self, tokens: tuple[int, ...], salt: str | None = None, *, use_hits: bool = True) -> list[int]:
-        """Blocks that are held by the caller from now on, as many as are full; hits are shared."""
+        """Compute tokens and return the full blocks, which the caller then holds. Hits are shared."""
         chain = PrefixChain(salt)
         hits = self.cache.match(chain, tokens) if use_hits else []
         self.pool.share(hits)
@@ -68,7 +68,7 @@ class Holder:
 
 
 def check(computed: str, asked: str, expect: int, *, salts: tuple[str | None, str | None] = (None, None)) -> None:
-    """`computed` is in the cache, a digit a token; then `asked` finds `expect` blocks of two tokens."""
+    """Compute the prefix `computed`, look up `asked`, and expect `expect` blocks of two tokens. A digit is a token."""
     holder = Holder(8, hash_block)
     holder.release(holder.compute(tuple(map(int, computed)), salts[0]))
     assert holder.match(tuple(map(int, asked)), salts[1]) == expect
@@ -106,19 +106,19 @@ def test_salts_keep_equal_prefixes_apart(salts, expect, hash_function):
     assert found == expect if hash_function is hash_block else found <= expect
 
 
-def test_content_that_is_there_twice_is_published_once():
+def test_equal_content_is_published_once():
     holder = Holder(4, hash_block)
     first = holder.compute((1, 2, 3, 4))
     second = holder.compute((1, 2, 3, 4), use_hits=False)
     assert set(first).isdisjoint(second)
     holder.release(second)
-    assert holder.pool.free_count == 2, "the second copy is of no use"
+    assert holder.pool.free_count == 2, "the second copy is not kept"
     holder.release(first)
     assert holder.pool.cached_count == 2
     assert holder.match((1, 2, 3, 4, 5)) == 2
 
 
-def test_a_colliding_prefix_takes_the_place_and_never_the_blocks():
+def test_a_colliding_prefix_replaces_the_entry_and_never_shares_blocks():
     holder = Holder(4, always_the_same)
     first = holder.compute((1, 2))
     second = holder.compute((3, 4))
@@ -133,7 +133,7 @@ def test_a_colliding_prefix_takes_the_place_and_never_the_blocks():
 def test_a_block_whose_parent_was_evicted_is_not_found_under_the_new_parent():
     holder = Holder(3, hash_block)
     first = holder.compute((1, 2))
-    # The same prefix again, with a copy of the first block, which stays unpublished: only the second one is new.
+    # The same prefix again, with an unpublished copy of the first block: only the second block is new.
     second = holder.compute((1, 2, 3, 4), use_hits=False)
     holder.release(first)
     holder.pool.release(holder.pool.allocate(1))  # evicts the first block
@@ -144,7 +144,7 @@ def test_a_block_whose_parent_was_evicted_is_not_found_under_the_new_parent():
     assert holder.match((1, 2, 3, 4, 5)) == 2
 
 
-def test_hashes_are_computed_once_a_request():
+def test_hashes_are_computed_once_per_request():
     calls: list[tuple[int, ...]] = []
 
     def counting(parent: BlockHash, token_ids) -> BlockHash:
@@ -165,7 +165,7 @@ def test_hashes_are_computed_once_a_request():
 @pytest.mark.slow
 @pytest.mark.parametrize("hash_function", HASHES)
 @given(data=st.data())
-def test_no_prefix_finds_foreign_blocks_whatever_the_hash_is_worth(hash_function, data):
+def test_no_prefix_finds_foreign_blocks_even_with_weak_hashes(hash_function, data):
     holder = Holder(6, hash_function)
     held: list[list[int]] = []
     prompts = st.lists(st.integers(0, 1), min_size=1, max_size=8).map(tuple)

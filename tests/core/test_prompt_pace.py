@@ -1,4 +1,4 @@
-"""Wide prompts beside decodes: their chunks are measured in time, on a clock that steps move by a known cost."""
+"""Tests of wide prompts beside decodes. Chunks are limited by time, on a clock that steps advance by a known cost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOM = {"block_count": 20_000, "context_tokens_max": 40_000, "max_num_seqs": 70,
 
 
 class Costs:
-    """What a step takes, in seconds: weights, each decode, each token of a prompt, and what that attends to."""
+    """Cost of a step in seconds: weights, each decode, each prompt token, and the tokens that it attends to."""
 
     def __init__(self, *, decode=0.0002, token=0.0002, attended=1e-8, noise=0.0) -> None:
         self.decode, self.token, self.attended, self.noise = decode, token, attended, noise
@@ -36,7 +36,7 @@ class Costs:
 
 
 class Timed:
-    """A core on a clock that each step moves by its cost. Nothing is computed: that is checked elsewhere."""
+    """A core on a clock that each step advances by its cost. Nothing is computed."""
 
     def __init__(self, costs: Costs, decode_count: int = 0, *, overlap_steps: bool = False) -> None:
         self.core = EngineCore(CoreSettings(**ROOM, overlap_steps=overlap_steps))
@@ -73,7 +73,7 @@ class Timed:
         return seconds
 
     def step(self) -> tuple[float, int]:
-        """Its seconds, and the tokens of wide prompts in it."""
+        """Do one step. Returns its seconds, and its tokens of wide prompts."""
         plan = self.core.schedule(self.now)
         assert plan is not None
         wide = sum(chunk.count for chunk in plan.chunks if chunk.request.id.startswith("wide") and chunk.count > 1)
@@ -97,14 +97,14 @@ def test_a_wide_prompt_stretches_steps_by_half_and_comes_to_its_end(count, noise
         beside.append(timed.step())
     times = sorted(seconds for seconds, _ in beside)
     assert times[int(len(times) * 0.99)] <= 1.5 * alone * (1 + noise) + 16 * costs.token
-    # as much is used as is allowed, and the probes alone are without
+    # the allowed time is used, and only probes have no wide tokens
     assert sum(tokens for _, tokens in beside) >= 31_000
     assert sum(times) / len(times) >= 1.25 * alone / (1 + noise)
     assert sum(1 for _, tokens in beside if not tokens) <= len(beside) // PROBE_EVERY + 2
     timed.leave()
 
 
-def test_the_deeper_it_is_the_fewer_tokens_a_chunk_has():
+def test_chunks_get_smaller_deeper_in_the_prompt():
     costs = Costs(attended=4e-8)
     timed = Timed(costs, 32)
     timed.add("wide", range(10_000, 42_000))
@@ -113,7 +113,7 @@ def test_the_deeper_it_is_the_fewer_tokens_a_chunk_has():
     timed.leave()
 
 
-def test_one_beside_one_has_half_the_time():
+def test_a_wide_prompt_beside_one_decode_gets_half_of_the_time():
     costs = Costs(attended=0.0)
     timed = Timed(costs, 1)
     alone = timed.step()[0]
@@ -123,7 +123,7 @@ def test_one_beside_one_has_half_the_time():
     timed.leave()
 
 
-def test_alone_it_takes_whole_steps():
+def test_a_wide_prompt_alone_gets_whole_steps():
     timed = Timed(Costs())
     timed.add("wide", range(10_000, 14_096))
     assert [timed.step()[1] for _ in range(8)] == [512] * 8
@@ -140,7 +140,7 @@ def test_a_prompt_that_fits_a_step_is_computed_at_once():
     timed.leave()
 
 
-def test_two_wide_prompts_share_what_one_may_take():
+def test_two_wide_prompts_share_the_tokens_of_one():
     costs = Costs(attended=0.0)
     timed = Timed(costs, 32)
     timed.add("wide", range(10_000, 42_000))
@@ -152,7 +152,7 @@ def test_two_wide_prompts_share_what_one_may_take():
 
 
 def test_more_decodes_are_noticed():
-    """What a step of decodes takes is measured anew soon when there are many more of them."""
+    """The time of a step that only decodes is measured again soon when there are many more decodes."""
     timed = Timed(Costs(decode=0.002, attended=0.0), 8)
     timed.add("wide", range(10_000, 42_000))
     few = max(timed.step()[1] for _ in range(40))
@@ -176,8 +176,8 @@ def test_a_chunk_at_most_doubles_from_step_to_step():
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_wide_prompts_whose_decodes_lose_their_blocks_go_on(drive, seed):
-    """What was left out beside decodes is not left out when these are gone."""
+def test_wide_prompts_continue_when_all_decodes_are_preempted(drive, seed):
+    """Wide prompts that were left out for decodes are planned when all decodes are preempted."""
     draw = random.Random(seed)
     driver = drive(block_count=20, block_size=4, max_num_seqs=5, step_tokens_max=8)
     tokens_max = driver.core.scheduler.pace.tokens_max
@@ -194,9 +194,11 @@ def test_wide_prompts_whose_decodes_lose_their_blocks_go_on(drive, seed):
     driver.run()
 
 
-def test_a_wide_prompt_goes_on_where_all_others_of_its_step_have_lost_their_blocks(drive):
-    """It is left out, since the one before it takes all that decodes allow; that one then takes the blocks of the
-    decode, which are too few, and loses its own."""
+def test_a_wide_prompt_continues_when_all_others_of_its_step_are_preempted(drive):
+    """The wide prompt is left out, because an earlier one takes all tokens that decodes allow.
+
+    The earlier one then preempts the decode, still lacks blocks, and is preempted itself.
+    """
     driver = drive(block_count=11, block_size=4, step_tokens_max=16)
     allowed = 0
     driver.core.scheduler.pace.tokens_max = lambda decodes, wide: allowed if decodes else None
@@ -218,8 +220,8 @@ def test_a_wide_prompt_goes_on_where_all_others_of_its_step_have_lost_their_bloc
     driver.run()
 
 
-def test_steps_that_overlap_and_steps_that_are_dropped():
-    """A step's time begins when the one before it has landed; one that nobody waited for says nothing."""
+def test_times_of_overlapping_and_dropped_steps():
+    """A step's time begins when the step before it is back. Dropped steps teach nothing."""
     timed = Timed(Costs(), 32, overlap_steps=True)
     timed.add("wide", range(10_000, 42_000))
     core, times = timed.core, []

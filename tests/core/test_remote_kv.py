@@ -1,4 +1,4 @@
-"""Requests whose KV comes from elsewhere: it arrives, in part or whole, late, twice, or never, and some do not wait."""
+"""Tests of KV from other engines: it arrives whole or in part, late, twice or never, and some requests do not wait."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from trioserve.contracts.ids import RequestId
 from trioserve.contracts.kv_transfer import HoldKind, Loaded
 from trioserve.core.settings import CoreSettings
 
-# block_size is 4, step_tokens_max is 8, there are 4 seats and 64 blocks, unless a case says otherwise. A load may take
-# 10 seconds, and a hold another 10.
+# Defaults of the cases: block_size 4, step_tokens_max 8, max_num_seqs 4, block_count 64. Loads and holds may take
+# 10 seconds each.
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ from trioserve.core.settings import CoreSettings
         pytest.param("a:12<8 b:4@-1 | -a c:4", "b0-3* | a0-7 | a8-11* c0-3*", id="failed, it has its place again"),
     ],
 )
-def test_a_request_runs_when_its_kv_has_come_and_computes_only_the_rest(check, script, expect):
+def test_a_request_runs_when_its_kv_has_arrived_and_computes_the_rest(check, script, expect):
     check(script, expect, connected=True)
 
 
@@ -61,17 +61,17 @@ def test_a_request_runs_when_its_kv_has_come_and_computes_only_the_rest(check, s
         pytest.param("a:12 | +a", "a0-7 | a8-11*", {"unknown": 1}, id="unasked"),
     ],
 )
-def test_what_comes_otherwise_is_counted(check, script, expect, faults):
-    """S08: what was lost is computed here, and not decoded from."""
+def test_wrong_reports_are_counted(check, script, expect, faults):
+    """Scenario S08 of tests/README.md: tokens that did not arrive are computed here, and never decoded from."""
     assert check(script, expect, connected=True).faults == faults
 
 
-def test_the_rest_of_a_loaded_prompt_has_its_blocks_already(check):
+def test_the_rest_of_a_loaded_prompt_owns_its_blocks_already(check):
     driver = check("a:19<6 | +a", ". | a6-13 | a14-18*", connected=True, block_count=5)
     assert driver.core.stats().preemptions_total == 0
 
 
-def test_a_loading_request_has_its_blocks_and_no_seat(drive):
+def test_a_loading_request_owns_blocks_and_no_place_in_the_batch(drive):
     driver = drive(connected=True, max_num_seqs=1)
     driver.remote = {"a": 8}
     driver.add("a", range(12))
@@ -83,13 +83,13 @@ def test_a_loading_request_has_its_blocks_and_no_seat(drive):
     assert (load.start, load.token_count, len(load.block_table)) == (0, 8, 3)
     driver.report(driver.connector.loaded(RequestId("a")))
     driver.run()
-    assert driver.finished["a"].cached_token_count == 0, "the prefix cache had nothing"
+    assert driver.finished["a"].cached_token_count == 0, "the prefix cache was empty"
     assert driver.core.stats().loaded_tokens_total == 8
 
 
-def test_one_that_would_load_waits_aside_while_as_many_load_as_may(drive):
+def test_a_request_waits_while_the_maximum_of_loads_is_pending(drive):
     driver = drive(connected=True, max_num_seqs=1)
-    driver.add("p", range(100, 105))  # a part of b's prompt, that it finds in the cache
+    driver.add("p", range(100, 105))  # a part of b's prompt, which b finds in the cache
     driver.run()
     driver.connector.calls.clear()
     driver.remote = {"a": 8, "b": 8}
@@ -99,7 +99,7 @@ def test_one_that_would_load_waits_aside_while_as_many_load_as_may(drive):
     assert steps == ["c", "c", "d", "d"]
     assert set(driver.connector.loads) == {"a"}
     assert driver.step() is None
-    assert driver.connector.calls["num_matched_tokens"] == 4, "who waits aside is not looked up at every step"
+    assert driver.connector.calls["num_matched_tokens"] == 4, "it is not looked up at every step"
     driver.report(driver.connector.load_failed(RequestId("a")))
     assert driver.step().admitted == ("a",)
     driver.step()
@@ -109,16 +109,16 @@ def test_one_that_would_load_waits_aside_while_as_many_load_as_may(drive):
     driver.run()
 
 
-def test_one_whose_load_failed_is_looked_at_afresh(drive):
+def test_a_request_whose_load_failed_is_matched_again(drive):
     driver = drive(connected=True, block_count=12, step_tokens_max=64)
     driver.remote, driver.holds = {"a": 8}, {"q"}
     driver.add("a", range(31))
-    driver.add("q", range(16))  # the beginning of a's prompt, which is held from now on
+    driver.add("q", range(16))  # the start of a's prompt, held from now on
     driver.step()
     assert driver.core.stats().blocks_held == 4
     driver.report(driver.connector.load_failed(RequestId("a")))
     driver.add("p", range(50, 54), 2, priority=-1)
-    assert driver.step().admitted == ("p", "a"), "half of what it wanted when it came is here by now"
+    assert driver.step().admitted == ("p", "a"), "half of its prompt is cached here by now"
     driver.run()
 
 
@@ -149,7 +149,7 @@ def test_a_load_begins_only_when_everything_known_fits(drive):
     driver.run()
 
 
-def test_what_was_loaded_is_found_by_the_next_one_with_the_same_prefix(drive):
+def test_loaded_blocks_are_found_by_the_next_request_with_the_prefix(drive):
     driver = drive(connected=True)
     driver.remote = {"a": 8}
     driver.add("a", range(12))
@@ -165,7 +165,7 @@ def test_what_was_loaded_is_found_by_the_next_one_with_the_same_prefix(drive):
 
 
 def loading(drive, *, prefix: bool = False, **more):
-    """`a` waits for 8 tokens; with a prefix, for those after 4 that are cached here."""
+    """Let `a` wait for 8 tokens; with a prefix, for the tokens after 4 that are cached here."""
     driver = drive(connected=True, **more)
     if prefix:
         driver.add("p", range(5))
@@ -179,8 +179,8 @@ def loading(drive, *, prefix: bool = False, **more):
 
 @pytest.mark.parametrize("prefix", [False, True], ids=["nothing cached", "a cached prefix"])
 @pytest.mark.parametrize("report", ["loaded", "load_failed"])
-def test_an_abort_while_it_loads_holds_what_may_still_be_written_until_the_report(drive, prefix, report):
-    """S03."""
+def test_an_abort_during_a_load_holds_its_blocks_until_the_report(drive, prefix, report):
+    """Scenario S03 of tests/README.md."""
     driver = loading(drive, prefix=prefix)
     result = driver.abort("a")["a"]
     assert (result.outcome, result.finished.phase) == (AbortOutcome.ABORTED, Phase.QUEUED)
@@ -194,8 +194,8 @@ def test_an_abort_while_it_loads_holds_what_may_still_be_written_until_the_repor
     assert driver.faults == {}
 
 
-def test_an_abort_while_it_loads_ends_at_the_deadline_when_no_report_comes(drive):
-    """S03."""
+def test_an_abort_during_a_load_frees_its_blocks_at_the_deadline(drive):
+    """Scenario S03 of tests/README.md."""
     driver = loading(drive, hold_seconds_max=3.0)
     driver.wait(2.0)
     driver.abort("a")
@@ -208,12 +208,12 @@ def test_an_abort_while_it_loads_ends_at_the_deadline_when_no_report_comes(drive
     driver.run()
 
 
-def test_an_abort_with_a_receive_and_a_send_open_waits_for_both_and_survives_second_reports(drive):
-    """S04."""
+def test_an_abort_with_load_and_send_pending_waits_for_both(drive):
+    """Scenario S04 of tests/README.md."""
     driver = loading(drive, prefix=True)
     driver.holds = {"a"}
     driver.abort("a")
-    assert driver.connector.sends["a"].tokens == tuple(range(4)), "only what is known to be right is sent"
+    assert driver.connector.sends["a"].tokens == tuple(range(4)), "only computed blocks are sent"
     assert driver.core.stats().blocks_held == 4
     driver.report(driver.connector.loaded(RequestId("a")))
     assert driver.core.stats().blocks_held == 1
@@ -226,8 +226,8 @@ def test_an_abort_with_a_receive_and_a_send_open_waits_for_both_and_survives_sec
     driver.run()
 
 
-def test_one_that_goes_on_without_a_slow_load_computes_in_other_blocks(drive):
-    """S08: not in those that may still be written."""
+def test_after_a_load_timeout_the_request_computes_in_other_blocks(drive):
+    """Scenario S08 of tests/README.md: the load may still write to the first blocks."""
     driver = loading(drive)
     written = set(driver.connector.loads["a"].block_table)
     driver.wait(10.0)
@@ -240,8 +240,8 @@ def test_one_that_goes_on_without_a_slow_load_computes_in_other_blocks(drive):
     assert driver.faults == {"load_expired": 1}
 
 
-def test_an_abort_before_its_load_began_tells_the_connector(drive):
-    """S07."""
+def test_an_abort_before_the_load_began_notifies_the_connector(drive):
+    """Scenario S07 of tests/README.md."""
     driver = drive(connected=True)
     driver.remote = {"a": 8}
     driver.add("a", range(12))
@@ -252,9 +252,11 @@ def test_an_abort_before_its_load_began_tells_the_connector(drive):
 
 
 @pytest.mark.parametrize("moment", ["in the queue", "while it loads", "after it has come"])
-def test_a_request_that_is_not_decoded_after_all_leaves_nothing_where_it_was_prefilled(drive, moment):
-    """S07, S10: two cores, and this test is the wire between their connectors. The one that prefilled holds the blocks;
-    the one that was to decode ends the request, and both are told at once."""
+def test_an_abort_in_the_decode_core_frees_the_blocks_of_the_prefill_core(drive, moment):
+    """Scenarios S07 and S10 of tests/README.md: two cores, and the test is the wire between their connectors.
+
+    The prefill core holds the blocks. The request ends in the decode core, and both connectors are notified at once.
+    """
     prefills, decodes = drive(connected=True), drive(connected=True, max_num_seqs=1)
     prefills.holds = {"a"}
     prefills.add("a", range(12))
@@ -263,7 +265,7 @@ def test_a_request_that_is_not_decoded_after_all_leaves_nothing_where_it_was_pre
     assert prefills.core.stats().blocks_held == 3
     decodes.remote = {"a": 8}
     decodes.add("a", range(12), 5)
-    decodes.add("z", range(50, 54), 9)  # takes the seat
+    decodes.add("z", range(50, 54), 9)  # takes the only place in the batch
     if moment != "in the queue":
         decodes.step()
     if moment == "after it has come":
@@ -273,7 +275,7 @@ def test_a_request_that_is_not_decoded_after_all_leaves_nothing_where_it_was_pre
     assert decodes.connector.finished == {"a": FinishReason.ABORT}
     if moment == "while it loads":
         assert decodes.connector.loads["a"].is_abandoned
-        assert decodes.core.stats().blocks_held == 3, "they may still be written"
+        assert decodes.core.stats().blocks_held == 3, "the connector may still write to them"
         decodes.report(decodes.connector.load_failed(RequestId("a")))
     assert decodes.core.stats().blocks_held == 0
     assert [live.request.id for live in decodes.core.live_requests()] == ["z"]
@@ -287,7 +289,7 @@ def test_a_request_that_is_not_decoded_after_all_leaves_nothing_where_it_was_pre
     assert prefills.faults == decodes.faults == {}
 
 
-def test_an_abort_after_its_kv_came_and_before_its_seat_gives_everything_back(drive):
+def test_an_abort_between_load_and_start_releases_everything(drive):
     driver = loading(drive, max_num_seqs=1)
     driver.add("b", range(50, 54), 9)
     driver.step()
@@ -300,7 +302,7 @@ def test_an_abort_after_its_kv_came_and_before_its_seat_gives_everything_back(dr
     driver.run()
 
 
-def test_one_that_was_loaded_and_preempted_computes_it_again(drive):
+def test_a_preempted_request_computes_its_loaded_tokens(drive):
     driver = drive(connected=True, block_count=5)
     driver.remote = {"a": 8}
     driver.add("a", range(11), 6)
@@ -315,7 +317,7 @@ def test_one_that_was_loaded_and_preempted_computes_it_again(drive):
     assert driver.finished["a"].reason is FinishReason.LENGTH
 
 
-def test_one_that_has_run_is_not_loaded_after_it_was_preempted(drive):
+def test_a_preempted_request_is_not_loaded(drive):
     driver = drive(connected=True, block_count=3)
     driver.add("b", range(4), 6, priority=-1)
     driver.add("a", range(50, 54), 6)
@@ -330,13 +332,13 @@ def test_one_that_has_run_is_not_loaded_after_it_was_preempted(drive):
     ("what", "message"),
     [
         ("fails", "the other side is gone"),
-        ("is empty", "nothing of it came"),
-        ("is too much", "9 tokens of it are said to have come, and 8 were asked for"),
-        ("is less than nothing", "-1 tokens of it are said to have come, and 8 were asked for"),
-        ("takes too long", "it did not come within 10.0 seconds"),
+        ("is empty", "no tokens arrived"),
+        ("is too much", "the connector reported 9 tokens, but 8 were requested"),
+        ("is less than nothing", "the connector reported -1 tokens, but 8 were requested"),
+        ("takes too long", "it did not arrive within 10.0 seconds"),
     ],
 )
-def test_a_request_ends_with_an_error_when_its_kv_does_not_come_if_that_is_the_policy(drive, what, message):
+def test_a_failed_load_ends_the_request_under_the_policy_fail(drive, what, message):
     driver = loading(drive, load_failure_policy="fail")
     name = RequestId("a")
     if what == "takes too long":
@@ -356,10 +358,10 @@ def test_a_request_ends_with_an_error_when_its_kv_does_not_come_if_that_is_the_p
     driver.run()
 
 
-# --- a connector that breaks its promises ---------------------------------------------------------------------------
+# --- a faulty connector ---------------------------------------------------------------------------
 
 
-def test_a_load_that_raises_when_it_begins_is_late_at_once_and_its_blocks_are_held(drive):
+def test_a_load_whose_start_raises_expires_at_once_and_its_blocks_are_held(drive):
     driver = drive(connected=True)
     driver.connector.raises = {"start_load"}
     driver.remote = {"a": 8, "b": 8}
@@ -374,7 +376,7 @@ def test_a_load_that_raises_when_it_begins_is_late_at_once_and_its_blocks_are_he
     assert driver.faults == {"raised": 2, "load_expired": 2, "hold_expired": 2}
 
 
-def test_a_load_that_raises_does_not_wait_for_those_that_began_before(drive):
+def test_a_load_whose_start_raises_expires_before_earlier_loads(drive):
     driver = drive(connected=True)
     driver.remote = {"a": 8, "b": 8}
     driver.add("a", range(12))
@@ -391,7 +393,7 @@ def test_a_load_that_raises_does_not_wait_for_those_that_began_before(drive):
 
 
 @pytest.mark.parametrize("response", [-1, None, "8", 2.5], ids=repr)
-def test_a_match_that_is_no_count_is_none(drive, response):
+def test_an_impossible_match_count_means_no_match(drive, response):
     driver = drive(connected=True)
     driver.connector.matched_count = lambda request, computed_count: response
     driver.add("a", range(8))
@@ -401,7 +403,7 @@ def test_a_match_that_is_no_count_is_none(drive, response):
 
 
 @pytest.mark.parametrize("call", ["load_abandoned", "hold_expired", "num_matched_tokens"])
-def test_a_call_that_raises_is_counted_and_everything_comes_back(drive, call):
+def test_a_call_that_raises_is_counted_and_everything_is_released(drive, call):
     driver = drive(connected=True)
     driver.connector.raises = {call}
     driver.remote = {"a": 8}
@@ -422,13 +424,13 @@ def test_a_call_that_raises_is_counted_and_everything_comes_back(drive, call):
         ({"load_failure_policy": "retry"}, 'it may be "recompute" or "fail"'),
     ],
 )
-def test_no_wait_is_endless(change, message):
+def test_endless_waits_are_refused(change, message):
     with pytest.raises(StartupError, match=message):
         CoreSettings(block_count=4, context_tokens_max=64, max_num_seqs=2, **change)
 
 
 @pytest.mark.parametrize("report", [None, "x", Loaded(RequestId("a"), None), Loaded(RequestId("a"), 3.5)])
-def test_what_is_no_report_is_counted_and_stops_nothing(drive, report):
+def test_a_value_that_is_no_report_is_counted_only(drive, report):
     driver = drive(connected=True)
     driver.remote = {"a": 8}
     driver.add("a", range(12))
@@ -440,8 +442,8 @@ def test_what_is_no_report_is_counted_and_stops_nothing(drive, report):
     assert driver.core.stats().running_count == 0
 
 
-def test_a_prompt_that_fits_beside_the_held_blocks_that_it_hits_starts_when_nothing_else_runs(drive):
-    """It did not fit when it was looked at, and there were no hits yet."""
+def test_a_prompt_that_fits_thanks_to_held_hits_starts_when_nothing_else_runs(drive):
+    """It did not fit when it was first checked, because there were no hits yet."""
     driver = drive(connected=True, block_count=8, block_size=1)
     driver.holds = {"c"}
     driver.add("a", (9, 8, 7))

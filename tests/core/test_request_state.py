@@ -1,4 +1,4 @@
-"""The states of a request, and what is read off its tokens."""
+"""Tests of request states, and of properties that depend on a request's tokens."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def legal_moves() -> set[tuple[RequestStatus, RequestStatus]]:
 
 
 @pytest.mark.parametrize(("old", "new"), list(product(RequestStatus, RequestStatus)), ids=lambda status: status.value)
-def test_only_the_moves_of_the_table_are_made(old, new):
-    """S18: no move leads out of an end."""
+def test_only_transitions_of_the_table_are_legal(old, new):
+    """Scenario S18 of tests/README.md: no transition leaves FINISHED."""
     live = live_request()
     live.status = old
     if (old, new) in legal_moves():
@@ -59,7 +59,7 @@ def test_only_the_moves_of_the_table_are_made(old, new):
     ("output", "computed", "expect"),
     [(0, 0, (3, 0, 3)), (0, 2, (3, 0, 1)), (1, 3, (3, 1, 1)), (2, 0, (3, 2, 5))],
 )
-def test_what_is_known_and_not_computed_is_due(output, computed, expect):
+def test_known_tokens_that_are_not_computed_are_due(output, computed, expect):
     live = live_request()
     live.tokens += [9] * output
     live.computed_count = computed
@@ -71,10 +71,10 @@ def test_order_is_priority_then_arrival():
     assert sorted([late, early, urgent], key=lambda live: live.order) == [urgent, early, late]
 
 
-def test_the_phase_goes_on_and_never_back():
+def test_the_phase_never_goes_back():
     live = live_request()
     assert live.phase is Phase.QUEUED
-    live.cached_token_count = 0  # it ran
+    live.cached_token_count = 0  # the request has run
     assert live.phase is Phase.PREFILL
     live.tokens.append(1)
     assert live.phase is Phase.DECODE
@@ -82,7 +82,7 @@ def test_the_phase_goes_on_and_never_back():
     assert live.phase is Phase.DECODE
 
 
-def test_the_prompt_of_the_request_is_not_the_list_that_grows():
+def test_output_does_not_change_the_prompt_of_the_request():
     live = live_request()
     live.tokens.append(9)
     assert live.request.prompt_token_ids == (0, 1, 2)

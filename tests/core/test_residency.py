@@ -1,4 +1,4 @@
-"""Whoever listens to the prefix cache is told of each change once, in order, and so knows what is in it."""
+"""Tests of residency events: the prefix cache reports each change once, in order."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ BLOCK_SIZE = 2
 
 
 class Cache:
-    """A prefix cache with somebody who listens. told: "+" or "-", and the tokens that the block's name is known for."""
+    """A prefix cache with a listener.
+
+    `events` has "+" or "-" for each change, and the tokens that the block's hash stands for.
+    """
 
     def __init__(self, block_count: int, **options) -> None:
         self.pool = BlockPool(block_count)
         self.cache = PrefixCache(self.pool, BLOCK_SIZE, **options)
-        self.told: list[str] = []
+        self.events: list[str] = []
         self.names: dict[BlockHash, str] = {}
-        self.cache.on_residency = lambda name, is_resident: self.told.append(
+        self.cache.on_residency = lambda name, is_resident: self.events.append(
             ("+" if is_resident else "-") + self.names.get(name, "?")
         )
 
@@ -38,28 +41,28 @@ class Cache:
         return blocks
 
 
-def test_a_block_is_told_when_it_can_be_found_and_when_it_is_evicted():
+def test_publishing_and_evicting_a_block_are_reported():
     cache = Cache(4)
     cache.pool.release(cache.compute("aabbc"))
-    assert cache.told == ["+aa", "+aabb"]
-    cache.pool.release(cache.compute("aabbdd"))  # hits are not told again, and keeping is no change
-    assert cache.told[2:] == ["+aabbdd"]
+    assert cache.events == ["+aa", "+aabb"]
+    cache.pool.release(cache.compute("aabbdd"))  # hits are not reported again, nor is caching
+    assert cache.events[2:] == ["+aabbdd"]
     cache.compute("xxyyzzww")
-    assert cache.told[3:] == ["-aabbdd", "-aabb", "-aa", "+xx", "+xxyy", "+xxyyzz", "+xxyyzzww"]
+    assert cache.events[3:] == ["-aabbdd", "-aabb", "-aa", "+xx", "+xxyy", "+xxyyzz", "+xxyyzzww"]
 
 
-def test_content_that_another_block_holds_already_is_not_told_again():
+def test_content_that_is_already_published_is_not_reported_again():
     cache = Cache(4)
     first, second = PrefixChain(None), PrefixChain(None)
     tokens = [1, 2, 3]
     blocks = cache.pool.allocate(4)
     cache.cache.publish(first, tokens, 2, blocks[:2])
     cache.cache.publish(second, tokens, 2, blocks[2:])
-    assert cache.told == ["+?"]
+    assert cache.events == ["+?"]
 
 
 @pytest.mark.parametrize("is_told", [True, False])
-def test_a_block_that_another_of_its_name_replaces_goes_before_that_comes(is_told):
+def test_a_replaced_block_is_reported_before_its_successor(is_told):
     cache = Cache(4, hash_block=lambda parent, token_ids: BlockHash(b"same"))
     book = ResidencyBook(cache.cache)
     if not is_told:

@@ -1,10 +1,10 @@
-"""Who computes what, step by step. The language of the cases is explained in conftest.py."""
+"""Tests of plans, step by step. conftest.py explains the notation of the cases."""
 
 from __future__ import annotations
 
 import pytest
 
-# block_size is 4, step_tokens_max is 8, there are 4 seats and 64 blocks, unless a case says otherwise.
+# Defaults of the cases: block_size 4, step_tokens_max 8, max_num_seqs 4, block_count 64.
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_a_step_serves_decodes_first_then_prompts_within_the_budget(check, scrip
     check(script, expect)
 
 
-def test_a_prompt_moves_on_even_when_decodes_leave_one_token(check):
+def test_a_prompt_progresses_even_if_decodes_leave_one_token(check):
     check(
         "a:1>9 b:1>9 c:1>9 | d:4",
         "a0* b0* c0* | a1* b1* c1* d0 | a2* b2* c2* d1 | a3* b3* c3* d2 | a4* b4* c4* d3* | "
@@ -43,7 +43,7 @@ def test_a_prompt_moves_on_even_when_decodes_leave_one_token(check):
         pytest.param("a:8 b:8 c:8 | !b !c", "a0-7* | .", id="all who waited have left"),
     ],
 )
-def test_the_waiting_line_is_served_in_order(check, script, expect):
+def test_waiting_requests_start_in_order(check, script, expect):
     check(script, expect)
 
 
@@ -71,14 +71,14 @@ def test_the_waiting_line_is_served_in_order(check, script, expect):
         pytest.param(
             "a:3>9 | c:17@-1",
             6,
-            # In the fourth step a's decode is planned already when c needs a block.
+            # In the fourth step, a's decode is already planned when c needs a block.
             "a0-2* | a3* c0-6 | a4* c7-13 | -a c14-16* | a4-5* | a6* | a7* | a8* | a9* | a10*",
             id="one whose chunk is planned already",
         ),
         pytest.param(
             "v:3>9@1 | u:3>4 w:3>4 | p:12",
             7,
-            # In the fourth step the token that was planned for v goes to p: p5-10, where p5-9 would waste it.
+            # In the fourth step, the token that was planned for v goes to p: p5-10 instead of p5-9.
             "v0-2* | v3* u0-2* w0-2* | v4* u3* w3* p0-4 | -v u4* w4* p5-10 | u5* w5* p11* | "
             "v0-5* | v6* | v7* | v8* | v9* | v10*",
             id="one whose share of the budget then goes to another",
@@ -97,7 +97,7 @@ def test_the_waiting_line_is_served_in_order(check, script, expect):
         ),
     ],
 )
-def test_when_blocks_run_out_the_last_in_order_gives_its_own_back(check, script, block_count, expect):
+def test_the_last_request_in_order_is_preempted_if_blocks_run_out(check, script, block_count, expect):
     driver = check(script, expect, block_count=block_count)
     assert driver.core.stats().preemptions_total == sum(word.startswith("-") for word in expect.split())
 
@@ -123,11 +123,11 @@ def test_a_request_starts_when_its_whole_prompt_fits(check, script, expect):
         pytest.param(3, "a0-7* | a8* c0* | a9* d0* | b0-7 | b8* e0*", id="as often as there is somebody"),
     ],
 )
-def test_one_that_does_not_fit_is_overtaken_so_often_and_then_starts_first(check, overtakes_max, expect):
+def test_a_request_that_does_not_fit_is_overtaken_overtakes_max_times(check, overtakes_max, expect):
     check("a:8>3 b:9 c:1 d:1 e:1", expect, block_count=4, max_num_seqs=2, overtakes_max=overtakes_max)
 
 
-def test_several_in_one_step_overtake_it_no_more_often_than_they_may(check):
+def test_overtaking_within_one_step_is_limited_too(check):
     expect = "a0-7* | a8* c0* d0* | a9* | a10* | b0-7 | b8* e0*"
     check("a:8>4 | b:9 c:1 d:1 e:1", expect, block_count=5, overtakes_max=2)
 
@@ -152,7 +152,7 @@ def test_equal_prefixes_of_one_step_are_computed_once(check, script, expect):
     check(script, expect, step_tokens_max=40)
 
 
-def test_equal_prefixes_are_computed_by_everyone_without_prefix_caching(check):
+def test_equal_prefixes_are_computed_separately_without_prefix_caching(check):
     driver = check("a:12 b:a8+4 | c:a8+4", "a0-11* b0-11* | c0-11*", step_tokens_max=40, enable_prefix_caching=False)
     assert driver.core.stats().blocks_cached == 0
 
@@ -166,6 +166,6 @@ def test_equal_prefixes_are_computed_by_everyone_without_prefix_caching(check):
         pytest.param("a:8 | b:8 | d:a8+1 | c:4 | e:a8+1", "a0-7* | b0-7* | d8* | c0-3* | e8*", id="use keeps it young"),
     ],
 )
-def test_the_prefix_that_nobody_used_for_longest_is_evicted_from_its_end(check, script, expect):
-    # d's 9 tokens need a third block, which comes from what is cached, too
+def test_the_least_recently_used_prefix_is_evicted_from_its_end(check, script, expect):
+    # d's 9 tokens need a third block, which is evicted from the cache too
     check(script, expect, block_count=4)

@@ -1,4 +1,4 @@
-"""Limits that contradict each other are refused with a sentence that says what to change."""
+"""Tests of contradicting limits: the error says what to change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GOOD = {
 }
 
 
-def test_limits_that_just_fit_are_accepted():
+def test_consistent_limits_are_accepted():
     assert CoreSettings(**GOOD).enable_prefix_caching
 
 
@@ -32,15 +32,15 @@ def test_limits_that_just_fit_are_accepted():
         ({"context_tokens_max": 1000, "window_tokens": 48}, "lower --max-num-batched-tokens or --max-model-len"),
     ],
 )
-def test_limits_that_cannot_be_kept_are_refused(change, message):
+def test_contradicting_limits_are_refused(change, message):
     with pytest.raises(StartupError, match=message):
         CoreSettings(**{**GOOD, **change})
 
 
-def test_behind_a_window_a_context_may_be_longer_than_the_pool():
+def test_with_a_window_a_context_may_be_longer_than_the_pool():
     limits = CoreSettings(**{**GOOD, "context_tokens_max": 100_000, "window_tokens": 46})
-    assert limits.blocks_held_max(100_000) == 4, "46 tokens and 2 of a step, wherever in a block they begin"
+    assert limits.blocks_held_max(100_000) == 4, "46 tokens of the window and 2 of the step"
     assert limits.blocks_held_max(33) == 3
     assert [limits.first_block_read(position) for position in (0, 45, 46, 60, 61, 77)] == [0, 0, 0, 0, 1, 2]
-    assert limits.first_block_kept(61) == 0, "of 61 tokens the last one sees positions 15 to 60"
+    assert limits.first_block_kept(61) == 0, "the last of 61 tokens attends to positions 15 to 60"
     assert limits.first_block_kept(62) == 1

@@ -1,6 +1,7 @@
-"""Layers that keep a state: who has which slot, when a copy of it is taken, and who goes on from one.
+"""Tests of layers that keep a state: who owns which slot, when snapshots are written, and which requests start from
+them.
 
-The fake executor plays a state as the digest of all tokens that were put into it, and looks at it before each chunk.
+The fake executor represents a state by the digest of all tokens that entered it, and checks it before each chunk.
 """
 
 from __future__ import annotations
@@ -45,25 +46,25 @@ def in_use(driver):
         ),
     ],
 )
-def test_a_prompt_goes_on_from_the_copy_of_a_state(check, script, expect):
+def test_a_prompt_starts_from_a_snapshot(check, script, expect):
     check(script, expect, **SLOTS)
 
 
-def test_without_room_for_copies_every_prompt_is_computed_whole(check):
+def test_without_snapshot_slots_prompts_are_computed_from_the_start(check):
     check("a:9 | b:a9+3", "a0-8* | b0-11*", **{**SLOTS, "snapshot_slot_count": 0})
 
 
-def test_without_a_prefix_cache_there_are_no_copies(check):
+def test_without_prefix_caching_there_are_no_snapshots(check):
     driver = check("a:9 | b:a9+3", "a0-8* | b0-11*", **SLOTS, enable_prefix_caching=False)
     assert driver.core.stats().snapshots_total == 0
 
 
-def test_no_more_run_than_there_are_states(check):
+def test_state_slots_limit_the_running_requests(check):
     check("a:4>2 b:4>2 c:4>2", "a0-3* b0-3* | a4* b4* | c0-3* | c4*", **{**SLOTS, "state_slot_count": 2})
 
 
-def test_the_copy_that_was_used_longest_ago_goes_first(check):
-    # c takes the place of b's, since a's was used after it.
+def test_the_least_recently_used_snapshot_is_evicted(check):
+    # c replaces b's snapshot, because a's was used later.
     check(
         "a:5 | b:5 | d:a5+1 | c:5 | e:a5+2 | f:b5+2",
         "a0-4* | b0-4* | d4-5* | c0-4* | e4-6* | f0-6*",
@@ -71,20 +72,20 @@ def test_the_copy_that_was_used_longest_ago_goes_first(check):
     )
 
 
-def test_a_copy_that_is_read_is_not_written_in_the_same_step(check):
-    # b reads the only one, so c, which is computed beside it, takes none.
+def test_a_snapshot_that_is_read_is_not_evicted_in_the_same_step(check):
+    # b reads the only snapshot, so c writes none in the same step.
     driver = check("a:5 | b:a5+1 c:5", "a0-4* | b4-5* c0-4*", **{**SLOTS, "snapshot_slot_count": 1})
     assert in_use(driver) == (0, 1)
 
 
-def test_a_copy_is_gone_with_the_block_that_it_belongs_to(check):
+def test_a_snapshot_is_dropped_with_its_block(check):
     driver = check("a:5 | b:15", "a0-4* | b0-14*", block_count=4, **SLOTS)
-    assert in_use(driver) == (0, 1), "b's, and not a's, whose blocks b has"
+    assert in_use(driver) == (0, 1), "it is b's snapshot: a's was dropped with its blocks"
     assert driver.core.stats().blocks_cached == 3
 
 
 @pytest.mark.parametrize("moment", ("before", "during", "between"))
-def test_whoever_leaves_gives_its_slots_back(drive, moment):
+def test_a_request_that_ends_releases_its_slots(drive, moment):
     driver = drive(**SLOTS)
     driver.add("a", tuple(range(40)), 4)
     if moment == "between":
@@ -101,7 +102,7 @@ def test_whoever_leaves_gives_its_slots_back(drive, moment):
 
 
 @pytest.mark.parametrize("moment", ("it is written", "it is read"))
-def test_a_copy_that_nobody_finished_is_given_back(drive, moment):
+def test_an_unfinished_snapshot_is_released(drive, moment):
     driver = drive(**SLOTS)
     prompt = tuple(range(9))
     if moment == "it is read":
@@ -117,12 +118,12 @@ def test_a_copy_that_nobody_finished_is_given_back(drive, moment):
     driver.run()
 
 
-def test_a_request_that_fails_leaves_no_copy(check):
+def test_a_failed_request_leaves_no_snapshot(check):
     driver = check("a:9 ?a | b:a9+3", "a0-8* | b0-11*", **SLOTS)
     assert in_use(driver) == (0, 1)
 
 
-def test_a_preempted_request_starts_over_from_its_copy(drive):
+def test_a_preempted_request_restarts_from_its_snapshot(drive):
     driver = drive(block_count=6, block_size=4, **SLOTS)
     driver.add("a", tuple(range(9)), 12)
     driver.add("b", tuple(range(100, 109)), 12)
@@ -134,12 +135,12 @@ def test_a_preempted_request_starts_over_from_its_copy(drive):
             break
         preempted += plan.preempted
         starts += [chunk.start for chunk in plan.chunks if chunk.request.id in plan.admitted]
-    assert preempted, "there is room for both"
+    assert preempted, "no request was preempted"
     assert starts[:2] == [0, 0]
     driver.run()
 
 
-def test_a_step_planned_ahead_goes_on_with_the_state_of_the_one_in_flight(drive):
+def test_a_step_planned_ahead_reads_the_state_of_the_step_in_flight(drive):
     driver = drive(overlap_steps=True, **{**SLOTS, "step_tokens_max": 4})
     driver.add("a", tuple(range(11)), 3)
     plans = [driver.core.schedule(0.0), driver.core.schedule_ahead(0.0)]
@@ -151,21 +152,21 @@ def test_a_step_planned_ahead_goes_on_with_the_state_of_the_one_in_flight(drive)
     assert in_use(driver) == (0, 1)
 
 
-def test_drafts_are_refused_in_a_sentence():
-    with pytest.raises(StartupError, match="a wrong draft token would have changed for good"):
+def test_drafts_with_states_are_refused():
+    with pytest.raises(StartupError, match="the change by a wrong draft token cannot be undone"):
         CoreSettings(block_count=4, context_tokens_max=64, state_slot_count=2, draft_tokens_max=3)
 
 
-def test_a_connector_carries_no_states():
+def test_a_connector_with_states_is_refused():
     executor = FakeExecutor(block_count=4)
-    with pytest.raises(AssertionError, match="carries KV, and no states"):
+    with pytest.raises(AssertionError, match="cannot carry states"):
         EngineCore(
             CoreSettings(block_count=4, context_tokens_max=64, state_slot_count=2), connector=FakeConnector(executor)
         )
 
 
-def test_a_wrong_state_is_noticed(drive):
-    """The executor is not kinder than a model."""
+def test_the_fake_executor_detects_a_wrong_state(drive):
+    """The fake executor detects wrong states."""
     driver = drive(**SLOTS)
     driver.add("a", tuple(range(4)), 4)
     driver.step()

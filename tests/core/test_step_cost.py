@@ -1,7 +1,7 @@
-"""What a step and an abort may cost: counted in bytecodes and bytes, because a clock on a busy machine tells entries.
+"""Tests of the cost of a step and of an abort, counted in bytecodes and bytes, because a busy machine disturbs clocks.
 
-Bytecodes see every loop that is written in Python; the peak of newly allocated memory sees a list, a dict or a sorted
-copy that C code makes of the whole queue.
+Bytecodes show every loop in Python. The peak of newly allocated memory shows copies of the whole queue that C code
+makes, such as a list, a dict or a sorted list.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def allocated_bytes(action: Callable[[], object]) -> int:
 
 
 class Crowd:
-    """`running` requests that decode, and `queued` that wait for a seat, a third of them in each of three lines."""
+    """`running` requests that decode, and `queued` requests that wait, a third of them in each of three priorities."""
 
     def __init__(self, *, running: int = 4, queued: int, prompt_count: int = 20) -> None:
         self.core = EngineCore(
@@ -80,7 +80,7 @@ class Crowd:
         return crowd
 
     def add(self, prompt_count: int, priority: int = 0, number: int | None = None) -> RequestId:
-        """Requests with different numbers share no token."""
+        """Add a request. Requests with different numbers share no token."""
         if number is None:
             number = self.core.stats().running_count + self.core.stats().waiting_count
         request_id = RequestId(f"r{number}")
@@ -105,11 +105,11 @@ class Crowd:
 
 
 def check(action: Callable[[Crowd], object], **crowd: int) -> None:
-    """`action` costs the same with a short queue and with a long one."""
+    """Check that `action` costs the same with a short queue and with a long one."""
     counts = []
     for queued in (FEW, MANY):
         first, second = Crowd(queued=queued, **crowd), Crowd(queued=queued, **crowd)
-        action(Crowd(queued=3, **crowd))  # what is done once a process is done now
+        action(Crowd(queued=3, **crowd))  # warm up: one-time work of the process
         counts.append((bytecodes(lambda first=first: action(first)), allocated_bytes(lambda s=second: action(s))))
     (few_codes, few_bytes), (many_codes, many_bytes) = counts
     assert few_codes > 20, "the trace saw nothing"
@@ -154,11 +154,11 @@ def test_an_arrival_costs_the_same_however_long_the_queue_is():
 
 
 @pytest.mark.slow
-def test_the_snapshot_costs_the_same_however_long_the_queue_is():
+def test_stats_cost_the_same_however_long_the_queue_is():
     check(lambda crowd: [crowd.core.stats() for _ in range(3)])
 
 
-def test_an_abort_costs_its_own_blocks_and_nobody_elses():
+def test_the_cost_of_an_abort_grows_with_its_own_blocks_only():
     few = Crowd(running=2, queued=3, prompt_count=16)
     many = Crowd(running=2, queued=3, prompt_count=16 * 100)
     crowded = Crowd(running=64, queued=3, prompt_count=16)
@@ -177,7 +177,7 @@ def test_a_step_costs_in_proportion_to_what_it_computes():
 
 
 def schedule_codes_beside_a_long_prompt(waiting: bool) -> int:
-    """One step in the middle of a long prompt that takes all of the budget."""
+    """Count the bytecodes of a step in the middle of a long prompt that takes the whole budget."""
     crowd = Crowd.around(EngineCore(CoreSettings(block_count=4096, context_tokens_max=60_000, step_tokens_max=64)))
     crowd.add(50_000)
     if waiting:
@@ -186,13 +186,13 @@ def schedule_codes_beside_a_long_prompt(waiting: bool) -> int:
     return bytecodes(crowd.step)
 
 
-def test_a_step_of_a_long_prompt_costs_its_chunk_though_somebody_waits():
+def test_waiting_requests_do_not_add_to_the_cost_of_a_long_prompt():
     alone, with_one_waiting = (schedule_codes_beside_a_long_prompt(waiting) for waiting in (False, True))
     assert with_one_waiting <= alone + 50
 
 
 @pytest.mark.parametrize("cached_count", [160, 9_600])
-def test_a_head_that_does_not_fit_is_not_looked_up_again_at_every_step(cached_count):
+def test_a_first_waiting_request_that_does_not_fit_is_not_matched_in_every_step(cached_count):
     settings = CoreSettings(block_count=1100, context_tokens_max=17_600, step_tokens_max=17_600, max_num_seqs=8)
     crowd = Crowd.around(EngineCore(settings))
     first = crowd.add(cached_count, number=1)
@@ -201,7 +201,7 @@ def test_a_head_that_does_not_fit_is_not_looked_up_again_at_every_step(cached_co
     assert crowd.core.stats().blocks_cached == cached_count // settings.block_size
     crowd.add(16 * 400, number=2)
     crowd.step()
-    crowd.add(12_000, number=1)  # finds what is cached, but there is no room for the rest
+    crowd.add(12_000, number=1)  # it has hits, but the rest does not fit
     crowd.step()
     assert crowd.core.stats().waiting_count == 1
     assert bytecodes(crowd.step) < 2_000

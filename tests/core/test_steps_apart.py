@@ -1,4 +1,4 @@
-"""Two steps in flight that have no request in common: who is in which, and what an abort means."""
+"""Tests of two steps in flight without common requests: their content, and aborts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def names(plan: StepPlan | None) -> str:
 
 
 def begun(driver, *requests: str, output: int = 9) -> EngineCore:
-    """With these requests running, their prompts computed, and no step in flight."""
+    """Let these requests run with computed prompts, and no step in flight."""
     for name in requests:
         driver.add(name, tuple(range(3)), output)
     driver.step()
@@ -36,7 +36,7 @@ def end(driver, plan: StepPlan) -> None:
     check_core(driver.core)
 
 
-def test_each_step_has_half_of_those_that_run_and_none_twice(driver):
+def test_each_step_has_half_of_the_running_requests(driver):
     made = driver()
     core = begun(made, "a", "b", "c", "d", "e")
     first = core.schedule(0.0)
@@ -53,7 +53,7 @@ def test_each_step_has_half_of_those_that_run_and_none_twice(driver):
     check_idle(core)
 
 
-def test_one_alone_is_in_one_step_at_a_time(driver):
+def test_a_single_request_is_in_one_step_at_a_time(driver):
     made = driver()
     core = begun(made, "a")
     first = core.schedule(0.0)
@@ -62,7 +62,7 @@ def test_one_alone_is_in_one_step_at_a_time(driver):
     made.run()
 
 
-def test_who_was_left_out_is_in_the_next_step_also_when_none_was_planned_behind(driver):
+def test_left_out_requests_are_in_the_next_step(driver):
     made = driver()
     core = begun(made, "a", "b", "c", "d")
     first = core.schedule(0.0)
@@ -76,7 +76,7 @@ def test_who_was_left_out_is_in_the_next_step_also_when_none_was_planned_behind(
     made.run()
 
 
-def test_who_comes_meanwhile_starts_in_the_step_behind(driver):
+def test_a_new_request_starts_in_the_second_step(driver):
     made = driver()
     core = begun(made, "a", "b")
     first = core.schedule(0.0)
@@ -88,7 +88,7 @@ def test_who_comes_meanwhile_starts_in_the_step_behind(driver):
     made.run()
 
 
-def test_an_abort_marks_who_is_in_a_step_and_lets_go_who_is_in_none(driver):
+def test_an_abort_ends_requests_outside_of_steps_at_once(driver):
     made = driver(enable_prefix_caching=False)
     core = begun(made, "a", "b", "c", "d", "e")
     first, second = core.schedule(0.0), core.schedule_ahead(0.0)
@@ -96,14 +96,14 @@ def test_an_abort_marks_who_is_in_a_step_and_lets_go_who_is_in_none(driver):
     used = core.stats().blocks_used
     results = made.abort("a", "d")
     assert results[RequestId("a")].outcome is AbortOutcome.ABORTED
-    assert results[RequestId("a")].finished is not None, "no step reads its blocks"
+    assert results[RequestId("a")].finished is not None, "no step in flight reads its blocks"
     assert results[RequestId("d")].finished is None
     assert core.stats().blocks_used < used
     used = core.stats().blocks_used
     assert not core.is_abandoned(second)
     made.abort("e")
     assert core.is_abandoned(second)
-    assert core.stats().blocks_used == used, "the step that was abandoned may still read them"
+    assert core.stats().blocks_used == used, "the abandoned step may still read the blocks"
     third = core.schedule_ahead(0.0)
     assert names(third) == "b c"
     used = core.stats().blocks_used
@@ -115,7 +115,7 @@ def test_an_abort_marks_who_is_in_a_step_and_lets_go_who_is_in_none(driver):
     check_idle(core)
 
 
-def test_where_blocks_are_lacking_nobody_loses_any_until_both_steps_are_back(driver):
+def test_no_preemption_until_both_steps_are_back(driver):
     made = driver(block_count=5, block_size=4, enable_prefix_caching=False, context_tokens_max=16)
     core = begun(made, "a", "b", output=9)
     preempted = []

@@ -1,4 +1,4 @@
-"""When the last token ends a request."""
+"""Tests of end conditions that depend on the last token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trioserve.core.stopping import finish_reason_of
 
 
 def check(output: list[int], expect: str | None, *, stops: set[int], tokens_max: int, tokens_min: int) -> None:
-    """The prompt is (7, 8), so a stop token in the prompt is there too."""
+    """Check one output. The prompt is (7, 8), so stop tokens may be in the prompt too."""
     request = EngineRequest(
         id=RequestId("a"),
         prompt_token_ids=(7, 8),
@@ -37,8 +37,8 @@ def check(output: list[int], expect: str | None, *, stops: set[int], tokens_max:
         ([1, 7], {7, 9}, 0, "stop"),
         ([1, 9], {7, 9}, 0, "stop"),
         ([1], {7, 8}, 0, None),
-        ([1, 2, 7], {7}, 0, "stop"),  # both at once: the model had finished
-        # two tokens first: the third may stop it, and the second may not, whatever it is
+        ([1, 2, 7], {7}, 0, "stop"),  # both conditions: the stop token counts
+        # min_tokens 2: the third token may stop it, the second may not
         ([7], {7}, 2, None),
         ([1, 7], {7}, 2, None),
         ([1, 2, 7], {7}, 2, "stop"),

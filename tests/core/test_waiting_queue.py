@@ -1,4 +1,4 @@
-"""Who is next."""
+"""Tests of the order of the waiting queue."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def live_request(name: str, priority: int, arrival_index: int) -> LiveRequest:
 
 
 def check(words: str, expect: str) -> None:
-    """ "a0" joins with priority 0, "-a" leaves, "+a" is put back; then the queue is `expect`."""
+    """Apply the words, and expect a queue. "a0" joins with priority 0, "-a" leaves, "+a" is put back."""
     queue = WaitingQueue()
     known: dict[str, LiveRequest] = {}
     for word in words.split():
@@ -62,11 +62,11 @@ def check(words: str, expect: str) -> None:
         ("a100 b-100 c0", "bca"),
     ],
 )
-def test_the_line_is_by_priority_then_by_arrival(words, expect):
+def test_the_queue_is_sorted_by_priority_then_arrival(words, expect):
     check(words, expect)
 
 
-def test_who_is_not_in_the_line_cannot_leave_it():
+def test_a_request_that_is_not_queued_cannot_be_removed():
     queue = WaitingQueue()
     live = live_request("a", 0, 0)
     with pytest.raises(KeyError):
@@ -80,7 +80,7 @@ def test_who_is_not_in_the_line_cannot_leave_it():
 
 @pytest.mark.slow
 @given(st.data())
-def test_any_history_keeps_the_order(data):
+def test_random_histories_keep_the_order(data):
     queue = WaitingQueue()
     inside: list[LiveRequest] = []
     outside: list[LiveRequest] = []

@@ -1,5 +1,7 @@
-"""Blocks that no layer's window reaches any more go back while their request runs: once, at the right moment, and what
-comes of a prompt that is found without its beginning."""
+"""Tests of sliding windows: blocks that no window reaches are freed while the request runs, once and at the right time.
+
+Prompts are also found in the prefix cache without their first blocks.
+"""
 
 from __future__ import annotations
 
@@ -76,23 +78,21 @@ class Engine:
         return self.core.stats().blocks_used
 
 
-def test_a_long_request_has_the_blocks_of_its_window_and_of_one_step():
-    engine = Engine(
-        block_count=6
-    )  # 24 tokens: at most 10 of the window and 8 of a step, wherever in a block these begin
+def test_a_long_request_owns_blocks_of_its_window_and_one_step():
+    engine = Engine(block_count=6)  # 24 tokens: 10 of the window and 8 of a step, starting anywhere in a block
     engine.add("a", list(range(150)), count=100)
     counts = []
     while (plan := engine.core.schedule(0.0)) is not None:
         counts.append(engine.used())
         engine.compute(plan)
     assert max(counts) <= engine.core.settings.blocks_held_max(250) == 6
-    assert max(counts[-90:]) == 4, "a decode: a window of 10 tokens and the one before it lie in at most 4 blocks of 4"
+    assert max(counts[-90:]) == 4, "a decode: a window of 10 tokens and the token before it use at most 4 blocks of 4"
     assert len(engine.tokens["a"]) == 100
     assert engine.core.stats().blocks_given_back_total == (249 - WINDOW) // BLOCK_SIZE
     check_idle(engine.core)
 
 
-def test_a_block_goes_with_the_first_token_whose_window_has_left_it():
+def test_a_block_is_freed_when_the_window_leaves_it():
     engine = Engine(enable_prefix_caching=False)
     engine.add("a", list(range(8)), count=20)
     table_of = next(iter(engine.core.live_requests()))
@@ -100,11 +100,11 @@ def test_a_block_goes_with_the_first_token_whose_window_has_left_it():
     while (plan := engine.core.schedule(0.0)) is not None:
         engine.compute(plan)
         gone[table_of.computed_count] = table_of.gone_count
-    # With 14 tokens computed the last of them has seen positions 4 to 13.
+    # The last of 14 computed tokens attends to positions 4 to 13.
     assert (gone[13], gone[14], gone[17], gone[18], gone[22]) == (0, 1, 1, 2, 3)
 
 
-def test_what_the_step_in_flight_reads_stays_though_the_one_before_it_has_come_back():
+def test_blocks_that_a_second_step_in_flight_reads_are_kept():
     engine = Engine(overlap_steps=True, enable_prefix_caching=False)
     engine.add("a", list(range(12)), count=20)
     plan = engine.core.schedule(0.0)
@@ -116,14 +116,14 @@ def test_what_the_step_in_flight_reads_stays_though_the_one_before_it_has_come_b
         check_core(engine.core)
         if ahead is not None:
             chunk = ahead.chunks[0]
-            assert list(chunk.block_table) == table, "the table of a step in flight has changed"
+            assert list(chunk.block_table) == table, "the block table of a step in flight was changed"
             seen = table[max(0, chunk.start - WINDOW + 1) // BLOCK_SIZE :]
             assert all(engine.core.pool.user_count(block) == 1 for block in seen)
         plan = ahead
     assert engine.core.stats().blocks_given_back_total > 0
 
 
-def test_the_next_turn_is_a_hit_though_its_beginning_was_evicted():
+def test_the_next_turn_is_a_hit_even_if_its_first_blocks_were_evicted():
     engine = Engine(block_count=6)
     prompt = list(range(100))
     engine.add("a", prompt, count=10)
@@ -140,7 +140,7 @@ def test_the_next_turn_is_a_hit_though_its_beginning_was_evicted():
     check_idle(engine.core)
 
 
-def test_a_hold_is_of_the_blocks_that_the_last_token_sees():
+def test_a_hold_covers_the_blocks_in_the_last_window():
     engine = Engine(block_count=12, has_connector=True)
     engine.add("a", list(range(50)), is_held=True)
     engine.run()
@@ -154,7 +154,7 @@ def test_a_hold_is_of_the_blocks_that_the_last_token_sees():
     check_idle(engine.core)
 
 
-def test_a_load_brings_what_the_window_reaches_and_takes_no_more_blocks():
+def test_a_load_allocates_only_blocks_that_the_window_reaches():
     engine = Engine(block_count=8, has_connector=True)
     engine.connector.matched_count = lambda request, computed_count: 90 - computed_count
     engine.add("a", list(range(100)), count=4)
@@ -167,7 +167,7 @@ def test_a_load_brings_what_the_window_reaches_and_takes_no_more_blocks():
     check_idle(engine.core)
 
 
-def test_a_part_of_a_load_is_of_no_use_where_the_window_reaches_further_back():
+def test_a_partial_load_is_rejected_if_the_window_reaches_further_back():
     engine = Engine(block_count=8, has_connector=True)
     engine.connector.matched_count = lambda request, computed_count: 90 - computed_count
     engine.add("a", list(range(100)), count=4)
@@ -175,16 +175,15 @@ def test_a_part_of_a_load_is_of_no_use_where_the_window_reaches_further_back():
     engine.core.on_transfer(engine.connector.loaded("a", 60), 0.0)
     check_core(engine.core)
     engine.run()
-    assert len(engine.tokens["a"]) == 4, "it has computed all of it itself"
+    assert len(engine.tokens["a"]) == 4, "the request computes its whole prompt itself"
     assert engine.core.stats().loaded_tokens_total == 0
     check_idle(engine.core)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("caching", [False, True])
-def test_nothing_is_left_of_many_requests_that_are_aborted_in_every_phase(overlap: bool, caching: bool):
-    """Waiting, with a chunk of its prompt in flight, between two steps, and decoding, with one step in flight or
-    two."""
+def test_aborts_in_every_phase_leave_nothing(overlap: bool, caching: bool):
+    """Phases: waiting, prompt chunk in flight, between two steps, decode with one or two steps in flight."""
     rng = random.Random(2 * overlap + caching)
     engine = Engine(block_count=14, overlap_steps=overlap, enable_prefix_caching=caching)
     core, plans, phases = engine.core, [], set()
@@ -213,7 +212,7 @@ def test_nothing_is_left_of_many_requests_that_are_aborted_in_every_phase(overla
     assert len(phases) >= (10 if overlap else 7), phases
 
 
-# --- what the prefix cache remembers of blocks that have gone ---
+# --- evicted blocks that the prefix cache remembers ---
 
 
 def always_the_same(parent: BlockHash, token_ids: tuple[int, ...]) -> BlockHash:
@@ -225,7 +224,7 @@ def own_tokens_only(parent: BlockHash, token_ids: tuple[int, ...]) -> BlockHash:
 
 
 class Windowed:
-    """Prompts in blocks of two tokens, and a window of `window`: what every block holds is known."""
+    """A cache of prompts in blocks of two tokens with a sliding window. The content of every block is known."""
 
     def __init__(self, block_count: int, window: int, hash_function: Callable[..., BlockHash], names_max: int = 100):
         self.first_block_read = lambda position: max(0, position - window + 1) // 2
@@ -245,11 +244,11 @@ class Windowed:
         first = self.first_block_read(2 * len(blocks))
         assert blocks[:first] == [NO_BLOCK] * first
         for index, block in enumerate(blocks[first:], start=first):
-            assert self.content[block] == tokens[: 2 * index + 2], "it holds something else"
+            assert self.content[block] == tokens[: 2 * index + 2], "the block holds other tokens"
         return chain, blocks
 
     def compute(self, tokens: tuple[int, ...]) -> int:
-        """Block by block, giving back what is behind the window; all of it in the end. Returns how many were hits."""
+        """Compute tokens block by block, free blocks behind the window, then all. Returns how many were hits."""
         chain, blocks = self.match(tokens)
         hit_count = len(blocks)
         gone = self.first_block_read(2 * hit_count)
@@ -274,25 +273,25 @@ def test_a_prefix_is_found_by_its_last_blocks():
     prompt = tuple(range(40))
     assert cache.compute(prompt) == 0
     assert cache.compute((*prompt, 1, 2, 3)) == 20
-    assert len(cache.match((*range(20), 9, 9, 9))[1]) == 0, "of the middle nothing is left"
+    assert len(cache.match((*range(20), 9, 9, 9))[1]) == 0, "blocks of the middle are evicted"
 
 
-def test_a_block_that_is_computed_again_is_what_it_was_for_those_behind_it():
+def test_an_evicted_block_that_is_computed_again_keeps_its_identity():
     cache = Windowed(8, 5, hash_block)
     prompt = tuple(range(40))
     cache.compute(prompt)
-    cache.compute(tuple(range(6)))  # evicts what was least recently used, and brings the first blocks back
+    cache.compute(tuple(range(6)))  # evicts the least recently used blocks, and publishes the first ones again
     assert len(cache.match((*prompt, 1))[1]) == 20
 
 
-def test_no_more_is_remembered_than_was_said():
+def test_names_max_limits_the_remembered_blocks():
     cache = Windowed(4, 5, hash_block, names_max=10)
     cache.compute(tuple(range(60)))
     assert len(cache.cache._evicted) == 10
-    assert len(cache.match((*range(60), 1))[1]) == 0, "its first names have gone"
+    assert len(cache.match((*range(60), 1))[1]) == 0, "the oldest names are dropped"
 
 
-def test_nothing_is_remembered_of_what_nothing_is_left_behind():
+def test_names_without_children_are_dropped():
     cache = Windowed(4, 5, hash_block)
     cache.compute(tuple(range(40)))
     cache.compute(tuple(range(100, 140)))
@@ -306,7 +305,7 @@ def test_nothing_is_remembered_of_what_nothing_is_left_behind():
     names_max=st.sampled_from([0, 1, 5, 100]),
 )
 @settings(max_examples=150, deadline=None)
-def test_whatever_the_hashes_are_worth_only_equal_prefixes_are_found(prompts, window, hash_function, names_max):
+def test_only_equal_prefixes_are_found_even_with_weak_hashes(prompts, window, hash_function, names_max):
     cache = Windowed(7, window, hash_function, names_max)
     for tokens in prompts:
         cache.compute(tokens)

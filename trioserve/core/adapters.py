@@ -1,11 +1,12 @@
-"""Which LoRA adapters there are, who uses them, and when one may be let go. Knows names and counts, and no weights.
+"""Book of LoRA adapters: which are loaded, how many requests use each, and when one may be unloaded.
+
+The book knows names and counts, and no weights.
 
     LOADING ──► READY ──► RETIRED ──► (forgotten)
         └────────────────────┘
 
-A name leads to the adapter that is READY under it. Whoever acquires it has a lease on that one loading: another one
-that takes the name over does not change it. RETIRED has no name any more, and is let go when its last lease is given
-back.
+A name stands for the adapter that is READY under it. A lease belongs to one loaded adapter: it stays valid if another
+adapter takes over the name. A RETIRED adapter has no name any more, and is unloaded when its last lease is released.
 """
 
 from __future__ import annotations
@@ -26,7 +27,19 @@ class AdapterState(enum.Enum):
 
 
 class LoadedAdapter:
-    """One loading. ref: once its content is known. source: where it came from, for people."""
+    """One load of an adapter.
+
+    Args:
+        id: unique among all loads.
+        name: name that requests use.
+        source: where the adapter came from, for people.
+        replaces: True if the adapter may take over the name of a ready one.
+
+    Attributes:
+        ref: set when the load has finished and the digest is known.
+        is_owed: True until the loader has reported how the load ended. Until then it may still be writing weights.
+        user_count: leases that are not released.
+    """
 
     __slots__ = ("id", "is_owed", "name", "ref", "replaces", "source", "state", "user_count")
 
@@ -38,16 +51,20 @@ class LoadedAdapter:
         self.state = AdapterState.LOADING
         self.ref: AdapterRef | None = None
         self.user_count = 0
-        self.is_owed = True  # whoever loads it has not said how that ended, and may still be putting it into memory
+        self.is_owed = True
 
 
 class AdapterLease:
-    """One request's use of an adapter, given back once."""
+    """One request's use of an adapter, released once.
+
+    Args:
+        adapter: a ready adapter.
+    """
 
     __slots__ = ("_adapter", "_is_released", "name", "ref")
 
     def __init__(self, adapter: LoadedAdapter) -> None:
-        assert adapter.ref is not None, f"{adapter.name} is used before it is there"
+        assert adapter.ref is not None, f"{adapter.name} is used before it is ready"
         self.name = adapter.name
         self.ref = adapter.ref
         self._adapter = adapter
@@ -55,42 +72,53 @@ class AdapterLease:
         adapter.user_count += 1
 
     def release(self) -> None:
-        """To be called once: a second time is our bug."""
-        assert not self._is_released, f"the lease on {self.name} is given back twice"
+        """Release the lease. A second call is our bug."""
+        assert not self._is_released, f"the lease on {self.name} is released twice"
         self._is_released = True
         self._adapter.user_count -= 1
         assert self._adapter.user_count >= 0, f"{self.name} has {self._adapter.user_count} users"
 
 
 class AdapterBook:
-    """adapters_max: how many names there may be, those that are being loaded included. As many more may be retired and
-    still in use: a load beyond that is refused, too."""
+    """All adapters that are not forgotten.
+
+    Args:
+        adapters_max: names at most, including names that are being loaded. As many more adapters may be retired and
+            still in use; a load beyond that is refused too.
+    """
 
     def __init__(self, adapters_max: int) -> None:
         self.adapters_max = adapters_max
-        self._adapters: dict[AdapterId, LoadedAdapter] = {}  # all that are not forgotten
+        self._adapters: dict[AdapterId, LoadedAdapter] = {}  # all adapters that are not forgotten
         self._ready: dict[str, LoadedAdapter] = {}
         self._loading: dict[str, LoadedAdapter] = {}
         self._count = 0
 
     def __iter__(self) -> Iterator[LoadedAdapter]:
-        """Those that are ready, in the order of their names' first loading."""
+        """Iterate over ready adapters, in the order in which their names were first loaded."""
         return iter(self._ready.values())
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Under which one is ready."""
+        """Names of ready adapters."""
         return tuple(self._ready)
 
     def get(self, name: str) -> LoadedAdapter | None:
-        """The one that is ready under the name."""
         return self._ready.get(name)
 
     def begin_load(self, name: str, source: str, *, replaces: bool = False) -> AdapterId:
-        """A place for one more. replaces: it may take a name over. The caller owes finish_load or fail_load. Raises
-        AdapterRefused, and has changed nothing."""
+        """Reserve a place for one more adapter. The caller must call finish_load or fail_load later.
+
+        Args:
+            name: name that requests will use.
+            source: where the adapter comes from, for people.
+            replaces: True to take over the name of a ready adapter.
+
+        Raises:
+            AdapterRefused: the name is in use or being loaded, or there are too many adapters. Nothing was changed.
+        """
         if name in self._loading:
-            raise AdapterRefused(f"The lora adapter '{name}' is being loaded: wait for that", reason="loading")
+            raise AdapterRefused(f"The lora adapter '{name}' is being loaded: wait until it is ready", reason="loading")
         if name in self._ready and not replaces:
             raise AdapterRefused(
                 f"The lora adapter '{name}' has already been loaded: unload it first, or send load_inplace",
@@ -99,14 +127,14 @@ class AdapterBook:
         names = {*self._ready, *self._loading, name}
         if len(names) > self.adapters_max:
             raise AdapterRefused(
-                f"{self.adapters_max} lora adapters are loaded, and no more are allowed: unload one, or raise "
+                f"{self.adapters_max} lora adapters are loaded, which is the maximum: unload one, or raise "
                 "--max-cpu-loras",
                 reason="too_many",
             )
         retired = self.count_of(AdapterState.RETIRED)
         if retired >= self.adapters_max:
             raise AdapterRefused(
-                f"{retired} lora adapters were unloaded and are still used by requests: wait for these",
+                f"{retired} lora adapters were unloaded but are still used by requests: wait for these requests",
                 reason="too_many",
             )
         self._count += 1
@@ -115,7 +143,15 @@ class AdapterBook:
         return adapter.id
 
     def finish_load(self, id: AdapterId, digest: str) -> AdapterRef | None:
-        """It is where steps find it. From here on its name leads to it. None: it was retired meanwhile."""
+        """Make a loaded adapter ready. From now on its name stands for it.
+
+        Args:
+            id: id from begin_load.
+            digest: digest of the weights.
+
+        Returns:
+            The reference that steps use. None if the adapter was retired while it was loaded.
+        """
         adapter = self._adapters[id]
         adapter.is_owed = False
         if adapter.state is AdapterState.RETIRED:
@@ -123,7 +159,7 @@ class AdapterBook:
         assert adapter.state is AdapterState.LOADING, f"{adapter.name} is loaded twice"
         before = self._ready.get(adapter.name)
         if before is not None:
-            assert adapter.replaces, f"{adapter.name} is there already"
+            assert adapter.replaces, f"{adapter.name} is ready already"
             before.state = AdapterState.RETIRED
         del self._loading[adapter.name]
         adapter.ref = AdapterRef(id, digest)
@@ -132,29 +168,46 @@ class AdapterBook:
         return adapter.ref
 
     def fail_load(self, id: AdapterId) -> None:
-        """Nothing comes of it. Nothing to do if it was retired."""
+        """Note that a load failed. Does nothing if the adapter was retired meanwhile.
+
+        Args:
+            id: id from begin_load.
+        """
         adapter = self._adapters[id]
-        assert adapter.state is not AdapterState.READY, f"{adapter.name} is there"
+        assert adapter.state is not AdapterState.READY, f"{adapter.name} is ready"
         adapter.is_owed = False
         if adapter.state is AdapterState.LOADING:
             del self._loading[adapter.name]
             adapter.state = AdapterState.RETIRED
 
     def acquire(self, name: str) -> AdapterLease | None:
-        """None: no adapter of this name is ready."""
+        """Return a lease on an adapter.
+
+        Args:
+            name: name from the request.
+
+        Returns:
+            None if no adapter of this name is ready.
+        """
         adapter = self._ready.get(name)
         return None if adapter is None else AdapterLease(adapter)
 
     def retire(self, name: str) -> list[AdapterId]:
-        """Take the name away, from the one that is being loaded under it, too. Returns those it was taken from; none if
-        nobody has it."""
+        """Take a name away from its ready adapter and from one that is being loaded.
+
+        Args:
+            name: name to free.
+
+        Returns:
+            Ids of the retired adapters. Empty if no adapter has the name.
+        """
         retired = [found for names in (self._ready, self._loading) if (found := names.pop(name, None)) is not None]
         for adapter in retired:
             adapter.state = AdapterState.RETIRED
         return [adapter.id for adapter in retired]
 
     def idle(self) -> list[AdapterId]:
-        """Those that are retired and used by nobody: to be let go, and then forgotten."""
+        """Return the ids of retired adapters without users. The caller must unload them, then call forget."""
         return [
             adapter.id
             for adapter in self._adapters.values()
@@ -162,17 +215,24 @@ class AdapterBook:
         ]
 
     def forget(self, id: AdapterId) -> None:
-        """Nothing of it is in memory any more."""
+        """Remove an adapter whose weights are no longer in memory.
+
+        Args:
+            id: id of an idle adapter.
+        """
         adapter = self._adapters.pop(id)
         assert adapter.state is AdapterState.RETIRED, f"{adapter.name} is forgotten while it is {adapter.state.value}"
         assert not adapter.user_count, f"{adapter.name} is forgotten while {adapter.user_count} use it"
 
     def name_of(self, id: AdapterId) -> str:
-        """Of one that is not forgotten: that which leads to it, or has."""
+        """Return the name that stands for an adapter, or that stood for it before it was retired.
+
+        Args:
+            id: id of an adapter that is not forgotten.
+        """
         return self._adapters[id].name
 
     def knows(self, id: AdapterId) -> bool:
-        """Whether it is not forgotten."""
         return id in self._adapters
 
     def user_count(self, id: AdapterId) -> int:
@@ -181,21 +241,21 @@ class AdapterBook:
 
     @property
     def lease_count(self) -> int:
-        """Of all adapters together."""
+        """Leases on all adapters."""
         return sum(adapter.user_count for adapter in self._adapters.values())
 
     def count_of(self, state: AdapterState) -> int:
         return sum(adapter.state is state for adapter in self._adapters.values())
 
     def check(self) -> None:
-        """Assert what has to hold after every call. O(adapters): for tests and simulations."""
+        """Assert what must be true after every call. O(adapters): for tests and simulations."""
         by_state = {state: [a for a in self._adapters.values() if a.state is state] for state in AdapterState}
         assert {a.name: a for a in by_state[AdapterState.READY]} == self._ready
         assert {a.name: a for a in by_state[AdapterState.LOADING]} == self._loading
-        assert len(by_state[AdapterState.READY]) == len(self._ready), "two are ready under one name"
+        assert len(by_state[AdapterState.READY]) == len(self._ready), "two adapters are ready under one name"
         assert len({*self._ready, *self._loading}) <= self.adapters_max
         for adapter in self._adapters.values():
             assert adapter.user_count >= 0, f"{adapter.name} has {adapter.user_count} users"
-            assert adapter.state is not AdapterState.LOADING or not adapter.user_count, f"{adapter.name} is not there"
-            assert adapter.ref is not None or not adapter.user_count, f"{adapter.name} is used, and not there"
-            assert adapter.is_owed <= (adapter.ref is None), f"{adapter.name} is there, and still being loaded"
+            assert adapter.state is not AdapterState.LOADING or not adapter.user_count, f"{adapter.name} is not ready"
+            assert adapter.ref is not None or not adapter.user_count, f"{adapter.name} is used but has no ref"
+            assert adapter.is_owed <= (adapter.ref is None), f"{adapter.name} has a ref but is still being loaded"

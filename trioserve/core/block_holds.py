@@ -1,9 +1,9 @@
-"""Who still needs the blocks of a request that is over, and until when. Lets each go exactly once.
+"""Holds on the blocks of finished requests, each with a deadline. Each hold ends exactly once.
 
-A hold is known by its request and its kind: SEND while the connector reads the blocks, LOAD while it may still write
-into them. A request may have one of each, and a block may have several holds, and users besides: it can be had again
-when the last claim on it is gone (kv_blocks). A hold ends by its report or by its deadline, whichever comes first; what
-is reported later, twice, or about nothing is counted and changes nothing.
+A hold is identified by its request and its kind: SEND while the connector reads the blocks, LOAD while it may still
+write to them. A request may have one hold of each kind. A block may have several holds, and users too; it is free
+again when its last claim is gone (kv_blocks.py). A hold ends by the connector's report or at its deadline, whichever
+comes first. Reports that are late, repeated or unknown are counted and ignored.
 """
 
 from __future__ import annotations
@@ -20,13 +20,19 @@ from trioserve.core.transfer_faults import TransferFaults
 
 __all__ = ["BlockHolds", "Hold"]
 
-ENDED_MAX = 10_000  # so long a report that comes again is told from one about nothing
+ENDED_MAX = 10_000  # ended holds that are remembered, to tell repeated reports from unknown ones
 
 HoldKey = tuple[RequestId, HoldKind]
 
 
 class Hold(msgspec.Struct):
-    """blocks may be none: then there is only somebody to wait for. is_aborted: its connector was told so."""
+    """Blocks that a connector still reads or writes after their request has finished.
+
+    Attributes:
+        blocks: may be empty. Then the hold only records that a report is expected.
+        deadline: when the hold ends without a report, in seconds of the core's clock.
+        is_aborted: the connector was notified that the request was aborted after its end.
+    """
 
     request_id: RequestId
     kind: HoldKind
@@ -36,41 +42,66 @@ class Hold(msgspec.Struct):
 
 
 class BlockHolds:
-    """All calls are O(1) plus the blocks of the hold. seconds_max: how long a hold lasts from its last sign of life."""
+    """All holds of an engine.
+
+    Args:
+        pool: the pool that counts the blocks.
+        seconds_max: seconds that a hold lasts after its start or its last sign of life.
+        faults: counts reports that are late, repeated or unknown.
+
+    Cost:
+        O(1) plus the blocks of the hold.
+    """
 
     def __init__(self, pool: BlockPool, seconds_max: float, faults: TransferFaults) -> None:
         self._pool = pool
         self._seconds_max = seconds_max
         self._faults = faults
-        # All last equally long from their last sign of life, so that they stand in the order in which they expire.
+        # Sorted by deadline: all holds last equally long, and a sign of life moves its hold to the end.
         self._holds: OrderedDict[HoldKey, Hold] = OrderedDict()
-        self._ended: OrderedDict[HoldKey, bool] = OrderedDict()  # whether it expired
-        # Its blocks are back; the flag says whether it expired. Must not call the core.
+        self._ended: OrderedDict[HoldKey, bool] = OrderedDict()  # True if the hold expired
+        # Called after the blocks are released, with True if the hold expired. It must not call the core.
         self.on_end: Callable[[Hold, bool], None] = lambda hold, expired: None
 
     def __len__(self) -> int:
         return len(self._holds)
 
     def __iter__(self) -> Iterator[Hold]:
-        """Those that last, the first one to expire first; for a look, not for a change."""
+        """Iterate over the current holds by deadline, the earliest first. Read only."""
         return iter(self._holds.values())
 
     def has(self, request_id: RequestId) -> bool:
-        """Whether any hold of this request lasts."""
+        """Return True if the request has a hold of any kind.
+
+        Args:
+            request_id: id of a finished request.
+        """
         return any((request_id, kind) in self._holds for kind in HoldKind)
 
     def get(self, request_id: RequestId, kind: HoldKind) -> Hold | None:
         return self._holds.get((request_id, kind))
 
     def add(self, request_id: RequestId, kind: HoldKind, blocks: Sequence[BlockIndex], now: float) -> None:
-        """From now on these blocks are held. Their user is still there, and releases them as always."""
+        """Hold blocks. Their user still has to release them.
+
+        Args:
+            request_id: request that the blocks belong to. It must not have a hold of this kind.
+            kind: SEND or LOAD.
+            blocks: used blocks.
+            now: time in seconds.
+        """
         key = (request_id, kind)
         assert key not in self._holds, f"{request_id} is held twice ({kind.value})"
         self._pool.hold(blocks)
         self._holds[key] = Hold(request_id, kind, blocks, now + self._seconds_max)
 
     def let_go(self, request_id: RequestId, kind: HoldKind) -> None:
-        """The connector has reported the end of something. If that was no hold, the report is counted and ignored."""
+        """End a hold, because the connector reported its end. A report without a hold is counted and ignored.
+
+        Args:
+            request_id: request that the report names.
+            kind: kind of the hold that the report ends.
+        """
         hold = self._holds.pop((request_id, kind), None)
         if hold is None:
             self._count_stray(request_id, kind)
@@ -78,8 +109,16 @@ class BlockHolds:
             self._end(hold, expired=False)
 
     def extend(self, request_id: RequestId, kind: HoldKind, now: float) -> None:
-        """Somebody still needs the hold: its deadline starts anew. Of an unknown one this is counted; of one that has
-        ended it is ignored, since signs of life and the end may cross."""
+        """Restart the deadline of a hold, because the connector reported that the blocks are still read.
+
+        A report for an unknown hold is counted. A report for an ended hold is ignored, since it may have crossed with
+        the report of the end.
+
+        Args:
+            request_id: request that the report names.
+            kind: kind of the hold.
+            now: time in seconds.
+        """
         key = (request_id, kind)
         hold = self._holds.get(key)
         if hold is not None:
@@ -89,7 +128,14 @@ class BlockHolds:
             self._count_stray(request_id, kind)
 
     def expire(self, now: float) -> list[Hold]:
-        """End every hold whose deadline has come; its blocks are back when this returns."""
+        """End every hold whose deadline has passed.
+
+        Args:
+            now: time in seconds.
+
+        Returns:
+            The holds that ended. Their blocks are released.
+        """
         expired = []
         while self._holds:
             hold = next(iter(self._holds.values()))
@@ -98,7 +144,7 @@ class BlockHolds:
             del self._holds[hold.request_id, hold.kind]
             self._end(hold, expired=True)
             self._faults.count(
-                TransferFault.HOLD_EXPIRED, f"{hold.request_id}: no end of its {hold.kind.value} was reported in time"
+                TransferFault.HOLD_EXPIRED, f"{hold.request_id}: no report of its {hold.kind.value} came in time"
             )
             expired.append(hold)
         return expired
@@ -107,7 +153,12 @@ class BlockHolds:
         return next(iter(self._holds.values())).deadline if self._holds else None
 
     def note_ended(self, request_id: RequestId, kind: HoldKind) -> None:
-        """Something was reported that never became a hold; a second report of it is a double one."""
+        """Remember the end of a load that never became a hold, so that a second report counts as repeated.
+
+        Args:
+            request_id: request that the report names.
+            kind: kind of the hold that a second report would end.
+        """
         self._remember((request_id, kind), expired=False)
 
     def _end(self, hold: Hold, *, expired: bool) -> None:
@@ -125,9 +176,9 @@ class BlockHolds:
         key = (request_id, kind)
         expired = self._ended.get(key)
         if expired is None:
-            self._faults.count(TransferFault.UNKNOWN, f"{request_id}: the end of a {kind.value} that is not known")
+            self._faults.count(TransferFault.UNKNOWN, f"{request_id}: the end of an unknown {kind.value} was reported")
         elif expired:
-            self._ended[key] = False  # a late report is a report: the next one is a double
+            self._ended[key] = False  # the next report counts as repeated
             self._faults.count(TransferFault.LATE, f"{request_id}: the end of its {kind.value} came after the deadline")
         else:
             self._faults.count(TransferFault.DOUBLE, f"{request_id}: the end of its {kind.value} was reported twice")

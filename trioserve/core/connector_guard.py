@@ -1,4 +1,4 @@
-"""Asks the connector, and believes only what can be true. What it raises is counted and taken for the safe answer."""
+"""Guard around the connector: checks its answers, counts its exceptions, and returns a safe answer instead."""
 
 from __future__ import annotations
 
@@ -18,31 +18,56 @@ Result = TypeVar("Result")
 
 
 class ConnectorGuard:
-    """A KVConnector's calls, which do not raise. Connectors know a prompt by its tokens, so they are told nothing of a
-    request whose embeddings are given: two of them may differ in nothing else."""
+    """The calls of a KVConnector, without exceptions.
+
+    Connectors identify a prompt by its tokens. So a request with given embeddings is hidden from the connector: two
+    such requests may have the same tokens and different content.
+
+    Args:
+        connector: the connector to call.
+        faults: counts exceptions and impossible answers.
+    """
 
     def __init__(self, connector: KVConnector, faults: TransferFaults) -> None:
         self._connector = connector
         self._faults = faults
 
     def num_matched_tokens(self, request: EngineRequest, computed_count: int) -> int:
-        """0 <= answer < what is known beyond computed_count: the last known token is always computed here."""
+        """Return how many tokens behind the computed ones the connector can load.
+
+        Args:
+            request: a request that waits.
+            computed_count: known tokens whose KV is here.
+
+        Returns:
+            0 to all further known tokens but the last: the last known token is always computed here.
+        """
         if request.given:
             return 0
         count = self._call(self._connector.num_matched_tokens, (request, computed_count), 0)
         if not isinstance(count, int) or count < 0:
-            self._faults.count(TransferFault.BAD_COUNT, f"{request.id}: {count!r} tokens are said to match")
+            self._faults.count(TransferFault.BAD_COUNT, f"{request.id}: {count!r} tokens match, says the connector")
             return 0
         return min(count, len(request.known_token_ids) - 1 - computed_count)
 
     def start_load(
         self, request: EngineRequest, block_table: Sequence[BlockIndex], computed_count: int, token_count: int
     ) -> bool:
-        """Whether an end of this load can be expected."""
-        return self._tell(self._connector.start_load, (request, block_table, computed_count, token_count))
+        """Start to load KV into blocks.
+
+        Args:
+            request: a request that waits for the load.
+            block_table: blocks of the request, in order. The connector writes to them.
+            computed_count: known tokens whose KV is here.
+            token_count: further tokens to load.
+
+        Returns:
+            True if the connector will report the end of the load.
+        """
+        return self._notify(self._connector.start_load, (request, block_table, computed_count, token_count))
 
     def load_abandoned(self, request_id: RequestId) -> None:
-        self._tell(self._connector.load_abandoned, (request_id,))
+        self._notify(self._connector.load_abandoned, (request_id,))
 
     def request_finished(
         self,
@@ -51,7 +76,17 @@ class ConnectorGuard:
         tokens: Sequence[int],
         reason: FinishReason,
     ) -> bool:
-        """Whether the connector holds the blocks."""
+        """Notify the connector of a finished request.
+
+        Args:
+            request: the request.
+            block_table: blocks of the computed tokens, in order.
+            tokens: tokens whose KV is computed.
+            reason: why the request finished.
+
+        Returns:
+            True if the connector holds the blocks.
+        """
         return not request.given and bool(
             self._call(self._connector.request_finished, (request, block_table, tokens, reason), False)
         )
@@ -60,23 +95,23 @@ class ConnectorGuard:
         return self._call(self._connector.transfer_params, (request_id,), None)
 
     def request_aborted_after_finish(self, request_id: RequestId) -> None:
-        self._tell(self._connector.request_aborted_after_finish, (request_id,))
+        self._notify(self._connector.request_aborted_after_finish, (request_id,))
 
     def hold_expired(self, request_id: RequestId, kind: HoldKind) -> None:
-        self._tell(self._connector.hold_expired, (request_id, kind))
+        self._notify(self._connector.hold_expired, (request_id, kind))
 
     def progress(self) -> Iterable[TransferEvent]:
-        """What it reports, as far as it is a report."""
+        """Return the connector's reports. Values that are no reports are counted as faults."""
         nothing: tuple[object, ...] = ()
         events = []
         for event in self._call(lambda: tuple(self._connector.progress()), (), nothing):
             if isinstance(event, TransferEvent):
                 events.append(event)
             else:
-                self._faults.count(TransferFault.UNKNOWN, f"a report is {event!r:.200}")
+                self._faults.count(TransferFault.UNKNOWN, f"the connector reported {event!r:.200}")
         return events
 
-    def _tell(self, call: Callable[..., object], arguments: tuple[object, ...]) -> bool:
+    def _notify(self, call: Callable[..., object], arguments: tuple[object, ...]) -> bool:
         raised = object()
         return self._call(call, arguments, raised) is not raised
 

@@ -1,8 +1,8 @@
-"""How many tokens a draft model should propose: as many as bring the most tokens a second, and none where that is none.
+"""Choice of the number of draft tokens that a draft model proposes per request.
 
-A step with draft tokens has more rows and follows passes of the draft model; it brings as many tokens more as are
-likely to be right. All three are measured: what steps with so many rows take, what a pass takes, and how often the
-requests' draft tokens were right. Time comes in as a value, with the result of a step.
+The judge picks the number with the most accepted tokens per second, and 0 if plain steps are faster. A step with draft
+tokens has more rows and follows extra passes of the draft model. The judge measures the time of a step by its rows, the
+time of a pass, and how often draft tokens were accepted. Times arrive with the results of steps.
 """
 
 from __future__ import annotations
@@ -13,35 +13,44 @@ from trioserve.contracts.step import DraftTimes
 
 __all__ = ["DraftJudge"]
 
-LEARNING_RATE = 0.2  # of one step, when several have been seen
-ROWS_APART = (
-    32  # up to here steps of so many rows and of one more are told apart; a row costs least where there are few
-)
-GAIN_MIN = 1.1  # below that, what is measured on a busy machine says nothing
+LEARNING_RATE = 0.2  # weight of one step, after the first few
+ROWS_APART = 32  # up to here each row count is measured on its own; above, powers of two share a mean
+GAIN_MIN = 1.1  # a smaller gain is within the measuring error of a busy machine
 TRIAL_TOKENS = 2
-TRIAL_STEPS = 4  # one behind the other: with the first the draft model catches up, and the others tell what it takes
-OUTLIER = 2.0  # times what is known: a step that takes longer was held up by something else
-TRIAL_PERIOD_MIN, TRIAL_PERIOD_MAX = 32, 512  # steps without drafts until they are tried again; texts change
-PLAIN_PERIOD = 32  # steps with drafts until one without, so that what is compared is no older
-OTHER_PERIOD = 16  # steps with drafts until one with a token more, or fewer, for the same reason
+TRIAL_STEPS = 4  # in a row: the draft model catches up in the first one, and the others measure its time
+OUTLIER = 2.0  # times the known mean: a slower step was delayed by something else
+TRIAL_PERIOD_MIN, TRIAL_PERIOD_MAX = 32, 512  # steps without drafts before the next trial
+PLAIN_PERIOD = 32  # steps with drafts before one without: keeps the comparison fresh
+OTHER_PERIOD = 16  # steps with drafts before one with a token more or fewer, for the same reason
 
 
 class DraftJudge:
     def __init__(self) -> None:
-        self._step_seconds = _Means()  # of steps of decodes alone, by their rows
-        self._pass_seconds = _Means()  # by the requests
+        self._step_seconds = _Means()  # of steps with decodes only, by row count
+        self._pass_seconds = _Means()  # of a draft model pass, by request count
         self._plain_count = self._draft_count = 0
         self._trial_period = TRIAL_PERIOD_MIN
 
     def note(self, row_count: int, request_count: int, times: DraftTimes, *, is_usual: bool) -> None:
-        """A step of decodes with so many rows, behind which so many requests got proposals. is_usual: the draft model
-        computed no more than it does from step to step."""
+        """Learn from the times of a step that only decodes.
+
+        Args:
+            row_count: rows of the step.
+            request_count: requests that got proposals behind the step.
+            times: measured times.
+            is_usual: True if the draft model had no extra tokens to catch up with.
+        """
         self._step_seconds.learn(row_count, times.step_seconds)
         if is_usual and request_count > 0 and times.pass_count > 0:
             self._pass_seconds.learn(request_count, times.draft_seconds / times.pass_count)
 
     def token_count(self, acceptances: Sequence[float], token_count_max: int) -> int:
-        """To propose for each of these requests, 0 to token_count_max."""
+        """Return how many tokens to propose for each request, 0 to `token_count_max`.
+
+        Args:
+            acceptances: acceptance rate of each request that drafts, 0 to 1.
+            token_count_max: the most tokens that the step and the settings allow.
+        """
         if not acceptances or token_count_max <= 0:
             return 0
         count = self._best_count(acceptances, token_count_max)
@@ -72,7 +81,7 @@ class DraftJudge:
             tokens += sum(likely)
             likely = [chance * one for chance, one in zip(likely, acceptances, strict=True)]
             step_seconds = self._step_seconds.nearest(requests * (1 + count))
-            assert step_seconds is not None, "one is known"
+            assert step_seconds is not None, "a mean is known"
             speed = tokens / (max(step_seconds, plain_seconds) + count * pass_seconds)
             if speed > best_speed:
                 best, best_speed = count, speed
@@ -80,7 +89,7 @@ class DraftJudge:
 
 
 class _Means:
-    """Seconds by a count: the mean of the first ones, then mostly the latest."""
+    """Mean seconds by a count: the mean of the first values, then weighted to the latest ones."""
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
@@ -93,7 +102,10 @@ class _Means:
         self._seconds[key] = known + max(LEARNING_RATE, 1 / seen) * (min(seconds, OUTLIER * known) - known)
 
     def nearest(self, count: int) -> float | None:
-        """What is known of fewer, rather than of more: what is not known is tried."""
+        """Return the mean of the nearest known count, a smaller one if possible.
+
+        A smaller count gives an estimate that is too low. So an unknown count looks cheap, and is tried and measured.
+        """
         if not self._seconds:
             return None
         key = _key(count)

@@ -1,12 +1,11 @@
-"""Drafts the next tokens of a request from its own text: what followed the last time its latest tokens stood there.
+"""Draft tokens from a request's own text: copies what followed the latest tokens earlier in the text.
 
 This is prompt lookup decoding (Apoorv Saxena, 2023, github.com/apoorvumang/prompt-lookup-decoding), known as the ngram
-speculator of vLLM and as prompt_lookup_num_tokens of transformers. A draft token is only ever computed beside the real
-next token, which tells whether it was right; so what is drafted here changes how fast a response comes, and nothing of
-it.
+speculator of vLLM and as prompt_lookup_num_tokens of transformers. A draft token is verified by the step that computes
+it. So drafts change the speed of a response, never its content.
 
-Others search the whole text again for every draft. Here earlier places are found as deflate finds them (RFC 1951,
-section 4): every place is entered once, under a hash of the tokens before it, in a chain that starts with the latest.
+Other implementations search the whole text for every draft. Here earlier places are found as deflate finds them (RFC
+1951, section 4): every place is entered once, under a hash of the tokens before it, in a chain from latest to first.
 """
 
 from __future__ import annotations
@@ -16,19 +15,21 @@ from collections.abc import Sequence
 
 __all__ = ["Drafter"]
 
-NGRAM_MIN = 3  # tokens that have to be equal; two are equal by chance far too often
-NGRAM_MAX = 8  # beyond this, one place is as good as another
-PLACES_MAX = 16  # looked at for a draft; the latest ones
-ENTERED_MAX = 512  # places for a draft: a long prompt is entered in the course of its first tokens, not all at once
+NGRAM_MIN = 3  # tokens that must be equal; two are equal by chance too often
+NGRAM_MAX = 8  # more equal tokens do not make a place better
+PLACES_MAX = 16  # latest places that a draft compares
+ENTERED_MAX = 512  # places entered per draft: a long prompt is entered over several steps
 HEADS_MAX = 2**14
-LENGTH_FIRST = 4  # tokens of a draft, before anything is known of a request
-PAUSE_MAX = 32  # tokens without a draft, where drafts are wrong
+LENGTH_FIRST = 4  # tokens of the first draft
+PAUSE_MAX = 32  # tokens without a draft, if drafts are wrong
 
 
 class Drafter:
-    """One request's. Takes four bytes a token of its text, and at most as much again for the chains' heads.
+    """Drafts for one request. Uses four bytes per token of its text, and at most as much again for the chain heads.
 
-    draft_tokens_max: of one draft. tokens_max: how long the text can become.
+    Args:
+        draft_tokens_max: tokens of one draft at most.
+        tokens_max: the longest text that the request may reach, in tokens.
     """
 
     __slots__ = ("_draft_tokens_max", "_heads", "_length", "_pause", "_pause_next", "_previous")
@@ -36,15 +37,20 @@ class Drafter:
     def __init__(self, draft_tokens_max: int, tokens_max: int) -> None:
         head_count = min(HEADS_MAX, 1 << tokens_max.bit_length())
         self._draft_tokens_max = draft_tokens_max
-        # A place is the index of the token after NGRAM_MIN others; 0, which is none, ends a chain.
+        # A place is the index of a token with at least NGRAM_MIN tokens before it. 0 ends a chain.
         self._heads = array("i", bytes(4 * head_count))
-        self._previous = array("i")  # by place, from NGRAM_MIN on: the one before it in its chain
+        self._previous = array("i")  # by place, from NGRAM_MIN on: the next older place of its chain
         self._length = min(LENGTH_FIRST, draft_tokens_max)
         self._pause = 0
         self._pause_next = 1
 
     def draft(self, tokens: Sequence[int], count_max: int) -> tuple[int, ...]:
-        """At most so many draft tokens for what follows `tokens`; often none. tokens: as in the last call, and more."""
+        """Return draft tokens that may follow `tokens`, often none.
+
+        Args:
+            tokens: the request's text. It must continue the text of the last call.
+            count_max: draft tokens at most.
+        """
         if self._pause > 0:
             self._pause -= 1
             return ()
@@ -55,14 +61,21 @@ class Drafter:
         if place == 0:
             return ()
         draft_tokens = list(tokens[place : place + count])
-        # Text that repeats itself runs on into its own repetition.
+        # At the end of the text, continue with the draft itself, so that a short repetition is repeated.
         while len(draft_tokens) < count:
             draft_tokens.append(draft_tokens[place - end])
         return tuple(draft_tokens)
 
     def learn(self, drafted_count: int, accepted_count: int) -> None:
-        """So many of the draft tokens of the last draft were right. Right ones are followed by longer drafts, wrong
-        ones by shorter ones, then by pauses, each twice as long as the one before."""
+        """Adapt to the result of the last draft.
+
+        Accepted drafts lead to longer ones. Rejected drafts lead to shorter ones, then to pauses, each twice as long as
+        the one before.
+
+        Args:
+            drafted_count: tokens of the last draft.
+            accepted_count: tokens of it that were right.
+        """
         if accepted_count == drafted_count:
             self._length = min(2 * max(self._length, drafted_count), self._draft_tokens_max)
         elif accepted_count > 0:
@@ -76,7 +89,7 @@ class Drafter:
             self._pause, self._pause_next = self._pause_next, min(2 * self._pause_next, PAUSE_MAX)
 
     def _enter(self, tokens: Sequence[int]) -> None:
-        """The places that something follows, as far as they are not entered yet."""
+        """Enter places that have a following token, up to ENTERED_MAX new ones."""
         heads, previous = self._heads, self._previous
         first = NGRAM_MIN + len(previous)
         for place in range(first, min(len(tokens), first + ENTERED_MAX)):
@@ -85,7 +98,7 @@ class Drafter:
             heads[head] = place
 
     def _latest_like(self, tokens: Sequence[int]) -> int:
-        """The place with the most equal tokens before it, among equals the latest; 0 if there is none."""
+        """Return the place with the most equal tokens before it, the latest of these; 0 if there is none."""
         end = len(tokens)
         if end <= NGRAM_MIN:
             return 0
@@ -104,7 +117,7 @@ class Drafter:
 
 
 def _equal_count(tokens: Sequence[int], place: int, end: int) -> int:
-    """How many tokens before both are equal, NGRAM_MAX at most."""
+    """Return how many tokens before both places are equal, NGRAM_MAX at most."""
     count = 0
     while count < min(NGRAM_MAX, place) and tokens[place - 1 - count] == tokens[end - 1 - count]:
         count += 1

@@ -1,16 +1,17 @@
-"""Who uses what the model has made of an image, and when its room is free again. Knows bytes by name; computes nothing.
+"""Ownership of encoder outputs, such as image embeddings: which requests use them, and when their memory is free.
 
-An output is in one of three states, and the room of all three together is bounded:
+The book counts bytes by name and computes nothing. An output is in one of three states, and all outputs together have a
+limit of bytes:
 
-    expected  somebody has claimed it, and nobody has computed it yet; its room is taken already
-    used      it is there, and one live request or several have a claim on it
-    cached    it is there, and nobody uses it; taken last, least recently used first, when there is no room
+    expected  claimed but not computed yet. Its bytes are reserved
+    used      computed, and claimed by one or more live requests
+    cached    computed, without claims. Evicted if bytes are needed, least recently used first
 
     (absent) ──claim──► expected ──put──► used ──last release──► cached ──claim──► used
-             ◄──last release──            cached ──no room──► (absent)
+             ◄──last release──            cached ──evict──► (absent)
 
-A request claims all of its outputs at once, or waits in line until they fit: two that had half of theirs each would
-wait for each other for ever. What it has claimed it gives back in one call, whatever it is doing.
+A request claims all of its outputs at once, or waits in line until they fit. Two requests with half of their outputs
+each would wait for each other forever. One call releases all claims of a request, in any state.
 """
 
 from __future__ import annotations
@@ -29,12 +30,16 @@ class _Output:
     def __init__(self, byte_count: int) -> None:
         self.byte_count = byte_count
         self.claim_count = 0
-        self.values: object | None = None  # None: it is expected
+        self.values: object | None = None  # None: expected
 
 
 class OutputClaim:
-    """One request's, on all of its outputs. wanted: their sizes in bytes, by name. on_granted: called once, when it has
-    them, unless that was at once; it must not call the owner of the outputs."""
+    """One request's claim on all of its outputs.
+
+    Args:
+        wanted: size of each output in bytes, by name.
+        on_granted: called once when a waiting claim is granted. It must not call the EncoderOutputs.
+    """
 
     __slots__ = ("is_granted", "is_released", "on_granted", "wanted")
 
@@ -46,7 +51,14 @@ class OutputClaim:
 
 
 class EncoderOutputs:
-    """Every call is O(1) for each output, but for a claim that leaves the line."""
+    """All encoder outputs of an engine.
+
+    Args:
+        bytes_max: bytes of all outputs together.
+
+    Cost:
+        O(1) for each output. Releasing a claim that waits is O(waiting claims).
+    """
 
     def __init__(self, bytes_max: int) -> None:
         self.bytes_max = bytes_max
@@ -55,17 +67,17 @@ class EncoderOutputs:
         self._line: deque[OutputClaim] = deque()
         self.bytes_total = 0
         self._cached_bytes = 0
-        self.query_count = 0  # outputs that were asked for
-        self.hit_count = 0  # of them, those that were there
+        self.query_count = 0  # outputs that were claimed
+        self.hit_count = 0  # claimed outputs that were computed already
 
     @property
     def cached_bytes(self) -> int:
-        """Of outputs that nobody uses."""
+        """Bytes of outputs without claims."""
         return self._cached_bytes
 
     @property
     def claimed_bytes(self) -> int:
-        """Of outputs that are used or expected."""
+        """Bytes of outputs that are used or expected."""
         return self.bytes_total - self._cached_bytes
 
     @property
@@ -73,13 +85,20 @@ class EncoderOutputs:
         return len(self._line)
 
     def claim(self, wanted: Mapping[bytes, int], on_granted: Callable[[], None]) -> OutputClaim:
-        """Take room for these, or a place in the line for it. The caller owes a release. Raises InvalidRequest if they
-        never fit, and then nothing is claimed."""
+        """Claim outputs, or wait in line for them. The caller must release the claim later.
+
+        Args:
+            wanted: size of each output in bytes, by name.
+            on_granted: called once when a waiting claim is granted. Not called if the claim is granted at once.
+
+        Raises:
+            InvalidRequest: the outputs are larger than the limit. Nothing is claimed.
+        """
         byte_count = sum(wanted.values())
         if byte_count > self.bytes_max:
             raise InvalidRequest(
-                f"the images of this prompt need {byte_count} bytes for what the model makes of them, and there are "
-                f"{self.bytes_max} for all: send fewer or smaller ones",
+                f"the embeddings of this prompt's images need {byte_count} bytes, but the engine has {self.bytes_max} "
+                "bytes for them: send fewer or smaller images",
                 param="messages",
             )
         claim = OutputClaim(wanted, on_granted)
@@ -88,18 +107,31 @@ class EncoderOutputs:
         return claim
 
     def values(self, name: bytes) -> object | None:
-        """None: it is not there, or not yet."""
+        """Return the values of an output; None if it is absent or not computed yet.
+
+        Args:
+            name: name of the output.
+        """
         output = self._outputs.get(name)
         return None if output is None else output.values
 
     def put(self, name: bytes, values: object) -> None:
-        """It is computed. Forgotten at once if nobody has a claim on it any more."""
+        """Store the values of an expected output. Ignored if no request claims the output any more.
+
+        Args:
+            name: name of the output.
+            values: what the encoder computed.
+        """
         output = self._outputs.get(name)
         if output is not None and output.values is None:
             output.values = values
 
     def release(self, claim: OutputClaim) -> None:
-        """Give back all that is claimed, or leave the line. To be called once."""
+        """Release all outputs of a claim, or leave the line. Must be called once.
+
+        Args:
+            claim: a claim from claim().
+        """
         assert not claim.is_released, "a claim is released twice"
         claim.is_released = True
         if not claim.is_granted:
@@ -139,7 +171,7 @@ class EncoderOutputs:
     def _let_go(self, name: bytes) -> None:
         output = self._outputs[name]
         output.claim_count -= 1
-        assert output.claim_count >= 0, "an output has fewer claims than none"
+        assert output.claim_count >= 0, "an output has a negative claim count"
         if output.claim_count:
             return
         if output.values is None:
@@ -153,9 +185,9 @@ class EncoderOutputs:
         """Assert that every output is in one state and the bytes add up. O(outputs): for tests and simulations."""
         assert self.bytes_total == sum(output.byte_count for output in self._outputs.values())
         assert self._cached_bytes == sum(self._outputs[name].byte_count for name in self._cached)
-        assert 0 <= self._cached_bytes <= self.bytes_total <= self.bytes_max, "more than there is room for"
+        assert 0 <= self._cached_bytes <= self.bytes_total <= self.bytes_max, "more bytes than allowed"
         for name, output in self._outputs.items():
             assert (output.claim_count == 0) == (name in self._cached), "neither claimed nor cached, or both"
-            assert name not in self._cached or output.values is not None, "nobody waits for it, and it is expected"
+            assert name not in self._cached or output.values is not None, "an output without claims is not computed"
         assert not any(claim.is_granted or claim.is_released for claim in self._line)
-        assert not self._line or self.claimed_bytes > 0, "somebody waits for room, and nobody has any"
+        assert not self._line or self.claimed_bytes > 0, "a claim waits although no bytes are claimed"

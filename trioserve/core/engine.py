@@ -1,17 +1,16 @@
-"""EngineCore: what an engine decides, as one synchronous object. It computes nothing, waits for nothing, has no clock.
+"""EngineCore: the decisions of one engine, as one synchronous object. It computes nothing, never waits, has no clock.
 
-The order of a step is schedule, forward, pending aborts, update_from_output, deliver. An abort is legal at any moment:
-while no step runs, or when the running step does not read the request's blocks, they go back at once; otherwise the
-request is marked, and update_from_output takes the marked ones first. So the order holds even if the loop around it
-forgets it.
+The order of a step is: schedule, forward pass, pending aborts, update_from_output, delivery. An abort is legal at any
+moment. If no step in flight reads the request's blocks, they are freed at once. Otherwise the request is marked, and
+update_from_output handles marked requests first. So the order holds even if the step loop ignores it.
 
-A request may have a guide, which says what may come next (guided_steps.py).
+A request may have a guide, which decides which tokens may come next (guided_steps.py).
 
-With overlap_steps the next step may be planned while one is in flight (schedule_ahead); what that changes is said in
-steps_in_flight.py.
+With overlap_steps the next step may be planned while one is in flight (schedule_ahead). steps_in_flight.py describes
+what that changes.
 
-Time comes in as an argument, in seconds of any clock that never goes back, where something may begin or end by it: only
-waiting for a connector does. Whoever drives the core calls expire() when next_deadline() has come.
+Methods that may start or end a wait for a connector take the time as an argument: seconds of any clock that never goes
+back. The caller calls expire() when next_deadline() has passed.
 """
 
 from __future__ import annotations
@@ -53,13 +52,19 @@ from trioserve.core.transfers import Transfers, Unserved
 
 __all__ = ["EngineCore"]
 
-TOKEN_IDS_MAX = 2**32  # what the name of a block has room for; a model's own vocabulary is checked before
-NAMES_MAX_FACTOR = 4  # of blocks that were evicted, for each block in the pool and in a full context; about 1 KB each
+TOKEN_IDS_MAX = 2**32  # block hashes use 4 bytes per token; the vocabulary was checked before
+NAMES_MAX_FACTOR = 4  # remembered evicted blocks per block of the pool and of a full context; about 1 KB each
 
 
 class EngineCore:
-    """One engine. Not thread-safe: every call comes from the thread of the event loop. connector: None carries nothing,
-    like connectors.none, and costs nothing. mask_maker: for requests with a guide; None: there are none."""
+    """The decisions of one engine. Not thread-safe: all calls come from the thread of the event loop.
+
+    Args:
+        settings: limits of the engine core.
+        hash_block: hash of a block, from the hash of its parent and its tokens.
+        connector: moves KV between engines. None carries nothing, at no cost.
+        mask_maker: makes token masks for guides. None: no request may have a guide.
+    """
 
     def __init__(
         self,
@@ -78,7 +83,7 @@ class EngineCore:
             first_block_read=None if settings.window_tokens is None else settings.first_block_read,
             names_max=NAMES_MAX_FACTOR * (settings.block_count + settings.blocks_for(settings.context_tokens_max)),
         )
-        assert connector is None or settings.state_slot_count == 0, "a connector carries KV, and no states"
+        assert connector is None or settings.state_slot_count == 0, "a connector cannot carry states"
         self.transfers = None if connector is None else Transfers(settings, self.pool, connector)
         self.scheduler = Scheduler(
             settings, self.pool, self.cache, None if self.transfers is None else self.transfers.loads
@@ -92,12 +97,18 @@ class EngineCore:
         self._accepted_tokens_total = 0
 
     def add(self, request: EngineRequest) -> None:
-        """A new request joins the waiting queue. Raises InvalidRequest if it can never run here: nothing is held. Its
-        id must not be that of a live request, nor of one whose blocks are still held or read."""
+        """Add a request to the waiting queue.
+
+        Args:
+            request: its id must not be in use by a live request, or by one whose blocks are still held or read.
+
+        Raises:
+            InvalidRequest: the request can never run here. Nothing was changed.
+        """
         assert request.id not in self._live, f"{request.id} is in use"
-        assert request.id not in self.flights.ended, f"{request.id} is read"
+        assert request.id not in self.flights.ended, f"{request.id} is still read by a step"
         assert self.transfers is None or not self.transfers.holds.has(request.id), f"{request.id} is held"
-        assert request.guide is None or self._guided.has_masks, f"{request.id} has a guide, and nobody makes masks"
+        assert request.guide is None or self._guided.has_masks, f"{request.id} has a guide, but there is no mask maker"
         prompt_count = len(request.prompt_token_ids)
         if prompt_count == 0:
             raise InvalidRequest("the prompt has no tokens: send at least one", param="prompt")
@@ -129,13 +140,31 @@ class EngineCore:
     def abort(
         self, request_ids: Iterable[RequestId], reason: FinishReason = FinishReason.ABORT, *, now: float
     ) -> dict[RequestId, AbortResult]:
-        """End requests, whatever they are doing. O(1) plus the blocks of each. Never raises for an id that is unknown
-        or has finished; no token of an aborted request is delivered after this returns."""
+        """End requests in any state. No token of an aborted request is delivered after this call.
+
+        Args:
+            request_ids: may contain ids that are unknown or have finished.
+            reason: reported as the finish reason.
+            now: time in seconds.
+
+        Returns:
+            The outcome for each id.
+
+        Cost:
+            O(1) plus the blocks of each request.
+        """
         return self._live.abort(request_ids, reason, now)
 
     def schedule(self, now: float) -> StepPlan | None:
-        """What to compute next; None when there is nothing to do, or whoever lives waits for the connector. The plan
-        must come back to update_from_output before this is called again."""
+        """Plan the next step. No step may be in flight.
+
+        Args:
+            now: time in seconds.
+
+        Returns:
+            A plan that the caller must pass to update_from_output or drop_plan. None if no request lives, or if all of
+            them wait for the connector.
+        """
         assert not self.flights, "a step is in flight"
         chunks, lives, admitted, preempted = self.scheduler.fill_step(now)
         if not chunks:
@@ -159,13 +188,21 @@ class EngineCore:
         return self.settings.overlap_steps
 
     def schedule_ahead(self, now: float) -> StepPlan | None:
-        """What to compute after the one step that is in flight, as if every request of it went on: a token that it
-        samples is named by its place (ScheduledChunk.awaits_token). A request that will have all its tokens by then is
-        not planned again, nor is one that was aborted. None: nothing can be said yet, so that schedule() has to,
-        once the step is back; among others whenever somebody would have to be preempted, or has a guide that has to
-        know the token first. With steps_apart nobody is planned who is in the step in flight, and no token awaited."""
+        """Plan the step behind the one step in flight, as if all requests of that step continued.
+
+        A token that the step in flight samples is named by its position (ScheduledChunk.awaits_token). Requests that
+        were aborted, or that will have all their tokens by then, are left out. With steps_apart, all requests of the
+        step in flight are left out, and no token is awaited.
+
+        Args:
+            now: time in seconds.
+
+        Returns:
+            A plan, or None if this step must be planned by schedule() after the step in flight is back. Reasons for
+            None are a request that would have to be preempted, and a guide that must know the next token first.
+        """
         assert self.settings.overlap_steps, "steps do not overlap here"
-        assert self.settings.draft_tokens_max == 0, "nobody knows yet which draft tokens are right"
+        assert self.settings.draft_tokens_max == 0, "draft tokens of the step in flight are not verified yet"
         assert 1 <= len(self.flights) < STEPS_IN_FLIGHT_MAX, f"{len(self.flights)} steps are in flight"
         chunks, lives, admitted = self.scheduler.fill_step_ahead(self.flights.last, now)
         if not chunks:
@@ -184,23 +221,48 @@ class EngineCore:
         return plan
 
     def is_abandoned(self, plan: StepPlan) -> bool:
-        """Whether the plan is in flight and every request in it was aborted, or has ended."""
+        """Return True if the plan is in flight and all of its requests were aborted or have ended.
+
+        Args:
+            plan: any plan of this core.
+        """
         return self.flights.is_abandoned(plan)
 
     def abandonment(self, plan: StepPlan) -> IsAbandoned:
-        """The same, for whoever computes the plan, which is in flight."""
+        """Return the flag that the code computing a plan checks to stop early.
+
+        Args:
+            plan: a plan in flight.
+        """
         return self.flights.abandonment(plan)
 
     def drop_plan(self, plan: StepPlan, now: float) -> list[EngineEvent]:
-        """The step of an abandoned plan ended without a result: let its requests go. Nothing of it is published, since
-        nobody can say how far it came."""
-        assert self.is_abandoned(plan), "somebody waits for this plan, or it is not out"
+        """End an abandoned plan that has no result. Publishes none of its blocks: the step's progress is unknown.
+
+        Args:
+            plan: a plan in flight that is abandoned.
+            now: time in seconds.
+
+        Returns:
+            The ends of its requests.
+        """
+        assert self.is_abandoned(plan), "the plan is not in flight, or a request waits for it"
         lives = self._land(plan, now, is_whole=False)
         return [*self._live.drop(lives, now)]
 
     def update_from_output(self, plan: StepPlan, result: StepResult, now: float) -> list[EngineEvent]:
-        """Take the response to `plan`, the oldest in flight: first the aborts that came while it ran, then the tokens
-        of those that stay."""
+        """Take the result of the oldest plan in flight.
+
+        Requests that were aborted while the plan ran end first. Then the others get their tokens.
+
+        Args:
+            plan: the oldest plan in flight.
+            result: what computing the plan returned.
+            now: time in seconds.
+
+        Returns:
+            New tokens and ends of requests, for delivery.
+        """
         assert len(result.token_ids) == len(plan.chunks)
         lives = self._land(plan, now, is_whole=True)
         events: list[EngineEvent] = []
@@ -216,18 +278,18 @@ class EngineCore:
         for chunk, live, token_id in zip(chunks, lives, token_ids, strict=True):
             live.steps_in_flight -= 1
             if not lacking or chunk.request.id not in lacking:
-                # Computed is computed: the full blocks of a request that leaves now are as good as anybody's.
+                # Publish the full blocks of aborted requests too: they are computed.
                 live.computed_count += chunk.count
                 if publishes and live.computed_count >= (live.chain.block_count + 1) * block_size:
                     marks = None if live.state is None else live.state.marks(block_size)
                     self.cache.publish(live.chain, live.tokens, live.computed_count, live.blocks, marks)
                 if states is not None and live.state is not None:
                     states.note_computed(live.state, live.computed_count)
-                if has_window:  # the drafts that were right come later, and leave more behind
-                    self.scheduler.give_back_behind(live)
+                if has_window:  # accepted draft tokens are handled later, and free more
+                    self.scheduler.free_blocks_behind_window(live)
             if live.abort_reason is None:
                 staying.append((chunk, live, token_id))
-            elif live.steps_in_flight == 0:  # otherwise the step behind reads its blocks
+            elif live.steps_in_flight == 0:  # otherwise the step behind it reads the blocks
                 events.append(self._finish(live, live.abort_reason, now))
         self._advance(staying, result, now, events)
         if self.scheduler.model_drafts is not None:
@@ -235,26 +297,41 @@ class EngineCore:
         return events
 
     def preempt_all(self, now: float) -> list[RequestId]:
-        """Whoever has blocks gives them back and waits again, in its old place: it is computed anew, with the tokens
-        that it has. Legal while no step is in flight. Whoever waits for KV from elsewhere does so no longer, and
-        computes it; blocks that are still written to are held for as long. What was computed can be found as before.
-        Returns those that ran."""
-        assert not self.flights, "a step reads their blocks"
+        """Free the blocks of all requests. The requests return to their old places in the queue.
+
+        They are computed again, with the tokens that they have. Loads from other engines are given up: their requests
+        compute the KV here, and blocks that a connector may still write to are held. Cached blocks can be found as
+        before. No step may be in flight.
+
+        Args:
+            now: time in seconds.
+
+        Returns:
+            Ids of the requests that were running.
+        """
+        assert not self.flights, "a step in flight reads the blocks"
         if self.transfers is not None:
             for live in self.transfers.give_up_loads(now):
                 self.scheduler.start_over(live)
         return self.scheduler.preempt_all()
 
     def forget_prefixes(self) -> None:
-        """Nothing that is computed by now is a hit for anybody. Legal at any moment: who uses blocks keeps them. What a
-        connector keeps elsewhere it keeps."""
+        """Make all computed blocks unfindable. Requests that use such blocks keep them.
+
+        Copies that a connector keeps elsewhere are not affected. Legal at any moment.
+        """
         self.cache.forget_all()
 
     def change_weights(self, salt_of: Callable[[RequestId], str | None]) -> None:
-        """What is computed from here on, other weights compute. No step is in flight. salt_of: what the blocks of a
-        live request are called by from here on. Whoever has KV goes on with it (unless preempt_all comes first): what
-        weights of several versions compute is nobody else's."""
-        assert not self.flights, "a step is in flight, and is of either weights"
+        """Note that other weights compute all following steps. No step may be in flight.
+
+        A request that has KV continues with it (call preempt_all first to prevent that). Its blocks become private,
+        because they mix two versions of the weights.
+
+        Args:
+            salt_of: returns the cache salt for the blocks that a live request computes from now on.
+        """
+        assert not self.flights, "a step is in flight, and its weights are ambiguous"
         for live in self._live.values():
             request_id = live.request.id
             if live.blocks:
@@ -263,55 +340,95 @@ class EngineCore:
                 live.rename_blocks(salt_of(request_id), is_private=False)
 
     def on_transfer(self, event: TransferEvent, now: float) -> list[EngineEvent]:
-        """The connector reports; legal at any moment. What is about nothing is counted and ignored. Returns the end of
-        a request that may not go on without its KV."""
-        return [] if self.transfers is None else self._go_on_without_kv(self.transfers.report(event, now), now)
+        """Handle a report of the connector. Legal at any moment. Unknown reports are counted and ignored.
+
+        Args:
+            event: the report.
+            now: time in seconds.
+
+        Returns:
+            The end of a request that must not continue without its KV.
+        """
+        return [] if self.transfers is None else self._resume_without_kv(self.transfers.report(event, now), now)
 
     def progress(self, now: float) -> list[EngineEvent]:
-        """Ask the connector what it has to report, and take it; once a step, and when it has said that there is
-        something. Returns the ends of requests that may not go on without their KV."""
-        return [] if self.transfers is None else self._go_on_without_kv(self.transfers.progress(now), now)
+        """Ask the connector for its reports and handle them.
+
+        Call this once per step, and when the connector says that it has reports.
+
+        Args:
+            now: time in seconds.
+
+        Returns:
+            The ends of requests that must not continue without their KV.
+        """
+        return [] if self.transfers is None else self._resume_without_kv(self.transfers.progress(now), now)
 
     def expire(self, now: float) -> list[EngineEvent]:
-        """Let go whatever is overdue; cheap when nothing is. Legal at any moment. Returns the ends of requests that may
-        not go on without their KV."""
-        return [] if self.transfers is None else self._go_on_without_kv(self.transfers.expire(now), now)
+        """End overdue holds and loads. Legal at any moment, and cheap if nothing is overdue.
+
+        Args:
+            now: time in seconds.
+
+        Returns:
+            The ends of requests that must not continue without their KV.
+        """
+        return [] if self.transfers is None else self._resume_without_kv(self.transfers.expire(now), now)
 
     def next_deadline(self) -> float | None:
-        """When expire() has something to do, unless a report comes first; None: nothing is waited for."""
+        """Return the time at which expire() has work, unless a report comes first. None: nothing is awaited."""
         return None if self.transfers is None else self.transfers.next_deadline()
 
-    def tell_hold_ends(self, told: Callable[[Hold, bool], None]) -> None:
-        """Have `told` called when blocks are not held any more: what the hold was, and whether it expired. It must not
-        call the core."""
+    def notify_hold_ends(self, on_end: Callable[[Hold, bool], None]) -> None:
+        """Register a function that is called when blocks are no longer held.
+
+        Args:
+            on_end: called with the hold, and with True if the hold expired. It must not call the core.
+        """
         if self.transfers is not None:
-            self.transfers.holds.on_end = told
+            self.transfers.holds.on_end = on_end
 
     def held_block_count(self, request_id: RequestId) -> int:
-        """Blocks of a request that is over which are held for another engine."""
+        """Return the number of blocks of a finished request that are held for another engine.
+
+        Args:
+            request_id: id of any request.
+        """
         hold = None if self.transfers is None else self.transfers.holds.get(request_id, HoldKind.SEND)
         return 0 if hold is None else len(hold.blocks)
 
     def hold_of(self, request_id: RequestId) -> Hold | None:
-        """What is held of a request that is over, for another engine; for a look, not for a change."""
+        """Return the hold of a finished request for another engine, if there is one. Read only.
+
+        Args:
+            request_id: id of any request.
+        """
         return None if self.transfers is None else self.transfers.holds.get(request_id, HoldKind.SEND)
 
     def blocks_of(self, request_id: RequestId) -> tuple[BlockIndex, ...]:
-        """Those that a live request owns; none if it has none, or does not live."""
+        """Return the blocks that a request owns. Empty if it owns none or does not live.
+
+        Args:
+            request_id: id of any request.
+        """
         live = self._live.get(request_id)
         return () if live is None else tuple(live.own_blocks)
 
     def block_states(self) -> bytes:
-        """The BlockState of every block, a byte each. O(blocks), in C: costs nothing while nobody asks."""
+        """Return the BlockState of every block, one byte each. O(blocks), in C."""
         return self.pool.states()
 
     def idle_block_count(self, blocks: Iterable[BlockIndex]) -> int:
-        """How many of these nobody uses or holds."""
+        """Count the blocks without users and holds.
+
+        Args:
+            blocks: blocks to count among.
+        """
         return sum(map(self.pool.is_idle, blocks))
 
     @property
     def latest_faults(self) -> Mapping[TransferFault, str]:
-        """What went wrong with the connector last, of each kind that did."""
+        """The latest fault of the connector, as text, by kind of fault."""
         return {} if self.transfers is None else self.transfers.faults.latest
 
     def stats(self) -> EngineStats:
@@ -347,14 +464,20 @@ class EngineCore:
         )
 
     def prompt_saved(self, request_id: RequestId) -> tuple[int, int]:
-        """How many tokens of the prompt of a request that runs were found in the prefix cache when it first did, and
-        how many were loaded from elsewhere. The rest it computes."""
+        """Return how many prompt tokens a running request did not have to compute.
+
+        Args:
+            request_id: id of a live request.
+
+        Returns:
+            Tokens found in the prefix cache when it first ran, and tokens loaded from another engine.
+        """
         live = self._live[request_id]
         cached = min(live.cached_token_count or 0, live.prompt_count)
         return cached, min(live.loaded_token_count, live.prompt_count - cached)
 
     def live_requests(self) -> Iterable[LiveRequest]:
-        """Every request that has not finished; for a look, not for a change."""
+        """Return every request that has not finished, in order of arrival. Read only."""
         return self._live.values()
 
     def _advance(
@@ -364,13 +487,13 @@ class EngineCore:
         now: float,
         events: list[EngineEvent],
     ) -> None:
-        """Take the tokens of the requests that stay: of nearly all of them one, and nothing else."""
+        """Give each continuing request its new tokens. Nearly always that is one token and nothing else."""
         for chunk, live, token_id in staying:
             request = live.request
             if result.errors and request.id in result.errors:
                 message = result.errors[request.id]
                 if live.guide is not None:
-                    message = live.guide.fault or message  # nothing could be chosen, and it says why
+                    message = live.guide.fault or message  # the guide knows why no token could be chosen
                 events.append(self._finish(live, FinishReason.ERROR, now, message=message))
                 continue
             if request.sampling.prompt_logprobs is not None:
@@ -382,7 +505,7 @@ class EngineCore:
                     events.append(PooledReady(request.id, result.pooled[request.id]))
                     events.append(self._finish(live, FinishReason.STOP, now))
                 continue
-            assert token_id is not None, f"{request.id}: the chunk samples, but no token came"
+            assert token_id is not None, f"{request.id}: the chunk samples, but the result has no token"
             reason = take_token(live, token_id)
             if reason is FinishReason.ERROR:
                 events.append(self._finish_by_guide(live, reason, now))
@@ -396,7 +519,7 @@ class EngineCore:
                 token_ids += more
                 if logprobs is not None:
                     logprobs += result.draft_logprobs[request.id][: len(more)]
-            # With another step in flight the next token is sampled already, and free.
+            # With another step in flight the next token is being sampled, without a mask.
             if live.guide is not None and reason is None and live.steps_in_flight == 0:
                 forced, reason = self._guided.take_forced(live)
                 token_ids += forced
@@ -410,13 +533,17 @@ class EngineCore:
                 events.append(self._finish(live, reason, now, stop_token_id=stop_token_id))
 
     def _check_known(self, request: EngineRequest) -> None:
-        """Raises InvalidRequest."""
-        assert request.pooling is None, f"{request.id} is pooled, and has known output"
+        """Check the known output of a resumed request.
+
+        Raises:
+            InvalidRequest: the known output is complete already, or has impossible token ids.
+        """
+        assert request.pooling is None, f"{request.id} is pooled, but has known output"
         known = request.known_output
         if len(known) >= request.output_tokens_max:
             raise InvalidRequest(
-                f"{len(known)} tokens of the response are known, and max_tokens is {request.output_tokens_max}: it has "
-                "ended, there is nothing to go on with",
+                f"{len(known)} tokens of the response are known, and max_tokens is {request.output_tokens_max}: the "
+                "response is complete and cannot be resumed",
                 param="resume.token_ids",
             )
         if not 0 <= min(known) <= max(known) < TOKEN_IDS_MAX:
@@ -425,10 +552,14 @@ class EngineCore:
             )
 
     def _check_pooled(self, request: EngineRequest) -> None:
-        """Raises ContextTooLong."""
+        """Check the length of a request that is pooled.
+
+        Raises:
+            ContextTooLong: the prompt is longer than the context, or than one step if it must be computed in one step.
+        """
         assert request.pooling is not None, request.id
-        assert request.output_tokens_max == 0, f"{request.id} is pooled, and is to have tokens"
-        assert request.pooling.is_whole or self.settings.keeps_kv, f"{request.id}: without KV all is computed at once"
+        assert request.output_tokens_max == 0, f"{request.id} is pooled, but output_tokens_max is not 0"
+        assert request.pooling.is_whole or self.settings.keeps_kv, f"{request.id} needs KV to be computed in chunks"
         prompt_count = len(request.prompt_token_ids)
         if prompt_count > self.settings.context_tokens_max:
             raise ContextTooLong(
@@ -438,29 +569,39 @@ class EngineCore:
             )
         if request.pooling.is_whole and prompt_count > self.settings.whole_tokens_max:
             raise ContextTooLong(
-                f"the prompt has {prompt_count} tokens, and has to be computed in one step, which has room for "
-                f"{self.settings.whole_tokens_max}: shorten it or raise --max-num-batched-tokens",
+                f"the prompt has {prompt_count} tokens and must be computed in one step, but a step has at most "
+                f"{self.settings.whole_tokens_max} tokens for it: shorten it or raise --max-num-batched-tokens",
                 param="prompt",
             )
 
     def _take_draft(
         self, chunk: ScheduledChunk, live: LiveRequest, sampled: tuple[int, ...], reason: FinishReason | None
     ) -> tuple[tuple[int, ...], FinishReason | None]:
-        """Go on behind the first new token of a request for as long as its draft tokens were right: the token that was
-        sampled after an accepted draft token is the one that follows. Returns the further tokens, and why they end it,
-        if they do. sampled: what follows each draft token. reason: why the first token ends it."""
+        """Accept draft tokens behind the first new token, as long as they were right.
+
+        The token that was sampled after an accepted draft token is the next token of the request.
+
+        Args:
+            chunk: the request's chunk in the step.
+            live: the request, with the first new token.
+            sampled: the token that was sampled after each draft token.
+            reason: finish reason of the first new token, if it ends the request.
+
+        Returns:
+            The further tokens, and the finish reason if they end the request.
+        """
         known_count = len(live.tokens)
         for draft_token, token_id in zip(chunk.draft, sampled, strict=False):
             if reason is not None or draft_token != live.tokens[-1]:
                 break
             reason = take_token(live, token_id)
         accepted_count = len(live.tokens) - known_count
-        # Behind the accepted draft tokens the KV is that of wrong ones: it is written anew when its turn comes.
+        # The KV behind the accepted draft tokens is wrong. Coming steps overwrite it.
         live.computed_count += accepted_count
         if self.settings.enable_prefix_caching:
             self.cache.publish(live.chain, live.tokens, live.computed_count, live.blocks)
-        self.scheduler.give_back_behind(live)
-        self.scheduler.give_back_rest(live)
+        self.scheduler.free_blocks_behind_window(live)
+        self.scheduler.free_draft_blocks(live)
         assert live.drafter is not None
         live.drafter.learn(len(chunk.draft), accepted_count)
         self._drafts_total += 1
@@ -473,7 +614,7 @@ class EngineCore:
     ) -> None:
         new: list[TokenLogprob | None] = []
         if live.prompt_logprobs_count == 0:
-            new.append(None)  # nothing comes before the first token
+            new.append(None)  # the first token has no logprob
         entries = result.prompt_logprobs.get(live.request.id, ())
         assert len(entries) == max(0, min(chunk.start + chunk.count, live.prompt_count - 1) - chunk.start)
         for position, entry in enumerate(entries, start=chunk.start + 1):
@@ -489,8 +630,12 @@ class EngineCore:
         self._steps_total += 1
 
     def _land(self, plan: StepPlan, now: float, *, is_whole: bool) -> list[LiveRequest]:
-        """The plan has come back, computed to its end or not: its requests, without those that had ended before it. The
-        blocks of these are free, or held by a connector."""
+        """Remove a plan that has come back from the plans in flight.
+
+        Returns:
+            Its requests, without those that had ended before. The blocks of ended requests are freed, or held by a
+            connector.
+        """
         lives = self.flights.end(plan)
         self.scheduler.pace.end(now, is_whole=is_whole)
         self._guided.end(plan)
@@ -505,7 +650,7 @@ class EngineCore:
         return lives
 
     def _abort_after_finish(self, request_id: RequestId, reason: FinishReason) -> None:
-        """The connector is told, now or when it gets to hold the blocks."""
+        """Notify the connector of an abort, now or when the connector starts to hold the blocks."""
         if self.transfers is None:
             return
         if request_id in self.flights.ended:
@@ -513,7 +658,7 @@ class EngineCore:
         else:
             self.transfers.aborted_after_finish(request_id)
 
-    def _go_on_without_kv(self, unserved: list[Unserved], now: float) -> list[EngineEvent]:
+    def _resume_without_kv(self, unserved: list[Unserved], now: float) -> list[EngineEvent]:
         events: list[EngineEvent] = []
         for live, message in unserved:
             if self.settings.load_failure_policy == "fail":
@@ -532,8 +677,11 @@ class EngineCore:
         stop_token_id: int | None = None,
         message: str | None = None,
     ) -> RequestFinished:
-        """The one way out. The blocks are back when this returns, or a connector holds them; or, if a step that was
-        planned ahead reads them once more, they are in its update."""
+        """End a request. This is the only way out.
+
+        Its blocks are then free or held by a connector. If a step that was planned ahead still reads the blocks, they
+        are freed in the update of that step.
+        """
         phase = live.phase
         kv_transfer = None
         if live.steps_in_flight == 0:
@@ -555,14 +703,18 @@ class EngineCore:
         )
 
     def _finish_by_guide(self, live: LiveRequest, reason: FinishReason, now: float) -> RequestFinished:
-        """The end of a request with a guide: its form may be complete without an end token."""
+        """End a request with a guide. Its output may be complete without an end token."""
         assert live.guide is not None
         is_stopped = reason is FinishReason.STOP and live.tokens[-1] in live.request.stop_token_ids
         message = live.guide.fault if reason is FinishReason.ERROR else None
         return self._finish(live, reason, now, stop_token_id=live.tokens[-1] if is_stopped else None, message=message)
 
     def _let_go(self, live: LiveRequest, reason: FinishReason, now: float) -> KVTransferParams | None:
-        """Give its blocks back, once; a connector may hold them from now on. Returns how to get at those."""
+        """Release a request's blocks, exactly once. A connector may hold them from now on.
+
+        Returns:
+            Parameters with which another engine can read the held blocks.
+        """
         assert live.steps_in_flight == 0, f"{live.request.id} is read by a step"
         kv_transfer = None if self.transfers is None else self.transfers.request_ends(live, reason, now)
         self.scheduler.release(live)

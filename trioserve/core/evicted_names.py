@@ -1,8 +1,8 @@
-"""What is remembered of blocks that were evicted, where what comes behind them can do without them.
+"""Names of evicted blocks, which lookups still need when layers have a sliding window.
 
-Behind a sliding window a block is of use although those before it have gone. But a prefix is believed block by block,
-by the tokens of each. So of an evicted block its tokens and its identity stay, without a block, for as long as
-something behind it can be found: that is no more than a few contexts, and names_max in any case.
+With a sliding window a block is useful even if the blocks before it were evicted. But a lookup verifies a prefix block
+by block. So the tokens and the identity of an evicted block are remembered, without a block, as long as a block behind
+it can be found. This is at most a few contexts, and never more than names_max.
 """
 
 from __future__ import annotations
@@ -23,26 +23,39 @@ ContentId = NewType("ContentId", int)
 
 
 class PublishedBlock(msgspec.Struct, frozen=True):
-    """block: None when it was evicted. parent: of a first block the salt. parent_hash: of a first block None."""
+    """Entry of the prefix cache.
+
+    Attributes:
+        block: the block with the KV; None if it was evicted.
+        content: identity of this prefix.
+        parent: identity of the prefix before it. For the first block of a prefix: the salt.
+        parent_hash: hash of the block before it; None for the first block.
+        token_ids: the tokens of the block.
+        material: names the given embeddings in the block (contracts/given_rows.py); empty if there are none.
+    """
 
     block: BlockIndex | None
     content: ContentId
     parent: ContentId | str | None
     parent_hash: BlockHash | None
     token_ids: tuple[int, ...]
-    material: bytes = b""  # of given rows (contracts/given_rows)
+    material: bytes = b""
 
 
 class EvictedNames:
-    """All calls are O(1), but for those that let go a chain that nothing is left of: O(1) for each of its names.
+    """Entries without a block, in the order in which they are dropped.
 
-    names_max: 0 remembers nothing, and costs nothing.
+    Args:
+        names_max: entries at most. 0 remembers nothing, at no cost.
+
+    Cost:
+        O(1). Dropping a whole chain is O(1) for each of its names.
     """
 
     def __init__(self, names_max: int) -> None:
         self._names_max = names_max
-        self._by_hash: OrderedDict[BlockHash, PublishedBlock] = OrderedDict()  # the first one to go comes first
-        self._child_counts: Counter[ContentId | str | None] = Counter()  # of contents: published or remembered here
+        self._by_hash: OrderedDict[BlockHash, PublishedBlock] = OrderedDict()  # next to be dropped first
+        self._child_counts: Counter[ContentId | str | None] = Counter()  # children that are published or remembered
 
     def __len__(self) -> int:
         return len(self._by_hash)
@@ -54,12 +67,21 @@ class EvictedNames:
         return entry
 
     def published(self, entry: PublishedBlock) -> None:
-        """It can be found from now on, under an identity of its own."""
+        """Count a new entry as a child of its parent.
+
+        Args:
+            entry: an entry with a new identity, which can be found from now on.
+        """
         if self._names_max:
             self._child_counts[entry.parent] += 1
 
     def evicted(self, block_hash: BlockHash, entry: PublishedBlock) -> None:
-        """Its block has gone."""
+        """Remember an entry whose block was evicted, if anything was published behind it.
+
+        Args:
+            block_hash: hash of the block.
+            entry: the entry as it was before.
+        """
         if not self._names_max:
             return
         if not self._child_counts[entry.content]:
@@ -68,30 +90,51 @@ class EvictedNames:
         self.remember(block_hash, msgspec.structs.replace(entry, block=None))
 
     def remember(self, block_hash: BlockHash, entry: PublishedBlock) -> None:
-        """One without a block; what comes behind it is published next."""
+        """Remember an entry without a block. The oldest entry is dropped if there are too many.
+
+        Args:
+            block_hash: hash of the block.
+            entry: an entry that is about to have a child, or has one.
+        """
         self._by_hash[block_hash] = entry
         if len(self._by_hash) > self._names_max:
             _hash, oldest = self._by_hash.popitem(last=False)
             self.withdrawn(oldest)
 
     def back(self, block_hash: BlockHash) -> None:
-        """A remembered one has a block again."""
+        """Drop an entry that has a block again. The prefix cache keeps it from now on.
+
+        Args:
+            block_hash: hash of a remembered entry.
+        """
         del self._by_hash[block_hash]
 
     def discard(self, block_hash: BlockHash) -> None:
-        """Another content has this name from now on."""
+        """Drop an entry, if there is one, because another content takes over its hash.
+
+        Args:
+            block_hash: hash that gets a new content.
+        """
         entry = self._by_hash.pop(block_hash, None)
         if entry is not None:
             self.withdrawn(entry)
 
     def discard_alone(self, block_hash: BlockHash) -> None:
-        """Nothing behind it was published, after all."""
+        """Drop an entry if nothing was published behind it.
+
+        Args:
+            block_hash: hash of the entry.
+        """
         entry = self._by_hash.get(block_hash)
         if entry is not None and not self._child_counts[entry.content]:
             self.discard(block_hash)
 
     def withdrawn(self, entry: PublishedBlock) -> None:
-        """It can be found no longer, and is not remembered: nor is what was there only for it."""
+        """Note that an entry is neither findable nor remembered. Drops ancestors without other children.
+
+        Args:
+            entry: the entry.
+        """
         if not self._names_max:
             return
         while True:
@@ -107,17 +150,21 @@ class EvictedNames:
             entry = parent
 
     def clear(self) -> None:
-        """Nothing that was published can be found any more."""
+        """Forget all entries, because no published block can be found any more."""
         self._by_hash.clear()
         self._child_counts.clear()
 
     def check(self, published: Iterable[PublishedBlock]) -> None:
-        """Assert that the counts agree, and that nothing is remembered for nobody. O(names): for tests."""
+        """Assert that the child counts are right, and that every entry has a child. O(names): for tests.
+
+        Args:
+            published: all entries that have a block.
+        """
         assert len(self._by_hash) <= self._names_max
         if not self._names_max:
             return
         counts = Counter(entry.parent for entry in (*published, *self._by_hash.values()))
-        assert self._child_counts == counts, "what comes behind the blocks is miscounted"
+        assert self._child_counts == counts, "the children of blocks are miscounted"
         for entry in self._by_hash.values():
             assert entry.block is None
-            assert counts[entry.content], "an evicted block is remembered, and nothing comes behind it"
+            assert counts[entry.content], "an evicted block without children is remembered"

@@ -1,12 +1,12 @@
-"""What guides have to say about a step: which of its rows are masked, and which tokens come without being sampled.
+"""Guides of a step: which rows are masked, and which tokens are known without being sampled.
 
-A guide says what may come next, so it has to know what came before. Where the last token is not known yet, in a step
-planned behind one that samples it, nothing can be said, unless whatever follows it is free: such a step is planned when
-the token is there (see EngineCore.schedule_ahead).
+A guide decides which tokens may come next, so it must know the tokens before. In a step that is planned behind one that
+samples the last token, that token is not known yet. Such a step is planned only if any token may follow. Otherwise the
+step is planned after the token is known (see EngineCore.schedule_ahead).
 
-When a guide forces tokens they are known at once, delivered with the token before them and computed by the next step,
-like a prompt that catches up. Nobody samples them, so they have no logprobs: for whoever asked for these the masks let
-them through one by one.
+Forced tokens are known at once. They are delivered with the token before them, and the next step computes them like a
+prompt. Nothing samples them, so they have no logprobs. If the request wants logprobs, the masks admit forced tokens one
+by one instead.
 """
 
 from __future__ import annotations
@@ -24,12 +24,22 @@ from trioserve.core.stopping import finish_reason_of
 
 __all__ = ["GuidedSteps", "take_token"]
 
-FORCED_TOKENS_MAX = 256  # at a time: so many are checked in about a millisecond, and the event loop waits for it
+FORCED_TOKENS_MAX = 256  # per step: checking them blocks the event loop for about a millisecond
 
 
 def take_token(live: LiveRequest, token_id: int) -> FinishReason | None:
-    """One more token of a request, and whether it ends it. ERROR: its guide does not take the token, which is none of
-    its tokens then. What is complete has ended, also where end tokens are ignored or max_tokens are reached."""
+    """Append one token to a request.
+
+    A complete output ends the request even if end tokens are ignored or max_tokens is not reached.
+
+    Args:
+        live: the request.
+        token_id: a token that was sampled or forced.
+
+    Returns:
+        The finish reason if the token ends the request. ERROR if the guide rejects the token, which is then not
+        appended.
+    """
     live.tokens.append(token_id)
     reason = finish_reason_of(live)
     guide = live.guide
@@ -42,7 +52,11 @@ def take_token(live: LiveRequest, token_id: int) -> FinishReason | None:
 
 
 class GuidedSteps:
-    """maker: None where no request has a guide."""
+    """Starts and ends the making of token masks for steps.
+
+    Args:
+        maker: makes the masks. None: no request has a guide.
+    """
 
     def __init__(self, maker: MaskMaker | None) -> None:
         self._maker = maker
@@ -53,7 +67,15 @@ class GuidedSteps:
         return self._maker is not None
 
     def begin(self, chunks: list[ScheduledChunk], lives: Sequence[LiveRequest]) -> TokenMasks | None:
-        """Have the masks of these chunks made, which get their rows. None: all of them are free."""
+        """Start to make the masks of a step.
+
+        Args:
+            chunks: chunks of the step. Those with a mask get its row.
+            lives: the request of each chunk.
+
+        Returns:
+            The masks; None if every token is allowed everywhere.
+        """
         if self._maker is None:
             return None
         guided: list[GuidedRows] = []
@@ -64,21 +86,31 @@ class GuidedSteps:
                 continue
             chunk = chunks[index]
             if chunk.samples and guide.wants_mask(chunk.draft):
-                assert not chunk.awaits_token, f"{live.request.id} has a guide, and awaits a token"
+                assert not chunk.awaits_token, f"{live.request.id} needs a mask, but awaits a token"
                 chunks[index] = msgspec.structs.replace(chunk, mask_row=row)
                 guided.append(GuidedRows(guide, row, chunk.draft))
                 row += 1 + len(chunk.draft)
         return self._maker.begin(guided, row) if guided else None
 
     def end(self, plan: StepPlan) -> None:
-        """The plan has come back, or was given up."""
+        """Return the masks of a plan to the maker.
+
+        Args:
+            plan: a plan that has come back or was dropped.
+        """
         if plan.masks is not None:
             assert self._maker is not None
             self._maker.end(plan.masks)
 
     def take_forced(self, live: LiveRequest) -> tuple[tuple[int, ...], FinishReason | None]:
-        """The tokens that must come now are the request's, as far as it may have them. Returns them, and why they end
-        it, if they do."""
+        """Append the tokens that must come next, within max_tokens.
+
+        Args:
+            live: a request with a guide.
+
+        Returns:
+            The new tokens, and the finish reason if they end the request.
+        """
         assert live.guide is not None
         if live.request.sampling.logprobs is not None:
             return (), None

@@ -1,20 +1,21 @@
-"""Who may use which KV block, and when it is free again. Knows indices; never touches a tensor.
+"""Ownership of KV blocks: which blocks are free, cached, used or held.
 
-Every block is in exactly one state:
+The pool counts claims on block indexes and never touches a tensor. Every block is in exactly one state:
 
-    free     nobody uses it and nothing in it can be found
-    cached   nobody uses it, but its content can be found again; taken last, least recently used first
-    used     by one live request, or by several that share a prefix, whoever else holds it
-    held     by a connector, for one finished request or several, and used by nobody
+    free     no claims, and no findable content
+    cached   no claims, but its content can be found again. Allocated last, least recently used first
+    used     one or more live requests use the block. It may have holds too
+    held     only connectors have claims, for one or more finished requests
 
     free ──allocate──► used ──last release──► free, or cached if its content is published
     cached ──share──► used                    cached ──allocate (evicted)──► used
     used ──last release, with a hold on it──► held ──share──► used
     held ──last let_go──► free, or cached if its content is published
 
-Users and holds are claims on a block, each given back by whoever took it. A block with a claim is never allocated. One
-rule names the state: with a user it is used; with holds alone it is held. Published content of a held block can still
-be found and shared, since its holder only reads it; a block that a connector may write to is not published.
+Users and holds are claims on a block. Each claim is released by the code that took it. A block with a claim is never
+allocated. A block with a user counts as used; a block with holds alone counts as held. The published content of a held
+block can still be found and shared, because the connector only reads it. A block that a connector may write to is not
+published.
 """
 
 from __future__ import annotations
@@ -29,14 +30,21 @@ __all__ = ["BlockPool"]
 
 
 class BlockPool:
-    """Counts the claims on every block. All calls are O(1) per block; held_count and used_count are O(held blocks)."""
+    """Counts the claims on every block.
+
+    Args:
+        block_count: blocks in the pool.
+
+    Cost:
+        O(1) per block. held_count and used_count are O(held blocks).
+    """
 
     def __init__(self, block_count: int) -> None:
         self._claim_counts = [0] * block_count
-        self._hold_counts: dict[BlockIndex, int] = {}  # how many of the claims are holds, where there are any
+        self._hold_counts: dict[BlockIndex, int] = {}  # how many of a block's claims are holds; no entry for none
         self._published = [False] * block_count
         self._drafted = bytearray(block_count)
-        # A stack: the block that was freed last is the one most likely still in a CPU cache.
+        # A stack: the block that was freed last is most likely still in a CPU cache.
         self._free = [BlockIndex(index) for index in reversed(range(block_count))]
         self._cached: OrderedDict[BlockIndex, None] = OrderedDict()  # least recently used first
         self.on_evict: Callable[[BlockIndex], None] = lambda block: None
@@ -63,7 +71,7 @@ class BlockPool:
 
     @property
     def available_count(self) -> int:
-        """Blocks that allocate() can hand out: free ones, then cached ones."""
+        """Blocks that allocate() can return: free ones and cached ones."""
         return len(self._free) + len(self._cached)
 
     def user_count(self, block: BlockIndex) -> int:
@@ -73,7 +81,11 @@ class BlockPool:
         return self._hold_counts.get(block, 0)
 
     def allocate(self, count: int) -> list[BlockIndex]:
-        """Take `count` blocks with one user each; at most available_count. Evicts cached ones when none is free."""
+        """Allocate blocks with one user each. Evicts cached blocks when no block is free.
+
+        Args:
+            count: 0 to available_count.
+        """
         assert 0 <= count <= self.available_count
         blocks = []
         for _ in range(count):
@@ -90,27 +102,43 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Iterable[BlockIndex]) -> None:
-        """Add a user to blocks that are cached, used or held."""
+        """Add a user to blocks that are cached, used or held.
+
+        Args:
+            blocks: blocks with published content.
+        """
         for block in blocks:
             if self._claim_counts[block] == 0:
-                del self._cached[block]  # a KeyError here: a free block was shared, its content is gone
+                del self._cached[block]  # KeyError: a free block was shared, and its content is gone
             self._claim_counts[block] += 1
 
     def is_idle(self, block: BlockIndex) -> bool:
-        """Whether nobody uses or holds the block, so that sharing it takes it out of available_count."""
+        """Return True if the block has no users and no holds.
+
+        Args:
+            block: a free, cached, used or held block. Sharing an idle block lowers available_count.
+        """
         return self._claim_counts[block] == 0
 
     def hold(self, blocks: Iterable[BlockIndex]) -> None:
-        """Add a hold to blocks that are used; their user still has to release them."""
+        """Add a hold to blocks that are used. Their user still has to release them.
+
+        Args:
+            blocks: blocks with at least one user each.
+        """
         for block in blocks:
-            assert self.user_count(block) > 0, f"block {block} is held, and its user has gone before"
+            assert self.user_count(block) > 0, f"block {block} gets a hold, but has no user"
             self._claim_counts[block] += 1
             self._hold_counts[block] = self._hold_counts.get(block, 0) + 1
 
     def let_go(self, blocks: Sequence[BlockIndex]) -> None:
-        """Take one hold off each block."""
+        """Remove one hold from each block.
+
+        Args:
+            blocks: blocks with at least one hold each.
+        """
         for block in blocks:
-            count = self._hold_counts[block]  # a KeyError here: let go without a hold
+            count = self._hold_counts[block]  # KeyError: the block has no hold
             if count == 1:
                 del self._hold_counts[block]
             else:
@@ -118,7 +146,12 @@ class BlockPool:
         self.release(blocks)
 
     def release(self, blocks: Sequence[BlockIndex]) -> None:
-        """Take one user off each block. A chain is later evicted from its end: without parents a block is of no use."""
+        """Remove one user from each block.
+
+        Args:
+            blocks: a chain of blocks in the order of the block table. Its last blocks are evicted first, because a
+                block is useless without the blocks before it.
+        """
         # A user that is released twice must not take the claim of a holder.
         assert not self._hold_counts or all(self.user_count(block) > 0 for block in blocks), "released without a user"
         for block in reversed(blocks):
@@ -131,12 +164,20 @@ class BlockPool:
                     self._free.append(block)
 
     def publish(self, block: BlockIndex) -> None:
-        """The content of a used block can be found from now on, so it is kept when its last user leaves."""
+        """Mark the content of a used block as findable, so that the block is cached after its last release.
+
+        Args:
+            block: a block with a claim.
+        """
         assert self._claim_counts[block] > 0
         self._published[block] = True
 
     def withdraw(self, block: BlockIndex) -> None:
-        """The content of a published block can no longer be found."""
+        """Mark the content of a published block as no longer findable.
+
+        Args:
+            block: a published block. It becomes free if it has no claims.
+        """
         assert self._published[block]
         self._published[block] = False
         if self._claim_counts[block] == 0:
@@ -144,7 +185,13 @@ class BlockPool:
             self._free.append(block)
 
     def note_drafted(self, block: BlockIndex) -> None:
-        """A draft model has its KV, too, of every token of a used block: until it is allocated anew."""
+        """Note that a block also holds a draft model's KV for all of its tokens.
+
+        The note lasts until the block is allocated again.
+
+        Args:
+            block: a used block.
+        """
         assert self._claim_counts[block] > 0
         self._drafted[block] = True
 
@@ -152,10 +199,14 @@ class BlockPool:
         return bool(self._drafted[block])
 
     def states(self) -> bytes:
-        """The BlockState of every block, a byte each. O(blocks), nearly all of it in C: for a look now and then."""
+        """Return the BlockState of every block, one byte each.
+
+        Cost:
+            O(blocks), nearly all of it in C. Meant for occasional inspection.
+        """
         used = int.from_bytes(bytes(map(bool, self._claim_counts)), "big")
         published = int.from_bytes(bytes(self._published), "big")
-        # A byte of 1 for each block that is used or published: twice the one, and the other where that is not.
+        # One byte per block: 2 if it is used, else 1 if it is published, else 0. These are values of BlockState.
         states = bytearray(((used << 1) | (published & ~used)).to_bytes(self.block_count, "big"))
         for block, count in self._hold_counts.items():
             if count == self._claim_counts[block]:
@@ -171,7 +222,7 @@ class BlockPool:
             states = (block in free) + (block in cached) + (self._claim_counts[block] > 0)
             assert states == 1, f"block {block} is in {states} states"
             held = self._hold_counts.get(block, 0)
-            assert 0 <= held <= self._claim_counts[block], f"block {block}: {held} holds are more than all claims"
+            assert 0 <= held <= self._claim_counts[block], f"block {block} has more holds ({held}) than claims"
             assert held > 0 or block not in self._hold_counts
             assert block not in cached or self._published[block]
             assert block not in free or not self._published[block]

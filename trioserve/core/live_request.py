@@ -1,8 +1,10 @@
-"""What the core knows of a sequence: its tokens, how many of them are computed, and the blocks that hold their KV.
+"""State of one sequence in the core: its tokens, how many are computed, and the blocks that hold their KV.
 
-A request owns blocks while it is RUNNING (but those that its window has left behind), while it is
-WAITING_FOR_REMOTE_KV, while it is WAITING to run with KV that has arrived, and while it is ENDED: everything was said,
-and a step that was planned ahead still reads them (steps_in_flight). At no other time here.
+A request owns blocks in these states only:
+- RUNNING, without the blocks that its sliding window has left behind,
+- WAITING_FOR_REMOTE_KV,
+- WAITING, when its KV has arrived from another engine,
+- ENDED: its end was reported, but a step that was planned ahead still reads its blocks (steps_in_flight.py).
 """
 
 from __future__ import annotations
@@ -22,8 +24,15 @@ __all__ = ["LiveRequest"]
 
 
 class LiveRequest(RequestLife[EngineRequest]):
-    """`tokens` are the known ones, prompt and then output; the first `computed_count` of them have their KV in
-    `blocks`. A request catches up: whatever is known and not computed is due."""
+    """State of one sequence.
+
+    `tokens` holds all known tokens: the prompt, then the output. The KV of the first `computed_count` tokens is in
+    `blocks`. The remaining known tokens are due, which means that coming steps compute them.
+
+    Args:
+        request: the request, with its prompt and perhaps known output.
+        arrival_index: number of requests that arrived at this core before.
+    """
 
     __slots__ = (
         "asked_remote",
@@ -51,33 +60,37 @@ class LiveRequest(RequestLife[EngineRequest]):
         super().__init__(request, arrival_index)
         self.is_pooled = request.pooling is not None
         self.is_whole = request.pooling is not None and request.pooling.is_whole
-        self.is_wide = False  # when it started, more was due than one step computes
+        self.is_wide = False  # True if more tokens were due at its start than one step computes
         self.tokens = [*request.prompt_token_ids, *request.known_output]
         self.computed_count = 0
-        self.blocks: list[BlockIndex] = []  # by place in the table; NO_BLOCK in the first gone_count of them
+        self.blocks: list[BlockIndex] = []  # the block table; its first gone_count entries are NO_BLOCK
         self.gone_count = 0
-        self.reserved_blocks: list[BlockIndex] = []  # its own as well, for what is known and not loaded
-        self.state: OwnState | None = None  # while it runs, if the model's layers keep one
-        self.blocks_wanted = 0  # as many must be available before it is worth looking again whether it fits
-        self.overtaken_count = 0  # by those who came later and fitted, while it did not
+        self.reserved_blocks: list[BlockIndex] = []  # owned too: for known tokens that were not loaded
+        self.state: OwnState | None = None  # set while it runs, if the model's layers keep a state
+        self.blocks_wanted = 0  # do not try to admit it while fewer blocks are available
+        self.overtaken_count = 0  # later requests that started while this one did not fit
         self.chain = PrefixChain(request.cache_salt, request.given)
-        self.drafter: Drafter | ModelDraft | None = None  # made when it first may draft
+        self.drafter: Drafter | ModelDraft | None = None  # created for its first draft
         self.guide = request.guide
-        self.cached_token_count: int | None = None  # set when it runs for the first time
-        self.wants_load = False  # and there was no room for one more
-        self.asked_remote = False  # a load was begun: it is not tried twice
-        self.loaded_token_count = 0  # that came from elsewhere
-        self.prompt_logprobs_count = 0  # handed out so far; a recomputed prompt repeats them
+        self.cached_token_count: int | None = None  # set when the request first runs
+        self.wants_load = False  # True if KV could be loaded, but too many loads were pending
+        self.asked_remote = False  # a load was started: there is no second try
+        self.loaded_token_count = 0  # tokens whose KV came from another engine
+        self.prompt_logprobs_count = 0  # reported so far: a recomputed prompt must not report them again
 
     def rename_blocks(self, salt: str | None, *, is_private: bool) -> None:
-        """Its blocks are called otherwise from here on, by the core and by a connector. is_private: they are nobody
-        else's."""
+        """Use another salt for the hashes of this request's blocks, in the core and in connectors.
+
+        Args:
+            salt: cache salt from now on.
+            is_private: True if no other request may share the blocks.
+        """
         self.request = msgspec.structs.replace(self.request, cache_salt=salt)
         self.chain = PrefixChain(salt, self.request.given, is_private=is_private)
 
     @property
     def own_blocks(self) -> list[BlockIndex]:
-        """All that it has a claim on, each once."""
+        """All blocks that the request has a claim on, each once."""
         return [*self.blocks[self.gone_count :], *self.reserved_blocks]
 
     @property
@@ -98,7 +111,10 @@ class LiveRequest(RequestLife[EngineRequest]):
 
     @property
     def needs_every_row(self) -> bool:
-        """No token of its prompt may come from elsewhere, be it the prefix cache: what computing it gives is asked."""
+        """True if the request must compute every prompt token itself.
+
+        Cached or loaded tokens have no hidden states, which prompt logprobs and some kinds of pooling need.
+        """
         return self.is_whole or self.request.sampling.prompt_logprobs is not None
 
     @property

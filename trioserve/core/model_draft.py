@@ -1,7 +1,7 @@
-"""What the core knows of a request's drafts by a draft model: how far its KV comes, and what it proposed last.
+"""State of one request's drafts by a draft model: how far the draft model's KV reaches, and its last proposal.
 
-The draft model keeps its KV in the same blocks as the model, so that nobody has to give anything back for it. What it
-has not computed it computes later, or never: a draft only costs time.
+The draft model keeps its KV in the same blocks as the model, so it needs no blocks of its own. Tokens that it has not
+computed are computed later or never. A draft costs only time.
 """
 
 from __future__ import annotations
@@ -10,23 +10,30 @@ from collections.abc import Sequence
 
 __all__ = ["ACCEPTANCE_FIRST", "ModelDraft"]
 
-ACCEPTANCE_FIRST = 0.7  # before anything is known; high enough to try
-LEARNING_RATE = 0.1  # of one draft token that was verified
-PAUSE_MAX = 32  # tokens without a draft, where drafts are wrong
+ACCEPTANCE_FIRST = 0.7  # high enough that drafts are tried
+LEARNING_RATE = 0.1  # weight of one verified draft token
+PAUSE_MAX = 32  # tokens without a draft, if drafts are wrong
 
 
 class ModelDraft:
-    """One request's. drafted_count: the draft model has its KV of so many tokens from the first one on."""
+    """Draft state of one request.
+
+    Args:
+        acceptance: the first estimate of the acceptance rate.
+
+    Attributes:
+        drafted_count: tokens from the start of the sequence whose KV the draft model has.
+        acceptance: estimated share of draft tokens that are right, if all draft tokens before them were. Recent ones
+            count most.
+    """
 
     __slots__ = ("_pause", "_pause_next", "_proposed", "_proposed_for", "acceptance", "drafted_count")
 
     def __init__(self, acceptance: float = ACCEPTANCE_FIRST) -> None:
-        """acceptance: to begin with."""
         self.drafted_count = 0
         self._proposed: tuple[int, ...] = ()
         self._proposed_for = 0
         self.acceptance = acceptance
-        """Of 100 draft tokens behind right ones so many hundredths were right, the latest ones above all."""
         self._pause = 0
         self._pause_next = 1
 
@@ -35,19 +42,33 @@ class ModelDraft:
         return self._pause > 0
 
     def take_proposed(self, proposed: tuple[int, ...], known_count: int) -> None:
-        """The draft model says what may follow so many known tokens."""
+        """Store a proposal of the draft model.
+
+        Args:
+            proposed: tokens that may follow.
+            known_count: known tokens when the proposal was made.
+        """
         self._proposed, self._proposed_for = proposed, known_count
 
     def draft(self, tokens: Sequence[int], count_max: int) -> tuple[int, ...]:
-        """What was proposed for what follows `tokens`, at most so many; it counts once."""
+        """Return the stored proposal if it was made for `tokens`, and discard it.
+
+        Args:
+            tokens: known tokens of the request.
+            count_max: draft tokens at most.
+        """
         if self._pause > 0:
             self._pause -= 1
         draft, self._proposed = self._proposed[:count_max], ()
         return draft if self._proposed_for == len(tokens) else ()
 
     def learn(self, drafted_count: int, accepted_count: int) -> None:
-        """So many of the draft tokens of the last draft were right. Wrong ones are followed by pauses, each twice as
-        long as the one before."""
+        """Adapt to the result of the last draft. Wrong drafts lead to pauses, each twice as long as the one before.
+
+        Args:
+            drafted_count: tokens of the last draft.
+            accepted_count: tokens of it that were right.
+        """
         for _ in range(accepted_count):
             self.acceptance += LEARNING_RATE * (1.0 - self.acceptance)
         if accepted_count < drafted_count:

@@ -1,12 +1,12 @@
-"""What a draft model is to do behind a step: for which requests, how many tokens, and how far it first has to catch up.
+"""Tasks of the draft model: for which requests it proposes tokens, how many, and how far it must catch up first.
 
-It works behind steps of decodes alone, and not while anybody waits to run. It begins with a request when that has its
-first token, so that no first token waits for it; tokens that it has not seen, a prompt or what came by way of a
-connector, it computes then, a part behind each step. Blocks that it has computed wholly are noted in the pool: for
-whoever hits them they need no catching up.
+The draft model works behind steps that only decode, and not while a request waits to run. It starts with a request when
+that has its first token, so it never delays a first token. Then it computes the tokens that it has not seen (a prompt,
+or tokens whose KV came from a connector), a part behind each step. Blocks that it has computed completely are noted in
+the pool. Requests that share these blocks need no catching up.
 
-A head reads hidden states of the model, which are there in the step that computes them and never again: it computes
-along with every step, prompts and all, and proposes on the same terms. What it has not seen is never caught up with.
+A head reads the model's hidden states, which exist only during the step that computes them. So a head computes along
+with every step, prompts included, and proposes under the same conditions. It never catches up with missed tokens.
 """
 
 from __future__ import annotations
@@ -24,22 +24,35 @@ from trioserve.core.settings import CoreSettings
 
 __all__ = ["ModelDrafts"]
 
-OTHERS_RATE = 0.05  # of one draft
-CATCH_UP_TOKENS_WORTH = 16  # for each token that is still to come: the draft model computes as many in about a step
+SHARED_RATE = 0.05  # weight of one draft in the acceptance that new requests start with
+CATCH_UP_TOKENS_WORTH = 16  # per token still to come: the draft model computes as many in about one step
 
 
 class ModelDrafts:
+    """Plans the tasks of a draft model or a head, and stores its proposals.
+
+    Args:
+        settings: limits of the engine core.
+        pool: notes which blocks the draft model has computed.
+    """
+
     def __init__(self, settings: CoreSettings, pool: BlockPool) -> None:
         self._settings = settings
         self._pool = pool
         self._judge = DraftJudge()
-        self._acceptance = ACCEPTANCE_FIRST  # of whoever drafted lately: a new request begins with it
+        self._acceptance = ACCEPTANCE_FIRST  # of recent drafts of all requests: new requests start with it
 
-    def add_tasks(self, chunks: list[ScheduledChunk], lives: Sequence[LiveRequest], *, somebody_waits: bool) -> None:
-        """Tokens are proposed behind steps of decodes alone. A head computes along with every step."""
+    def add_tasks(self, chunks: list[ScheduledChunk], lives: Sequence[LiveRequest], *, has_waiting: bool) -> None:
+        """Add draft tasks to the chunks of a step.
+
+        Args:
+            chunks: chunks of the step. Those with a task are replaced.
+            lives: the request of each chunk.
+            has_waiting: True if a request waits to run. Then no tokens are proposed.
+        """
         drafting: dict[int, ModelDraft] = {}
         token_count = 0
-        if not somebody_waits and all(chunk.count == 1 and chunk.samples for chunk in chunks):
+        if not has_waiting and all(chunk.count == 1 and chunk.samples for chunk in chunks):
             for index, (chunk, live) in enumerate(zip(chunks, lives, strict=True)):
                 draft = self._draft_of(chunk, live)
                 if draft is not None and not draft.is_paused:
@@ -61,7 +74,7 @@ class ModelDrafts:
         budget = settings.draft_catch_up_tokens_max
         for index, draft in sorted(drafting.items(), key=lambda entry: chunks[entry[0]].start - entry[1].drafted_count):
             chunk = chunks[index]
-            # Those of the step before are always among them, and no catching up.
+            # The tokens of the last step are always missing, and do not count as catching up.
             missing = max(0, chunk.start - draft.drafted_count - settings.draft_tokens_max)
             if missing <= budget:
                 task = DraftTask(draft.drafted_count, None, token_count)
@@ -79,7 +92,10 @@ class ModelDrafts:
         drafting: Mapping[int, ModelDraft],
         token_count: int,
     ) -> None:
-        """Whoever's hidden states are not there any more, of KV that came from elsewhere, goes on without drafts."""
+        """Let a head compute along with the step.
+
+        Requests whose hidden states are gone, because their KV came from another engine, get no drafts.
+        """
         for index, (chunk, live) in enumerate(zip(chunks, lives, strict=True)):
             if live.is_pooled or self._known_draft(chunk, live).drafted_count != chunk.start:
                 continue
@@ -90,15 +106,21 @@ class ModelDrafts:
             chunks[index] = msgspec.structs.replace(chunk, draft_task=task)
 
     def take(self, chunk: ScheduledChunk, live: LiveRequest, result: StepResult) -> None:
-        """The step has come back; its tokens are the request's, which goes on."""
+        """Store the proposal of a step that has come back.
+
+        Args:
+            chunk: the request's chunk in the step.
+            live: the request. Its new tokens are already appended.
+            result: result of the step.
+        """
         task, draft = chunk.draft_task, live.drafter
         if chunk.draft and isinstance(draft, ModelDraft):
-            self._acceptance += OTHERS_RATE * (draft.acceptance - self._acceptance)
+            self._acceptance += SHARED_RATE * (draft.acceptance - self._acceptance)
         proposed = result.proposed.get(live.request.id)
         if task is None or proposed is None:
             return
-        assert isinstance(draft, ModelDraft), f"{live.request.id} has a task and no draft"
-        # What stands behind the computed tokens is in blocks that may go.
+        assert isinstance(draft, ModelDraft), f"{live.request.id} has a task but no draft state"
+        # KV behind the computed tokens does not count: these blocks may be freed.
         covered = live.computed_count if task.end is None else task.end
         size = self._settings.block_size
         for index in range(draft.drafted_count // size, covered // size):
@@ -117,9 +139,9 @@ class ModelDrafts:
         self._judge.note(plan.token_count, len(tasks), times, is_usual=is_usual)
 
     def _draft_of(self, chunk: ScheduledChunk, live: LiveRequest) -> ModelDraft | None:
-        """None: drafts are not for it, or bring nothing any more."""
+        """Return the draft state of a request, or None if it should not draft now."""
         settings = self._settings
-        # One token comes in any case, and another one behind the last that may be drafted.
+        # One token comes without drafts, and one is sampled behind the last draft token.
         to_come = live.request.output_tokens_max - live.output_count - 2
         context_max = settings.draft_context_tokens_max
         if to_come <= 0 or live.output_count == 0:
@@ -135,7 +157,7 @@ class ModelDrafts:
         if not isinstance(live.drafter, ModelDraft):
             live.drafter = ModelDraft(self._acceptance)
         draft = live.drafter
-        # Others may have computed what it shares with them.
+        # The draft model may have computed shared blocks for another request.
         size = self._settings.block_size
         index = draft.drafted_count // size
         while index < chunk.start // size and self._pool.is_drafted(live.blocks[index]):

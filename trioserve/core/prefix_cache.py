@@ -1,12 +1,11 @@
-"""Which block holds the KV of a given prefix. Chained hashes find it; the tokens themselves decide.
+"""Prefix cache: finds the block that holds the KV of a given prefix, by chained hashes and by the tokens themselves.
 
-A hash may collide, by chance or because somebody tries. So each published block also remembers its tokens, what their
-embeddings are where these are given, and the identity of the content before it; a lookup walks from the first block on
-and believes an entry only when all of them agree. By induction the whole prefix is then equal, whatever the hash
-function is worth.
+Hashes may collide, by chance or by attack. So each published block also remembers its tokens, the material of given
+embeddings, and the identity of the content before it. A lookup walks from the first block on and accepts an entry only
+if all of these agree. By induction the whole prefix is then equal, even with a weak hash function.
 
-Where all layers have a sliding window a prefix needs the blocks alone that the window reaches from its end. Those
-before them may have been evicted: what the walk has to know of them is remembered (evicted_names.py).
+If all layers have a sliding window, a prefix needs only the blocks that the window reaches from its end. Earlier blocks
+may have been evicted. evicted_names.py remembers what the walk must know of them.
 """
 
 from __future__ import annotations
@@ -26,16 +25,22 @@ __all__ = ["ContentId", "HashBlock", "OnResidency", "PrefixCache", "PrefixChain"
 HashBlock = Callable[[BlockHash, Sequence[int]], BlockHash]
 
 OnResidency = Callable[[BlockHash, bool], None]
-"""Told that a block of this name can be found from now on (True), or no longer (False), inside of the call that did it
-and in the order in which it came to pass. It must not wait, raise, or call the core."""
+"""Called with the hash of a block that becomes findable (True) or unfindable (False), inside the call that changes it.
+
+It must not wait, raise, or call the core."""
 
 
 class PrefixChain:
-    """One request's way through the cache: the hashes of its full blocks, as far as they were asked for.
+    """Progress of one request in the cache: the hashes of its full blocks, computed when needed.
 
-    block_count and content say how far its prefix is published, by itself or by the one it shares with. found_count:
-    how many blocks of it were found when it was last looked up, also those behind the last that it could go on from.
-    given: the request's. is_private: nothing of it is published, and it finds nothing.
+    `block_count` blocks of its prefix are published or shared, and `content` identifies the last of them. `found_count`
+    is the number of blocks that the latest lookup found. It may be above `block_count`, if the prefix could not end
+    there.
+
+    Args:
+        salt: cache salt. Requests with different salts share no blocks.
+        given: rows of the prompt whose embeddings the client sent.
+        is_private: True if the chain publishes nothing and finds nothing.
     """
 
     __slots__ = ("block_count", "content", "found_count", "given", "hashes", "is_private", "salt")
@@ -49,18 +54,31 @@ class PrefixChain:
         self.content: ContentId | str | None = salt
 
     def restart(self) -> None:
-        """Forget what is published, not the hashes: the tokens stay the same when a request loses its blocks."""
+        """Forget how much is published, because the request lost its blocks.
+
+        The hashes stay: they depend on the tokens only.
+        """
         self.block_count = self.found_count = 0
         self.content = self.salt
 
 
 class PrefixCache:
-    """Finds published blocks and publishes new ones. Cost: O(1) per block.
+    """Finds published blocks and publishes new ones.
 
-    first_block_read: which block is the first that the token at a position needs; None: every one needs all.
-    names_max: how many evicted blocks are remembered, where these can be done without.
-    on_residency: who is told of each change of what can be found, once; None: nobody, which costs nothing. on_content:
-    is told of marked blocks (publish). on_forget: is told of content that can no longer be found.
+    Args:
+        pool: the pool that owns the blocks. The cache sets its `on_evict`.
+        block_size: tokens per block.
+        hash_block: hash of a block, from the hash of its parent and its tokens.
+        first_block_read: returns the first block that the token at a position reads. None: tokens read all blocks.
+        names_max: evicted blocks that are remembered. Used with first_block_read only.
+
+    Attributes:
+        on_residency: called for each block that becomes findable or unfindable. None: no calls, at no cost.
+        on_content: called with the content of a marked block and its mark (see `publish`).
+        on_forget: called with each content that can no longer be found.
+
+    Cost:
+        O(1) per block.
     """
 
     def __init__(
@@ -86,18 +104,27 @@ class PrefixCache:
         pool.on_evict = self._forget
 
     def match(
-        self, chain: PrefixChain, tokens: Sequence[int], can_go_on: Callable[[ContentId], bool] | None = None
+        self, chain: PrefixChain, tokens: Sequence[int], can_end_at: Callable[[ContentId], bool] | None = None
     ) -> list[BlockIndex]:
-        """The longest prefix of `tokens` that needs nothing but published blocks, in whole blocks, at least one token
-        short of all of them: a request must compute something to get its next token. Blocks that it does not need are
-        NO_BLOCK. Advances the chain past the match; takes no block. can_go_on: whether a prefix may end with this
-        content; None: with any."""
+        """Find the longest usable prefix, and advance the chain behind it. Claims no block.
+
+        The prefix has whole blocks and ends at least one token before the end: a request must compute a token to get
+        the next one.
+
+        Args:
+            chain: the request's chain, at its start.
+            tokens: known tokens of the request.
+            can_end_at: returns True if a prefix may end with a content. None: every content is allowed.
+
+        Returns:
+            The blocks of the prefix. Blocks that the sliding window does not need are NO_BLOCK.
+        """
         assert chain.block_count == 0
         if chain.is_private:
             return []
         blocks: list[BlockIndex] = []
         end, content = 0, chain.content
-        there_from = 0  # the blocks from here on have not been evicted
+        present_from = 0  # from this index on, no found block has been evicted
         for index in range((len(tokens) - 1) // self._block_size):
             found = self._find(chain, index, tokens)
             if found is None:
@@ -105,9 +132,9 @@ class PrefixCache:
             chain.content = found.content
             chain.found_count = index + 1
             if found.block is None:
-                there_from = index + 1
+                present_from = index + 1
             blocks.append(NO_BLOCK if found.block is None else found.block)
-            if there_from <= self._first_needed(index + 1) and (can_go_on is None or can_go_on(found.content)):
+            if present_from <= self._first_needed(index + 1) and (can_end_at is None or can_end_at(found.content)):
                 end, content = index + 1, found.content
         chain.block_count, chain.content = end, content
         first = self._first_needed(end)
@@ -121,10 +148,18 @@ class PrefixCache:
         blocks: list[BlockIndex],
         marks: Mapping[int, int] | None = None,
     ) -> None:
-        """Make every full block among the first `computed_count` tokens findable. blocks: the request's block table.
-        Where another block already holds the same content, that one stays the published one. In a place without a
-        block was one that is not needed: what comes behind it is found all the same. marks: by the number of blocks,
-        what on_content is told with the content that these end with. Nothing of a private chain is published."""
+        """Make every full block of the computed tokens findable. A private chain publishes nothing.
+
+        If another block already holds the same content, that block stays the published one. A block table may have
+        NO_BLOCK where the sliding window has passed; blocks behind it can be found all the same.
+
+        Args:
+            chain: the request's chain. It advances.
+            tokens: known tokens of the request.
+            computed_count: tokens whose KV is computed.
+            blocks: the request's block table.
+            marks: by number of blocks, the mark that `on_content` receives with the content that ends there.
+        """
         if chain.is_private:
             return
         for index in range(chain.block_count, computed_count // self._block_size):
@@ -141,7 +176,13 @@ class PrefixCache:
             self._evicted.discard_alone(self.hash_at(chain, chain.block_count - 1, tokens))
 
     def hash_at(self, chain: PrefixChain, index: int, tokens: Sequence[int]) -> BlockHash:
-        """The hash of the request's full block `index`; computed once."""
+        """Return the hash of one full block of a request, computed once.
+
+        Args:
+            chain: the request's chain.
+            index: index of the block in the block table.
+            tokens: known tokens of the request.
+        """
         hashes = chain.hashes
         while len(hashes) <= index:
             start = len(hashes) * self._block_size
@@ -152,8 +193,11 @@ class PrefixCache:
         return hashes[index]
 
     def forget_all(self) -> None:
-        """Nothing that is published now is found again. What is published behind it, by whoever goes on, is not found
-        either: there is no way to it."""
+        """Make all published blocks unfindable.
+
+        Requests that use these blocks continue. The blocks that they publish behind them cannot be found either,
+        because a lookup walks from the first block.
+        """
         by_hash, self._by_hash, self._hash_of = self._by_hash, {}, {}
         self._evicted.clear()
         for block_hash, entry in by_hash.items():
@@ -164,11 +208,11 @@ class PrefixCache:
             self.on_forget(entry.content)
 
     def resident_hashes(self) -> list[BlockHash]:
-        """The names of all blocks that can be found now, each once. O(blocks)."""
+        """Return the hashes of all findable blocks, each once. O(blocks)."""
         return list(self._by_hash)
 
     def resident_contents(self) -> set[ContentId]:
-        """The content of all blocks that can be found now. O(blocks)."""
+        """Return the contents of all findable blocks. O(blocks)."""
         return {entry.content for entry in self._by_hash.values()}
 
     def check(self) -> None:
@@ -177,7 +221,7 @@ class PrefixCache:
         for block_hash, entry in self._by_hash.items():
             assert entry.block is not None
             assert self._hash_of[entry.block] == block_hash
-            assert self._evicted.get(block_hash) is None, "a block is there, and remembered as one that is not"
+            assert self._evicted.get(block_hash) is None, "a published block is also remembered as evicted"
         self._evicted.check(self._by_hash.values())
 
     def _first_needed(self, block_count: int) -> int:
@@ -198,8 +242,8 @@ class PrefixCache:
 
     def _enter(self, chain: PrefixChain, index: int, tokens: Sequence[int], block: BlockIndex) -> PublishedBlock:
         block_hash = self.hash_at(chain, index, tokens)
-        # A foreign entry under this hash is a collision, or a block whose parent was evicted and came back under a new
-        # identity. Either way the newer content is the one more likely to be asked for.
+        # Another entry under this hash is a collision, or a block whose parent was evicted and published again under a
+        # new identity. In both cases the newer content is more likely to be needed.
         self._evicted.discard(block_hash)
         foreign = self._by_hash.pop(block_hash, None)
         if foreign is not None:
@@ -230,7 +274,7 @@ class PrefixCache:
     def _enter_again(
         self, chain: PrefixChain, index: int, tokens: Sequence[int], found: PublishedBlock, block: BlockIndex
     ) -> None:
-        """An evicted block has been computed again: it is what it was."""
+        """Publish an evicted block that was computed again, under its old identity."""
         block_hash = self.hash_at(chain, index, tokens)
         self._evicted.back(block_hash)
         self._put(block_hash, msgspec.structs.replace(found, block=block), block)

@@ -1,12 +1,11 @@
-"""How many tokens of wide prompts a step takes, so that those that decode beside them go on nearly as before.
+"""Pace of wide prompts: how many of their tokens one step computes, so that decodes beside them stay nearly as fast.
 
-A prompt that is wider than a step is computed in many. Each of these makes whoever decodes wait for its next token
-while thousands of tokens are computed that nobody sees. So its chunks are measured in time: a step with such a chunk
-is to last at most stretch_max times as long as the same step without it. What either takes is learned from the steps:
-a step of decodes alone gives the one, a step with a chunk, less that, the other. Every PROBE_EVERY steps the chunk is
-left out, so that the measure of decodes alone does not grow stale.
+A wide prompt is longer than a step and needs several. Each of these steps delays the next token of all decoding
+requests. So the chunks of wide prompts are limited by time: a step with such a chunk may take at most stretch_max times
+as long as the same step without it. Both times are learned: from steps that only decode, and from the extra time of
+steps with a chunk. Every PROBE_EVERY steps the chunk is left out, to measure a step that only decodes again.
 
-A prompt that fits into one step is computed at once: its step comes once.
+A prompt that fits into one step is computed at once, because it delays only one step.
 """
 
 from __future__ import annotations
@@ -20,32 +19,40 @@ from trioserve.core.live_request import LiveRequest
 
 __all__ = ["PromptPace"]
 
-CHUNK_TOKENS_MIN = 16  # the rows of one matrix tile: fewer cost the same, and a prompt has to come to its end
-PROBE_EVERY = 16  # steps: costs a prompt a sixteenth of its pace
-REST_SHARE_MIN = 0.01  # of a step's time: a chunk takes some, whatever the measured ones say
-LEARNING_RATE = 0.3  # one step that was slow by chance moves the chunk by less than a third
+CHUNK_TOKENS_MIN = 16  # rows of one matrix tile: fewer rows cost the same
+PROBE_EVERY = 16  # steps; slows a prompt by a sixteenth
+REST_SHARE_MIN = 0.01  # least share of a step's time that a chunk takes, against measuring errors
+LEARNING_RATE = 0.3  # weight of one step, small enough for steps that are slow by chance
 
 
 class PromptPace:
-    """stretch_max: how much longer a step may last for the chunks of wide prompts, as a factor above 1. Where wide
-    prompts would so have less than their share, counted by heads, they get that: one beside one decode half the time.
+    """Limits the chunks of wide prompts. Times are arguments, in seconds of any clock that never goes back.
 
-    Times come in as arguments, in seconds of any clock that never goes back.
+    Args:
+        stretch_max: how much longer a step may take because of wide prompts, as a factor above 1. Wide prompts always
+            get their share by number of requests: one wide prompt beside one decode gets half of the time.
     """
 
     def __init__(self, stretch_max: float) -> None:
         self._stretch_max = stretch_max
-        self._begun: deque[_Begun] = deque()  # the oldest first
+        self._begun: deque[_Begun] = deque()  # oldest first
         self._landed_at = float("-inf")
-        self._decode_seconds: float | None = None  # of a step of decodes alone
+        self._decode_seconds: float | None = None  # of a step that only decodes
         self._decode_count = 0  # in that step
         self._token_seconds: float | None = None  # of one token of a wide prompt, beside decodes
-        self._chunk_tokens = 0  # in the last step that had some
+        self._chunk_tokens = 0  # in the last step with a wide prompt
         self._steps_since_probe = 0
 
     def tokens_max(self, decode_count: int, wide_count: int) -> int | None:
-        """How many tokens of all wide prompts together the next step may take beside so many decodes; None: as many as
-        it has room for. wide_count: wide prompts that have tokens due, at least 1."""
+        """Return how many tokens of all wide prompts the next step may compute.
+
+        Args:
+            decode_count: decodes in the step.
+            wide_count: wide prompts with tokens due, at least 1.
+
+        Returns:
+            None: no limit but the step's own.
+        """
         if decode_count == 0:
             return None
         self._steps_since_probe += 1
@@ -58,12 +65,18 @@ class PromptPace:
             return CHUNK_TOKENS_MIN
         stretch = max(self._stretch_max, 1 + wide_count / decode_count)
         tokens = (stretch - 1) * self._decode_seconds / self._token_seconds
-        # A product's rows come in tiles. What was measured with few tokens says little of what many would take.
+        # Whole tiles of rows. At most twice the last chunk, since times of small chunks predict large ones badly.
         tiles = min(tokens, 2.0 * self._chunk_tokens) // CHUNK_TOKENS_MIN
         return max(1, int(tiles)) * CHUNK_TOKENS_MIN
 
     def begin(self, now: float, plan: StepPlan, lives: Sequence[LiveRequest]) -> None:
-        """A step was planned. Steps come back in the order in which they began. lives: whose its chunks are."""
+        """Note that a step was planned. Steps come back in the order in which they began.
+
+        Args:
+            now: time in seconds.
+            plan: the plan of the step.
+            lives: the request of each chunk.
+        """
         decode_count = len(plan.chunks)
         wide_tokens = other_tokens = 0
         if plan.token_count != decode_count:
@@ -77,12 +90,17 @@ class PromptPace:
         self._begun.append(_Begun(now, decode_count, wide_tokens, other_tokens))
 
     def end(self, now: float, *, is_whole: bool) -> None:
-        """The oldest step in flight has come back. is_whole: it was computed to its end."""
+        """Learn from the oldest step in flight, which has come back.
+
+        Args:
+            now: time in seconds.
+            is_whole: True if the step was computed to its end.
+        """
         begun = self._begun.popleft()
         seconds = now - max(begun.at, self._landed_at)
         self._landed_at = now
         if not is_whole or begun.other_tokens or not begun.decode_count or seconds <= 0:
-            return  # a clock may stand still
+            return  # seconds is 0 if the clock has not advanced
         if begun.wide_tokens == 0:
             is_alike = begun.decode_count == self._decode_count
             self._decode_seconds = _learned(self._decode_seconds if is_alike else None, seconds)
@@ -93,7 +111,7 @@ class PromptPace:
 
 
 class _Begun(NamedTuple):
-    """A step in flight: when it was planned, and of what."""
+    """A step in flight: when it was planned, and its content."""
 
     at: float
     decode_count: int

@@ -1,10 +1,10 @@
-"""Which requests wait for KV from elsewhere, until when, and which have got it and wait to run.
+"""Loads of KV from other engines: which requests wait for one, until when, and which have their KV and wait to run.
 
     WAITING ──begin──► WAITING_FOR_REMOTE_KV ──arrived──► WAITING, with computed blocks, in the queue `ready`
                                              ──given_up──► WAITING, without blocks, and never asks again
 
-A request that loads owns every block that its known tokens need, so that one whose KV has arrived needs nothing more
-than a place in the batch: requests with loaded KV cannot lock each other, or those that run, out of the pool.
+A loading request owns every block that its known tokens need. So a request whose KV has arrived needs nothing more than
+a place in the batch, and requests with loaded KV cannot deadlock with each other or with running requests.
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ __all__ = ["PendingLoad", "RemoteLoads"]
 
 
 class PendingLoad(msgspec.Struct, frozen=True):
-    """token_count: how many were asked for, from the request's computed_count on. deadline: when its patience ends."""
+    """A load that is waited for.
+
+    Attributes:
+        token_count: requested tokens, from the request's computed_count on.
+        deadline: when the request stops waiting, in seconds of the core's clock.
+    """
 
     live: LiveRequest
     token_count: int
@@ -32,12 +37,20 @@ class PendingLoad(msgspec.Struct, frozen=True):
 
 
 class RemoteLoads:
-    """All calls are O(1) plus the blocks of the request, but for its place in the queue."""
+    """Loads of one engine.
+
+    Args:
+        settings: limits of the engine core.
+        connector: loads the KV.
+
+    Cost:
+        O(1) plus the blocks of the request. Joining `ready` also costs the requests before it in its priority.
+    """
 
     def __init__(self, settings: CoreSettings, connector: ConnectorGuard) -> None:
         self._settings = settings
         self._connector = connector
-        # All are equally patient, so that the first one to begin is the first one to be overdue.
+        # Sorted by deadline: all loads may take equally long.
         self._pending: OrderedDict[RequestId, PendingLoad] = OrderedDict()
         self.ready = WaitingQueue[LiveRequest]()
 
@@ -47,40 +60,68 @@ class RemoteLoads:
 
     @property
     def pending(self) -> list[LiveRequest]:
-        """Who waits for KV."""
+        """Requests that wait for KV."""
         return [load.live for load in self._pending.values()]
 
     @property
     def is_full(self) -> bool:
-        """As many load as can run: more would only keep blocks from those that do. (Who is asked for this has room for
-        a place, so nobody is `ready` at that moment.)"""
+        """True if max_num_seqs loads are pending. More loads would only take blocks from running requests.
+
+        Asked only when the batch has a free place, so `ready` is empty then.
+        """
         return len(self._pending) >= self._settings.max_num_seqs
 
     def matched_count(self, live: LiveRequest, computed_count: int) -> int:
-        """How many tokens from computed_count on could be loaded; 0 for one that has been loaded or has run before."""
+        """Return how many tokens could be loaded.
+
+        Args:
+            live: a request that waits.
+            computed_count: known tokens whose KV is here.
+
+        Returns:
+            Tokens behind the computed ones. 0 if the request has loaded or run before.
+        """
         if live.asked_remote or live.status is not RequestStatus.WAITING or live.needs_every_row:
             return 0
         return self._connector.num_matched_tokens(live.request, computed_count)
 
     def begin(self, live: LiveRequest, token_count: int, now: float) -> None:
-        """The request's blocks and computed_count are set; the connector writes from now on."""
+        """Start a load. The connector may write to the request's blocks from now on.
+
+        Args:
+            live: a waiting request. Its blocks and computed_count are set.
+            token_count: tokens to load, from computed_count on.
+            now: time in seconds.
+        """
         live.asked_remote = True
-        live.wants_load = False  # if this one fails it computes, and waits for no other's
+        live.wants_load = False  # if the load fails, the request computes its KV and never waits for a load again
         live.move(RequestStatus.WAITING_FOR_REMOTE_KV)
         request_id = live.request.id
         deadline = now + self._settings.remote_kv_seconds_max
         self._pending[request_id] = PendingLoad(live, token_count, deadline)
         if not self._connector.start_load(live.request, tuple(live.blocks), live.computed_count, token_count):
-            # Nobody will report an end, but it may have begun to write: its patience is over at once.
+            # No end will be reported, but the connector may have written already: let the load expire at once.
             self._pending[request_id] = PendingLoad(live, token_count, now)
             self._pending.move_to_end(request_id, last=False)
 
     def take(self, request_id: RequestId) -> PendingLoad | None:
-        """The load that is out for this request, which is not waited for from now on; None if there is none."""
+        """Stop waiting for a load.
+
+        Args:
+            request_id: id of any request.
+
+        Returns:
+            The load, or None if none is pending for the request.
+        """
         return self._pending.pop(request_id, None)
 
     def arrived(self, live: LiveRequest, token_count: int) -> None:
-        """`token_count` tokens more of a request are computed: it waits to run, before those that have nothing."""
+        """Move a request whose KV has arrived to `ready`. It starts before requests that have nothing yet.
+
+        Args:
+            live: a request whose load was taken.
+            token_count: tokens that were loaded.
+        """
         blocks = live.blocks
         live.loaded_token_count = token_count
         live.computed_count += token_count
@@ -90,14 +131,18 @@ class RemoteLoads:
         self.ready.put_back(live)
 
     def take_ready(self) -> list[LiveRequest]:
-        """Those whose KV has arrived, which are not `ready` from now on."""
+        """Empty `ready`, and return its requests."""
         ready = list(self.ready)
         for live in ready:
             self.ready.remove(live)
         return ready
 
     def overdue(self, now: float) -> list[LiveRequest]:
-        """Those whose patience has ended. They are still waited for: take() them."""
+        """Return requests whose load is overdue. The loads stay pending until take().
+
+        Args:
+            now: time in seconds.
+        """
         overdue = []
         for load in self._pending.values():
             if load.deadline > now:

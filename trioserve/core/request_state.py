@@ -1,4 +1,4 @@
-"""The states of a request and the table of its legal moves, whatever the request asks for.
+"""States of a request and the legal transitions between them, for token requests and iterative requests.
 
     WAITING ──────────► RUNNING ◄──────► PREEMPTED
        │  ▲                │ └──► ENDED      │
@@ -6,8 +6,8 @@
     WAITING_FOR_          FINISHED ◄┴────────┘
     REMOTE_KV ──────────►  (from every state, once)
 
-A request owns blocks, or a slot, while it is RUNNING. What it has in other states is said where that is decided
-(live_request, live_iteration). FINISHED is left by no move: that is what makes giving back happen once.
+A request owns blocks, or a slot, while it is RUNNING. live_request.py and live_iteration.py say what it owns in other
+states. No transition leaves FINISHED, so blocks and slots are released exactly once.
 """
 
 from __future__ import annotations
@@ -48,7 +48,12 @@ _LEGAL_MOVES: frozenset[tuple[RequestStatus, RequestStatus]] = frozenset(
 
 
 class AskedRequest(Protocol):
-    """What is common to everything that may be asked of a core. priority: a lower number runs sooner."""
+    """Fields that all kinds of requests have in common.
+
+    Attributes:
+        id: unique among the live requests of a core.
+        priority: a lower number runs sooner.
+    """
 
     @property
     def id(self) -> RequestId: ...
@@ -61,7 +66,12 @@ Asked = TypeVar("Asked", bound=AskedRequest)
 
 
 class RequestLife(Generic[Asked]):
-    """What a core knows of every request that has not finished."""
+    """State of one unfinished request in a core.
+
+    Args:
+        request: the client's request.
+        arrival_index: number of requests that arrived at this core before.
+    """
 
     __slots__ = ("abort_reason", "arrival_index", "request", "status", "steps_in_flight")
 
@@ -69,15 +79,19 @@ class RequestLife(Generic[Asked]):
         self.request = request
         self.arrival_index = arrival_index
         self.status = RequestStatus.WAITING
-        self.steps_in_flight = 0  # that read and write what it owns
-        self.abort_reason: FinishReason | None = None  # marked: ends with the last of these
+        self.steps_in_flight = 0  # steps that read or write the blocks or the slot
+        self.abort_reason: FinishReason | None = None  # set: the request ends when the last of these steps is back
 
     def move(self, status: RequestStatus) -> None:
-        """Change the state. An illegal move is our bug, and a second FINISHED would be a second free."""
+        """Change the state.
+
+        Args:
+            status: the next state. An illegal transition is our bug: a second FINISHED would free blocks twice.
+        """
         assert (self.status, status) in _LEGAL_MOVES, f"{self.request.id}: {self.status.value} -> {status.value}"
         self.status = status
 
     @property
     def order(self) -> tuple[int, int]:
-        """Who goes first: the smaller one."""
+        """Sort key of the queue: the request with the smaller key runs first."""
         return (self.request.priority, self.arrival_index)

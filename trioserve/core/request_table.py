@@ -1,7 +1,7 @@
-"""Who lives in a core, who has ended lately, and what an abort does to each: the same whatever requests ask for.
+"""Table of unfinished requests, and of ids that finished lately. Handles aborts for all kinds of requests.
 
-An abort is legal at any moment. While no step in flight reads what a request owns, it ends at once; otherwise it is
-marked, and ends when the last of these steps has come back.
+An abort is legal at any moment. If no step in flight reads what the request owns, the request ends at once. Otherwise
+it is marked, and ends when the last of these steps is back.
 """
 
 from __future__ import annotations
@@ -17,14 +17,19 @@ from trioserve.core.steps_in_flight import StepsInFlight
 
 __all__ = ["RequestTable"]
 
-FINISHED_IDS_MAX = 10_000  # so long an abort that comes late is told "already finished" and not "unknown"
+FINISHED_IDS_MAX = 10_000  # remembered ids, so that a late abort reports "already finished" and not "unknown"
 
 Life = TypeVar("Life", bound=RequestLife[Any])
 
 
 class RequestTable(Generic[Life]):
-    """finish: the core's one way out of a request that no step reads; it gives back what that has, and calls forget.
-    on_late_abort: told of an abort of a request that does not live."""
+    """Unfinished requests by id.
+
+    Args:
+        flights: the steps in flight.
+        finish: ends a request that no step reads. It must release what the request owns, and call forget().
+        on_late_abort: called when an id is aborted that is not live.
+    """
 
     def __init__(
         self,
@@ -52,16 +57,30 @@ class RequestTable(Generic[Life]):
         return self._live.get(request_id)
 
     def values(self) -> Iterable[Life]:
-        """In order of arrival."""
+        """Return the requests in order of arrival."""
         return self._live.values()
 
     def add(self, live: Life) -> None:
-        """The next arrival; its arrival_index is arrivals_total."""
+        """Add a new request.
+
+        Args:
+            live: its arrival_index must be arrivals_total.
+        """
         assert live.arrival_index == self.arrivals_total
         self.arrivals_total += 1
         self._live[live.request.id] = live
 
     def abort(self, request_ids: Iterable[RequestId], reason: FinishReason, now: float) -> dict[RequestId, AbortResult]:
+        """End requests in any state.
+
+        Args:
+            request_ids: may contain ids that are unknown or have finished.
+            reason: reported as the finish reason. The reason of the first abort counts.
+            now: time in seconds.
+
+        Returns:
+            The outcome for each id.
+        """
         results = {}
         for request_id in dict.fromkeys(request_ids):
             live = self._live.get(request_id)
@@ -70,7 +89,7 @@ class RequestTable(Generic[Life]):
                 self._on_late_abort(request_id, reason)
                 results[request_id] = AbortResult(AbortOutcome.ALREADY_FINISHED if known else AbortOutcome.UNKNOWN)
             elif live.steps_in_flight:
-                # Marked only: the running step still reads what it owns. Its update lets it go.
+                # Mark only: a step in flight still reads what the request owns. Its update ends the request.
                 if live.abort_reason is None:
                     live.abort_reason = reason
                     self._flights.leave(live)
@@ -80,7 +99,15 @@ class RequestTable(Generic[Life]):
         return results
 
     def drop(self, lives: Sequence[Life], now: float) -> list[RequestFinished]:
-        """An abandoned step has ended without a result. Ends those of its requests that no other step reads."""
+        """End requests of an abandoned step that has ended without a result.
+
+        Args:
+            lives: requests of the step. All were aborted.
+            now: time in seconds.
+
+        Returns:
+            The ends of those requests that no other step reads.
+        """
         events = []
         for live in lives:
             live.steps_in_flight -= 1
@@ -90,7 +117,11 @@ class RequestTable(Generic[Life]):
         return events
 
     def forget(self, request_id: RequestId) -> None:
-        """It has finished, and its id is remembered for a while."""
+        """Remove a finished request. Its id is remembered for a while.
+
+        Args:
+            request_id: id of the request.
+        """
         del self._live[request_id]
         self._finished_ids[request_id] = None
         if len(self._finished_ids) > FINISHED_IDS_MAX:

@@ -1,24 +1,26 @@
-"""Fills one step: who computes which tokens next, within one token budget, and who has to give its blocks back for it.
+"""The scheduler plans one step: which requests compute which tokens, and which requests lose their blocks for it.
 
-One rule: every request catches up to its known tokens. A decode is one token behind, a prompt many, a prefix hit starts
-further along, a preempted request starts over. Requests that are one token behind go first, so that a long prompt
-delays nobody's next token by more than one step.
+One rule: every request catches up with its known tokens, within one token budget per step. A decode is one token
+behind. A new prompt is behind by all of its tokens, or by fewer after a prefix hit. A preempted request starts again.
+Requests that are one token behind are planned first, so a long prompt delays their next token by one step at most.
 
-A prompt that is being computed goes on before one that waits, also when the waiting one has the better priority: what
-was begun holds blocks, and finishing it is how they come back. Priorities decide who starts next and who is preempted.
-For the same reason a request whose KV has arrived from elsewhere starts before one that has nothing yet.
+A prompt that has started continues before a waiting request starts, even if that one has a better priority: a started
+request holds blocks, and finishing it is the way to free them. Priorities decide which request starts next and which
+one is preempted. For the same reason a request whose KV has arrived from another engine starts before requests that
+have nothing yet.
 
-Of a prompt that needs several steps each takes what costs the decodes little time (prompt_pace.py).
+A prompt that needs several steps gets only as many tokens per step as cost the decodes little time (prompt_pace.py).
 
-Draft tokens (drafting.py, model_draft.py) come last: they use the tokens and blocks that are left over, and none while
-anybody waits. A draft model proposes them at the end of the step before (model_drafts.py).
+Draft tokens (drafting.py, model_draft.py) come last. They use the tokens and blocks that are left, and none while a
+request waits. A draft model proposes them at the end of the step before (model_drafts.py).
 
-A step may be filled behind one that is in flight (fill_step_ahead): whoever is computed there is taken to go on, and
-nobody loses its blocks for it. Where that does not do, the step is filled when the other has come back, as ever. With
-steps_apart whoever is computed there is left out instead, and each step has at most half of those that run, in turn.
+A step may be planned while another one is in flight (fill_step_ahead). Requests of that step are assumed to continue,
+and no request is preempted. If that is not possible, the step is planned after the other one is back. With steps_apart
+the requests of the step in flight are left out instead, and each step has at most half of the running requests, in
+turn.
 
-The cost of a step is O(running requests and computed tokens), whatever waits: of those that wait, no more are looked at
-than may run.
+Planning a step costs O(running requests + computed tokens), however many requests wait. It looks at no more waiting
+requests than may run.
 """
 
 from __future__ import annotations
@@ -48,7 +50,14 @@ __all__ = ["Scheduler"]
 
 
 class Scheduler:
-    """Owns the queues of waiting and running requests, and moves blocks between pool and requests."""
+    """Owns the queues of waiting and running requests, and moves blocks between the pool and requests.
+
+    Args:
+        settings: limits of the engine core.
+        pool: the pool that owns the blocks.
+        cache: the prefix cache.
+        loads: loads of KV from other engines; None if the engine has no connector.
+    """
 
     def __init__(
         self, settings: CoreSettings, pool: BlockPool, cache: PrefixCache, loads: RemoteLoads | None = None
@@ -68,18 +77,26 @@ class Scheduler:
         self.model_drafts = ModelDrafts(settings, pool) if settings.draft_source != "text" else None
 
     def fill_step(self, now: float) -> tuple[list[ScheduledChunk], list[LiveRequest], list[RequestId], list[RequestId]]:
-        """Returns the chunks of the next step, whose they are, and who was admitted and preempted for it. No chunks:
-        nothing to do, or whoever lives waits for a connector."""
+        """Plan the next step. No step may be in flight.
+
+        Args:
+            now: time in seconds.
+
+        Returns:
+            Chunks, the request of each chunk, ids of admitted requests, and ids of preempted requests. There are no
+            chunks if no request lives, or if all of them wait for a connector.
+        """
         planned: dict[RequestId, int] = {}  # token count of each chunk
         preempted: list[LiveRequest] = []
         budget = self._plan_running(planned, preempted)
         if not planned and self.running:
-            # Decodes lost their blocks, and wide prompts had been left out for them.
+            # Wide prompts were left out for decodes, but all decodes were preempted: plan the wide prompts now.
             budget = self._plan_running(planned, preempted)
-        self._let_others_go_first(planned)
+        self._rotate_running(planned)
 
         admitted: list[RequestId] = []
-        # With nothing planned everybody who ran has lost its blocks, to holds: then nobody is favoured by waiting.
+        # After a preemption nobody is admitted, so that running requests get the blocks. With nothing planned, holds
+        # have the blocks, and nothing runs that could get them.
         if not preempted or not planned:
             admitted = self._admit(planned, budget, now)
         chunks = []
@@ -93,16 +110,23 @@ class Scheduler:
                 spans = self._spans(live.state, start, count)
                 chunks.append(ScheduledChunk(live.request, tokens, start, count, live.blocks, samples, states=spans))
         if self._settings.draft_tokens_max:
-            somebody_waits = self._somebody_waits()
-            if not somebody_waits:
+            has_waiting = self._has_waiting()
+            if not has_waiting:
                 self._add_drafts(chunks)
             if self.model_drafts is not None:
-                self.model_drafts.add_tasks(chunks, lives, somebody_waits=somebody_waits)
+                self.model_drafts.add_tasks(chunks, lives, has_waiting=has_waiting)
         return chunks, lives, admitted, [live.request.id for live in preempted]
 
     def _plan_running(self, planned: dict[RequestId, int], preempted: list[LiveRequest]) -> int:
-        """Whoever runs goes on, as far as the step's tokens last, and takes the blocks of others for it. Returns the
-        tokens that are left."""
+        """Plan chunks for running requests until the budget is used, and preempt others for their blocks.
+
+        Args:
+            planned: receives the token count of each chunk.
+            preempted: receives requests that lost their blocks.
+
+        Returns:
+            The tokens of the budget that are left.
+        """
         budget = self._settings.step_tokens_max
         block_size = self._settings.block_size
         wide = _WideTokens(self, planned)
@@ -111,7 +135,7 @@ class Scheduler:
             if budget == 0 or len(planned) == count_max:
                 break
             if preempted and live.status is not RequestStatus.RUNNING:
-                continue  # lost its blocks to one that came before it in this loop
+                continue  # preempted for a request before it in this loop
             count = len(live.tokens) - live.computed_count
             if count > budget:
                 count = budget
@@ -119,17 +143,21 @@ class Scheduler:
                 count = wide.take(count)
                 if count == 0:
                     continue
-            if live.computed_count + count > len(live.blocks) * block_size:  # one decode in block_size
+            if live.computed_count + count > len(live.blocks) * block_size:  # true for one decode in block_size
                 budget += self._make_room(live, count, planned, preempted)
                 if live.status is not RequestStatus.RUNNING:
-                    continue  # it was the last in the queue itself
+                    continue  # it was the last in the queue, and preempted itself
                 self._extend(live, live.computed_count + count)
             planned[live.request.id] = count
             budget -= count
         return budget
 
     def wide_tokens(self, planned: Mapping[RequestId, int]) -> int:
-        """How many tokens of wide prompts the step may take. planned: all its decodes, and maybe more."""
+        """Return how many tokens of wide prompts the step may compute.
+
+        Args:
+            planned: chunks of the step so far. They include all of its decodes.
+        """
         decode_count = sum([count == 1 for count in planned.values()])
         wide_count = sum([live.is_wide and live.due_count > 1 for live in self.running.values()])
         tokens = self.pace.tokens_max(decode_count, wide_count)
@@ -138,13 +166,20 @@ class Scheduler:
     def fill_step_ahead(
         self, in_flight: StepPlan, now: float
     ) -> tuple[list[ScheduledChunk], list[LiveRequest], list[RequestId]]:
-        """The chunks of the step behind the one in flight, as if every request of that one went on, whose they are, and
-        who was admitted. No chunks: nothing to do; or somebody would have to lose its blocks for it, and they are being
-        read; or the guide of one of them waits for its token."""
+        """Plan the step behind a step in flight, as if all requests of that step continued.
+
+        Args:
+            in_flight: the plan that is being computed.
+            now: time in seconds.
+
+        Returns:
+            Chunks, the request of each chunk, and ids of admitted requests. There are no chunks if nothing is due, if a
+            request would have to be preempted while its blocks are read, or if a guide must know the next token first.
+        """
         block_size = self._settings.block_size
         ends = {chunk.request.id: chunk.start + chunk.count for chunk in in_flight.chunks}
         is_apart = self._settings.steps_apart
-        if not is_apart and any(live.guide is not None and _holds_up(live, ends) for live in self.running.values()):
+        if not is_apart and any(live.guide is not None and _guide_waits(live, ends) for live in self.running.values()):
             return [], [], []
         planned: dict[RequestId, int] = {}
         budget = self._settings.step_tokens_max
@@ -169,9 +204,9 @@ class Scheduler:
             live = self.running[request_id]
             end = ends.get(request_id, live.computed_count) + count
             if end > len(live.blocks) * block_size:
-                live.blocks = live.blocks.copy()  # the step in flight reads the table as it was
+                live.blocks = live.blocks.copy()  # the step in flight reads the old table
                 self._extend(live, end)
-        self._let_others_go_first(planned)
+        self._rotate_running(planned)
         admitted = self._admit(planned, budget, now, in_flight)
         chunks = []
         lives = [self.running[request_id] for request_id in planned]
@@ -192,11 +227,19 @@ class Scheduler:
         return chunks, lives, admitted
 
     def leave_batch(self, live: LiveRequest) -> None:
-        """A request that has ended runs no longer; it keeps its blocks."""
+        """Remove an ended request from the running requests. It keeps its blocks.
+
+        Args:
+            live: a running request.
+        """
         del self.running[live.request.id]
 
     def release(self, live: LiveRequest) -> None:
-        """Take a request out of whichever line it is in and give its blocks back. Its state is the caller's to move."""
+        """Remove a request from its queue and free its blocks. The caller changes the request's state.
+
+        Args:
+            live: a request that waits or runs.
+        """
         if live.status is RequestStatus.RUNNING:
             del self.running[live.request.id]
             self._release_blocks(live)
@@ -208,30 +251,50 @@ class Scheduler:
                 self._loads.ready.remove(live)
             self._release_blocks(live)
 
-    def give_back_rest(self, live: LiveRequest) -> None:
-        """Give back the blocks behind what is computed, which draft tokens had that were wrong."""
+    def free_draft_blocks(self, live: LiveRequest) -> None:
+        """Free the blocks behind the computed tokens. Wrong draft tokens occupied them.
+
+        Args:
+            live: a running request.
+        """
         needed = self._settings.blocks_for(live.computed_count)
         if needed < len(live.blocks):
             self._pool.release(live.blocks[needed:])
             del live.blocks[needed:]
 
-    def give_back_behind(self, live: LiveRequest) -> None:
-        """Give back the blocks that its window has left behind. A step in flight may read the request's blocks: it was
-        planned behind what is computed, and sees no more of them."""
+    def free_blocks_behind_window(self, live: LiveRequest) -> None:
+        """Free the blocks that a request's sliding window has left behind.
+
+        A step in flight may read blocks of the request. It cannot read these, because it was planned behind the
+        computed tokens.
+
+        Args:
+            live: a running request.
+        """
         first = self._settings.first_block_kept(live.computed_count)
         if first > live.gone_count:
             self.blocks_given_back_total += first - live.gone_count
-            self._give_back_before(first, live)
+            self._free_blocks_before(first, live)
 
     def start_over(self, live: LiveRequest) -> None:
-        """A request whose load is over, without KV, waits again to compute everything itself."""
+        """Let a request wait again and compute everything itself, because its load ended without KV.
+
+        Args:
+            live: a request in WAITING_FOR_REMOTE_KV.
+        """
         self._release_blocks(live)
         live.move(RequestStatus.WAITING)
         live.blocks_wanted = 0
         self.waiting.put_back(live)
 
     def preempt_all(self) -> list[RequestId]:
-        """Whoever has blocks gives them back, and waits again in its old place. Returns those that ran."""
+        """Free the blocks of all running requests, and of requests whose loaded KV has arrived.
+
+        They return to their old places in the queue.
+
+        Returns:
+            Ids of the requests that were running.
+        """
         preempted = sorted(self.running.values(), key=lambda live: live.order, reverse=True)
         for live in preempted:
             self._preempt(live)
@@ -243,21 +306,29 @@ class Scheduler:
         return [live.request.id for live in preempted]
 
     def _spans(self, state: OwnState, start: int, count: int) -> tuple[StateSpan, ...]:
-        assert self.states is not None, "it runs, and has a state"
+        assert self.states is not None, "a model without states has no spans"
         return self.states.spans(state, start, count)
 
     def _running_in_turn(self) -> list[LiveRequest]:
         running = self.running.values()
-        # due_count, without the calls: nothing else here is done as often.
+        # The same as due_count, but without calls: this is the most frequent operation here.
         decodes = [live for live in running if len(live.tokens) - live.computed_count == 1]
         if len(decodes) == len(running):
             return decodes
         return decodes + [live for live in running if len(live.tokens) - live.computed_count != 1]
 
     def _due_behind(self, ends: Mapping[RequestId, int]) -> list[tuple[LiveRequest, int]]:
-        """Who runs and has tokens to compute behind the step in flight, in turn, and how many. ends: how far that one
-        comes. Left out are those that were aborted, and those that have all their tokens when it is back; with
-        steps_apart all that it computes."""
+        """Return running requests with tokens to compute behind the step in flight, decodes first.
+
+        Aborted requests are left out, and requests that will have all their tokens when that step is back. With
+        steps_apart all requests of that step are left out.
+
+        Args:
+            ends: by request of the step in flight, the position behind its chunk.
+
+        Returns:
+            Each request with the number of tokens that are due.
+        """
         decodes: list[tuple[LiveRequest, int]] = []
         others: list[tuple[LiveRequest, int]] = []
         for live in self.running.values():
@@ -269,17 +340,17 @@ class Scheduler:
             if due_count == 0:
                 if live.output_count + 1 >= live.request.output_tokens_max:
                     continue
-                due_count = 1  # the token that is sampled right now
+                due_count = 1  # the token that the step in flight samples
             (decodes if due_count == 1 else others).append((live, due_count))
         return decodes + others
 
     def _running_count_max(self) -> int:
-        """How many of those that run one step may have."""
+        """Return how many of the running requests one step may contain."""
         count = len(self.running)
         return -(-count // STEPS_IN_FLIGHT_MAX) if self._settings.steps_apart else count
 
-    def _let_others_go_first(self, planned: Mapping[RequestId, int]) -> None:
-        """Where a step has some of those that run, the next one begins with others."""
+    def _rotate_running(self, planned: Mapping[RequestId, int]) -> None:
+        """With steps_apart, move the planned requests to the end, so that the next step begins with others."""
         if self._settings.steps_apart:
             for request_id in planned:
                 self.running[request_id] = self.running.pop(request_id)
@@ -287,8 +358,13 @@ class Scheduler:
     def _make_room(
         self, live: LiveRequest, count: int, planned: dict[RequestId, int], preempted: list[LiveRequest]
     ) -> int:
-        """Preempt from the end of the queue until `live` can compute `count` tokens, or is the end of the queue itself.
-        Returns the budget that comes back from chunks that were planned already."""
+        """Preempt the last requests of the queue until `live` can compute `count` tokens.
+
+        If `live` becomes the last request itself, it is preempted too.
+
+        Returns:
+            Tokens of the budget that come back from chunks of preempted requests.
+        """
         budget_back = 0
         needed = self._settings.blocks_for(live.computed_count + count) - len(live.blocks) - len(live.reserved_blocks)
         while needed > self._pool.available_count:
@@ -301,7 +377,7 @@ class Scheduler:
         return budget_back
 
     def _extend(self, live: LiveRequest, end: int) -> None:
-        """Give it the blocks that it lacks for positions 0 to end - 1."""
+        """Allocate the blocks that a request lacks for positions 0 to `end` - 1."""
         needed = self._settings.blocks_for(end) - len(live.blocks)
         if needed > 0:
             if live.reserved_blocks:
@@ -311,7 +387,7 @@ class Scheduler:
             live.blocks += self._pool.allocate(needed)
 
     def _add_drafts(self, chunks: list[ScheduledChunk]) -> None:
-        """Let the decodes of a small step draft token, each its share of the tokens that are left."""
+        """Add draft tokens to the decodes of a small step. The tokens that are left are shared evenly."""
         settings = self._settings
         left = min(settings.step_tokens_max, settings.draft_step_tokens_max) - sum([chunk.count for chunk in chunks])
         for index, chunk in enumerate(chunks):
@@ -323,17 +399,20 @@ class Scheduler:
                     chunks[index] = msgspec.structs.replace(chunk, draft=draft)
 
     def _drafted(self, live: LiveRequest, count_max: int) -> tuple[int, ...]:
-        """At most so many draft tokens, with the blocks they need. A cached block may be evicted for them, as for any
-        other token; if they are wrong it is the next one to be handed out, so that no second one has to go."""
+        """Return up to `count_max` draft tokens for a request, and allocate their blocks.
+
+        A cached block may be evicted for draft tokens, as for any other token. If they are wrong, this block is the
+        next one to be allocated, so no second block is evicted.
+        """
         known_count = len(live.tokens)
         room = (len(live.blocks) + self._pool.available_count) * self._settings.block_size - known_count
-        # The last token that it may have is sampled after a draft token, and never computed.
+        # The last output token is only sampled, never computed: do not draft it.
         count_max = min(count_max, room, live.request.output_tokens_max - live.output_count - 1)
         if count_max <= 0 or live.output_count == 0:
             return ()
         if live.drafter is None:
             if self.model_drafts is not None:
-                return ()  # nothing was proposed yet
+                return ()  # the draft model has proposed nothing yet
             tokens_max = live.prompt_count + live.request.output_tokens_max
             live.drafter = Drafter(self._settings.draft_tokens_max, tokens_max)
         draft = live.drafter.draft(live.tokens, count_max)
@@ -349,10 +428,10 @@ class Scheduler:
         self.waiting.put_back(live)
         self.preemptions_total += 1
 
-    def _give_back_before(self, first: int, live: LiveRequest) -> None:
-        """From now on there is no block in the first places of its table, which may be more than it has."""
+    def _free_blocks_before(self, first: int, live: LiveRequest) -> None:
+        """Free the blocks of the first `first` entries of the block table. The table may be shorter."""
         self._pool.release(live.blocks[live.gone_count : first])
-        # A step in flight reads the table as it was.
+        # A new list: a step in flight reads the old table.
         live.blocks = [NO_BLOCK] * first + live.blocks[first:]
         live.gone_count = first
 
@@ -364,7 +443,7 @@ class Scheduler:
             self._pool.release(live.reserved_blocks)
             live.reserved_blocks = []
         if isinstance(live.drafter, ModelDraft):
-            live.drafter = None  # its KV was in these blocks
+            live.drafter = None  # the draft model's KV was in these blocks
         live.computed_count = 0
         live.chain.restart()
         state, live.state = live.state, None
@@ -375,28 +454,38 @@ class Scheduler:
     def _admit(
         self, planned: dict[RequestId, int], budget: int, now: float, in_flight: StepPlan | None = None
     ) -> list[RequestId]:
-        """Start waiting requests, in order, while places in the batch, budget and blocks last.
+        """Start waiting requests in order, while places in the batch, tokens and blocks last.
 
-        One that has to be computed whole waits for a step with as many tokens left, and holds the line meanwhile: who
-        decodes leaves as many, and prompts that were begun come to their end.
+        A prompt that must be computed in one step waits until a step has enough tokens left, and blocks the queue
+        meanwhile. Decodes leave enough tokens, and started prompts come to their end.
 
-        One that does not fit is passed over, and those that start before it are counted. When they are overtakes_max it
-        holds the line: whoever runs ends, and its blocks are left for it. So the first of the best priority starts in
-        any case, and nobody waits longer for one that does not fit than that takes. A preempted request holds the line
-        at once: it was begun, and whoever started before it would have its blocks.
+        A request whose blocks do not fit is passed over, and each later request that starts is counted. After
+        overtakes_max of them the request blocks the queue: running requests end, and their blocks are left for it. So
+        the first request of the best priority always starts in the end, and the wait of later requests is bounded too.
+        A preempted request blocks the queue at once, since requests that start before it would take the blocks that it
+        needs.
 
-        A request is admitted only when all of its known tokens fit the pool as it is, so that a prompt that is computed
-        in chunks does not start what it cannot finish. Behind a sliding window it is enough that as many blocks fit as
-        it has at a time. One whose next block is just being computed by another (a shared prefix, n choices) is passed
-        over: after this step the block is a hit. One whose KV can be loaded begins to wait for it instead: that takes
-        its blocks, and no place. While as many load as may it is passed over, too; at most max_num_seqs are. in_flight:
-        the step that runs, if another is planned behind it; what it computes is a hit only behind that one.
+        A request is admitted only if all of its known tokens fit the pool now, so that a prompt in chunks never starts
+        without being able to finish. With a sliding window, the blocks that it owns at a time must fit. A request is
+        passed over if its next block is being computed by another request (a shared prefix, or n choices): after this
+        step that block is a hit. A request whose KV can be loaded starts to wait for the load, which takes its blocks
+        but no place in the batch. It is passed over while max_num_seqs loads are pending.
+
+        Args:
+            planned: token count of each chunk so far. Receives the chunks of admitted requests.
+            budget: tokens that are left in the step.
+            now: time in seconds.
+            in_flight: the running step, if this step is planned behind it. Blocks that it computes are hits only behind
+                it.
+
+        Returns:
+            Ids of the requests that start.
         """
         free_seqs = self._settings.max_num_seqs - len(self.running)
         if self.states is not None:
             free_seqs = min(free_seqs, self.states.available_count)
         loads = self._loads
-        if free_seqs == 0 or budget == 0 or not self._somebody_waits():
+        if free_seqs == 0 or budget == 0 or not self._has_waiting():
             return []
         admission = _Admission(planned, free_seqs=free_seqs, budget=budget)
         ends: dict[RequestId, int] = {}
@@ -417,15 +506,17 @@ class Scheduler:
             self.running[live.request.id] = live
         return [live.request.id for live in admission.chosen]
 
-    def _somebody_waits(self) -> bool:
-        """For a place in the batch: whoever waits for KV from elsewhere has its blocks, and nothing here could help
-        it."""
+    def _has_waiting(self) -> bool:
+        """Return True if a request waits for a place in the batch.
+
+        A request that waits for KV from another engine does not count: it has its blocks, and a step cannot help it.
+        """
         return len(self.waiting) > 0 or (self._loads is not None and len(self._loads.ready) > 0)
 
     def _start_loaded(self, loads: RemoteLoads, admission: _Admission) -> None:
-        """Those whose KV has arrived: they have their blocks, and need nothing more than a place."""
+        """Start requests whose KV has arrived. They own their blocks and need only a place in the batch."""
         for live in loads.ready:
-            if not admission.goes_on:
+            if not admission.has_capacity:
                 break
             self._start(live, admission)
         for live in admission.chosen:
@@ -435,10 +526,10 @@ class Scheduler:
         passed_max = self._settings.max_num_seqs
         overtakes_max = self._settings.overtakes_max
         for live in self.waiting:
-            if not admission.goes_on or admission.passed_count > passed_max:
+            if not admission.has_capacity or admission.passed_count > passed_max:
                 break
             if live.is_whole and live.due_count > admission.budget:
-                break  # a step will have as many tokens left, once what was begun is done: nobody starts before it
+                break  # block the queue: a step will have enough tokens when started prompts are done
             if not self._consider(live, admission, now):
                 if live.status is RequestStatus.PREEMPTED or live.overtaken_count >= overtakes_max:
                     break
@@ -453,18 +544,22 @@ class Scheduler:
             self.waiting.remove(live)
 
     def _consider(self, live: LiveRequest, admission: _Admission, now: float) -> bool:
-        """Start the next in the queue, begin its load, or pass it over. False: it does not fit."""
+        """Start the next request of the queue, begin its load, or pass it over.
+
+        Returns:
+            False if its blocks do not fit the pool.
+        """
         if live.wants_load and self._loading_is_full():
             admission.passed_count += 1
             return True
-        # Since it was looked at, others may have come to use or hold blocks that it would hit. While something is
-        # computed it is not worth the cost to look again; when nothing is, it may be all that could be.
+        # A full check is costly. blocks_wanted may be too high, since other requests may use blocks now that this one
+        # would hit. So check again only when the step is empty otherwise.
         if admission.planned and live.blocks_wanted > self._pool.available_count:
             return False
         hit_blocks = self._match(live)
         if self._is_being_computed(live, admission):
             live.chain.restart()
-            admission.free_seqs -= 1  # bounds how many are passed over
+            admission.free_seqs -= 1  # limits how many requests are passed over
             return True
         if not self._fits(live, hit_blocks):
             live.chain.restart()
@@ -484,7 +579,7 @@ class Scheduler:
         return True
 
     def _fits(self, live: LiveRequest, hit_blocks: list[BlockIndex]) -> bool:
-        # An idle hit saves computing, not room: it leaves the available blocks like any other.
+        # An idle hit saves computation but no space: sharing it takes it out of the available blocks.
         settings = self._settings
         first = settings.first_block_read(len(hit_blocks) * settings.block_size)
         busy_hits = sum(1 for block in hit_blocks[first:] if not self._pool.is_idle(block))
@@ -503,14 +598,14 @@ class Scheduler:
     def _begin_load(self, live: LiveRequest, load_count: int, now: float) -> None:
         assert self._loads is not None
         settings = self._settings
-        self._give_back_before(settings.first_block_read(live.computed_count + load_count), live)
+        self._free_blocks_before(settings.first_block_read(live.computed_count + load_count), live)
         table_count = settings.blocks_for(len(live.tokens))
         table_count = min(table_count, live.gone_count + settings.blocks_held_max(len(live.tokens)))
         live.blocks += self._pool.allocate(table_count - len(live.blocks))
         self._loads.begin(live, load_count, now)
 
     def _start(self, live: LiveRequest, admission: _Admission) -> None:
-        """Give it a place in the batch, and plan the first tokens that it computes."""
+        """Give a request a place in the batch, and plan its first chunk."""
         if live.cached_token_count is None:
             live.cached_token_count = live.computed_count - live.loaded_token_count
             if self._takes_hits(live):
@@ -519,7 +614,7 @@ class Scheduler:
         live.is_wide = live.due_count > self._settings.step_tokens_max
         count = min(live.due_count, admission.budget)
         if live.is_wide and 1 in admission.planned.values():
-            count = min(count, CHUNK_TOKENS_MIN)  # beside decodes it begins with what costs them least
+            count = min(count, CHUNK_TOKENS_MIN)  # start with the cheapest chunk beside decodes
         end = live.computed_count + count
         self._extend(live, end)
         if self.states is not None:
@@ -531,7 +626,7 @@ class Scheduler:
         admission.chosen.append(live)
 
     def _takes_hits(self, live: LiveRequest) -> bool:
-        # A cached prompt token has no hidden state, so who wants that, or logprobs, computes it.
+        # Cached tokens have no hidden states, which pooling and prompt logprobs need.
         return self._settings.enable_prefix_caching and not live.needs_every_row
 
     def _match(self, live: LiveRequest) -> list[BlockIndex]:
@@ -541,8 +636,10 @@ class Scheduler:
         return self._cache.match(live.chain, live.tokens, can_go_on)
 
     def _is_being_computed(self, live: LiveRequest, admission: _Admission) -> bool:
-        """Whether it will find more when the step is over than now: its next block, or, where a state is needed, one of
-        its blocks with a snapshot behind it."""
+        """Return True if this step computes blocks that the request could then share.
+
+        That is its next block or, for a model with states, any of its blocks that will have a snapshot.
+        """
         if self.states is None:
             return self._next_hash(live) in admission.being_computed
         if not admission.being_computed or not self._takes_hits(live):
@@ -554,7 +651,7 @@ class Scheduler:
         return not admission.being_computed.isdisjoint(hashes)
 
     def _next_hash(self, live: LiveRequest) -> BlockHash | None:
-        """The hash of the first full block that is not a hit; None when there is none, or hits are not wanted."""
+        """Return the hash of the first full block that is not a hit. None if there is none, or hits are not allowed."""
         if not self._takes_hits(live):
             return None
         index = live.chain.block_count
@@ -563,8 +660,11 @@ class Scheduler:
         return self._cache.hash_at(live.chain, index, live.tokens)
 
     def _hashes_of_step(self, live: LiveRequest, end: int, count: int) -> Iterator[BlockHash]:
-        """The full blocks that computing the `count` tokens before position `end` will complete. Decodes are left out:
-        nobody waits for these. Where a state is needed: those behind which a snapshot is to be taken, now or later."""
+        """Yield the hashes of full blocks that computing the `count` tokens before position `end` completes.
+
+        Decodes are left out, since no request waits for their blocks. For a model with states, yield the blocks that
+        will have a snapshot, now or later.
+        """
         if live.state is not None:
             for snapshot_end in live.state.snapshot_ends:
                 if snapshot_end > live.computed_count:
@@ -581,8 +681,12 @@ class Scheduler:
         self._pool.share(live.blocks[live.gone_count :])
 
 
-def _holds_up(live: LiveRequest, ends: Mapping[RequestId, int]) -> bool:
-    """Whether its guide has to know the token that the step in flight samples for it. ends: how far that one comes."""
+def _guide_waits(live: LiveRequest, ends: Mapping[RequestId, int]) -> bool:
+    """Return True if the request's guide must know the token that the step in flight samples.
+
+    Args:
+        ends: by request of the step in flight, the position behind its chunk.
+    """
     assert live.guide is not None
     if live.abort_reason is not None or ends.get(live.request.id) != len(live.tokens):
         return False
@@ -590,8 +694,14 @@ def _holds_up(live: LiveRequest, ends: Mapping[RequestId, int]) -> bool:
 
 
 class _WideTokens:
-    """What a step may take of wide prompts: found out when the first one comes, behind all decodes, and shared out in
-    turn. planned: the step's chunks so far, as it grows."""
+    """Tokens of wide prompts that a step may still compute.
+
+    The number is determined at the first use, when all decodes are planned.
+
+    Args:
+        scheduler: the scheduler that plans the step.
+        planned: chunks of the step so far. It grows while the step is planned.
+    """
 
     __slots__ = ("_left", "_planned", "_scheduler")
 
@@ -601,7 +711,7 @@ class _WideTokens:
         self._left: int | None = None
 
     def take(self, count: int) -> int:
-        """As many of these tokens as are left."""
+        """Return up to `count` tokens, and reduce what is left."""
         if self._left is None:
             self._left = self._scheduler.wide_tokens(self._planned)
         taken = min(count, self._left)
@@ -610,11 +720,19 @@ class _WideTokens:
 
 
 class _Admission:
-    """One step's admitting: what is left of its places and tokens, and who starts.
+    """Admission of requests to one step: the places and tokens that are left, and the requests that start.
 
-    planned: the step's chunks so far. being_computed: the full blocks that they will complete. leaving: who leaves the
-    waiting queue, to run or to load. unfit: who does not fit, and is passed over. passed_count: how many were passed
-    over for that, or because as many load as may.
+    Args:
+        planned: chunks of the step so far.
+        free_seqs: free places in the batch.
+        budget: tokens that are left in the step.
+
+    Attributes:
+        being_computed: hashes of the full blocks that the chunks will complete.
+        chosen: requests that start.
+        leaving: requests that leave the waiting queue, to run or to load.
+        unfit: requests that were passed over because their blocks do not fit.
+        passed_count: requests that were passed over because their blocks do not fit or too many loads are pending.
     """
 
     __slots__ = ("being_computed", "budget", "chosen", "free_seqs", "leaving", "passed_count", "planned", "unfit")
@@ -630,5 +748,5 @@ class _Admission:
         self.passed_count = 0
 
     @property
-    def goes_on(self) -> bool:
+    def has_capacity(self) -> bool:
         return self.free_seqs > 0 and self.budget > 0

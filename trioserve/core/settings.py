@@ -1,4 +1,4 @@
-"""The limits of the engine, each with its unit and its reason."""
+"""Limits and options of the engine core."""
 
 from __future__ import annotations
 
@@ -14,21 +14,39 @@ DraftSourceName = Literal["text", "model", "head"]
 
 
 def check_overlap(overlap_steps: bool, draft_tokens_max: int, source: DraftSourceName = "text") -> None:
-    """Raises StartupError for both of them together."""
+    """Check that overlapping steps and draft tokens are not used together.
+
+    Args:
+        overlap_steps: True if the engine plans a step while the step before it runs.
+        draft_tokens_max: draft tokens of one decode; 0 if drafts are off.
+        source: where draft tokens come from. The error message names the option that belongs to it.
+
+    Raises:
+        StartupError: both are used.
+    """
     if overlap_steps and draft_tokens_max > 0:
         drafts = _drafts(draft_tokens_max, source)
         raise StartupError(
-            f"--overlap-steps plans a step before the one in flight has come back, and {drafts} has to know what that "
-            "one brought: give one of them"
+            f"--overlap-steps plans a step before the results of the running step are known, but {drafts} needs "
+            "these results: use only one of the two options"
         )
 
 
 def check_states(state_slot_count: int, draft_tokens_max: int, source: DraftSourceName = "text") -> None:
-    """Raises StartupError for drafts of a model whose layers keep a state."""
+    """Check that draft tokens are not used with a model whose layers keep a state per sequence.
+
+    Args:
+        state_slot_count: slots for such states; 0 if the model has no such layers.
+        draft_tokens_max: draft tokens of one decode; 0 if drafts are off.
+        source: where draft tokens come from. The error message names the option that belongs to it.
+
+    Raises:
+        StartupError: both are used. A wrong draft token would change the state, and the change cannot be undone.
+    """
     if state_slot_count > 0 and draft_tokens_max > 0:
         raise StartupError(
-            f"this model's layers keep a state that a wrong draft token would have changed for good, so "
-            f"{_drafts(draft_tokens_max, source)} cannot be had with it: leave it out"
+            "this model's layers keep a state, and the change by a wrong draft token cannot be undone: "
+            f"remove {_drafts(draft_tokens_max, source)}"
         )
 
 
@@ -37,44 +55,51 @@ def _drafts(token_count_max: int, source: DraftSourceName) -> str:
 
 
 class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine core may use.
+    """Limits and options of one engine core.
 
-    block_count: KV blocks in the pool. block_size: tokens a block holds.
-    context_tokens_max: prompt and output of one request together.
-    max_num_seqs: sequences in the batch. Each costs a row in every step.
-    overtakes_max: how many may start before a request that was there before them, since its prompt does not fit the
-        pool and they do. After so many the blocks that come free are left for it. About as many as run at a time: what
-        it waits longer is about what those take that it finds running.
-    step_tokens_max: tokens computed in one step; a longer prompt is computed in chunks, so that the others' next token
-        does not wait for all of it.
-    wide_prompt_stretch: how much longer, as a factor, a step may last for the chunks of prompts that need several
-        steps, while others decode in it.
-    enable_prefix_caching: full blocks stay findable by their tokens after their request has gone.
-    overlap_steps: a step may be planned while the one before it is in flight (EngineCore.schedule_ahead). Not with
-        drafts: what a step with draft tokens brings is not one token. steps_apart: two steps that are in flight have no
-        request in common, each at most half of those that run: where a model's stages compute different steps at a
-        time, the first one begins before the last one has chosen a token. draft_tokens_max: draft tokens that a decode
-        may compute beside its last token; 0 turns drafts off. draft_step_tokens_max: tokens of a step with drafts. Up
-        to here a CPU waits for the weights anyway, and a draft token costs a twentieth of a step; beyond, it costs as
-        much as it can save. draft_source: where draft tokens come from, a request's own text, a draft model, or a head
-        that reads the model's hidden states, so that it has to compute along.
-    draft_context_tokens_max: of a draft model; None: as many as the model's own. draft_catch_up_tokens_max: tokens that
-        the draft model computes in one step of those that it has not seen, so that the others do not wait for it.
-    hold_seconds_max: how long a connector may keep the blocks of a request that is over before they are taken back.
-    remote_kv_seconds_max: how long a request waits for KV from elsewhere.
-    held_share_max: share of the pool that connectors may hold of requests that asked for it; beyond that a request is
-        answered without being held. (So that one reader that is slow does not take the others' room.)
-    window_tokens: where every layer has a sliding window the largest of them, in tokens, a token's own position among
-        them, and at least 2, so that the last token before a place is in reach; None where some layer sees all. What no
-        window reaches any more is given back while the request runs, so that a context may be longer than the pool.
-    keeps_kv: False for a model that attends to all tokens of a prompt at once and keeps nothing (an encoder): nobody
-        has blocks, there need not be any, and every request is pooled and computed whole.
-    state_slot_count: slots for the state of layers that keep one for a whole sequence, in the place of keys and values
-        for each token. Every sequence in the batch has one, so no more than these run. 0: the model has no such layers.
-    snapshot_slot_count: further slots, for copies of such states as they were at the end of a block that the prefix
-        cache has: a prefix that is found there can only be gone on with where there is one. 0: nothing is found.
-    load_failure_policy: whether a request whose KV does not come computes it here, or ends with an error.
-    Raises StartupError when the limits contradict each other.
+    Attributes:
+        block_count: KV blocks in the pool.
+        block_size: tokens per block.
+        context_tokens_max: prompt tokens plus output tokens of one request.
+        max_num_seqs: sequences in the batch. Each costs a row in every step.
+        overtakes_max: requests that may start before an earlier request whose blocks do not fit the pool. When the
+            limit is reached, freed blocks are kept for the earlier request. A good value is the number of requests
+            that run at a time.
+        step_tokens_max: tokens of one step. A longer prompt is computed in chunks, so that other requests do not wait
+            for all of it.
+        wide_prompt_stretch: how much longer a step may take, as a factor, because of prompts that need several steps.
+            Applies while other requests decode in the same step.
+        enable_prefix_caching: keep full blocks findable by their tokens after their request has finished.
+        overlap_steps: plan a step while the step before it is in flight (EngineCore.schedule_ahead). Not possible with
+            draft tokens, because the number of new tokens is then unknown.
+        steps_apart: two steps in flight share no request, and each has at most half of the running requests. Used with
+            pipeline stages, where the second step starts before the first one has sampled a token.
+        draft_tokens_max: draft tokens that a decode may compute beside its last token; 0 turns drafts off.
+        draft_step_tokens_max: tokens of a step that has draft tokens. Up to the default a CPU waits for the weights
+            anyway, and a draft token costs about a twentieth of a step. Above it a draft token costs as much as it
+            saves.
+        draft_source: "text" copies from the request's own text, "model" asks a draft model, "head" asks a head that
+            reads the model's hidden states and therefore computes along with every step.
+        draft_context_tokens_max: context of the draft model in tokens; None: same as the model's.
+        draft_catch_up_tokens_max: known tokens that the draft model computes per step when it is behind the model. The
+            limit keeps other requests from waiting for it.
+        hold_seconds_max: seconds that a connector may keep the blocks of a finished request.
+        remote_kv_seconds_max: seconds that a request waits for KV from another engine.
+        held_share_max: share of the pool, above 0 to 1, that connectors may hold for requests that asked for it. Beyond
+            it a request is answered but not held, so that one slow reader cannot fill the pool.
+        load_failure_policy: "recompute" computes the KV here if the load fails, "fail" ends the request with an error.
+        keeps_kv: False for an encoder, which attends to all prompt tokens at once and keeps no KV. Then requests have
+            no blocks, block_count may be 0, and every request is pooled and computed in one step.
+        state_slot_count: slots for layers that keep one state per sequence instead of KV per token. Each running
+            sequence needs one slot, so the count also limits the batch. 0: the model has no such layers.
+        snapshot_slot_count: further slots for copies of such states at the end of cached blocks. A cached prefix can
+            only be reused where a snapshot exists. 0: prefixes are never reused.
+        window_tokens: the largest sliding window in tokens, the token's own position included, at least 2. None if some
+            layer attends to all tokens. Blocks that no window reaches are freed while the request runs, so a context
+            may be longer than the pool.
+
+    Raises:
+        StartupError: a value is out of range, or values contradict each other.
     """
 
     block_count: int
@@ -92,7 +117,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     draft_source: DraftSourceName = "text"
     draft_context_tokens_max: int | None = None
     draft_catch_up_tokens_max: int = 256
-    hold_seconds_max: float = 10.0  # many times what a transfer takes, and short enough to wait for after a lost peer
+    hold_seconds_max: float = 10.0  # many times as long as a transfer, but short enough to wait for when a peer is lost
     remote_kv_seconds_max: float = 10.0
     held_share_max: float = 0.5
     load_failure_policy: Literal["recompute", "fail"] = "recompute"
@@ -121,10 +146,10 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise StartupError(f'draft_source is "{self.draft_source}", it may be "text", "model" or "head"')
         if self.draft_catch_up_tokens_max < 1:
             raise StartupError(f"draft_catch_up_tokens_max is {self.draft_catch_up_tokens_max}, it must be at least 1")
-        assert self.overlap_steps or not self.steps_apart, "one step alone is apart from nothing"
+        assert self.overlap_steps or not self.steps_apart, "steps_apart needs overlap_steps"
         check_overlap(self.overlap_steps, self.draft_tokens_max, self.draft_source)
         check_states(self.state_slot_count, self.draft_tokens_max, self.draft_source)
-        assert self.state_slot_count > 0 or self.snapshot_slot_count == 0, "snapshots of what nobody has"
+        assert self.state_slot_count > 0 or self.snapshot_slot_count == 0, "snapshot slots need state slots"
         for name in ("hold_seconds_max", "remote_kv_seconds_max"):
             seconds = getattr(self, name)
             if not 0 < seconds <= 3600:
@@ -136,50 +161,78 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
         if self.step_tokens_max < self.max_num_seqs:
             raise StartupError(
                 f"a step may compute {self.step_tokens_max} tokens, but {self.max_num_seqs} requests may run "
-                "and each needs one: raise --max-num-batched-tokens or lower --max-num-seqs"
+                "and each needs one token: raise --max-num-batched-tokens or lower --max-num-seqs"
             )
         if not self.keeps_kv and self.enable_prefix_caching:
-            raise StartupError("a model that keeps no KV has no prefix cache: turn enable_prefix_caching off")
+            raise StartupError("a model that keeps no KV has no prefix cache: turn off enable_prefix_caching")
         if self.window_tokens is not None and self.window_tokens < 2:
             raise StartupError(f"window_tokens is {self.window_tokens}, it must be at least 2")
-        assert self.window_tokens is None or self.draft_source == "text", "a draft model may see more than the model"
+        assert self.window_tokens is None or self.draft_source == "text", "a window needs draft_source text"
         held_max = self.blocks_held_max(self.context_tokens_max)
         if held_max > self.block_count and self.window_tokens is not None:
             raise StartupError(
                 f"the KV cache has {self.block_count} blocks of {self.block_size} tokens, and a full context needs "
-                f"{held_max} at a time, for a window of {self.window_tokens} tokens and {self.step_tokens_max} that a "
-                "step computes: lower --max-num-batched-tokens or --max-model-len, or give it more memory"
+                f"{held_max} at a time, for a window of {self.window_tokens} tokens and a step of "
+                f"{self.step_tokens_max} tokens: lower --max-num-batched-tokens or --max-model-len, or give the KV "
+                "cache more memory"
             )
         if held_max > self.block_count:
             raise StartupError(
                 f"the KV cache holds {self.block_count * self.block_size} tokens, less than the "
-                f"{self.context_tokens_max} of one full context: lower --max-model-len or give it more memory"
+                f"{self.context_tokens_max} of one full context: lower --max-model-len or give the KV cache more "
+                "memory"
             )
 
     @property
     def whole_tokens_max(self) -> int:
-        """Tokens of a prompt that has to be computed in one step. Beside those that decode there is always room for as
-        many, sooner or later."""
+        """Tokens of the longest prompt that can be computed in one step.
+
+        The batch always leaves this many tokens of a step sooner or later, even if all other places decode.
+        """
         return self.step_tokens_max - (self.max_num_seqs - 1 if self.keeps_kv else 0)
 
     def blocks_for(self, token_count: int) -> int:
-        """Places of a block table that has so many tokens; none where nobody has KV."""
+        """Return the length of a block table for `token_count` tokens.
+
+        Args:
+            token_count: tokens of the sequence.
+
+        Returns:
+            Number of blocks; 0 if the model keeps no KV.
+        """
         return -(-token_count // self.block_size) if self.keeps_kv else 0
 
     def first_block_read(self, position: int) -> int:
-        """The first place of a block table that is read when the token at `position` is computed."""
+        """Return the first index of the block table that computing one token reads.
+
+        Args:
+            position: position of the token in its sequence.
+        """
         return 0 if self.window_tokens is None else max(0, position - self.window_tokens + 1) // self.block_size
 
     def first_block_kept(self, computed_count: int) -> int:
-        """The first place of a block table that has a block when so many tokens are computed. The last of them can be
-        computed again: another engine that goes on with them has to."""
+        """Return the first index of the block table that must still have a block.
+
+        Args:
+            computed_count: tokens whose KV is computed.
+
+        Returns:
+            The first block that the window of the last computed token reaches. Another engine that resumes the sequence
+            computes that token again.
+        """
         return self.first_block_read(computed_count - 1)
 
     def blocks_held_max(self, token_count: int) -> int:
-        """Blocks that a request has at a time, at most, until so many tokens are computed: all of them, or those of a
-        window and a step."""
+        """Return the most blocks that a request owns at a time.
+
+        Args:
+            token_count: tokens that the request computes in total.
+
+        Returns:
+            All blocks of the tokens. With a sliding window, at most the blocks of one window and one step.
+        """
         needed = self.blocks_for(token_count)
         if self.window_tokens is None:
             return needed
-        # So many tokens in a row begin and end inside of blocks.
+        # The tokens of a window and a step may begin and end in the middle of a block: add one block.
         return min(needed, -(-(self.window_tokens + self.step_tokens_max - 1) // self.block_size) + 1)

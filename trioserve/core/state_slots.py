@@ -1,19 +1,20 @@
-"""Who may use which slot for the state of layers that keep one for a whole sequence, and when it is free again.
+"""Ownership of state slots, for models with layers that keep one state per sequence.
 
-Keys and values are there for each token, so what a prefix left can be gone on with anywhere. A state is that behind the
-last computed token, and no other: computing a token changes it for good. So
+KV exists per token, so a shared prefix can be continued anywhere. A state exists only behind the last computed token,
+and computing a token overwrites it. So there are two kinds of slots:
 
-    an own slot     belongs to one request, from the step that admits it until it ends or is preempted. What it holds
-                    counts as far as the request's computed_count does, and nobody else ever reads it.
-    a snapshot      is a copy of a state as it was at the end of a full block. It belongs to the request that has it
-                    written, until the step that does is back; then to the prefix cache's entry for that block, and is
-                    gone with it. Least recently used ones go first when another is to be written. A request that starts
-                    from one holds it until its first chunk is back, and writes its own slot.
+    an own slot     belongs to one request, from the step that admits it until it ends or is preempted. Its content
+                    matches the request's computed_count. No other request reads it.
+    a snapshot      is a copy of a state at the end of a full block. It belongs to the request that writes it until
+                    that step is back. Then it belongs to the prefix cache's entry for the block, and is dropped with
+                    that entry. If slots are needed, least recently used snapshots are evicted first. A request that
+                    starts from a snapshot holds it until its first chunk is back. It writes to its own slot.
 
-Where a prompt gets snapshots: behind its last full block, for whoever goes on from all of it; and where it parts from
-what others have computed, for whoever shares that much. Decodes take none: each costs as much as reading the state.
+A prompt gets a snapshot behind its last full block, for requests that continue all of it, and where it departs from
+what other requests have computed, for requests that share that much. Decodes write no snapshots: each costs as much as
+reading the state.
 
-Slots are numbered through: own slots first, then snapshots. Both are counted by the same books as KV blocks are.
+Slots are numbered through: own slots first, then snapshots. A BlockPool counts the claims on each kind.
 """
 
 from __future__ import annotations
@@ -30,9 +31,17 @@ __all__ = ["OwnState", "StateSlots"]
 
 
 class OwnState:
-    """What a running request has of the slots. start: how many tokens were computed when it got them. source: the
-    snapshot that it starts from, until that is read. snapshot_ends: behind so many tokens a snapshot is to be taken, in
-    order. being_written: the snapshots that steps in flight write, and the number of tokens before each."""
+    """Slots of one running request.
+
+    Args:
+        slot: index of its own slot.
+        start: tokens that were computed when it got the slot.
+        source: the snapshot that it starts from. None after the snapshot was read, or if there is none.
+        snapshot_ends: token counts behind which a snapshot must be written, ascending.
+
+    Attributes:
+        being_written: snapshots that steps in flight write, each with the number of tokens before it.
+    """
 
     __slots__ = ("being_written", "slot", "snapshot_ends", "source", "start")
 
@@ -44,12 +53,25 @@ class OwnState:
         self.being_written: list[tuple[int, BlockIndex]] = []
 
     def marks(self, block_size: int) -> Mapping[int, int] | None:
-        """For PrefixCache.publish."""
+        """Return the marks for PrefixCache.publish: slots of snapshots by number of blocks.
+
+        Args:
+            block_size: tokens per block.
+        """
         return {end // block_size: slot for end, slot in self.being_written} if self.being_written else None
 
 
 class StateSlots:
-    """own, snapshots: the two kinds of slots, each counted from 0."""
+    """All state slots of an engine.
+
+    Args:
+        settings: limits of the engine core.
+        cache: the prefix cache. Its callbacks on_content and on_forget are set.
+
+    Attributes:
+        own: own slots, counted from 0.
+        snapshots: snapshots, counted from 0.
+    """
 
     def __init__(self, settings: CoreSettings, cache: PrefixCache) -> None:
         self.own = BlockPool(settings.state_slot_count)
@@ -63,12 +85,17 @@ class StateSlots:
 
     @staticmethod
     def made(settings: CoreSettings, cache: PrefixCache) -> StateSlots | None:
-        """None where the model has no such layers."""
+        """Return the slots of an engine; None if its model has no layers with a state.
+
+        Args:
+            settings: limits of the engine core.
+            cache: the prefix cache.
+        """
         return StateSlots(settings, cache) if settings.state_slot_count else None
 
     @property
     def available_count(self) -> int:
-        """How many further requests can have a slot."""
+        """Further requests that can get a slot."""
         return self.own.available_count
 
     @property
@@ -80,12 +107,17 @@ class StateSlots:
         return content in self._slot_of
 
     def take(self, chain: PrefixChain, token_count: int, computed_count: int) -> OwnState:
-        """For a request that is admitted with so many known tokens, of which the first computed_count are hits: its
-        chain ends with them. available_count must be above 0."""
+        """Allocate the slots of a request that starts. available_count must be above 0.
+
+        Args:
+            chain: the request's chain. It ends with the last hit.
+            token_count: known tokens.
+            computed_count: known tokens that are hits. If above 0, a snapshot exists behind them.
+        """
         source = None
         if computed_count > 0:
-            assert isinstance(chain.content, int), "hits end with content"
-            source = self._slot_of[chain.content]  # a KeyError here: a hit without a snapshot
+            assert isinstance(chain.content, int), "hits without a content"
+            source = self._slot_of[chain.content]  # KeyError: a hit without a snapshot
             self.snapshots.share([source])
         ends = {(token_count - 1) // self._block_size * self._block_size, chain.found_count * self._block_size}
         snapshot_ends = tuple(sorted(end for end in ends if end > computed_count))
@@ -93,7 +125,13 @@ class StateSlots:
         return OwnState(slot, computed_count, source, snapshot_ends if self.snapshots.block_count else ())
 
     def spans(self, state: OwnState, start: int, count: int) -> tuple[StateSpan, ...]:
-        """For the chunk of these tokens, which a step computes for sure."""
+        """Split a chunk into spans that read and write states. Allocates the snapshots that the chunk writes.
+
+        Args:
+            state: the request's slots.
+            start: first position of the chunk.
+            count: tokens of the chunk. The step must compute it.
+        """
         reads: int | None = state.slot
         if start == state.start:
             reads = None if state.source is None else self._snapshot_index(state.source)
@@ -112,17 +150,25 @@ class StateSlots:
         return tuple(spans)
 
     def note_computed(self, state: OwnState, computed_count: int) -> None:
-        """A step is back, and so many tokens of the request are computed; those of its blocks that are full have been
-        published."""
+        """Release slots that the request no longer needs, because a step is back.
+
+        Args:
+            state: the request's slots.
+            computed_count: tokens that are computed. Their full blocks are published already.
+        """
         if state.source is not None:
             self.snapshots.release([state.source])
             state.source = None
         while state.being_written and state.being_written[0][0] <= computed_count:
             _end, slot = state.being_written.pop(0)
-            self.snapshots.release([slot])  # kept if it was entered
+            self.snapshots.release([slot])  # it stays cached if the prefix cache has an entry for it
 
     def release(self, state: OwnState) -> None:
-        """All that a request has, once."""
+        """Release all slots of a request, once.
+
+        Args:
+            state: the request's slots.
+        """
         self.own.release([state.slot])
         if state.source is not None:
             self.snapshots.release([state.source])
@@ -130,19 +176,23 @@ class StateSlots:
             self.snapshots.release([slot])
 
     def check(self, contents: set[ContentId]) -> None:
-        """Assert that the books agree. contents: what the prefix cache holds. O(slots): for tests and simulations."""
+        """Assert that the slots and the prefix cache agree. O(slots): for tests and simulations.
+
+        Args:
+            contents: what the prefix cache holds.
+        """
         self.own.check()
         self.snapshots.check()
-        assert self.own.cached_count == 0, "a state of one request's can be found"
+        assert self.own.cached_count == 0, "an own slot is published"
         assert {content: slot for slot, content in self._content_of.items()} == self._slot_of
-        assert self._slot_of.keys() <= contents, "a snapshot of what the prefix cache does not hold"
+        assert self._slot_of.keys() <= contents, "a snapshot has no entry in the prefix cache"
 
     def _snapshot_index(self, snapshot: BlockIndex) -> int:
         return self.own.block_count + snapshot
 
     def _enter(self, content: ContentId, mark: int) -> None:
         if content in self._slot_of:
-            return  # another has written the same
+            return  # another request has written a snapshot of the same content
         slot = BlockIndex(mark)
         self._slot_of[content] = slot
         self._content_of[slot] = content

@@ -1,18 +1,18 @@
-"""What it means that steps are in flight: who waits for them, and who has ended while one still reads its blocks.
+"""Steps in flight: which requests they contain, and which requests ended while a later step still reads their blocks.
 
-Without overlap one step is in flight, or none. With it there may be a second one, planned ahead while the first is
-computed, as if every request of the first went on; or, with steps_apart, with none of its requests, so that what is
-said here of two steps that have the same one does not come to pass. They come back in the order in which they were
-planned.
+Without overlap at most one step is in flight. With overlap a second step may be planned while the first is computed, as
+if every request of the first continued. With steps_apart the second step has none of the first one's requests, so the
+last row below never happens. Steps come back in the order in which they were planned.
 
-A request counts the steps in flight that read and write its blocks (steps_in_flight), and keeps its blocks until the
-last of them has come back:
+A request counts the steps in flight that read or write its blocks (steps_in_flight). It keeps its blocks until the last
+of these steps is back:
 
-| it                                        | is then                                | its blocks go back          |
-|-------------------------------------------|----------------------------------------|-----------------------------|
-| is aborted                                | marked: nothing of it is told any more | in the update of the last   |
-| ends by what a step brought, in that one  | told, in the update of that step       | in that update              |
-| the same, and is in the step behind it    | told, and ENDED: its token is surplus  | in the update of the latter |
+| event                                         | effect                            | blocks are freed in       |
+|-----------------------------------------------|-----------------------------------|---------------------------|
+| abort                                         | marked, no further tokens         | the update of the last    |
+| ended by a token, and is in no further step   | end reported in that step's update | that update               |
+| ended by a token, and is in the step behind   | end reported, ENDED, next token   | the update of the step    |
+|                                               | discarded                         | behind                    |
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trioserve.core.request_state import RequestLife
 
 __all__ = ["STEPS_IN_FLIGHT_MAX", "StepsInFlight"]
 
-STEPS_IN_FLIGHT_MAX = 2  # a third would be planned on two tokens that nobody knows
+STEPS_IN_FLIGHT_MAX = 2  # a third step would need two unknown tokens per request
 
 
 class Numbered(Protocol):
@@ -39,8 +39,15 @@ Life = TypeVar("Life", bound=RequestLife[Any])
 
 
 class _Flight(Generic[Plan, Life]):
-    """A plan that is out. lives: its requests, in the plan's order. Those are waited for that have neither been aborted
-    nor ended."""
+    """A plan in flight.
+
+    Args:
+        plan: the plan.
+        lives: its requests, in the order of its chunks.
+
+    Attributes:
+        is_abandoned: true when all of the requests were aborted or have ended.
+    """
 
     __slots__ = ("_ids", "is_abandoned", "lives", "plan")
 
@@ -57,11 +64,15 @@ class _Flight(Generic[Plan, Life]):
 
 
 class StepsInFlight(Generic[Plan, Life]):
-    """The plans that are out, oldest first. ended: requests that were told to have ended, and why, whose blocks the
-    step in flight still reads."""
+    """Plans in flight, oldest first.
+
+    Attributes:
+        ended: requests whose end was reported while the step in flight still reads their blocks, with their finish
+            reason.
+    """
 
     def __init__(self) -> None:
-        self._flights: dict[int, _Flight[Plan, Life]] = {}  # by the index of the step
+        self._flights: dict[int, _Flight[Plan, Life]] = {}  # by step index
         self.ended: dict[RequestId, tuple[Life, FinishReason]] = {}
 
     def __len__(self) -> int:
@@ -69,17 +80,29 @@ class StepsInFlight(Generic[Plan, Life]):
 
     @property
     def last(self) -> Plan:
-        """The plan that was made last; one must be out."""
+        """The newest plan. At least one must be in flight."""
         return next(reversed(self._flights.values())).plan
 
     def begin(self, plan: Plan, lives: list[Life]) -> None:
-        """lives: its requests, in the plan's order, which count it from now on."""
+        """Add a plan, and count it for each of its requests.
+
+        Args:
+            plan: the new plan.
+            lives: its requests, in the order of its chunks.
+        """
         for live in lives:
             live.steps_in_flight += 1
         self._flights[plan.step_index] = _Flight(plan, lives)
 
     def end(self, plan: Plan) -> list[Life]:
-        """The oldest has come back. Its requests, in the plan's order, which still count it."""
+        """Remove the oldest plan, because it has come back.
+
+        Args:
+            plan: the oldest plan in flight.
+
+        Returns:
+            Its requests, in the order of its chunks. The caller must lower their steps_in_flight.
+        """
         flight = self._flights.get(plan.step_index)
         assert flight is not None, "this plan is not the one in flight"
         assert flight.plan is plan, "this plan is not the one in flight"
@@ -88,29 +111,49 @@ class StepsInFlight(Generic[Plan, Life]):
         return flight.lives
 
     def is_abandoned(self, plan: Plan) -> bool:
-        """Whether the plan is out, and nobody waits for it."""
+        """Return True if the plan is in flight and all of its requests were aborted or have ended.
+
+        Args:
+            plan: any plan.
+        """
         flight = self._flights.get(plan.step_index)
         return flight is not None and flight.is_abandoned()
 
     def abandonment(self, plan: Plan) -> IsAbandoned:
-        """Of a plan that is out."""
+        """Return the flag that becomes true when a plan is abandoned.
+
+        Args:
+            plan: a plan in flight.
+        """
         return self._flights[plan.step_index].is_abandoned
 
     def leave(self, live: Life) -> None:
-        """Nobody waits for this request any more, in whichever steps it is."""
+        """Note in all steps of a request that it no longer waits for them.
+
+        Args:
+            live: a request that was aborted or has ended.
+        """
         is_in_all = live.steps_in_flight == len(self._flights)
         for flight in self._flights.values():
             if is_in_all or flight.has(live):
                 flight.is_abandoned.leave()
 
     def end_early(self, live: Life, reason: FinishReason) -> None:
-        """It has ended, and the step in flight has it, too: what that one brings of it is surplus."""
+        """Record a request that ended while a further step has it. That step's token is discarded.
+
+        Args:
+            live: the request.
+            reason: why it ended.
+        """
         assert live.steps_in_flight == len(self._flights) == 1
         self.leave(live)
         self.ended[live.request.id] = live, reason
 
     def take_ended(self) -> list[tuple[Life, FinishReason]]:
-        """To be asked when a step has come back: whoever ended in the one before, and was in this one, too."""
+        """Return and clear the ended requests.
+
+        Call this when a step is back: it was the last one that read their blocks.
+        """
         ended = list(self.ended.values())
         self.ended.clear()
         return ended

@@ -1,4 +1,4 @@
-"""End conditions that can be seen in token ids. Stop strings are seen in the text, elsewhere."""
+"""End conditions that token ids show. Stop strings are found in the text, in another package."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ __all__ = ["finish_reason_of"]
 
 
 def finish_reason_of(live: LiveRequest) -> FinishReason | None:
-    """Whether the last token of `live` ends it. An end token counts after min_tokens others."""
+    """Return the finish reason if the last token ends the request.
+
+    Args:
+        live: a request with at least one output token. An end token counts only after min_tokens other tokens.
+    """
     request = live.request
     tokens = live.tokens
     output_count = len(tokens) - len(request.prompt_token_ids)

@@ -1,4 +1,4 @@
-"""What a step that was planned ahead has computed for nothing: its requests ended, or failed, in the step before."""
+"""Surplus chunks of a step that was planned ahead: their requests ended or failed in the step before."""
 
 from __future__ import annotations
 
@@ -14,7 +14,16 @@ __all__ = ["lacking_ids", "without_ended"]
 def without_ended(
     plan: StepPlan, result: StepResult, lives: Sequence[LiveRequest]
 ) -> tuple[tuple[ScheduledChunk, ...], tuple[int | None, ...]]:
-    """Chunks and tokens of a plan that was made ahead, without those that are surplus. lives: who is left."""
+    """Remove the chunks of ended requests from a plan that was made ahead.
+
+    Args:
+        plan: the plan.
+        result: its result.
+        lives: requests of the plan that have not ended, in its order.
+
+    Returns:
+        Chunks and tokens that are left.
+    """
     if len(lives) == len(plan.chunks):
         return plan.chunks, result.token_ids
     left_ids = {live.request.id for live in lives}
@@ -23,8 +32,15 @@ def without_ended(
 
 
 def lacking_ids(chunks: Sequence[ScheduledChunk], lives: Sequence[LiveRequest]) -> set[RequestId]:
-    """Requests of a plan made ahead whose chunks count for nothing: what stands before them was not computed, since the
-    step before had no result for them, or their token is not known, since they were aborted by then."""
+    """Return the requests whose chunks must not count as computed.
+
+    Either the tokens before the chunk were not computed, because the step before had no result for the request. Or the
+    chunk's last token is unknown, because the request was aborted in that step.
+
+    Args:
+        chunks: chunks of a plan that was made ahead.
+        lives: the request of each chunk.
+    """
     lacking = set()
     for chunk, live in zip(chunks, lives, strict=True):
         if chunk.start != live.computed_count or chunk.start + chunk.count > len(live.tokens):

@@ -1,4 +1,4 @@
-"""What went wrong with a connector: counted by kind, and the latest of each kind in words. It stops nobody."""
+"""Faults of a connector, counted by kind. A fault never stops the engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ __all__ = ["TransferFaults"]
 
 
 class TransferFaults:
-    """totals has every kind from the start; latest says what came last, for the log of the shell."""
+    """Counts of all faults.
+
+    Attributes:
+        totals: count by kind. Has all kinds from the start.
+        latest: the latest fault of each kind as text, for the engine's log.
+    """
 
     def __init__(self) -> None:
         self.totals = dict.fromkeys(TransferFault, 0)

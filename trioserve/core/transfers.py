@@ -1,19 +1,19 @@
-"""The core's side of the connector contract: what is asked and told when, and what a report changes.
+"""The core's side of the connector contract: when the connector is asked or notified, and what its reports change.
 
 | event                            | owner before         | owner after                | the blocks are free           |
 |----------------------------------|----------------------|----------------------------|-------------------------------|
 | a request ends, not held         | the request          | nobody                     | at once                       |
 | a request ends, held             | the request          | the connector (SEND)       | at Released, or deadline      |
-| it is aborted after that         | the connector (SEND) | the same, told once        | as before                     |
+| an abort after that              | the connector (SEND) | unchanged, notified once   | as before                     |
 | a load begins                    | the request          | the request                | when it ends                  |
 | a load arrives                   | the request          | the request                | when it ends                  |
 | a load fails                     | the request          | nobody                     | at once                       |
 | a load takes too long            | the request          | the connector (LOAD)       | at its report, or deadline    |
 | a request ends while it loads    | the request          | the connector (LOAD, SEND) | at both reports, or deadlines |
-| a late, second or unknown report | whoever it is        | the same                   | as before                     |
+| a late, second or unknown report | any                  | unchanged                  | as before                     |
 
-A block with other users or holders besides is free when the last of these has gone, too. Blocks of a load that is out
-count as used while their request waits for it, and as held from then on.
+A block may have other users or holds too. Then it is free when the last of these is gone. Blocks of a pending load
+count as used while their request waits for it, and as held afterwards.
 """
 
 from __future__ import annotations
@@ -44,11 +44,20 @@ from trioserve.core.transfer_faults import TransferFaults
 __all__ = ["Transfers", "Unserved"]
 
 Unserved = tuple[LiveRequest, str]
-"""A request that was waiting for KV and does not get it, and why."""
+"""A request that waited for KV and does not get it, with the reason."""
 
 
 class Transfers:
-    """All calls are O(1) plus the blocks of the request."""
+    """All transfers between an engine and its connector.
+
+    Args:
+        settings: limits of the engine core.
+        pool: the pool that owns the blocks.
+        connector: moves KV between engines.
+
+    Cost:
+        O(1) plus the blocks of the request.
+    """
 
     def __init__(self, settings: CoreSettings, pool: BlockPool, connector: KVConnector) -> None:
         self._settings = settings
@@ -62,13 +71,23 @@ class Transfers:
         self._held_blocks_max = int(settings.block_count * settings.held_share_max)
 
     def request_ends(self, live: LiveRequest, reason: FinishReason, now: float) -> KVTransferParams | None:
-        """To be called once, while the request still has its blocks: those that somebody needs are held from now on.
-        Returns how that somebody gets at them. Where too much is held already, the connector does not learn that this
-        request asks for it, too. To the connector, one that is handed over has ended by itself, and asked for it."""
+        """Notify the connector of a request's end, and hold the blocks that it needs.
+
+        If too many blocks are held already, the connector does not learn that the request asks for a hold. A request
+        that is handed over looks to the connector like one that stopped by itself and asks for a hold.
+
+        Args:
+            live: a request that ends. It still has its blocks. Call this once per request.
+            reason: why it ends.
+            now: time in seconds.
+
+        Returns:
+            Parameters with which another engine can read the held blocks.
+        """
         self._abandon(live, now)
         settings, computed_count = self._settings, live.computed_count
         if live.gone_count > settings.first_block_kept(computed_count):
-            computed_count = 0  # it has not run: what was found or was to be loaded is less than another one needs
+            computed_count = 0  # it has not run, and lacks blocks that another engine would need
         table = tuple(live.blocks[: settings.blocks_for(computed_count)])
         blocks = table[live.gone_count :]
         tokens = tuple(live.tokens[:computed_count])
@@ -84,19 +103,37 @@ class Transfers:
         return self._connector.transfer_params(live.request.id)
 
     def aborted_after_finish(self, request_id: RequestId) -> None:
-        """Tell the connector, if it holds blocks of this request and was not told before."""
+        """Notify the connector of an abort, once, if it holds blocks of the request.
+
+        Args:
+            request_id: id of any request that is not live.
+        """
         hold = self.holds.get(request_id, HoldKind.SEND)
         if hold is not None and not hold.is_aborted:
             hold.is_aborted = True
             self._connector.request_aborted_after_finish(request_id)
 
     def progress(self, now: float) -> list[Unserved]:
-        """Take whatever the connector has to report. Returns the requests that do not get their KV."""
+        """Handle all reports that the connector has.
+
+        Args:
+            now: time in seconds.
+
+        Returns:
+            Requests that do not get their KV.
+        """
         return [unserved for event in self._connector.progress() for unserved in self.report(event, now)]
 
     def report(self, event: TransferEvent, now: float) -> list[Unserved]:
-        """The connector has reported something. Returns the request that does not get its KV, if that is what it was;
-        the rest is done when this returns."""
+        """Handle one report of the connector.
+
+        Args:
+            event: the report.
+            now: time in seconds.
+
+        Returns:
+            The request that does not get its KV, if the report says so.
+        """
         request_id = event.request_id
         if isinstance(event, StillRead):
             self.holds.extend(request_id, HoldKind.SEND, now)
@@ -113,15 +150,15 @@ class Transfers:
             self.faults.count(TransferFault.LOAD_FAILED, f"{request_id}: {event.message}")
             return [(load.live, event.message)]
         if not isinstance(event.token_count, int) or not 0 <= event.token_count <= load.token_count:
-            message = f"{event.token_count} tokens of it are said to have come, and {load.token_count} were asked for"
+            message = f"the connector reported {event.token_count} tokens, but {load.token_count} were requested"
             self.faults.count(TransferFault.BAD_COUNT, f"{request_id}: {message}")
             return [(load.live, message)]
         if event.token_count == 0:
-            return [(load.live, "nothing of it came")]
+            return [(load.live, "no tokens arrived")]
         end = load.live.computed_count + event.token_count
         if self._settings.first_block_read(end) < load.live.gone_count:
-            # It had blocks for what the window reaches behind all of it.
-            message = f"{event.token_count} of {load.token_count} tokens came, and the window reaches further back"
+            # The request has only the blocks that the window reaches from the end of the whole load.
+            message = f"only {event.token_count} of {load.token_count} tokens arrived, too few for the sliding window"
             self.faults.count(TransferFault.LOAD_FAILED, f"{request_id}: {message}")
             return [(load.live, message)]
         self.loaded_tokens_total += event.token_count
@@ -129,10 +166,17 @@ class Transfers:
         return []
 
     def expire(self, now: float) -> list[Unserved]:
-        """End the patience and the holds that are overdue. Returns the requests that do not get their KV."""
+        """End overdue loads and holds.
+
+        Args:
+            now: time in seconds.
+
+        Returns:
+            Requests that do not get their KV.
+        """
         unserved = []
         for live in self.loads.overdue(now):
-            message = f"it did not come within {self._settings.remote_kv_seconds_max} seconds"
+            message = f"it did not arrive within {self._settings.remote_kv_seconds_max} seconds"
             self.faults.count(TransferFault.LOAD_EXPIRED, f"{live.request.id}: {message}")
             self._abandon(live, now)
             unserved.append((live, message))
@@ -141,19 +185,26 @@ class Transfers:
         return unserved
 
     def give_up_loads(self, now: float) -> list[LiveRequest]:
-        """Nobody waits for KV any more. Returns who did."""
+        """Stop waiting for all loads.
+
+        Args:
+            now: time in seconds.
+
+        Returns:
+            Requests that waited.
+        """
         lives = self.loads.pending
         for live in lives:
             self._abandon(live, now)
         return lives
 
     def next_deadline(self) -> float | None:
-        """When expire() has something to do; None: nothing is waited for."""
+        """Return the time at which expire() has work. None: nothing is awaited."""
         deadlines = [self.holds.next_deadline(), self.loads.next_deadline()]
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def _abandon(self, live: LiveRequest, now: float) -> None:
-        """Wait no longer for a load, if one is out; the blocks that it may still write to are held."""
+        """Stop waiting for a load, if one is pending. Blocks that the connector may still write to are held."""
         request_id = live.request.id
         if self.loads.take(request_id) is None:
             return
@@ -172,7 +223,7 @@ def _asking(request: EngineRequest) -> EngineRequest:
 
 
 def _without_asking(request: EngineRequest) -> EngineRequest:
-    """What it has read elsewhere is still to be let go there."""
+    """Remove the request for a hold. Other fields stay, so that blocks that were read elsewhere are released there."""
     assert request.kv_transfer is not None
     kv_transfer = msgspec.structs.replace(request.kv_transfer, do_remote_decode=False)
     return msgspec.structs.replace(request, kv_transfer=kv_transfer)

@@ -1,4 +1,4 @@
-"""Who waits, and in which order: by priority, first come first served within one. Joining and leaving are O(1)."""
+"""Queue of waiting requests: by priority, then in order of arrival. Joining at the end and leaving are O(1)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Life = TypeVar("Life", bound=RequestLife[Any])
 
 class WaitingQueue(Generic[Life]):
     def __init__(self) -> None:
-        # One queue for each priority in use. An OrderedDict, because a dict that loses its first entries is slow to
-        # find the next one.
+        # One queue per priority in use. An OrderedDict, because a plain dict that lost many first entries needs long
+        # to find the next one.
         self._queues: dict[int, OrderedDict[RequestId, Life]] = {}
         self._priorities: list[int] = []
         self._count = 0
@@ -27,17 +27,25 @@ class WaitingQueue(Generic[Life]):
         return self._count
 
     def __iter__(self) -> Iterator[Life]:
-        """In order; the queue must not change meanwhile."""
+        """Iterate in order. The queue must not change meanwhile."""
         for priority in self._priorities:
             yield from self._queues[priority].values()
 
     def add(self, live: Life) -> None:
-        """Join at the end of the queue."""
+        """Add a request at the end of its priority.
+
+        Args:
+            live: a new request.
+        """
         self._queue(live.request.priority)[live.request.id] = live
         self._count += 1
 
     def put_back(self, live: Life) -> None:
-        """Take the place again that an earlier arrival has: before everyone who came later."""
+        """Return a request to its place by arrival, before all later ones. O(earlier requests of its priority).
+
+        Args:
+            live: a request that was in the queue before.
+        """
         queue = self._queue(live.request.priority)
         earlier = []
         for other in queue.values():

@@ -64,7 +64,7 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
         self._held: dict[RequestId, Choice] = {}  # over, and their blocks are held for another engine
         self._faults_told: set[TransferFault] = set()
         self._weight_version = weight_version
-        core.tell_hold_ends(self._on_hold_end)
+        core.notify_hold_ends(self._on_hold_end)
 
     @property
     def held_count(self) -> int:
