@@ -1,4 +1,4 @@
-"""What is kept, who sees it, and what has to go, with the time as an argument."""
+"""Tests of the database: atomic writes, owners, lifetimes and eviction, with the time as an argument."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def ids(kept, owner=None, now=NOW, *, after=None, limit=100, order="asc"):
     return None if page is None else [entry.id for entry in page]
 
 
-def test_an_object_is_its_owners_and_of_those_who_see_everything():
+def test_an_object_is_visible_to_its_owner_and_to_readers_of_everything():
     kept = database()
     kept.write([put("a", b"1"), put("b", b"2", owner="bob"), put("c", b"3", owner=None)], NOW)
     assert kept.get("response", "a", "alice", NOW).body == b"1"
@@ -45,7 +45,7 @@ def test_an_object_is_its_owners_and_of_those_who_see_everything():
     assert ids(kept) == ["a", "b", "c"]
 
 
-def test_pages_go_by_the_order_of_coming():
+def test_pages_follow_the_order_of_arrival():
     kept = database()
     kept.write([put(entry) for entry in "dbace"], NOW)
     assert ids(kept, limit=2) == ["d", "b"]
@@ -57,7 +57,7 @@ def test_pages_go_by_the_order_of_coming():
     assert ids(kept, "bob", after="a") is None
 
 
-def test_a_write_is_whole_or_does_not_happen():
+def test_a_write_is_atomic():
     kept = database()
     kept.write([put("a", b"1")], NOW)
     usage = kept.usage()
@@ -96,7 +96,7 @@ def test_a_blob_is_read_in_pieces_of_any_size():
     assert kept._connection.execute("SELECT count(*) FROM pieces").fetchone() == (0,)
 
 
-def test_what_is_past_its_time_is_not_there_and_goes_with_the_next_write():
+def test_an_expired_object_is_absent_and_removed_by_the_next_write():
     kept = database(seconds_max=100)
     kept.write([put("short", seconds=10), put("long")], NOW)
     assert ids(kept, now=NOW + 9.9) == ["short", "long"]
@@ -109,7 +109,7 @@ def test_what_is_past_its_time_is_not_there_and_goes_with_the_next_write():
     assert ids(kept, now=NOW + 100) == ["short"]
 
 
-def test_when_a_bound_is_reached_the_oldest_go():
+def test_the_oldest_objects_are_evicted_at_a_limit():
     kept = database(objects_max=4)
     for entry in "abcdef":
         kept.write([put(entry)], NOW)
@@ -122,7 +122,7 @@ def test_when_a_bound_is_reached_the_oldest_go():
     assert kept.usage().bytes <= 4000
 
 
-def test_an_owner_who_has_most_makes_room_first():
+def test_the_owner_with_most_bytes_is_evicted_first():
     kept = database(objects_max=6)
     kept.write([put("bobs", owner="bob")], NOW)
     for entry in "abcdefgh":
@@ -130,7 +130,7 @@ def test_an_owner_who_has_most_makes_room_first():
     assert ids(kept) == ["bobs", "d", "e", "f", "g", "h"]
 
 
-def test_what_may_not_go_stays_and_the_newcomer_is_refused_whole():
+def test_objects_that_are_not_evictable_stay_and_the_write_is_refused():
     kept = database(objects_max=2)
     kept.write([put("a", is_evictable=False), put("b")], NOW)
     kept.write([put("c", is_evictable=False)], NOW)
@@ -144,7 +144,7 @@ def test_what_may_not_go_stays_and_the_newcomer_is_refused_whole():
     assert kept.usage().refused_count == 1
 
 
-def test_what_a_write_is_for_is_not_evicted_for_it():
+def test_a_write_does_not_evict_its_own_objects():
     kept = database(bytes_max=4000)
     kept.write([put("a", b"x" * 1500), put("b", b"x" * 1500)], NOW)
     kept.write([AppendBlob(kind="response", id="a", data=b"x" * 1000)], NOW)
@@ -154,7 +154,7 @@ def test_what_a_write_is_for_is_not_evicted_for_it():
     assert kept.get("response", "a", None, NOW).blob_bytes == 1000
 
 
-def test_a_full_disk_refuses_and_leaves_nothing_half_written(tmp_path):
+def test_a_full_disk_refuses_a_write_as_a_whole(tmp_path):
     kept = database(tmp_path / FILE_NAME, pages_max=40)
     kept.write([put("a", b"1")], NOW)
     usage = kept.usage()
@@ -167,7 +167,7 @@ def test_a_full_disk_refuses_and_leaves_nothing_half_written(tmp_path):
     assert ids(database(tmp_path / FILE_NAME)) == ["a", "c"]
 
 
-def test_it_survives_a_restart_with_its_bounds(tmp_path):
+def test_objects_and_counts_survive_a_restart(tmp_path):
     kept = database(tmp_path / FILE_NAME)
     kept.write([put("a", b"x" * 100), put("b", seconds=5)], NOW)
     usage = kept.usage()
@@ -197,12 +197,12 @@ for number in range(100_000):
 
 
 @pytest.mark.slow
-def test_a_process_killed_while_it_writes_loses_nothing_that_it_acknowledged(tmp_path):
+def test_a_killed_process_loses_no_acknowledged_write(tmp_path):
     path = tmp_path / FILE_NAME
     with subprocess.Popen([sys.executable, "-c", WRITER, path], stdout=subprocess.PIPE, text=True) as writer:
         for line in writer.stdout:
             if int(line) >= 25:
-                os.kill(writer.pid, signal.SIGKILL)  # most likely within the next write
+                os.kill(writer.pid, signal.SIGKILL)  # most likely during the next write
                 break
         acknowledged = [int(line), *(int(more) for more in writer.stdout if more.endswith("\n"))][-1]
     assert writer.returncode == -signal.SIGKILL
@@ -223,7 +223,7 @@ def check_not_opened(path, sentence):
     assert "\n" not in str(raised.value)
 
 
-def test_a_damaged_file_is_told_in_a_sentence(tmp_path):
+def test_a_damaged_file_is_reported(tmp_path):
     path = tmp_path / FILE_NAME
     path.write_bytes(b"this is no database, but it is long enough to be looked at" * 40)
     check_not_opened(path, "cannot be read .*move it away")
@@ -237,7 +237,7 @@ def test_a_damaged_file_is_told_in_a_sentence(tmp_path):
     check_not_opened(path, "cannot be read .*move it away")
 
 
-def test_files_of_others_and_of_later_versions_are_left_alone(tmp_path):
+def test_files_of_other_programs_and_later_versions_are_not_changed(tmp_path):
     path = tmp_path / FILE_NAME
     with sqlite3.connect(path) as connection:
         connection.execute("CREATE TABLE notes (text)")
@@ -258,7 +258,7 @@ def test_two_servers_do_not_share_a_file(tmp_path):
     database(tmp_path / FILE_NAME).close()
 
 
-def test_a_place_that_cannot_be_written_is_told(tmp_path):
+def test_a_path_that_cannot_be_written_is_reported(tmp_path):
     check_not_opened(tmp_path / "missing" / FILE_NAME, "cannot be opened")
 
 
@@ -278,5 +278,5 @@ def test_a_place_that_cannot_be_written_is_told(tmp_path):
         ("a'; DROP TABLE objects", False),
     ],
 )
-def test_only_plain_words_are_ids(text, expect):
+def test_ids_have_plain_characters_only(text, expect):
     assert is_id(text) is expect

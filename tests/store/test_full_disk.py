@@ -1,4 +1,4 @@
-"""What the store does while its disk takes nothing: final states are shown at once, and written when there is room."""
+"""Tests of a disk that refuses writes: final states are readable at once, and written when there is space."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def ids(kept, **options):
 
 
 def fill(kept):
-    """SQLite takes no further page, and has no free one."""
+    """Fill the file: SQLite can allocate no further page, and has no free one."""
     kept.set_pages_max(1)
     number = 0
     while True:
@@ -58,7 +58,7 @@ def fill(kept):
 
 @pytest.fixture
 def full(tmp_path):
-    """A database whose disk is full, with `a` and `b` in it."""
+    """A database on a full disk, with the objects `a` and `b`."""
     kept = StoreDatabase(tmp_path / FILE_NAME, StoreSettings(), now=NOW)
     kept.write([put("a", b"1"), append("a", b"one "), put("b", b"2")], NOW)
     fill(kept)
@@ -66,7 +66,7 @@ def full(tmp_path):
     kept.close()
 
 
-def test_a_final_state_is_seen_at_once_and_written_when_there_is_room(full, tmp_path):
+def test_a_final_state_is_readable_at_once_and_written_later(full, tmp_path):
     assert full.settle([replace("a", FILL * 3), append("a", b"two")], NOW)
     assert full.get("response", "a", "alice", NOW).body == FILL * 3
     assert full.get("response", "a", "bob", NOW) is None
@@ -83,7 +83,7 @@ def test_a_final_state_is_seen_at_once_and_written_when_there_is_room(full, tmp_
     assert full.read_blob("response", "a", "alice", NOW, offset=0, size=100) == b"one two"
 
 
-def test_unwritten_objects_have_their_place_in_a_list(full):
+def test_unwritten_objects_are_in_lists(full):
     before = ids(full)
     assert full.settle([put("new1", FILL * 3)], NOW)
     assert full.settle([put("new2", FILL * 3), append("new2", b"blob")], NOW)
@@ -102,7 +102,7 @@ def test_unwritten_objects_have_their_place_in_a_list(full):
     assert ids(full) == expected
 
 
-def test_what_is_gone_stays_gone_while_the_disk_is_full(full):
+def test_deleted_objects_stay_deleted_while_the_disk_is_full(full):
     assert full.settle([delete("a"), replace("b", FILL * 3)], NOW)
     assert full.get("response", "a", None, NOW) is None
     assert not full.settle([replace("a", FILL)], NOW)
@@ -123,7 +123,7 @@ def test_an_ordinary_write_does_not_overtake_a_final_state(full):
     assert full.usage().unwritten_bytes == 0
 
 
-def test_memory_is_bounded_and_small_final_states_find_room_to_the_end(full):
+def test_unwritten_bytes_are_bounded_with_space_for_small_final_states(full):
     large = b"x" * 1_000_000
     kept = 0
     with pytest.raises(StoreFull):
@@ -135,7 +135,7 @@ def test_memory_is_bounded_and_small_final_states_find_room_to_the_end(full):
     assert full.usage().unwritten_bytes <= UNWRITTEN_BYTES_MAX
 
 
-def test_an_id_that_is_taken_blocks_nothing(full):
+def test_a_conflicting_id_does_not_block_later_writes(full):
     with pytest.raises(StoreFault):
         full.settle([put("a", b"again")], NOW)
     assert full.settle([replace("b", FILL * 3)], NOW)
@@ -144,7 +144,7 @@ def test_an_id_that_is_taken_blocks_nothing(full):
     assert full.usage().trouble is None
 
 
-def test_the_end_of_the_process_is_another_try(full, tmp_path):
+def test_closing_tries_to_write_again(full, tmp_path):
     assert full.settle([replace("a", FILL * 3)], NOW)
     full.set_pages_max(None)
     assert full.close() == 0
@@ -158,7 +158,7 @@ def test_the_end_of_the_process_is_another_try(full, tmp_path):
 def test_a_read_only_database_keeps_final_states_in_memory(tmp_path):
     kept = StoreDatabase(tmp_path / FILE_NAME, StoreSettings(), now=NOW)
     kept.write([put("a", b"1")], NOW)
-    kept._connection.execute("PRAGMA query_only = ON")  # SQLITE_READONLY, as for a disk that was mounted again
+    kept._connection.execute("PRAGMA query_only = ON")  # SQLITE_READONLY, as for a disk that was remounted read-only
     with pytest.raises(StoreFault):
         kept.write([put("b")], NOW)
     assert kept.settle([replace("a", b"2")], NOW)
@@ -171,7 +171,7 @@ def test_a_read_only_database_keeps_final_states_in_memory(tmp_path):
         assert connection.execute("SELECT body FROM objects").fetchall() == [(b"2",)]
 
 
-def test_it_starts_on_a_disk_that_takes_nothing(tmp_path):
+def test_the_database_opens_on_a_full_disk(tmp_path):
     kept = StoreDatabase(tmp_path / FILE_NAME, StoreSettings(), now=NOW)
     kept.write([put("a", FILL, seconds=5), put("b", FILL)], NOW)
     kept.close()
@@ -182,10 +182,10 @@ def test_it_starts_on_a_disk_that_takes_nothing(tmp_path):
     kept.close()
 
 
-# --- the reserve ---
+# --- the disk reserve ---
 
 
-def test_the_reserve_is_room_on_the_disk_for_real(tmp_path):
+def test_the_reserve_allocates_disk_space(tmp_path):
     path = tmp_path / RESERVE_FILE_NAME
     reserve = DiskReserve(path)
     assert path.stat().st_blocks * 512 >= RESERVE_BYTES
@@ -197,7 +197,7 @@ def test_the_reserve_is_room_on_the_disk_for_real(tmp_path):
     assert again.is_whole
 
 
-def test_the_reserve_is_released_for_final_states_and_keeps_ordinary_writes_out(tmp_path, monkeypatch):
+def test_the_reserve_is_released_for_final_states_only(tmp_path, monkeypatch):
     kept = StoreDatabase(tmp_path / FILE_NAME, StoreSettings(), now=NOW)
     kept.write([put("a", b"1"), put("b", b"2")], NOW)
     is_full = True
@@ -218,7 +218,7 @@ def test_the_reserve_is_released_for_final_states_and_keeps_ordinary_writes_out(
     assert kept.usage().unwritten_bytes == 0
     with pytest.raises(DiskFull):
         kept.write([put("c")], NOW)
-    assert kept.settle([delete("b")], NOW)  # how an owner makes room
+    assert kept.settle([delete("b")], NOW)  # an owner makes space
     assert ids(kept) == ["a"]
     is_full = False
     kept.write([put("c")], NOW)
@@ -227,10 +227,10 @@ def test_the_reserve_is_released_for_final_states_and_keeps_ordinary_writes_out(
     kept.close()
 
 
-# --- the store, beside the task that tries again ---
+# --- the store, beside the task that retries ---
 
 
-async def test_the_log_has_one_line_when_it_begins_and_one_when_it_is_over(autojump_clock, caplog):
+async def test_disk_trouble_logs_one_line_at_its_start_and_one_at_its_end(autojump_clock, caplog):
     caplog.set_level(logging.INFO, "trioserve.store")
     with open_inline_store() as store:
         await store.write(put("a"))
@@ -254,7 +254,7 @@ async def test_the_log_has_one_line_when_it_begins_and_one_when_it_is_over(autoj
     ] * 2
 
 
-async def test_final_states_that_are_lost_at_the_end_are_said(tmp_path, caplog):
+async def test_final_states_lost_at_the_end_are_logged(tmp_path, caplog):
     async with open_store(tmp_path) as store:
         await store.write(put("a"))
         await store._runner.run(store._database.set_pages_max, 1)
@@ -265,7 +265,7 @@ async def test_final_states_that_are_lost_at_the_end_are_said(tmp_path, caplog):
 # --- quotas ---
 
 
-def test_a_quota_is_checked_in_the_write_itself():
+def test_a_quota_is_checked_in_the_same_transaction():
     kept = StoreDatabase(None, StoreSettings(), now=NOW)
     quota = Quota(kind="response", owner="alice", objects_max=2, blob_bytes_max=10)
     assert kept.write([put("a"), append("a", b"x" * 6)], NOW, [quota])

@@ -1,4 +1,4 @@
-"""The store in its thread: what waiting, cancelling and leaving mean."""
+"""Tests of the store in its thread: waiting, cancelling and closing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def put(object_id, body=b"{}"):
     return PutObject(kind="response", id=object_id, owner="alice", body=body)
 
 
-async def test_it_writes_reads_and_pages_in_a_thread_of_its_own(tmp_path):
+async def test_the_store_works_in_a_thread_of_its_own(tmp_path):
     before = set(threading.enumerate())
     async with open_store(tmp_path / "new" / "data") as store:
         assert await store.write(put("a", b"1"), put("b"), AppendBlob(kind="response", id="b", data=b"blob"))
@@ -31,7 +31,7 @@ async def test_it_writes_reads_and_pages_in_a_thread_of_its_own(tmp_path):
         assert (await store.get("response", "a", owner="alice")).body == b"1"
 
 
-async def test_a_hostile_id_is_not_there():
+async def test_an_impossible_id_is_absent():
     async with open_store() as store:
         for hostile in ("", "../a", "a" * 1000, "\x00", "ä"):
             assert await store.get("response", hostile, owner=None) is None
@@ -39,7 +39,7 @@ async def test_a_hostile_id_is_not_there():
             assert await store.read_blob("response", hostile, owner=None) is None
 
 
-async def test_a_writer_that_is_cancelled_has_written_when_it_returns():
+async def test_a_cancelled_writer_has_written_when_it_returns():
     async with open_store() as store:
         with trio.CancelScope() as scope:
             scope.cancel()
@@ -47,7 +47,7 @@ async def test_a_writer_that_is_cancelled_has_written_when_it_returns():
         assert await store.get("response", "a", owner="alice") is not None
 
 
-async def test_time_to_live_goes_by_the_clock_it_was_given(autojump_clock):
+async def test_lifetimes_follow_the_given_clock(autojump_clock):
     now = 0.0
     async with open_store(None, StoreSettings(seconds_max=60), wall_clock=lambda: now) as store:
         await store.write(put("a"))
@@ -57,7 +57,7 @@ async def test_time_to_live_goes_by_the_clock_it_was_given(autojump_clock):
         assert await store.get("response", "a", owner="alice") is None
 
 
-async def test_a_directory_that_cannot_be_made_is_told(tmp_path):
+async def test_a_directory_that_cannot_be_created_is_reported(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(StartupError, match="--data-dir"):
         async with open_store(tmp_path / "file" / "data"):

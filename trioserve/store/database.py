@@ -1,7 +1,7 @@
-"""The store as one SQLite file, or in memory: what is written whole or not at all, who may see it, what has to go.
+"""The store as one SQLite file, or in memory: atomic writes, owners, lifetimes and eviction.
 
-Synchronous, and the time is an argument. It belongs to one thread, which may block: see Store. What `write` has
-returned from survives the end of the process at any moment, and that of the machine.
+Synchronous, and the time is an argument. The database belongs to one thread, which may block (see Store). A change
+survives a crash of the process or machine as soon as `write` has returned.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from trioserve.store.unwritten import UnwrittenChanges, UnwrittenGroup, bytes_of
 __all__ = ["FILE_NAME", "StoreDatabase", "StoreUsage"]
 
 FILE_NAME = "store.sqlite"
-ROW_BYTES = 256  # of a row and its entries in four indexes, roughly; more than SQLite takes for short ids
-SWEPT_MAX = 1000  # rows that one write removes for others at most, so that it stays short
-EVICTED_SHARE = 0.05  # what is freed at a time when a bound is reached: looking for victims costs a pass over an index
-PROBE_BYTES_MIN = 65_536  # written to see whether the disk takes writes again: more than a batch writes at a time
+ROW_BYTES = 256  # estimate for a row and its entries in four indexes; more than SQLite needs for short ids
+SWEPT_MAX = 1000  # expired rows that one write removes at most, so that it stays short
+EVICTED_SHARE = 0.05  # of a limit, evicted at a time: finding victims costs a pass over an index
+PROBE_BYTES_MIN = 65_536  # size of a test write: more than a batch writes at a time
 PROBE_BYTES_MAX = 2**20
-PAGES_MAX = 2**32 - 2  # SQLite's own
+PAGES_MAX = 2**32 - 2  # limit of SQLite
 _COLUMNS = "kind, id, owner, created_at, expires_at, body, blob_bytes"
 
 
 DISK_ERRORS = (DiskFull, StoreFault)
-"""What the disk does, and not a bound of the settings: it may pass."""
+"""Failures of the disk, which may be temporary. Limits of the settings raise StoreFull."""
 
 
 class StoreUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """What the store holds.
+    """Counts of the store.
 
-    Args:
-        bytes, objects: at this moment.
+    Attributes:
+        bytes, objects: stored now.
         evicted_count, expired_count, refused_count, failure_count: since the start. Failures are writes that the disk
             refused.
-        unwritten_bytes: of final states that are in memory until the disk takes them.
-        trouble: why the disk took nothing at the last write; None: it took all.
+        unwritten_bytes: bytes of final states that are in memory until the disk accepts them.
+        trouble: reason why the disk refused the last write; None: the disk works.
     """
 
     bytes: int
@@ -68,22 +68,29 @@ class StoreUsage(msgspec.Struct, frozen=True, kw_only=True):
     trouble: str | None
 
 
-DISK_IS_FULL = "the store has no room: its disk is full, or its file as large as it may get"
+DISK_IS_FULL = "the store has no space: its disk is full, or its file has reached its maximum size"
 
 
 class _Conflict(StoreFault):
-    """A new object has the id of another one: no matter of the disk."""
+    """A new object has the id of another one. The disk is not the reason."""
 
 
 class _Gone(Exception):
-    """What was to be changed is not there."""
+    """An object to be changed does not exist."""
 
 
 class StoreDatabase:
-    """path: of the file; None: in memory. pages_max: of SQLite's, the file's own bound.
+    """The database of a store. Methods raise StoreFull or StoreFault, and then nothing was changed.
 
-    Opening raises StartupError: the file cannot be made or read, is damaged, is not ours, is another server's at this
-    moment, or comes from a later version. Methods raise StoreFull or StoreFault, and then nothing has changed.
+    Args:
+        path: path of the file; None: in memory.
+        settings: limits of the store.
+        now: time in seconds since 1970.
+        pages_max: limit of the file in SQLite pages; None: no limit.
+
+    Raises:
+        StartupError: the file cannot be created or read, is damaged, belongs to another program or a later version, or
+            is in use by another server.
     """
 
     def __init__(self, path: Path | None, settings: StoreSettings, *, now: float, pages_max: int | None = None) -> None:
@@ -95,7 +102,7 @@ class StoreDatabase:
         self._probe_bytes = PROBE_BYTES_MIN
         try:
             if path is not None and not path.exists():
-                path.touch(mode=0o600)  # it holds what people write to a model
+                path.touch(mode=0o600)  # prompts and responses are private
             self._connection = sqlite3.connect(":memory:" if path is None else path, isolation_level=None)
         except (OSError, sqlite3.Error) as error:
             raise StartupError(f"the store {path} cannot be opened: {error}") from None
@@ -107,7 +114,7 @@ class StoreDatabase:
             self._reserve = DiskReserve(None if path is None else path.with_name(RESERVE_FILE_NAME))
             try:
                 self._sweep(now)
-            except DISK_ERRORS as error:  # it can be read, and the disk may have room later
+            except DISK_ERRORS as error:  # start anyway: reads work, and the disk may have space later
                 self._note_failure(error)
         except (StoreFull, StoreFault) as error:
             self._connection.close()
@@ -120,7 +127,7 @@ class StoreDatabase:
             raise
 
     def close(self) -> int:
-        """Try once more to write what is in memory only. Returns how many writes are lost with it."""
+        """Try once more to write unwritten changes, and close. Returns the number of writes that are lost."""
         if self._unwritten:
             self._reserve.release()
             try:
@@ -131,8 +138,11 @@ class StoreDatabase:
         return len(self._unwritten)
 
     def set_pages_max(self, pages_max: int | None) -> None:
-        """The file's own bound, in SQLite's pages, but never less than it has; None: as large as SQLite allows. With 1
-        the disk is full for all purposes, until there is room again."""
+        """Limit the size of the file. Tests use this to simulate a full disk.
+
+        Args:
+            pages_max: SQLite pages at most, but never less than the file has. 1 makes the disk full. None: no limit.
+        """
         self._connection.execute(f"PRAGMA max_page_count = {PAGES_MAX if pages_max is None else pages_max:d}")
 
     @property
@@ -147,25 +157,27 @@ class StoreDatabase:
     def is_durable(self) -> bool:
         return self._path is not None
 
-    # --- what is written ---
+    # --- writing ---
 
     def write(self, changes: Sequence[Change], now: float, quotas: Sequence[Quota] = ()) -> bool:
-        """Write all of the changes, or none.
+        """Write all changes or none.
 
         Args:
-            quotas: what their owners may have afterwards.
+            changes: the changes, in order.
+            now: time in seconds since 1970.
+            quotas: limits of their owners after the write.
 
         Returns:
-            False if an object to be replaced or appended to is gone. Then nothing has changed.
+            False if an object to be replaced or appended to is gone. Then nothing was changed.
 
         Raises:
-            StoreFull: there is no room; DiskFull: on the disk.
+            StoreFull: the limits leave no space. DiskFull: the disk has no space.
             StoreFault: the file fails, or a new object has the id of another one of its kind.
-            QuotaExceeded: a quota would be passed.
+            QuotaExceeded: a quota would be exceeded.
         """
         try:
             if not self._reserve.is_whole and not self._reserve.fill():
-                raise DiskFull(DISK_IS_FULL)  # final writes may need the room that is left
+                raise DiskFull(DISK_IS_FULL)  # final writes may need the space that is left
             self._write_unwritten()
             is_done = self._write(changes, now, quotas)
         except _Conflict:
@@ -174,20 +186,25 @@ class StoreDatabase:
             self._note_failure(error, changes)
             raise
         if self._trouble is not None and bytes_of(changes) >= self._probe_bytes:
-            self._trouble = None  # a smaller write may have fitted where others do not
+            self._trouble = None  # a smaller write proves nothing: it may have fitted into a partly used page
         return is_done
 
     def settle(self, changes: Sequence[Change], now: float) -> bool:
-        """Write what must not depend on the disk: final states, and deletions.
+        """Write changes that must not depend on the disk: final states, and deletions.
 
-        If the disk takes nothing, the reserve is released. If that does not help, the changes are kept in memory, where
-        every reader sees them, and written when there is room: by the next write, by `retry`, or at the end.
+        If the disk refuses the write, the reserve is released. If that does not help, the changes are kept in memory,
+        where all readers see them. They are written when the disk has space: by the next write, by `retry`, or at the
+        end.
+
+        Args:
+            changes: the changes, in order.
+            now: time in seconds since 1970.
 
         Returns:
             As for `write`.
 
         Raises:
-            StoreFull, StoreFault: as for `write`, if the changes are more than may be kept in memory.
+            StoreFull, StoreFault: as for `write`, if the changes exceed the limit of memory.
         """
         try:
             return self.write(changes, now)
@@ -212,7 +229,7 @@ class StoreDatabase:
             return is_there
 
     def retry(self) -> None:
-        """Try whether the disk takes writes again, and write what is in memory only."""
+        """Check whether the disk accepts writes again, and write the unwritten changes."""
         try:
             if not self._reserve.fill():
                 raise DiskFull(DISK_IS_FULL)
@@ -225,7 +242,10 @@ class StoreDatabase:
             self._probe_bytes = PROBE_BYTES_MIN
 
     def _probe(self) -> None:
-        """Write as much as was refused, and remove it: a small write may fit into a page that has room left."""
+        """Write as many bytes as were refused, and remove them.
+
+        A smaller write proves nothing, because it may fit into a page that has space left.
+        """
         with self._transaction():
             added = self._connection.execute(
                 "INSERT OR IGNORE INTO objects (kind, id, created_at, expires_at, is_evictable, byte_count, body) "
@@ -238,11 +258,15 @@ class StoreDatabase:
             with self._transaction():
                 self._delete("kind = 'probe'", ())
         except BaseException:
-            self._objects = objects  # its time is over, so a later write removes it
+            self._objects = objects  # the probe has expired, so a later write removes it
             raise
 
     def _write_unwritten(self) -> None:
-        """Raises DiskFull, StoreFault."""
+        """Write the unwritten changes, oldest first.
+
+        Raises:
+            DiskFull, StoreFault: the disk refuses them.
+        """
         while (group := self._unwritten.first) is not None:
             try:
                 self._write(group.changes, group.at, ())
@@ -251,7 +275,7 @@ class StoreDatabase:
             except DISK_ERRORS:
                 raise
             except StoreFull:
-                pass  # a bound of the settings leaves no room for it any more
+                pass  # the limits of the settings leave no space for it now
             self._unwritten.drop_first(self._look, self._settings.seconds_max)
 
     def _look(self, kind: str, object_id: str) -> StoredObject | None:
@@ -279,16 +303,22 @@ class StoreDatabase:
                 return False
             if isinstance(error, StoreFull) and not isinstance(error, DiskFull):
                 self._refused_count += 1
-                for quota in quotas:  # what an owner may do about it is worth more than what everybody has
+                for quota in quotas:  # a quota error is more useful: the owner can act on it
                     self._check_quota(quota, now, changes)
             raise
         return True
 
-    # --- what is read ---
+    # --- reading ---
 
     def get(self, kind: str, object_id: str, owner: str | None, now: float) -> StoredObject | None:
-        """owner: only theirs; None: anybody's. None if there is no such object, or it is another's, or its time is
-        over."""
+        """Return an object; None if it is absent, expired, or belongs to another owner.
+
+        Args:
+            kind: kind of the object.
+            object_id: id of the object.
+            owner: only this owner's object; None: any owner's.
+            now: time in seconds since 1970.
+        """
         is_unwritten, shown = self._unwritten.get(kind, object_id, owner, now)
         if is_unwritten:
             return shown
@@ -301,9 +331,20 @@ class StoreDatabase:
     def page(
         self, kind: str, owner: str | None, now: float, *, after: str | None, limit: int, order: Order
     ) -> list[StoredObject] | None:
-        """At most `limit` objects in the order of their coming, behind the one with the id `after`; None if that is not
-        there."""
-        new = self._unwritten.new_objects(kind, owner, now)  # these came after all that the database has
+        """Return one page of a list, in order of arrival.
+
+        Args:
+            kind: kind of the objects.
+            owner: only this owner's objects; None: all owners'.
+            now: time in seconds since 1970.
+            after: id of the last object of the page before; None: first page.
+            limit: objects at most.
+            order: "asc" for oldest first, "desc" for newest first.
+
+        Returns:
+            None if there is no object with the id `after`.
+        """
+        new = self._unwritten.new_objects(kind, owner, now)  # newer than all objects of the database
         new_ids = [stored.id for stored in new]
         if after in new_ids:
             place = new_ids.index(after)
@@ -330,7 +371,7 @@ class StoreDatabase:
     def _rows_of_page(
         self, kind: str, owner: str | None, now: float, number: int, limit: int, order: Order
     ) -> list[StoredObject]:
-        """Objects of the database behind this number, as readers see them."""
+        """Return objects of the database behind `number` in the order, as readers see them."""
         sign = ">" if order == "asc" else "<"
         found: list[StoredObject] = []
         while len(found) < limit:
@@ -353,7 +394,19 @@ class StoreDatabase:
     def read_blob(
         self, kind: str, object_id: str, owner: str | None, now: float, *, offset: int, size: int
     ) -> bytes | None:
-        """At most `size` bytes of an object's blob; fewer, or none, at its end. None as in `get`."""
+        """Read a piece of an object's blob.
+
+        Args:
+            kind: kind of the object.
+            object_id: id of the object.
+            owner: only this owner's object; None: any owner's.
+            now: time in seconds since 1970.
+            offset: first byte.
+            size: bytes at most.
+
+        Returns:
+            Fewer bytes, or none, at the end of the blob. None if there is no such object.
+        """
         is_unwritten, shown = self._unwritten.get(kind, object_id, owner, now)
         if not is_unwritten:
             return self._read_written_blob(kind, object_id, owner, now, offset, size)
@@ -393,26 +446,26 @@ class StoreDatabase:
             trouble=self._trouble,
         )
 
-    # --- inside ---
+    # --- internals ---
 
     def _prepare(self, pages_max: int | None) -> None:
         execute = self._connection.execute
-        # One server a file: its bounds are counted here, and another one would not see what this one keeps.
+        # One server per file: usage is counted in this process, and unwritten changes are only in its memory.
         execute("PRAGMA locking_mode = EXCLUSIVE")
         [(found_id,)] = execute("PRAGMA application_id").fetchall()
         [(version,)] = execute("PRAGMA user_version").fetchall()
         [(table_count,)] = execute("SELECT count(*) FROM sqlite_schema").fetchall()
         if table_count and found_id != APPLICATION_ID:
-            raise StartupError(f"{self._path} is another program's SQLite file: take another --data-dir")
+            raise StartupError(f"{self._path} is another program's SQLite file: choose another --data-dir")
         if version > SCHEMA_VERSION:
             raise StartupError(
                 f"the store {self._path} was written by a later version of trioserve (its tables have version "
-                f"{version}, this one knows {SCHEMA_VERSION}): start that, or take another --data-dir"
+                f"{version}, this one knows {SCHEMA_VERSION}): start the later version, or choose another --data-dir"
             )
         execute("PRAGMA foreign_keys = ON")
-        execute("PRAGMA secure_delete = FAST")  # what was deleted should not lie about in the file
+        execute("PRAGMA secure_delete = FAST")  # overwrite deleted content where that is cheap
         execute("PRAGMA journal_mode = WAL")
-        execute("PRAGMA synchronous = FULL")  # with WAL: each commit is on the disk when it returns
+        execute("PRAGMA synchronous = FULL")  # with WAL: a commit is on the disk when it returns
         if pages_max is not None:
             execute(f"PRAGMA max_page_count = {pages_max:d}")
         if table_count:
@@ -420,7 +473,7 @@ class StoreDatabase:
             if result != "ok":
                 raise sqlite3.DatabaseError(result)
         if found_id == APPLICATION_ID and version == SCHEMA_VERSION:
-            return  # nothing is written, so a full disk is no reason not to start
+            return  # write nothing, so that the server starts on a full disk
         with self._transaction():
             for migration in MIGRATIONS[version:]:
                 for statement in migration:
@@ -431,7 +484,7 @@ class StoreDatabase:
     def _why_not_opened(self, error: sqlite3.Error) -> str:
         if _code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             return f"the store {self._path} is in use by another process: each server needs a --data-dir of its own"
-        what = " ".join(str(error).replace("***", "").split())  # SQLite tells of damage in several lines
+        what = " ".join(str(error).replace("***", "").split())  # SQLite reports damage in several lines
         return f"the store {self._path} cannot be read ({what}): move it away, or put a copy in its place"
 
     def _apply(self, change: Change, now: float) -> None:
@@ -439,7 +492,7 @@ class StoreDatabase:
         if isinstance(change, PutObject):
             byte_count = _bytes_of_put(change)
             expires_at = now + (self._settings.seconds_max if change.seconds is None else change.seconds)
-            # What is past its time and not swept yet does not stand in the way.
+            # An expired object that was not swept yet must not block its id.
             self._delete("kind = ? AND id = ? AND expires_at <= ?", (change.kind, change.id, now))
             execute(
                 "INSERT INTO objects (kind, id, owner, created_at, expires_at, is_evictable, byte_count, body) "
@@ -486,7 +539,11 @@ class StoreDatabase:
         self._bytes += added
 
     def _check_quota(self, quota: Quota, now: float, changes: Sequence[Change] = ()) -> None:
-        """Raises QuotaExceeded. changes: that are not made yet."""
+        """Check a quota. `changes` are changes that are not made yet.
+
+        Raises:
+            QuotaExceeded: the owner has too much, or would have.
+        """
         [(objects, blob_bytes)] = self._connection.execute(
             "SELECT count(*), coalesce(sum(blob_bytes), 0) FROM objects WHERE kind = ? AND owner IS ? "
             "AND expires_at > ?",
@@ -499,7 +556,11 @@ class StoreDatabase:
             raise QuotaExceeded(quota, objects, blob_bytes)
 
     def _make_room(self, changes: Sequence[Change]) -> None:
-        """Evict what may go until the changes fit. Raises StoreFull if they cannot."""
+        """Evict objects until the changes fit.
+
+        Raises:
+            StoreFull: they cannot fit.
+        """
         settings = self._settings
         bytes_new = sum(_bytes_of(change) for change in changes)
         objects_new = sum(isinstance(change, PutObject) for change in changes)
@@ -518,14 +579,16 @@ class StoreDatabase:
             if self._bytes <= bytes_least and self._objects <= objects_least:
                 return
         raise StoreFull(
-            f"the store has no room: {bytes_new} bytes in {objects_new} new objects were to be added to {self._bytes} "
-            f"in {self._objects}, and it takes {settings.bytes_max} in {settings.objects_max} (--store-max-bytes, "
-            "--store-max-objects): delete some, or send store=false"
+            f"the store has no space: {bytes_new} bytes in {objects_new} new objects do not fit beside {self._bytes} "
+            f"bytes in {self._objects} objects, with limits of {settings.bytes_max} and {settings.objects_max} "
+            "(--store-max-bytes, --store-max-objects): delete objects, or send store=false"
         )
 
     def _evict(self, changes: Sequence[Change], *, bytes_goal: int, objects_goal: int) -> None:
-        """The oldest of whoever has most, so that one key's objects do not push out those of all others; but none that
-        the changes are for."""
+        """Evict the oldest objects of the owner with the most bytes, until both goals are reached.
+
+        So the objects of one key do not displace those of all others. Objects that the changes are for are not evicted.
+        """
         kept = [
             row[0]
             for change in changes
@@ -550,7 +613,7 @@ class StoreDatabase:
                     return
 
     def _sweep(self, now: float) -> None:
-        """Remove what is past its time."""
+        """Remove expired objects, SWEPT_MAX at most."""
         if not self._query("SELECT 1 FROM objects WHERE expires_at <= ? LIMIT 1", (now,)):
             return
         bytes_before, objects_before = self._bytes, self._objects
@@ -586,7 +649,7 @@ class StoreDatabase:
             yield
             self._connection.execute("COMMIT")
         except BaseException as error:
-            if self._connection.in_transaction:  # some errors have ended it already
+            if self._connection.in_transaction:  # some errors end the transaction themselves
                 self._connection.execute("ROLLBACK")
             if not isinstance(error, sqlite3.Error):
                 raise
@@ -606,7 +669,7 @@ def _bytes_of_put(change: PutObject) -> int:
 
 
 def _bytes_of(change: Change) -> int:
-    """What it adds at most."""
+    """Return the bytes that a change adds at most."""
     if isinstance(change, PutObject):
         return _bytes_of_put(change)
     if isinstance(change, AppendBlob):
@@ -615,5 +678,5 @@ def _bytes_of(change: Change) -> int:
 
 
 def _code(error: sqlite3.Error) -> int:
-    """The primary code; extended ones have more in the upper bits."""
+    """Return the primary error code. Extended codes have more information in the upper bits."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF

@@ -1,9 +1,10 @@
-"""A file beside the store that holds room on the disk, so that small final writes succeed when the disk is full.
+"""Disk reserve: a file beside the store that occupies disk space, so that small final writes succeed on a full disk.
 
-    DATA_DIR/store.reserve           zeros, allocated for real; released by making it empty
+    DATA_DIR/store.reserve           zeros, really allocated. Released by making it empty
 
-Whoever fills the disk leaves this much. The store releases it when the disk refuses a final state or a deletion, and
-allocates it again when there is room. Ordinary writes are refused until then, or they would use it up.
+Other programs that fill the disk cannot take this space. The store releases it when the disk refuses a final state or a
+deletion, and allocates it again when the disk has space. Until then ordinary writes are refused, because they would use
+it up.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ __all__ = ["RESERVE_BYTES", "RESERVE_FILE_NAME", "DiskReserve"]
 
 RESERVE_FILE_NAME = "store.reserve"
 RESERVE_BYTES = 4 * 2**20
-"""An end of a batch or of a response takes some 20 to 100 KB of SQLite's log, so it is enough for tens of them."""
-SHARE_OF_FREE = 8  # of a small disk it takes at most one part in so many of what is free
+"""Enough for about 40: the final state of a batch or response takes 20 to 100 KB of SQLite's log."""
+SHARE_OF_FREE = 8  # on a small disk the reserve takes at most 1/8 of the free space
 
 
 class DiskReserve:
-    """Room on the disk that can be released.
+    """Disk space that can be released.
 
     Args:
-        path: of the file; None: the store is in memory, and there is no reserve.
+        path: path of the file. None: the store is in memory, and there is no reserve.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -34,25 +35,25 @@ class DiskReserve:
         if path is not None:
             with contextlib.suppress(OSError):
                 status = path.stat()
-                self._held_bytes = min(status.st_size, status.st_blocks * 512)  # a copy of it may have holes
+                self._held_bytes = min(status.st_size, status.st_blocks * 512)  # a copied file may be sparse
             free_bytes = self._free_bytes() + self._held_bytes
             self._target_bytes = max(self._held_bytes, min(RESERVE_BYTES, free_bytes // SHARE_OF_FREE))
             self.fill()
 
     @property
     def is_whole(self) -> bool:
-        """Nothing of it was released."""
+        """True if the whole reserve is allocated."""
         return self._held_bytes >= self._target_bytes
 
     def release(self) -> None:
-        """Give its room back to the disk."""
+        """Return the space to the disk."""
         if self._path is not None and self._held_bytes:
             with contextlib.suppress(OSError):
                 os.truncate(self._path, 0)
             self._held_bytes = 0
 
     def fill(self) -> bool:
-        """Allocate it again, or as much of it as there is room for. Returns whether it is whole."""
+        """Allocate the reserve again, as much as the disk has space for. Returns True if it is whole."""
         if self._path is None or self.is_whole:
             return True
         wanted = min(self._target_bytes, self._free_bytes() + self._held_bytes)
@@ -65,7 +66,7 @@ class DiskReserve:
             finally:
                 os.close(descriptor)
         except OSError:
-            pass  # a full or read-only disk, or a limit on file sizes: there is no more of it than there was
+            pass  # a full or read-only disk, or a limit on file sizes: the reserve stays as it is
         return self.is_whole
 
     def _free_bytes(self) -> int:

@@ -1,17 +1,17 @@
-"""The tables of the store, by version. A file of an earlier version is brought up to date when it is opened."""
+"""Tables of the store, by version. A file of an earlier version is migrated when it is opened."""
 
 from __future__ import annotations
 
 __all__ = ["APPLICATION_ID", "MIGRATIONS", "SCHEMA_VERSION"]
 
-APPLICATION_ID = 0x74727376  # "trsv": in the header of each of our files, so that nobody else's is taken for one
+APPLICATION_ID = 0x74727376  # "trsv": in the header of each store file, to recognize files of other programs
 
-# Each makes of a file of the version before one of its own; the first one begins with an empty file. What was once
-# published is never changed: another version is added.
+# Each entry migrates a file from the version before. The first entry starts from an empty file. A released entry is
+# never changed: add another version instead.
 MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
-        # number: the order of coming, which pages of a list go by. byte_count: what it takes of the bound, its blob
-        # and its row included.
+        # number: order of arrival, used by pages of lists. byte_count: bytes that count toward the limit, with the blob
+        # and the row.
         """CREATE TABLE objects (
             number INTEGER PRIMARY KEY AUTOINCREMENT,
             kind TEXT NOT NULL,

@@ -1,4 +1,4 @@
-"""How much the store keeps, and for how long. Each bound has its reason."""
+"""Limits of the store: how much it keeps, and for how long."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ __all__ = ["StoreSettings"]
 
 
 class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """bytes_max: of all objects together, each with its row. objects_max: of all kinds together; a row and its index
-    entries take a quarter of a kilobyte at least, whatever is in it. seconds_max: the life of an object whose keeper
-    gives it no other."""
+    """Limits of the store.
 
-    bytes_max: int = 256 * 2**20  # in memory by default, so it must leave room for the model on a small machine
+    Attributes:
+        bytes_max: bytes of all objects together, each with its row and its blob.
+        objects_max: objects of all kinds together. A row with its index entries takes at least 256 bytes.
+        seconds_max: lifetime in seconds of an object that is written without one.
+    """
+
+    bytes_max: int = 256 * 2**20  # in memory by default, so it must leave memory for the model on a small machine
     objects_max: int = 100_000
     seconds_max: float = 30 * 86_400.0  # as long as OpenAI keeps responses

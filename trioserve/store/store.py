@@ -1,4 +1,4 @@
-"""The store as a Trio program sees it: every call runs in one thread of its own, and none blocks the event loop."""
+"""The store for Trio programs: every call runs in a thread of its own, and none blocks the event loop."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from trioserve.trio_tools.worker_thread import WorkerThread
 
 __all__ = ["LIST_MAX", "BLOB_PIECE_BYTES_MAX", "JobRunner", "Store", "open_store"]
 
-LIST_MAX = 100  # objects of one page: each may have a body of megabytes
-BLOB_PIECE_BYTES_MAX = 2**20  # of one read, so that other calls have their turn
+LIST_MAX = 100  # objects per page: each may have a body of megabytes
+BLOB_PIECE_BYTES_MAX = 2**20  # per read, so that other calls do not wait long
 
 RETRY_SECONDS_MIN = 0.5
-RETRY_SECONDS_MAX = 5.0  # a try costs a system call or two, and an owner who made room wants to see it used
+RETRY_SECONDS_MAX = 5.0  # a try costs one or two system calls, and freed disk space is used soon
 
 logger = logging.getLogger(__name__)
 
@@ -31,22 +31,39 @@ T = TypeVar("T")
 
 
 class JobRunner(Protocol):
-    """Calls functions in the one thread that the database belongs to, in order."""
+    """Calls functions in order, in the one thread that the database belongs to."""
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Waits for the end of it also when cancelled."""
+        """Call a function, and wait for its end even if cancelled.
+
+        Args:
+            function: the function.
+            arguments: its arguments.
+        """
 
     async def run_cancellable(self, function: Callable[..., T], *arguments: Any) -> T:
-        """A cancelled caller leaves at once."""
+        """Call a function. A cancelled caller returns at once.
+
+        Args:
+            function: the function.
+            arguments: its arguments.
+        """
 
 
 @uninterrupted
 class Store:
-    """Made by open_store. owner, everywhere: only theirs; None: anybody's. An id that none can be is simply not there.
+    """A store in a thread of its own, made by open_store.
 
-    Raises StoreFull when there is no room (and nothing of the write has happened), StoreFault when the file fails.
+    In all methods, `owner` limits the call to objects of this owner; None means objects of any owner. An impossible id
+    is treated as absent. Methods raise StoreFull if there is no space, and StoreFault if the file fails. Then nothing
+    was changed.
 
-    To be used beside a task that runs `keep_trying`: that writes final states for which the disk had no room.
+    Beside the store, a task must run `keep_trying`, which writes the final states that the disk has refused.
+
+    Args:
+        runner: calls the database.
+        database: the database.
+        wall_clock: seconds since 1970.
     """
 
     def __init__(self, runner: JobRunner, database: StoreDatabase, wall_clock: Callable[[], float]) -> None:
@@ -58,46 +75,50 @@ class Store:
         self._note_trouble()
 
     def now(self) -> float:
-        """By the clock that its times go by: seconds since 1970."""
+        """Return the time of the store's clock in seconds since 1970."""
         return self._wall_clock()
 
     @property
     def seconds_max(self) -> float:
-        """The life of what is given no other."""
+        """Lifetime in seconds of an object that is written without one."""
         return self._database.seconds_max
 
     @property
     def bytes_max(self) -> int:
-        """Of all that it keeps."""
+        """Limit of all stored bytes."""
         return self._database.bytes_max
 
     async def write(self, *changes: Change, quotas: Sequence[Quota] = ()) -> bool:
-        """Write all of the changes or none, for good when this returns, also when the caller is cancelled meanwhile.
+        """Write all changes or none. They are permanent when this returns, even if the caller was cancelled meanwhile.
 
         Args:
-            quotas: what their owners may have afterwards: checked together with the write.
+            changes: the changes, in order.
+            quotas: limits of their owners, checked in the same transaction.
 
         Returns:
-            False if an object to be replaced or appended to is gone. Then nothing has changed.
+            False if an object to be replaced or appended to is gone. Then nothing was changed.
 
         Raises:
-            StoreFull, StoreFault, QuotaExceeded: nothing has changed.
+            StoreFull, StoreFault, QuotaExceeded: nothing was changed.
         """
         return await self._change(self._database.write, changes, self._wall_clock(), quotas)
 
     async def settle(self, *changes: Change) -> bool:
-        """Write a final state, or delete, whatever the disk does. See StoreDatabase.settle.
+        """Write a final state or delete objects, even if the disk refuses writes. See StoreDatabase.settle.
+
+        Args:
+            changes: the changes, in order.
 
         Returns:
             As for `write`.
 
         Raises:
-            StoreFull, StoreFault: as for `write`, if there is no room for the changes even in memory.
+            StoreFull, StoreFault: as for `write`, if even memory has no space for the changes.
         """
         return await self._change(self._database.settle, changes, self._wall_clock())
 
     async def keep_trying(self) -> None:
-        """While the disk takes nothing, try again and again. Runs until it is cancelled."""
+        """Retry unwritten changes while the disk refuses writes. Runs until it is cancelled."""
         while True:
             await self._has_trouble.wait()
             seconds = RETRY_SECONDS_MIN
@@ -111,25 +132,25 @@ class Store:
 
     @property
     def trouble(self) -> str | None:
-        """Why the disk took nothing at the last write; None: it took all. Never waits."""
+        """Reason why the disk refused the last write; None: the disk works. Never waits."""
         return self._database.usage().trouble
 
     async def _change(self, function: Callable[..., bool], changes: tuple[Change, ...], *arguments: Any) -> bool:
         for change in changes:
-            assert is_id(change.id), f"{change.id!r} is no id"
+            assert is_id(change.id), f"{change.id!r} is not a valid id"
         try:
             return await self._runner.run(function, changes, *arguments)
         finally:
             self._note_trouble()
 
     def _note_trouble(self) -> None:
-        """One line in the log when the disk stops taking writes, and one when it takes them again."""
+        """Log one line when the disk starts to refuse writes, and one when it accepts them again."""
         usage = self._database.usage()
         if (usage.trouble is not None) is self._was_in_trouble:
             return
         self._was_in_trouble = usage.trouble is not None
         if self._was_in_trouble:
-            logger.error("store cannot be written, reads and requests go on error=%s", usage.trouble)
+            logger.error("store cannot be written, reads and requests continue error=%s", usage.trouble)
             self._has_trouble.set()
         else:
             logger.warning("store can be written again failures=%d", usage.failure_count)
@@ -143,8 +164,18 @@ class Store:
     async def page(
         self, kind: str, *, owner: str | None, after: str | None = None, limit: int = 20, order: Order = "desc"
     ) -> list[StoredObject] | None:
-        """At most `limit` (up to LIST_MAX) in the order of their coming, behind the object with the id `after`;
-        None if that is not there."""
+        """Return one page of a list, in order of arrival.
+
+        Args:
+            kind: kind of the objects.
+            owner: only this owner's objects; None: all owners'.
+            after: id of the last object of the page before; None: first page.
+            limit: objects at most, 1 to LIST_MAX.
+            order: "asc" for oldest first, "desc" for newest first.
+
+        Returns:
+            None if there is no object with the id `after`.
+        """
         assert 1 <= limit <= LIST_MAX, f"limit is {limit}"
         if after is not None and not is_id(after):
             return None
@@ -157,7 +188,18 @@ class Store:
     async def read_blob(
         self, kind: str, object_id: str, *, owner: str | None, offset: int = 0, size: int = BLOB_PIECE_BYTES_MAX
     ) -> bytes | None:
-        """At most `size` bytes of its blob from `offset` on, none at the end; None if there is no such object."""
+        """Read a piece of an object's blob.
+
+        Args:
+            kind: kind of the object.
+            object_id: id of the object.
+            owner: only this owner's object; None: any owner's.
+            offset: first byte.
+            size: bytes at most, 1 to BLOB_PIECE_BYTES_MAX.
+
+        Returns:
+            Empty at the end of the blob. None if there is no such object.
+        """
         assert 1 <= size <= BLOB_PIECE_BYTES_MAX, f"size is {size}"
         if not is_id(object_id):
             return None
@@ -169,11 +211,11 @@ class Store:
 
     @property
     def is_durable(self) -> bool:
-        """Whether what it keeps is there after a restart."""
+        """True if objects survive a restart."""
         return self._database.is_durable
 
     def usage(self) -> StoreUsage:
-        """Never waits: a few numbers, as they are while the thread may be writing."""
+        """Return counts of the store. Never waits: a write may be running in the thread."""
         return self._database.usage()
 
 
@@ -184,9 +226,17 @@ async def open_store(
     *,
     wall_clock: Callable[[], float] = time.time,
 ) -> AsyncIterator[Store]:
-    """The store in this directory, which is made if it is not there; None: in memory, for as long as this scope.
+    """Open the store for the duration of the scope.
 
-    Leaving waits for the call at hand. Raises StartupError: see StoreDatabase.
+    Leaving the scope waits for the running call.
+
+    Args:
+        directory: directory of the file, created if absent. None: a store in memory.
+        settings: limits; None: defaults.
+        wall_clock: seconds since 1970.
+
+    Raises:
+        StartupError: the directory cannot be created, or see StoreDatabase.
     """
 
     def open_database() -> StoreDatabase:
@@ -194,7 +244,7 @@ async def open_store(
             try:
                 directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             except OSError as error:
-                raise StartupError(f"--data-dir {directory} cannot be made: {error}") from None
+                raise StartupError(f"--data-dir {directory} cannot be created: {error}") from None
         path = None if directory is None else directory / FILE_NAME
         return StoreDatabase(path, settings or StoreSettings(), now=wall_clock())
 
@@ -203,6 +253,6 @@ async def open_store(
         try:
             yield Store(thread, database, wall_clock)
         finally:
-            lost = await thread.run(database.close)  # ends also when cancelled
+            lost = await thread.run(database.close)  # finishes even if cancelled
             if lost:
-                logger.error("final states lost, since the store's disk took nothing to the end count=%d", lost)
+                logger.error("final states lost because the store's disk refused writes until the end count=%d", lost)

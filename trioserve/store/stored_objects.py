@@ -1,6 +1,6 @@
-"""What is kept: an object with its kind, its id and its owner, and the changes that are made to such objects.
+"""Stored objects, and the changes that can be made to them.
 
-Ids come from clients' paths, too, so what cannot be one is told before a database is asked.
+Ids also come from clients' paths. So an impossible id is recognized before the database is asked.
 """
 
 from __future__ import annotations
@@ -30,8 +30,14 @@ Order = Literal["asc", "desc"]
 
 
 class StoredObject(msgspec.Struct, frozen=True, kw_only=True):
-    """owner: to whom it is shown; None: to those alone who see everything. created_at, expires_at: seconds since 1970.
-    body: what its kind makes of it, JSON as a rule. blob_bytes: size of the blob beside it."""
+    """An object in the store.
+
+    Attributes:
+        owner: only this owner sees the object. None: only readers who see everything do.
+        created_at, expires_at: seconds since 1970.
+        body: content in the format of its kind, usually JSON.
+        blob_bytes: size of the blob beside the body.
+    """
 
     kind: str
     id: str
@@ -43,8 +49,12 @@ class StoredObject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PutObject(msgspec.Struct, frozen=True, kw_only=True):
-    """A new object. seconds: how long it is kept; None: as the settings say. is_evictable: it may go before its time
-    when room is needed, since whoever made it can make it again."""
+    """Change: add an object.
+
+    Attributes:
+        seconds: lifetime from now on; None: as the settings say.
+        is_evictable: True if the object may be evicted before its time, because its content can be made again.
+    """
 
     kind: str
     id: str
@@ -55,14 +65,14 @@ class PutObject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplaceObject(msgspec.Struct, frozen=True, kw_only=True):
-    """Another body for an object; its owner and blob stay.
+    """Change: replace the body of an object. Owner and blob stay.
 
-    Args:
-        body: None: as it was.
-        seconds: its life from now on; None: its time stays as it was.
-        is_evictable: as for PutObject; None: as it was.
-        must_exist: if the object is gone, nothing of the write happens: its owner has deleted it and does not want it
-            back. False: the other changes happen all the same.
+    Attributes:
+        body: None: unchanged.
+        seconds: lifetime from now on; None: unchanged.
+        is_evictable: as for PutObject; None: unchanged.
+        must_exist: True: if the object is gone, the whole write does nothing, because its owner has deleted it. False:
+            the other changes of the write still happen.
     """
 
     kind: str
@@ -74,8 +84,10 @@ class ReplaceObject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AppendBlob(msgspec.Struct, frozen=True, kw_only=True):
-    """More at the end of an object's blob: a file's content, the lines of a result. As for a replacement, the object
-    must be there."""
+    """Change: append data to an object's blob, such as a file's content or lines of a result.
+
+    If the object is gone, the whole write does nothing.
+    """
 
     kind: str
     id: str
@@ -83,7 +95,7 @@ class AppendBlob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeleteObject(msgspec.Struct, frozen=True, kw_only=True):
-    """An object and its blob. That it is gone already is no error."""
+    """Change: delete an object and its blob. Does nothing if it is gone already."""
 
     kind: str
     id: str
@@ -93,13 +105,14 @@ Change = PutObject | ReplaceObject | AppendBlob | DeleteObject
 
 
 class Quota(msgspec.Struct, frozen=True, kw_only=True):
-    """What one owner may have of one kind once a write is done. The store checks it in the write's own transaction, so
-    writes at the same time cannot pass it together.
+    """Limits of one owner's objects of one kind, checked after a write.
 
-    Args:
+    The store checks them in the write's own transaction, so concurrent writes cannot exceed them together.
+
+    Attributes:
         owner: None: objects without an owner.
-        objects_max: how many objects.
-        blob_bytes_max: how many bytes of blobs, together.
+        objects_max: objects at most.
+        blob_bytes_max: bytes of all blobs together at most.
     """
 
     kind: str
@@ -109,10 +122,12 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QuotaExceeded(Exception):
-    """A write would pass a quota. Nothing of the write has happened.
+    """A write would exceed a quota. Nothing was changed.
 
     Args:
-        objects, blob_bytes: what the owner would have.
+        quota: the quota.
+        objects: objects that the owner would have.
+        blob_bytes: bytes of blobs that the owner would have.
     """
 
     def __init__(self, quota: Quota, objects: int, blob_bytes: int) -> None:
@@ -123,5 +138,9 @@ class QuotaExceeded(Exception):
 
 
 def is_id(text: str) -> bool:
-    """Whether an object may bear this id: letters, digits and -_.: in ASCII, at most ID_CHARACTERS_MAX."""
+    """Return True if an object may have this id.
+
+    Args:
+        text: any text. Ids have ASCII letters, digits and -_.: and at most ID_CHARACTERS_MAX characters.
+    """
     return _ID.fullmatch(text) is not None

@@ -1,8 +1,8 @@
-"""Changes that the disk has refused: kept in memory, in order, and shown to readers until they are written.
+"""Changes that the disk has refused. They are kept in memory, in order, and shown to readers until they are written.
 
-Only final states come here (see StoreDatabase.settle): what a batch or a response came to. So the owner reads the end
-of it at once, whatever the disk does. Bounded in bytes. Half of the bound is for small changes alone, so that a large
-result cannot push out the end of something else.
+Only final states of batches and responses come here (see StoreDatabase.settle). So the owner reads the final state at
+once, whatever the disk does. The bytes are limited. Half of the limit is for small changes only, so that a large result
+cannot displace the final state of another object.
 """
 
 from __future__ import annotations
@@ -17,16 +17,21 @@ from trioserve.store.stored_objects import AppendBlob, Change, DeleteObject, Put
 __all__ = ["UNWRITTEN_BYTES_MAX", "UnwrittenChanges", "UnwrittenGroup", "bytes_of"]
 
 UNWRITTEN_BYTES_MAX = 32 * 2**20
-"""Of all changes together. Ends of 64 batches and 64 background responses fit many times; in memory, so no more."""
+"""Limit of all changes together. Final states of 64 batches and 64 background responses fit many times."""
 SMALL_BYTES_MAX = 65_536
-CHANGE_BYTES = 256  # of a change besides its body
+CHANGE_BYTES = 256  # memory of a change without its body
 
 Look = Callable[[str, str], StoredObject | None]
-"""What the database has under a kind and an id."""
+"""Returns the object that the database has for a kind and an id."""
 
 
 class UnwrittenGroup(msgspec.Struct, frozen=True):
-    """What one write wanted to change, all or nothing, and when."""
+    """The changes of one write, all or nothing.
+
+    Attributes:
+        changes: the changes, in order.
+        at: time of the write, in seconds since 1970.
+    """
 
     changes: tuple[Change, ...]
     at: float
@@ -35,11 +40,11 @@ class UnwrittenGroup(msgspec.Struct, frozen=True):
 class _Shown(msgspec.Struct):
     """An object as readers see it.
 
-    Args:
+    Attributes:
         stored: the object; None: it is deleted.
-        written_blob_bytes: how much of its blob the database has.
+        written_blob_bytes: bytes of its blob that the database has.
         tail: the rest of its blob, in pieces.
-        is_new: the database does not have it.
+        is_new: True if the database does not have the object.
     """
 
     stored: StoredObject | None
@@ -49,7 +54,11 @@ class _Shown(msgspec.Struct):
 
 
 class UnwrittenChanges:
-    """The groups, and a view of the objects that they change."""
+    """Groups of unwritten changes, and a view of the objects that they change.
+
+    Args:
+        bytes_max: bytes of all groups together.
+    """
 
     def __init__(self, bytes_max: int = UNWRITTEN_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
@@ -62,24 +71,29 @@ class UnwrittenChanges:
 
     @property
     def first(self) -> UnwrittenGroup | None:
-        """The group that has to be written before the others."""
+        """The oldest group, which must be written first. None if there is none."""
         return self._groups[0] if self._groups else None
 
     def has_room(self, changes: Sequence[Change]) -> bool:
-        """Whether a group of these changes fits into the bound."""
+        """Return True if a group of these changes fits the limit.
+
+        Args:
+            changes: changes of one write.
+        """
         byte_count = bytes_of(changes)
         is_small = byte_count <= SMALL_BYTES_MAX and not any(isinstance(change, PutObject) for change in changes)
         return self.byte_count + byte_count <= (self._bytes_max if is_small else self._bytes_max // 2)
 
     def add(self, group: UnwrittenGroup, look: Look, seconds_max: float) -> bool:
-        """Keep a group, for which there is room.
+        """Keep a group. has_room must be true for its changes.
 
         Args:
+            group: changes of one write.
             look: finds an object in the database.
-            seconds_max: the life of an object that is given no other.
+            seconds_max: lifetime of an object that is written without one.
 
         Returns:
-            False if an object that has to be there is gone. Then nothing has changed.
+            False if an object that must exist is gone. Then nothing was changed.
         """
         shown: dict[tuple[str, str], _Shown] = {}
         for change in group.changes:
@@ -98,16 +112,31 @@ class UnwrittenChanges:
         return True
 
     def drop_first(self, look: Look, seconds_max: float) -> None:
-        """The first group is in the database now, or cannot be applied any more."""
+        """Drop the first group, because it was written or can no longer be applied.
+
+        Args:
+            look: finds an object in the database.
+            seconds_max: lifetime of an object that is written without one.
+        """
         self.byte_count -= bytes_of(self._groups.popleft().changes)
         groups, self._groups, self._shown, self.byte_count = list(self._groups), deque(), {}, 0
         for group in groups:
             self.add(group, look, seconds_max)
 
-    # --- what readers see ---
+    # --- reading ---
 
     def get(self, kind: str, object_id: str, owner: str | None, now: float) -> tuple[bool, StoredObject | None]:
-        """Whether a change concerns this object, and the object as its owner sees it."""
+        """Look up an object among the unwritten changes.
+
+        Args:
+            kind: kind of the object.
+            object_id: id of the object.
+            owner: only this owner's object; None: any owner's.
+            now: time in seconds since 1970.
+
+        Returns:
+            True if an unwritten change concerns the object, and the object as the owner sees it.
+        """
         shown = self._shown.get((kind, object_id))
         if shown is None:
             return False, None
@@ -116,7 +145,13 @@ class UnwrittenChanges:
         return True, stored if is_seen else None
 
     def new_objects(self, kind: str, owner: str | None, now: float) -> list[StoredObject]:
-        """Objects that the database does not have, the oldest first."""
+        """Return the objects that the database does not have, oldest first.
+
+        Args:
+            kind: kind of the objects.
+            owner: only this owner's objects; None: all owners'.
+            now: time in seconds since 1970.
+        """
         return [
             stored
             for shown in self._shown.values()
@@ -127,13 +162,18 @@ class UnwrittenChanges:
         ]
 
     def tail(self, kind: str, object_id: str) -> tuple[int, bytes]:
-        """How much of the object's blob the database has, and the rest of the blob."""
+        """Return how many bytes of a blob the database has, and the rest of the blob.
+
+        Args:
+            kind: kind of the object.
+            object_id: id of an object with an unwritten change.
+        """
         shown = self._shown[kind, object_id]
         return shown.written_blob_bytes, b"".join(shown.tail)
 
 
 def _changed(found: _Shown, change: Change, now: float, seconds_max: float) -> _Shown | None:
-    """The object after the change; None: it has to be there, and is not."""
+    """Return the object after the change; None if the object must exist but is gone."""
     if isinstance(change, DeleteObject):
         return _Shown(None, is_new=found.is_new)
     if isinstance(change, PutObject):
@@ -163,7 +203,11 @@ def _changed(found: _Shown, change: Change, now: float, seconds_max: float) -> _
 
 
 def bytes_of(changes: Sequence[Change]) -> int:
-    """What the changes take in memory."""
+    """Return the bytes that changes take in memory.
+
+    Args:
+        changes: changes of one write.
+    """
     total = 0
     for change in changes:
         content = change.data if isinstance(change, AppendBlob) else getattr(change, "body", None)
