@@ -17,11 +17,15 @@ ROOT = Path(__file__).resolve().parent.parent
 PLAIN_FOLDERS: tuple[str, ...] = (
     "tests/admission",
     "tests/contracts",
+    "tests/core",
     "tests/router",
+    "tests/store",
     "tests/trio_tools",
     "trioserve/admission",
     "trioserve/contracts",
+    "trioserve/core",
     "trioserve/router",
+    "trioserve/store",
     "trioserve/testing/task_order.py",
     "trioserve/trio_tools",
 )
