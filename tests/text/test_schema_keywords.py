@@ -56,6 +56,28 @@ KEPT: dict[str, tuple[dict[str, Any], list[Any]]] = {
         {"oneOf": [{"type": "integer", "maximum": 6}, {"type": "integer", "minimum": 4}], "type": "integer"},
         [3, 4, 5, 6, 7],
     ),
+    "a least count of listed names": (
+        an_object(a=INTEGER, b=INTEGER, c=INTEGER) | {"minProperties": 2},
+        [{}, {"a": 1}, {"a": 1, "b": 2}, {"b": 1, "c": 2}, {"a": 1, "c": 2}, {"a": 1, "b": 2, "c": 3}],
+    ),
+    "a least count beside a required name": (
+        an_object(a=INTEGER, b=INTEGER, c=INTEGER) | {"minProperties": 2, "maxProperties": 3, "required": ["b"]},
+        [{}, {"b": 1}, {"a": 1, "b": 2}, {"b": 1, "c": 2}, {"a": 1, "c": 2}],
+    ),
+    "a count of all names of a pattern": (
+        {
+            "type": "object",
+            "patternProperties": {"^[ab]$": INTEGER},
+            "additionalProperties": False,
+            "minProperties": 2,
+            "maxProperties": 2,
+        },
+        [{}, {"a": 1}, {"b": 1}, {"a": 1, "b": 2}],
+    ),
+    "a count of listed names that are required": (
+        an_object(a=INTEGER, b=INTEGER) | {"minProperties": 2, "required": ["a", "b"]},
+        [{}, {"a": 1}, {"a": 1, "b": 2}],
+    ),
     "oneOf of required": (
         an_object(a=INTEGER, b=INTEGER) | {"oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
         [{}, {"a": 1}, {"b": 2}, {"a": 1, "b": 2}],
@@ -234,3 +256,8 @@ def test_schemas_of_pydantic_are_taken(name: str) -> None:
     assert COMPILER.compile(StructuredOutput.json(schema, strict=False)).ignored == IGNORED.get(name, ())
     if name not in IGNORED:
         COMPILER.compile(StructuredOutput.json(schema))
+
+
+def test_more_names_than_there_are_cannot_be_asked_for():
+    with pytest.raises(InvalidRequest):
+        COMPILER.compile(StructuredOutput.json(an_object(a=INTEGER, b=INTEGER) | {"minProperties": 3}))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from functools import lru_cache
 from typing import Any, Final
 
@@ -115,6 +116,7 @@ class KeptSchema:
         for rewrite in (self._one_of, self._not, self._if, self._dependencies, self._contains):
             rewrite(node, cases, path)
         self._fill_in(node, path, has_cases=bool(cases))
+        self._counts_of_listed(node, cases, path)
         if cases:
             members = node.get("allOf")
             added = [{"anyOf": case} if len(case) != 1 else case[0] for case in cases]
@@ -335,6 +337,31 @@ class KeptSchema:
             return
         node["properties"] = listed
         del node["patternProperties"]
+
+    def _counts_of_listed(self, node: dict[str, Any], cases: list[list[Any]], path: str) -> None:
+        """Write the counts of an object whose names are all listed as required names, in cases."""
+        listed, least, most = node.get("properties"), node.get("minProperties", 0), node.get("maxProperties")
+        if not isinstance(listed, dict) or not isinstance(least, int) or node.get("patternProperties"):
+            return
+        if node.get("additionalProperties") is not False or node.get("type") != "object":
+            return
+        names = [name for name, schema in listed.items() if schema is not False]
+        required = node.get("required")
+        required = [name for name in required if name in names] if isinstance(required, list) else []
+        optional = [name for name in names if name not in required]
+        if isinstance(most, int) and most >= len(names):
+            del node["maxProperties"]  # it excludes nothing
+        missing = least - len(set(required))
+        if (
+            "maxProperties" in node
+            or least < 2
+            or not optional
+            or math.comb(len(optional), max(missing, 0)) > CASES_MAX
+        ):
+            return  # the library keeps to it, or refuses it
+        del node["minProperties"]
+        found: list[Any] = [{"required": list(one)} for one in itertools.combinations(optional, max(missing, 0))]
+        self._add_case(cases, found or [False], "minProperties", path)
 
     def _lists_without_repeats(self, schema: dict[str, Any]) -> dict[str, Any] | None:
         """An array of different items that can be listed, as the list of all such arrays."""
