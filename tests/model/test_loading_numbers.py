@@ -154,6 +154,16 @@ def test_tiles_of_very_many_patches_are_refused(tiny_vision: ModuleType, tmp_pat
         open_checkpoint(tmp_path)
 
 
+def test_fewer_layers_than_the_weights_have_are_refused(tiny_vision: ModuleType, tmp_path: Path) -> None:
+    tiny_vision.write_checkpoint(tmp_path)
+    path = tmp_path / "config.json"
+    described = json.loads(path.read_text())
+    described["vision_config"]["num_hidden_layers"] -= 1
+    path.write_text(json.dumps(described))
+    with pytest.raises(ModelLoadError, match=r"vision_model\.encoder\.layers\.\d.*has no place for it"):
+        open_checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize("step", [499, pytest.param(13, marks=pytest.mark.slow)])
 def test_numbers_at_any_place_of_a_gguf_header(tiny_gguf: Callable[..., Path], tmp_path: Path, step: int) -> None:
     whole = tiny_gguf("llama", "Q4_0").read_bytes()

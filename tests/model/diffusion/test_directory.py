@@ -223,6 +223,34 @@ def test_weights_of_another_shape_are_refused(changed):
         DiffusionRunner.load(ImageDirectory(path), ImageModelSettings(), check_tokenizer=check_tokenizer)
 
 
+@pytest.mark.parametrize(
+    ("kind", "component", "fields", "says"),
+    [
+        ("stable-diffusion", "text_encoder", {"num_hidden_layers": 0}, "num_hidden_layers is 0, at least 1 is allowed"),
+        ("stable-diffusion", "text_encoder", {"num_attention_heads": -1}, "num_attention_heads is -1, at least 1"),
+        ("pixart", "text_encoder", {"num_layers": -3}, "num_layers is -3, at least 1 is allowed"),
+        ("stable-diffusion", "vae", {"norm_num_groups": -1}, "norm_num_groups is -1, at least 1 is allowed"),
+        ("stable-diffusion", "unet", {"freq_shift": -1}, "freq_shift is -1, at least 0 is allowed"),
+        ("stable-diffusion", "text_encoder", {"num_hidden_layers": 1}, r"encoder\.layers\.1\..*fewer layers"),
+        ("pixart", "text_encoder", {"num_layers": 1}, r"encoder\.block\.1\..*fewer layers"),
+        ("dit", "transformer", {"num_layers": 1}, r"transformer_blocks\.1\..*fewer layers"),
+    ],
+)
+def test_a_description_of_fewer_layers_than_the_weights_have_is_refused(changed, kind, component, fields, says):
+    path = changed(kind, f"{component}/config.json", **fields)
+    with pytest.raises(ModelLoadError, match=says):
+        DiffusionRunner.load(ImageDirectory(path), ImageModelSettings(), check_tokenizer=check_tokenizer)
+
+
+def test_tensors_that_are_of_no_layer_may_be_left_over(changed):
+    path = changed("stable-diffusion", "text_encoder/config.json", pad_token_id=-1)
+    weights = tensors_of(path / "text_encoder")
+    tensors = load_file(weights)
+    first = sorted(tensors)[0]
+    save_file({**tensors, "other.0.weight": tensors[first].clone()}, weights, metadata={"format": "pt"})
+    DiffusionRunner.load(ImageDirectory(path), ImageModelSettings(), check_tokenizer=check_tokenizer)
+
+
 def test_what_is_no_directory_of_this_kind_is_none(tmp_path):
     assert not is_image_model(tmp_path)
     assert not is_image_model("x" * 5000)

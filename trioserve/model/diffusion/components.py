@@ -7,7 +7,7 @@ import importlib
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,27 @@ def _load(
             f"{folder} lacks {len(missing)} tensors of its weights, such as {missing[0]}: the download may not be "
             "complete, or its config.json is another model's"
         )
+    if (further := _further_layer(network, found["unexpected_keys"])) is not None:
+        raise ModelLoadError(
+            f"{folder} holds {further}, and its config.json describes a network with fewer layers: it is damaged, or "
+            "another model's"
+        )
     return network.to(device).eval().requires_grad_(False)
+
+
+def _further_layer(network: torch.nn.Module, unused: Iterable[str]) -> str | None:
+    """Return a tensor of a layer behind those that a network has.
+
+    Args:
+        unused: tensors of its weights that the network has no place for. Others than those of layers do no harm.
+    """
+    modules = dict(network.named_modules())
+    for name in sorted(unused):
+        parts = name.split(".")
+        inside = max(count for count in range(len(parts)) if ".".join(parts[:count]) in modules)
+        if isinstance(modules[".".join(parts[:inside])], torch.nn.ModuleList) and parts[inside].isdecimal():
+            return name
+    return None
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import math
 import reprlib
 import struct
 from collections.abc import Iterator
@@ -27,6 +28,9 @@ TOKENIZER_BYTES_MAX = 64 * 2**20  # of each file of a tokenizer; those of CLIP a
 WEIGHT_NAMES = ("diffusion_pytorch_model", "model")
 WHOLE_MAX = 65_536  # of a number in a description, if no tensor of the weights has a larger side
 SCHEDULER_WHOLE_MAX = 100_000  # timesteps that a scheduler was trained with are 1000
+# Numbers of a description that no network has at 0, by how their names end. An encoder has no use for a decoder's.
+POSITIVE_ENDINGS = ("_channels", "_dim", "_distance", "_groups", "_heads", "_kernel", "_layers", "_size")
+POSITIVE_NAMES = ("d_ff", "d_kv", "d_model", "layers_per_block")
 BLOCKS_MAX = 16  # each halves an image's sides; real ones are 3 to 5
 DTYPES: dict[str, Dtype] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -180,11 +184,17 @@ class ImageDirectory:
         """Compare the numbers of a component's description with its weights, before a library makes a network of them.
 
         Raises:
-            ModelLoadError: a number is larger than any network with these weights could need.
+            ModelLoadError: a number is negative, or 0 where there must be something, or larger than any network with
+                these weights could need.
         """
         shapes = self.stored_shapes(component)
         largest = max(WHOLE_MAX, *(side for shape in shapes for side in shape), 0)
         for name, value in _wholes(self.config(component)):
+            if value < (least := _least(name)):
+                raise ModelLoadError(
+                    f"{self.path / component / 'config.json'}: {name} is {reprlib.repr(value)}, at least {least} is "
+                    "allowed: the file is damaged"
+                )
             whole_max = len(shapes) if "layer" in name else largest
             if value > whole_max:
                 what = "its weights have so many tensors" if "layer" in name else "the longest side of its tensors"
@@ -244,6 +254,13 @@ class ImageDirectory:
         if not isinstance(value, kind) or not value:
             raise ModelLoadError(f"{self.path / component / 'config.json'}: {name} is {value!r}, which says nothing")
         return value
+
+
+def _least(name: str) -> float:
+    if name.endswith(("_id", "_ids")):
+        return -math.inf  # of tokens: some files have -1 for none
+    is_positive = name in POSITIVE_NAMES or name.endswith(POSITIVE_ENDINGS)
+    return 1 if is_positive and "decoder" not in name else 0
 
 
 def _wholes(config: dict[str, Any]) -> Iterator[tuple[str, int]]:

@@ -25,6 +25,7 @@ VISION_CLASSES = ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGene
 _ACTIVATIONS: dict[str, Activation] = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")  # the latter since transformers 5
 _PREFIXES = ("model.", "")
+_LAYERS = "vision_model.encoder.layers."
 _NOTES = ("max_image_size", "size", "tie_word_embeddings", "use_base_siglip")  # those of the processor count
 
 
@@ -44,7 +45,9 @@ class VisionPart:
                 f"image_token_id in config.json is {self.processing.image_token_id}, but the vocabulary has "
                 f"{texts.vocab_size} tokens: the checkpoint's config is damaged"
             )
-        self._stored = _placed(stored, vision_shapes(self.config))
+        shapes = vision_shapes(self.config)
+        self._stored = _placed(stored, shapes)
+        _check_layers(stored, shapes)
         self.files = tuple(dict.fromkeys(tensor.path for tensor in self._stored.values()))
         self.weight_bytes = sum(tensor.byte_count for tensor in self._stored.values())
 
@@ -63,7 +66,7 @@ def vision_shapes(config: VisionConfig) -> dict[str, Shape]:
         "vision_model.embeddings.position_embedding.weight": (config.positions_per_side**2, hidden),
     }
     for index in range(config.layer_count):
-        layer = f"vision_model.encoder.layers.{index}"
+        layer = f"{_LAYERS}{index}"
         for module, rows, columns in (
             *((f"self_attn.{name}_proj", hidden, hidden) for name in ("q", "k", "v", "out")),
             ("mlp.fc1", middle, hidden),
@@ -91,6 +94,18 @@ def _placed(stored: Mapping[str, FileTensor], shapes: Mapping[str, Shape]) -> di
             )
         placed[name] = tensor
     return placed
+
+
+def _check_layers(stored: Mapping[str, FileTensor], shapes: Mapping[str, Shape]) -> None:
+    """Raises ModelLoadError for a layer behind those of the config. Other tensors that have no place do no harm."""
+    for name in stored:
+        for prefix in _PREFIXES:
+            inner = name.removeprefix(prefix)
+            if name.startswith(f"{prefix}{_LAYERS}") and inner not in shapes:
+                raise ModelLoadError(
+                    f"the weights hold {name[:80]}, and the vision_config has no place for it: weights and config are "
+                    "not of the same model"
+                )
 
 
 def _vision_config(outer: Fields, texts: ModelConfig) -> VisionConfig:
