@@ -31,7 +31,7 @@ from trioserve.commands.log_lines import logging_to
 from trioserve.commands.program_end import EXIT_FAILED
 from trioserve.config import Config
 from trioserve.contracts.errors import StartupError, TrioserveError
-from trioserve.trio_tools.interpreter import keep_what_is_loaded, prepare_interpreter
+from trioserve.trio_tools.interpreter import freeze_loaded_objects, prepare_interpreter
 
 __all__ = [
     "EngineActor",
@@ -164,7 +164,7 @@ class EngineActor:
             await serve_configured(self._config, orders, on_serving=lambda urls: self._announce(urls, sender))
 
     def _announce(self, urls: list[str], sender: trio.MemorySendChannel[object]) -> None:
-        keep_what_is_loaded()
+        freeze_loaded_objects()
         self._end = lambda: sender.send_nowait("stop")
         if self._stops:
             self._end()

@@ -54,7 +54,7 @@ async def test_long_prompts_and_chats_are_encoded_in_the_text_thread(times, thre
         ({"messages": [{"role": "user", "content": "x"}] * 200}, "trioserve-text"),
     ],
 )
-async def test_a_chat_is_rendered_in_a_text_thread_if_anything_in_it_may_take_long(options, thread, calls):
+async def test_long_chat_is_rendered_in_a_text_thread(options, thread, calls):
     """A template of the request's own may compute, whatever its length."""
     async with open_fake_engine(context_tokens_max=4096, block_count=1024, new_text_threads=TextThreads) as fake:
         seen = calls(fake)

@@ -91,7 +91,7 @@ async def run_with_orders_at(service: Service, *times: float, order: object = "s
         nursery.cancel_scope.cancel()
 
 
-async def test_drain_lets_running_requests_finish_and_returns_when_the_last_has(autojump_clock):
+async def test_drain_ends_when_the_last_running_request_has_ended(autojump_clock):
     """S36: the model is unloaded after the last request."""
     async with open_fake_engine(step_seconds=0.1, max_num_seqs=2) as fake:
         front_end = ScriptedFrontEnd(fake, ["one", "two", "three"])
@@ -144,7 +144,7 @@ async def test_sighup_reloads_without_stopping(autojump_clock):
         assert (front_end.reloads, front_end.announced_at) == (2, -1.0)
 
 
-async def test_the_deadline_ends_running_requests_and_says_why(autojump_clock):
+async def test_drain_deadline_ends_running_requests_with_a_reason(autojump_clock):
     """S21."""
     async with open_fake_engine(step_seconds=0.1) as fake:
         front_end = ScriptedFrontEnd(fake, ["one"])

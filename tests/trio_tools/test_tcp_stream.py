@@ -18,7 +18,7 @@ async def connected() -> tuple[TcpStream, trio.SocketStream]:
         return TcpStream(await listener.accept()), theirs
 
 
-async def test_it_keeps_the_contract_of_trios_streams():
+async def test_stream_keeps_the_contract_of_trio():
     async def make():
         ours, theirs = await connected()
         return ours, TcpStream(theirs)

@@ -480,7 +480,7 @@ class AdmissionScope:
         id: Id under which the request may be seen and aborted. None if it has none.
         owner: Owner of the request.
         can_go_on: Called after the first token. True if another endpoint could resume the stream.
-        note_thought_ended: Called when the endpoint has ended the reasoning by hand.
+        note_reasoning_ended: Called when the endpoint has ended the reasoning by hand.
         headers: Returns headers to ask the endpoint about the request, in the client's name.
         gives_partial: True if the client wants the partial result, also after an abort by another party.
         withdrawn_for: Reason why the current attempt must end. None if it may continue.
@@ -495,7 +495,7 @@ class AdmissionScope:
         self.id = id
         self.owner = owner
         self.can_go_on: Callable[[], bool] = lambda: False
-        self.note_thought_ended: Callable[[], None] = lambda: None
+        self.note_reasoning_ended: Callable[[], None] = lambda: None
         self.headers: Callable[[], list[tuple[str, str]]] = list
         self.gives_partial = False
         self._dispatch = dispatch

@@ -36,7 +36,7 @@ from trioserve.http.server import FrontendServer
 from trioserve.metrics.registry import Metrics
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.file_limit import connections_within
-from trioserve.trio_tools.interpreter import keep_what_is_loaded, prepare_interpreter
+from trioserve.trio_tools.interpreter import freeze_loaded_objects, prepare_interpreter
 
 __all__ = [
     "NativeFrontEnd",
@@ -99,7 +99,7 @@ async def _serve_until_signal(
                 sender.send_nowait(number)
 
     def note_serving(urls: list[str]) -> None:
-        keep_what_is_loaded()
+        freeze_loaded_objects()
         is_serving.set()
         if on_serving is not None:
             on_serving()

@@ -186,7 +186,7 @@ class Continuation:
         given = {} if params is None else {TRANSFER_PARAMS: msgspec.Raw(params)}
         return {RESUME: {**self._resume, **ended}, **given}
 
-    def note_thought_ended(self) -> None:
+    def note_reasoning_ended(self) -> None:
         """By hand."""
         self._is_thought_ended = True
 

@@ -117,7 +117,7 @@ async def forward_control(context: RouterContext) -> None:
     for admission in context.fleet.dispatch.live_admissions(owner=context.owner):
         if admission.id == id and not admission.is_queued and admission.endpoint is not None:
             if await _relay(context, admission.endpoint, body) < 300:
-                admission.note_thought_ended()  # another endpoint that goes on is to know
+                admission.note_reasoning_ended()  # another endpoint that goes on is to know
             return
     raise _not_found(f'there is no request with the id "{id}" that runs', "request_not_found")
 

@@ -148,7 +148,7 @@ async def _pass_through(
         with context.continued(Continuation.of(context, body, request)) as continuation:
             if continuation is not None:
                 admission.can_go_on = continuation.can_go_on
-                admission.note_thought_ended = continuation.note_thought_ended
+                admission.note_reasoning_ended = continuation.note_reasoning_ended
             if admission.stage is not None:
                 await serve_disaggregated(context, admission, raw, body, clock)
                 return

@@ -9,7 +9,7 @@ import sys
 
 from trioserve.trio_tools.file_limit import raise_file_limit
 
-__all__ = ["keep_what_is_loaded", "prepare_interpreter"]
+__all__ = ["freeze_loaded_objects", "prepare_interpreter"]
 
 SWITCH_INTERVAL_SECONDS = 0.001  # time after which a thread must release the GIL if another thread waits
 YOUNG_OBJECTS_MAX = 20_000
@@ -26,7 +26,7 @@ def prepare_interpreter() -> None:
     raise_file_limit()
 
 
-def keep_what_is_loaded() -> None:
+def freeze_loaded_objects() -> None:
     """Exclude all current objects from later garbage collections.
 
     Otherwise each collection would scan the modules, the model and the tokenizer, which takes about 35 ms.

@@ -28,7 +28,7 @@ from trioserve.http.limits import FrontendLimits
 from trioserve.http.server import FrontendServer
 from trioserve.model.runner import ModelRunner
 from trioserve.testing.flag_types import at_least_one
-from trioserve.trio_tools.interpreter import keep_what_is_loaded, prepare_interpreter
+from trioserve.trio_tools.interpreter import freeze_loaded_objects, prepare_interpreter
 from trioserve.trio_tools.progress import with_progress
 
 __all__ = ["OpenEngine", "add_arguments", "run", "run_served_step"]
@@ -126,7 +126,7 @@ async def _measure(open_engine: OpenEngine, rounds: int) -> None:
             open_engine(max_num_seqs=STREAMS, enable_prefix_caching=False) as engine,
             _serving(engine) as port,
         ):
-            keep_what_is_loaded()
+            freeze_loaded_objects()
             await _read_in_process(engine)  # warms up
             times.take()
             quiet, served, client_seconds = [], [], []

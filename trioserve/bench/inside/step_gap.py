@@ -25,7 +25,7 @@ from trioserve.bench.inside.served_step import OpenEngine
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.engine.engine import Engine
 from trioserve.testing.flag_types import at_least_one
-from trioserve.trio_tools.interpreter import keep_what_is_loaded, prepare_interpreter
+from trioserve.trio_tools.interpreter import freeze_loaded_objects, prepare_interpreter
 from trioserve.trio_tools.progress import with_progress
 
 __all__ = ["GapFigure", "Passes", "add_arguments", "native_passes", "run", "run_step_gap"]
@@ -116,7 +116,7 @@ async def _measure(
             open_engine(model, **fits_all, overlap_steps=False) as plain,
             open_engine(model, **fits_all, overlap_steps=True) as overlapping,
         ):
-            keep_what_is_loaded()
+            freeze_loaded_objects()
             for stream_count in stream_counts:
                 taken: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
                 for number in with_progress(range(rounds + 1), f"measuring {stream_count} streams", unit="rounds"):

@@ -23,7 +23,7 @@ from trioserve.bench.inside.served_step import OpenEngine
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.engine.engine import Engine
 from trioserve.testing.flag_types import at_least_one
-from trioserve.trio_tools.interpreter import keep_what_is_loaded, prepare_interpreter
+from trioserve.trio_tools.interpreter import freeze_loaded_objects, prepare_interpreter
 from trioserve.trio_tools.progress import with_progress
 
 __all__ = ["WideFigure", "add_arguments", "run", "run_wide_prompt"]
@@ -129,7 +129,7 @@ async def _measure(
         open_engine(model, **settings, wide_prompt_stretch=BY_TIME) as by_time,
         open_engine(model, **settings, wide_prompt_stretch=BY_TOKENS) as by_tokens,
     ):
-        keep_what_is_loaded()
+        freeze_loaded_objects()
         for number in with_progress(range(rounds), f"measuring {stream_count} streams", unit="rounds"):
             for stretch, engine in ((BY_TIME, by_time), (BY_TOKENS, by_tokens)):
                 figures.append(await _round(engine, stretch, stream_count, prompt_tokens, number))

@@ -38,7 +38,7 @@ from trioserve.contracts.images import ImageLimits
 from trioserve.engine.images.image_engine import ImageEngine
 from trioserve.http.server import FrontendServer
 from trioserve.testing.flag_types import at_least_one
-from trioserve.trio_tools.interpreter import keep_what_is_loaded, prepare_interpreter
+from trioserve.trio_tools.interpreter import freeze_loaded_objects, prepare_interpreter
 
 __all__ = ["add_arguments", "run"]
 
@@ -73,7 +73,7 @@ async def _measure(arguments: argparse.Namespace) -> None:
             pipeline = PlainPipeline(Path(arguments.model))  # behind the engine, which says what is wrong with it
             asked = AskedPictures(engine, steps=arguments.steps, guidance=arguments.guidance)
             await measure_speed(asked, watch, pipeline, batch)  # warms up
-            keep_what_is_loaded()
+            freeze_loaded_objects()
             print(
                 f"{arguments.model}, {arguments.steps} steps, guidance {arguments.guidance:g}, load average "
                 f"{os.getloadavg()[0]:.1f}; from closing the connection until the slot is back"
