@@ -16,17 +16,23 @@ ROOT = Path(__file__).resolve().parent.parent
 # A folder is added once all of its files follow CONTRIBUTING.md, and stays.
 PLAIN_FOLDERS: tuple[str, ...] = (
     "tests/admission",
+    "tests/asyncio",
     "tests/contracts",
     "tests/core",
+    "tests/metrics",
     "tests/router",
     "tests/store",
+    "tests/tracing",
     "tests/trio_tools",
     "trioserve/admission",
+    "trioserve/asyncio",
     "trioserve/contracts",
     "trioserve/core",
+    "trioserve/metrics",
     "trioserve/router",
     "trioserve/store",
     "trioserve/testing/task_order.py",
+    "trioserve/tracing",
     "trioserve/trio_tools",
 )
 

@@ -122,7 +122,7 @@ def test_dashboards_are_told_apart():
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
 def test_a_dashboard_begins_with_what_may_be_left_behind(path):
     assert panels(path)[0]["type"] == "row"
-    assert panels(path)[0]["title"] == "Is anything left behind?"
+    assert panels(path)[0]["title"] == "Is anything leaked?"
 
 
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)

@@ -23,7 +23,7 @@ from trioserve.engine.images.image_engine import ImageEngine
 from trioserve.engine.images.image_parts import ImageParts
 from trioserve.engine.shell.engine_loop import ThreadedExecutor
 from trioserve.engine.shell.supervisor import supervise
-from trioserve.metrics.registry import OF_A_PICTURE_SERVER, Metrics
+from trioserve.metrics.registry import IMAGE_SERVER_PARTS, Metrics
 from trioserve.model.device import torch_now
 from trioserve.model.diffusion.description import describe
 from trioserve.model.diffusion.directory import ImageDirectory, check_image_extra, name_of_weights
@@ -233,7 +233,7 @@ class _Opening:
             model=description,
             core=parts.core,
             steps=parts.steps,
-            metrics=Metrics(description.name, parts=OF_A_PICTURE_SERVER),
+            metrics=Metrics(description.name, parts=IMAGE_SERVER_PARTS),
             settings=msgspec.structs.replace(
                 engine_settings(config),
                 step_seconds_max=config.step_timeout,

@@ -15,7 +15,7 @@ import pytest
 from trioserve.api.error_responses import TABLE
 from trioserve.config import Config
 from trioserve.metrics.catalogue import CATALOGUE, Question
-from trioserve.metrics.registry import OF_A_PICTURE_SERVER, OF_A_SERVER, Metrics
+from trioserve.metrics.registry import IMAGE_SERVER_PARTS, SERVER_PARTS, Metrics
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "trioserve/testing/README.md"]
@@ -134,8 +134,8 @@ def test_the_generated_tables_have_every_option_and_every_metric():
 def test_what_is_exposed_is_what_the_page_of_metrics_lists(kind):
     """A pair's pages are a server's and a router's."""
     model, parts = {
-        "server": ("m", OF_A_SERVER),
-        "server of pictures": ("m", OF_A_PICTURE_SERVER),
+        "server": ("m", SERVER_PARTS),
+        "server of pictures": ("m", IMAGE_SERVER_PARTS),
         "router": (None, ("frontend", "router")),
     }[kind]
     page = Metrics(model, parts=parts).expose().decode()
@@ -148,7 +148,7 @@ def test_what_is_exposed_is_what_the_page_of_metrics_lists(kind):
         "images": "metrics-of-pictures",
     }
     text = "\n".join(tables.TABLES[names[part]]() for part in parts)
-    text += (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").partition("## The process's")[2]
+    text += (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").partition("## Metrics of the process")[2]
     rows = [row.split(" | ") for row in text.splitlines() if row.startswith("|")]
     listed = {name for row in rows for cell in row[:2] for name in named(cell)}
     assert shown == listed

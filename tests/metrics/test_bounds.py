@@ -1,4 +1,4 @@
-"""Whatever clients and endpoints send, /metrics does not grow: every label has few values, and none is a client's."""
+"""The number of series on /metrics stays bounded: every label has few values, and clients cannot add values."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from trio.testing import wait_all_tasks_blocked
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.http.counter_metrics import show_counters
 from trioserve.metrics.catalogue import CATALOGUE
-from trioserve.metrics.registry import OF_A_PICTURE_SERVER, Metrics
+from trioserve.metrics.registry import IMAGE_SERVER_PARTS, Metrics
 from trioserve.testing.memory_client import MemoryClient
 from trioserve.testing.memory_router import MemoryRouter, open_memory_router
 from trioserve.testing.memory_server import MemoryServer, open_memory_server
 
-MARK = "zqx"  # in all that is a client's
+MARK = "zqx"  # part of every text that a client sends
 PATHS = (
     *("/{}", "/v1/{}", "/v1/models/{}", "/v1/models/{}/b", "/v1/requests/{}", "/v1/files/{}", "/v1/files/{}/content"),
     *("/v1/responses/{}", "/v1/streams/{}", "/v1/batches/{}/cancel", "/metrics/{}", "/health?{}", "/ui/{}", "//{}"),
@@ -27,14 +27,14 @@ METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "{}", "TR
 
 
 def texts(seed: int) -> Iterator[str]:
-    """What no two requests have in common."""
+    """Yield a text that no other request has."""
     rng = random.Random(seed)
     while True:
         yield MARK + "".join(rng.choices("abcdefghijkmnop0123456789", k=12))
 
 
 async def fire(target: MemoryServer | MemoryRouter, seed: int) -> None:
-    """Each method at each path, and tenants, keys, models, ids and sessions that nobody has heard of."""
+    """Send each method to each path, with unknown tenants, keys, models, ids and sessions."""
     text = texts(seed)
     for path in PATHS:
         for method in METHODS:
@@ -72,7 +72,7 @@ async def scrape(client: MemoryClient) -> bytes:
 
 
 async def check_bounded(target: MemoryServer | MemoryRouter) -> None:
-    await scrape(target.client())  # this is counted, too
+    await scrape(target.client())  # the scrape itself is counted, too
     await fire(target, seed=1)
     before = series(await scrape(target.client()))
     await fire(target, seed=2)
@@ -85,13 +85,13 @@ async def check_bounded(target: MemoryServer | MemoryRouter) -> None:
     assert all(label["handler"] == "none" or label["handler"].startswith("/") for label in labels)
 
 
-async def test_a_server_s_series_are_bounded_whatever_comes(autojump_clock):
+async def test_series_of_a_server_are_bounded_for_any_input(autojump_clock):
     async with open_memory_server(max_num_seqs=2) as server:
         show_counters(server.engine.metrics, server.server.counters)
         await check_bounded(server)
 
 
-async def test_a_router_s_series_are_bounded_whatever_comes(autojump_clock):
+async def test_series_of_a_router_are_bounded_for_any_input(autojump_clock):
     async with (
         open_memory_server() as server,
         open_memory_router({"a": _connect(server)}) as router,
@@ -107,7 +107,7 @@ def _connect(server: MemoryServer):
     return connect
 
 
-async def test_endpoints_that_are_gone_leave_no_series(autojump_clock):
+async def test_removed_endpoints_leave_no_series(autojump_clock):
     names = [f"pod-{number}" for number in range(8)]
     async with (
         open_memory_server() as server,
@@ -121,23 +121,23 @@ async def test_endpoints_that_are_gone_leave_no_series(autojump_clock):
             assert f'{{endpoint="{name}"}}' not in router.metrics.expose().decode()
 
 
-def test_no_metric_has_a_label_that_callers_fill():
-    """Tenants, users and keys are in the log and in traces; there are as many as like to come."""
+def test_no_metric_has_a_label_that_clients_fill():
+    """Tenants, users and keys are in the log and in traces. Their number is unbounded."""
     labels = {label.name for metric in CATALOGUE for label in metric.labels}
     assert not labels & {"tenant", "user", "key", "model", "request", "session", "client", "path_raw"}
     open_ended = {label.name for metric in CATALOGUE for label in metric.labels if not label.values}
     assert open_ended == {
-        *("reason", "path", "status", "handler", "method"),  # of routes, and of what the program itself says
-        *("endpoint",),  # of the fleet
-        *("rank",),  # of one model, as many as --tensor-parallel-size says
+        *("reason", "path", "status", "handler", "method"),  # routes, and fixed texts of the program
+        *("endpoint",),  # endpoints of the fleet
+        *("rank",),  # ranks of one model: --tensor-parallel-size
         *("block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching"),  # one series
-        *("adapter", "max_lora", "waiting_lora_adapters", "running_lora_adapters"),  # the admin's, of those there are
-        *("version",),  # the admin's: of the weights that are there, and of no others
+        *("adapter", "max_lora", "waiting_lora_adapters", "running_lora_adapters"),  # loaded by the admin
+        *("version",),  # set by the admin; only the current weights are shown
     }
 
 
-def test_known_labels_are_all_there_at_the_start():
-    metrics = Metrics("tiny", parts=OF_A_PICTURE_SERVER)
+def test_known_labels_are_shown_from_the_start():
+    metrics = Metrics("tiny", parts=IMAGE_SERVER_PARTS)
     shown = series(metrics.expose())
     for metric in CATALOGUE:
         for label in metric.labels:

@@ -1,4 +1,4 @@
-"""Pages of several processes as one that a scraper can read."""
+"""Joined pages of several processes, as one page that a scraper can read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ONE = b'# HELP a What a is.\n# TYPE a counter\na_total 1.0\n# HELP b B.\n# TYPE 
 TWO = b'# HELP b B.\n# TYPE b gauge\nb{x="{"} 3.0\n# HELP c C.\n# TYPE c gauge\nc 4.0\n'
 
 
-def test_each_family_comes_once_and_every_series_tells_its_process():
+def test_each_family_appears_once_and_each_series_has_its_process():
     assert joined_pages({"1": ONE, "2": TWO}, label="process").decode().splitlines() == [
         "# HELP a What a is.",
         "# TYPE a counter",
@@ -26,7 +26,7 @@ def test_each_family_comes_once_and_every_series_tells_its_process():
     ]
 
 
-def test_pages_of_a_router_are_read_by_prometheus_parser():
+def test_prometheus_parser_reads_joined_pages_of_a_router():
     pages = {str(number): Metrics(None, parts=("frontend", "router")).expose() for number in (1, 2)}
     families = list(text_string_to_metric_families(joined_pages(pages, label="process").decode()))
     assert len({family.name for family in families}) == len(families)

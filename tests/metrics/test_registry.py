@@ -1,4 +1,4 @@
-"""What a scraper reads, and that the catalogue and the class agree."""
+"""The page that a scraper reads, and agreement between the catalogue and the class."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from trioserve.metrics.catalogue import CATALOGUE
 from trioserve.metrics.plain_histogram import PlainHistogram
-from trioserve.metrics.registry import OF_A_PICTURE_SERVER, Metrics
+from trioserve.metrics.registry import IMAGE_SERVER_PARTS, Metrics
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -37,7 +37,7 @@ def test_declared_kinds_are_those_of_the_catalogue() -> None:
         assert hints[metric.name].__name__.lower().removeprefix("plain") == metric.kind, metric.name
 
 
-def test_names_are_unique_and_say_their_kind() -> None:
+def test_names_are_unique_and_match_their_kind() -> None:
     names = [metric.name for metric in CATALOGUE]
     assert len(names) == len(set(names))
     for metric in CATALOGUE:
@@ -77,7 +77,7 @@ def test_a_histogram_is_shown_under_names_that_are_not_its_own(other: str, count
     assert f"# TYPE {other} histogram" in metrics.expose().decode()
 
 
-def test_what_is_known_by_another_name_alone_has_its_own_labels_alone() -> None:
+def test_metric_with_a_foreign_name_has_only_its_own_labels() -> None:
     metrics = Metrics("tiny")
     metrics.http_requests_by_handler_total.labels("/v1/models", "GET", "2xx").inc()
     metrics.http_request_duration_seconds.labels("/v1/models", "GET").observe(0.2)
@@ -93,7 +93,7 @@ def test_what_is_known_by_another_name_alone_has_its_own_labels_alone() -> None:
     assert bounds == {"0.1": 0, "0.5": 1, "1.0": 1, "5.0": 1, "30.0": 1, "+Inf": 1}
 
 
-def test_only_an_engine_has_a_number() -> None:
+def test_only_engine_metrics_have_the_engine_label() -> None:
     for name, labels in samples(Metrics("tiny")):
         is_of_an_engine = name.startswith(("trioserve:num_requests", "vllm:"))
         assert not is_of_an_engine or dict(labels)["engine"] == "0", name
@@ -154,14 +154,14 @@ def test_gauges_are_set_when_scraped() -> None:
 
 
 def test_the_text_is_what_prometheus_client_writes() -> None:
-    """But for what it is shown under: prefixes, aliases, and the labels of model and engine."""
+    """Equal text, apart from prefixes, aliases and the labels of model and engine."""
     metrics = Metrics(None, parts=("frontend", "router"))
     names = {metric.full_name: metric.name for metric in CATALOGUE if metric.part in ("frontend", "router")}
     for awkward in ('a "b"\\c\nd', "", "é{}=,"):
         metrics.http_requests_total.labels(awkward, "200").inc(1e17)
         metrics.endpoint_leases.labels(awkward).set(float("inf"))
         metrics.http_request_duration_seconds.labels("/v1/models", awkward).observe(0.25)
-    for _ in range(2):  # the second one from what was kept of the first
+    for _ in range(2):  # the second page uses the cached text of the first
         metrics.queue_wait_seconds.observe(1 / 3)
         metrics.rejections_total.labels("queue_full").inc()
         shown = metrics.expose(part="frontend").decode() + metrics.expose(part="router").decode()
@@ -176,7 +176,7 @@ def test_the_text_is_what_prometheus_client_writes() -> None:
         assert sorted(ours) == sorted(line for line in expected if "_created" not in line)
 
 
-def test_a_series_that_is_gone_is_not_kept() -> None:
+def test_removed_series_is_not_cached() -> None:
     metrics = Metrics(None, parts=("router",))
     for number in range(20):
         metrics.endpoint_leases.clear()
@@ -188,15 +188,15 @@ def test_a_series_that_is_gone_is_not_kept() -> None:
         assert found == {f"pod-{number}": number}
 
 
-def test_known_label_values_are_there_before_anything_happened() -> None:
+def test_known_label_values_are_shown_before_they_happen() -> None:
     metrics = Metrics("tiny")
     assert value(metrics, "trioserve:aborts_total", phase="prefill") == 0
     assert value(metrics, "vllm:request_success_total", finished_reason="length") == 0
     assert value(metrics, "trioserve:kv_blocks", state="cached") == 0
 
 
-def test_every_family_has_help_and_type_and_none_is_told_twice() -> None:
-    text = Metrics("tiny", parts=OF_A_PICTURE_SERVER).expose().decode()
+def test_every_family_has_help_and_type_exactly_once() -> None:
+    text = Metrics("tiny", parts=IMAGE_SERVER_PARTS).expose().decode()
     types = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
     types = [name for name in types if not name.startswith("process_")]
     assert len(types) == len(set(types)) == len(CATALOGUE) + sum(len(metric.aliases) for metric in CATALOGUE)
@@ -209,13 +209,13 @@ def test_a_model_name_with_quotes_survives() -> None:
     assert dict(labels)["model_name"] == 'a "b"\\c'
 
 
-def test_two_engines_in_one_process_count_apart() -> None:
+def test_two_engines_in_one_process_count_separately() -> None:
     first, second = Metrics("tiny"), Metrics("tiny")
     first.generation_tokens_total.inc(5)
     assert value(second, "trioserve:generation_tokens_total") == 0
 
 
-def test_cancel_to_free_reaches_from_a_tenth_of_a_millisecond_to_ten_seconds() -> None:
+def test_cancel_to_free_buckets_cover_0_1_ms_to_10_s() -> None:
     metrics = Metrics("tiny")
     metrics.cancel_to_free_seconds.labels("decode").observe(0.00005)
     assert value(metrics, "trioserve:cancel_to_free_seconds_bucket", phase="decode", le="0.0001") == 1
@@ -223,13 +223,13 @@ def test_cancel_to_free_reaches_from_a_tenth_of_a_millisecond_to_ten_seconds() -
     assert value(metrics, "trioserve:cancel_to_free_seconds_bucket", phase="decode", le="10.0") == 2
 
 
-def test_the_process_is_shown_under_the_names_that_every_exporter_uses() -> None:
+def test_process_metrics_have_the_usual_names() -> None:
     shown = samples(Metrics("tiny"))
     assert shown["process_resident_memory_bytes", ()] > 2**20
     assert [name for name, _labels in shown].count("process_resident_memory_bytes") == 1
 
 
-def test_cancel_to_free_in_steps_tells_at_once_from_one_step_and_from_more() -> None:
+def test_cancel_to_free_steps_separates_zero_one_and_more_steps() -> None:
     metrics = Metrics("tiny")
     for steps in (0, 0, 1, 2):
         metrics.cancel_to_free_steps.labels("decode").observe(steps)

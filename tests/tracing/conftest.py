@@ -1,4 +1,4 @@
-"""A collector in this process: an HTTP server that takes OTLP and takes the protobufs apart."""
+"""A collector in this process: an HTTP server that accepts OTLP and decodes the protobufs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,12 @@ def _value(value: Any) -> Any:
 
 
 class Collector:
-    """may_answer: cleared, it takes a request and says nothing until it is set. status: what it answers."""
+    """Records the spans that it gets.
+
+    Attributes:
+        may_answer: while cleared, requests are accepted but not answered.
+        status: status of its answers.
+    """
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -88,7 +93,7 @@ class Collector:
         self._thread.join()
         self.server.server_close()
 
-    # --- what came ---
+    # --- received spans ---
 
     def one(self, name: str, *, parent: Span | None = None) -> Span:
         found = [span for span in self.spans if span.name == name and parent in (None, self.parent_of(span))]

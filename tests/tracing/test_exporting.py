@@ -1,4 +1,4 @@
-"""A collector that hangs, refuses or is not there costs spans, and nothing else."""
+"""A collector that hangs, refuses spans or is missing costs only spans."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def begin_and_end(otel: OtelTracing, count: int) -> None:
         otel.tracer.begin("work").end()
 
 
-def test_what_a_hanging_collector_does_not_take_is_dropped_and_counted(collector, monkeypatch):
+def test_spans_beyond_the_queue_of_a_hanging_collector_are_counted(collector, monkeypatch):
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "8")
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "4")
     collector.may_answer.clear()
     otel = OtelTracing(endpoint=collector.url)
     begin_and_end(otel, 4)
-    assert collector.asked.wait(20)  # it has four, and says nothing
+    assert collector.asked.wait(20)  # it has received four spans, and does not answer
     begin_and_end(otel, 20)
     assert otel.counts() == (0, 0, 12)
     collector.may_answer.set()
@@ -36,7 +36,7 @@ def test_what_a_hanging_collector_does_not_take_is_dropped_and_counted(collector
     assert len(collector.spans) == 12
 
 
-def test_what_a_collector_refuses_is_counted(collector):
+def test_spans_that_a_collector_refuses_are_counted(collector):
     collector.status = 400
     otel = OtelTracing(endpoint=collector.url)
     begin_and_end(otel, 3)
@@ -44,9 +44,7 @@ def test_what_a_collector_refuses_is_counted(collector):
     assert otel.counts() == (0, 3, 0)
 
 
-async def test_requests_are_answered_while_the_collector_hangs_and_the_end_does_not_wait_for_it(
-    collector, autojump_clock, caplog
-):
+async def test_hanging_collector_blocks_neither_requests_nor_shutdown(collector, autojump_clock, caplog):
     collector.may_answer.clear()
     config = Config(otlp_endpoint=collector.url)
     async with open_tracing(config, {}) as tracing:
@@ -70,7 +68,7 @@ async def test_counts_are_metrics(collector):
     assert 'trioserve:trace_spans_total{model_name="fake",outcome="dropped"} 0.0' in shown
 
 
-async def test_it_is_off_unless_an_endpoint_is_named(collector):
+async def test_tracing_is_off_without_an_endpoint(collector):
     for environment in (
         {},
         {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, "OTEL_SDK_DISABLED": "true"},
@@ -80,7 +78,7 @@ async def test_it_is_off_unless_an_endpoint_is_named(collector):
             assert tracing.tracer is NO_TRACER
 
 
-async def test_the_standards_variables_turn_it_on(collector, monkeypatch):
+async def test_standard_environment_variables_turn_tracing_on(collector, monkeypatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
     monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
     async with open_tracing(Config()) as tracing:
@@ -89,7 +87,7 @@ async def test_the_standards_variables_turn_it_on(collector, monkeypatch):
     assert collector.resource["service.name"] == "mine"
 
 
-async def test_none_are_recorded_where_the_share_is_nought(collector):
+async def test_no_trace_is_recorded_if_the_sample_share_is_zero(collector):
     async with open_tracing(Config(otlp_endpoint=collector.url, trace_sample=0.0), {}) as tracing:
         span = tracing.tracer.begin("work")
         assert not span.is_recording
@@ -102,7 +100,7 @@ async def test_none_are_recorded_where_the_share_is_nought(collector):
 
 
 @pytest.mark.parametrize("traceparent", ["", "00-0-0-01", "x" * 10_000, "00-" + "0" * 32 + "-" + "0" * 16 + "-01"])
-def test_a_context_that_is_none_begins_a_trace(otel, collector, traceparent):
+def test_invalid_trace_context_begins_a_new_trace(otel, collector, traceparent):
     otel.tracer.begin("work", traceparent=traceparent, tracestate="=,=").end()
     otel.close()
     assert collector.one("work").parent_id == ""
@@ -117,7 +115,7 @@ async def test_a_missing_package_is_named(monkeypatch):
         assert tracing.tracer is NO_TRACER
 
 
-def test_nobodys_span_takes_everything_and_says_nothing():
+def test_no_span_accepts_every_call_and_exports_nothing():
     child = NO_SPAN.child("work")
     child.event("x")
     child.note({"a": 1})

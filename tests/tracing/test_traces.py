@@ -1,4 +1,4 @@
-"""What a collector gets of requests: of one server, of a router before two, and of a pair."""
+"""The spans that a collector gets for requests: of one server, of a router with two servers, and of a pair."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def body(**fields: object) -> dict[str, object]:
     return {"prompt": SECRET * 8, "max_tokens": 4, "temperature": 0.5, "ignore_eos": True, **fields}
 
 
-async def test_a_request_of_a_server_is_one_span_with_its_life_as_events(collector, otel, autojump_clock):
+async def test_request_of_a_server_is_one_span_with_its_phases_as_events(collector, otel, autojump_clock):
     async with open_memory_server(tracer=otel.tracer, step_seconds=1) as server:
         headers = {"traceparent": CALLER, "tracestate": "vendor=1", "x-request-id": "mine"}
         await server.client().post(PATH, body(stop=["plugh"]), headers=headers)
@@ -65,7 +65,7 @@ async def test_a_cancelled_requests_span_ends_with_the_cancel_and_the_free(colle
             async with server.client().ask(PATH, body(max_tokens=50, stream=True)):
                 await trio.sleep_forever()
         await wait_all_tasks_blocked()
-        await trio.sleep(2)  # the step in flight has the blocks until it is over
+        await trio.sleep(2)  # the step in flight keeps the blocks until it ends
         await server.assert_all_free()
     otel.close()
     generated = collector.one("text_completion fake")
@@ -74,7 +74,7 @@ async def test_a_cancelled_requests_span_ends_with_the_cancel_and_the_free(colle
     assert all(span.ended_at <= generated.ended_at for span in collector.spans if span.parent_id == generated.id)
 
 
-async def test_one_that_waits_ends_with_the_cancel_too(collector, otel, autojump_clock):
+async def test_waiting_requests_span_ends_with_cancel_and_free(collector, otel, autojump_clock):
     async with open_memory_server(tracer=otel.tracer, step_seconds=1, max_num_seqs=1) as server:
         async with server.client().ask(PATH, body(max_tokens=50, stream=True)):
             with trio.move_on_after(2):
@@ -87,7 +87,7 @@ async def test_one_that_waits_ends_with_the_cancel_too(collector, otel, autojump
     assert waited.events[-2:] == ["cancel", "free"]
 
 
-async def test_who_is_refused_has_a_span_that_says_so(collector, otel, autojump_clock):
+async def test_refused_request_has_a_span_with_its_error(collector, otel, autojump_clock):
     async with open_memory_server(tracer=otel.tracer, step_seconds=1, max_num_seqs=1, waiting_requests_max=0) as server:
         async with server.client().ask(PATH, body(max_tokens=50, stream=True)):
             await server.client().post(PATH, body())
@@ -99,7 +99,7 @@ async def test_who_is_refused_has_a_span_that_says_so(collector, otel, autojump_
     assert collector.children(refused[0]) == []
 
 
-async def test_what_is_polled_leaves_no_trace(collector, otel, autojump_clock):
+async def test_polled_routes_leave_no_trace(collector, otel, autojump_clock):
     async with open_memory_server(tracer=otel.tracer) as server:
         for path in ("/health", "/ready", "/load", "/metrics"):
             await server.client().get(path)
@@ -108,14 +108,14 @@ async def test_what_is_polled_leaves_no_trace(collector, otel, autojump_clock):
     assert [span.name for span in collector.spans] == ["GET /v1/models"]
 
 
-async def test_a_client_that_records_nothing_is_followed_and_not_recorded(collector, otel, autojump_clock):
+async def test_unsampled_trace_of_a_client_is_continued_but_not_recorded(collector, otel, autojump_clock):
     async with open_memory_server(tracer=otel.tracer) as server:
         await server.client().post(PATH, body(), headers={"traceparent": CALLER[:-1] + "0"})
     otel.close()
     assert collector.spans == []
 
 
-async def test_an_engine_alone_is_traced_too(collector, otel, autojump_clock):
+async def test_engine_without_a_server_is_traced(collector, otel, autojump_clock):
     async with open_memory_server(step_seconds=1) as server:
         server.engine.tracer = otel.tracer
         with pytest.raises(ZeroDivisionError):
@@ -178,7 +178,7 @@ async def test_a_router_and_its_servers_are_one_trace(collector, otel, autojump_
     assert endpoints == {"a", "b"}
 
 
-async def test_who_leaves_a_router_is_cancelled_in_both(collector, otel, autojump_clock):
+async def test_client_that_leaves_a_router_ends_both_spans(collector, otel, autojump_clock):
     async with routed(otel, "a") as (router, servers):
         with trio.move_on_after(3.5):
             async with router.client().ask(PATH, body(model="fake", max_tokens=50, stream=True)):
@@ -192,7 +192,7 @@ async def test_who_leaves_a_router_is_cancelled_in_both(collector, otel, autojum
     assert collector.one("text_completion fake").events[-2:] == ["cancel", "free"]
 
 
-async def test_a_disaggregated_request_is_one_trace_with_a_leg_for_each_stage(collector, otel, autojump_clock):
+async def test_disaggregated_request_is_one_trace_with_a_span_for_each_stage(collector, otel, autojump_clock):
     engine = {"connector": ScriptedConnector}
     rules = RoutingRules(disaggregated_prompt_tokens_min=1)
     async with routed(otel, "pd", engine, roles={"p": "prefill", "d": "decode"}, rules=rules) as (router, servers):
@@ -220,8 +220,8 @@ async def test_a_disaggregated_request_is_one_trace_with_a_leg_for_each_stage(co
     assert events["decode"] == ["queue", "tokenize", "prefill", "first_token", "decode", "free"]
 
 
-async def test_kv_params_carry_the_trace_past_who_does_not(collector, otel, autojump_clock):
-    """A proxy of another make passes kv_transfer_params on, and no traceparent."""
+async def test_kv_transfer_params_carry_the_trace_through_a_foreign_proxy(collector, otel, autojump_clock):
+    """A foreign proxy passes on kv_transfer_params, but no traceparent."""
     async with open_memory_server(tracer=otel.tracer, step_seconds=1, connector=ScriptedConnector) as server:
         held = await server.client().post(PATH, body(max_tokens=1, kv_transfer_params={"do_remote_decode": True}))
         params = (await held.json())["kv_transfer_params"]
@@ -237,7 +237,7 @@ async def test_kv_params_carry_the_trace_past_who_does_not(collector, otel, auto
     assert second.links == [first.trace_id]
 
 
-async def test_where_it_is_off_a_router_passes_on_what_came():
+async def test_router_passes_on_trace_headers_if_tracing_is_off():
     async with open_scripted_endpoints("b") as pair:
         headers = {"traceparent": CALLER, "tracestate": "vendor=1"}
         async with pair.client().ask(PATH, {"model": "fake", "prompt": "p", "stream": True}, headers=headers):

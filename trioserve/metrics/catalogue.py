@@ -1,7 +1,7 @@
-"""Every metric: its name, kind, unit and meaning, its labels, and the names others know it by. Pure data.
+"""All metrics: name, kind, unit, meaning, labels and aliases. Pure data.
 
-Where vLLM has a metric of the same meaning it carries vLLM's name behind our prefix and is also shown under theirs, so
-that dashboards and autoscalers made for vLLM's V1 engine read trioserve unchanged. Bucket bounds are our own.
+A metric with the meaning of a vLLM metric has vLLM's name behind our prefix, and is also shown under vLLM's prefix. So
+dashboards and autoscalers made for vLLM's V1 engine work unchanged. The bucket bounds are our own.
 """
 
 from __future__ import annotations
@@ -24,54 +24,68 @@ ROUTER_PREFIX = "trioserve_router:"
 ROUTER_ALIAS_PREFIX = "vllm_router:"
 Part = Literal["engine", "frontend", "router", "images"]
 MODEL_LABEL = "model_name"
-"""On every series under a prefix, added when it is shown; the instruments do not know it."""
+"""Label of every series that has a prefix. Added when a page is written, so the instruments do not have it."""
 ENGINE_LABEL = "engine"
-"""On every series of an engine, added in the same way: its number in the process, which others filter by. Always 0."""
+"""Label of every series of an engine, added in the same way: its number in the process, always 0. Dashboards use it."""
 
 
 class Label(msgspec.Struct, frozen=True):
-    """values: all that it can take, shown as zero before they first happen; empty where only the user knows them."""
+    """A label of a metric.
+
+    Attributes:
+        name: its name.
+        values: all its values, shown as zero before they first happen. Empty: the values depend on the configuration.
+    """
 
     name: str
     values: tuple[str, ...] = ()
 
 
 class Question(enum.Enum):
-    """What one looks at a metric for; the documents list them by it."""
+    """A reason to look at a metric. The documentation groups the metrics by it."""
 
-    LOAD = "How busy is it?"
-    FEEL = "How does it feel?"
+    LOAD = "How busy is the server?"
+    LATENCY = "How fast are responses?"
     STAGES = "Where does the time go?"
-    WAITING = "Who waits, and for what?"
-    SIZES = "What is asked for?"
+    WAITING = "Which requests wait, and for what?"
+    SIZES = "How large are requests and responses?"
     ENDS = "How do requests end?"
-    STOPS = "Does it stop?"
-    LEFT_BEHIND = "Is anything left behind?"
-    HANGS = "Does it hang, or break?"
+    CANCELLATION = "Does cancellation work?"
+    LEAKS = "Is anything leaked?"
+    HANGS = "Does the engine hang or fail?"
     REFUSED = "What is refused?"
-    CLIENTS = "Do clients leave, or read slowly?"
+    CLIENTS = "Do clients leave or read slowly?"
     CACHE = "Is there room for KV, and does the prefix cache help?"
-    SHORTCUTS = "Do drafts and forms help?"
-    ADAPTERS = "Who uses which adapter?"
-    IMAGES = "What do images cost?"
-    PICTURES = "How do pictures come along?"
-    TRANSFERS = "Does KV get from one engine to another?"
-    HOST = "Does KV get to the host's memory, and back?"
-    SURVIVES = "Do streams survive their servers?"
-    ENDPOINTS = "Are the endpoints well?"
+    SHORTCUTS = "Do speculative decoding and grammars help?"
+    ADAPTERS = "Which adapters are used?"
+    IMAGES = "What do input images cost?"
+    IMAGE_GENERATION = "How does image generation progress?"
+    TRANSFERS = "Do KV transfers between engines work?"
+    HOST = "Does offloading KV to host memory and files work?"
+    SURVIVAL = "Do streams survive server failures?"
+    ENDPOINTS = "Are the endpoints healthy?"
     PEERS = "Do routers see each other?"
-    LASTING = "What outlives its request?"
-    HARDWARE = "What is it bound by?"
-    TOLD = "Is everything told?"
+    STORED = "What is kept after its request?"
+    HARDWARE = "Which hardware limit applies?"
+    TELEMETRY = "Do logs and traces arrive?"
 
 
 class Metric(msgspec.Struct, frozen=True, kw_only=True):
-    """One family. name: without prefix, with the unit last, and `_total` for a counter. question: that it answers, or
-    helps to answer.
+    """One metric family.
 
-    buckets: upper bounds of a histogram, in `unit`, growing. vllm: also shown under vLLM's prefix. others: further
-    names, in full, under which it is shown. shown_as: its full name where it has none of ours, since it is there for
-    those who know it by another one; such a metric has its own labels alone. part: who counts it.
+    Attributes:
+        name: name without prefix. The unit comes last, and a counter ends in `_total`.
+        question: question that the metric helps to answer.
+        kind: type of the metric.
+        unit: unit of its values.
+        meaning: description in the docs and on the page.
+        labels: its own labels.
+        buckets: increasing upper bounds of a histogram, in `unit`.
+        vllm: True if the metric is also shown under vLLM's prefix.
+        others: further full names under which it is shown.
+        shown_as: full name that replaces ours, for readers who expect a foreign name. Such a metric has only its own
+            labels.
+        part: part of the program that counts it.
     """
 
     name: str
@@ -92,16 +106,16 @@ class Metric(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def aliases(self) -> tuple[str, ...]:
-        """Full names under which others know this metric."""
+        """Further full names under which the metric is shown."""
         prefix = ROUTER_ALIAS_PREFIX if self.part == "router" else ALIAS_PREFIX
         return (*((prefix + self.name,) if self.vllm else ()), *self.others)
 
 
-# A token of a small model on a GPU takes a millisecond, a long prompt on a CPU minutes.
+# A token of a small model on a GPU takes a millisecond. A long prompt on a CPU takes minutes.
 TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 WAIT_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 REQUEST_SECONDS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
-# An abort that frees at once takes microseconds, one that waits for its step as long as the rest of it: fine for both.
+# An abort that frees at once takes microseconds. An abort during a step takes the rest of it. Fine buckets for both.
 FREE_SECONDS_AT_ONCE = (0.00001, 0.00002, 0.00003, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005)
 FREE_SECONDS_IN_A_STEP = (0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.125, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
 FREE_SECONDS = (*FREE_SECONDS_AT_ONCE, *FREE_SECONDS_IN_A_STEP, 0.75, 1, 2, 5, 10)
@@ -109,11 +123,11 @@ FREE_STEPS = (0, 1, 2, 5)
 TOKEN_COUNTS = tuple(digit * 10**zeros for zeros in range(6) for digit in (1, 2, 5))
 STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 CHOICE_COUNTS = (1, 2, 5, 10, 20, 50, 100)
-# By route and method, so few; without labels, many.
+# Few buckets, because there is a series for each route and method. HTTP_SECONDS_FINE has no labels, so it has many.
 HTTP_SECONDS = (0.1, 0.5, 1, 5, 30)
 HTTP_SECONDS_FINE = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 30, 60, 120, 300)
 
-# Of texts, and of pictures: those are encoded, denoised and decoded.
+# Phases of text requests, and of image generation (encode, denoise, decode).
 _PHASE = Label("phase", tuple(dict.fromkeys(phase.value for phase in (*Phase, *IterativePhase))))
 _STEP_PHASE = Label("phase", tuple(phase.value for phase in IterativePhase if phase is not IterativePhase.QUEUED))
 
@@ -124,7 +138,7 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.LOAD,
         kind="gauge",
         unit="sequences",
-        meaning="Sequences that the engine computes at this moment.",
+        meaning="Sequences that the engine computes now.",
         vllm=True,
     ),
     Metric(
@@ -140,44 +154,44 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.CACHE,
         kind="gauge",
         unit="share, 0 to 1",
-        meaning="Share of the pool that requests use or connectors hold. Cached blocks that nobody uses are free.",
+        meaning="Share of the KV blocks that requests use or connectors hold. Unused cached blocks count as free.",
         vllm=True,
         others=("vllm:gpu_cache_usage_perc",),
     ),
     Metric(
         name="time_to_first_token_seconds",
-        question=Question.FEEL,
+        question=Question.LATENCY,
         kind="histogram",
         unit="seconds",
-        meaning="From a request's arrival to its first token.",
+        meaning="Time from the arrival of a request to its first token.",
         buckets=WAIT_SECONDS,
         vllm=True,
     ),
     Metric(
         name="inter_token_latency_seconds",
-        question=Question.FEEL,
+        question=Question.LATENCY,
         kind="histogram",
         unit="seconds",
-        meaning="Between two tokens of one sequence.",
+        meaning="Time between two tokens of one sequence.",
         buckets=TOKEN_SECONDS,
         vllm=True,
         others=("vllm:time_per_output_token_seconds",),
     ),
     Metric(
         name="request_time_per_output_token_seconds",
-        question=Question.FEEL,
+        question=Question.LATENCY,
         kind="histogram",
         unit="seconds",
-        meaning="Mean time between two tokens, of each sequence that was finished and has at least two.",
+        meaning="Mean time between two tokens of a finished sequence with at least two tokens.",
         buckets=TOKEN_SECONDS,
         vllm=True,
     ),
     Metric(
         name="e2e_request_latency_seconds",
-        question=Question.FEEL,
+        question=Question.LATENCY,
         kind="histogram",
         unit="seconds",
-        meaning="From a request's arrival to its last token.",
+        meaning="Time from the arrival of a request to its last token.",
         buckets=REQUEST_SECONDS,
         vllm=True,
     ),
@@ -186,7 +200,7 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.WAITING,
         kind="histogram",
         unit="seconds",
-        meaning="From a request's arrival to its first step.",
+        meaning="Time from the arrival of a request to its first step.",
         buckets=WAIT_SECONDS,
         vllm=True,
     ),
@@ -195,8 +209,7 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.STAGES,
         kind="histogram",
         unit="seconds",
-        meaning="From a sequence's first step to its first token, or to its vector or score; of those that were "
-        "finished.",
+        meaning="Time from the first step of a finished sequence to its first token, or to its vector or score.",
         buckets=WAIT_SECONDS,
         vllm=True,
     ),
@@ -205,7 +218,7 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.STAGES,
         kind="histogram",
         unit="seconds",
-        meaning="From a sequence's first token to its last; of those that were finished.",
+        meaning="Time from the first token of a finished sequence to its last token.",
         buckets=REQUEST_SECONDS,
         vllm=True,
     ),
@@ -214,7 +227,7 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.STAGES,
         kind="histogram",
         unit="seconds",
-        meaning="From a sequence's first step to its last token; of those that were finished.",
+        meaning="Time from the first step of a finished sequence to its last token.",
         buckets=REQUEST_SECONDS,
         vllm=True,
     ),
@@ -223,7 +236,7 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.SIZES,
         kind="histogram",
         unit="tokens",
-        meaning="Prompt of each sequence that was started, counted when it ends, however that is.",
+        meaning="Prompt tokens of each started sequence, counted when it ends for any reason.",
         buckets=TOKEN_COUNTS,
         vllm=True,
     ),
@@ -232,7 +245,8 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.SIZES,
         kind="histogram",
         unit="tokens",
-        meaning="The same without what was found in the prefix cache or loaded from elsewhere.",
+        meaning="Prompt tokens of each started sequence that were computed here: not found in the prefix cache, and "
+        "not loaded from elsewhere.",
         buckets=TOKEN_COUNTS,
         vllm=True,
     ),
@@ -241,7 +255,7 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.SIZES,
         kind="histogram",
         unit="tokens",
-        meaning="Tokens that were sampled for each sequence that was started, counted when it ends, however that is.",
+        meaning="Tokens sampled for each started sequence, counted when it ends for any reason.",
         buckets=TOKEN_COUNTS,
         vllm=True,
     ),
@@ -250,7 +264,7 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.SIZES,
         kind="histogram",
         unit="tokens",
-        meaning="Tokens that were sampled for the longest sequence of each request.",
+        meaning="Tokens sampled for the longest sequence of each request.",
         buckets=TOKEN_COUNTS,
         vllm=True,
     ),
@@ -259,7 +273,7 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.SIZES,
         kind="histogram",
         unit="sequences",
-        meaning="How many choices requests asked for (n), counted when they end.",
+        meaning="Number of choices (n) of each request, counted when it ends.",
         buckets=CHOICE_COUNTS,
         vllm=True,
     ),
@@ -268,7 +282,7 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.SIZES,
         kind="histogram",
         unit="tokens",
-        meaning="How many tokens requests asked for at most (max_tokens), of those that did, counted when they end.",
+        meaning="Value of max_tokens of each request that sets it, counted when it ends.",
         buckets=TOKEN_COUNTS,
         vllm=True,
     ),
@@ -277,7 +291,7 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.LOAD,
         kind="histogram",
         unit="tokens",
-        meaning="Tokens that a step computed: of prompts, of responses, and drafts.",
+        meaning="Tokens computed in one step: prompt tokens, output tokens and draft tokens.",
         buckets=STEP_TOKENS,
         others=("vllm:iteration_tokens_total",),
     ),
@@ -286,8 +300,8 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.WAITING,
         kind="gauge",
         unit="sequences",
-        meaning="Of those that wait: for room in the batch or in the pool (capacity), or for their tokens, their form "
-        "or their KV from elsewhere (deferred).",
+        meaning="Waiting sequences by reason: capacity (no room in the batch or the KV pool), or deferred (waiting "
+        "for tokenization, a compiled grammar, or KV from elsewhere).",
         labels=(Label("reason", ("capacity", "deferred")),),
         vllm=True,
     ),
@@ -296,8 +310,8 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.HANGS,
         kind="gauge",
         unit="0 or 1",
-        meaning="Whether the engine is awake, sleeps without its KV cache (weights_offloaded, though they stay), or "
-        "sleeps without weights, too (discard_all).",
+        meaning="1 for the current state of the engine: awake, asleep without its KV cache (weights_offloaded, "
+        "although the weights stay), or asleep without weights (discard_all).",
         labels=(Label("sleep_state", ("awake", "weights_offloaded", "discard_all")),),
         vllm=True,
     ),
@@ -306,8 +320,7 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.CACHE,
         kind="gauge",
         unit="1",
-        meaning="The KV cache that the engine was opened with, in labels. num_gpu_blocks counts its blocks, also those "
-        "on a CPU.",
+        meaning="Configuration of the KV cache, in labels. num_gpu_blocks is the number of blocks, also on a CPU.",
         labels=(
             Label("block_size"),
             Label("num_gpu_blocks"),
@@ -321,7 +334,7 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.LOAD,
         kind="counter",
         unit="tokens",
-        meaning="Prompt tokens of requests that were started, those from the prefix cache included.",
+        meaning="Prompt tokens of started requests, including those found in the prefix cache.",
         vllm=True,
     ),
     Metric(
@@ -329,8 +342,8 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.CACHE,
         kind="counter",
         unit="tokens",
-        meaning="The same tokens by where their KV came from: computed here, found in the prefix cache, or loaded from "
-        "elsewhere.",
+        meaning="Prompt tokens of started requests, by the source of their KV: computed here, found in the prefix "
+        "cache, or loaded from elsewhere.",
         labels=(Label("source", ("local_compute", "local_cache_hit", "external_kv_transfer")),),
         vllm=True,
     ),
@@ -339,7 +352,7 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.CACHE,
         kind="counter",
         unit="tokens",
-        meaning="Of these tokens, those that were not computed here.",
+        meaning="Prompt tokens of started requests that were not computed here.",
         vllm=True,
     ),
     Metric(
@@ -347,8 +360,8 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.ADAPTERS,
         kind="gauge",
         unit="adapters",
-        meaning="LoRA adapters in memory, or on their way there; retired ones have no name any more, and are used by "
-        "requests that had them before.",
+        meaning="LoRA adapters that are loading or in memory. Retired adapters have no name any more, but older "
+        "requests still use them.",
         labels=(Label("state", ("loading", "ready", "retired")),),
     ),
     Metric(
@@ -356,14 +369,15 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.ADAPTERS,
         kind="gauge",
         unit="bytes",
-        meaning="Memory of LoRA adapters as they were read; the native kernels keep as much once more.",
+        meaning="Memory of LoRA adapters in the format that was read. The native kernels keep a second copy of the "
+        "same size.",
     ),
     Metric(
         name="adapter_requests",
         question=Question.ADAPTERS,
         kind="gauge",
         unit="requests",
-        meaning="Requests that have each LoRA adapter, waiting ones included.",
+        meaning="Requests that use each LoRA adapter, including waiting ones.",
         labels=(Label("adapter"),),
     ),
     Metric(
@@ -371,23 +385,23 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.ADAPTERS,
         kind="gauge",
         unit="seconds",
-        meaning="Which LoRA adapters requests have, in labels; the value is the time of the scrape, as vLLM's is.",
+        meaning="LoRA adapters of current requests, in labels. The value is the time of the scrape, as in vLLM.",
         labels=(Label("max_lora"), Label("waiting_lora_adapters"), Label("running_lora_adapters")),
         shown_as="vllm:lora_requests_info",
     ),
     Metric(
         name="resumed_requests_total",
-        question=Question.SURVIVES,
+        question=Question.SURVIVAL,
         kind="counter",
         unit="requests",
-        meaning="Requests that went on behind a response that began elsewhere, or in an engine that broke.",
+        meaning="Requests that resumed a response that began elsewhere, or in an engine that failed.",
     ),
     Metric(
         name="resumed_tokens_total",
-        question=Question.SURVIVES,
+        question=Question.SURVIVAL,
         kind="counter",
         unit="tokens",
-        meaning="Tokens of such responses that were known: computed as a prompt is, and not drawn again.",
+        meaning="Known tokens of resumed responses. They are computed like a prompt and not sampled again.",
     ),
     Metric(
         name="generation_tokens_total",
@@ -420,7 +434,7 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.SHORTCUTS,
         kind="counter",
         unit="drafts",
-        meaning="Drafts that were verified: one for each sequence and step that drafted.",
+        meaning="Verified drafts: one for each sequence and step with draft tokens.",
         vllm=True,
     ),
     Metric(
@@ -428,7 +442,7 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.SHORTCUTS,
         kind="counter",
         unit="tokens",
-        meaning="Tokens of these drafts.",
+        meaning="Draft tokens that were verified.",
         vllm=True,
     ),
     Metric(
@@ -436,7 +450,7 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.SHORTCUTS,
         kind="counter",
         unit="tokens",
-        meaning="Those of them that were right, each a step saved; one that ends its sequence saves none.",
+        meaning="Draft tokens that were accepted. Each saves a step, except one that ends its sequence.",
         vllm=True,
     ),
     Metric(
@@ -444,7 +458,7 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.ENDS,
         kind="counter",
         unit="sequences",
-        meaning="Sequences that ended, by the reason why.",
+        meaning="Sequences that ended, by reason. Aborts and errors are included.",
         labels=(Label("finished_reason", tuple(reason.value for reason in FinishReason)),),
         vllm=True,
     ),
@@ -453,14 +467,14 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.SIZES,
         kind="counter",
         unit="inputs",
-        meaning="Inputs that became vectors, scores or probabilities of labels, instead of being continued.",
+        meaning="Inputs that were turned into vectors, scores or label probabilities instead of text.",
     ),
     Metric(
         name="num_preemptions_total",
         question=Question.CACHE,
         kind="counter",
         unit="preemptions",
-        meaning="Times a running sequence lost its blocks to another one and has to be computed again.",
+        meaning="Times that a running sequence lost its blocks to another one and must be computed again.",
         vllm=True,
     ),
     # --- our own ---
@@ -469,22 +483,22 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.CACHE,
         kind="counter",
         unit="blocks",
-        meaning="KV blocks that running sequences gave back, since no layer's sliding window reached them any more.",
+        meaning="KV blocks that running sequences freed because no layer's sliding window reached them any more.",
     ),
     Metric(
         name="forced_tokens_total",
         question=Question.SHORTCUTS,
         kind="counter",
         unit="tokens",
-        meaning="Tokens that the form of a response forced, and that were taken without being sampled.",
+        meaning="Tokens that a grammar forced, so that they were accepted without sampling.",
     ),
     Metric(
         name="form_preparation_seconds",
         question=Question.SHORTCUTS,
         kind="histogram",
         unit="seconds",
-        meaning="Compiling what a request's tokens are to keep to, waiting for other compiles included; of those that "
-        "were not at hand.",
+        meaning="Time to compile the schema, regex or grammar of a request, including the wait for other "
+        "compilations. Cached ones are not counted.",
         buckets=WAIT_SECONDS,
     ),
     Metric(
@@ -499,15 +513,15 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.SHORTCUTS,
         kind="counter",
         unit="forms",
-        meaning="Schemas, regexes and grammars that were found compiled.",
+        meaning="Schemas, regexes and grammars that were found in the cache of compiled ones.",
     ),
     Metric(
         name="mask_rows_total",
         question=Question.SHORTCUTS,
         kind="counter",
         unit="rows",
-        meaning="Token masks that were filled: one for each sequence with a form and step, and one for each of its "
-        "draft tokens.",
+        meaning="Token masks that were filled: one for each step of a sequence with a grammar, and one for each of "
+        "its draft tokens.",
     ),
     Metric(
         name="mask_seconds_total",
@@ -522,7 +536,7 @@ CATALOGUE: tuple[Metric, ...] = (
         kind="counter",
         unit="seconds",
         labels=(Label("rank"),),
-        meaning="Time that each rank has computed steps, where the model is in several (--tensor-parallel-size).",
+        meaning="Time that each rank spent computing steps, if the model is split over ranks (--tensor-parallel-size).",
     ),
     Metric(
         name="rank_together_seconds_total",
@@ -530,14 +544,15 @@ CATALOGUE: tuple[Metric, ...] = (
         kind="counter",
         unit="seconds",
         labels=(Label("rank"),),
-        meaning="Of that, in what ranks do together, waiting for each other included: the slowest rank waits least.",
+        meaning="Part of rank_step_seconds_total spent in collective operations, including waiting for other ranks: "
+        "the slowest rank waits least.",
     ),
     Metric(
         name="image_encoding_seconds",
         question=Question.IMAGES,
         kind="histogram",
         unit="seconds",
-        meaning="What it took to encode an image that was not at hand, with the steps that were computed between.",
+        meaning="Time to encode an image that was not cached, including the steps that were computed in between.",
         buckets=WAIT_SECONDS,
     ),
     Metric(
@@ -545,8 +560,8 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.IMAGES,
         kind="counter",
         unit="processes",
-        meaning="Processes that ended while they decoded a client's image: killed at --image-decode-timeout (timeout), "
-        "or by the kernel, a limit on memory or a crash (lost).",
+        meaning="Processes that ended while they decoded a client's image: killed after --image-decode-timeout "
+        "(timeout), or ended by the kernel, a memory limit or a crash (lost).",
         labels=(Label("reason", ("timeout", "lost")),),
     ),
     Metric(
@@ -554,56 +569,56 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.IMAGES,
         kind="counter",
         unit="images",
-        meaning="Images of prompts, each once for a prompt.",
+        meaning="Images in prompts. An image that a prompt repeats counts once.",
     ),
     Metric(
         name="image_hits_total",
         question=Question.IMAGES,
         kind="counter",
         unit="images",
-        meaning="Of these, the ones that had been encoded before.",
+        meaning="Images in prompts that had been encoded before.",
     ),
     Metric(
         name="image_output_bytes",
         question=Question.IMAGES,
         kind="gauge",
         unit="bytes",
-        meaning="What encoded images take: used by requests, those to come included, or cached.",
+        meaning="Memory of encoded images: used by requests, including reservations, or cached.",
         labels=(Label("state", ("used", "cached")),),
     ),
     Metric(
         name="aborts_total",
-        question=Question.STOPS,
+        question=Question.CANCELLATION,
         kind="counter",
         unit="sequences",
-        meaning="Sequences that were aborted (client left, abort by id, deadline), by how far they had come.",
+        meaning="Sequences that were aborted (client left, abort by id, deadline), by the phase that they had reached.",
         labels=(_PHASE,),
     ),
     Metric(
         name="deadlines_passed_total",
-        question=Question.STOPS,
+        question=Question.CANCELLATION,
         kind="counter",
         unit="requests",
-        meaning="Requests that were ended because one of their deadlines passed, by which.",
+        meaning="Requests that were ended because one of their deadlines passed, by deadline.",
         labels=(Label("deadline", tuple(deadline.value for deadline in Deadline)),),
     ),
     Metric(
         name="cancel_to_free_seconds",
-        question=Question.STOPS,
+        question=Question.CANCELLATION,
         kind="histogram",
         unit="seconds",
-        meaning="From an abort to the moment when its KV blocks, or its latent slot, were free, by how far the request "
-        "had come.",
+        meaning="Time from an abort until the KV blocks or the latent slot were free, by the phase that the request "
+        "had reached.",
         labels=(_PHASE,),
         buckets=FREE_SECONDS,
     ),
     Metric(
         name="cancel_to_free_steps",
-        question=Question.STOPS,
+        question=Question.CANCELLATION,
         kind="histogram",
         unit="steps",
-        meaning="Engine steps that ended between an abort and the moment when its KV blocks, or its latent slot, were "
-        "free: 0 at once, 1 after the step in flight. By how far the request had come.",
+        meaning="Engine steps that ended between an abort and the moment when the KV blocks or the latent slot were "
+        "free, by the phase that the request had reached: 0 is at once, 1 is after the step in flight.",
         labels=(_PHASE,),
         buckets=FREE_STEPS,
     ),
@@ -612,21 +627,22 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.LOAD,
         kind="gauge",
         unit="requests",
-        meaning="Requests that have entered the engine and not left it, from before they are tokenized on.",
+        meaning="Requests that have entered the engine and not left it, including those that are being tokenized.",
     ),
     Metric(
         name="batch_invariant",
         question=Question.HARDWARE,
         kind="gauge",
         unit="0 or 1",
-        meaning="Whether the bits of a response depend on its own tokens and the weights alone (--batch-invariant).",
+        meaning="1 if the bits of a response depend only on its own tokens and the weights (--batch-invariant).",
     ),
     Metric(
         name="weights_info",
         question=Question.HARDWARE,
         kind="gauge",
         unit="1",
-        meaning="The version of the weights that steps are computed with, in a label: default until they are replaced.",
+        meaning="Version of the weights that steps are computed with, in a label: default until the weights are "
+        "replaced.",
         labels=(Label("version"),),
     ),
     Metric(
@@ -634,63 +650,64 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.HARDWARE,
         kind="gauge",
         unit="bytes",
-        meaning="What a decode step has to read of the weights, however few tokens it has.",
+        meaning="Bytes of weights that a decode step reads, independent of its number of tokens.",
     ),
     Metric(
         name="token_kv_bytes",
         question=Question.HARDWARE,
         kind="gauge",
         unit="bytes",
-        meaning="What the KV cache keeps of one token, in all layers.",
+        meaning="Bytes of KV cache for one token, in all layers.",
     ),
     Metric(
         name="token_flops",
         question=Question.HARDWARE,
         kind="gauge",
         unit="flops",
-        meaning="What the layers' matrix products of one token take.",
+        meaning="Floating-point operations of the layers' matrix products for one token.",
     ),
     Metric(
         name="attended_token_flops",
         question=Question.HARDWARE,
         kind="gauge",
         unit="flops",
-        meaning="What attention takes for one token that another one sees, in all layers.",
+        meaning="Floating-point operations of attention for one token attending to one other token, in all layers.",
     ),
     Metric(
         name="engine_restarts_total",
         question=Question.HANGS,
         kind="counter",
         unit="restarts",
-        meaning="Times that the engine was opened anew after a fault, or was to be (--engine-restarts).",
+        meaning="Times that the engine restarted after a fault, or tried to (--engine-restarts).",
     ),
     Metric(
         name="requests_poisoned_total",
         question=Question.HANGS,
         kind="counter",
         unit="requests",
-        meaning="Requests ended with an error since they broke the engine, at least once in a step of their own.",
+        meaning="Requests that ended with an error because they broke the engine, at least once while alone in a step.",
     ),
     Metric(
         name="large_response_bytes",
-        question=Question.LEFT_BEHIND,
+        question=Question.LEAKS,
         kind="gauge",
         unit="bytes",
-        meaning="Bytes of large whole responses that are encoded and not yet sent (each at most --max-response-bytes).",
+        meaning="Bytes of large non-streamed responses that are encoded and not yet sent (each at most "
+        "--max-response-bytes).",
     ),
     Metric(
         name="tasks",
-        question=Question.LEFT_BEHIND,
+        question=Question.LEAKS,
         kind="gauge",
         unit="tasks",
-        meaning="Trio tasks of the whole process, the one that answers this scrape included.",
+        meaning="Trio tasks of the whole process, including the one that answers this scrape.",
     ),
     Metric(
         name="step_seconds",
         question=Question.STAGES,
         kind="histogram",
         unit="seconds",
-        meaning="One engine step: schedule, compute, update, deliver.",
+        meaning="Time of one engine step: schedule, compute, update, deliver.",
         buckets=TOKEN_SECONDS,
     ),
     Metric(
@@ -698,29 +715,30 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.HANGS,
         kind="gauge",
         unit="seconds",
-        meaning="Age of the step that is computed at this moment; 0 if none is.",
+        meaning="Age of the step that is computed now, 0 if there is none.",
     ),
     Metric(
         name="step_age_seconds_max",
         question=Question.HANGS,
         kind="gauge",
         unit="seconds",
-        meaning="Age of a step beyond which /ready says 503 and new requests are refused (--step-timeout); +Inf: none.",
+        meaning="Age of a step after which /ready answers 503 and new requests are refused (--step-timeout). +Inf: no "
+        "limit.",
     ),
     Metric(
         name="no_progress_seconds",
         question=Question.HANGS,
         kind="gauge",
         unit="seconds",
-        meaning="How long somebody has waited since the last step ended, be it for a step, a connector, or blocks that "
-        "are held; 0 if nobody waits or runs.",
+        meaning="Time since the last step ended while a request waits, for a step, a connector or held blocks. 0 if "
+        "no request waits or runs.",
     ),
     Metric(
         name="kv_blocks",
         question=Question.CACHE,
         kind="gauge",
         unit="blocks",
-        meaning="KV blocks by state. Cached ones are used by nobody, and reusable; the states add up to the pool.",
+        meaning="KV blocks by state. Cached blocks are unused and reusable. The states add up to the pool.",
         labels=(Label("state", ("free", "cached", "used", "held")),),
     ),
     Metric(
@@ -728,8 +746,8 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.CACHE,
         kind="gauge",
         unit="slots",
-        meaning="Slots for what layers keep of a whole sequence: of sequences that run, and of copies that the prefix "
-        "cache can find. 0 where no layer keeps a state.",
+        meaning="Slots for the layer state of a whole sequence: of running sequences, and of copies that the prefix "
+        "cache can find. 0 if no layer keeps such a state.",
         labels=(Label("state", ("free", "used", "copies_free", "copies_kept")),),
     ),
     Metric(
@@ -737,7 +755,7 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.TRANSFERS,
         kind="counter",
         unit="faults",
-        meaning="What went wrong with the KV connector and was survived, by kind.",
+        meaning="Faults of the KV connector that the engine survived, by kind.",
         labels=(Label("kind", tuple(fault.value for fault in TransferFault)),),
     ),
     Metric(
@@ -752,147 +770,149 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.TRANSFERS,
         kind="counter",
         unit="bytes",
-        meaning="Bytes of these blocks.",
+        meaning="Bytes of the KV blocks that other engines have read here.",
     ),
     Metric(
         name="kv_transfer_blocks_received_total",
         question=Question.TRANSFERS,
         kind="counter",
         unit="blocks",
-        meaning="KV blocks that came from other engines.",
+        meaning="KV blocks received from other engines.",
     ),
     Metric(
         name="kv_transfer_bytes_received_total",
         question=Question.TRANSFERS,
         kind="counter",
         unit="bytes",
-        meaning="Bytes of these blocks.",
+        meaning="Bytes of the KV blocks received from other engines.",
     ),
     Metric(
         name="kv_transfer_sends_completed_total",
         question=Question.TRANSFERS,
         kind="counter",
         unit="requests",
-        meaning="Requests whose held blocks were read to the end.",
+        meaning="Requests whose held blocks were read completely.",
     ),
     Metric(
         name="kv_transfer_sends_failed_total",
         question=Question.TRANSFERS,
         kind="counter",
         unit="requests",
-        meaning="Requests whose held blocks were let go before they were read to the end.",
+        meaning="Requests whose held blocks were released before they were read completely.",
     ),
     Metric(
         name="kv_transfer_loads_completed_total",
         question=Question.TRANSFERS,
         kind="counter",
         unit="requests",
-        meaning="Requests whose KV came.",
+        meaning="Requests whose KV was loaded completely.",
     ),
     Metric(
         name="kv_transfer_load_seconds_total",
         question=Question.TRANSFERS,
         kind="counter",
         unit="seconds",
-        meaning="What these took from their turn until all of it was there.",
+        meaning="Time of completed KV loads, from their turn until all KV was there.",
     ),
     Metric(
         name="kv_transfer_loads_failed_total",
         question=Question.TRANSFERS,
         kind="counter",
         unit="requests",
-        meaning="Requests whose KV did not come, or not right.",
+        meaning="Requests whose KV did not arrive, or was wrong.",
     ),
     Metric(
         name="kv_transfer_sends_unwanted_total",
         question=Question.TRANSFERS,
         kind="counter",
         unit="requests",
-        meaning="Of these: their reader left.",
+        meaning="Requests whose held blocks were released because the reader left.",
     ),
     Metric(
         name="kv_transfer_sends_aborted_total",
         question=Question.TRANSFERS,
         kind="counter",
         unit="requests",
-        meaning="Of these: they were aborted here.",
+        meaning="Requests whose held blocks were released because the request was aborted here.",
     ),
     Metric(
         name="kv_transfer_sends_expired_total",
         question=Question.TRANSFERS,
         kind="counter",
         unit="requests",
-        meaning="Of these: nobody read them in time.",
+        meaning="Requests whose held blocks were released because no engine read them in time.",
     ),
     Metric(
         name="kv_transfer_loads_abandoned_total",
         question=Question.TRANSFERS,
         kind="counter",
         unit="requests",
-        meaning="Requests that did not wait for their KV any more.",
+        meaning="Requests that stopped waiting for their KV.",
     ),
     Metric(
         name="kv_transfer_transfers_resumed_total",
         question=Question.TRANSFERS,
         kind="counter",
         unit="transfers",
-        meaning="Times a load went on over another connection where it had broken off.",
+        meaning="Times that a broken KV load resumed over another connection.",
     ),
     Metric(
         name="kv_transfer_transfers_refused_total",
         question=Question.TRANSFERS,
         kind="counter",
         unit="transfers",
-        meaning="Times another engine asked for blocks that are not held, or not for it.",
+        meaning="Times that another engine asked for blocks that are not held, or not held for it.",
     ),
     Metric(
         name="kv_transfer_peers_refused_total",
         question=Question.TRANSFERS,
         kind="counter",
         unit="connections",
-        meaning="Connections that did not prove that they are an engine's, or not before too many others came.",
+        meaning="Connections that did not prove in time that they belong to an engine, or were displaced by too many "
+        "others.",
     ),
     Metric(
         name="kv_transfer_host_saved_total",
         question=Question.HOST,
         kind="counter",
         unit="blocks",
-        meaning="Blocks that were copied into the host's memory as they left the prefix cache.",
+        meaning="Blocks that were copied to host memory when they left the prefix cache.",
     ),
     Metric(
         name="kv_transfer_host_saved_bytes_total",
         question=Question.HOST,
         kind="counter",
         unit="bytes",
-        meaning="Bytes of these blocks.",
+        meaning="Bytes of the blocks that were copied to host memory.",
     ),
     Metric(
         name="kv_transfer_host_unsaved_total",
         question=Question.HOST,
         kind="counter",
         unit="blocks",
-        meaning="Blocks that were not: there was no room, or too much was being copied.",
+        meaning="Blocks that were not copied to host memory, because there was no room or too many copies were "
+        "running.",
     ),
     Metric(
         name="kv_transfer_host_loaded_total",
         question=Question.HOST,
         kind="counter",
         unit="blocks",
-        meaning="Blocks that came back from the host.",
+        meaning="Blocks that were loaded back from host memory or files.",
     ),
     Metric(
         name="kv_transfer_host_loaded_bytes_total",
         question=Question.HOST,
         kind="counter",
         unit="bytes",
-        meaning="Bytes of these blocks.",
+        meaning="Bytes of the blocks that were loaded back from host memory or files.",
     ),
     Metric(
         name="kv_transfer_host_loaded_from_files_total",
         question=Question.HOST,
         kind="counter",
         unit="blocks",
-        meaning="Of these blocks: those that had to be read from a file.",
+        meaning="Blocks that were loaded back from a file.",
     ),
     Metric(
         name="kv_transfer_host_written_total",
@@ -906,70 +926,71 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.HOST,
         kind="counter",
         unit="blocks",
-        meaning="Blocks that left the host's memory, or could not be written, before they were in a file.",
+        meaning="Blocks that were lost before they were in a file, because they left host memory or could not be "
+        "written.",
     ),
     Metric(
         name="kv_transfer_host_evicted_total",
         question=Question.HOST,
         kind="counter",
         unit="blocks",
-        meaning="Blocks that made room for others in the host's memory.",
+        meaning="Blocks that were evicted from host memory to make room for others.",
     ),
     Metric(
         name="kv_transfer_host_files_evicted_total",
         question=Question.HOST,
         kind="counter",
         unit="blocks",
-        meaning="Files of blocks that made room for others in the directory.",
+        meaning="Block files that were evicted from the directory to make room for others.",
     ),
     Metric(
         name="kv_transfer_host_dropped_total",
         question=Question.HOST,
         kind="counter",
         unit="blocks",
-        meaning="Blocks that were damaged, gone, or not what their name said.",
+        meaning="Blocks that were dropped because they were damaged, missing, or did not match their hash.",
     ),
     Metric(
         name="kv_transfer_host_write_failures_total",
         question=Question.HOST,
         kind="counter",
         unit="failures",
-        meaning="Times the disk did not take a block.",
+        meaning="Failed attempts to write a block to disk.",
     ),
     Metric(
         name="kv_transfer_host_read_failures_total",
         question=Question.HOST,
         kind="counter",
         unit="failures",
-        meaning="Times the disk did not give a block back.",
+        meaning="Failed attempts to read a block from disk.",
     ),
     Metric(
         name="kv_transfer_host_memory_bytes_used",
         question=Question.HOST,
         kind="gauge",
         unit="bytes",
-        meaning="Host memory that blocks take.",
+        meaning="Host memory that is used by blocks.",
     ),
     Metric(
         name="kv_transfer_host_directory_bytes_used",
         question=Question.HOST,
         kind="gauge",
         unit="bytes",
-        meaning="Files of blocks in the directory.",
+        meaning="Bytes of block files in the directory.",
     ),
     Metric(
         name="kv_transfer_heartbeats_sent_total",
         question=Question.TRANSFERS,
         kind="counter",
         unit="messages",
-        meaning="Signs of life that were sent to engines which hold blocks.",
+        meaning="Heartbeats sent to engines that hold blocks.",
     ),
     Metric(
         name="kv_transfer_heartbeats_received_total",
         question=Question.TRANSFERS,
         kind="counter",
         unit="messages",
-        meaning="Signs of life that came for held blocks.",
+        meaning="Heartbeats received for held blocks.",
     ),
     Metric(
         name="kv_transfer_loaded_tokens_total",
@@ -983,28 +1004,29 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.WAITING,
         kind="gauge",
         unit="sequences",
-        meaning="Sequences that wait for KV from elsewhere at this moment.",
+        meaning="Sequences that wait for KV from elsewhere.",
     ),
     Metric(
         name="kv_transfer_requests_held",
         question=Question.TRANSFERS,
         kind="gauge",
         unit="sequences",
-        meaning="Sequences that are answered and whose blocks are held for another engine.",
+        meaning="Answered sequences whose blocks are held for another engine.",
     ),
     Metric(
         name="kv_transfer_holds_refused_total",
         question=Question.TRANSFERS,
         kind="counter",
         unit="sequences",
-        meaning="Sequences that were to be held for another engine and were not: as many blocks were held as may be.",
+        meaning="Sequences whose blocks could not be held for another engine, because the limit of held blocks was "
+        "reached.",
     ),
     Metric(
         name="requests_rejected_total",
         question=Question.REFUSED,
         kind="counter",
         unit="requests",
-        meaning="Requests that were refused because a bound was reached or the server is leaving.",
+        meaning="Requests that were refused because a limit was reached or the server is shutting down.",
         labels=(Label("reason"),),
     ),
     Metric(
@@ -1020,7 +1042,7 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.LOAD,
         kind="gauge",
         unit="connections",
-        meaning="Client connections that are open.",
+        meaning="Open client connections.",
         part="frontend",
     ),
     Metric(
@@ -1028,7 +1050,7 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.LOAD,
         kind="gauge",
         unit="connections",
-        meaning="Client connections on which an API key was shown; they have places that others cannot take.",
+        meaning="Open client connections that have sent a valid API key. Some places are reserved for them.",
         part="frontend",
     ),
     Metric(
@@ -1036,7 +1058,7 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.LOAD,
         kind="gauge",
         unit="connections",
-        meaning="Client connections that may be open: --max-connections, or what the limit of open files allows.",
+        meaning="Limit of open client connections: --max-connections, or what the limit of open files allows.",
         part="frontend",
     ),
     Metric(
@@ -1044,7 +1066,7 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.REFUSED,
         kind="counter",
         unit="connections",
-        meaning="Client connections that could not be accepted at first, for want of open files or memory.",
+        meaning="Client connections that could not be accepted at first, for lack of open files or memory.",
         part="frontend",
     ),
     Metric(
@@ -1052,7 +1074,7 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.LOAD,
         kind="counter",
         unit="connections",
-        meaning="Client connections that came.",
+        meaning="Client connections that were accepted.",
         part="frontend",
     ),
     Metric(
@@ -1060,7 +1082,7 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.REFUSED,
         kind="counter",
         unit="connections",
-        meaning="Client connections that were ended because a bound was reached, by which one.",
+        meaning="Client connections that were ended because a limit was reached, by limit.",
         labels=(Label("reason"),),
         part="frontend",
     ),
@@ -1069,7 +1091,7 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.REFUSED,
         kind="counter",
         unit="requests",
-        meaning="HTTP requests that were turned away before their handler because a bound was reached, by which one.",
+        meaning="HTTP requests that were refused before their handler because a limit was reached, by limit.",
         labels=(Label("reason"),),
         part="frontend",
     ),
@@ -1086,7 +1108,7 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.CLIENTS,
         kind="counter",
         unit="requests",
-        meaning="HTTP requests that were cancelled because their client took nothing, or too little, for too long.",
+        meaning="HTTP requests that were cancelled because their client read nothing, or too little, for too long.",
         part="frontend",
     ),
     Metric(
@@ -1094,7 +1116,8 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.CLIENTS,
         kind="gauge",
         unit="requests",
-        meaning="HTTP requests whose client is slower than its response, so that bytes wait for it.",
+        meaning="HTTP requests whose client reads more slowly than its response is produced, so that bytes are "
+        "buffered.",
         part="frontend",
     ),
     Metric(
@@ -1102,15 +1125,15 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.CLIENTS,
         kind="gauge",
         unit="bytes",
-        meaning="What waits for clients that are slower than their responses.",
+        meaning="Bytes buffered for clients that read more slowly than their responses are produced.",
         part="frontend",
     ),
     Metric(
         name="request_body_bytes_held",
-        question=Question.LEFT_BEHIND,
+        question=Question.LEAKS,
         kind="gauge",
         unit="bytes",
-        meaning="Bodies of the requests that are under way.",
+        meaning="Bytes of the bodies of current requests.",
         part="frontend",
     ),
     Metric(
@@ -1118,7 +1141,7 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.SIZES,
         kind="counter",
         unit="bytes",
-        meaning="Request bodies that were read.",
+        meaning="Bytes of request bodies that were read.",
         part="frontend",
     ),
     Metric(
@@ -1134,7 +1157,8 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.ENDS,
         kind="counter",
         unit="requests",
-        meaning='HTTP requests by route and status. Unknown paths are "other"; status "left": gone before a response.',
+        meaning='HTTP requests by route and status. Unknown paths are "other". Status "left": the client left before '
+        "a response.",
         labels=(Label("path"), Label("status")),
         part="frontend",
     ),
@@ -1143,18 +1167,20 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.ENDS,
         kind="counter",
         unit="requests",
-        meaning="HTTP requests by route, method and class of status; what is not known is none and other, and left is "
-        "one whose client was gone before a response. Without what machines poll, such as /health and /metrics.",
+        meaning='HTTP requests by route, method and class of status. An unknown path is "none", an unknown method '
+        '"other". Status "left": the client left before a response. Requests that machines poll, such as '
+        "/health and /metrics, are not counted.",
         labels=(Label("handler"), Label("method"), Label("status")),
         shown_as="http_requests_total",
         part="frontend",
     ),
     Metric(
         name="http_request_duration_seconds",
-        question=Question.FEEL,
+        question=Question.LATENCY,
         kind="histogram",
         unit="seconds",
-        meaning="From the head of the same requests to the end of their response, by route and method.",
+        meaning="Time from the head of an HTTP request to the end of its response, by route and method. Requests that "
+        "machines poll are not counted.",
         labels=(Label("handler"), Label("method")),
         buckets=HTTP_SECONDS,
         shown_as="http_request_duration_seconds",
@@ -1162,49 +1188,50 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="http_request_duration_highr_seconds",
-        question=Question.FEEL,
+        question=Question.LATENCY,
         kind="histogram",
         unit="seconds",
-        meaning="The same of all of them together, in finer buckets.",
+        meaning="Time from the head of an HTTP request to the end of its response, for all routes together, in finer "
+        "buckets.",
         buckets=HTTP_SECONDS_FINE,
         shown_as="http_request_duration_highr_seconds",
         part="frontend",
     ),
     Metric(
         name="log_lines_dropped_total",
-        question=Question.TOLD,
+        question=Question.TELEMETRY,
         kind="counter",
         unit="lines",
-        meaning="Lines of the log that were dropped: too many waited for a terminal, pipe or disk that took none.",
+        meaning="Log lines that were dropped because too many waited for a blocked terminal, pipe or disk.",
         part="frontend",
     ),
     Metric(
         name="trace_spans_total",
-        question=Question.TOLD,
+        question=Question.TELEMETRY,
         kind="counter",
         unit="spans",
-        meaning="Spans of traces: taken by the collector, not taken by it, or dropped since too many waited for it.",
+        meaning="Trace spans: accepted by the collector, not accepted, or dropped because too many were waiting.",
         labels=(Label("outcome", ("exported", "failed", "dropped")),),
         part="frontend",
     ),
     Metric(
         name="batches_live",
-        question=Question.LASTING,
+        question=Question.STORED,
         kind="gauge",
         unit="batches",
-        meaning="Batches that have not ended, those that wait for their turn included.",
+        meaning="Batches that have not ended, including those that wait for their turn.",
         part="frontend",
     ),
     Metric(
         name="batch_lines_total",
-        question=Question.LASTING,
+        question=Question.STORED,
         kind="counter",
         unit="lines",
-        meaning="Lines of batches that are done, by the file that they went to.",
+        meaning="Finished lines of batches, by the file that their result was written to.",
         labels=(Label("file", ("output", "error")),),
         part="frontend",
     ),
-    # --- of a router ---
+    # --- router ---
     Metric(
         name="queued_requests",
         question=Question.WAITING,
@@ -1219,7 +1246,7 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.WAITING,
         kind="histogram",
         unit="seconds",
-        meaning="From a request's arrival to its lease at an endpoint, or to its refusal in the queue.",
+        meaning="Time from the arrival of a request to its lease at an endpoint, or to its refusal in the queue.",
         buckets=WAIT_SECONDS,
         vllm=True,
         part="router",
@@ -1229,7 +1256,7 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.LOAD,
         kind="counter",
         unit="leases",
-        meaning="Leases that were given; a request that is tried again gets another one.",
+        meaning="Leases that were granted. A retried request gets another lease.",
         vllm=True,
         part="router",
     ),
@@ -1238,7 +1265,7 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.REFUSED,
         kind="counter",
         unit="requests",
-        meaning="Requests that were refused, by the reason that the client was told.",
+        meaning="Requests that were refused, by the reason that was sent to the client.",
         labels=(Label("reason"),),
         vllm=True,
         part="router",
@@ -1248,7 +1275,7 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.ENDPOINTS,
         kind="counter",
         unit="requests",
-        meaning="Requests that an endpoint failed, or that it was lost with, before their first token, tried again.",
+        meaning="Requests that were retried because an endpoint failed them, or was lost, before their first token.",
         vllm=True,
         part="router",
     ),
@@ -1257,7 +1284,7 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.PEERS,
         kind="gauge",
         unit="routers",
-        meaning="Other routers before the same endpoints.",
+        meaning="Other routers that use the same endpoints.",
         part="router",
     ),
     Metric(
@@ -1265,7 +1292,7 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.PEERS,
         kind="gauge",
         unit="routers",
-        meaning="Of these, the ones that answer.",
+        meaning="Other routers that answer.",
         part="router",
     ),
     Metric(
@@ -1273,23 +1300,23 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.PEERS,
         kind="counter",
         unit="routers",
-        meaning="Times that a router which had answered was found gone.",
+        meaning="Times that a router which had answered stopped answering.",
         part="router",
     ),
     Metric(
         name="streams_found_total",
-        question=Question.SURVIVES,
+        question=Question.SURVIVAL,
         kind="counter",
         unit="streams",
-        meaning="Retries of clients whose stream ran on at an endpoint, and was gone on with.",
+        meaning="Client retries whose stream was still running at an endpoint and was resumed.",
         part="router",
     ),
     Metric(
         name="streams_recomputed_total",
-        question=Question.SURVIVES,
+        question=Question.SURVIVAL,
         kind="counter",
         unit="streams",
-        meaning="Retries of clients whose stream was nowhere any more, and was computed once more.",
+        meaning="Client retries whose stream was no longer running anywhere and was computed again.",
         part="router",
     ),
     Metric(
@@ -1297,97 +1324,95 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.PEERS,
         kind="counter",
         unit="streams",
-        meaning="Streams whose clients had left, and whose endpoints were not told, since too many were to be told.",
+        meaning="Streams whose client left and whose endpoint was not notified, because too many notices were waiting.",
         part="router",
     ),
     Metric(
         name="stream_continuations_total",
-        question=Question.SURVIVES,
+        question=Question.SURVIVAL,
         kind="counter",
         unit="streams",
-        meaning="Streams that broke off, and got a lease to go on with; each time counts.",
+        meaning="Times that a stream that broke off got a lease to resume with.",
         part="router",
     ),
     Metric(
         name="stream_continuations_refused_total",
-        question=Question.SURVIVES,
+        question=Question.SURVIVAL,
         kind="counter",
         unit="requests",
-        meaning=(
-            "Streams that broke off and could have gone on elsewhere, but were not let; and requests without a token "
-            "that are taken for the cause of the end of their endpoints."
-        ),
+        meaning="Streams that broke off and were not allowed to resume elsewhere, and requests without a token that "
+        "are held to be the cause of their endpoints' failures.",
         labels=(Label("reason", ("poisoned", "too_many", "no_endpoint")),),
         part="router",
     ),
     Metric(
         name="stream_moves_total",
-        question=Question.SURVIVES,
+        question=Question.SURVIVAL,
         kind="counter",
         unit="streams",
-        meaning="Streams that got a lease elsewhere, to leave an endpoint that is emptied.",
+        meaning="Streams that got a lease at another endpoint in order to leave one that is being emptied.",
         part="router",
     ),
     Metric(
         name="moving_requests",
-        question=Question.SURVIVES,
+        question=Question.SURVIVAL,
         kind="gauge",
         unit="requests",
-        meaning="Streams at endpoints that are emptied, which run there until there is room elsewhere.",
+        meaning="Streams at endpoints that are being emptied, which run there until another endpoint has room.",
         part="router",
     ),
     Metric(
         name="continuing_requests",
-        question=Question.SURVIVES,
+        question=Question.SURVIVAL,
         kind="gauge",
         unit="requests",
-        meaning="Streams that broke off, and wait for an endpoint to go on at.",
+        meaning="Streams that broke off and wait for an endpoint to resume at.",
         part="router",
     ),
     Metric(
         name="streams_continued_total",
-        question=Question.SURVIVES,
+        question=Question.SURVIVAL,
         kind="counter",
         unit="streams",
-        meaning="Streams that got a token from another endpoint where one had stopped, by what that one did.",
+        meaning="Streams that got a token from another endpoint after one had failed, by the failure.",
         labels=(Label("reason", ("broke", "hung", "leaving", "unreachable", "busy", "transfer")),),
         part="router",
     ),
     Metric(
         name="silent_responses_total",
-        question=Question.SURVIVES,
+        question=Question.SURVIVAL,
         kind="counter",
         unit="responses",
-        meaning="Responses that were taken from endpoints since nothing came over an open connection, by the sign: no "
-        "heartbeat, another process at the address, nothing acknowledged, or, of endpoints without heartbeats, their "
-        "reports of load or time alone.",
+        meaning="Responses that were given up because nothing arrived over an open connection, by sign: no heartbeat, "
+        "another process at the address, nothing acknowledged, or, for endpoints without heartbeats, load "
+        "reports or elapsed time.",
         labels=(Label("reason", ("silent", "replaced", "unacknowledged", "not_running", "overtaken", "stalled")),),
         part="router",
     ),
     Metric(
         name="streams_not_resumable_total",
-        question=Question.SURVIVES,
+        question=Question.SURVIVAL,
         kind="counter",
         unit="streams",
-        meaning="Streams that broke off and that no other endpoint could have gone on with, by what there was not.",
+        meaning="Streams that broke off and that no other endpoint could resume, by reason.",
         labels=(Label("reason", ("not_resumable", "bytes_max", "malformed", "mismatch", "refused")),),
         part="router",
     ),
     Metric(
         name="stream_pause_seconds",
-        question=Question.SURVIVES,
+        question=Question.SURVIVAL,
         kind="histogram",
         unit="seconds",
-        meaning="From the moment at which a stream's endpoint was given up to the first token from another one.",
+        meaning="Time from giving up a stream's endpoint to the first token from another one.",
         buckets=WAIT_SECONDS,
         part="router",
     ),
     Metric(
         name="continuation_bytes_held",
-        question=Question.LEFT_BEHIND,
+        question=Question.LEAKS,
         kind="gauge",
         unit="bytes",
-        meaning="Kept of the streams that run, so that another endpoint can go on with them.",
+        meaning="Bytes kept of running streams so that another endpoint can resume them.",
         part="router",
     ),
     Metric(
@@ -1395,7 +1420,7 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.ENDPOINTS,
         kind="counter",
         unit="reports",
-        meaning="Loads that endpoints have told, by whether they were asked or sent it by themselves.",
+        meaning="Load reports of endpoints, by whether the router asked or the endpoint sent them by itself.",
         labels=(Label("how", ("asked", "pushed")),),
         part="router",
     ),
@@ -1404,8 +1429,7 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.TRANSFERS,
         kind="counter",
         unit="requests",
-        meaning="Requests that were to have their prompt computed at one endpoint and their response made at another, "
-        "by what became of that.",
+        meaning="Requests whose prompt and response should be computed at different endpoints, by outcome.",
         labels=(Label("outcome", tuple(outcome.value for outcome in PairOutcome)),),
         part="router",
     ),
@@ -1414,7 +1438,8 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.TRANSFERS,
         kind="histogram",
         unit="seconds",
-        meaning="From the end of the prompt at one endpoint to the first token at another, of such streamed requests.",
+        meaning="Time from the end of the prompt at one endpoint to the first token at another one, for disaggregated "
+        "streamed requests.",
         buckets=WAIT_SECONDS,
         part="router",
     ),
@@ -1423,7 +1448,7 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.LOAD,
         kind="gauge",
         unit="sequences",
-        meaning="Sequences that hold a lease at the endpoint.",
+        meaning="Sequences that have a lease at the endpoint.",
         labels=(Label("endpoint"),),
         vllm=True,
         part="router",
@@ -1443,7 +1468,7 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.ENDPOINTS,
         kind="gauge",
         unit="0 or 1",
-        meaning="Whether the endpoint gets requests.",
+        meaning="1 if the endpoint gets requests.",
         labels=(Label("endpoint"),),
         vllm=True,
         part="router",
@@ -1453,7 +1478,7 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.CACHE,
         kind="gauge",
         unit="blocks",
-        meaning="Blocks in the endpoint's prefix cache, as it tells; not shown while that is unknown.",
+        meaning="Blocks in the endpoint's prefix cache, as reported by the endpoint. Not shown while unknown.",
         labels=(Label("endpoint"),),
         part="router",
     ),
@@ -1462,7 +1487,7 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.ENDPOINTS,
         kind="counter",
         unit="ejections",
-        meaning="Times the endpoint was left out because it failed.",
+        meaning="Times that the endpoint stopped getting requests because it failed.",
         labels=(Label("endpoint"),),
         vllm=True,
         part="router",
@@ -1472,11 +1497,9 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.ENDPOINTS,
         kind="counter",
         unit="requests",
-        meaning=(
-            "Requests that the endpoint failed, by the reason: a fault (broke, unreachable, hung), a status, or what "
-            "it sent that no inference server sends (html, redirect, content_type, not_json, not_http, empty, shape, "
-            "event, no_end, key_refused)."
-        ),
+        meaning="Requests that the endpoint failed, by reason: a fault (broke, unreachable, hung), a status, or a "
+        "response that no inference server sends (html, redirect, content_type, not_json, not_http, empty, "
+        "shape, event, no_end, key_refused).",
         labels=(Label("endpoint"), Label("reason")),
         part="router",
     ),
@@ -1485,147 +1508,147 @@ CATALOGUE: tuple[Metric, ...] = (
         question=Question.ENDPOINTS,
         kind="counter",
         unit="hangs",
-        meaning="Times the endpoint was left out because nothing came from it, or its step did not end.",
+        meaning="Times that the endpoint stopped getting requests because it sent nothing or its step did not end.",
         labels=(Label("endpoint"),),
         part="router",
     ),
-    # --- of an engine that makes pictures ---
+    # --- image generation ---
     Metric(
         name="images_total",
-        question=Question.PICTURES,
+        question=Question.IMAGE_GENERATION,
         kind="counter",
-        unit="pictures",
-        meaning="Pictures that were made.",
+        unit="images",
+        meaning="Images that were generated.",
         part="images",
     ),
     Metric(
         name="denoising_steps_total",
-        question=Question.PICTURES,
+        question=Question.IMAGE_GENERATION,
         kind="counter",
         unit="steps",
-        meaning="Denoising steps of all pictures, also of those that nobody waited for to the end.",
+        meaning="Denoising steps of all images, including images whose client left early.",
         part="images",
     ),
     Metric(
         name="latent_slots",
-        question=Question.PICTURES,
+        question=Question.IMAGE_GENERATION,
         kind="gauge",
         unit="slots",
-        meaning="Slots for what pictures have between two steps: of those that are worked on (free, used), and of "
-        "those that had to leave theirs to a better priority (kept_free, kept_used).",
+        meaning="Slots for the latents of images between two steps: of images in progress (free, used), and of "
+        "preempted images (kept_free, kept_used).",
         labels=(Label("state", ("free", "used", "kept_free", "kept_used")),),
         part="images",
     ),
     Metric(
         name="time_to_first_picture_seconds",
-        question=Question.PICTURES,
+        question=Question.IMAGE_GENERATION,
         kind="histogram",
         unit="seconds",
-        meaning="From a request's arrival to the first that could be seen of a picture: a partial result, or the "
-        "whole. That of the whole is e2e_request_latency_seconds.",
+        meaning="Time from the arrival of a request to its first visible image: a partial or a finished one. The time "
+        "to the finished image is e2e_request_latency_seconds.",
         buckets=WAIT_SECONDS,
         part="images",
     ),
     Metric(
         name="step_work",
-        question=Question.PICTURES,
+        question=Question.IMAGE_GENERATION,
         kind="histogram",
         unit="units of work",
-        meaning="What one step computed, in the units that bound a step, by what it did.",
+        meaning="Work of one step, in the units that limit a step, by phase.",
         labels=(_STEP_PHASE,),
         buckets=STEP_TOKENS,
         part="images",
     ),
-    # --- what outlives its request ---
+    # --- objects and streams that outlive their request ---
     Metric(
         name="store_bytes_used",
-        question=Question.LASTING,
+        question=Question.STORED,
         kind="gauge",
         unit="bytes",
-        meaning="What is stored: responses, files and the like, each with its row.",
+        meaning="Bytes of stored responses, files and similar objects, including their database rows.",
     ),
     Metric(
         name="store_objects",
-        question=Question.LASTING,
+        question=Question.STORED,
         kind="gauge",
         unit="objects",
-        meaning="How many of them there are.",
+        meaning="Number of stored objects.",
     ),
     Metric(
         name="store_evicted_total",
-        question=Question.LASTING,
+        question=Question.STORED,
         kind="counter",
         unit="objects",
-        meaning="Objects that made room for others before their time was over.",
+        meaning="Stored objects that were evicted before their expiry to make room for others.",
     ),
     Metric(
         name="store_refused_total",
-        question=Question.LASTING,
+        question=Question.STORED,
         kind="counter",
         unit="writes",
-        meaning="Writes for which there was no room.",
+        meaning="Writes to the store that were refused for lack of room.",
     ),
     Metric(
         name="store_write_failures_total",
-        question=Question.LASTING,
+        question=Question.STORED,
         kind="counter",
         unit="writes",
-        meaning="Writes that the disk of the store refused: it was full, read-only or broken. Each retry counts.",
+        meaning="Writes that the store's disk refused because it was full, read-only or broken. Each retry counts.",
     ),
     Metric(
         name="store_unwritten_bytes",
-        question=Question.LASTING,
+        question=Question.STORED,
         kind="gauge",
         unit="bytes",
-        meaning="Final states and results that are in memory until the disk of the store takes them.",
+        meaning="Bytes of final states and results that stay in memory until the store's disk accepts them.",
     ),
     Metric(
         name="background_responses",
-        question=Question.LASTING,
+        question=Question.STORED,
         kind="gauge",
         unit="responses",
-        meaning="Responses that live in the background at this moment.",
+        meaning="Background responses that are running.",
     ),
     Metric(
         name="detached_streams",
-        question=Question.LASTING,
+        question=Question.STORED,
         kind="gauge",
         unit="streams",
-        meaning="Streams that go on while nobody reads them.",
+        meaning="Streams that run without a reader.",
     ),
     Metric(
         name="detached_bytes_held",
-        question=Question.LASTING,
+        question=Question.STORED,
         kind="gauge",
         unit="bytes",
-        meaning="Events that are kept of streams that may be detached.",
+        meaning="Bytes of events kept for streams that may be detached.",
     ),
     Metric(
         name="router_streams",
-        question=Question.SURVIVES,
+        question=Question.SURVIVAL,
         kind="gauge",
         unit="streams",
-        meaning="Streams that go on while the router that asked for them is gone.",
+        meaning="Streams that run on although their router is gone.",
     ),
     Metric(
         name="router_stream_bytes_held",
-        question=Question.SURVIVES,
+        question=Question.SURVIVAL,
         kind="gauge",
         unit="bytes",
-        meaning="Events that are kept of streams for whose routers another one may stand in.",
+        meaning="Bytes of events kept for streams that another router may take over.",
     ),
     Metric(
         name="router_streams_taken_over_total",
-        question=Question.SURVIVES,
+        question=Question.SURVIVAL,
         kind="counter",
         unit="streams",
-        meaning="Times that another router, or the same one again, went on reading such a stream.",
+        meaning="Times that another router, or the same one again, resumed reading a stream whose router was gone.",
     ),
     Metric(
         name="router_streams_expired_total",
-        question=Question.SURVIVES,
+        question=Question.SURVIVAL,
         kind="counter",
         unit="streams",
-        meaning="Such streams that were ended since nobody went on reading them in time.",
+        meaning="Streams whose router was gone and that were ended because no router resumed reading them in time.",
     ),
 )

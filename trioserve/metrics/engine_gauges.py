@@ -1,4 +1,4 @@
-"""How an engine's own counts become metrics: at every scrape, so that its core need not know of them."""
+"""Copies an engine's counters into metrics at every scrape, so that the core does not depend on metrics."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ __all__ = ["EngineGauges", "ShellGauges"]
 
 
 class ShellGauges:
-    """What every engine shows, whatever it computes."""
+    """The gauges that every kind of engine shows.
+
+    Args:
+        metrics: the metrics to set.
+    """
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -26,10 +30,18 @@ class ShellGauges:
         step_seconds_max: float,
         no_progress_seconds: float,
     ) -> None:
-        """running_count: sequences that are computed. waiting_count: those that are not; of these deferred_count wait
-        for something else than room. live_count: requests that are entered and not left. task_count: of the whole
-        program. step_seconds, step_seconds_max: the age of the step in flight, and how old it may be.
-        no_progress_seconds: for how long nothing has come of anybody's request."""
+        """Set the gauges.
+
+        Args:
+            running_count: sequences that are computed.
+            waiting_count: sequences that wait.
+            deferred_count: waiting sequences that wait for something other than room.
+            live_count: requests that have entered and not left.
+            task_count: Trio tasks of the whole program.
+            step_seconds: age of the step in flight.
+            step_seconds_max: limit of that age.
+            no_progress_seconds: how long no request has made progress.
+        """
         metrics = self._metrics
         metrics.num_requests_running.set(running_count)
         metrics.num_requests_waiting.set(waiting_count)
@@ -43,14 +55,24 @@ class ShellGauges:
 
 
 class EngineGauges:
-    """stats: what the engine says at the beginning; what it has counted before then is not shown."""
+    """The metrics of a text engine.
+
+    Args:
+        metrics: the metrics to set.
+        stats: the engine's first snapshot. Counts before it are not shown.
+    """
 
     def __init__(self, metrics: Metrics, stats: EngineStats) -> None:
         self._metrics = metrics
         self._seen = stats
 
     def show(self, stats: EngineStats, *, held_count: int) -> None:
-        """held_count: sequences that are over and held for another engine."""
+        """Update the metrics from a snapshot.
+
+        Args:
+            stats: the engine's current snapshot.
+            held_count: finished sequences that are held for another engine.
+        """
         metrics, seen = self._metrics, self._seen
         self._seen = stats
         metrics.kv_cache_usage_perc.set(stats.kv_usage)

@@ -1,4 +1,4 @@
-"""The last quarter of an hour in points at equal distances, so that whoever opens a page later sees it, too."""
+"""The last 15 minutes of some values, at equal intervals, for readers who open a page later."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ __all__ = ["History"]
 
 
 class History:
-    """names: of what each point holds. The cost is that of one point, and a few kilobytes."""
+    """A bounded history of named values. Uses a few kilobytes.
+
+    Args:
+        interval_seconds: time between two points.
+        names: names of the values of each point.
+    """
 
     def __init__(self, interval_seconds: float, names: Sequence[str]) -> None:
         self._interval_seconds = interval_seconds
@@ -21,7 +26,12 @@ class History:
         self._shown: HistoryShown | None = None
 
     def note(self, values: Mapping[str, float | None], now: float) -> None:
-        """One more point. What is not in `values` was not measured."""
+        """Add a point.
+
+        Args:
+            values: values by name. A missing name was not measured.
+            now: time in seconds.
+        """
         for name, points in self._points.items():
             points.append(values.get(name))
         self._count += 1
@@ -29,7 +39,7 @@ class History:
         self._shown = None
 
     def shown(self) -> HistoryShown:
-        """The same object until there is another point."""
+        """Return the history. The object is reused until the next point."""
         if self._shown is None:
             self._shown = HistoryShown(
                 interval_seconds=self._interval_seconds,

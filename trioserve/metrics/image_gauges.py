@@ -1,4 +1,4 @@
-"""How the counts of an engine of pictures become metrics: at every scrape, so that its core need not know of them."""
+"""Copies the counters of an image engine into metrics at every scrape, so that the core does not depend on metrics."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ __all__ = ["ImageGauges"]
 
 
 class ImageGauges:
-    """stats: what the engine says at the beginning; what it has counted before then is not shown."""
+    """The metrics of an image engine.
+
+    Args:
+        metrics: the metrics to set.
+        stats: the engine's first snapshot. Counts before it are not shown.
+    """
 
     def __init__(self, metrics: Metrics, stats: IterativeStats) -> None:
         self._metrics = metrics

@@ -1,4 +1,4 @@
-"""Pages of metrics of several processes, as one: each family once, and on every series a label with its process."""
+"""Joins the metric pages of several processes. Each series gets a label with its process."""
 
 from __future__ import annotations
 
@@ -8,9 +8,16 @@ __all__ = ["joined_pages"]
 
 
 def joined_pages(pages: Mapping[str, bytes], *, label: str) -> bytes:
-    """pages: in Prometheus' text format 0.0.4, by the label's value, which has no quote, backslash or line break. The
-    families come in the order in which they are first seen, the series of each in the order of the pages."""
-    families: dict[bytes, tuple[list[bytes], list[bytes]]] = {}  # by name: the lines above, and the series
+    """Join pages in Prometheus' text format 0.0.4.
+
+    Args:
+        pages: pages by label value. A label value contains no quote, backslash or line break.
+        label: name of the added label.
+
+    Returns:
+        One page. Families are in the order of their first appearance, and their series in the order of the pages.
+    """
+    families: dict[bytes, tuple[list[bytes], list[bytes]]] = {}  # by name: the HELP and TYPE lines, and the series
     for value, page in pages.items():
         mark = f'{label}="{value}"'.encode()
         is_new, series = False, families.setdefault(b"", ([], []))[1]
@@ -28,7 +35,7 @@ def joined_pages(pages: Mapping[str, bytes], *, label: str) -> bytes:
 
 
 def _marked(line: bytes, mark: bytes) -> bytes:
-    """name{labels} value, or name value."""
+    """Add the label to a line of the form `name{labels} value` or `name value`."""
     brace, blank = line.find(b"{"), line.find(b" ")
     if 0 <= brace < blank:
         return b"%b{%b,%b" % (line[:brace], mark, line[brace + 1 :])

@@ -1,4 +1,4 @@
-"""A histogram in plain numbers, for what is counted with every token and every request."""
+"""A histogram in plain Python numbers, fast enough to count every token and request."""
 
 from __future__ import annotations
 
@@ -13,9 +13,15 @@ __all__ = ["PlainHistogram"]
 
 
 class PlainHistogram:
-    """Shown like prometheus_client's, but without its lock: it is counted in one thread.
+    """A histogram with the output format of prometheus_client, but without its lock. Only one thread may count.
 
-    buckets: upper bounds, growing. With label_names it is counted by `labels(...)`, which is worth keeping.
+    Args:
+        name: name of the metric.
+        meaning: description of the metric.
+        label_names: names of its labels. With labels, `labels(...)` returns the histogram to count in. Keep that
+            object.
+        buckets: increasing upper bounds.
+        registry: registry to register with. None: not registered.
     """
 
     def __init__(
@@ -38,7 +44,11 @@ class PlainHistogram:
             registry.register(self)
 
     def labels(self, *values: str) -> PlainHistogram:
-        """The one of these values, in the order of the names; made when it is first asked for."""
+        """Return the histogram of these label values, and create it at the first call.
+
+        Args:
+            *values: label values, in the order of the label names.
+        """
         child = self._children.get(values)
         if child is None:
             assert len(values) == len(self._label_names), (self._name, values)
@@ -48,12 +58,17 @@ class PlainHistogram:
         return child
 
     def observe(self, value: float, count: int = 1) -> None:
-        """`value` came `count` times."""
+        """Count a value.
+
+        Args:
+            value: the value.
+            count: how often it occurred.
+        """
         self._counts[bisect_left(self.bounds, value)] += count
         self._sum += value * count
 
     def counts(self) -> tuple[int, ...]:
-        """Of each bucket by itself so far, and of what lies beyond the last bound."""
+        """Return the count of each bucket alone, not cumulative. The last count is of values beyond the last bound."""
         return tuple(self._counts)
 
     def collect(self) -> Iterator[HistogramMetricFamily]:

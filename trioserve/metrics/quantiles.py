@@ -1,4 +1,7 @@
-"""Quantiles of what a histogram has counted since somebody looked last, as Prometheus' histogram_quantile has them."""
+"""Quantiles of the values that a histogram counted since the last look.
+
+Computed like Prometheus' histogram_quantile.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,26 @@ __all__ = ["HistogramWindow"]
 
 
 class HistogramWindow:
-    """From one look to the next. Costs nothing between them."""
+    """The values that a histogram counted between two looks. Costs nothing in between.
+
+    Args:
+        histogram: the histogram to read.
+    """
 
     def __init__(self, histogram: PlainHistogram) -> None:
         self._histogram = histogram
         self._seen = histogram.counts()
 
     def take(self, shares: Sequence[float]) -> list[float | None]:
-        """The quantiles of these shares (0.5: the median) since the last look, from the buckets' bounds; None where
-        nothing was counted. What lies beyond the last bound counts as that bound."""
+        """Return quantiles of the values since the last call.
+
+        Args:
+            shares: the quantiles as fractions, for example 0.5 for the median.
+
+        Returns:
+            A value for each share, interpolated within the buckets. None if no value was counted. A value beyond the
+            last bound counts as that bound.
+        """
         counts = self._histogram.counts()
         new = [count - seen for count, seen in zip(counts, self._seen, strict=True)]
         self._seen = counts
@@ -28,8 +42,16 @@ class HistogramWindow:
 
 
 def quantile(share: float, bounds: Sequence[float], counts: Sequence[int]) -> float | None:
-    """counts: of each bucket by itself, and of what lies beyond the last bound. Inside of a bucket values are taken to
-    lie evenly."""
+    """Return one quantile, assuming that values are evenly distributed within a bucket.
+
+    Args:
+        share: the quantile as a fraction, 0 to 1.
+        bounds: increasing upper bounds of the buckets.
+        counts: count of each bucket alone, and of values beyond the last bound.
+
+    Returns:
+        The value, or None if all counts are 0.
+    """
     totals = list(accumulate(counts))
     if not totals[-1]:
         return None

@@ -1,6 +1,6 @@
-"""The catalogue as prometheus_client instruments, and the text that scrapers read.
+"""Creates the catalogue's metrics as prometheus_client instruments, and writes the page that scrapers read.
 
-Knows under which names and labels metrics are shown; when something is counted is the business of whoever counts it.
+Decides under which names and labels metrics are shown. Other packages decide when to count.
 """
 
 from __future__ import annotations
@@ -14,18 +14,24 @@ from trioserve.metrics.catalogue import CATALOGUE, ENGINE_LABEL, MODEL_LABEL, Me
 from trioserve.metrics.plain_histogram import PlainHistogram
 from trioserve.metrics.text_format import TextFormat
 
-__all__ = ["Metrics", "OF_A_PICTURE_SERVER", "OF_A_SERVER"]
+__all__ = ["Metrics", "IMAGE_SERVER_PARTS", "SERVER_PARTS"]
 
-OF_A_SERVER: tuple[Part, ...] = ("engine", "frontend", "router")
-OF_A_PICTURE_SERVER: tuple[Part, ...] = (*OF_A_SERVER, "images")
+SERVER_PARTS: tuple[Part, ...] = ("engine", "frontend", "router")
+IMAGE_SERVER_PARTS: tuple[Part, ...] = (*SERVER_PARTS, "images")
 ENGINE_PARTS: tuple[Part, ...] = ("engine", "images")
 
 
 class Metrics:
-    """One attribute for each metric of the catalogue, named like it: `metrics.step_seconds.observe(0.012)`.
+    """The metrics of a server or router. Each metric of the catalogue is an attribute:
+    `metrics.step_seconds.observe(0.012)`.
 
-    A metric with labels wants them first: `metrics.aborts_total.labels("decode").inc()`. Several Metrics can live in
-    one process: each has a registry of its own. Counting may happen in any thread, but of a histogram only in one.
+    A metric with labels needs them first: `metrics.aborts_total.labels("decode").inc()`. A process can have several
+    Metrics, each with its own registry. Any thread may count, except in a histogram, where only one thread may.
+
+    Args:
+        model_name: value of the label `model_name`. None: there is not exactly one model.
+        parts: parts of the program whose metrics exist. Metrics of other parts have no attribute. A server for image
+            generation uses IMAGE_SERVER_PARTS.
     """
 
     content_type = "text/plain; version=0.0.4; charset=utf-8"
@@ -216,9 +222,7 @@ class Metrics:
     router_streams_taken_over_total: Counter
     router_streams_expired_total: Counter
 
-    def __init__(self, model_name: str | None, *, parts: Collection[Part] = OF_A_SERVER) -> None:
-        """model_name: None if there is no one model. parts: whose metrics there are; the others' attributes are not.
-        For a model that makes pictures OF_A_PICTURE_SERVER."""
+    def __init__(self, model_name: str | None, *, parts: Collection[Part] = SERVER_PARTS) -> None:
         self.registry = CollectorRegistry()
         self._model_name = model_name
         self._metrics = tuple(metric for metric in CATALOGUE if metric.part in parts)
@@ -230,12 +234,22 @@ class Metrics:
             setattr(self, metric.name, _instrument(metric, self.registry))
 
     def has(self, name: str) -> bool:
-        """Whether there is a metric of this name, without prefix."""
+        """Return whether a metric exists.
+
+        Args:
+            name: name without prefix.
+        """
         return name in self._names
 
     def on_scrape(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Have `callback` called before every exposition: the place to set gauges from a snapshot. It must not wait.
-        Returns what ends this, for whoever goes before the metrics do: it is called once more then."""
+        """Register a callback that sets gauges from a snapshot before every page.
+
+        Args:
+            callback: called before every page. It must not wait.
+
+        Returns:
+            A function that ends this. It calls the callback a last time.
+        """
         self._callbacks.append(callback)
 
         def end() -> None:
@@ -245,23 +259,36 @@ class Metrics:
         return end
 
     def refresh(self) -> None:
-        """Have everybody who counts by himself tell what he has, as at every exposition."""
+        """Run all callbacks, as before every page."""
         for callback in self._callbacks:
             callback()
 
     def total(self, name: str) -> float:
-        """The value of a counter or a gauge, all its labels together; 0 where there is no such metric here. A counter's
-        is always that of the moment; a gauge's that of the last exposition or refresh."""
+        """Return the value of a counter or gauge, summed over its labels.
+
+        Args:
+            name: name without prefix.
+
+        Returns:
+            The current value of a counter, or a gauge's value of the last page or refresh. 0 if the metric does not
+            exist.
+        """
         if name not in self._names:
             return 0.0
         family = next(iter(getattr(self, name).collect()))
         return float(sum(sample.value for sample in family.samples if not sample.name.endswith("_created")))
 
     def expose(self, *, part: Part | None = None) -> bytes:
-        """Everything in Prometheus' text format 0.0.4: each family under `trioserve:`, then under its aliases, with the
-        label model_name on every series, and engine on an engine's; after them the process under the names that every
-        exporter uses, on Linux (`process_resident_memory_bytes`, ...). To be sent with `content_type`. part: this
-        alone, without the process, to be shown behind others."""
+        """Write a page in Prometheus' text format 0.0.4. Send it with `content_type`.
+
+        Each family is shown under our prefix and then under its aliases. Every series has the label model_name, and
+        series of an engine also have the label engine. On Linux, the usual process metrics follow
+        (`process_resident_memory_bytes`, ...).
+
+        Args:
+            part: write only the metrics of this part, without the process metrics, to append to another page. None:
+                everything.
+        """
         self.refresh()
         text = self._pages.get(part)
         if text is None:
@@ -270,8 +297,7 @@ class Metrics:
         return text.write().encode() + (generate_latest(self._process) if part is None else b"")
 
     def _labels(self, metric: Metric) -> dict[str, str]:
-        """On all of its series. They are added here and not in the instruments, so that whoever counts a token need not
-        say them."""
+        """Return the labels of all series of a metric. They are added here so that instruments need not carry them."""
         if metric.shown_as is not None:
             return {}
         model = {} if self._model_name is None else {MODEL_LABEL: self._model_name}

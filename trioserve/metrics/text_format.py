@@ -1,7 +1,7 @@
-"""Prometheus' text format 0.0.4 of a catalogue's metrics.
+"""Writes metrics in Prometheus' text format 0.0.4.
 
-prometheus_client writes the same, but makes every name and every label anew for each page. Some scrapers ask twenty
-times a second, in the thread that serves everybody: so what stands before a value is kept from page to page.
+prometheus_client writes the same text, but formats every name and label again for each page. Some scrapers ask twenty
+times a second, in the thread that serves all requests. So the text before each value is cached from page to page.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ __all__ = ["TextFormat"]
 
 
 class _Shown(NamedTuple):
-    """family: its name in the registry. names: with what each sample's name begins, and the lines above."""
+    """How one metric is shown.
+
+    Attributes:
+        family: its name in the registry.
+        labels: labels that are added to all its series.
+        names: for each shown name, the start of its sample names, and the HELP and TYPE lines.
+    """
 
     family: str
     labels: Mapping[str, str]
@@ -27,7 +33,13 @@ class _Shown(NamedTuple):
 
 
 class TextFormat:
-    """labels: of each metric, in the order of `metrics`, on all of its series besides their own."""
+    """Writes pages of some metrics.
+
+    Args:
+        registry: registry of the instruments.
+        metrics: the metrics, in the order of the page.
+        labels: for each metric, the labels that are added to all its series.
+    """
 
     def __init__(
         self, registry: CollectorRegistry, metrics: Sequence[Metric], labels: Sequence[Mapping[str, str]]
@@ -41,10 +53,10 @@ class TextFormat:
             )
             for metric, fixed in zip(metrics, labels, strict=True)
         ]
-        self._series: dict[tuple[str, tuple[str, ...]], str] = {}  # of the last page, what stands before a value
+        self._series: dict[tuple[str, tuple[str, ...]], str] = {}  # of the last page: the text before each value
 
     def write(self) -> str:
-        """A page: each metric under all of its names, one after the other."""
+        """Return a page: each metric under all its names."""
         return "".join(self._pieces())
 
     def _pieces(self) -> Iterator[str]:
@@ -53,14 +65,14 @@ class TextFormat:
         for shown in self._shown:
             ends = []
             for sample in families[shown.family].samples:
-                if sample.name.endswith("_created"):  # the format has no place for them but as families of their own
+                if sample.name.endswith("_created"):  # format 0.0.4 would need a separate family for these
                     continue
                 key = (sample.name, tuple(sample.labels.values()))
                 series = known.get(key)
                 if series is None:
                     series = sample.name.removeprefix(shown.family) + _labels(shown.labels, sample)
                 self._series[key] = series
-                value = floatToGoString(sample.value)  # type: ignore[no-untyped-call]  # a library's
+                value = floatToGoString(sample.value)  # type: ignore[no-untyped-call]  # from prometheus_client
                 ends.append(f"{series} {value}\n")
             for base, head in shown.names:
                 yield head
@@ -70,7 +82,7 @@ class TextFormat:
 
 
 def _base(metric: Metric, name: str) -> str:
-    """prometheus_client names a counter's family without `_total`, and its sample with it."""
+    """Return the name of the family: prometheus_client drops a counter's `_total` from it, but not from its sample."""
     return name.removesuffix("_total") if metric.kind == "counter" else name
 
 

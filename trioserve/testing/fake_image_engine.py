@@ -19,7 +19,7 @@ from trioserve.engine.images.image_stream import ImageStream
 from trioserve.engine.images.open_image import OpenImage
 from trioserve.engine.settings import EngineSettings
 from trioserve.engine.shell.supervisor import supervise
-from trioserve.metrics.registry import OF_A_PICTURE_SERVER, Metrics
+from trioserve.metrics.registry import IMAGE_SERVER_PARTS, Metrics
 from trioserve.testing.accounting import assert_all_free
 from trioserve.testing.controlled_steps import ControlledSteps
 from trioserve.testing.fake_nap import FakeNap
@@ -72,7 +72,7 @@ class FakeImageEngine(SteppedByHand[IterativePlan], ImageEngine):
             model=model,
             core=parts.core,
             steps=parts.steps,
-            metrics=Metrics(model.name, parts=OF_A_PICTURE_SERVER),
+            metrics=Metrics(model.name, parts=IMAGE_SERVER_PARTS),
             settings=settings,
             limits=limits,
             new_request_id=map("req-{}".format, itertools.count(1)).__next__,

@@ -1,7 +1,6 @@
-"""Spans as OpenTelemetry has them, and how they leave the process: in a thread of their own, from a bounded queue.
+"""OpenTelemetry spans. A background thread exports them from a bounded queue.
 
-Whoever ends a span pays for a place in that queue and for nothing else. A collector that is slow, hangs or refuses
-costs spans, which are counted.
+Ending a span only puts it into that queue. If a collector is slow, hangs or refuses spans, spans are lost and counted.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from trioserve.contracts.version import VERSION
 
 __all__ = ["OtelTracing", "SpanCounts"]
 
-QUEUE_SPANS_MAX = 2048  # the standard's default: some seconds of a busy server, about 4 MB
+QUEUE_SPANS_MAX = 2048  # default of OpenTelemetry: some seconds of a busy server, about 4 MB
 TRACES_PATH = "/v1/traces"
 KINDS = {"server": SpanKind.SERVER, "client": SpanKind.CLIENT, "internal": SpanKind.INTERNAL}
 PROPAGATOR = TraceContextTextMapPropagator()
@@ -35,7 +34,13 @@ NOTHING = Context()
 
 
 class SpanCounts(NamedTuple):
-    """Spans so far. exported: a collector took them. failed: it did not. dropped: the queue was full."""
+    """Numbers of spans so far.
+
+    Attributes:
+        exported: spans that the collector accepted.
+        failed: spans that the collector did not accept.
+        dropped: spans that found the queue full.
+    """
 
     exported: int
     failed: int
@@ -43,10 +48,16 @@ class SpanCounts(NamedTuple):
 
 
 class OtelTracing:
-    """endpoint: the collector's URL, before or with `/v1/traces`; None: what OTEL_EXPORTER_OTLP_ENDPOINT or
-    OTEL_EXPORTER_OTLP_TRACES_ENDPOINT says. sample: the share of the traces that begin here which are recorded; those
-    that begin elsewhere are if their maker records them; None: as OTEL_TRACES_SAMPLER says. Everything else is asked of
-    the standard's variables. To be closed by whoever made it."""
+    """A tracer that exports to an OpenTelemetry collector. The creator must call `close`.
+
+    The standard environment variables configure all other settings.
+
+    Args:
+        endpoint: the collector's URL, with or without `/v1/traces`. None: from OTEL_EXPORTER_OTLP_ENDPOINT or
+            OTEL_EXPORTER_OTLP_TRACES_ENDPOINT.
+        sample: share of the traces that begin here and are recorded, 0 to 1. A trace that began elsewhere is recorded
+            if its creator records it. None: from OTEL_TRACES_SAMPLER.
+    """
 
     def __init__(self, *, endpoint: str | None = None, sample: float | None = None) -> None:
         self._exporter = _CountedExporter(
@@ -56,7 +67,7 @@ class OtelTracing:
         self._provider = TracerProvider(
             sampler=None if sample is None else ParentBased(TraceIdRatioBased(sample)),
             resource=_resource(),
-            shutdown_on_exit=False,  # that waits for a collector that hangs
+            shutdown_on_exit=False,  # the exit hook would wait for a collector that hangs
         )
         self._provider.add_span_processor(self._processor)
         self.tracer: Tracer = _OtelTracer(self._provider.get_tracer("trioserve", VERSION))
@@ -65,8 +76,7 @@ class OtelTracing:
         return SpanCounts(self._exporter.exported, self._exporter.failed, self._processor.dropped)
 
     def close(self) -> None:
-        """Sends what is left. Takes as long as the collector does, so it is for a thread that nobody has to wait
-        for."""
+        """Send the remaining spans. Waits for the collector, so call this in a thread that no other task waits for."""
         self._provider.shutdown()
 
 
@@ -140,7 +150,14 @@ class _OtelSpan(Span):
 
 
 class _CountedExporter(SpanExporter):
-    """Runs in the exporting thread alone. received: spans that have left the queue."""
+    """Counts exported spans. Used only in the exporting thread.
+
+    Args:
+        exporter: does the export.
+
+    Attributes:
+        received: spans that have left the queue.
+    """
 
     def __init__(self, exporter: SpanExporter) -> None:
         self._exporter = exporter
@@ -166,7 +183,7 @@ class _CountedExporter(SpanExporter):
 
 
 class _BoundedProcessor(SpanProcessor):
-    """The standard's batches, and a count of what does not fit before them: they drop silently."""
+    """OpenTelemetry's batch processor, with a count of the spans that do not fit. The library drops them silently."""
 
     def __init__(self, exporter: _CountedExporter) -> None:
         self._exporter = exporter
@@ -203,7 +220,7 @@ def _traces_url(endpoint: str) -> str:
 
 
 def _resource() -> Resource:
-    """What the environment does not say of this server."""
+    """Return our resource attributes, except those that environment variables set."""
     said = os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
     name = {} if "OTEL_SERVICE_NAME" in os.environ or "service.name=" in said else {"service.name": "trioserve"}
     return Resource.create({**name, "service.version": VERSION})
