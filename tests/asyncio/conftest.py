@@ -1,4 +1,4 @@
-"""A fake engine in an asyncio program, and what a test does with it."""
+"""A fake engine in an asyncio program, and helpers for tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 
 
 class Fake:
-    """engine: as a program has it. fake: the same one, to be touched in its thread alone."""
+    """A fake engine.
+
+    Attributes:
+        engine: the asyncio engine, as a program has it.
+        fake: the Trio engine. Use it only in its thread.
+    """
 
     def __init__(self, engine: Engine) -> None:
         assert isinstance(engine.on_trio, FakeEngine)
@@ -28,11 +33,11 @@ class Fake:
         await self.engine.thread.run(functools.partial(self.fake.step, count))
 
     async def settle(self) -> None:
-        """Every task in the engine's thread has done what it can."""
+        """Wait until every task in the engine's thread is waiting."""
         await self.engine.thread.run(wait_all_tasks_blocked)
 
     async def until_queued(self, count: int) -> None:
-        """Returns when so many requests are entered, in the queue or beyond."""
+        """Wait until this many requests have entered, in the queue or beyond it."""
         await until(lambda: len(self.engine.live_requests()) >= count)
         await self.settle()
 
@@ -45,7 +50,7 @@ class Fake:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Returns when what another thread does has come so far; it tells nobody."""
+    """Poll until another thread has made the condition true."""
     while not condition():  # noqa: ASYNC110
         await asyncio.sleep(0)
 
@@ -61,7 +66,7 @@ Program = Callable[[], Awaitable[None]]
 
 @pytest.fixture
 def run() -> Iterator[Callable[[Program], None]]:
-    """Runs an asyncio program, and looks at what it leaves: no task, no thread."""
+    """Return a function that runs an asyncio program and checks that no task and no thread is left."""
     before = set(threading.enumerate())
 
     def run_program(program: Program) -> None:

@@ -1,4 +1,4 @@
-"""Hosts on asyncio, each of which serves an app on a port of its own inside of an `async with`, and a client."""
+"""Asyncio hosts, each serving an app on its own port inside an `async with`, and a client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server's routes under other hosts: Uvicorn, Hypercorn on both loops, Starlette's test client."""
+"""The server's routes under other hosts: Uvicorn, Hypercorn on asyncio and Trio, and Starlette's test client."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def fake_of(app: AsgiApplication) -> Fake:
 
 
 @pytest.mark.parametrize("host", HOSTS, ids=lambda host: host.__name__)
-def test_a_host_on_asyncio_serves_all_routes_and_opens_and_closes_the_engine(run, host):
+def test_asyncio_host_serves_all_routes_and_opens_and_closes_the_engine(run, host):
     async def program() -> None:
         app = asgi_app(opens())
         async with host(app) as port:
@@ -68,7 +68,7 @@ def test_a_host_on_asyncio_serves_all_routes_and_opens_and_closes_the_engine(run
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
 @pytest.mark.parametrize(("steps", "blocks"), [(0, 0), (2, 6), (8, 9)], ids=["waiting", "in its prompt", "decoding"])
 @pytest.mark.parametrize("host", HOSTS, ids=lambda host: host.__name__)
-def test_a_client_that_closes_its_connection_frees_its_blocks(run, host, steps, blocks, stream):
+def test_closed_client_connection_frees_its_blocks(run, host, steps, blocks, stream):
     async def program() -> None:
         app = asgi_app(opens(paused=True))
         async with host(app) as port:
@@ -89,7 +89,7 @@ def test_a_client_that_closes_its_connection_frees_its_blocks(run, host, steps, 
     run(program)
 
 
-def test_a_whole_response_of_a_mounted_application_has_its_head_early(run):
+def test_head_of_a_whole_response_is_sent_early_if_mounted(run):
     async def program() -> None:
         llm = asgi_app(opens(paused=True), keep_alive_comments=1.0, keep_alive_json=True)
         app = FastAPI(lifespan=llm.lifespan)
@@ -108,7 +108,7 @@ def test_a_whole_response_of_a_mounted_application_has_its_head_early(run):
 
 
 @pytest.mark.parametrize("host", HOSTS, ids=lambda host: host.__name__)
-def test_a_client_that_reads_late_holds_up_nobody_and_gets_all_of_it(run, host):
+def test_slow_client_blocks_no_other_and_gets_its_whole_response(run, host):
     async def program() -> None:
         app = asgi_app(opens())
         async with host(app) as port, connect(port) as slow:
@@ -120,7 +120,7 @@ def test_a_client_that_reads_late_holds_up_nobody_and_gets_all_of_it(run, host):
     run(program)
 
 
-def test_a_host_that_cancels_its_calls_ends_their_requests(run):
+def test_request_ends_if_the_host_cancels_its_call(run):
     async def program() -> None:
         async with open_fake(paused=True) as fake:
             app = asgi_app(fake.engine)
@@ -147,7 +147,7 @@ def test_a_host_that_cancels_its_calls_ends_their_requests(run):
     run(program)
 
 
-def test_a_host_whose_send_fails_ends_the_request(run):
+def test_request_ends_if_the_hosts_send_fails(run):
     async def program() -> None:
         async with open_fake(paused=True, next_token=lambda _ids: 97) as fake:
             app = asgi_app(fake.engine)
@@ -175,7 +175,7 @@ def test_a_host_whose_send_fails_ends_the_request(run):
 # --- mounted ---
 
 
-def test_mounted_in_fastapi_beside_its_own_handlers_behind_a_proxy_that_takes_a_path_off(run):
+def test_mounted_in_fastapi_behind_a_proxy_that_strips_a_path(run):
     async def program() -> None:
         llm = asgi_app(opens())
         app = FastAPI(lifespan=llm.lifespan)
@@ -198,7 +198,7 @@ def test_mounted_in_fastapi_beside_its_own_handlers_behind_a_proxy_that_takes_a_
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_alone_and_mounted_in_the_test_client_of_starlette(run, backend):
+def test_app_works_alone_and_mounted_in_starlettes_test_client(run, backend):
     for is_mounted in (False, True):
         llm = asgi_app(opens(), api_key=("a-key",))
         app = Starlette(routes=[Mount("/llm", llm)], lifespan=llm.lifespan) if is_mounted else llm
@@ -211,7 +211,7 @@ def test_alone_and_mounted_in_the_test_client_of_starlette(run, backend):
             assert is_trio == (backend == "trio")
 
 
-def test_an_open_engine_is_served_without_a_lifespan_and_keeps_nothing_beyond_a_request(run):
+def test_open_engine_is_served_without_a_lifespan_and_keeps_no_state(run):
     async def program() -> None:
         async with open_fake(response="abc") as fake:
             app = asgi_app(fake.engine)
@@ -233,7 +233,7 @@ def test_an_open_engine_is_served_without_a_lifespan_and_keeps_nothing_beyond_a_
 # --- on Trio ---
 
 
-async def test_under_hypercorn_on_trio():
+async def test_app_works_under_hypercorn_on_trio():
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     config = HypercornConfig()
@@ -260,10 +260,10 @@ async def test_under_hypercorn_on_trio():
         ended.set()
 
 
-# --- what cannot be ---
+# --- unsupported combinations ---
 
 
-async def test_an_engine_for_asyncio_is_not_for_a_host_on_trio():
+async def test_asyncio_engine_refuses_a_trio_host():
     def serve_elsewhere() -> AsgiApplication:
         async def main() -> AsgiApplication:
             async with open_fake() as fake:
@@ -276,14 +276,14 @@ async def test_an_engine_for_asyncio_is_not_for_a_host_on_trio():
         await app({"type": "http"}, None, None)
 
 
-async def test_an_engine_for_trio_is_not_for_a_host_on_asyncio():
+async def test_trio_engine_refuses_an_asyncio_host():
     async with open_fake_engine() as fake:
         app = asgi_app(fake)
         with pytest.raises(WrongLoop, match=r"open it with trioserve\.asyncio\.open_engine"):
             await trio.to_thread.run_sync(asyncio.run, app({"type": "http"}, None, None))
 
 
-def test_options_of_others_are_refused(run):
+def test_options_of_other_engines_are_refused(run):
     with pytest.raises(TypeError, match="takes no host, port here"):
         trioserve.asgi_app("smollm2", port=80, host="::")
     with pytest.raises(TypeError, match="takes no max_num_seqs here"):
@@ -294,7 +294,7 @@ def test_options_of_others_are_refused(run):
         trioserve.asgi_app(5)
 
 
-def test_a_start_that_fails_tells_the_host_in_a_sentence(run, tmp_path):
+def test_failed_start_is_reported_to_the_host_in_one_sentence(run, tmp_path):
     async def program() -> None:
         app = asgi_app(str(tmp_path / "none.gguf"))
         said = []
@@ -314,11 +314,11 @@ def test_a_start_that_fails_tells_the_host_in_a_sentence(run, tmp_path):
     run(program)
 
 
-# --- whom it serves without keys ---
+# --- access without keys ---
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_without_keys_it_knows_its_names_and_strangers_do_not_operate_it(backend):
+def test_without_keys_strangers_cannot_operate_the_server(backend):
     for options, statuses in (
         ({}, (403, 403, 403)),
         ({"allowed_host": ("testserver",)}, (200, 403, 403)),

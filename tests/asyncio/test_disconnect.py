@@ -1,4 +1,4 @@
-"""A handler of FastAPI or Starlette whose client leaves: its work ends, and the blocks of its request are free."""
+"""Handlers of FastAPI or Starlette whose client leaves: the handler ends, and the blocks of its request are free."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def app_of(fake: Fake, ends: list[object]) -> FastAPI:
 @pytest.mark.parametrize("path", ["/text", "/body-read-inside", "/stream"])
 @pytest.mark.parametrize(("steps", "blocks"), [(0, 0), (2, 6), (8, 9)], ids=["waiting", "in its prompt", "decoding"])
 @pytest.mark.parametrize("host", HOSTS, ids=lambda host: host.__name__)
-def test_a_client_that_leaves_ends_the_handler(run, host, steps, blocks, path, caplog):
+def test_handler_ends_when_its_client_leaves(run, host, steps, blocks, path, caplog):
     async def program() -> None:
         ends: list[object] = []
         async with open_paused() as fake, host(app_of(fake, ends)) as port:
@@ -97,13 +97,11 @@ def test_a_client_that_leaves_ends_the_handler(run, host, steps, blocks, path, c
 
     caplog.set_level(logging.ERROR)
     run(program)
-    assert not caplog.records, "nobody has to read of a client that left"
+    assert not caplog.records, "a client that left is not logged"
 
 
 @pytest.mark.parametrize("host", HOSTS, ids=lambda host: host.__name__)
-def test_without_it_the_request_goes_on_for_nobody(run, host):
-    """Which is why there is such a thing."""
-
+def test_handler_without_cancel_on_disconnect_keeps_running(run, host):
     async def program() -> None:
         async with open_paused() as fake, host(app_of(fake, [])) as port:
             async with connect(port) as client:
@@ -120,7 +118,7 @@ def test_without_it_the_request_goes_on_for_nobody(run, host):
 
 @pytest.mark.parametrize("path", ["/text", "/body-read-inside"])
 @pytest.mark.parametrize("host", HOSTS, ids=lambda host: host.__name__)
-def test_a_client_that_stays_gets_its_response(run, host, path):
+def test_client_that_stays_gets_its_response(run, host, path):
     async def program() -> None:
         async with open_fake(next_token=lambda _ids: 97) as fake, host(app_of(fake, [])) as port:
             assert await ask(port, path, {"prompt": PROMPT}) == (200, '{"text":"' + 60 * "a" + '"}')
@@ -129,7 +127,7 @@ def test_a_client_that_stays_gets_its_response(run, host, path):
 
 
 class Client:
-    """What a handler sees of one: a request that has a body, and the time of its leaving."""
+    """A fake client for a handler: a request with a body, and a time at which the client leaves."""
 
     def __init__(self) -> None:
         self.leaves = asyncio.Event()
@@ -146,7 +144,7 @@ class Client:
         return {"type": "http.disconnect"}
 
 
-def test_the_body_of_the_request_is_still_there(run):
+def test_request_body_can_still_be_read(run):
     async def program() -> None:
         client = Client()
         async with cancel_on_disconnect(client.request):
@@ -155,7 +153,7 @@ def test_the_body_of_the_request_is_still_there(run):
     run(program)
 
 
-def test_who_is_cancelled_by_somebody_else_is_told_so(run):
+def test_foreign_cancellation_is_passed_on(run):
     async def program() -> None:
         async def handle() -> None:
             async with cancel_on_disconnect(Client().request):
@@ -171,7 +169,7 @@ def test_who_is_cancelled_by_somebody_else_is_told_so(run):
     run(program)
 
 
-def test_errors_and_timeouts_of_the_body_come_out_as_they_are(run):
+def test_errors_and_timeouts_of_the_body_are_passed_on(run):
     async def program() -> None:
         for error in (ValueError("mine"), TimeoutError("mine, too")):
             with pytest.raises(type(error), match="mine"):
@@ -181,7 +179,7 @@ def test_errors_and_timeouts_of_the_body_come_out_as_they_are(run):
     run(program)
 
 
-def test_a_client_that_leaves_in_a_nested_one_ends_the_outer_body_as_well(run):
+def test_client_that_leaves_in_a_nested_scope_ends_the_outer_body(run):
     async def program() -> None:
         client = Client()
         client_of_another = Client()
@@ -194,7 +192,7 @@ def test_a_client_that_leaves_in_a_nested_one_ends_the_outer_body_as_well(run):
     run(program)
 
 
-def test_in_the_test_client(run):
+def test_cancel_on_disconnect_works_in_starlettes_test_client(run):
     app = FastAPI()
 
     @app.post("/")
@@ -229,7 +227,7 @@ def trio_app_of(engine: FakeEngine, ends: list[object]) -> FastAPI:
 
 
 @pytest.mark.parametrize(("steps", "blocks"), [(0, 0), (2, 6), (8, 9)], ids=["waiting", "in its prompt", "decoding"])
-async def test_on_trio_a_client_that_leaves_ends_the_handler(steps, blocks, caplog):
+async def test_trio_handler_ends_when_its_client_leaves(steps, blocks, caplog):
     ends: list[object] = []
     caplog.set_level(logging.ERROR)
     async with (
@@ -249,7 +247,7 @@ async def test_on_trio_a_client_that_leaves_ends_the_handler(steps, blocks, capl
     assert not caplog.records, "no traceback for a client that left"
 
 
-async def test_on_trio_a_client_that_stays_gets_its_response():
+async def test_trio_client_that_stays_gets_its_response():
     async with (
         open_fake_engine(next_token=lambda _ids: 97) as engine,
         under_hypercorn_on_trio(trio_app_of(engine, [])) as port,
@@ -260,7 +258,7 @@ async def test_on_trio_a_client_that_stays_gets_its_response():
     assert answer.endswith(b'{"text":"' + 60 * b"a" + b'"}')
 
 
-async def test_on_trio_an_error_of_the_body_comes_out_as_it_is():
+async def test_trio_error_of_the_body_is_passed_on():
     messages = [{"type": "http.request", "body": b"", "more_body": False}]
 
     async def receive():

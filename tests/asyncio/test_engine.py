@@ -1,4 +1,4 @@
-"""The engine of an asyncio program: what it gives, what it raises, and how it ends."""
+"""The engine in an asyncio program: results, errors, and how it ends."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from .conftest import open_fake, until
 ENDLESS = SamplingParams(max_tokens=60, ignore_eos=True)
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 NOT_FOR_PROGRAMS = {
-    # of rooms
+    # for other packages
     *("run", "close", "reopen", "reopening_failed", "keep_deadlines", "wake", "call_at", "tokenizing", "sleep_on"),
 }
 
@@ -59,8 +59,8 @@ async def text_of(engine: Engine, prompt: str = "a prompt", sampling: SamplingPa
 # --- the same API ---
 
 
-def test_every_method_is_there_with_the_same_parameters():
-    """The public ones of the engine on Trio, but for those by which rooms drive it."""
+def test_engine_has_every_method_with_the_same_parameters():
+    """Covers the public methods of the Trio engine, except those that other packages use to drive the engine."""
     for ours, theirs in ((Engine, TrioEngine), (trioserve.asyncio.ImageEngine, TrioImageEngine)):
         for name, method in inspect.getmembers(theirs, inspect.isfunction):
             if not name.startswith("_") and name not in NOT_FOR_PROGRAMS:
@@ -77,22 +77,22 @@ def test_every_method_is_there_with_the_same_parameters():
         (trioserve.asyncio.ImageStream, TrioImageStream),
     ],
 )
-def test_every_name_of_a_stream_is_there(ours, theirs):
+def test_stream_has_every_public_name(ours, theirs):
     public = {name for name in dir(theirs) if not name.startswith("_")}
     assert public <= set(dir(ours))
 
 
-def test_open_engine_takes_what_the_one_on_trio_takes():
+def test_open_engine_accepts_the_parameters_of_the_trio_version():
     for name in ("open_engine", "open_image_engine"):
         assert inspect.signature(getattr(trioserve.asyncio, name)) == inspect.signature(getattr(trioserve, name))
     with pytest.raises(TypeError, match="port"):
         trioserve.asyncio.open_engine("smollm2", port=80)
 
 
-# --- what it gives ---
+# --- results ---
 
 
-def test_text_chats_parts_vectors_and_tokens(run):
+def test_text_chat_parts_embeddings_and_tokens(run):
     def response(prompt: str) -> str:
         return '<tool_call>{"name": "look", "arguments": {}}</tool_call>' if "tools" in prompt else "a response"
 
@@ -124,7 +124,7 @@ def test_text_chats_parts_vectors_and_tokens(run):
     run(program)
 
 
-def test_what_a_stream_knows(run):
+def test_properties_of_a_stream(run):
     async def program() -> None:
         async with open_fake(response="abcdef") as fake:
             async with fake.engine.generate(
@@ -149,7 +149,7 @@ def test_what_a_stream_knows(run):
     run(program)
 
 
-def test_several_tasks_read_one_stream_and_each_delta_goes_to_one(run):
+def test_each_delta_of_a_shared_stream_goes_to_one_task(run):
     async def program() -> None:
         async with open_fake(next_token=lambda _ids: 97) as fake:
             texts = []
@@ -165,7 +165,7 @@ def test_several_tasks_read_one_stream_and_each_delta_goes_to_one(run):
     run(program)
 
 
-def test_a_cancelled_wait_for_a_delta_loses_none(run):
+def test_cancelled_wait_loses_no_delta(run):
     async def program() -> None:
         async with open_fake(paused=True, next_token=lambda ids: 97 + len(ids) % 26) as fake:
             async with fake.engine.generate("x", SamplingParams(max_tokens=20, ignore_eos=True)) as stream:
@@ -186,7 +186,7 @@ def test_a_cancelled_wait_for_a_delta_loses_none(run):
     run(program)
 
 
-def test_what_was_not_read_is_computed_again_where_a_response_goes_on(run):
+def test_unread_tokens_are_computed_again_after_a_resume(run):
     async def program() -> None:
         sampling = SamplingParams(max_tokens=12, ignore_eos=True)
         async with open_fake(paused=True, next_token=lambda ids: 97 + len(ids) % 26) as fake:
@@ -195,7 +195,7 @@ def test_what_was_not_read_is_computed_again_where_a_response_goes_on(run):
                 await fake.step(3)
                 text = (await anext(stream)).text
                 await fake.step(4)
-                state = stream.resume_state()  # four more tokens have come, and are not read
+                state = stream.resume_state()  # four more tokens have arrived, and are not read
             assert text == "bcd"
             assert state.token_ids == ((98, 99, 100),)
             fake.engine.thread.call(fake.fake.resume)
@@ -205,7 +205,7 @@ def test_what_was_not_read_is_computed_again_where_a_response_goes_on(run):
     run(program)
 
 
-def test_a_reader_that_was_read_to_the_end_has_finished(run):
+def test_stream_read_to_its_end_is_finished(run):
     async def program() -> None:
         async with open_fake(next_token=lambda _ids: 97) as fake, fake.engine.generate("x", ENDLESS) as stream:
             await until(lambda: stream.is_finished)
@@ -220,7 +220,7 @@ def test_a_reader_that_was_read_to_the_end_has_finished(run):
 # --- a slow reader, and a fast engine ---
 
 
-def test_what_a_slow_reader_has_not_read_is_one_delta_a_choice(run):
+def test_unread_deltas_are_merged_per_choice(run):
     async def program() -> None:
         sampling = SamplingParams(max_tokens=60, ignore_eos=True, n=2)
         async with (
@@ -236,7 +236,7 @@ def test_what_a_slow_reader_has_not_read_is_one_delta_a_choice(run):
     run(program)
 
 
-def test_a_reader_of_a_fast_engine_leaves_others_their_turn():
+def test_reader_of_a_fast_engine_lets_other_tasks_run():
     async def program() -> None:
         box, turns = DeltaBox(merge), []
         for _ in range(3):
@@ -248,10 +248,10 @@ def test_a_reader_of_a_fast_engine_leaves_others_their_turn():
     asyncio.run(program())
 
 
-# --- what goes wrong ---
+# --- errors ---
 
 
-def test_errors_are_those_of_the_engine(run):
+def test_engine_errors_reach_the_caller(run):
     async def program() -> None:
         async with open_fake(paused=True, max_num_seqs=1, waiting_requests_max=1) as fake:
             engine = fake.engine
@@ -278,7 +278,7 @@ def test_errors_are_those_of_the_engine(run):
     run(program)
 
 
-def test_a_deadline_ends_a_request_and_says_which(run):
+def test_passed_deadline_ends_a_request_and_is_named(run):
     async def program() -> None:
         async with open_fake(paused=True) as fake:
             deadlines = Deadlines(ttft_timeout=0.001)
@@ -291,7 +291,7 @@ def test_a_deadline_ends_a_request_and_says_which(run):
     run(program)
 
 
-def test_an_abort_by_id_ends_the_reader_of_another_task(run):
+def test_abort_by_id_ends_a_reader_in_another_task(run):
     async def program() -> None:
         async with open_fake(paused=True, next_token=lambda _ids: 97) as fake:
 
@@ -310,7 +310,7 @@ def test_an_abort_by_id_ends_the_reader_of_another_task(run):
     run(program)
 
 
-def test_a_fault_of_the_engine_reaches_readers_cancels_the_body_and_rises_where_it_was_opened(run):
+def test_engine_fault_reaches_readers_and_the_scope_that_opened_it(run):
     async def program() -> None:
         seen: list[BaseException] = []
 
@@ -339,8 +339,8 @@ def test_a_fault_of_the_engine_reaches_readers_cancels_the_body_and_rises_where_
     run(program)
 
 
-def test_a_fault_rises_also_where_the_body_is_another_task_by_then(run):
-    """As in a notebook, where each cell is a task of its own."""
+def test_engine_fault_is_raised_if_the_scope_is_left_in_another_task(run):
+    """For example in a notebook, where each cell is a task of its own."""
 
     async def program() -> None:
         opening = in_a_thread(functools.partial(open_fake_engine, paused=True))
@@ -356,7 +356,7 @@ def test_a_fault_rises_also_where_the_body_is_another_task_by_then(run):
     run(program)
 
 
-def test_what_cannot_be_opened_says_so_and_leaves_no_thread(run, tmp_path):
+def test_failed_opening_raises_and_leaves_no_thread(run, tmp_path):
     async def program() -> None:
         with pytest.raises(ModelLoadError):
             async with trioserve.asyncio.open_engine(str(tmp_path / "none.gguf")):
@@ -365,7 +365,7 @@ def test_what_cannot_be_opened_says_so_and_leaves_no_thread(run, tmp_path):
     run(program)
 
 
-def test_an_opening_that_is_cancelled_leaves_no_thread(run):
+def test_cancelled_opening_leaves_no_thread(run):
     async def program() -> None:
         async def open_it() -> None:
             async with trioserve.asyncio.open_engine("smollm2", cpu_kernels="native"):
@@ -380,7 +380,7 @@ def test_an_opening_that_is_cancelled_leaves_no_thread(run):
     run(program)
 
 
-def test_an_engine_that_was_closed_takes_nothing(run):
+def test_closed_engine_accepts_no_calls(run):
     async def program() -> None:
         async with open_fake(next_token=lambda _ids: 97) as fake:
             before = fake.engine.generate("x")
@@ -393,7 +393,7 @@ def test_an_engine_that_was_closed_takes_nothing(run):
     run(program)
 
 
-def test_requests_end_where_the_engine_is_closed_around_them(run, monkeypatch):
+def test_open_requests_end_when_the_engine_closes(run, monkeypatch):
     stop = TrioThread.stop
 
     def stop_late(thread: TrioThread) -> None:
@@ -408,7 +408,7 @@ def test_requests_end_where_the_engine_is_closed_around_them(run, monkeypatch):
             reader = asyncio.create_task(text_of(fake.engine))
             await fake.until_queued(1)
         assert fake.engine.stats().blocks_used == 0
-        with pytest.raises(AlreadyEnded, match="ended with its engine"):  # by itself: it waits for nothing more
+        with pytest.raises(AlreadyEnded, match="ended with its engine"):  # at once, without waiting
             await asyncio.wait_for(reader, 10)
 
     run(program)
@@ -433,13 +433,13 @@ def test_one_engine_from_the_loops_of_two_threads(run):
         async with open_fake(response="one") as fake:
             in_another = asyncio.to_thread(asyncio.run, text_of(fake.engine))
             assert await asyncio.gather(in_another, text_of(fake.engine)) == ["one", "one"]
-        # The loop keeps its own threads for such calls until it ends.
+        # The loop keeps its worker threads until it ends.
         await asyncio.get_running_loop().shutdown_default_executor()
 
     run(program)
 
 
-def test_under_uvloop(run):
+def test_engine_works_under_uvloop(run):
     uvloop = pytest.importorskip("uvloop")
 
     async def program() -> None:
@@ -458,7 +458,7 @@ def test_under_uvloop(run):
     assert not set(threading.enumerate()) - before
 
 
-def test_a_program_that_ends_with_tasks_still_reading_ends(run):
+def test_program_exits_while_tasks_still_read(run):
     async def program() -> None:
         async def serve() -> None:
             async with open_fake(paused=True) as fake:
@@ -469,15 +469,15 @@ def test_a_program_that_ends_with_tasks_still_reading_ends(run):
         serving = asyncio.create_task(serve())
         fake = await ready
         await fake.until_queued(1)
-        serving.cancel()  # as asyncio.run does with every task that is left
+        serving.cancel()  # as asyncio.run does with all remaining tasks
         with pytest.raises(asyncio.CancelledError):
             await serving
 
     run(program)
 
 
-def test_ctrl_c_ends_the_program_and_leaves_nothing():
-    """asyncio.run turns it into a cancellation of the main task."""
+def test_ctrl_c_ends_the_program_and_leaks_nothing():
+    """asyncio.run turns Ctrl-C into a cancellation of the main task."""
     fakes = []
 
     async def program() -> None:
@@ -487,7 +487,7 @@ def test_ctrl_c_ends_the_program_and_leaves_nothing():
             await text_of(fake.engine)
 
     before = set(threading.enumerate())
-    # In a shell's background a program begins with a Ctrl-C that is ignored.
+    # A program started in the background of a shell ignores Ctrl-C.
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -498,8 +498,8 @@ def test_ctrl_c_ends_the_program_and_leaves_nothing():
     assert fakes[0].engine.stats().blocks_used == 0
 
 
-def test_a_loop_that_is_given_up_lets_the_engine_go():
-    """Without asyncio.run a Ctrl-C leaves the main task where it stands. It ends when it is thrown away."""
+def test_abandoned_loop_releases_the_engine():
+    """Without asyncio.run, a Ctrl-C leaves the main task unfinished. The task ends when it is garbage collected."""
 
     async def program() -> None:
         async with open_fake(paused=True) as fake:
@@ -527,8 +527,8 @@ def test_a_loop_that_is_given_up_lets_the_engine_go():
 
 
 @pytest.mark.slow
-def test_an_engine_ends_if_its_loop_was_closed_before_its_scope_was_left():
-    """After a second Ctrl-C asyncio closes the loop first. Then nobody runs the clean-up of an async generator."""
+def test_engine_ends_if_its_loop_is_closed_before_its_scope_is_left():
+    """After a second Ctrl-C, asyncio closes the loop first. Then the clean-up of an async generator never runs."""
     before = set(threading.enumerate())
     loop = asyncio.new_event_loop()
     scope = open_fake()
@@ -543,7 +543,7 @@ def test_an_engine_ends_if_its_loop_was_closed_before_its_scope_was_left():
         assert not thread.is_alive()
 
 
-def test_a_process_that_ends_without_leaving_its_engine_ends():
+def test_process_exits_without_leaving_its_engine():
     code = """
 import asyncio, functools, sys
 from trioserve.asyncio.engine import in_a_thread

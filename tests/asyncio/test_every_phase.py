@@ -1,4 +1,4 @@
-"""A request in an asyncio program, left in each phase in every way there is: all that it held is free."""
+"""A request of an asyncio program is left in each phase and in every way, and everything that it held is free."""
 
 from __future__ import annotations
 
@@ -17,11 +17,17 @@ ENDLESS = SamplingParams(max_tokens=60, ignore_eos=True)
 
 
 class Left(Exception):
-    """Why a body ends."""
+    """The error that ends a body."""
 
 
 class Request:
-    """leave: told to. patience: what a timeout around it is. has_begun: its first delta was read."""
+    """A request and how it ends.
+
+    Attributes:
+        leave: set to make the body leave.
+        patience: the timeout around the body.
+        has_begun: set when the first delta was read.
+    """
 
     def __init__(self, fake: Fake) -> None:
         self.fake = fake
@@ -30,7 +36,7 @@ class Request:
         self.patience = asyncio.timeout(None)
 
     async def read(self, *, slowly: bool = False) -> None:
-        """To its end; or, slowly, the first delta, and no other until it is told to leave."""
+        """Read to the end. With `slowly`, read only the first delta until `leave` is set."""
         async with self.patience, self.fake.engine.generate(PROMPT, ENDLESS) as stream:
             async for _ in stream:
                 self.has_begun.set()
@@ -40,7 +46,7 @@ class Request:
                     break
 
     async def stay(self) -> None:
-        """In the scope, and read nothing."""
+        """Stay in the scope without reading."""
         async with self.patience, self.fake.engine.generate(PROMPT, ENDLESS):
             self.has_begun.set()
             await self.leave.wait()
@@ -51,7 +57,7 @@ class Request:
             raise Left
 
 
-# --- the ways: each gets a body to run, and what brings the request into its phase and looks at it there ---
+# --- the ways of leaving: each gets a body to run, and a function that brings the request into its phase ---
 
 Body = Callable[[Request], Awaitable[None]]
 Reach = Callable[[asyncio.Task[None]], Awaitable[None]]
@@ -82,7 +88,7 @@ async def fail_in_the_group(request: Request, body: Body, reach: Reach) -> None:
         pass
 
 
-async def come_to_an_end(request: Request, body: Body, reach: Reach) -> None:
+async def reach_the_end(request: Request, body: Body, reach: Reach) -> None:
     task = asyncio.create_task(body(request))
     await reach(task)
     request.leave.set()
@@ -90,8 +96,8 @@ async def come_to_an_end(request: Request, body: Body, reach: Reach) -> None:
         await task
 
 
-async def drop_the_engine(request: Request, body: Body, reach: Reach) -> None:
-    """The request's task is cancelled by nobody, but the engine closes."""
+async def close_the_engine(request: Request, body: Body, reach: Reach) -> None:
+    """Close the engine without cancelling the request's task."""
     task = asyncio.create_task(body(request))
     await reach(task)
     request.fake.engine.abort_all("a test ends them all")
@@ -106,8 +112,8 @@ WAYS = [cancel, time_out, fail_in_the_group]
 
 
 @asynccontextmanager
-async def a_full_line(fake: Fake):
-    """As many requests as the engine takes in: whoever comes now waits in the queue, inside of entering."""
+async def full_queue(fake: Fake):
+    """Enter as many requests as the engine accepts, so that the next one waits in the queue inside of `__aenter__`."""
     async with asyncio.TaskGroup() as group:
         requests = [Request(fake) for _ in range(5)]  # one runs, four are prepared
         for request in requests:
@@ -119,7 +125,7 @@ async def a_full_line(fake: Fake):
 
 
 async def check_queue(way, body):
-    async with open_fake(paused=True, max_num_seqs=1) as fake, a_full_line(fake):
+    async with open_fake(paused=True, max_num_seqs=1) as fake, full_queue(fake):
         request = Request(fake)
         dispatch = fake.fake.dispatch
 
@@ -159,24 +165,24 @@ async def check_steps(way, body, steps: int, *, blocks: int, begins: bool = Fals
 
 @pytest.mark.parametrize("body", [Request.read, Request.stay], ids=["reads", "stays"])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_in_the_queue(run, way, body):
+def test_leaving_in_the_queue(run, way, body):
     run(lambda: check_queue(way, body))
 
 
 @pytest.mark.parametrize("body", [Request.read, Request.stay], ids=["reads", "stays"])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_behind_the_queue_and_before_a_step(run, way, body):
+def test_leaving_before_the_first_step(run, way, body):
     run(lambda: check_steps(way, body, 0, blocks=0))
 
 
 @pytest.mark.parametrize("body", [Request.read, Request.stay], ids=["reads", "stays"])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_in_its_prompt(run, way, body):
+def test_leaving_during_prefill(run, way, body):
     run(lambda: check_steps(way, body, 2, blocks=6))
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_while_it_decodes(run, way):
+def test_leaving_during_decode(run, way):
     run(lambda: check_steps(way, Request.read, 8, blocks=9, begins=True))
 
 
@@ -184,18 +190,18 @@ async def read_slowly(request: Request) -> None:
     await request.read(slowly=True)
 
 
-@pytest.mark.parametrize("way", [*WAYS, come_to_an_end, drop_the_engine], ids=lambda way: way.__name__)
-def test_with_a_backlog_that_a_slow_reader_has_not_read(run, way):
+@pytest.mark.parametrize("way", [*WAYS, reach_the_end, close_the_engine], ids=lambda way: way.__name__)
+def test_leaving_with_unread_deltas(run, way):
     run(lambda: check_steps(way, read_slowly, 20, blocks=12, begins=True))
 
 
 @pytest.mark.parametrize("body", [Request.stay, Request.stay_and_raise], ids=["returns", "raises"])
 @pytest.mark.parametrize(("steps", "blocks"), [(0, 0), (2, 6), (8, 9)])
-def test_the_body_ends_by_itself(run, body, steps, blocks):
-    run(lambda: check_steps(come_to_an_end, body, steps, blocks=blocks))
+def test_leaving_at_the_end_of_the_body(run, body, steps, blocks):
+    run(lambda: check_steps(reach_the_end, body, steps, blocks=blocks))
 
 
-def test_breaking_out_of_the_loop(run):
+def test_leaving_by_break(run):
     async def program() -> None:
         async with open_fake(next_token=lambda _ids: 97) as fake:
             async with fake.engine.generate(PROMPT, ENDLESS) as stream:
@@ -208,7 +214,7 @@ def test_breaking_out_of_the_loop(run):
     run(program)
 
 
-def test_leaving_during_a_forward_pass_frees_the_blocks_right_after_it(run):
+def test_leaving_during_a_forward_pass_frees_the_blocks_after_it(run):
     async def program() -> None:
         async with open_fake(paused=True, step_tokens_max=12, next_token=lambda _ids: 97) as fake:
             request = Request(fake)
@@ -221,7 +227,7 @@ def test_leaving_during_a_forward_pass_frees_the_blocks_right_after_it(run):
             await fake.engine.thread.run(steps.entered)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
-                await task  # it does not wait for the step
+                await task  # leaving does not wait for the step
             assert fake.blocks_used > 0, "the forward pass still reads them"
             fake.engine.thread.call(steps.release)
             await fake.settle()
@@ -230,7 +236,7 @@ def test_leaving_during_a_forward_pass_frees_the_blocks_right_after_it(run):
     run(program)
 
 
-def test_an_async_generator_that_nobody_reads_on_leaves_its_request(run):
+def test_abandoned_async_generator_leaves_its_request(run):
     async def program() -> None:
         async with open_fake(next_token=lambda _ids: 97) as fake:
 
@@ -240,7 +246,7 @@ def test_an_async_generator_that_nobody_reads_on_leaves_its_request(run):
                         yield delta.text
 
             async for _ in texts():
-                break  # and nobody closes it: asyncio does, in a task of its own
+                break  # not closed here: asyncio closes it in another task
             await until(lambda: not fake.engine.live_requests())
             await fake.settle()
             fake.assert_all_free()
@@ -248,7 +254,7 @@ def test_an_async_generator_that_nobody_reads_on_leaves_its_request(run):
     run(program)
 
 
-def test_leaving_and_entering_in_quick_turn_leaves_nothing(run):
+def test_rapid_entering_and_leaving_leaks_nothing(run):
     async def program() -> None:
         async with open_fake(next_token=lambda _ids: 97) as fake:
 

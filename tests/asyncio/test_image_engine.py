@@ -1,4 +1,4 @@
-"""Pictures in an asyncio program: made, seen as they become, and given up, with every slot back."""
+"""Images in an asyncio program: generated, read as partial images, and aborted, with every slot free again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def open_fake(**options):
     return opened_in_a_thread(functools.partial(open_fake_image_engine, **options), trioserve.asyncio.ImageEngine)
 
 
-def test_pictures_are_made_and_seen_as_they_become(run):
+def test_images_are_generated_with_partial_images(run):
     async def program() -> None:
         async with open_fake() as engine:
             asked = ImageParams(n=2, steps=6, partial_images=2, seed=7)
@@ -41,7 +41,7 @@ def test_pictures_are_made_and_seen_as_they_become(run):
     run(program)
 
 
-def test_a_task_that_is_cancelled_gives_its_slots_back(run):
+def test_cancelled_task_releases_its_slots(run):
     async def program() -> None:
         async with open_fake(paused=True) as engine:
             task = asyncio.ensure_future(engine.generate_image("a cat", ImageParams(n=2)))
@@ -56,7 +56,7 @@ def test_a_task_that_is_cancelled_gives_its_slots_back(run):
     run(program)
 
 
-def test_a_reader_that_is_slow_finds_the_newest_look_and_the_end(run):
+def test_slow_reader_gets_the_newest_partial_image_and_the_end(run):
     async def program() -> None:
         asked = ImageParams(steps=6, partial_images=2)
         async with open_fake(paused=True) as engine, engine.generate_image("a cat", asked) as stream:
@@ -71,7 +71,7 @@ def test_a_reader_that_is_slow_finds_the_newest_look_and_the_end(run):
     run(program)
 
 
-def test_an_abort_by_id_ends_it(run):
+def test_abort_by_id_ends_an_image_request(run):
     async def program() -> None:
         async with open_fake(paused=True) as engine, engine.generate_image("a cat", request_id="it") as stream:
             assert engine.abort("it") == {"it": AbortOutcome.ABORTED}

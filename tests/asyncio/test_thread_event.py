@@ -1,4 +1,4 @@
-"""Those who wait in asyncio loops for what happens in another thread."""
+"""Asyncio tasks that wait for an event of another thread."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 from trioserve.asyncio.thread_event import Waiters
 
 
-def test_a_loop_that_was_closed_keeps_none_of_the_others_from_being_woken():
+def test_closed_loop_does_not_keep_other_loops_from_waking():
     waiters = Waiters()
     loops = [asyncio.new_event_loop() for _ in range(6)]
 

@@ -1,4 +1,4 @@
-"""Tasks of a Trio run in another thread: how they end, and who hears of it."""
+"""Tasks of a Trio run in another thread: how they end, and how their errors are reported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trioserve.asyncio.trio_thread import TrioThread
 
 
 @pytest.mark.parametrize("way", ["the task", "the thread"])
-def test_what_a_task_raises_while_it_is_cancelled_is_not_lost(run, way):
+def test_error_raised_during_cancellation_is_not_lost(run, way):
     async def sleep_and_raise() -> None:
         try:
             await trio.sleep_forever()
@@ -35,7 +35,7 @@ def test_what_a_task_raises_while_it_is_cancelled_is_not_lost(run, way):
     run(program)
 
 
-def test_what_is_called_when_the_run_is_over_is_called_where_the_caller_is(run):
+def test_call_after_the_end_of_the_run_happens_in_the_callers_thread(run):
     async def program() -> None:
         async with TrioThread() as thread:
             assert thread.call(trio.lowlevel.in_trio_run)

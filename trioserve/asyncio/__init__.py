@@ -1,6 +1,6 @@
-"""The engine for asyncio programs: the same as on Trio, in a Trio run that has a thread of its own.
+"""The engine for asyncio programs. The engine runs on Trio, in a thread of its own.
 
-The names are loaded when they are first used. docs/embedding.md shows them at work.
+The names are imported at first use. See docs/embedding.md for examples.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
     "open_image_engine",
 ]
 
-_HOMES = {
+_LOCATIONS = {
     "Engine": ("trioserve.asyncio.engine", "Engine"),
     "ImageEngine": ("trioserve.asyncio.image_engine", "ImageEngine"),
     "ImageStream": ("trioserve.asyncio.image_stream", "ImageStream"),
@@ -42,10 +42,10 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in _LOCATIONS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, name_there = _HOMES[name]
-    value = getattr(importlib.import_module(module), name_there)
+    module, attribute = _LOCATIONS[name]
+    value = getattr(importlib.import_module(module), attribute)
     globals()[name] = value
     return value
 

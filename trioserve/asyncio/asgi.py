@@ -1,4 +1,4 @@
-"""An ASGI application that runs in an engine's Trio run, for a host that runs asyncio."""
+"""Runs an ASGI application in an engine's Trio thread, for a host on asyncio."""
 
 from __future__ import annotations
 
@@ -21,17 +21,25 @@ T = TypeVar("T")
 
 
 async def respond(thread: TrioThread, app: AsgiApp, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
-    """Answer one request. Being cancelled, as by a host that stops, ends it like a client that leaves."""
+    """Answer one request. If the host cancels this call, the request ends as if its client had left.
+
+    Args:
+        thread: the engine's thread.
+        app: the application. It runs in that thread.
+        scope: ASGI scope of the request.
+        receive: the host's function, called in the asyncio loop.
+        send: the host's function, called in the asyncio loop.
+    """
     host = _Host(thread)
 
-    async def receive_there() -> Message:
+    async def receive_in_loop() -> Message:
         return await host.call(receive)
 
-    async def send_there(message: Message) -> None:
+    async def send_in_loop(message: Message) -> None:
         await host.call(lambda: send(message))
 
     async def work(note_started: NoteStarted) -> None:
-        await app(scope, receive_there, send_there)
+        await app(scope, receive_in_loop, send_in_loop)
 
     task = thread.begin(work)
     try:
@@ -39,7 +47,7 @@ async def respond(thread: TrioThread, app: AsgiApp, scope: Mapping[str, Any], re
     except BaseException as error:
         task.cancel()
         host.cancel_calls()
-        if not isinstance(error, GeneratorExit):  # where nothing may be awaited
+        if not isinstance(error, GeneratorExit):  # a closing generator must not await
             await host.wait_for_calls()
         raise
     host.cancel_calls()
@@ -48,8 +56,11 @@ async def respond(thread: TrioThread, app: AsgiApp, scope: Mapping[str, Any], re
 
 
 class _Host:
-    """The asyncio loop of one call of the application, as the Trio run sees it. That never waits for the loop when it
-    is cancelled: whoever called the application waits for what is left in the loop."""
+    """The asyncio loop of one call of the application, as the Trio run sees it.
+
+    A cancelled Trio task never waits for the loop. The caller of the application waits for the calls that are left
+    there.
+    """
 
     def __init__(self, thread: TrioThread) -> None:
         self._thread = thread
@@ -60,7 +71,7 @@ class _Host:
 
     @trio.lowlevel.enable_ki_protection
     async def call(self, function: Callable[[], Awaitable[T]]) -> T:
-        """The result of a call in the loop, in a task of its own, which being cancelled cancels."""
+        """Run a function in a new task of the loop, and return its result. Cancelling this cancels the task."""
         waiting = trio.lowlevel.current_task()
         is_waiting = True
         tasks: list[asyncio.Task[T]] = []
@@ -75,14 +86,14 @@ class _Host:
         def end(task: asyncio.Task[T]) -> None:
             self._tasks.discard(task)
             result: outcome.Outcome[T]
-            if task.cancelled():  # by us, and nobody waits; or by the host, which has lost its client then
+            if task.cancelled():  # by us, without a waiting task, or by the host because the client left
                 result = outcome.Error(OSError("the host has cancelled its call"))
             else:
                 error = task.exception()
                 result = outcome.Value(task.result()) if error is None else outcome.Error(error)
-            self._thread.soon(hand_back, result)
+            self._thread.soon(pass_result, result)
 
-        def hand_back(result: outcome.Outcome[T]) -> None:
+        def pass_result(result: outcome.Outcome[T]) -> None:
             if is_waiting:
                 trio.lowlevel.reschedule(waiting, result)
 
@@ -102,7 +113,7 @@ class _Host:
         return returned
 
     def cancel_calls(self) -> None:
-        """To be called in the loop, when the application has ended: nothing is begun any more."""
+        """Cancel all calls and start no more. Call this in the loop when the application has ended."""
         self._is_over = True
         for task in self._tasks:
             task.cancel()

@@ -1,5 +1,7 @@
-"""What the Trio thread has for the reader of one request: joined deltas of each choice, however slow the reader is.
-Being cancelled while reading loses nothing."""
+"""Passes the deltas of one request from the Trio thread to its asyncio readers.
+
+Unread deltas of a choice are merged, so memory stays bounded for slow readers. Cancelling a read loses no delta.
+"""
 
 from __future__ import annotations
 
@@ -18,41 +20,59 @@ DeltaT = TypeVar("DeltaT", bound=AnyDelta)
 
 
 class DeltaBox(Generic[DeltaT]):
-    """put and close in one thread; get and leave in asyncio tasks, of any loop. merge: two deltas of one choice that
-    follow each other, as one."""
+    """A mailbox of deltas. One thread calls `put` and `close`. Asyncio tasks of any loop call `get` and `leave`.
+
+    Args:
+        merge: joins two consecutive deltas of one choice.
+    """
 
     def __init__(self, merge: Callable[[DeltaT, DeltaT], DeltaT]) -> None:
         self._merge = merge
         self._lock = threading.Lock()
-        self._pending: dict[int, list[DeltaT]] = {}  # of each choice, see hold_unread
-        self._end: BaseException | None = None  # raised behind what is pending
+        self._pending: dict[int, list[DeltaT]] = {}  # by choice, see hold_unread
+        self._end: BaseException | None = None  # raised after the pending deltas
         self._is_left = False
         self._waiters = Waiters()
 
     def put(self, delta: DeltaT) -> bool:
-        """False: the loop of its reader was closed while it waited, and nobody will read any more."""
+        """Add a delta.
+
+        Args:
+            delta: the delta.
+
+        Returns:
+            False if the loop of a waiting reader was closed, so that nothing will be read any more.
+        """
         with self._lock:
             hold_unread(self._pending.setdefault(delta.index, []), delta, self._merge)
         return self._waiters.wake()
 
     def close(self, error: BaseException) -> None:
-        """Nothing comes any more. error: what readers get behind the last delta."""
+        """Add no more deltas.
+
+        Args:
+            error: raised by `get` after the last delta. Later calls keep the first error.
+        """
         with self._lock:
             self._end = self._end or error
         self._waiters.wake()
 
     def leave(self, error: BaseException) -> None:
-        """The scope is over: readers get the error, and nothing else."""
+        """End the request's scope. Readers get only the error, and no pending deltas.
+
+        Args:
+            error: raised by `get`.
+        """
         with self._lock:
             self._end = error
             self._is_left = True
         self._waiters.wake()
 
     async def get(self) -> DeltaT:
-        """Raises what it was closed with."""
+        """Return the next delta, or raise the error that ended the box."""
         waiter = self._waiters.add()
         if self._has_something():
-            await asyncio.sleep(0)  # where the engine is faster than the reader, others have their turn
+            await asyncio.sleep(0)  # if the engine is faster than the reader, other tasks get a turn
         while True:
             with self._lock:
                 if self._pending and not self._is_left:
@@ -60,7 +80,7 @@ class DeltaBox(Generic[DeltaT]):
                     delta = take_unread(held, self._merge)
                     del self._pending[index]
                     if held:
-                        self._pending[index] = held  # behind the other choices
+                        self._pending[index] = held  # after the other choices
                     return delta
                 if self._end is not None:
                     raise self._end
@@ -68,6 +88,7 @@ class DeltaBox(Generic[DeltaT]):
             waiter = self._waiters.add()
 
     def unread(self) -> tuple[DeltaT, ...]:
+        """Return the deltas that no reader has taken."""
         with self._lock:
             return tuple(delta for held in self._pending.values() for delta in held)
 

@@ -1,7 +1,7 @@
-"""Ends a handler's work when its client has left, for Starlette and what stands on it, such as FastAPI.
+"""Ends the work of a Starlette or FastAPI handler when its client leaves.
 
-A handler that streams is told by the framework. One that gives its response whole is not: it would go on, and hold what
-it holds, for nobody.
+The framework notifies a handler that streams. A handler that returns a whole response is not notified: it would keep
+running and holding its blocks without a reader.
 """
 
 from __future__ import annotations
@@ -18,44 +18,47 @@ if TYPE_CHECKING:
 __all__ = ["CLIENT_CLOSED_REQUEST", "cancel_on_disconnect", "client_left"]
 
 CLIENT_CLOSED_REQUEST = 499
-"""The status that nobody gets: in a log it says that the client had left. nginx has made it the custom."""
+"""Status for logs: the client left before the response. Introduced by nginx, and never sent to a client."""
 
 
 @asynccontextmanager
 async def cancel_on_disconnect(request: Request) -> AsyncIterator[None]:
-    """`async with cancel_on_disconnect(request): ...` in a handler. When the client leaves, the body of the `async
-    with` is cancelled, as asyncio.timeout would, and HTTPException with the status 499 rises from it, which the
-    framework handles without a traceback in the log.
+    """Cancel the body of an `async with` when the client leaves.
 
-    request: the handler's own. Its body is read first, and can be asked for again.
+    Used in a handler: `async with cancel_on_disconnect(request): ...`. The body is cancelled as by asyncio.timeout.
+    Then HTTPException with status 499 is raised, which the framework handles without a traceback in the log.
+
+    Args:
+        request: the handler's request. Its body is read first, and can be read again.
 
     Raises:
-        ClientDisconnect: the client has left before its body was there.
+        ClientDisconnect: the client left before its request body was complete.
+        HTTPException: status 499, the client left.
     """
     await request.body()
     loop = asyncio.get_running_loop()
     try:
-        async with asyncio.timeout(None) as patience:
-            watcher = loop.create_task(_watch(request, patience))
+        async with asyncio.timeout(None) as timeout:
+            watcher = loop.create_task(_watch(request, timeout))
             try:
                 yield
             finally:
                 watcher.cancel()
                 await asyncio.wait([watcher])
     except TimeoutError:
-        if not patience.expired():
+        if not timeout.expired():
             raise
         raise client_left() from None
 
 
 def client_left() -> HTTPException:
-    """Make the error that ends a handler whose client has left."""
+    """Return the error that ends a handler whose client has left."""
     from starlette.exceptions import HTTPException
 
     return HTTPException(CLIENT_CLOSED_REQUEST, "the client has left")
 
 
-async def _watch(request: Request, patience: asyncio.Timeout) -> None:
+async def _watch(request: Request, body_timeout: asyncio.Timeout) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-    patience.reschedule(asyncio.get_running_loop().time())
+    body_timeout.reschedule(asyncio.get_running_loop().time())

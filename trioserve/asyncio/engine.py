@@ -1,4 +1,4 @@
-"""The engine of texts as an asyncio program sees it."""
+"""The text engine for asyncio programs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Engine", "in_a_thread"]
 
 
 class Engine(ThreadedEngine[TrioEngine]):
-    """Made by trioserve.asyncio.open_engine; see ThreadedEngine."""
+    """A text engine, created by trioserve.asyncio.open_engine. See ThreadedEngine."""
 
     generate = made(TrioEngine.generate, RequestStream)
     embed = made(TrioEngine.embed, PooledStream)
@@ -47,35 +47,39 @@ class Engine(ThreadedEngine[TrioEngine]):
     decode = awaited(TrioEngine.decode)
 
     def read_parts(self, stream: RequestStream, *, tools: Sequence[Mapping[str, Any]] | None = None) -> PartStream:
-        """What a chat's response consists of: content, thoughts and calls, as the model's family writes them.
+        """Parse a chat response into content, reasoning and tool calls, in the format of the model's family.
 
         Args:
-            stream: entered, and read by nobody else.
-            tools: those of its prompt; without any, nothing is a call.
+            stream: an entered stream without another reader.
+            tools: tools of its prompt. Without tools, nothing is parsed as a call.
 
         Raises:
-            InvalidRequest: a tool has another shape than OpenAI's.
+            InvalidRequest: a tool does not have OpenAI's format.
         """
         return PartStream(stream, self.on_trio.families, tools)
 
     @property
     def model(self) -> ModelDescription:
-        """What is served."""
+        """The model that is served."""
         return self.on_trio.model
 
     @property
     def default_sampling(self) -> SamplingParams:
-        """Of requests that say nothing else."""
+        """Sampling parameters of requests that set none."""
         return self.on_trio.default_sampling
 
     @property
     def weight_version(self) -> str:
-        """Of the weights that it computes with: "default" until they are replaced."""
+        """Version of the weights that steps are computed with: "default" until the weights are replaced."""
         return self.thread.call(lambda: self.on_trio.weight_version)
 
 
 def in_a_thread(
     open_engine: Callable[[], AbstractAsyncContextManager[TrioEngine]],
 ) -> AbstractAsyncContextManager[Engine]:
-    """See opened_in_a_thread."""
+    """Open an engine in a thread of its own. See opened_in_a_thread.
+
+    Args:
+        open_engine: opens the engine on Trio.
+    """
     return opened_in_a_thread(open_engine, Engine)

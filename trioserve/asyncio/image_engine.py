@@ -1,4 +1,4 @@
-"""The engine of pictures as an asyncio program sees it."""
+"""The image engine for asyncio programs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["ImageEngine"]
 
 
 class ImageEngine(ThreadedEngine[TrioImageEngine]):
-    """Made by trioserve.asyncio.open_image_engine; see ThreadedEngine."""
+    """An image engine, created by trioserve.asyncio.open_image_engine. See ThreadedEngine."""
 
     generate_image = made(TrioImageEngine.generate_image, ImageStream)
     abort = called(TrioImageEngine.abort)
@@ -29,10 +29,10 @@ class ImageEngine(ThreadedEngine[TrioImageEngine]):
 
     @property
     def model(self) -> ImageModelDescription:
-        """What is served."""
+        """The model that is served."""
         return self.on_trio.model
 
     @property
     def limits(self) -> ImageRequestLimits:
-        """What is taken of callers beside what the model takes."""
+        """Limits on requests, in addition to those of the model."""
         return self.on_trio.limits

@@ -1,4 +1,4 @@
-"""What an asyncio task holds of a request for pictures: await it for all of them, or enter it and leave to abort."""
+"""A request for images, held by an asyncio task."""
 
 from __future__ import annotations
 
@@ -16,8 +16,16 @@ __all__ = ["ImageStream"]
 
 
 class ImageStream(ScopeStream[TrioImageStream, ImageDelta]):
-    """`pictures = await engine.generate_image("a cat")`; or, for a look at them meanwhile,
-    `async with engine.generate_image("a cat") as stream: async for delta in stream: ...`. See ScopeStream."""
+    """A request for images. Await it for all images, or enter it and read partial images. Leaving it aborts the
+    request.
+
+    Shortest use: `pictures = await engine.generate_image("a cat")`. With partial images: `async with
+    engine.generate_image("a cat") as stream: async for delta in stream: ...`. See ScopeStream.
+
+    Args:
+        thread: the engine's thread.
+        stream: the request in that thread.
+    """
 
     def __init__(self, thread: TrioThread, stream: TrioImageStream) -> None:
         super().__init__(thread, stream, merge)
@@ -30,21 +38,25 @@ class ImageStream(ScopeStream[TrioImageStream, ImageDelta]):
             return await self.pictures()
 
     async def pictures(self) -> tuple[Picture, ...]:
-        """All that were asked for, in their order, when each is made. Raises RequestFailed, RequestAborted or
-        DeadlinePassed for the first one that is not, and EngineFault."""
+        """Return all images, in the order of the request, when each is finished.
+
+        Raises:
+            RequestFailed, RequestAborted, DeadlinePassed: the first image that was not finished.
+            EngineFault: the engine broke.
+        """
         return await pictures_of(self)
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """Of each picture."""
+        """Seed of each image."""
         return self._stream.seeds
 
     @property
     def step_count(self) -> int:
-        """Denoising steps of each picture; known once it is entered."""
+        """Denoising steps of each image. Known once the stream is entered."""
         return self._stream.step_count
 
     @property
     def size(self) -> tuple[int, int]:
-        """Width and height of each picture; known once it is entered."""
+        """Width and height of each image in pixels. Known once the stream is entered."""
         return self._stream.size

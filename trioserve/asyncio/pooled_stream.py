@@ -1,4 +1,4 @@
-"""What an asyncio task holds of a request that is pooled: await it, or enter it and leave to abort, as on Trio."""
+"""A pooling request, held by an asyncio task."""
 
 from __future__ import annotations
 
@@ -15,10 +15,16 @@ __all__ = ["PooledStream"]
 
 
 class PooledStream(RequestStream):
-    """`vectors = await engine.embed(texts)`; or, for a look at it meanwhile and at what it has cost,
-    `async with engine.embed(texts) as stream: vectors = await stream.results()`.
+    """A pooling request. Await it for the results, or enter it and read them. Leaving it aborts the request.
 
-    Iterating yields one delta for each input, with its index and why it ended; `results` does that by itself.
+    Shortest use: `vectors = await engine.embed(texts)`. With access to the stream's properties: `async with
+    engine.embed(texts) as stream: vectors = await stream.results()`.
+
+    Iterating yields one delta for each input, with its index and the reason why it ended. `results` iterates by itself.
+
+    Args:
+        thread: the engine's thread.
+        stream: the request in that thread.
     """
 
     def __init__(self, thread: TrioThread, stream: TrioPooledStream) -> None:
@@ -33,8 +39,12 @@ class PooledStream(RequestStream):
             return await self.results()
 
     async def results(self) -> tuple[Pooled, ...]:
-        """What each input gave, in the order of the inputs, when all have. Raises RequestFailed, RequestAborted or
-        DeadlinePassed for the first one that gave nothing, and EngineFault."""
+        """Return the result of each input, in the order of the inputs, when all are computed.
+
+        Raises:
+            RequestFailed, RequestAborted, DeadlinePassed: the first input without a result.
+            EngineFault: the engine broke.
+        """
         async for delta in self:
             if (error := error_of(delta)) is not None:
                 raise error
@@ -42,10 +52,10 @@ class PooledStream(RequestStream):
 
     @property
     def pooled(self) -> tuple[Pooled, ...]:
-        """The same, of one that was read to its end without an error."""
+        """The results of a stream that was read to its end without an error."""
         return self._pooled_stream.pooled
 
     @property
     def input_token_counts(self) -> tuple[int, ...]:
-        """Of each input; known once it is entered."""
+        """Tokens of each input. Known once the stream is entered."""
         return self._pooled_stream.input_token_counts

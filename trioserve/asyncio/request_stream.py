@@ -1,4 +1,4 @@
-"""What an asyncio task holds of a request for a text."""
+"""A text request, held by an asyncio task."""
 
 from __future__ import annotations
 
@@ -17,20 +17,31 @@ WHOLE = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 class RequestStream(ScopeStream[TrioStream, Delta]):
-    """See ScopeStream."""
+    """A text request. See ScopeStream.
+
+    Args:
+        thread: the engine's thread.
+        stream: the request in that thread.
+    """
 
     def __init__(self, thread: TrioThread, stream: TrioStream) -> None:
         super().__init__(thread, stream, merge)
 
     async def wait_until_released(self) -> None:
-        """Returns when no block of it is held for another engine. Raises EngineFault if the engine breaks meanwhile,
-        AlreadyEnded outside of its scope while something is held."""
+        """Wait until no block of the request is held for another engine.
+
+        Raises:
+            EngineFault: the engine broke meanwhile.
+            AlreadyEnded: the scope was left while blocks were held.
+        """
         await self._thread.run(self._stream.wait_until_released)
 
     def resume_state(self) -> Resume:
-        """All that is needed to have the same request go on behind what was read of it so far, in this engine or in
-        another: `engine.generate(..., resume=stream.resume_state())`. May be asked for at any time, also when the
-        stream has failed or its scope is over. What was not read is computed again."""
+        """Return the state from which this or another engine can resume the request after the deltas that were read.
+
+        Pass it on: `engine.generate(..., resume=stream.resume_state())`. May be called at any time, also after the
+        stream failed or its scope was left. Tokens that were not read are computed again.
+        """
 
         def both() -> tuple[Resume, tuple[Delta, ...]]:
             return self._stream.resume_state(), self._box.unread()
@@ -41,82 +52,94 @@ class RequestStream(ScopeStream[TrioStream, Delta]):
         return state
 
     def weight_versions(self, index: int = 0) -> WeightVersions:
-        """Which weights sampled what came of this choice, read or not, in runs of a version and how many tokens it
-        sampled. Empty: all are of those that the engine was opened with."""
+        """Return the weight versions that sampled a choice, as runs of a version and a number of tokens.
+
+        Args:
+            index: the choice.
+
+        Returns:
+            The runs of all tokens so far, read or not. Empty: all tokens are from the weights that the engine was
+                opened with.
+        """
         return self._stream.weight_versions(index)
 
     def keep_hold(self) -> None:
-        """Let what is held of it outlive the scope: until it has been read, or is aborted by id, or its time is
-        over. Whoever calls this has told somebody how to read it."""
+        """Keep the hold of the request's blocks after the scope ends, until another engine read them, an abort, or a
+        timeout.
+
+        The caller must have given another engine the data to read them.
+        """
         self._stream.keep_hold()
 
     def drop_hold(self) -> None:
-        """Nobody is told how to read it: leaving the scope ends the hold."""
+        """End the hold of the request's blocks when the scope ends, because no other engine will read them."""
         self._stream.drop_hold()
 
     def forget_known(self) -> None:
-        """Nobody asks for it again, and it need not be kept as long as the rest takes."""
+        """Drop `known` early, because the caller does not need it any more."""
         self._stream.forget_known()
 
-    # What follows is read while the other thread goes on: what was true a moment ago.
+    # The properties below are read while the other thread runs, so their values may be slightly old.
 
     @property
     def choice_count(self) -> int:
-        """How many choices were asked for: n."""
+        """Number of choices that were requested (n)."""
         return self._stream.choice_count
 
     @property
     def known(self) -> tuple[Delta, ...]:
-        """What the response so far gave, where it goes on: choice by choice, and all tokens of it. Iterating does not
-        give it again. Known once it is entered."""
+        """Output that the request resumed from: one delta for each choice, with all its tokens. Iterating does not
+        repeat
+        it. Known once the stream is entered.
+        """
         return self._stream.known
 
     @property
     def seed(self) -> int:
-        """That of the first choice."""
+        """Seed of the first choice."""
         return self._stream.seed
 
     @property
     def adapter_digest(self) -> str | None:
-        """Of the LoRA adapter that it is computed with; None: without one, or not entered yet."""
+        """Digest of the request's LoRA adapter. None: no adapter, or not entered yet."""
         return self._stream.adapter_digest
 
     @property
     def prompt_digest(self) -> str | None:
-        """The name of its prompt's tokens (see Resume); None until it is entered."""
+        """Digest of the prompt's tokens (see Resume). None until the stream is entered."""
         return self._stream.prompt_digest
 
     @property
     def completion_token_count(self) -> int:
-        """Tokens of all choices so far, shown or not."""
+        """Tokens of all choices so far, including hidden ones."""
         return self._stream.completion_token_count
 
     @property
     def prompt_token_count(self) -> int:
-        """Tokens of what was asked; known once it is entered."""
+        """Tokens of the prompt. Known once the stream is entered."""
         return self._stream.prompt_token_count
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:
-        """Known once it is entered."""
+        """Token ids of the prompt. Known once the stream is entered."""
         return self._stream.prompt_token_ids
 
     @property
     def ignored_keywords(self) -> tuple[str, ...]:
-        """Keywords of the schema that the response does not keep to, each with its path."""
+        """Schema keywords that the response need not follow, each with its path."""
         return self._stream.ignored_keywords
 
     @property
     def cached_token_count(self) -> int:
-        """Tokens of the prompt that were found in the prefix cache; known at the end of the first choice."""
+        """Prompt tokens found in the prefix cache. Known when the first choice ends."""
         return self._stream.cached_token_count
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
-        """Of the prompt's own tokens, if they were asked for; complete with the first token."""
+        """Log probabilities of the prompt tokens, if requested. Complete with the first output token."""
         return self._stream.prompt_logprobs
 
     @property
     def is_held(self) -> bool:
-        """Whether a connector holds blocks of it for another engine: of a choice that is over."""
+        """True if a connector holds blocks of a finished choice for another engine."""
         return self._stream.is_held

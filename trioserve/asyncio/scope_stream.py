@@ -1,4 +1,4 @@
-"""What an asyncio task holds of a request, whatever that asks for: iterate for what is new, leave to abort."""
+"""A request of any kind, held by an asyncio task."""
 
 from __future__ import annotations
 
@@ -21,15 +21,20 @@ DeltaT = TypeVar("DeltaT", bound=AnyDelta)
 
 
 class ScopeStream(Generic[StreamT, DeltaT]):
-    """`async with engine.generate(...) as stream: async for delta in stream: ...`, in an asyncio task.
+    """A request with a scope: `async with engine.generate(...) as stream: async for delta in stream: ...`.
 
-    Entering takes a place in the queue, and raises Overloaded, Draining, InvalidRequest or ContextTooLong; it then
-    holds nothing. Leaving ends what still runs: by its end, an error, a break, a cancelled task, a timeout or a task
-    group that failed. What it had is free when leaving returns, or right after the step in flight. Cancelling a task
-    that waits for a delta loses none.
+    Entering takes a place in the queue, or raises Overloaded, Draining, InvalidRequest or ContextTooLong and holds
+    nothing. Leaving ends what still runs, for any reason: the end of the body, an error, a break, a cancelled task, a
+    timeout, or a failed task group. All resources are free when leaving returns, or right after the step in flight.
+    Cancelling a task that waits for a delta loses no delta.
 
-    A reader that is slower than the engine finds its deltas merged. Several tasks may iterate over one stream: each
-    delta goes to one of them, and the end to all.
+    A reader that is slower than the engine gets merged deltas. Several tasks may iterate over one stream: each delta
+    goes to one of them, and the end goes to all.
+
+    Args:
+        thread: the engine's thread.
+        stream: the request in that thread.
+        merge: joins two consecutive deltas of one choice.
     """
 
     def __init__(self, thread: TrioThread, stream: StreamT, merge: Callable[[DeltaT, DeltaT], DeltaT]) -> None:
@@ -42,7 +47,7 @@ class ScopeStream(Generic[StreamT, DeltaT]):
     async def __aenter__(self) -> Self:
         if self._task is not None:
             raise AlreadyEnded(f"request {self.id} was entered before: ask for another one")
-        self._task = task = self._thread.begin(self._keep)
+        self._task = task = self._thread.begin(self._hold_scope)
         try:
             await task.started.wait(cancel=task.cancel)
             if task.ended.is_set:
@@ -57,7 +62,7 @@ class ScopeStream(Generic[StreamT, DeltaT]):
     ) -> None:
         self._thread.own_process.check("leaving a request")
         if self._task is None or self._is_left:
-            how = "was left before" if self._is_left else "is left, and was not entered"
+            how = "was left before" if self._is_left else "was not entered"
             raise AlreadyEnded(f"request {self.id} {how}: leave its scope once, after entering it")
         await self._leave(self._task, error)
 
@@ -65,11 +70,11 @@ class ScopeStream(Generic[StreamT, DeltaT]):
         self._is_left = True
         task.cancel()
         self._box.leave(self._ended())
-        if not isinstance(error, GeneratorExit):  # where nothing may be awaited
+        if not isinstance(error, GeneratorExit):  # a closing generator must not await
             await task.ended.wait()
 
-    async def _keep(self, note_started: NoteStarted) -> None:
-        """The request's scope, in the Trio run."""
+    async def _hold_scope(self, note_started: NoteStarted) -> None:
+        """Hold the request's scope in the Trio run until it is left."""
         try:
             async with self._stream:
                 note_started()
@@ -79,14 +84,14 @@ class ScopeStream(Generic[StreamT, DeltaT]):
                         if not self._box.put(delta):
                             return
                 except TrioserveError as error:
-                    end = error  # rises where it is read
+                    end = error  # raised in the reader
                 self._box.close(end)
-                await trio.sleep_forever()  # what is held of it is held until it is left
+                await trio.sleep_forever()  # held blocks stay held until the scope is left
         except Exception as error:
             self._box.close(error)
             raise
         finally:
-            # Whichever way it ends, nobody waits for what does not come.
+            # No reader may wait for ever, however the request ends.
             self._box.close(AlreadyEnded(f"request {self.id} has ended with its engine"))
 
     def __aiter__(self) -> Self:
@@ -102,19 +107,26 @@ class ScopeStream(Generic[StreamT, DeltaT]):
         return AlreadyEnded(f"request {self.id} can be read only inside its `async with`")
 
     async def wait_until_begun(self) -> DeltaT | None:
-        """Returns when the request runs; or, if it ended in the queue, the delta that says so, which is read as well.
-        Raises what it failed with, and AlreadyEnded outside of its scope."""
+        """Wait until the request runs.
+
+        Returns:
+            None, or the delta of a request that ended in the queue. That delta then counts as read.
+
+        Raises:
+            TrioserveError: the request failed.
+            AlreadyEnded: the scope was left.
+        """
         begun: DeltaT | None = await self._thread.run(self._stream.wait_until_begun)
         return begun
 
-    # What follows is read while the other thread goes on: what was true a moment ago.
+    # The properties below are read while the other thread runs, so their values may be slightly old.
 
     @property
     def id(self) -> str:
-        """The caller's own, or the one that it was given."""
+        """Id of the request, from the caller or generated."""
         return self._stream.id
 
     @property
     def is_finished(self) -> bool:
-        """All that was asked for has its last delta, read or not, or the request failed."""
+        """True if every choice has its last delta, read or not, or the request failed."""
         return self._stream.is_finished

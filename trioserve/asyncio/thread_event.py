@@ -1,6 +1,7 @@
-"""What one thread tells asyncio tasks of any loop.
+"""Events that one thread sets and asyncio tasks of any loop wait for.
 
-Nothing here keeps a task alive: the tasks of a loop that was given up can be thrown away, and so leave what they hold.
+These objects keep no task alive. So the tasks of an abandoned loop can be collected, which makes them leave their
+scopes.
 """
 
 from __future__ import annotations
@@ -14,22 +15,28 @@ __all__ = ["ThreadEvent", "Waiters"]
 
 
 class Waiters:
-    """add in asyncio tasks, wake in any thread. Who looks first at what it waits for, and adds itself afterwards, may
-    wait in vain."""
+    """Asyncio tasks that wait for a wake-up from any thread.
+
+    A task must call `add` before it checks its condition. Otherwise a wake-up in between would be lost.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._futures: weakref.WeakSet[asyncio.Future[None]] = weakref.WeakSet()
 
     def add(self) -> asyncio.Future[None]:
-        """To be awaited, and kept until then."""
+        """Return a future that the next `wake` completes. The caller must keep a reference until then."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         with self._lock:
             self._futures.add(future)
         return future
 
     def wake(self) -> bool:
-        """All that wait. False: the loop of one of them is closed."""
+        """Wake all waiting tasks.
+
+        Returns:
+            False if the loop of one of them is closed.
+        """
         with self._lock:
             if not self._futures:
                 return True
@@ -44,7 +51,7 @@ class Waiters:
 
 
 class ThreadEvent:
-    """Set once, in any thread."""
+    """An event that any thread sets once."""
 
     def __init__(self) -> None:
         self.is_set = False
@@ -55,15 +62,18 @@ class ThreadEvent:
         self._waiters.wake()
 
     def future(self) -> asyncio.Future[None]:
-        """Done when it is set."""
+        """Return a future that is done once the event is set."""
         future = self._waiters.add()
         if self.is_set:
             _set(future)
         return future
 
     async def wait(self, *, cancel: Callable[[], None] = lambda: None) -> None:
-        """A caller that is cancelled meanwhile stays until then, and gets its CancelledError afterwards; `cancel` is
-        called, once, so that it need not stay for long."""
+        """Wait for the event. A cancelled caller still waits, and gets its CancelledError afterwards.
+
+        Args:
+            cancel: called once at a cancellation, so that the event is set soon.
+        """
         cancelled: asyncio.CancelledError | None = None
         while not self.is_set:
             try:

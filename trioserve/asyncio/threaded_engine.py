@@ -1,7 +1,7 @@
-"""An engine as an asyncio program sees it: every method of the one on Trio, which runs in a thread of its own.
+"""Makes the methods of a Trio engine available to asyncio. The engine runs in a thread of its own.
 
-A thread and not a guest of the asyncio loop: steps go on while a callback holds that loop up, a Ctrl-C finds Trio's
-insides never half done, and a loop may have several engines.
+A thread has three advantages over Trio's guest mode: steps continue while a callback blocks the asyncio loop, a Ctrl-C
+never interrupts Trio's internals, and a loop can have several engines.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ EngineT = TypeVar("EngineT", bound=EngineLife[Any, Any, Any, Any])
 
 
 class ThreadedEngine(Generic[EngineT]):
-    """To be used in asyncio tasks, of one loop or of several.
+    """An engine for asyncio tasks of one or several loops.
 
-    Methods that never wait on Trio are plain calls here, too. The engine's thread does what they ask, and the caller's
-    loop is held up until it is their turn, which is soon: nothing blocks that thread.
+    Methods that never wait on Trio are plain functions here, too. They run in the engine's thread, and block the
+    caller's loop until their turn. That is short, because nothing blocks the engine's thread.
 
-    thread, on_trio: for rooms that bring more than this to asyncio: where the engine runs, and itself, which is to be
-    touched there alone.
+    Attributes:
+        thread: the thread that the engine runs in. For other packages that extend the asyncio engine.
+        on_trio: the engine itself. Use it only in that thread.
     """
 
     def __init__(self, thread: TrioThread, engine: EngineT) -> None:
@@ -44,33 +45,39 @@ class ThreadedEngine(Generic[EngineT]):
 
     @property
     def ready(self) -> bool:
-        """Whether a new request would be taken, a full queue apart."""
+        """True if the engine would accept a new request, apart from a full queue."""
         return self.thread.call(lambda: self.on_trio.ready)
 
     @property
     def is_paused(self) -> bool:
-        """Whether no step begins until resume_generation."""
+        """True if no step starts until `resume_generation`."""
         return self.thread.call(lambda: self.on_trio.is_paused)
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether it has given memory back, or is about to, until all is there again."""
+        """True while the engine has released memory, or is about to, until all of it is back."""
         return self.thread.call(lambda: self.on_trio.is_sleeping)
 
     @property
     def has_half_weights(self) -> bool:
-        """Whether an update of the weights has ended halfway, so that nothing is computed until another one is
-        whole."""
+        """True if a weight update stopped halfway, so that nothing is computed until another update is complete."""
         return self.thread.call(lambda: self.on_trio.has_half_weights)
 
     @property
     def fault(self) -> EngineFault | None:
-        """What it broke with, for good."""
+        """The error that broke the engine for good, or None."""
         return self.on_trio.fault
 
 
 def called(method: Callable[Concatenate[EngineT, P], T]) -> Callable[Concatenate[ThreadedEngine[EngineT], P], T]:
-    """The same method, which never waits, called in the engine's thread."""
+    """Make a method that never waits run in the engine's thread.
+
+    Args:
+        method: method of the Trio engine.
+
+    Returns:
+        A plain method of the asyncio engine with the same parameters.
+    """
 
     @functools.wraps(method)
     def call(self: ThreadedEngine[EngineT], /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -82,7 +89,14 @@ def called(method: Callable[Concatenate[EngineT, P], T]) -> Callable[Concatenate
 def awaited(
     method: Callable[Concatenate[EngineT, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[ThreadedEngine[EngineT], P], Coroutine[Any, Any, T]]:
-    """The same method, run in the engine's thread."""
+    """Make an async method run in the engine's thread.
+
+    Args:
+        method: method of the Trio engine.
+
+    Returns:
+        An async method of the asyncio engine with the same parameters.
+    """
 
     @functools.wraps(method)
     async def call(self: ThreadedEngine[EngineT], /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -94,7 +108,15 @@ def awaited(
 def made(
     method: Callable[Concatenate[EngineT, P], T], new: Callable[[TrioThread, T], U]
 ) -> Callable[Concatenate[ThreadedEngine[EngineT], P], U]:
-    """The same method, which gives something to be entered."""
+    """Make a method that returns a Trio object return its asyncio counterpart.
+
+    Args:
+        method: method of the Trio engine.
+        new: creates the counterpart from the thread and the Trio object.
+
+    Returns:
+        A plain method of the asyncio engine with the same parameters.
+    """
 
     @functools.wraps(method)
     def call(self: ThreadedEngine[EngineT], /, *args: P.args, **kwargs: P.kwargs) -> U:
@@ -107,10 +129,19 @@ def made(
 async def opened_in_a_thread(
     open_engine: Callable[[], AbstractAsyncContextManager[EngineT]], new: Callable[[TrioThread, EngineT], U]
 ) -> AsyncIterator[U]:
-    """An engine that is opened in a Trio run of its own, as `new` has it for asyncio. Leaving is what leaving it there
-    is, and leaves no thread; its requests end together with it: whoever reads one elsewhere gets AlreadyEnded.
+    """Open an engine in a Trio run of its own thread.
 
-    Raises what that raises: EngineFault cancels the body before, as on Trio."""
+    Leaving the scope closes the engine and ends the thread. Requests end with the engine: a reader elsewhere gets
+    AlreadyEnded.
+
+    Args:
+        open_engine: opens the engine on Trio.
+        new: creates the engine's asyncio counterpart.
+
+    Raises:
+        EngineFault: the engine broke. The body is cancelled first, as on Trio.
+        Exception: any error of opening or closing the engine.
+    """
     thread = TrioThread()
     _owner = ThreadOwner(thread)
     async with thread:
@@ -126,34 +157,34 @@ async def opened_in_a_thread(
         await task.started.wait(cancel=task.cancel)
         if opened:
             with contextlib.suppress(_Broken):
-                async with _cancelled_at_the_end_of(task):
+                async with _cancel_body_at_end_of(task):
                     yield new(thread, opened[0])
     task.raise_failure()
-    assert opened, "it ended before it was opened, and nobody knows why"
+    assert opened, "the engine ended before it was open, without an error"
 
 
 class _Broken(Exception):
-    """The body was cancelled, since the engine is over."""
+    """The body was cancelled because the engine ended."""
 
 
 @asynccontextmanager
-async def _cancelled_at_the_end_of(task: TrioTask[None]) -> AsyncIterator[None]:
-    """Raises _Broken when the task has ended before the body, and has cancelled it."""
+async def _cancel_body_at_end_of(task: TrioTask[None]) -> AsyncIterator[None]:
+    """Cancel the body and raise _Broken if the task ends before the body."""
     is_inside = True
 
     def cancel_body(_ended: asyncio.Future[None]) -> None:
         if is_inside:
-            patience.reschedule(asyncio.get_running_loop().time())
+            timeout.reschedule(asyncio.get_running_loop().time())
 
     ended = task.ended.future()
     try:
-        async with asyncio.timeout(None) as patience:
+        async with asyncio.timeout(None) as timeout:
             ended.add_done_callback(cancel_body)
             try:
                 yield
             finally:
                 is_inside = False
     except TimeoutError:
-        if not patience.expired():
+        if not timeout.expired():
             raise
         raise _Broken from None

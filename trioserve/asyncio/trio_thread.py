@@ -1,6 +1,6 @@
-"""A Trio run in a thread of its own, and tasks in it that belong to asyncio tasks.
+"""A Trio run in a thread of its own, and Trio tasks that belong to asyncio tasks.
 
-What ends a task there is one message that never waits. Waiting for the end of it comes second, and may be left out.
+Ending such a task is one message that never blocks. Waiting for its end is a separate step, which may be skipped.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ __all__ = ["NoteStarted", "ThreadOwner", "TrioTask", "TrioThread"]
 
 T = TypeVar("T")
 NoteStarted = Callable[[], None]
-EXIT_SECONDS_MAX = 10.0  # of a process that ends with an engine open: for the step in flight
+EXIT_SECONDS_MAX = 10.0  # a process that exits with an open engine waits this long for the step in flight
 
 
 class TrioThread:
-    """`async with TrioThread() as thread`, in an asyncio task. Leaving cancels what runs in it, waits for the end of
-    that also when cancelled, and leaves no thread behind."""
+    """A thread that runs Trio: `async with TrioThread() as thread`, in an asyncio task.
+
+    Leaving cancels everything in it and waits for the end, even when cancelled. No thread is left.
+    """
 
     def __init__(self) -> None:
         self._nursery: trio.Nursery
@@ -39,13 +41,13 @@ class TrioThread:
         self.own_process = OwnProcess()
         self._is_running = threading.Event()
         self._is_over = ThreadEvent()
-        # A daemon: whoever abandons an engine without leaving its scope must still be able to end the process.
+        # A daemon thread, so that a program can exit after abandoning an engine without leaving its scope.
         self._thread = threading.Thread(target=self._work, name="trioserve-trio", daemon=True)
 
     async def __aenter__(self) -> Self:
         self._thread.start()
         try:
-            self._is_running.wait()  # not for long: nothing is opened yet
+            self._is_running.wait()  # short: nothing is opened yet
         except BaseException:  # a Ctrl-C
             self._is_running.wait()
             self.stop()
@@ -62,8 +64,10 @@ class TrioThread:
             self._thread.join()
 
     def stop(self) -> None:
-        """Cancel everything in it, also if it has not begun. Never waits. May be called from any thread, by the garbage
-        collector too. Does nothing in a forked child."""
+        """Cancel everything in the run, even if it has not started yet. Never blocks.
+
+        Any thread may call this, and so may the garbage collector. Does nothing in a forked child.
+        """
         self.is_stopped = True
         if self._token is not None and self.own_process.is_here:
             self.soon(lambda: self._nursery.cancel_scope.cancel("the scope of the engine was left"))
@@ -72,9 +76,18 @@ class TrioThread:
         self._thread.join(seconds_max)
 
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """The result of a function that never waits, called in the Trio run. Holds the caller up until it is that
-        run's turn, which is soon: nothing blocks it. When it is over the function is called right here. Raises
-        WrongLoop in a forked child, which has no such thread."""
+        """Call a function that never waits in the Trio run, and return its result.
+
+        Blocks the caller until it is the function's turn, which is soon because nothing blocks the run. After the end
+        of the run, the function is called in this thread.
+
+        Args:
+            function: the function.
+            *arguments: its arguments.
+
+        Raises:
+            WrongLoop: this is a forked child, which does not have the thread.
+        """
         self.own_process.check("an engine")
         assert self._token is not None, "the thread was not started"
         try:
@@ -83,7 +96,14 @@ class TrioThread:
             return function(*arguments)
 
     def begin(self, function: Callable[[NoteStarted], Awaitable[T]]) -> TrioTask[T]:
-        """A task in the Trio run. Never waits. Raises WrongLoop in a forked child."""
+        """Start a task in the Trio run. Never blocks.
+
+        Args:
+            function: async function. It gets a callback that reports that its work has started.
+
+        Raises:
+            WrongLoop: this is a forked child, which does not have the thread.
+        """
         self.own_process.check("an engine")
         task = TrioTask(function, self.soon)
         if not self.soon(task.start, self):
@@ -91,7 +111,12 @@ class TrioThread:
         return task
 
     async def run(self, function: Callable[[], Awaitable[T]]) -> T:
-        """The result of an async function there. Being cancelled cancels it, and waits for its end."""
+        """Run an async function in the Trio run, and return its result. Cancelling this cancels it and waits for its
+        end.
+
+        Args:
+            function: the function.
+        """
         task = self.begin(lambda _note_started: function())
         try:
             await task.ended.wait(cancel=task.cancel)
@@ -101,7 +126,11 @@ class TrioThread:
 
     @asynccontextmanager
     async def entered(self, opens: Callable[[], AbstractAsyncContextManager[T]]) -> AsyncIterator[T]:
-        """Inside of a scope that is entered and left in the Trio run. Raises what entering and leaving it raise."""
+        """Hold a scope that is entered and left in the Trio run. Errors of entering and leaving are raised here.
+
+        Args:
+            opens: creates the scope.
+        """
         opened: list[T] = []
 
         async def keep(note_started: NoteStarted) -> None:
@@ -116,7 +145,7 @@ class TrioThread:
             if not opened:
                 task.result()
             yield opened[0]
-        except GeneratorExit:  # nothing may be awaited
+        except GeneratorExit:  # a closing generator must not await
             task.cancel()
             raise
         except BaseException:
@@ -128,14 +157,28 @@ class TrioThread:
         task.raise_failure()
 
     def spawn(self, function: Callable[[], Awaitable[None]]) -> None:
-        """To be called in the Trio run. Raises RuntimeError when it ends."""
+        """Start a task. Call this in the Trio run.
+
+        Args:
+            function: async function.
+
+        Raises:
+            RuntimeError: the run is ending.
+        """
         self._nursery.start_soon(function)
 
     def soon(self, function: Callable[..., object], *arguments: Any) -> bool:
-        """Have it called in the Trio run, after what was asked before. False: that is over.
+        """Schedule a function in the Trio run, after all functions that were scheduled before.
+
+        Args:
+            function: the function.
+            *arguments: its arguments.
+
+        Returns:
+            False if the run has ended.
 
         Raises:
-            WrongLoop: This is a forked child. It shares the parent's wake-up socket, and must not write to it.
+            WrongLoop: this is a forked child. It shares the parent's wake-up socket, and must not write to it.
         """
         self.own_process.check("an engine")
         assert self._token is not None, "the thread was not started"
@@ -167,7 +210,10 @@ class ThreadOwner:
     """Stops a TrioThread when the garbage collector takes this object.
 
     Keep it in the frame that enters the thread. A second Ctrl-C ends an asyncio loop in the middle of a callback. Then
-    nobody runs the `finally` of an async generator, and only the end of its frame shows that it was abandoned.
+    the `finally` of an async generator never runs, and only the end of its frame shows that it was abandoned.
+
+    Args:
+        thread: the thread to stop.
     """
 
     def __init__(self, thread: TrioThread) -> None:
@@ -179,7 +225,16 @@ class ThreadOwner:
 
 
 class TrioTask(Generic[T]):
-    """Made by TrioThread.begin. started: the function has said so, or has ended."""
+    """A task in the Trio run, created by TrioThread.begin.
+
+    Args:
+        function: async function of the task.
+        soon: schedules a function in the Trio run.
+
+    Attributes:
+        started: set when the function reports that it has started, or has ended.
+        ended: set when the function has ended.
+    """
 
     def __init__(self, function: Callable[[NoteStarted], Awaitable[T]], soon: Callable[..., bool]) -> None:
         self.started = ThreadEvent()
@@ -190,15 +245,19 @@ class TrioTask(Generic[T]):
         self._scope = trio.CancelScope()
 
     def cancel(self) -> None:
-        """From any thread, any number of times. Never waits."""
+        """Cancel the task. Any thread may call this, any number of times. Never blocks."""
         if not self.ended.is_set:
-            self._soon(self._scope.cancel, "what it was begun for has left")
+            self._soon(self._scope.cancel, "its asyncio task has left")
 
     def start(self, thread: TrioThread) -> None:
-        """To be called in the Trio run."""
+        """Start the task. Call this in the Trio run.
+
+        Args:
+            thread: the thread of that run.
+        """
         try:
             thread.spawn(self._work)
-        except RuntimeError:  # it takes no tasks any more
+        except RuntimeError:  # the run is ending
             self.refuse()
 
     def refuse(self) -> None:
@@ -206,11 +265,16 @@ class TrioTask(Generic[T]):
         self._end()
 
     def result(self) -> T:
-        """Of one that has ended. Raises what it ended with, and AlreadyEnded if it was cancelled."""
+        """Return the result of an ended task.
+
+        Raises:
+            AlreadyEnded: the task was cancelled.
+            Exception: the error that ended the task.
+        """
         return self._result.unwrap()
 
     def raise_failure(self) -> None:
-        """The same of one that may well have been cancelled."""
+        """Raise the error that ended the task. Nothing happens if it was cancelled."""
         if isinstance(self._result, outcome.Error) and not isinstance(self._result.error, AlreadyEnded):
             self._result.unwrap()
 
@@ -219,7 +283,7 @@ class TrioTask(Generic[T]):
             with self._scope:
                 try:
                     self._result = outcome.Value(await self._function(self.started.set))
-                except* Exception as group:  # which may hold a cancellation, too, and that goes on
+                except* Exception as group:  # a cancellation in the same group continues
                     self._result = outcome.Error(unwrapped(group))
         finally:
             self._end()
@@ -230,12 +294,12 @@ class TrioTask(Generic[T]):
 
 
 _RUNNING: set[TrioThread] = set()
-os.register_at_fork(after_in_child=_RUNNING.clear)  # the threads are the parent's: the child has none to stop
+os.register_at_fork(after_in_child=_RUNNING.clear)  # a forked child has no threads to stop
 
 
 @atexit.register
 def _stop_all() -> None:
-    """The process ends, and somebody has not left: let the step in flight end before Python does."""
+    """Stop engines that are still open at exit, and let their steps in flight end before Python does."""
     threads = list(_RUNNING)
     for thread in threads:
         thread.stop()
