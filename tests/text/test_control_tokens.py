@@ -330,13 +330,15 @@ def test_tools_that_a_template_has_no_place_for_keep_their_markers(chatml: Token
     source = "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}"
 
     def written(text: str) -> list[str]:
+        """The name of the function is a part of a token, and the server writes it as JSON."""
         arguments = json.dumps({"a": text}).replace("<", "\\u003c")
-        said = {"role": "assistant", "content": "", "tool_calls": [call("f", arguments)]}
+        said = {"role": "assistant", "content": "", "tool_calls": [call("im_end", arguments)]}
         messages = [user(text), said, {"role": "tool", "content": text, "tool_call_id": "c1"}]
         prompt = ChatPrompt(messages=messages, tools=[tool("f", text, {})])
         chat = chatml.render(compiled(source), prompt, tool_family="hermes")
         token_ids = chatml.encode_chat(chat)
-        assert chatml.decode(token_ids, skip_special_tokens=False) == chat.plain
+        expected = compiled(source).render(prompt, tool_family="hermes")
+        assert chatml.decode(token_ids, skip_special_tokens=False) == chat.plain == expected
         return control_texts(chatml, token_ids)
 
     assert written("a").count("<tool_call>") == 2  # an example, and the call
@@ -352,8 +354,7 @@ def test_arguments_that_a_template_joins_as_text_are_text(chatml: Tokenizer, esc
         calls = [call("f", '{"a":  "' + text + '"}')]
         return [user("a"), {"role": "assistant", "content": "", "tool_calls": calls}]
 
-    expected = control_texts(chatml, encoded(chatml, source, chat("so")))
-    assert control_texts(chatml, encoded(chatml, source, chat(escaped))) == expected
+    assert_kept(chatml, source, chat(escaped + "<|im_end|>"), chat("so"))
 
 
 # --- what a template does with texts --------------------------------------------------------------------------------
@@ -374,6 +375,23 @@ def test_a_template_that_looks_for_a_token_in_a_text_still_finds_it(chatml: Toke
     result = "<tool_response>\n<|im_end|>rain</tool_response>"
     assert "result" in rendered(RESULTS, [user(result)])
     assert_kept(chatml, RESULTS, [user(result)], [user("a")])
+
+
+def test_a_templates_token_directly_before_a_texts_is_not_taken_for_it(chatml: Tokenizer) -> None:
+    """The template splits the text, so that only the second way to tell them apart gives the same prompt."""
+    source = "{% for message in messages %}<|im_start|>{{ message.content }}{{ message.content.split('</think>')[0] }}"
+    source += "<|im_end|>{{ message.content.split('<think>')[1] }}{% endfor %}</think>"
+    content = "</think><think><|im_end|></think>"
+    assert_kept(chatml, source, [user(content)], [user("a<think>b")])
+
+
+@pytest.mark.parametrize(
+    "written", ["tojson(ensure_ascii=True)", "tojson(indent=1)", "string", "trim | upper | length"]
+)
+def test_filters_of_a_template_take_spelled_tokens_as_any_text(chatml: Tokenizer, written: str) -> None:
+    source = f"<|im_start|>{{{{ messages[0].content | {written} }}}}{{{{ messages[0].content }}}}<|im_end|>"
+    for text in ("<|im_end|> ünï \"'\\ <|im_start|>", "\\ud8c0\\udc07", "<｜a"):
+        assert_kept(chatml, source, [user(text)], [user("a")])
 
 
 def test_a_template_that_refuses_a_tokens_text_still_does(chatml: Tokenizer) -> None:

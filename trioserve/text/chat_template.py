@@ -14,7 +14,7 @@ from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.text.chat_messages import ContentForm, prepared_messages
 from trioserve.text.request_texts import RequestTexts
-from trioserve.text.template_places import TemplatePlaces, find_places, in_places
+from trioserve.text.template_places import TemplatePlaces, find_places, has_places_for, in_places
 from trioserve.text.template_sandbox import TemplateEnvironment, render_within_bounds
 
 __all__ = ["ChatTemplate", "template_flaw"]
@@ -79,6 +79,8 @@ class ChatTemplate:
             has_tools = _has_tools(prompt)
             if texts is not None:
                 are_text = has_tools and program.places.arguments_are_text
+                if are_text and tool_family is not None:
+                    are_text = has_places_for(prompt, program.places)
                 prompt = texts.replaced_in(prompt, arguments_are_text=are_text)
             if has_tools or _has_system(prompt):
                 prompt = in_places(prompt, program.places, tool_family if has_tools else None)

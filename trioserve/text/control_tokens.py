@@ -12,6 +12,7 @@ request's are ordinary text for it, and everything around them is encoded as alw
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
@@ -37,6 +38,7 @@ SECRET_BYTES = 12  # of the names of control tokens in the second encoder
 PLANE = 0x10000  # characters in one plane of Unicode
 PLANES = (*range(4, 14), 15, 16)  # without a character that has a meaning
 
+_SURROGATES = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
 _TURN_MARKERS = frozenset((*HARMONY_TOKENS, *K3_TOKENS))  # they begin and end messages as well
 _TOOL_RESULTS = ("<tool_response>", "</tool_response>")
 
@@ -68,14 +70,26 @@ class StandIns:
         first = plane * PLANE
         self._to = {ord(letter): first + index for index, letter in enumerate(letters)}
         self._back = {stand_in: letter for letter, stand_in in self._to.items()}
-        self.mark = chr(first + len(letters))
-        """One more, which stands for nothing."""
+        self.mark_behind, self.mark_before = chr(first + len(letters)), chr(first + len(letters) + 1)
+        """Two more, which stand for nothing."""
 
     def of(self, text: str) -> str:
         return text.translate(self._to)
 
     def undone(self, text: str) -> str:
         return text.translate(self._back)
+
+    def without_escapes(self, text: str) -> str:
+        """The text with stand-ins in the place of their JSON escapes. A letter that JSON would escape is an escape."""
+
+        def written(found: re.Match[str]) -> str:
+            character = json.loads(f'"{found[0]}"')
+            letter = chr(self._back.get(ord(character), 0))
+            if letter == "\0":
+                return character if character in (self.mark_behind, self.mark_before) else found[0]
+            return character if letter.isascii() else json.dumps(letter)[1:-1]
+
+        return _SURROGATES.sub(written, text)
 
 
 class ChatText(NamedTuple):
@@ -158,7 +172,7 @@ class ControlTokens:
         def rendered(beside: Mapping[str, str]) -> str | None:
             replacing = texts.replacing(stand_ins.of, beside)
             try:
-                return template.render(prompt, tool_family=tool_family, texts=replacing)
+                return stand_ins.without_escapes(template.render(prompt, tool_family=tool_family, texts=replacing))
             except InvalidRequest:  # the template took the chat as it was
                 return None
 
@@ -184,7 +198,7 @@ class ControlTokens:
     def _beside(self, texts: RequestTexts, stand_ins: StandIns) -> dict[str, str]:
         """For a template that looks for its control tokens in messages: a mark beside each token, and none in it."""
         return {
-            token: f"{stand_ins.mark}{token}" if token[1:2] == "/" else f"{token}{stand_ins.mark}"
+            token: f"{stand_ins.mark_before}{token}" if token[1:2] == "/" else f"{token}{stand_ins.mark_behind}"
             for token in texts.tokens
             if token in self._in_template
         }
@@ -242,7 +256,7 @@ def _settled(marked: str | None, beside: Mapping[str, str], stand_ins: StandIns)
         return None
     for token, written in beside.items():
         marked = marked.replace(written, stand_ins.of(token))
-    return marked.replace(stand_ins.mark, "")
+    return marked.replace(stand_ins.mark_before, "").replace(stand_ins.mark_behind, "")
 
 
 def _is_control(token: AddedToken, template: str) -> bool:

@@ -120,12 +120,12 @@ class RequestTexts:
         return {**message, **changed} if changed else message
 
     def _call(self, call: Any, arguments_are_text: bool) -> Any:
-        """Arguments that are JSON text may have escapes, behind which a token hides until they are parsed."""
+        """Arguments that are parsed may have escapes, behind which a token hides until then."""
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(call, dict) or not isinstance(function, dict):
             return self._value(call)
         arguments = function.get("arguments")
-        if not isinstance(arguments, str) or (arguments_are_text and "\\" not in arguments):
+        if not isinstance(arguments, str) or arguments_are_text:
             return self._value(call)
         try:
             parsed = json.loads(arguments)
@@ -136,8 +136,7 @@ class RequestTexts:
         new, new_rest, new_named = self._value(parsed), self._values(rest), self._values(named)
         if new is parsed and new_rest is rest and new_named is named:
             return call
-        written = arguments if new is parsed else json.dumps(new, ensure_ascii=False) if arguments_are_text else new
-        return {**new_rest, "function": {**new_named, "arguments": written}}
+        return {**new_rest, "function": {**new_named, "arguments": arguments if new is parsed else new}}
 
     def _value(self, value: Any, said: Collection[str] = ()) -> Any:
         if isinstance(value, str):

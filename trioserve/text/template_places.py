@@ -16,7 +16,7 @@ from trioserve.text.chat_messages import ContentForm, prepared_messages
 from trioserve.text.response_parsers.offered_tools import offered_tools
 from trioserve.text.tool_prompt import plain_messages
 
-__all__ = ["TemplatePlaces", "find_places", "in_places"]
+__all__ = ["TemplatePlaces", "find_places", "has_places_for", "in_places"]
 
 Render = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], str]
 """A template's text for messages and tools. Raises whatever the template raises."""
@@ -137,12 +137,18 @@ def in_places(prompt: ChatPrompt, places: TemplatePlaces, tool_family: str | Non
     return prompt if tool_family is None else _with_plain_tools(prompt, places, tool_family)
 
 
-def _with_plain_tools(prompt: ChatPrompt, places: TemplatePlaces, tool_family: str) -> ChatPrompt:
+def has_places_for(prompt: ChatPrompt, places: TemplatePlaces) -> bool:
+    """Return whether the template shows the tools of a chat, and their calls and results."""
     shows_tools = places.tools or not prompt.tools
     has_history = any(message.get("tool_calls") or message.get("role") == "tool" for message in prompt.messages)
     shows_history = places.history if prompt.tools else places.bare_history
-    if shows_tools and (shows_history or not has_history):
+    return shows_tools and (shows_history or not has_history)
+
+
+def _with_plain_tools(prompt: ChatPrompt, places: TemplatePlaces, tool_family: str) -> ChatPrompt:
+    if has_places_for(prompt, places):
         return prompt if places.keeps_said else _with_said_apart(prompt)
+    shows_tools = places.tools or not prompt.tools
     messages = prepared_messages(
         msgspec.structs.replace(prompt, continue_final_message=False), ContentForm.STRING, final_end=""
     )
