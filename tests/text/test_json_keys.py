@@ -227,6 +227,22 @@ def test_arguments_of_calls_have_each_key_once(format, begin, end):
         assert guide.accept(token)
 
 
+@pytest.mark.parametrize(("format", "begin"), [("olmo3", "<function_calls>\n"), ("llama4_pythonic", "[")])
+def test_braces_in_texts_of_calls_are_no_objects(format, begin):
+    guide = calls_guide(
+        format,
+        {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "object"}}, "required": ["a", "b"]},
+    )
+    for token in f'{begin}look(a="x{{", b={{"x": {{"x": 1, "y'.encode():
+        assert token in allowed(guide)
+        assert guide.accept(token)
+    assert ord('"') in allowed(guide)
+    for token in b'": 1}, "x':
+        assert token in allowed(guide)
+        assert guide.accept(token)
+    assert ord('"') not in allowed(guide)
+
+
 def test_free_text_in_calls_is_not_followed():
     assert calls_guide("kimi_k3", {"type": "object", "properties": {"a": {"type": "string"}, "b": {}}})._keys is None
 

@@ -210,8 +210,8 @@ class FormCompiler:
 
     def _keys_of(self, form: StructuredOutput, grammar: str) -> JsonKeys | None:
         """A scanner for responses that may repeat keys, at their beginning."""
-        is_text = form.kind is FormKind.TOOL_CALLS
-        if is_text and not any(_FREE_TEXT.match(line) for line in form.source.splitlines()):
+        is_calls = form.kind is FormKind.TOOL_CALLS
+        if is_calls and not any(_FREE_TEXT.match(line) for line in form.source.splitlines()):
             schemas = [json.loads(schema) for schema in schemas_within(form.source, param=form.param)]
         elif form.kind in (FormKind.JSON_OBJECT, FormKind.JSON_SCHEMA):
             schemas = [part.get("json_schema") for part in json.loads(grammar)["grammars"]]
@@ -222,7 +222,7 @@ class FormCompiler:
         with self._keys_lock:
             if self._key_tokens is None:
                 self._key_tokens = KeyTokens(self.vocab_size, self.tokenizer.token_bytes)
-        return JsonKeys.in_text(self._key_tokens) if is_text else JsonKeys(self._key_tokens)
+            return JsonKeys(self._key_tokens)
 
     def _begun(self, library: LLTokenizer, grammar: str) -> LLMatcher:
         matcher = LLMatcher(library, grammar, log_level=0, limits=LIMITS)

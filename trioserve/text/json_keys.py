@@ -93,14 +93,12 @@ class Frame(NamedTuple):
     Args:
         is_object: It has keys.
         outer: The one around it.
-        is_text: No array, but the text around JSON: quotes in it mean nothing, and it does not end.
         keys: Those that it has, as they are spelled, sorted.
         whole: Tokens that have one of these keys between two quotes.
     """
 
     is_object: bool
     outer: Frame | None
-    is_text: bool = False
     keys: tuple[bytes, ...] = ()
     whole: tuple[int, ...] = ()
 
@@ -125,13 +123,13 @@ class JsonKeys:
         self.has_repeated = False
         self.has_escaped = False
 
-    @classmethod
-    def in_text(cls, tokens: KeyTokens) -> JsonKeys:
-        """Return the state at the beginning of a text with JSON in it. The text itself has no other braces."""
-        return cls(tokens, Frame(is_object=False, outer=None, is_text=True))
-
     def after(self, piece: bytes) -> JsonKeys:
-        """Return the state behind these bytes. They are JSON behind what came before."""
+        """Return the state behind these bytes.
+
+        Args:
+            piece: JSON behind what came before. Other text around it, such as that of a format of calls, may have no
+                brace or quote without its partner.
+        """
         mode, frame, key = self._mode, self._frame, self._key
         if mode == STRING and b'"' not in piece and b"\\" not in piece and not self.completed_count:
             return self  # as for most tokens of long texts
@@ -160,16 +158,12 @@ class JsonKeys:
                     key += bytes((byte,))
                     mode = KEY_ESCAPE if byte == BACKSLASH else KEY
             elif byte == QUOTE:
-                if mode == KEY_AHEAD:
-                    mode = KEY
-                elif frame is None or not frame.is_text:
-                    mode = STRING
+                mode = KEY if mode == KEY_AHEAD else STRING
             elif byte in (OPEN_OBJECT, OPEN_ARRAY):
                 frame = Frame(is_object=byte == OPEN_OBJECT, outer=frame)
                 mode = KEY_AHEAD if frame.is_object else VALUE
             elif byte in (CLOSE_OBJECT, CLOSE_ARRAY):
-                if frame is not None and not frame.is_text:
-                    frame = frame.outer
+                frame = None if frame is None else frame.outer
                 mode = VALUE
             elif byte == COMMA:
                 mode = KEY_AHEAD if frame is not None and frame.is_object else VALUE
