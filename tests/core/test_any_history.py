@@ -246,10 +246,10 @@ class CoreHistory(RuleBasedStateMachine):
             check_core(self.core)
 
     @precondition(lambda self: self.plan is not None)
-    @rule(data=st.data(), anybody_fails=st.sampled_from([False, False, False, True]))
-    def update(self, data, anybody_fails):
+    @rule(data=st.data(), has_failures=st.sampled_from([False, False, False, True]))
+    def update(self, data, has_failures):
         names = sorted(chunk.request.id for chunk in self.plan.chunks)
-        if anybody_fails:
+        if has_failures:
             for name in data.draw(st.sets(st.sampled_from(names), min_size=1), label="fail"):
                 self.executor.errors[name] = "broken"
                 self.entries[name].fails = True
@@ -305,13 +305,13 @@ class CoreHistory(RuleBasedStateMachine):
                 self.finish_step()
                 check_core(self.core)
             self.schedule()
-            if self.plan is None and not self.something_else_happens():
+            if self.plan is None and not self.advance_wait():
                 break
         assert not self.alive(), "the history does not end"
         check_idle(self.core)
 
-    def something_else_happens(self) -> bool:
-        """Return True if there is more to wait for when no step can be planned."""
+    def advance_wait(self) -> bool:
+        """Let time pass or a report come when no step can be planned. Returns False if nothing is awaited."""
         assert self.core.next_deadline() is None
         return False
 
@@ -322,7 +322,7 @@ class ConnectedHistory(CoreHistory):
     def make_connector(self) -> FakeConnector | None:
         self.matches: dict[str, int] = {}
         self.wants_to_hold: dict[str, bool] = {}
-        self.out_since: dict[HoldKey | str, float] = {}  # holds by key, pending loads by name
+        self.pending_since: dict[HoldKey | str, float] = {}  # holds by key, pending loads by name
         self.by_report: dict[HoldKey, bool] = {}  # ended holds: True if by a report, False if by the deadline
         return FakeConnector(
             self.executor,
@@ -346,21 +346,21 @@ class ConnectedHistory(CoreHistory):
         fails=st.sampled_from([False, False, True]),
     )
     def report(self, data, is_stray, token_count, fails):
-        out = self.out()
+        out = self.pending()
         if is_stray or not out:
             out = [(name, kind) for kind in HoldKind for name in [*sorted(self.entries), "nobody"]]
-        self.tell(data.draw(st.sampled_from(out), label="report"), token_count, fails=fails)
+        self.report_end(data.draw(st.sampled_from(out), label="report"), token_count, fails=fails)
 
-    def out(self) -> list[HoldKey]:
+    def pending(self) -> list[HoldKey]:
         """Holds and loads whose end the connector may report."""
         return [
             *((name, HoldKind.SEND) for name in sorted(self.connector.sends)),
             *((name, HoldKind.LOAD) for name in sorted(self.connector.loads)),
         ]
 
-    def tell(self, key: HoldKey, token_count: int | None, *, fails: bool) -> None:
+    def report_end(self, key: HoldKey, token_count: int | None, *, fails: bool) -> None:
         """Report the end of a hold or load, pending or not."""
-        self.note_what_is_out()
+        self.note_pending()
         name, kind = key
         load = self.connector.loads.get(name)
         event: TransferEvent
@@ -376,9 +376,9 @@ class ConnectedHistory(CoreHistory):
                 expected = [TransferFault.BAD_COUNT]
             elif load is not None and event.token_count > 0 and self.lacks_a_block(load, event.token_count):
                 expected = [TransferFault.LOAD_FAILED]
-        if key in self.out_since:
+        if key in self.pending_since:
             expected = []  # any report ends the hold
-        elif kind is HoldKind.SEND or name not in self.out_since:
+        elif kind is HoldKind.SEND or name not in self.pending_since:
             expected = [self.stray_fault(key)]
         if expected != [TransferFault.UNKNOWN]:
             self.by_report[key] = True
@@ -394,9 +394,9 @@ class ConnectedHistory(CoreHistory):
 
     @rule(seconds=st.sampled_from([0.5, 3.0, 9.0]))
     def pass_time(self, seconds):
-        self.note_what_is_out()
+        self.note_pending()
         self.now += seconds
-        late = {key for key, since in self.out_since.items() if since + self.patience(key) <= self.now}
+        late = {key for key, since in self.pending_since.items() if since + self.seconds_allowed(key) <= self.now}
         late_loads = {key for key in late if isinstance(key, str)}
         late_holds = late - late_loads
         expired_before, before = len(self.connector.expired), self.faults()
@@ -406,24 +406,24 @@ class ConnectedHistory(CoreHistory):
         expected = {TransferFault.LOAD_EXPIRED: len(late_loads), TransferFault.HOLD_EXPIRED: len(late_holds)}
         assert self.faults() - before == +Counter(expected)
         self.by_report.update(dict.fromkeys(late_holds, False))
-        self.note_what_is_out()
+        self.note_pending()
         deadline = self.core.next_deadline()
         assert deadline is None or deadline > self.now, "a hold or load is overdue"
 
-    def something_else_happens(self) -> bool:
+    def advance_wait(self) -> bool:
         deadline = self.core.next_deadline()
         if deadline is None:
             return False
-        key, others = self.out()[0], self.out()[1:]
+        key, others = self.pending()[0], self.pending()[1:]
         way = int(key[0].removeprefix("r")) % 5
         if way == 4 and not others:
             self.pass_time(deadline - self.now)
         else:
             key = key if way != 4 else others[0]
-            self.tell(key, 1 if way == 3 else None, fails=way == 2)
+            self.report_end(key, 1 if way == 3 else None, fails=way == 2)
         return True
 
-    def patience(self, key: HoldKey | str) -> float:
+    def seconds_allowed(self, key: HoldKey | str) -> float:
         return REMOTE_KV_SECONDS_MAX if isinstance(key, str) else HOLD_SECONDS_MAX
 
     def stray_fault(self, key: HoldKey) -> TransferFault:
@@ -445,7 +445,7 @@ class ConnectedHistory(CoreHistory):
             self.entries[event.request_id].take(event)
 
     @invariant()
-    def note_what_is_out(self):
+    def note_pending(self):
         """Check that core and connector agree on pending holds, loads and ends, and note when each began."""
         if not hasattr(self, "core"):
             return
@@ -460,7 +460,7 @@ class ConnectedHistory(CoreHistory):
         # A load whose start raised is overdue from the start.
         load_since = self.now - (REMOTE_KV_SECONDS_MAX if "start_load" in self.connector.raises else 0.0)
         since = dict.fromkeys(held, self.now) | dict.fromkeys(waited_for, load_since)
-        self.out_since = {key: self.out_since.get(key, begun) for key, begun in since.items()}
+        self.pending_since = {key: self.pending_since.get(key, begun) for key, begun in since.items()}
 
 
 MANY = settings(

@@ -68,7 +68,7 @@ def test_a_held_published_block_can_be_shared_and_is_cached_at_the_end():
     assert not books.pool.is_idle(blocks[0])
     books.pool.share(blocks)
     books.check(free=3, used=1, held=0)
-    books.holds.let_go(RequestId("a"), SEND)
+    books.holds.report_end(RequestId("a"), SEND)
     books.check(free=3, used=1, held=0)
     books.pool.release(blocks)
     books.check(free=3, cached=1, held=0)
@@ -97,9 +97,9 @@ def test_a_block_with_several_holds_is_free_after_the_last():
     books.holds.add(RequestId("a"), SEND, blocks, 0.0)
     books.holds.add(RequestId("b"), SEND, blocks, 0.0)
     books.pool.release(blocks)
-    books.holds.let_go(RequestId("b"), SEND)
+    books.holds.report_end(RequestId("b"), SEND)
     books.check(free=3, held=1)
-    books.holds.let_go(RequestId("a"), SEND)
+    books.holds.report_end(RequestId("a"), SEND)
     books.check(free=4, held=0)
 
 
@@ -110,11 +110,11 @@ def test_send_and_load_holds_of_a_request_end_independently():
     books = Books()
     books.hold("a", 1, kind=SEND)
     books.hold("a", 2, kind=LOAD)
-    books.holds.let_go(RequestId("a"), LOAD)
+    books.holds.report_end(RequestId("a"), LOAD)
     books.check(free=3, held=1)
-    books.holds.let_go(RequestId("a"), LOAD)
+    books.holds.report_end(RequestId("a"), LOAD)
     books.check(free=3, held=1, double=1)
-    books.holds.let_go(RequestId("a"), SEND)
+    books.holds.report_end(RequestId("a"), SEND)
     books.check(free=4, held=0, double=1)
 
 
@@ -123,7 +123,7 @@ def test_a_second_report_counts_as_double_and_changes_nothing():
     books.hold("a", 2)
     books.hold("b", 1)
     for double in range(3):
-        books.holds.let_go(RequestId("a"), SEND)
+        books.holds.report_end(RequestId("a"), SEND)
         books.check(free=3, held=1, **({"double": double} if double else {}))
 
 
@@ -131,7 +131,7 @@ def test_a_report_without_a_hold_counts_as_unknown():
     books = Books()
     books.hold("a", 2)
     for name, kind in [("A", SEND), ("a ", SEND), ("", SEND), ("a", LOAD)]:
-        books.holds.let_go(RequestId(name), kind)
+        books.holds.report_end(RequestId(name), kind)
     books.check(free=2, held=2, unknown=4)
 
 
@@ -141,9 +141,9 @@ def test_a_report_after_the_deadline_counts_as_late_then_as_double():
     assert [hold.request_id for hold in books.holds.expire(10.0)] == ["a"]
     books.check(free=4, held=0, hold_expired=1)
     books.hold("b", 4, now=10.0)
-    books.holds.let_go(RequestId("a"), SEND)
+    books.holds.report_end(RequestId("a"), SEND)
     books.check(free=0, held=4, hold_expired=1, late=1)
-    books.holds.let_go(RequestId("a"), SEND)
+    books.holds.report_end(RequestId("a"), SEND)
     books.check(free=0, held=4, hold_expired=1, late=1, double=1)
 
 
@@ -151,8 +151,8 @@ def test_ended_holds_are_forgotten_after_many_others():
     books = Books()
     for number in range(10_001):
         books.holds.note_ended(RequestId(f"r{number}"), LOAD)
-    books.holds.let_go(RequestId("r0"), LOAD)
-    books.holds.let_go(RequestId("r1"), LOAD)
+    books.holds.report_end(RequestId("r0"), LOAD)
+    books.holds.report_end(RequestId("r1"), LOAD)
     books.check(free=4, held=0, unknown=1, double=1)
 
 
@@ -178,7 +178,7 @@ def test_holds_expire_in_order_and_not_before_their_time():
     assert [hold.request_id for hold in books.holds.expire(12.0)] == ["a", "b"]
     books.check(free=3, held=1, hold_expired=2)
     assert books.holds.next_deadline() == 13.0
-    books.holds.let_go(RequestId("c"), SEND)
+    books.holds.report_end(RequestId("c"), SEND)
     assert books.holds.next_deadline() is None
     assert books.holds.expire(99.0) == []
 
@@ -199,12 +199,12 @@ def test_a_sign_of_life_counts_if_unknown_and_not_after_the_end():
     books = Books()
     books.hold("a", 1)
     books.hold("b", 1)
-    books.holds.let_go(RequestId("a"), SEND)
+    books.holds.report_end(RequestId("a"), SEND)
     books.holds.expire(10.0)
     for name in ("a", "b", "nobody"):
         books.holds.extend(RequestId(name), SEND, 11.0)
     books.check(free=4, held=0, hold_expired=1, unknown=1)
-    books.holds.let_go(RequestId("b"), SEND)
+    books.holds.report_end(RequestId("b"), SEND)
     books.check(free=4, held=0, hold_expired=1, unknown=1, late=1)
 
 
@@ -279,8 +279,8 @@ def test_the_connector_sees_no_hold_request_beyond_the_held_share(drive):
         driver.add(name, range(6), kv_transfer=asked)
     while driver.step() is not None:
         pass
-    told = [seen[name].do_remote_decode for name in ("a", "b")]
-    assert (sorted(told), driver.core.stats().holds_refused_total) == ([False, True], 1)
+    flags = [seen[name].do_remote_decode for name in ("a", "b")]
+    assert (sorted(flags), driver.core.stats().holds_refused_total) == ([False, True], 1)
     assert all(params.do_remote_prefill and params.remote_engine_id == "e" for params in seen.values())
     driver.run()
 

@@ -79,21 +79,21 @@ def test_random_histories_keep_the_rules(seed: int) -> None:
 class _KeepsExpected(EncoderOutputs):
     """Keeps expected outputs without claims."""
 
-    def _let_go(self, name: bytes) -> None:
+    def _release_output(self, name: bytes) -> None:
         output = self._outputs[name]
         if output.claim_count > 1 or output.values is not None:
-            super()._let_go(name)
+            super()._release_output(name)
         else:
             output.claim_count = 0
 
 
-class _ForgetsTheLine(EncoderOutputs):
+class _ForgetsTheQueue(EncoderOutputs):
     """Grants no waiting claims on a release."""
 
     def release(self, claim: OutputClaim) -> None:
-        line, self._line = self._line, type(self._line)([claim] if claim in self._line else ())
+        line, self._queue = self._queue, type(self._queue)([claim] if claim in self._queue else ())
         super().release(claim)
-        self._line = type(line)(other for other in line if other is not claim)
+        self._queue = type(line)(other for other in line if other is not claim)
 
 
 class _EvictsUsed(EncoderOutputs):
@@ -110,12 +110,12 @@ class _EvictsUsed(EncoderOutputs):
 
 
 class _PassesOver(EncoderOutputs):
-    """Grants a small claim before earlier ones in the line."""
+    """Grants a small claim before earlier ones in the queue."""
 
     def claim(self, wanted: dict[bytes, int], on_granted: Callable[[], None]) -> OutputClaim:
-        line, self._line = self._line, type(self._line)()
+        line, self._queue = self._queue, type(self._queue)()
         claim = super().claim(wanted, on_granted)
-        self._line = line + self._line
+        self._queue = line + self._queue
         return claim
 
 
@@ -130,7 +130,7 @@ class _NoBound(EncoderOutputs):
             self.bytes_max = bytes_max
 
 
-@pytest.mark.parametrize("wrong", [_KeepsExpected, _ForgetsTheLine, _EvictsUsed, _PassesOver, _NoBound])
+@pytest.mark.parametrize("wrong", [_KeepsExpected, _ForgetsTheQueue, _EvictsUsed, _PassesOver, _NoBound])
 def test_a_faulty_variant_is_detected(wrong: type[EncoderOutputs]) -> None:
     with pytest.raises((AssertionError, KeyError)):
         for seed in range(60):

@@ -12,16 +12,16 @@ from trioserve.contracts.ids import RequestId
 @pytest.mark.parametrize(
     ("script", "expect"),
     [
-        pytest.param("^", ".", id="nobody"),
-        pytest.param("a:4>3 | ^", "a0-3* | a4* | a5*", id="what is in the cache is not computed again"),
-        pytest.param("a:3>3 | ^", "a0-2* | a0-3* | a4*", id="what is no full block is"),
-        pytest.param("a:4>3 | ^ %", "a0-3* | a0-4* | a5*", id="all of it where the cache was emptied"),
+        pytest.param("^", ".", id="no requests"),
+        pytest.param("a:4>3 | ^", "a0-3* | a4* | a5*", id="cached blocks are not computed again"),
+        pytest.param("a:3>3 | ^", "a0-2* | a0-3* | a4*", id="tokens of a partial block are computed again"),
+        pytest.param("a:4>3 | ^ %", "a0-3* | a0-4* | a5*", id="everything is computed again with an empty cache"),
         pytest.param("a:12>3 | ^ %", "a0-7 | a0-7 | a8-11* | a12* | a13*", id="in the middle of a prompt"),
-        pytest.param("a:3>3 b:3>3 c:2 | ^", "a0-2* b0-2* c0-1* | a0-3* b0-3* | a4* b4*", id="in the order they had"),
-        pytest.param("a:3>3 | b:3@-1 ^", "a0-2* | b0-2* a0-3* | a4*", id="behind whoever has a better priority"),
-        pytest.param("a:3>3 | ^ !a", "a0-2* | .", id="who leaves then has nothing to give back"),
-        pytest.param("a:3>3 | ^ ~a", "a0-2* | a0-3*", id="nor anything twice when it runs again"),
-        pytest.param("a:12=p | ^", "a0-7 | a0-7 | a8-11*", id="its prompt's logprobs are told once"),
+        pytest.param("a:3>3 b:3>3 c:2 | ^", "a0-2* b0-2* c0-1* | a0-3* b0-3* | a4* b4*", id="in the old order"),
+        pytest.param("a:3>3 | b:3@-1 ^", "a0-2* | b0-2* a0-3* | a4*", id="behind requests of better priority"),
+        pytest.param("a:3>3 | ^ !a", "a0-2* | .", id="an abort afterwards"),
+        pytest.param("a:3>3 | ^ ~a", "a0-2* | a0-3*", id="an abort when it runs again"),
+        pytest.param("a:12=p | ^", "a0-7 | a0-7 | a8-11*", id="prompt logprobs are reported once"),
     ],
 )
 def test_preempted_requests_are_computed_again_with_their_tokens(check, script, expect):
@@ -31,10 +31,10 @@ def test_preempted_requests_are_computed_again_with_their_tokens(check, script, 
 @pytest.mark.parametrize(
     ("script", "expect"),
     [
-        pytest.param("a:12<8 | ^", ". | a0-7 | a8-11*", id="one that waits for its kv computes it"),
-        pytest.param("a:12<8 | +a ^", ". | a0-7 | a8-11*", id="and so does one whose kv had come"),
-        pytest.param("a:12<8 | ^ +a", ". | a0-7 | a8-11*", id="what comes too late is nobody's"),
-        pytest.param("a:12<8>2 b:3>3 | +a ^", "b0-2* | a0-7 | a8-11* b0-3* | a12* b4*", id="in the order they had"),
+        pytest.param("a:12<8 | ^", ". | a0-7 | a8-11*", id="a request that waits for KV computes it"),
+        pytest.param("a:12<8 | +a ^", ". | a0-7 | a8-11*", id="a request whose KV had arrived computes it"),
+        pytest.param("a:12<8 | ^ +a", ". | a0-7 | a8-11*", id="a late load is ignored"),
+        pytest.param("a:12<8>2 b:3>3 | +a ^", "b0-2* | a0-7 | a8-11* b0-3* | a12* b4*", id="in the old order"),
     ],
 )
 def test_preempt_all_gives_up_loads(check, script, expect):
@@ -78,14 +78,16 @@ def test_preempt_all_is_refused_while_a_step_is_in_flight(drive):
 @pytest.mark.parametrize(
     ("script", "expect"),
     [
-        pytest.param("a:8 | b:a8+1", "a0-7* | b8*", id="nothing forgotten"),
-        pytest.param("a:8 | % b:a8+1", "a0-7* | b0-7 | b8*", id="of who has ended"),
-        pytest.param("a:8>3 | % b:a8+1", "a0-7* | a8* b0-6 | a9* b7-8*", id="of who goes on with it"),
-        pytest.param("a:8 | % b:a8+1 | | c:a8+1", "a0-7* | b0-7 | b8* | c8*", id="what is computed later is a hit"),
+        pytest.param("a:8 | b:a8+1", "a0-7* | b8*", id="without forgetting"),
+        pytest.param("a:8 | % b:a8+1", "a0-7* | b0-7 | b8*", id="blocks of a finished request"),
+        pytest.param("a:8>3 | % b:a8+1", "a0-7* | a8* b0-6 | a9* b7-8*", id="blocks of a running request"),
+        pytest.param(
+            "a:8 | % b:a8+1 | | c:a8+1", "a0-7* | b0-7 | b8* | c8*", id="blocks that are computed later are hits"
+        ),
         pytest.param(
             "a:16 | % b:a8+1 | c:a16+1",
             "a0-7 | a8-15* | b0-7 | b8* c8-14 | c15-16*",
-            id="nor what is published behind it, even where that is computed again",
+            id="blocks behind forgotten ones are no hits",
         ),
     ],
 )

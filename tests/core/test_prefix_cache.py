@@ -77,11 +77,11 @@ def check(computed: str, asked: str, expect: int, *, salts: tuple[str | None, st
 @pytest.mark.parametrize(
     ("computed", "asked", "expect"),
     [
-        pytest.param("1234", "12345", 2, id="all of it"),
-        pytest.param("1234", "1234", 1, id="one token stays to be computed"),
-        pytest.param("12345", "12345", 2, id="a part of a block is not kept"),
-        pytest.param("123", "1234", 1, id="nor found"),
-        pytest.param("1234", "12", 0, id="one block, which has to be computed"),
+        pytest.param("1234", "12345", 2, id="the whole prefix"),
+        pytest.param("1234", "1234", 1, id="one token is left to compute"),
+        pytest.param("12345", "12345", 2, id="a partial block is not published"),
+        pytest.param("123", "1234", 1, id="a partial block is not found"),
+        pytest.param("1234", "12", 0, id="a single block must be computed"),
         pytest.param("1234", "1", 0, id="less than a block"),
         pytest.param("1234", "12995", 1, id="up to the difference"),
         pytest.param("1234", "19345", 0, id="nothing after the difference"),

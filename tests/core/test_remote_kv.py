@@ -17,24 +17,26 @@ from trioserve.core.settings import CoreSettings
 @pytest.mark.parametrize(
     ("script", "expect"),
     [
-        pytest.param("a:12<8 | +a", ". | a8-11*", id="what has come is not computed"),
-        pytest.param("a:12<100 | +a", ". | a11*", id="but the last token always is"),
-        pytest.param("a:12<7>2 | +a", ". | a7-11* | a12*", id="not only whole blocks"),
-        pytest.param("a:20<6 | +a", ". | a6-13 | a14-19*", id="a long rest comes in chunks"),
-        pytest.param("a:12<8 | +a5", ". | a5-11*", id="what has not come is computed"),
-        pytest.param("a:12<8 | +a0", ". | a0-7 | a8-11*", id="all of it"),
-        pytest.param("a:12<8 | -a", ". | a0-7 | a8-11*", id="also after a failure"),
-        pytest.param("a:12<8 | _9 | _1", ". | . | a0-7 | a8-11*", id="or when it takes too long"),
-        pytest.param("a:12<8 | +a99", ". | a0-7 | a8-11*", id="and when more came than was asked for"),
-        pytest.param("a:12<8=p", "a0-7 | a8-11*", id="nothing is loaded for one that wants its prompt's logprobs"),
-        pytest.param("a:8 | b:a8+4<4", "a0-7* | b8-11*", id="nor for one who has more of it here"),
-        pytest.param("a:8 | b:a8+8<12 | +b", "a0-7* | . | b12-15*", id="what is cached here is not loaded"),
-        pytest.param("a:12<8 b:4>3 | | +a", "b0-3* | b4* | b5* a8-11*", id="others run meanwhile"),
-        pytest.param("a:12<8 b:12<8 | +b | +a", ". | b8-11* | a8-11*", id="whoever's comes first runs first"),
-        pytest.param("a:12<8>2 | +a b:8@-9", ". | a8-11* b0-3 | a12* b4-7*", id="before those who have nothing yet"),
-        pytest.param("a:12<8 b:12<8@-1 | +a +b", ". | b8-11* a8-11*", id="in order among themselves"),
-        pytest.param("a:12<8 b:12<8 | +b +a", ". | a8-11* b8-11*", id="that is, who came first"),
-        pytest.param("a:12<8 b:4@-1 | -a c:4", "b0-3* | a0-7 | a8-11* c0-3*", id="failed, it has its place again"),
+        pytest.param("a:12<8 | +a", ". | a8-11*", id="loaded tokens are not computed"),
+        pytest.param("a:12<100 | +a", ". | a11*", id="the last token is always computed"),
+        pytest.param("a:12<7>2 | +a", ". | a7-11* | a12*", id="a load may end inside a block"),
+        pytest.param("a:20<6 | +a", ". | a6-13 | a14-19*", id="a long rest is computed in chunks"),
+        pytest.param("a:12<8 | +a5", ". | a5-11*", id="missing tokens are computed"),
+        pytest.param("a:12<8 | +a0", ". | a0-7 | a8-11*", id="an empty load"),
+        pytest.param("a:12<8 | -a", ". | a0-7 | a8-11*", id="a failed load"),
+        pytest.param("a:12<8 | _9 | _1", ". | . | a0-7 | a8-11*", id="a load that expires"),
+        pytest.param("a:12<8 | +a99", ". | a0-7 | a8-11*", id="a load with too many tokens"),
+        pytest.param("a:12<8=p", "a0-7 | a8-11*", id="no load with prompt logprobs"),
+        pytest.param("a:8 | b:a8+4<4", "a0-7* | b8-11*", id="no load if more is cached here"),
+        pytest.param("a:8 | b:a8+8<12 | +b", "a0-7* | . | b12-15*", id="cached tokens are not loaded"),
+        pytest.param("a:12<8 b:4>3 | | +a", "b0-3* | b4* | b5* a8-11*", id="others run during the load"),
+        pytest.param("a:12<8 b:12<8 | +b | +a", ". | b8-11* | a8-11*", id="the first load to arrive runs first"),
+        pytest.param("a:12<8>2 | +a b:8@-9", ". | a8-11* b0-3 | a12* b4-7*", id="before requests without KV"),
+        pytest.param("a:12<8 b:12<8@-1 | +a +b", ". | b8-11* a8-11*", id="loaded requests by priority"),
+        pytest.param("a:12<8 b:12<8 | +b +a", ". | a8-11* b8-11*", id="loaded requests by arrival"),
+        pytest.param(
+            "a:12<8 b:4@-1 | -a c:4", "b0-3* | a0-7 | a8-11* c0-3*", id="a failed load keeps the place in the queue"
+        ),
     ],
 )
 def test_a_request_runs_when_its_kv_has_arrived_and_computes_the_rest(check, script, expect):
@@ -44,21 +46,25 @@ def test_a_request_runs_when_its_kv_has_arrived_and_computes_the_rest(check, scr
 @pytest.mark.parametrize(
     ("script", "expect", "faults"),
     [
-        pytest.param("a:12<8 | +a5", ". | a5-11*", {}, id="in part"),
-        pytest.param("a:12<8 | -a", ". | a0-7 | a8-11*", {"load_failed": 1}, id="not"),
-        pytest.param("a:12<8 | _10", ". | a0-7 | a8-11*", {"load_expired": 1, "hold_expired": 1}, id="never"),
-        pytest.param("a:12<8 | _10 +a", ". | a0-7 | a8-11*", {"load_expired": 1}, id="while it is held"),
-        pytest.param("a:12<8 | _10 _9.5 -a", ". | a0-7 | a8-11*", {"load_expired": 1}, id="just so"),
-        pytest.param("a:12<8 | +a +a", ". | a8-11*", {"double": 1}, id="twice"),
-        pytest.param("a:12<8 | -a +a", ". | a0-7 | a8-11*", {"load_failed": 1, "double": 1}, id="after all"),
+        pytest.param("a:12<8 | +a5", ". | a5-11*", {}, id="a partial load"),
+        pytest.param("a:12<8 | -a", ". | a0-7 | a8-11*", {"load_failed": 1}, id="a failed load"),
+        pytest.param("a:12<8 | _10", ". | a0-7 | a8-11*", {"load_expired": 1, "hold_expired": 1}, id="no report"),
+        pytest.param("a:12<8 | _10 +a", ". | a0-7 | a8-11*", {"load_expired": 1}, id="a report during the hold"),
+        pytest.param(
+            "a:12<8 | _10 _9.5 -a", ". | a0-7 | a8-11*", {"load_expired": 1}, id="a failure report during the hold"
+        ),
+        pytest.param("a:12<8 | +a +a", ". | a8-11*", {"double": 1}, id="a second report"),
+        pytest.param(
+            "a:12<8 | -a +a", ". | a0-7 | a8-11*", {"load_failed": 1, "double": 1}, id="success after failure"
+        ),
         pytest.param(
             "a:12<8 | _10 _10 +a +a",
             ". | a0-7 | a8-11*",
             {"load_expired": 1, "hold_expired": 1, "late": 1, "double": 1},
-            id="too late",
+            id="reports after the hold",
         ),
-        pytest.param("a:12<8 | +a99", ". | a0-7 | a8-11*", {"bad_count": 1}, id="too much"),
-        pytest.param("a:12 | +a", "a0-7 | a8-11*", {"unknown": 1}, id="unasked"),
+        pytest.param("a:12<8 | +a99", ". | a0-7 | a8-11*", {"bad_count": 1}, id="too many tokens"),
+        pytest.param("a:12 | +a", "a0-7 | a8-11*", {"unknown": 1}, id="an unknown load"),
     ],
 )
 def test_wrong_reports_are_counted(check, script, expect, faults):

@@ -10,15 +10,17 @@ import pytest
 @pytest.mark.parametrize(
     ("script", "expect"),
     [
-        pytest.param("", ".", id="nothing"),
+        pytest.param("", ".", id="no requests"),
         pytest.param("a:1", "a0*", id="one token"),
         pytest.param("a:8", "a0-7*", id="a prompt that fits one step"),
-        pytest.param("a:12>3", "a0-7 | a8-11* | a12* | a13*", id="a longer one comes in chunks, then decodes"),
-        pytest.param("a:12 b:3", "a0-7 | a8-11* b0-2*", id="what is left of the budget goes to the next"),
-        pytest.param("a:3 b:12", "a0-2* b0-4 | b5-11*", id="the last one gets a part"),
+        pytest.param("a:12>3", "a0-7 | a8-11* | a12* | a13*", id="a longer prompt in chunks, then decodes"),
+        pytest.param("a:12 b:3", "a0-7 | a8-11* b0-2*", id="the rest of the budget goes to the next request"),
+        pytest.param("a:3 b:12", "a0-2* b0-4 | b5-11*", id="the last request gets a part"),
         pytest.param("a:3>4 | b:20", "a0-2* | a3* b0-6 | a4* b7-13 | a5* b14-19*", id="decodes before prompts"),
-        pytest.param("a:1>2 b:1>2 c:1>2 d:1>2 e:1", "a0* b0* c0* d0* | a1* b1* c1* d1* | e0*", id="four seats"),
-        pytest.param("| | a:2", ". | . | a0-1*", id="nothing for a while"),
+        pytest.param(
+            "a:1>2 b:1>2 c:1>2 d:1>2 e:1", "a0* b0* c0* d0* | a1* b1* c1* d1* | e0*", id="four places in the batch"
+        ),
+        pytest.param("| | a:2", ". | . | a0-1*", id="steps without requests"),
     ],
 )
 def test_a_step_serves_decodes_first_then_prompts_within_the_budget(check, script, expect):
@@ -38,9 +40,9 @@ def test_a_prompt_progresses_even_if_decodes_leave_one_token(check):
     ("script", "expect"),
     [
         pytest.param("a:8 b:8@-1 c:8@1 d:8@-1", "b0-7* | d0-7* | a0-7* | c0-7*", id="by priority, then by arrival"),
-        pytest.param("a:8 | b:8@5 | c:8@-5", "a0-7* | b0-7* | c0-7*", id="nobody waits for who may come"),
-        pytest.param("a:8 b:8 c:8 | !b", "a0-7* | c0-7*", id="who left is not waited for"),
-        pytest.param("a:8 b:8 c:8 | !b !c", "a0-7* | .", id="all who waited have left"),
+        pytest.param("a:8 | b:8@5 | c:8@-5", "a0-7* | b0-7* | c0-7*", id="no waiting for later requests"),
+        pytest.param("a:8 b:8 c:8 | !b", "a0-7* | c0-7*", id="an aborted request is skipped"),
+        pytest.param("a:8 b:8 c:8 | !b !c", "a0-7* | .", id="all waiting requests are aborted"),
     ],
 )
 def test_waiting_requests_start_in_order(check, script, expect):
@@ -54,26 +56,26 @@ def test_waiting_requests_start_in_order(check, script, expect):
             "a:4>6 b:4>6",
             3,
             "a0-3* b0-3* | -b a4* | a5* | a6* | a7* | a8* | b0-4* | b5* | b6* | b7* | b8*",
-            id="the later one, which starts over when its blocks were taken, too",
+            id="the later request is preempted and starts again",
         ),
         pytest.param(
             "a:4>6 b:4>6@-1",
             3,
             "b0-3* a0-3* | -a b4* | b5* | b6* | b7* | b8* | a0-4* | a5* | a6* | a7* | a8*",
-            id="the less urgent one, though it was there first",
+            id="the request of worse priority, even if it came first",
         ),
         pytest.param(
             "a:4>6@-1 b:8>4",
             4,
             "a0-3* b0-3 | a4* b4-7* | -b a5* | a6* | a7* | a8* | b4-8* | b9* | b10*",
-            id="the one that needs a block, if it is the last; it finds again what nobody took",
+            id="the request that needs a block, and its other blocks stay cached",
         ),
         pytest.param(
             "a:3>9 | c:17@-1",
             6,
             # In the fourth step, a's decode is already planned when c needs a block.
             "a0-2* | a3* c0-6 | a4* c7-13 | -a c14-16* | a4-5* | a6* | a7* | a8* | a9* | a10*",
-            id="one whose chunk is planned already",
+            id="a request whose chunk is already planned",
         ),
         pytest.param(
             "v:3>9@1 | u:3>4 w:3>4 | p:12",
@@ -81,19 +83,19 @@ def test_waiting_requests_start_in_order(check, script, expect):
             # In the fourth step, the token that was planned for v goes to p: p5-10 instead of p5-9.
             "v0-2* | v3* u0-2* w0-2* | v4* u3* w3* p0-4 | -v u4* w4* p5-10 | u5* w5* p11* | "
             "v0-5* | v6* | v7* | v8* | v9* | v10*",
-            id="one whose share of the budget then goes to another",
+            id="its share of the budget goes to another request",
         ),
         pytest.param(
             "a:4>6 b:4>2 c:1",
             3,
             "a0-3* b0-3* | -b a4* | a5* | a6* | a7* | a8* | b0-4* c0*",
-            id="its place in the queue is before those who came later",
+            id="it waits before later requests",
         ),
         pytest.param(
             "a:4>3 b:8>3@1 | | c:1@-1",
             4,
             "a0-3* b0-3 | a4* b4-7* | -b a5* | c0* b8* | b9*",
-            id="nobody starts in the same step, not even with the blocks that are left",
+            id="no request starts in the same step",
         ),
     ],
 )
@@ -106,7 +108,7 @@ def test_the_last_request_in_order_is_preempted_if_blocks_run_out(check, script,
     ("script", "expect"),
     [
         pytest.param(
-            "a:8>5 b:9 c:1", "a0-7* | a8* | a9* | a10* | a11* | b0-7 | b8* c0*", id="whole prompt or not at all"
+            "a:8>5 b:9 c:1", "a0-7* | a8* | a9* | a10* | a11* | b0-7 | b8* c0*", id="the whole prompt or nothing"
         ),
         pytest.param("a:8>5 b:a8+1 c:1", "a0-7* | a8* b8* | a9* c0* | a10* | a11*", id="shared blocks cost nothing"),
     ],
@@ -120,7 +122,7 @@ def test_a_request_starts_when_its_whole_prompt_fits(check, script, expect):
     [
         pytest.param(0, "a0-7* | a8* | a9* | b0-7 | b8* c0* | d0* e0*", id="never"),
         pytest.param(1, "a0-7* | a8* c0* | a9* | b0-7 | b8* d0* | e0*", id="once"),
-        pytest.param(3, "a0-7* | a8* c0* | a9* d0* | b0-7 | b8* e0*", id="as often as there is somebody"),
+        pytest.param(3, "a0-7* | a8* c0* | a9* d0* | b0-7 | b8* e0*", id="as often as possible"),
     ],
 )
 def test_a_request_that_does_not_fit_is_overtaken_overtakes_max_times(check, overtakes_max, expect):
@@ -135,17 +137,21 @@ def test_overtaking_within_one_step_is_limited_too(check):
 @pytest.mark.parametrize(
     ("script", "expect"),
     [
-        pytest.param("a:12 b:a8+4 c:a8+2", "a0-11* | b8-11* c8-9*", id="two wait for the third"),
-        pytest.param("a:12 b:a8+4 d:4", "a0-11* d0-3* | b8-11*", id="others go first meanwhile"),
+        pytest.param("a:12 b:a8+4 c:a8+2", "a0-11* | b8-11* c8-9*", id="two wait for a third"),
+        pytest.param("a:12 b:a8+4 d:4", "a0-11* d0-3* | b8-11*", id="others start meanwhile"),
         pytest.param(
-            "a:12 b:a8+4 d:4 e:4 f:4", "a0-11* d0-3* e0-3* | b8-11* f0-3*", id="but only as many as have seats"
+            "a:12 b:a8+4 d:4 e:4 f:4", "a0-11* d0-3* e0-3* | b8-11* f0-3*", id="limited by places in the batch"
         ),
         pytest.param("a:12 b:a8+4#x c:a8+2#x", "a0-11* b0-11* | c8-9*", id="under one salt only"),
-        pytest.param("a:12 b:a8+4=p c:a8+2", "a0-11* b0-11* | c8-9*", id="not if it wants its prompt's logprobs"),
-        pytest.param("a:12 b:a3+9", "a0-11* b0-11*", id="not for less than a block"),
-        pytest.param("a:4 b:a4+0", "a0-3* b0-3*", id="not when no block would be left to compute"),
-        pytest.param("a:12 b:a8+4 ~a", "a0-11* | b8-11*", id="also if the third is aborted: computed is computed"),
-        pytest.param("a:12 b:a8+4 c:a8+2 ?a", "a0-11* | b0-11* | c8-9*", id="if the third fails, the next one does it"),
+        pytest.param("a:12 b:a8+4=p c:a8+2", "a0-11* b0-11* | c8-9*", id="no waiting with prompt logprobs"),
+        pytest.param("a:12 b:a3+9", "a0-11* b0-11*", id="no waiting for less than a block"),
+        pytest.param("a:4 b:a4+0", "a0-3* b0-3*", id="no waiting if no block would be left to compute"),
+        pytest.param("a:12 b:a8+4 ~a", "a0-11* | b8-11*", id="blocks of an aborted request count"),
+        pytest.param(
+            "a:12 b:a8+4 c:a8+2 ?a",
+            "a0-11* | b0-11* | c8-9*",
+            id="if the third fails, the next one computes the prefix",
+        ),
     ],
 )
 def test_equal_prefixes_of_one_step_are_computed_once(check, script, expect):
@@ -160,10 +166,14 @@ def test_equal_prefixes_are_computed_separately_without_prefix_caching(check):
 @pytest.mark.parametrize(
     ("script", "expect"),
     [
-        pytest.param("a:8 | b:8 | c:4 | d:b8+1", "a0-7* | b0-7* | c0-3* | d8*", id="the latest is still there"),
-        pytest.param("a:8 | b:8 | c:4 | d:a8+1", "a0-7* | b0-7* | c0-3* | d4-8*", id="the oldest lost its end"),
-        pytest.param("a:8 | b:8 | c:8 | d:a8+1", "a0-7* | b0-7* | c0-7* | d0-7 | d8*", id="then its beginning"),
-        pytest.param("a:8 | b:8 | d:a8+1 | c:4 | e:a8+1", "a0-7* | b0-7* | d8* | c0-3* | e8*", id="use keeps it young"),
+        pytest.param("a:8 | b:8 | c:4 | d:b8+1", "a0-7* | b0-7* | c0-3* | d8*", id="the latest prefix stays"),
+        pytest.param("a:8 | b:8 | c:4 | d:a8+1", "a0-7* | b0-7* | c0-3* | d4-8*", id="the oldest prefix loses its end"),
+        pytest.param("a:8 | b:8 | c:8 | d:a8+1", "a0-7* | b0-7* | c0-7* | d0-7 | d8*", id="then its start"),
+        pytest.param(
+            "a:8 | b:8 | d:a8+1 | c:4 | e:a8+1",
+            "a0-7* | b0-7* | d8* | c0-3* | e8*",
+            id="a hit makes a prefix the latest",
+        ),
     ],
 )
 def test_the_least_recently_used_prefix_is_evicted_from_its_end(check, script, expect):

@@ -27,22 +27,16 @@ def in_use(driver):
     ("script", "expect"),
     [
         pytest.param("a:9 | b:a9+3", "a0-8* | b8-11*", id="from the end of the last full block"),
-        pytest.param("a:8 | b:a8+3", "a0-7* | b4-10*", id="which leaves a token to be computed"),
-        pytest.param("a:3 | b:a3+5", "a0-2* | b0-7*", id="a prompt without a full block leaves none"),
-        pytest.param("a:9 | b:a6+3", "a0-8* | b0-8*", id="what both have ends where there is no copy"),
+        pytest.param("a:8 | b:a8+3", "a0-7* | b4-10*", id="at least one token is computed"),
+        pytest.param("a:3 | b:a3+5", "a0-2* | b0-7*", id="no snapshot without a full block"),
+        pytest.param("a:9 | b:a6+3", "a0-8* | b0-8*", id="the shared prefix ends without a snapshot"),
+        pytest.param("a:9 | b:a6+3 | c:a6+4", "a0-8* | b0-8* | c4-9*", id="a snapshot at the end of a shared prefix"),
+        pytest.param("a:9#x | b:a9+3", "a0-8* | b0-11*", id="another salt"),
+        pytest.param("a:9 | b:a9+3=p", "a0-8* | b0-11*", id="prompt logprobs need the whole prompt"),
+        pytest.param("a:9 b:a9+0 c:a9+0", "a0-8* | b8* c8*", id="equal prompts wait for the first"),
+        pytest.param("a:25 b:a25+0", "a0-15 | a16-24* | b24*", id="equal prompts wait for a prompt in chunks"),
         pytest.param(
-            "a:9 | b:a6+3 | c:a6+4", "a0-8* | b0-8* | c4-9*", id="but then one is taken there, for the third who has it"
-        ),
-        pytest.param("a:9#x | b:a9+3", "a0-8* | b0-11*", id="nothing is found under another salt"),
-        pytest.param("a:9 | b:a9+3=p", "a0-8* | b0-11*", id="who needs every row computes all"),
-        pytest.param(
-            "a:9 b:a9+0 c:a9+0", "a0-8* | b8* c8*", id="the same prompts at once wait for the first to be computed"
-        ),
-        pytest.param(
-            "a:25 b:a25+0", "a0-15 | a16-24* | b24*", id="also while it comes in chunks, where each block is computed"
-        ),
-        pytest.param(
-            "a:9>6 | | | | | b:a9+9", "a0-8* | a9* | a10* | a11* | a12* | a13* b8-17*", id="decodes take none"
+            "a:9>6 | | | | | b:a9+9", "a0-8* | a9* | a10* | a11* | a12* | a13* b8-17*", id="decodes write no snapshots"
         ),
     ],
 )

@@ -99,7 +99,7 @@ def test_a_block_is_freed_when_the_window_leaves_it():
     gone = {}
     while (plan := engine.core.schedule(0.0)) is not None:
         engine.compute(plan)
-        gone[table_of.computed_count] = table_of.gone_count
+        gone[table_of.computed_count] = table_of.absent_block_count
     # The last of 14 computed tokens attends to positions 4 to 13.
     assert (gone[13], gone[14], gone[17], gone[18], gone[22]) == (0, 1, 1, 2, 3)
 
@@ -193,7 +193,7 @@ def test_aborts_in_every_phase_leave_nothing(overlap: bool, caching: bool):
         lives = list(core.live_requests())
         if lives and rng.random() < 0.3:
             live = rng.choice(lives)
-            phases.add((live.phase, live.steps_in_flight, live.gone_count > 0))
+            phases.add((live.phase, live.steps_in_flight, live.absent_block_count > 0))
             core.abort([live.request.id], FinishReason.ABORT, now=0.0)
         if not plans:
             plan = core.schedule(0.0)

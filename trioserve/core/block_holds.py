@@ -95,7 +95,7 @@ class BlockHolds:
         self._pool.hold(blocks)
         self._holds[key] = Hold(request_id, kind, blocks, now + self._seconds_max)
 
-    def let_go(self, request_id: RequestId, kind: HoldKind) -> None:
+    def report_end(self, request_id: RequestId, kind: HoldKind) -> None:
         """End a hold, because the connector reported its end. A report without a hold is counted and ignored.
 
         Args:
@@ -162,7 +162,7 @@ class BlockHolds:
         self._remember((request_id, kind), expired=False)
 
     def _end(self, hold: Hold, *, expired: bool) -> None:
-        self._pool.let_go(hold.blocks)
+        self._pool.unhold(hold.blocks)
         self._remember((hold.request_id, hold.kind), expired=expired)
         self.on_end(hold, expired)
 

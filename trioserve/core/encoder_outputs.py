@@ -64,7 +64,7 @@ class EncoderOutputs:
         self.bytes_max = bytes_max
         self._outputs: dict[bytes, _Output] = {}
         self._cached: OrderedDict[bytes, None] = OrderedDict()  # least recently used first
-        self._line: deque[OutputClaim] = deque()
+        self._queue: deque[OutputClaim] = deque()
         self.bytes_total = 0
         self._cached_bytes = 0
         self.query_count = 0  # outputs that were claimed
@@ -82,7 +82,7 @@ class EncoderOutputs:
 
     @property
     def waiting_count(self) -> int:
-        return len(self._line)
+        return len(self._queue)
 
     def claim(self, wanted: Mapping[bytes, int], on_granted: Callable[[], None]) -> OutputClaim:
         """Claim outputs, or wait in line for them. The caller must release the claim later.
@@ -102,8 +102,8 @@ class EncoderOutputs:
                 param="messages",
             )
         claim = OutputClaim(wanted, on_granted)
-        if self._line or not self._grant(claim):
-            self._line.append(claim)
+        if self._queue or not self._grant(claim):
+            self._queue.append(claim)
         return claim
 
     def values(self, name: bytes) -> object | None:
@@ -135,12 +135,12 @@ class EncoderOutputs:
         assert not claim.is_released, "a claim is released twice"
         claim.is_released = True
         if not claim.is_granted:
-            self._line.remove(claim)
+            self._queue.remove(claim)
         else:
             for name in claim.wanted:
-                self._let_go(name)
-        while self._line and self._grant(self._line[0]):
-            self._line.popleft().on_granted()
+                self._release_output(name)
+        while self._queue and self._grant(self._queue[0]):
+            self._queue.popleft().on_granted()
 
     def _grant(self, claim: OutputClaim) -> bool:
         missing = sum(size for name, size in claim.wanted.items() if name not in self._outputs)
@@ -168,7 +168,7 @@ class EncoderOutputs:
         claim.is_granted = True
         return True
 
-    def _let_go(self, name: bytes) -> None:
+    def _release_output(self, name: bytes) -> None:
         output = self._outputs[name]
         output.claim_count -= 1
         assert output.claim_count >= 0, "an output has a negative claim count"
@@ -189,5 +189,5 @@ class EncoderOutputs:
         for name, output in self._outputs.items():
             assert (output.claim_count == 0) == (name in self._cached), "neither claimed nor cached, or both"
             assert name not in self._cached or output.values is not None, "an output without claims is not computed"
-        assert not any(claim.is_granted or claim.is_released for claim in self._line)
-        assert not self._line or self.claimed_bytes > 0, "a claim waits although no bytes are claimed"
+        assert not any(claim.is_granted or claim.is_released for claim in self._queue)
+        assert not self._queue or self.claimed_bytes > 0, "a claim waits although no bytes are claimed"

@@ -644,7 +644,7 @@ class EngineCore:
         lives = [live for live in lives if live.request.id not in self.flights.ended]
         for live, reason in self.flights.take_ended():
             live.steps_in_flight -= 1
-            self._let_go(live, reason, now)
+            self._release(live, reason, now)
             if self.transfers is not None and live.abort_reason is not None:
                 self.transfers.aborted_after_finish(live.request.id)
         return lives
@@ -685,7 +685,7 @@ class EngineCore:
         phase = live.phase
         kv_transfer = None
         if live.steps_in_flight == 0:
-            kv_transfer = self._let_go(live, reason, now)
+            kv_transfer = self._release(live, reason, now)
         else:
             live.move(RequestStatus.ENDED)
             self.scheduler.leave_batch(live)
@@ -709,7 +709,7 @@ class EngineCore:
         message = live.guide.fault if reason is FinishReason.ERROR else None
         return self._finish(live, reason, now, stop_token_id=live.tokens[-1] if is_stopped else None, message=message)
 
-    def _let_go(self, live: LiveRequest, reason: FinishReason, now: float) -> KVTransferParams | None:
+    def _release(self, live: LiveRequest, reason: FinishReason, now: float) -> KVTransferParams | None:
         """Release a request's blocks, exactly once. A connector may hold them from now on.
 
         Returns:

@@ -10,7 +10,7 @@ The pool counts claims on block indexes and never touches a tensor. Every block 
     free ──allocate──► used ──last release──► free, or cached if its content is published
     cached ──share──► used                    cached ──allocate (evicted)──► used
     used ──last release, with a hold on it──► held ──share──► used
-    held ──last let_go──► free, or cached if its content is published
+    held ──last unhold──► free, or cached if its content is published
 
 Users and holds are claims on a block. Each claim is released by the code that took it. A block with a claim is never
 allocated. A block with a user counts as used; a block with holds alone counts as held. The published content of a held
@@ -131,7 +131,7 @@ class BlockPool:
             self._claim_counts[block] += 1
             self._hold_counts[block] = self._hold_counts.get(block, 0) + 1
 
-    def let_go(self, blocks: Sequence[BlockIndex]) -> None:
+    def unhold(self, blocks: Sequence[BlockIndex]) -> None:
         """Remove one hold from each block.
 
         Args:

@@ -35,18 +35,18 @@ class LiveRequest(RequestLife[EngineRequest]):
     """
 
     __slots__ = (
-        "asked_remote",
+        "absent_block_count",
         "blocks",
         "blocks_wanted",
         "cached_token_count",
         "chain",
         "computed_count",
         "drafter",
-        "gone_count",
         "guide",
         "is_pooled",
         "is_whole",
         "is_wide",
+        "load_was_tried",
         "loaded_token_count",
         "overtaken_count",
         "prompt_logprobs_count",
@@ -63,8 +63,8 @@ class LiveRequest(RequestLife[EngineRequest]):
         self.is_wide = False  # True if more tokens were due at its start than one step computes
         self.tokens = [*request.prompt_token_ids, *request.known_output]
         self.computed_count = 0
-        self.blocks: list[BlockIndex] = []  # the block table; its first gone_count entries are NO_BLOCK
-        self.gone_count = 0
+        self.blocks: list[BlockIndex] = []  # the block table; its first absent_block_count entries are NO_BLOCK
+        self.absent_block_count = 0
         self.reserved_blocks: list[BlockIndex] = []  # owned too: for known tokens that were not loaded
         self.state: OwnState | None = None  # set while it runs, if the model's layers keep a state
         self.blocks_wanted = 0  # do not try to admit it while fewer blocks are available
@@ -74,7 +74,7 @@ class LiveRequest(RequestLife[EngineRequest]):
         self.guide = request.guide
         self.cached_token_count: int | None = None  # set when the request first runs
         self.wants_load = False  # True if KV could be loaded, but too many loads were pending
-        self.asked_remote = False  # a load was started: there is no second try
+        self.load_was_tried = False  # a load was started: there is no second try
         self.loaded_token_count = 0  # tokens whose KV came from another engine
         self.prompt_logprobs_count = 0  # reported so far: a recomputed prompt must not report them again
 
@@ -91,11 +91,11 @@ class LiveRequest(RequestLife[EngineRequest]):
     @property
     def own_blocks(self) -> list[BlockIndex]:
         """All blocks that the request has a claim on, each once."""
-        return [*self.blocks[self.gone_count :], *self.reserved_blocks]
+        return [*self.blocks[self.absent_block_count :], *self.reserved_blocks]
 
     @property
     def own_block_count(self) -> int:
-        return len(self.blocks) - self.gone_count + len(self.reserved_blocks)
+        return len(self.blocks) - self.absent_block_count + len(self.reserved_blocks)
 
     @property
     def prompt_count(self) -> int:

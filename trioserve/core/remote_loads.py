@@ -81,7 +81,7 @@ class RemoteLoads:
         Returns:
             Tokens behind the computed ones. 0 if the request has loaded or run before.
         """
-        if live.asked_remote or live.status is not RequestStatus.WAITING or live.needs_every_row:
+        if live.load_was_tried or live.status is not RequestStatus.WAITING or live.needs_every_row:
             return 0
         return self._connector.num_matched_tokens(live.request, computed_count)
 
@@ -93,7 +93,7 @@ class RemoteLoads:
             token_count: tokens to load, from computed_count on.
             now: time in seconds.
         """
-        live.asked_remote = True
+        live.load_was_tried = True
         live.wants_load = False  # if the load fails, the request computes its KV and never waits for a load again
         live.move(RequestStatus.WAITING_FOR_REMOTE_KV)
         request_id = live.request.id

@@ -272,8 +272,8 @@ class Scheduler:
             live: a running request.
         """
         first = self._settings.first_block_kept(live.computed_count)
-        if first > live.gone_count:
-            self.blocks_given_back_total += first - live.gone_count
+        if first > live.absent_block_count:
+            self.blocks_given_back_total += first - live.absent_block_count
             self._free_blocks_before(first, live)
 
     def start_over(self, live: LiveRequest) -> None:
@@ -430,15 +430,15 @@ class Scheduler:
 
     def _free_blocks_before(self, first: int, live: LiveRequest) -> None:
         """Free the blocks of the first `first` entries of the block table. The table may be shorter."""
-        self._pool.release(live.blocks[live.gone_count : first])
+        self._pool.release(live.blocks[live.absent_block_count : first])
         # A new list: a step in flight reads the old table.
         live.blocks = [NO_BLOCK] * first + live.blocks[first:]
-        live.gone_count = first
+        live.absent_block_count = first
 
     def _release_blocks(self, live: LiveRequest) -> None:
-        self._pool.release(live.blocks[live.gone_count :])
+        self._pool.release(live.blocks[live.absent_block_count :])
         live.blocks = []
-        live.gone_count = 0
+        live.absent_block_count = 0
         if live.reserved_blocks:
             self._pool.release(live.reserved_blocks)
             live.reserved_blocks = []
@@ -600,7 +600,7 @@ class Scheduler:
         settings = self._settings
         self._free_blocks_before(settings.first_block_read(live.computed_count + load_count), live)
         table_count = settings.blocks_for(len(live.tokens))
-        table_count = min(table_count, live.gone_count + settings.blocks_held_max(len(live.tokens)))
+        table_count = min(table_count, live.absent_block_count + settings.blocks_held_max(len(live.tokens)))
         live.blocks += self._pool.allocate(table_count - len(live.blocks))
         self._loads.begin(live, load_count, now)
 
@@ -608,7 +608,7 @@ class Scheduler:
         """Give a request a place in the batch, and plan its first chunk."""
         if live.cached_token_count is None:
             live.cached_token_count = live.computed_count - live.loaded_token_count
-            if self._takes_hits(live):
+            if self._may_use_hits(live):
                 self.prefix_query_tokens_total += len(live.tokens)
                 self.prefix_hit_tokens_total += live.cached_token_count
         live.is_wide = live.due_count > self._settings.step_tokens_max
@@ -625,15 +625,15 @@ class Scheduler:
         admission.free_seqs -= 1
         admission.chosen.append(live)
 
-    def _takes_hits(self, live: LiveRequest) -> bool:
+    def _may_use_hits(self, live: LiveRequest) -> bool:
         # Cached tokens have no hidden states, which pooling and prompt logprobs need.
         return self._settings.enable_prefix_caching and not live.needs_every_row
 
     def _match(self, live: LiveRequest) -> list[BlockIndex]:
-        if not self._takes_hits(live):
+        if not self._may_use_hits(live):
             return []
-        can_go_on = None if self.states is None else self.states.has_snapshot
-        return self._cache.match(live.chain, live.tokens, can_go_on)
+        can_end_at = None if self.states is None else self.states.has_snapshot
+        return self._cache.match(live.chain, live.tokens, can_end_at)
 
     def _is_being_computed(self, live: LiveRequest, admission: _Admission) -> bool:
         """Return True if this step computes blocks that the request could then share.
@@ -642,7 +642,7 @@ class Scheduler:
         """
         if self.states is None:
             return self._next_hash(live) in admission.being_computed
-        if not admission.being_computed or not self._takes_hits(live):
+        if not admission.being_computed or not self._may_use_hits(live):
             return False
         full_count = (len(live.tokens) - 1) // self._settings.block_size
         hashes = (
@@ -652,7 +652,7 @@ class Scheduler:
 
     def _next_hash(self, live: LiveRequest) -> BlockHash | None:
         """Return the hash of the first full block that is not a hit. None if there is none, or hits are not allowed."""
-        if not self._takes_hits(live):
+        if not self._may_use_hits(live):
             return None
         index = live.chain.block_count
         if index >= (len(live.tokens) - 1) // self._settings.block_size:
@@ -676,9 +676,9 @@ class Scheduler:
 
     def _share_hits(self, live: LiveRequest, hit_blocks: list[BlockIndex]) -> None:
         live.computed_count = len(hit_blocks) * self._settings.block_size
-        live.gone_count = self._settings.first_block_read(live.computed_count)
+        live.absent_block_count = self._settings.first_block_read(live.computed_count)
         live.blocks = list(hit_blocks)
-        self._pool.share(live.blocks[live.gone_count :])
+        self._pool.share(live.blocks[live.absent_block_count :])
 
 
 def _guide_waits(live: LiveRequest, ends: Mapping[RequestId, int]) -> bool:

@@ -86,17 +86,17 @@ class Transfers:
         """
         self._abandon(live, now)
         settings, computed_count = self._settings, live.computed_count
-        if live.gone_count > settings.first_block_kept(computed_count):
+        if live.absent_block_count > settings.first_block_kept(computed_count):
             computed_count = 0  # it has not run, and lacks blocks that another engine would need
         table = tuple(live.blocks[: settings.blocks_for(computed_count)])
-        blocks = table[live.gone_count :]
+        blocks = table[live.absent_block_count :]
         tokens = tuple(live.tokens[:computed_count])
         request = live.request
         if reason is FinishReason.HANDED_OVER:
-            request, reason = _asking(request), FinishReason.STOP
-        if _asks_to_be_held(request) and self._pool.held_count + len(blocks) > self._held_blocks_max:
+            request, reason = _with_hold(request), FinishReason.STOP
+        if _wants_hold(request) and self._pool.held_count + len(blocks) > self._held_blocks_max:
             self.holds_refused_total += 1
-            request = _without_asking(request)
+            request = _without_hold(request)
         if not self._connector.request_finished(request, table, tokens, reason):
             return None
         self.holds.add(live.request.id, HoldKind.SEND, blocks, now)
@@ -139,11 +139,11 @@ class Transfers:
             self.holds.extend(request_id, HoldKind.SEND, now)
             return []
         if isinstance(event, Released):
-            self.holds.let_go(request_id, HoldKind.SEND)
+            self.holds.report_end(request_id, HoldKind.SEND)
             return []
         load = self.loads.take(request_id)
         if load is None:
-            self.holds.let_go(request_id, HoldKind.LOAD)
+            self.holds.report_end(request_id, HoldKind.LOAD)
             return []
         self.holds.note_ended(request_id, HoldKind.LOAD)
         if not isinstance(event, Loaded):
@@ -156,7 +156,7 @@ class Transfers:
         if event.token_count == 0:
             return [(load.live, "no tokens arrived")]
         end = load.live.computed_count + event.token_count
-        if self._settings.first_block_read(end) < load.live.gone_count:
+        if self._settings.first_block_read(end) < load.live.absent_block_count:
             # The request has only the blocks that the window reaches from the end of the whole load.
             message = f"only {event.token_count} of {load.token_count} tokens arrived, too few for the sliding window"
             self.faults.count(TransferFault.LOAD_FAILED, f"{request_id}: {message}")
@@ -208,21 +208,21 @@ class Transfers:
         request_id = live.request.id
         if self.loads.take(request_id) is None:
             return
-        written = live.blocks[max(live.gone_count, live.computed_count // self._settings.block_size) :]
+        written = live.blocks[max(live.absent_block_count, live.computed_count // self._settings.block_size) :]
         self.holds.add(request_id, HoldKind.LOAD, written, now)
         self._connector.load_abandoned(request_id)
 
 
-def _asks_to_be_held(request: EngineRequest) -> bool:
+def _wants_hold(request: EngineRequest) -> bool:
     return request.kv_transfer is not None and request.kv_transfer.do_remote_decode
 
 
-def _asking(request: EngineRequest) -> EngineRequest:
+def _with_hold(request: EngineRequest) -> EngineRequest:
     kv_transfer = msgspec.structs.replace(request.kv_transfer or KVTransferParams(), do_remote_decode=True)
     return msgspec.structs.replace(request, kv_transfer=kv_transfer)
 
 
-def _without_asking(request: EngineRequest) -> EngineRequest:
+def _without_hold(request: EngineRequest) -> EngineRequest:
     """Remove the request for a hold. Other fields stay, so that blocks that were read elsewhere are released there."""
     assert request.kv_transfer is not None
     kv_transfer = msgspec.structs.replace(request.kv_transfer, do_remote_decode=False)

@@ -284,7 +284,7 @@ class LiveFeed:
             return None if request.is_held else (len(self._freed), request.ended_at)
         if live is None:
             return request.is_leased, len(request.prompt_token_ids)
-        blocks = live.gone_count, len(live.blocks), len(live.reserved_blocks)
+        blocks = live.absent_block_count, len(live.blocks), len(live.reserved_blocks)
         return live, live.status, *blocks, len(live.tokens), request.has_run
 
     def _shown(
@@ -437,7 +437,7 @@ class LiveFeed:
 
 def _blocks_of(lives: list[LiveRequest]) -> Sequence[BlockIndex]:
     """Each once, in the order of the block tables."""
-    if len(lives) == 1 and not lives[0].reserved_blocks and not lives[0].gone_count:
+    if len(lives) == 1 and not lives[0].reserved_blocks and not lives[0].absent_block_count:
         return lives[0].blocks
     return list(dict.fromkeys(block for live in lives for block in live.own_blocks))
 

@@ -93,7 +93,7 @@ def _held_max(core: EngineCore, token_count: int, step_count: int = 1) -> int:
 
 def _check_table(core: EngineCore, live: LiveRequest) -> None:
     """What the window has left behind is given back at once, and nothing else."""
-    name, gone = live.request.id, live.gone_count
+    name, gone = live.request.id, live.absent_block_count
     assert list(live.blocks[:gone]) == [NO_BLOCK] * gone, f"{name}: a block in a place that was given back"
     assert all(0 <= block < core.pool.block_count for block in live.own_blocks), f"{name}: no such block"
     if not live.blocks:
@@ -158,7 +158,7 @@ def _check_loading(core: EngineCore, live: LiveRequest) -> None:
     assert live.computed_count == live.chain.block_count * core.settings.block_size, f"{name}: hits are whole blocks"
     assert not live.reserved_blocks, f"{name} has not split its blocks before it knows how much comes"
     _check_room(core, live)
-    for block in live.blocks[max(live.gone_count, live.chain.block_count) :]:
+    for block in live.blocks[max(live.absent_block_count, live.chain.block_count) :]:
         assert core.pool.user_count(block) == 1, f"{name}: block {block} is used by another and written to"
         assert core.pool.hold_count(block) == 0, f"{name}: block {block} is held and written to"
 
@@ -166,7 +166,7 @@ def _check_loading(core: EngineCore, live: LiveRequest) -> None:
 def _check_ready(core: EngineCore, live: LiveRequest) -> None:
     name = live.request.id
     assert not live.steps_in_flight, f"{name} waits to run and computes"
-    assert live.asked_remote, f"{name} waits and holds blocks"
+    assert live.load_was_tried, f"{name} waits and holds blocks"
     assert live.computed_count >= live.chain.block_count * core.settings.block_size, name
     assert len(live.blocks) == _blocks_for(core, live.computed_count), f"{name}: {len(live.blocks)} blocks"
     _check_room(core, live)
@@ -175,7 +175,7 @@ def _check_ready(core: EngineCore, live: LiveRequest) -> None:
 def _check_room(core: EngineCore, live: LiveRequest) -> None:
     """It has all that it needs to run at some time, whatever others take."""
     table_count = len(live.blocks) + len(live.reserved_blocks)
-    expected = min(_blocks_for(core, len(live.tokens)), live.gone_count + _held_max(core, len(live.tokens)))
+    expected = min(_blocks_for(core, len(live.tokens)), live.absent_block_count + _held_max(core, len(live.tokens)))
     assert table_count == expected, f"{live.request.id}: places for {table_count} blocks, expected are {expected}"
 
 
@@ -262,7 +262,7 @@ def _check_sharing(core: EngineCore, owners: list[LiveRequest]) -> None:
     block_size = core.settings.block_size
     first_users: dict[BlockIndex, tuple[LiveRequest, int]] = {}
     for live in owners:
-        for index, block in enumerate(live.own_blocks, start=live.gone_count):
+        for index, block in enumerate(live.own_blocks, start=live.absent_block_count):
             first, first_index = first_users.setdefault(block, (live, index))
             if first is live:
                 continue

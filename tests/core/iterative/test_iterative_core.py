@@ -164,8 +164,8 @@ def test_a_resumed_request_is_computed_before_it_is_preempted_again():
             driven.step()
         driven.add(f"{name}1!")
         driven.step()
-    told = [event.steps_done for event in driven.said if isinstance(event, StepDone) and event.request_id == "a"]
-    assert told == [1, 2, 3, 4]
+    reported = [event.steps_done for event in driven.said if isinstance(event, StepDone) and event.request_id == "a"]
+    assert reported == [1, 2, 3, 4]
     assert driven.core.stats().preemptions_total == 3
     driven.run()
 

@@ -38,7 +38,7 @@ def check_nobody_could_start(core: EngineCore, may_load: Callable[[LiveRequest],
             if passed_count > slots:
                 return  # nobody looks any further
             continue
-        is_first_time = live.status is RequestStatus.WAITING and not live.asked_remote
+        is_first_time = live.status is RequestStatus.WAITING and not live.load_was_tried
         if loading_count >= slots and is_first_time and may_load(live):
             passed_count += 1
             if passed_count > slots:

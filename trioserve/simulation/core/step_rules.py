@@ -198,7 +198,10 @@ def _check_overtaken(core: EngineCore, waiting: list[ExpectedSequence], overtaki
         assert entry.cached_count is None, f"{name} was preempted, and is overtaken by {before[-1]}"
         # Blocks that nobody but those has were there for it.
         taken = [
-            block for own in running.values() if own.request.id in before for block in own.blocks[own.gone_count :]
+            block
+            for own in running.values()
+            if own.request.id in before
+            for block in own.blocks[own.absent_block_count :]
         ]
         own_count = sum(pool.user_count(block) == 1 and pool.hold_count(block) == 0 for block in taken)
         is_unfit = _block_count(core, entry) > pool.available_count + own_count
