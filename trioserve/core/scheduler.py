@@ -95,7 +95,7 @@ class Scheduler:
         self._rotate_running(planned)
 
         admitted: list[RequestId] = []
-        # After a preemption nobody is admitted, so that running requests get the blocks. With nothing planned, holds
+        # After a preemption no request is admitted, so that running ones get the blocks. With nothing planned, holds
         # have the blocks, and nothing runs that could get them.
         if not preempted or not planned:
             admitted = self._admit(planned, budget, now)
