@@ -105,6 +105,7 @@ PRE_TOKENIZERS_OF_FAMILIES = {
     "gpt-oss": "gpt-4o", "Llama 4": "llama4", "DeepSeek-V2": "deepseek-llm", "DeepSeek-Coder": "deepseek-coder",
     "DeepSeek-V3": "deepseek-v3", "Kimi K2": "kimi-k2", "Falcon-H1": "falcon-h1", "Mamba-2": "olmo",
     "Qwen3-Next": "qwen2", "Qwen3.5": "qwen35", "LFM2": "lfm2", "StarCoder": "starcoder", "GigaChat": "gigachat",
+    "F2LLM-v2, a Qwen3": "f2llmv2", "SuperBPE, an OLMo 2": "superbpe", "Viking, a Llama": "viking",
 }  # fmt: skip
 
 
@@ -151,6 +152,7 @@ OWN_RULES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "deepseek-r1-qwen": lambda: _from_class("Qwen2Tokenizer"),
     "deepseek-v3": lambda: _in_turn(r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK_V3),
     "dbrx": lambda: _in_turn(_CL100K),
+    "f2llmv2": lambda: _from_class("Qwen2Tokenizer"),
     "glm4": lambda: _in_turn(_CL100K),
     "gpt-4o": lambda: _in_turn(_O200K),
     "minimax-m2": lambda: _in_turn(_O200K),
@@ -160,6 +162,8 @@ OWN_RULES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "refact": lambda: _in_turn(_DIGITS, byte_level=True),
     "smaug-bpe": lambda: _in_turn(_CL100K),
     "starcoder": lambda: _in_turn(_DIGITS, byte_level=True),
+    "superbpe": lambda: _in_turn(r"\p{N}+", r"(?=(\d{3})+(?!\d))"),
+    "viking": lambda: _in_turn(" ?[^(\\s|[.,!?…。，、।۔،])]+", _DIGITS),
 }
 
 
@@ -168,7 +172,11 @@ def test_texts_are_cut_as_by_the_family_s_own_tokenizer(name: str, byte_level_me
     normalizer, pre_tokenizer = OWN_RULES[name]()
     ours = vocabulary_from_gguf(byte_level_metadata | {"tokenizer.ggml.pre": name}).backend
     for text in (
-        TEXTS + DIGIT_TEXTS + DIGIT_CUT_TEXTS + ["12345678 3.14 1234567", "don't WE'LL 'tis a'b", "a  b\n\n  c \t"]
+        TEXTS
+        + DIGIT_TEXTS
+        + DIGIT_CUT_TEXTS
+        + ["12345678 3.14 1234567", "don't WE'LL 'tis a'b", "a  b\n\n  c \t"]
+        + ["1½2345½12½123 ½1234567 12³ 日1234、56。[7|8)", "१२३४ 12 123 1234٣٤"]
     ):
         theirs = text if normalizer is None else normalizer.normalize_str(text)
         assert (text if ours.normalizer is None else ours.normalizer.normalize_str(text)) == theirs
@@ -180,6 +188,8 @@ def test_texts_are_cut_as_by_the_family_s_own_tokenizer(name: str, byte_level_me
     ("deepseek-llm", "x 12 日本a,  é b  ", ["x", " ", "1", "2", " ", "日本", "a", ",", " ", " é", " b", "  "]),
     ("deepseek-coder", "x_1 12 日本a ", ["x", "_", "1", " ", "1", "2", " ", "日本", "a", " "]),
     ("deepseek-v3", "It's 12345 日本a -x\n", ["It", "'s", " ", "123", "45", " ", "日本", "a", " -", "x", "\n"]),
+    ("superbpe", "don't 1234567 日 12", ["don't ", "1", "234", "567", " 日 ", "12"]),
+    ("viking", "It's 12, (日)", ["It's", " ", "1", "2", ", (", "日", ")"]),
     ("seed-coder", "a12!\n\nb", ["a", "1", "2", "!", "\n\n", "b"]),
     ("qwen35", "เก่า12", ["เก่า", "1", "2"]),
 ])  # fmt: skip
@@ -189,14 +199,19 @@ def test_pieces_of_a_text(name: str, text: str, pieces: list[str], byte_level_me
     assert [text[start:end] for _, (start, end) in pre_tokenizer.pre_tokenize_str(text)] == pieces
 
 
-@pytest.mark.parametrize("name", ["deepseek-llm", "deepseek-v3", "qwen35", "kimi-k2", "seed-coder"])
-def test_time_for_a_run_of_spaces_grows_with_its_length(name: str, byte_level_metadata: dict[str, Any]) -> None:
+@pytest.mark.parametrize("letter", [" ", "1"], ids=["spaces", "digits"])
+@pytest.mark.parametrize(
+    "name", ["deepseek-llm", "deepseek-v3", "qwen35", "kimi-k2", "seed-coder", "superbpe", "viking"]
+)
+def test_time_for_a_run_of_spaces_or_digits_grows_with_its_length(
+    name: str, letter: str, byte_level_metadata: dict[str, Any]
+) -> None:
     pre_tokenizer = vocabulary_from_gguf(byte_level_metadata | {"tokenizer.ggml.pre": name}).backend.pre_tokenizer
     assert pre_tokenizer is not None
 
-    def seconds(space_count: int) -> float:
+    def seconds(count: int) -> float:
         begun = time.process_time()
-        pre_tokenizer.pre_tokenize_str("x" + " " * space_count + "x")
+        pre_tokenizer.pre_tokenize_str("x" + letter * count + "x")
         return time.process_time() - begun
 
     short, long = (min(seconds(count) for _ in range(3)) for count in (10_000, 80_000))

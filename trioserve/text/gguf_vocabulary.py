@@ -143,6 +143,15 @@ _DEEPSEEK_CODER_SPLITS = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_CJK, 
 # As GPT-4o's, but Chinese characters are no letters of words, and no slash belongs to the punctuation before it.
 _KIMI_SPLIT = r"\p{Han}+|" + _GPT_4O_SPLIT.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]").replace(r"[\r\n/]*", r"[\r\n]*")
 
+# Numbers in groups of three digits from the end on. Theirs is the empty (?=(\d{3})+(?!\d)), which takes time in the
+# square of a number's length. This one matches whole pieces: what stands before a number's first group, and each group,
+# with what follows up to the next one.
+_UP_TO_GROUPS = r"\d{0,2}(?=(?:\d{3})*(?!\d))"
+_GROUPS_OF_THREE = (
+    rf"(?<!\d){_UP_TO_GROUPS.replace('0,2', '1,2')}(?:\D++{_UP_TO_GROUPS})*+|\d{{3}}(?:\D++{_UP_TO_GROUPS})*+"
+    rf"|(?:\D++{_UP_TO_GROUPS})++"
+)
+
 _GPT2 = _PreTokenizer(splits_like_gpt2=True)
 _GPT2_COMPOSED = _PreTokenizer(splits_like_gpt2=True, normalizes=True)
 _DIGITS = _PreTokenizer(splits=(r"\p{N}",), splits_like_gpt2=True)
@@ -166,6 +175,7 @@ _PRE_TOKENIZERS = {
     "deepseek-v3": _DEEPSEEK_V3,
     "exaone": _DIGITS,
     "exaone4": _GPT2,
+    "f2llmv2": _QWEN2,
     "falcon-h1": _LLAMA3,
     "falcon3": _LLAMA3,
     "gigachat": _GPT2,
@@ -199,8 +209,10 @@ _PRE_TOKENIZERS = {
     "smaug-bpe": _GPT4,
     "smollm": _DIGITS,
     "starcoder": _DIGITS,
+    "superbpe": _PreTokenizer(splits=(r"\p{N}+", _GROUPS_OF_THREE)),
     "tekken": _PreTokenizer(splits=(_TEKKEN_SPLIT,), takes_whole_words=True, adds_bos=True),
     "trillion": _GPT2,
+    "viking": _PreTokenizer(splits=(r" ?[^(\s|.,!?…。，、।۔،)]+", r"\p{N}")),
 }
 
 
