@@ -26,15 +26,14 @@ from trioserve.api.batches.settings import BatchSettings
 from trioserve.api.responses.settings import BackgroundSettings
 from trioserve.api.streams.settings import ROUTER_GRACE, DetachSettings
 from trioserve.connectors.settings import connector_settings
-from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.endpoint import CONTINUATION_BYTES_MAX, DISAGGREGATED_PROMPT_TOKENS_MIN
-from trioserve.contracts.errors import InvalidRequest, StartupError
+from trioserve.contracts.errors import StartupError
 from trioserve.contracts.image_generation import ImageRequestLimits
 from trioserve.contracts.images import ImageLimits
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
 from trioserve.contracts.spelling import closest_name
 from trioserve.core.settings import check_overlap
-from trioserve.engine.settings import RESTARTS_MAX, EngineSettings
+from trioserve.engine.settings import RESTARTS_MAX, EngineSettings, deadlines_of
 from trioserve.http.limits import KEEP_ALIVE_SECONDS, RESPONSE_BYTES_MAX, RESPONSES_BYTES_MAX, FrontendLimits
 from trioserve.model.drafts.settings import DRAFT_TOKENS_MAX, DraftSettings, draft_settings
 from trioserve.model.loading.settings import generation_settings, lora_modules
@@ -54,7 +53,7 @@ __all__ = [
 ]
 
 ENVIRONMENT_PREFIX = "TRIOSERVE_"
-OTHER_VARIABLE = re.compile(r"NATIVE|URL|CLIENTS|QWEN_CODER")
+OTHER_VARIABLE = re.compile(r"NATIVE|URL|CLIENTS|QWEN_CODER|KV_KEY_DIRECTORY")
 """Variables of ours that are no options."""
 
 KUBERNETES_VARIABLE = re.compile(
@@ -705,16 +704,9 @@ def engine_settings(config: ServerConfig) -> EngineSettings:
         waiting_seconds_max=config.max_queue_wait,
         drain_seconds_max=config.drain_timeout,
         drain_delay_seconds=config.drain_delay,
-        deadlines=_deadlines(config.queue_timeout, config.ttft_timeout, config.request_timeout),
-        deadlines_max=_deadlines(config.max_queue_timeout, config.max_ttft_timeout, config.max_request_timeout),
+        deadlines=deadlines_of(config.queue_timeout, config.ttft_timeout, config.request_timeout),
+        deadlines_max=deadlines_of(config.max_queue_timeout, config.max_ttft_timeout, config.max_request_timeout),
     )
-
-
-def _deadlines(queue: float | None, first_token: float | None, total: float | None) -> Deadlines:
-    try:
-        return Deadlines(queue_timeout=queue, ttft_timeout=first_token, timeout=total)
-    except InvalidRequest as error:
-        raise StartupError(str(error)) from None
 
 
 def add_arguments(

@@ -24,7 +24,7 @@ def shown(fake: FakeEngine, name: str) -> float:
 
 
 async def test_burst_of_one_tenant_does_not_delay_another_tenant(autojump_clock):
-    async with open_fake_engine(max_num_seqs=1, waiting_requests_max=20, step_seconds=0.01) as fake:
+    async with open_fake_engine(max_num_seqs=1, max_queued_requests=20, step_seconds=0.01) as fake:
         ended: list[str] = []
 
         async def ask(tenant: str) -> None:
@@ -44,7 +44,7 @@ async def test_burst_of_one_tenant_does_not_delay_another_tenant(autojump_clock)
 
 
 async def test_queue_limits_estimated_prompt_tokens(autojump_clock):
-    async with open_fake_engine(max_num_seqs=1, waiting_requests_max=2, waiting_prompt_tokens_max=20) as fake:
+    async with open_fake_engine(max_num_seqs=1, max_queued_requests=2, max_queued_tokens=20) as fake:
 
         async def ask(prompt: list[int]) -> None:
             async with fake.generate(prompt) as response:
@@ -67,7 +67,7 @@ async def test_queue_limits_estimated_prompt_tokens(autojump_clock):
 async def test_known_output_of_a_resumed_response_counts_as_prompt_tokens(autojump_clock):
     resume = Resume(token_ids=((65,) * 10, (65,) * 5), finished=(False, True))
     sampling = SamplingParams(n=2, max_tokens=12)
-    async with open_fake_engine(max_num_seqs=1, waiting_requests_max=2, waiting_prompt_tokens_max=20) as fake:
+    async with open_fake_engine(max_num_seqs=1, max_queued_requests=2, max_queued_tokens=20) as fake:
         fake.steps.hold()
         async with trio.open_nursery() as nursery:
 
@@ -88,7 +88,7 @@ async def test_known_output_of_a_resumed_response_counts_as_prompt_tokens(autoju
 
 async def test_requests_are_refused_after_the_longest_wait(autojump_clock, caplog):
     caplog.set_level("INFO", logger="trioserve.engine")
-    async with open_memory_server(max_num_seqs=1, waiting_requests_max=1, waiting_seconds_max=5.0) as server:
+    async with open_memory_server(max_num_seqs=1, max_queued_requests=1, max_queue_wait=5.0) as server:
         server.engine.steps.hold()
         async with server.engine.generate("in the way"):
             client = server.client()
@@ -104,7 +104,7 @@ async def test_requests_are_refused_after_the_longest_wait(autojump_clock, caplo
 
 async def test_lease_passes_on_only_when_the_blocks_are_free(autojump_clock):
     """The client leaves while a step reads its blocks. The next request waits until that step has ended."""
-    async with open_fake_engine(max_num_seqs=1, waiting_requests_max=1) as fake:
+    async with open_fake_engine(max_num_seqs=1, max_queued_requests=1) as fake:
         fake.steps.hold()
         async with trio.open_nursery() as nursery:
             async with fake.generate("first"):
@@ -121,7 +121,7 @@ async def test_lease_passes_on_only_when_the_blocks_are_free(autojump_clock):
 
 
 async def test_header_sets_the_tenant(autojump_clock):
-    async with open_memory_server(max_num_seqs=1, waiting_requests_max=20) as server:
+    async with open_memory_server(max_num_seqs=1, max_queued_requests=20) as server:
         tenants: list[str] = []
         begin = server.engine.dispatch.begin
 

@@ -34,7 +34,7 @@ def calls(monkeypatch):
 
 @pytest.mark.parametrize("times, thread", [(1, "MainThread"), (2000, "trioserve-text")])
 async def test_long_prompts_and_chats_are_encoded_in_the_text_thread(times, thread, calls):
-    async with open_fake_engine(context_tokens_max=4096, block_count=1024, new_text_threads=TextThreads) as fake:
+    async with open_fake_engine(max_model_len=4096, block_count=1024, new_text_threads=TextThreads) as fake:
         seen = calls(fake)
         assert await fake.encode("x" * times) == [ord("x")] * times
         chat = ChatPrompt(messages=[{"role": "user", "content": [{"type": "text", "text": "x" * times}]}])
@@ -56,7 +56,7 @@ async def test_long_prompts_and_chats_are_encoded_in_the_text_thread(times, thre
 )
 async def test_long_chat_is_rendered_in_a_text_thread(options, thread, calls):
     """A template of the request's own may compute, whatever its length."""
-    async with open_fake_engine(context_tokens_max=4096, block_count=1024, new_text_threads=TextThreads) as fake:
+    async with open_fake_engine(max_model_len=4096, block_count=1024, new_text_threads=TextThreads) as fake:
         seen = calls(fake)
         await fake.encode(ChatPrompt(**{"messages": [{"role": "user", "content": "x"}], **options}))
         assert [where for where, _options in seen] == [thread]
@@ -64,7 +64,7 @@ async def test_long_chat_is_rendered_in_a_text_thread(options, thread, calls):
 
 async def test_prompt_that_cannot_fit_is_refused_before_tokenizing(calls):
     """The longest token of the vocabulary, <|end|>, has 7 bytes."""
-    async with open_fake_engine(context_tokens_max=128) as fake:
+    async with open_fake_engine(max_model_len=128) as fake:
         seen = calls(fake)
         content = "x" * 10_000
         for prompt, param in (
@@ -83,7 +83,7 @@ async def test_prompt_that_cannot_fit_is_refused_before_tokenizing(calls):
 
 async def test_prompt_that_may_fit_is_tokenized_and_counted(calls):
     """A text that would fit with the longest tokens is tokenized, so that its tokens can be counted."""
-    async with open_fake_engine(context_tokens_max=128) as fake:
+    async with open_fake_engine(max_model_len=128) as fake:
         assert await fake.encode("<|end|>" * 128) == [256] * 128
         assert len(await fake.encode("x" * 7 * 128)) == 7 * 128
         with pytest.raises(ContextTooLong):
@@ -92,14 +92,14 @@ async def test_prompt_that_may_fit_is_tokenized_and_counted(calls):
 
 async def test_only_the_rendered_text_of_a_chat_counts():
     """A template may leave parts of the messages out. Some templates leave out earlier reasoning."""
-    async with open_fake_engine(context_tokens_max=128) as fake:
+    async with open_fake_engine(max_model_len=128) as fake:
         messages = [{"role": "user", "content": "x" * 100_000}, {"role": "user", "content": "hi"}]
         chat = ChatPrompt(messages=messages, chat_template="{{ messages[-1].content }}")
         assert await fake.encode(chat) == list(b"hi")
 
 
 async def test_too_many_token_ids_are_refused_before_they_are_checked():
-    async with open_fake_engine(context_tokens_max=128) as fake:
+    async with open_fake_engine(max_model_len=128) as fake:
         assert await fake.encode([1] * 128) == [1] * 128
         with pytest.raises(ContextTooLong, match="maximum context length is 128 tokens, and the prompt has 129"):
             await fake.encode([-1] * 129)
@@ -126,7 +126,7 @@ async def test_decode_returns_text_and_refuses_unknown_token_ids():
 
 @pytest.mark.parametrize("count", [1, 2000])
 async def test_token_ids_must_be_integers(count):
-    async with open_fake_engine(context_tokens_max=4096, block_count=1024, new_text_threads=TextThreads) as fake:
+    async with open_fake_engine(max_model_len=4096, block_count=1024, new_text_threads=TextThreads) as fake:
         assert await fake.encode([1] * count) == [1] * count
         with pytest.raises(InvalidRequest, match=r"prompt holds 1\.0 \(float\), allowed is a list of token ids"):
             await fake.encode([1.0] * count)

@@ -70,10 +70,10 @@ def block_long_texts(engine: FakeEngine, gate: Gate, longer_than: int) -> None:
 
 
 ENGINE: dict[str, Any] = {
-    "context_tokens_max": 150_000,
+    "max_model_len": 150_000,
     "block_size": 64,
     "block_count": 2400,
-    "step_tokens_max": 8192,
+    "max_num_batched_tokens": 8192,
     "new_text_threads": TextThreads,
 }
 

@@ -13,7 +13,7 @@ from trio.testing import wait_all_tasks_blocked
 from trioserve.api.caller import AccessRules
 from trioserve.testing.memory_server import MemoryServer, open_memory_server
 
-ADAPTERS = {"one": "/adapters/one", "two": "/adapters/two"}
+ADAPTERS = ("one=/adapters/one", "two=/adapters/two")
 LOADS = AccessRules(loads_adapters=True)
 SHORT: dict[str, Any] = {"max_tokens": 8, "temperature": 0}
 CHAT = [{"role": "user", "content": "hello"}]
@@ -21,7 +21,7 @@ CHAT = [{"role": "user", "content": "hello"}]
 
 @asynccontextmanager
 async def served(access: AccessRules = LOADS, **app: Any) -> AsyncIterator[MemoryServer]:
-    async with open_memory_server(adapters=ADAPTERS, access=access, **app) as server:
+    async with open_memory_server(lora_modules=ADAPTERS, access=access, **app) as server:
         yield server
         await wait_all_tasks_blocked()
         server.engine.assert_all_free()

@@ -91,7 +91,7 @@ async def order_of_ends(
     ended: list[str] = []
     async with open_front(
         kind,
-        endpoint={"max_num_seqs": 1, "waiting_requests_max": 40, "step_seconds": 0.1},
+        endpoint={"max_num_seqs": 1, "max_queued_requests": 40, "step_seconds": 0.1},
         router={"leases_max": 1},
         **options,
     ) as front:

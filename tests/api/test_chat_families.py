@@ -45,8 +45,8 @@ async def opened(make_api: Any, family: str, *, thinks: bool = False) -> AsyncIt
         new_executor=UncheckedExecutor,
         block_count=64,
         block_size=64,
-        context_tokens_max=4096,
-        step_tokens_max=4096,
+        max_model_len=4096,
+        max_num_batched_tokens=4096,
         reasoning_parser="qwen3" if thinks and family != "openai" else "auto",
     ) as engine:
         api = make_api()

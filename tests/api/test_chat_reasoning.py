@@ -44,8 +44,8 @@ async def opened(make_api: Any, response: Any = SAID, **options: Any) -> AsyncIt
         response=response,
         reasoning_parser="qwen3",
         block_count=512,
-        context_tokens_max=2048,
-        step_tokens_max=2048,
+        max_model_len=2048,
+        max_num_batched_tokens=2048,
         **options,
     ) as engine:
         api = make_api()

@@ -31,7 +31,7 @@ SECOND = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
 @asynccontextmanager
 async def opened(make_api: Any, response: str, **options: Any) -> AsyncIterator[tuple[Any, FakeEngine]]:
     async with open_fake_engine(
-        response=response, block_count=512, context_tokens_max=2048, step_tokens_max=2048, **options
+        response=response, block_count=512, max_model_len=2048, max_num_batched_tokens=2048, **options
     ) as engine:
         api = make_api()
         api.engine = engine

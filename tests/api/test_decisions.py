@@ -30,7 +30,7 @@ LETTERS = "Answer with the letter of one option only."
 
 @asynccontextmanager
 async def served(**options: Any) -> AsyncIterator[MemoryServer]:
-    options = {"context_tokens_max": 512, "block_count": 1024, "step_tokens_max": 128} | options
+    options = {"max_model_len": 512, "block_count": 1024, "max_num_batched_tokens": 128} | options
     async with open_memory_server(**options) as server:
         yield server
         await trio.sleep(1)

@@ -115,7 +115,7 @@ async def test_an_input_that_is_too_long_is_cut_where_that_is_asked(
     fields: dict[str, Any], text: str, autojump_clock: Any
 ) -> None:
     letters = "abcdefghijklmnopqrstuvwxyz"
-    async with served(context_tokens_max=12) as server:
+    async with served(max_model_len=12) as server:
         for given in (letters, list(letters.encode())):
             status, response = await ask(server, {"input": given, **fields})
             assert status == 200, response
@@ -124,7 +124,7 @@ async def test_an_input_that_is_too_long_is_cut_where_that_is_asked(
 
 
 async def test_2048_inputs_are_one_request_and_more_are_refused(autojump_clock: Any) -> None:
-    async with served(max_num_seqs=8, waiting_requests_max=2, step_tokens_max=64) as server:
+    async with served(max_num_seqs=8, max_queued_requests=2, max_num_batched_tokens=64) as server:
         status, response = await ask(server, {"input": ["x"] * 2048, "encoding_format": "base64"})
         assert status == 200
         assert len(response["data"]) == 2048
@@ -166,7 +166,7 @@ async def test_2048_inputs_are_one_request_and_more_are_refused(autojump_clock: 
 async def test_what_is_wrong_is_said_with_its_place(
     body: dict[str, Any], param: str, words: str, autojump_clock: Any
 ) -> None:
-    async with served() as server:
+    async with served(max_model_len=128) as server:
         await check_refused(server, body, param, words)
 
 

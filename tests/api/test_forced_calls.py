@@ -34,7 +34,7 @@ ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools
 @pytest.fixture
 async def engine() -> AsyncIterator[FakeEngine]:
     """It says what looks random, where nothing restrains it."""
-    async with open_fake_engine(block_count=512, context_tokens_max=2048, step_tokens_max=2048) as engine:
+    async with open_fake_engine(block_count=512, max_model_len=2048, max_num_batched_tokens=2048) as engine:
         yield engine
         engine.assert_all_free()
 
@@ -172,7 +172,7 @@ async def test_arguments_of_strict_tools_fit_their_schema(make_api: Any, stream:
     """The model begins a call and means to write other arguments: it cannot."""
     script = 'I will. <tool_call>\n{"name": "wash", "arguments": {"colour": "pink", "count": 77}}\n</tool_call>'
     async with open_fake_engine(
-        response=script, block_count=512, context_tokens_max=2048, step_tokens_max=2048
+        response=script, block_count=512, max_model_len=2048, max_num_batched_tokens=2048
     ) as engine:
         api = make_api()
         api.engine = engine

@@ -69,7 +69,7 @@ async def test_within_a_stream_comments_go_out_only_where_nothing_else_does(auto
 
 
 async def test_no_beat_goes_out_while_a_step_hangs(autojump_clock):
-    async with open_memory_server(response="abc", step_seconds_max=10) as server:
+    async with open_memory_server(response="abc", step_timeout=10) as server:
         server.engine.steps.hold()
         end = server.connect()
         await ask(end)

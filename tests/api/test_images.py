@@ -12,7 +12,7 @@ from PIL import Image
 from trioserve.contracts.images import ImageLimits
 from trioserve.testing.memory_server import MemoryServer, open_memory_server
 
-OPTIONS: dict[str, Any] = {"block_count": 512, "context_tokens_max": 1024}
+OPTIONS: dict[str, Any] = {"block_count": 512, "max_model_len": 1024}
 
 
 def picture() -> str:

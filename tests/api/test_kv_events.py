@@ -120,7 +120,7 @@ async def test_a_reader_that_leaves_makes_room_for_another(memory_server, http, 
 
 
 @pytest.mark.slow
-@pytest.mark.fake_engine(kv_events_max=64, block_count=512, context_tokens_max=2048, step_tokens_max=2048)
+@pytest.mark.fake_engine(kv_events_max=64, block_count=512, max_model_len=2048, max_num_batched_tokens=2048)
 async def test_a_reader_that_does_not_read_holds_nobody_and_knows_all_in_the_end(memory_server):
     engine = memory_server.engine
     async with memory_server.client().ask(PATH) as response:

@@ -45,7 +45,7 @@ async def test_a_whole_response_has_them_at_its_top(ask, kind, make_api, autojum
     ("ask", "kind"), [("chat", responses.ChatCompletionChunk), ("complete", responses.Completion)], ids=["chat", "text"]
 )
 async def test_a_streamed_response_has_them_with_its_finish_reason(ask, kind, make_api, autojump_clock):
-    async with opened(make_api, hold_seconds_max=3.0) as (api, _):
+    async with opened(make_api, kv_hold_timeout=3.0) as (api, _):
         exchange = await getattr(api, ask)(
             max_tokens=3, kv_transfer_params=HOLD, stream=True, stream_options={"include_usage": True}
         )

@@ -159,7 +159,7 @@ async def test_a_key_sees_and_aborts_its_own_requests_and_the_admin_all(autojump
 
 
 async def test_a_long_prefill_is_bridged_by_comments_which_count_for_nothing(autojump_clock):
-    async with open_memory_server(step_seconds=10, step_tokens_max=8) as server:
+    async with open_memory_server(step_seconds=10, max_num_batched_tokens=8) as server:
         response = await ask(server, "POST", "/v1/completions", completion("p" * 40, stream=True, max_tokens=2))
         # Five steps of prompt and one of decoding, 10 s each: a comment every 15 s until the first token at 50 s.
         assert response.body.count(b": keep-alive\n\n") == 3
@@ -168,7 +168,7 @@ async def test_a_long_prefill_is_bridged_by_comments_which_count_for_nothing(aut
 
 
 async def test_several_prompts_are_bridged_by_comments_too_and_lose_no_token(autojump_clock):
-    async with open_memory_server(step_seconds=10, step_tokens_max=8) as server:
+    async with open_memory_server(step_seconds=10, max_num_batched_tokens=8) as server:
         prompts = ["p" * 20, "q" * 20]
         body = completion(stream=True, max_tokens=3) | {"prompt": prompts}
         slow = await ask(server, "POST", "/v1/completions", body)

@@ -43,7 +43,7 @@ async def opened(response: str | None, **options: Any) -> AsyncIterator[openai.A
     """response: None: what looks random, where nothing restrains it."""
     async with (
         open_memory_server(
-            response=response, block_count=512, context_tokens_max=2048, step_tokens_max=2048, **options
+            response=response, block_count=512, max_model_len=2048, max_num_batched_tokens=2048, **options
         ) as server,
         httpx.AsyncClient(transport=MemoryTransport(server.client)) as web,
         openai.AsyncOpenAI(base_url="http://memory/v1", api_key="none", http_client=web, max_retries=0) as client,

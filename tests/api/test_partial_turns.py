@@ -43,7 +43,7 @@ THOUGHT = (
     '<think>\nHm.\n</think>\n\nSee.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 )
 
-ROOM = {"block_count": 512, "context_tokens_max": 2048, "step_tokens_max": 2048}
+ROOM = {"block_count": 512, "max_model_len": 2048, "max_num_batched_tokens": 2048}
 
 
 async def ask(server: MemoryServer, path: str, body: object) -> tuple[int, Any]:

@@ -224,7 +224,7 @@ async def test_each_token_may_be_of_another_version(autojump_clock):
     body = {**BODY, "max_tokens": 3100, "return_token_ids": True}
     versions = [["ab"[place % 2], 1] for place in range(3000)]
     resume = {"token_ids": [[97, 98] * 1500], "finished": [False], "weight_versions": [versions]}
-    async with open_memory_server(context_tokens_max=4096, block_count=1100) as server:
+    async with open_memory_server(max_model_len=4096, block_count=1100) as server:
         status, said = await ask(server, "/v1/completions", {**body, "resume": resume})
         assert status == 200
         [choice] = said["choices"]

@@ -46,10 +46,11 @@ async def test_the_last_tokens_of_a_prompt_are_kept(fields: dict[str, Any], show
 
 
 async def test_as_much_of_a_prompt_as_fits_beside_the_response() -> None:
-    status, answer = await asked(PATH, {"prompt": "x" * 5000, "truncate_prompt_tokens": -1, "max_tokens": 28})
+    body = {"prompt": "x" * 5000, "max_tokens": 28}
+    status, answer = await asked(PATH, {**body, "truncate_prompt_tokens": -1}, max_model_len=128)
     assert status == 200
     assert answer["usage"]["prompt_tokens"] == 100
-    status, answer = await asked(PATH, {"prompt": "x" * 5000, "max_tokens": 28})
+    status, answer = await asked(PATH, {"prompt": "x" * 5000, "max_tokens": 28}, max_model_len=128)
     assert status == 400
     assert "maximum context length is 128 tokens" in answer["error"]["message"]
 

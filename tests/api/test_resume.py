@@ -55,7 +55,7 @@ CLOCK = ClockAndIds(wall_clock=lambda: next(SECONDS))  # between any two looks a
 @asynccontextmanager
 async def opened(make_api: Any, response: Any = None, **options: Any) -> AsyncIterator[tuple[Any, FakeEngine]]:
     async with open_fake_engine(
-        response=response, block_count=512, context_tokens_max=2048, step_tokens_max=2048, **options
+        response=response, block_count=512, max_model_len=2048, max_num_batched_tokens=2048, **options
     ) as engine:
         api = make_api(clock_and_ids=CLOCK)
         api.engine = engine

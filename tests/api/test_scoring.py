@@ -117,7 +117,7 @@ async def test_one_text_with_each_or_each_with_its_own(
 async def test_what_is_wrong_is_said_with_its_place(
     path: str, body: dict[str, Any], param: str | None, autojump_clock: Any
 ) -> None:
-    async with served() as server:
+    async with served(max_model_len=128) as server:
         status, response = await ask(server, path, body)
         assert status == 400, response
         if param is not None:

@@ -84,7 +84,7 @@ async def test_every_response_is_as_described(make_api: Any, said: str | None) -
     draw = random.Random(repr(said))
     statuses = []
     async with open_fake_engine(
-        response=said, reasoning_parser="qwen3", block_count=1024, context_tokens_max=4096, step_tokens_max=4096
+        response=said, reasoning_parser="qwen3", block_count=1024, max_model_len=4096, max_num_batched_tokens=4096
     ) as engine:
         api = make_api()
         api.engine = engine

@@ -211,7 +211,7 @@ async def test_openais_client_reads_such_a_response(autojump_clock):
 
 
 async def test_a_large_response_follows_the_white_space_in_pieces(autojump_clock):
-    async with open_memory_server(step_seconds=1, access=RULES, context_tokens_max=256) as server:
+    async with open_memory_server(step_seconds=1, access=RULES, max_model_len=256) as server:
         response = await ask(server, "/v1/completions", {**QUEUED, "max_tokens": 12, "n": 16, "logprobs": 20})
         assert response.body.startswith(b"  ")
         assert len(json.loads(response.body)["choices"]) == 16

@@ -122,7 +122,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", REFUSED)
 async def test_every_api_refuses_too_large_a_response_and_holds_nothing(autojump_clock, name):
     path, body = REFUSED[name]
-    async with open_memory_server(access=SMALL, context_tokens_max=256, block_count=256, max_num_seqs=16) as server:
+    async with open_memory_server(access=SMALL, max_model_len=256, block_count=256, max_num_seqs=16) as server:
         response = await server.client().post(path, body)
         told = (await response.read()).decode()
         assert response.status == 400, told
@@ -133,7 +133,7 @@ async def test_every_api_refuses_too_large_a_response_and_holds_nothing(autojump
 
 
 async def test_what_is_streamed_is_not_refused_for_its_total(autojump_clock):
-    async with open_memory_server(access=SMALL, context_tokens_max=256, block_count=256, max_num_seqs=16) as server:
+    async with open_memory_server(access=SMALL, max_model_len=256, block_count=256, max_num_seqs=16) as server:
         body = {**REFUSED["choices"][1], "stream": True}
         response = await server.client().post("/v1/completions", body)
         assert response.status == 200
@@ -206,7 +206,7 @@ async def test_a_large_response_is_what_a_small_one_would_be(autojump_clock, nam
     values = []
     for small_items_max in (10**9, 10):
         monkeypatch.setattr("trioserve.api.whole_response.SMALL_ITEMS_MAX", small_items_max)
-        async with open_memory_server(context_tokens_max=1024, block_count=1024) as server:
+        async with open_memory_server(max_model_len=1024, block_count=1024) as server:
             response = await server.client().post(path, {**body, "seed": 1, "ignore_eos": True})
             assert response.status == 200
             values.append(json.loads(await response.read())["choices"])
@@ -218,7 +218,7 @@ async def test_logprobs_of_a_large_response_object_are_encoded_in_pieces(autojum
     sent = []
     for small_items_max in (10**9, 10):
         monkeypatch.setattr("trioserve.api.whole_response.SMALL_ITEMS_MAX", small_items_max)
-        async with open_memory_server(context_tokens_max=1024, block_count=1024) as server:
+        async with open_memory_server(max_model_len=1024, block_count=1024) as server:
             body = {"model": "fake", "input": "a", "max_output_tokens": 300, "top_logprobs": 5, "store": False}
             body["include"] = ["message.output_text.logprobs"]
             noted: list[int] = []
@@ -245,9 +245,7 @@ ROOM_FOR_TWO = AccessRules(responses_bytes_max=800_000)
 
 
 async def test_large_responses_share_a_bound_and_small_ones_are_not_refused(autojump_clock):
-    async with open_memory_server(
-        access=ROOM_FOR_TWO, context_tokens_max=256, block_count=512, max_num_seqs=16
-    ) as server:
+    async with open_memory_server(access=ROOM_FOR_TWO, max_model_len=256, block_count=512, max_num_seqs=16) as server:
         statuses: list[tuple[int, str | None]] = []
         small: list[int] = []
 
@@ -286,7 +284,7 @@ async def test_every_kind_of_large_response_counts_until_it_ends(autojump_clock,
         "prompt": ("/v1/completions", {"prompt": "a" * 200, "max_tokens": 1, "echo": True, "logprobs": 20}),
     }[name]
     access = AccessRules(responses_bytes_max=100_000)
-    async with open_memory_server(access=access, context_tokens_max=256, block_count=512, max_num_seqs=16) as server:
+    async with open_memory_server(access=access, max_model_len=256, block_count=512, max_num_seqs=16) as server:
         response = await server.client().post(path, {**body, "ignore_eos": True} if name != "vectors" else body)
         told = (await response.read()).decode()
         assert response.status == 429, told
@@ -297,7 +295,7 @@ async def test_every_kind_of_large_response_counts_until_it_ends(autojump_clock,
 
 
 async def test_a_client_that_leaves_gives_its_bytes_back(autojump_clock):
-    async with open_memory_server(access=ROOM_FOR_TWO, context_tokens_max=256, block_count=512) as server:
+    async with open_memory_server(access=ROOM_FOR_TWO, max_model_len=256, block_count=512) as server:
         with trio.move_on_after(60):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(server.client().post, "/v1/completions", WITH_LOGPROBS)

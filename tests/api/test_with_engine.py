@@ -117,7 +117,7 @@ async def test_cached_tokens_are_told(make_api: Any, autojump_clock: trio.testin
 async def test_a_prompt_beyond_the_context_is_refused_with_its_code(
     make_api: Any, autojump_clock: trio.testing.MockClock
 ) -> None:
-    async with opened(make_api, context_tokens_max=16) as (api, _):
+    async with opened(make_api, max_model_len=16) as (api, _):
         for stream in (False, True):
             exchange = await api.complete(prompt="x" * 17, stream=stream)
             assert (exchange.status, exchange.json()["error"]["code"]) == (400, "context_length_exceeded")
@@ -127,7 +127,7 @@ async def test_a_burst_beyond_the_line_is_refused_with_a_hint(
     make_api: Any, autojump_clock: trio.testing.MockClock
 ) -> None:
     """S42. The prompts of one request wait for each other; that is no burst."""
-    async with opened(make_api, max_num_seqs=2, waiting_requests_max=1) as (api, fake):
+    async with opened(make_api, max_num_seqs=2, max_queued_requests=1) as (api, fake):
         assert (await api.complete(prompt=["a", "b", "c", "d"])).status == 200
         fake.steps.hold()
         async with trio.open_nursery() as nursery:

@@ -33,7 +33,7 @@ ENDLESS = {"prompt": PROMPT, "max_tokens": 60, "ignore_eos": True}
 
 
 def opens(**options: Any) -> Callable[[], Any]:
-    return functools.partial(open_fake_engine, next_token=lambda _ids: 97, step_tokens_max=12, **options)
+    return functools.partial(open_fake_engine, next_token=lambda _ids: 97, max_num_batched_tokens=12, **options)
 
 
 def fake_of(app: AsgiApplication) -> Fake:

@@ -36,7 +36,7 @@ class Asked(BaseModel):
 
 
 def open_paused() -> AbstractAsyncContextManager[Fake]:
-    return open_fake(paused=True, step_tokens_max=12, next_token=lambda _ids: 97)
+    return open_fake(paused=True, max_num_batched_tokens=12, next_token=lambda _ids: 97)
 
 
 def app_of(fake: Fake, ends: list[object]) -> FastAPI:
@@ -231,7 +231,7 @@ async def test_trio_handler_ends_when_its_client_leaves(steps, blocks, caplog):
     ends: list[object] = []
     caplog.set_level(logging.ERROR)
     async with (
-        open_fake_engine(paused=True, step_tokens_max=12, next_token=lambda _ids: 97) as engine,
+        open_fake_engine(paused=True, max_num_batched_tokens=12, next_token=lambda _ids: 97) as engine,
         under_hypercorn_on_trio(trio_app_of(engine, ends)) as port,
     ):
         async with await trio.open_tcp_stream("127.0.0.1", port) as client:

@@ -97,7 +97,7 @@ def test_text_chat_parts_embeddings_and_tokens(run):
         return '<tool_call>{"name": "look", "arguments": {}}</tool_call>' if "tools" in prompt else "a response"
 
     async def program() -> None:
-        async with open_fake(response=response, context_tokens_max=400, block_count=200) as fake:
+        async with open_fake(response=response, max_model_len=400, block_count=200) as fake:
             engine = fake.engine
             assert await text_of(engine) == "a response"
             chat = ChatPrompt(messages=[{"role": "user", "content": "Hello"}])
@@ -253,7 +253,7 @@ def test_reader_of_a_fast_engine_lets_other_tasks_run():
 
 def test_engine_errors_reach_the_caller(run):
     async def program() -> None:
-        async with open_fake(paused=True, max_num_seqs=1, waiting_requests_max=1) as fake:
+        async with open_fake(paused=True, max_model_len=128, max_num_seqs=1, max_queued_requests=1) as fake:
             engine = fake.engine
             with pytest.raises(InvalidRequest, match="prompt is 5") as raised:
                 engine.generate(5)

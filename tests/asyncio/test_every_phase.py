@@ -141,7 +141,7 @@ async def check_queue(way, body):
 
 
 async def check_steps(way, body, steps: int, *, blocks: int, begins: bool = False):
-    async with open_fake(paused=True, step_tokens_max=12, next_token=lambda _ids: 97) as fake:
+    async with open_fake(paused=True, max_num_batched_tokens=12, next_token=lambda _ids: 97) as fake:
         request = Request(fake)
 
         async def reach(task: asyncio.Task[None]) -> None:
@@ -216,7 +216,7 @@ def test_leaving_by_break(run):
 
 def test_leaving_during_a_forward_pass_frees_the_blocks_after_it(run):
     async def program() -> None:
-        async with open_fake(paused=True, step_tokens_max=12, next_token=lambda _ids: 97) as fake:
+        async with open_fake(paused=True, max_num_batched_tokens=12, next_token=lambda _ids: 97) as fake:
             request = Request(fake)
             task = asyncio.create_task(request.read())
             await fake.until_queued(1)

@@ -36,7 +36,7 @@ async def test_each_round_has_both_and_the_ratio_is_that_of_the_rounds(autojump_
 async def test_what_is_asked_beside_the_page_was_not_asked_without_it(autojump_clock):
     """Else the second one would find its prompts computed."""
     settings = msgspec.structs.replace(SETTINGS, prompt_tokens=48)
-    async with open_memory_server(step_seconds=0.2) as server:
+    async with open_memory_server(step_seconds=0.2, max_model_len=128, block_count=64) as server:
         await measured(server, settings)
         assert server.engine.stats().prefix_hit_tokens_total == 0
 

@@ -18,7 +18,7 @@ from trioserve.bench.soak.settings import SoakSettings
 from trioserve.testing.invariants import check_idle
 from trioserve.testing.memory_server import open_memory_server
 
-ENGINE = {"max_num_seqs": 4, "waiting_requests_max": 64, "step_tokens_max": 16, "step_seconds": 0.01}
+ENGINE = {"max_num_seqs": 4, "max_queued_requests": 64, "max_num_batched_tokens": 16, "step_seconds": 0.01}
 
 
 def settings(**changes) -> SoakSettings:
@@ -130,7 +130,7 @@ async def test_a_task_that_stays_breaks_its_claim_alone(autojump_clock):
 
 
 async def test_refusals_are_failures(autojump_clock):
-    async with open_memory_server(**{**ENGINE, "waiting_requests_max": 1}) as server:
+    async with open_memory_server(**{**ENGINE, "max_queued_requests": 1}) as server:
         outcome = await soaked(server, settings(abort_fraction=0.0, requests=40))
         assert "failed requests" in broken(outcome)
         assert outcome.report.figures.errors["status 429"] > 0

@@ -28,7 +28,7 @@ def served(**metrics: float):
     started, port, stop = threading.Event(), [], []
 
     async def serve() -> None:
-        async with open_fake_engine(block_count=4096, context_tokens_max=2048, step_tokens_max=4096) as engine:
+        async with open_fake_engine(block_count=4096, max_model_len=2048, max_num_batched_tokens=4096) as engine:
             for name, value in metrics.items():
                 getattr(engine.metrics, name).set(value)
             listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")

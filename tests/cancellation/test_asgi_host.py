@@ -124,7 +124,7 @@ async def test_a_disconnect_ends_the_handler_whatever_it_does(handler, autojump_
 @pytest.mark.parametrize("steps_before", [0, 1, 5], ids=lambda count: f"{count} steps")
 async def test_a_disconnect_gives_the_blocks_back_with_the_step_in_flight(stream, takes, steps_before, autojump_clock):
     """S28, S43: streamed or whole, in its prompt or in its response, and also while the host takes nothing."""
-    async with open_fake_engine(step_tokens_max=16) as fake, trio.open_nursery() as nursery:
+    async with open_fake_engine(max_num_batched_tokens=16) as fake, trio.open_nursery() as nursery:
         app = AsgiApp(App(fake))
         asked = {"prompt": "a prompt of two chunks and more", "max_tokens": 50, "ignore_eos": True, "stream": stream}
         host = Host(app, json.dumps(asked).encode(), takes=takes)

@@ -22,7 +22,7 @@ def body(*, stream: bool = True) -> dict[str, object]:
 
 def small_server():
     return open_memory_server(
-        step_tokens_max=STEP_TOKENS, block_size=BLOCK_SIZE, block_count=128, context_tokens_max=256
+        max_num_batched_tokens=STEP_TOKENS, block_size=BLOCK_SIZE, block_count=128, max_model_len=256
     )
 
 

@@ -48,7 +48,7 @@ class Scene:
 
 @asynccontextmanager
 async def scene(http1_client, **options: object):
-    options = {"step_tokens_max": 16, "block_size": 4, "block_count": 128, **options}
+    options = {"max_num_batched_tokens": 16, "block_size": 4, "block_count": 128, **options}
     options = {"state_slots": 8, "snapshot_slots": 4, **options}
     async with open_memory_server(**options) as server, trio.open_nursery() as nursery:
         # What the bystander is to get, made while it is alone.
@@ -226,7 +226,7 @@ async def test_one_stream_of_a_connection_is_reset_and_the_others_go_on(http2_cl
 @pytest.mark.slow
 async def test_a_burst_of_leavers_leaves_nothing(http1_client, http2_client, autojump_clock):
     """Two hundred clients, each gone after another number of steps."""
-    async with open_memory_server(step_seconds=0.01, block_count=64, waiting_requests_max=300) as server:
+    async with open_memory_server(step_seconds=0.01, block_count=64, max_queued_requests=300) as server:
         await wait_all_tasks_blocked()
         tasks_before = trio.lowlevel.current_statistics().tasks_living
 

@@ -16,7 +16,7 @@ SECONDS_MAX = FrontendLimits().ping_seconds + FrontendLimits().ping_answer_secon
 async def test_blocks_of_a_forgotten_request_are_free_after_an_unanswered_ping(autojump_clock):
     """Of whole responses, since a stream that fills the client's buffers ends by the bound on stalled writes."""
     asked = {"prompt": "a", "max_tokens": 4000, "ignore_eos": True}
-    async with open_memory_server(step_seconds=0.0637, block_count=4096, context_tokens_max=10_000) as server:
+    async with open_memory_server(step_seconds=0.0637, block_count=4096, max_model_len=10_000) as server:
         used_before = server.engine.stats().blocks_used
         client = server.client(http=2)
         async with client.ask("/v1/completions", asked), client.ask("/v1/completions", asked):
@@ -42,7 +42,7 @@ async def test_blocks_of_a_stream_that_synchronous_httpx_leaves_are_free_while_t
             next(response.iter_lines())
 
     async with (
-        open_memory_server(limits=limits, step_seconds=0.02, block_count=4096, context_tokens_max=10_000) as server,
+        open_memory_server(limits=limits, step_seconds=0.02, block_count=4096, max_model_len=10_000) as server,
         trio.open_nursery() as nursery,
     ):
         used_before = server.engine.stats().blocks_used

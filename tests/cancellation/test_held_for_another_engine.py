@@ -94,7 +94,7 @@ async def test_a_streamed_response_is_over_when_its_blocks_have_been_read(new_cl
 
 
 async def test_the_client_of_a_held_response_is_kept_alive(http1_client, autojump_clock):
-    async with served(hold_seconds_max=60.0) as (server, connector), trio.open_nursery() as nursery:
+    async with served(kv_hold_timeout=60.0) as (server, connector), trio.open_nursery() as nursery:
         client = http1_client(server)
         nursery.start_soon(client.read)
         await client.ask(body())
@@ -107,7 +107,7 @@ async def test_the_client_of_a_held_response_is_kept_alive(http1_client, autojum
 
 
 async def test_a_hold_that_nobody_ends_ends_by_its_deadline(new_client, autojump_clock):
-    async with served(hold_seconds_max=4.0) as (server, connector), trio.open_nursery() as nursery:
+    async with served(kv_hold_timeout=4.0) as (server, connector), trio.open_nursery() as nursery:
         client = new_client(server)
         nursery.start_soon(client.read)
         await client.ask(body())
@@ -148,7 +148,7 @@ async def test_an_abort_by_id_finds_what_is_held(stream, autojump_clock):
 
 
 async def test_a_whole_response_is_sent_at_once_and_its_hold_outlives_it(autojump_clock):
-    async with served(hold_seconds_max=4.0) as (server, connector):
+    async with served(kv_hold_timeout=4.0) as (server, connector):
         client = server.client()
         response = await client.post("/v1/completions", body(stream=False))
         assert (await response.json())["kv_transfer_params"]["do_remote_prefill"]
@@ -196,7 +196,7 @@ async def test_a_drain_that_takes_too_long_ends_what_is_held(new_client, autojum
 
 async def test_a_client_that_leaves_before_its_prompt_is_computed_is_never_held(leaver, autojump_clock):
     new_client, way = leaver
-    async with served(step_tokens_max=16) as (server, connector), trio.open_nursery() as nursery:
+    async with served(max_num_batched_tokens=16) as (server, connector), trio.open_nursery() as nursery:
         server.engine.steps.hold()
         client = new_client(server)
         nursery.start_soon(client.read)
@@ -255,7 +255,7 @@ async def test_a_client_that_leaves_after_its_kv_has_come(leaver, autojump_clock
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 async def test_kv_that_does_not_come_is_computed_or_refused_with_a_status(stream, policy, autojump_clock):
-    async with served(load_failure_policy=policy) as (server, connector):
+    async with served(kv_load_failure_policy=policy) as (server, connector):
         client = server.client()
         async with client.ask("/v1/completions", body(LOAD, stream=stream)) as response:
             await wait_all_tasks_blocked()
@@ -272,7 +272,7 @@ async def test_kv_that_does_not_come_is_computed_or_refused_with_a_status(stream
 
 
 async def test_kv_that_never_comes_is_given_up_in_time(autojump_clock):
-    async with served(remote_kv_seconds_max=3.0, hold_seconds_max=2.0) as (server, _connector):
+    async with served(kv_load_timeout=3.0, kv_hold_timeout=2.0) as (server, _connector):
         client = server.client()
         begun_at = trio.current_time()
         assert (await client.post("/v1/completions", body(LOAD, stream=False))).status == 200
@@ -284,7 +284,7 @@ async def test_kv_that_never_comes_is_given_up_in_time(autojump_clock):
 
 async def test_a_request_whose_kv_does_not_come_is_no_business_of_others(new_client, autojump_clock):
     async with (
-        served(load_failure_policy="fail", step_seconds=0.1) as (server, connector),
+        served(kv_load_failure_policy="fail", step_seconds=0.1) as (server, connector),
         trio.open_nursery() as nursery,
     ):
         alone = await (await server.client().post("/v1/completions", body({}, stream=False, max_tokens=20))).json()

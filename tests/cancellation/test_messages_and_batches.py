@@ -11,7 +11,7 @@ from trio.testing import wait_all_tasks_blocked
 from trioserve.testing.memory_server import open_memory_server
 
 LONG = "a question that takes several chunks to compute, since a step is short"
-OPTIONS = {"step_tokens_max": 16, "block_size": 4, "block_count": 128}
+OPTIONS = {"max_num_batched_tokens": 16, "block_size": 4, "block_count": 128}
 PHASES = ("body", "queue", "first chunk", "later chunk", "decode", "last step")
 OUTPUTS = {"decode": 1, "last step": 2}
 """How many tokens each sequence has when its client leaves."""

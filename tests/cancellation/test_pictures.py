@@ -45,7 +45,7 @@ async def test_during_the_last_step_it_counts_as_aborted(autojump_clock):
 
 async def test_a_drain_lets_a_preempted_picture_go_on_from_its_kept_latent(autojump_clock):
     """S21: it has run, so it is not refused; what has not is."""
-    async with open_fake_image_engine(slot_count=1, kept_slot_count=1, paused=True) as fake:
+    async with open_fake_image_engine(max_num_seqs=1, kept_slots=1, paused=True) as fake:
         outcomes: dict[str, object] = {}
 
         async def make(name: str, priority: int) -> None:
@@ -77,7 +77,7 @@ async def test_a_drain_lets_a_preempted_picture_go_on_from_its_kept_latent(autoj
 
 async def test_a_deadline_that_passes_while_the_latent_is_kept_gives_it_back_at_once(autojump_clock):
     """Also while the step is in flight whose moves bring it there."""
-    async with open_fake_image_engine(slot_count=1, kept_slot_count=1, paused=True) as fake:
+    async with open_fake_image_engine(max_num_seqs=1, kept_slots=1, paused=True) as fake:
         ends = []
 
         async def make(name: str, priority: int, seconds: float | None) -> None:

@@ -94,8 +94,8 @@ async def test_a_burst_of_long_prompts_never_overshoots(http1_client, http2_clie
     again and why. The tokenizer is held in its real thread, so the clock is real; nothing waits for time to pass."""
     async with open_memory_server(
         max_num_seqs=2,
-        waiting_requests_max=3,
-        context_tokens_max=4096,
+        max_queued_requests=3,
+        max_model_len=4096,
         block_count=8192,
         new_text_threads=TextThreads,
     ) as server:
@@ -151,7 +151,7 @@ async def test_the_line_is_bounded_without_a_setting(http1_client, autojump_cloc
     waiting_max = engine_settings(make_config()).waiting_requests_max
     assert waiting_max < 1000
     async with (
-        served(max_num_seqs=1, waiting_requests_max=waiting_max) as server,
+        served(max_num_seqs=1, max_queued_requests=waiting_max) as server,
         trio.open_nursery() as nursery,
     ):
 
@@ -172,7 +172,7 @@ async def test_the_line_is_bounded_without_a_setting(http1_client, autojump_cloc
 
 async def test_a_request_is_refused_at_once_or_waits_as_long_as_it_says(new_client, autojump_clock):
     """S35: both, a bounded queue and a bounded wait in it."""
-    async with served(max_num_seqs=1, waiting_requests_max=2, context_tokens_max=512) as server:
+    async with served(max_num_seqs=1, max_queued_requests=2, max_model_len=512) as server:
         async with server.engine.generate("in the way", SamplingParams(max_tokens=400, ignore_eos=True)):
             await trio.sleep(0.1)
             ended: list[tuple[int, str, float]] = []
@@ -197,7 +197,7 @@ async def test_a_request_is_refused_at_once_or_waits_as_long_as_it_says(new_clie
 
 async def test_a_place_is_held_until_the_end_of_the_response_and_not_only_until_its_head(new_client, autojump_clock):
     """S26: those who run count as long as they run, and those who wait are counted themselves."""
-    async with served(max_num_seqs=1, waiting_requests_max=1) as server, trio.open_nursery() as nursery:
+    async with served(max_num_seqs=1, max_queued_requests=1) as server, trio.open_nursery() as nursery:
         first, second = new_client(server), new_client(server)
         for client in (first, second):
             nursery.start_soon(client.read)
@@ -223,7 +223,7 @@ async def test_a_place_is_held_until_the_end_of_the_response_and_not_only_until_
 @pytest.mark.slow
 async def test_who_left_the_queue_is_in_no_plan(http1_client, http2_client, autojump_clock):
     """S32, S37: two hundred wait, in either protocol, streamed or whole, and leave in every way. One of them stays."""
-    async with served(max_num_seqs=1, waiting_requests_max=300, step_seconds=0.0) as server:
+    async with served(max_num_seqs=1, max_queued_requests=300, step_seconds=0.0) as server:
         core, steps = server.engine.core, server.engine.steps
         planned: dict[RequestId, bytes] = {}
         on_plan(
@@ -282,7 +282,7 @@ async def test_places_come_back_from_whoever_leaves_again_and_again(phase, http1
     """S22, S48: three places, and 300 clients one after another who leave in the same phase, in every way there is.
     Each is gone with the step in flight, before another one has ended."""
     seconds, counted_as = PHASES[phase]
-    async with served(max_num_seqs=2, waiting_requests_max=1, step_tokens_max=16) as server:
+    async with served(max_num_seqs=2, max_queued_requests=1, max_num_batched_tokens=16) as server:
         core, engine = server.engine.core, server.engine
         if phase == "being tokenized":
             prompts = engine._prompts
@@ -338,7 +338,7 @@ async def test_places_come_back_from_whoever_leaves_again_and_again(phase, http1
 @pytest.mark.slow
 async def test_counters_come_back_and_are_never_below_zero(http1_client, http2_client, autojump_clock):
     """S20, S29: four hundred requests that end in every way there is, many at a time; looked at in every step."""
-    async with served(max_num_seqs=4, waiting_requests_max=8, step_tokens_max=32) as server:
+    async with served(max_num_seqs=4, max_queued_requests=8, max_num_batched_tokens=32) as server:
         engine, core = server.engine, server.engine.core
         most_live = 0
 

@@ -92,7 +92,7 @@ async def test_without_the_access_log_nothing_is_said_of_a_request(written):
 async def test_what_else_is_said_of_a_request_bears_its_id(written):
     stream = written(JsonLines())
     asked = {"prompt": "p", "max_tokens": 9, "stream": True}
-    opened = open_memory_server(max_num_seqs=1, waiting_requests_max=0, paused=True, logs_requests=True)
+    opened = open_memory_server(max_num_seqs=1, max_queued_requests=0, paused=True, logs_requests=True)
     async with opened as server, server.client().ask(PATH, asked):
         await server.client().post(PATH, {"prompt": "p"}, headers={"x-request-id": "second", "x-tenant-id": "t"})
     written.close()

@@ -65,7 +65,7 @@ class ServerThread(threading.Thread):
         listeners = await open_listeners("127.0.0.1", 0)
         async with (
             open_store() as store,
-            open_fake_engine(max_num_seqs=32, waiting_requests_max=256, block_count=1024) as fake,
+            open_fake_engine(max_num_seqs=32, max_queued_requests=256, max_model_len=128) as fake,
         ):
             # Bodies that are announced and never come must not take half a minute each.
             app = App(fake, store=store)

@@ -20,7 +20,7 @@ PROMPT = "a prompt of some blocks"
 
 @asynccontextmanager
 async def opened(**options: Any) -> AsyncIterator[FakeEngine]:
-    async with open_fake_engine(adapters={"a": "/one", "b": "/two"}, **options) as engine:
+    async with open_fake_engine(lora_modules=("a=/one", "b=/two"), **options) as engine:
         yield engine
         await wait_all_tasks_blocked()
         engine.assert_all_free()
@@ -71,9 +71,9 @@ async def test_a_name_that_is_not_loaded_is_refused_on_entering():
 async def test_whoever_leaves_gives_its_lease_back(phase: str):
     options: dict[str, Any] = {"max_num_seqs": 1} if phase == "waiting" else {}
     if phase == "preparing":
-        options = {"context_tokens_max": 100_000, "block_count": 25_000}
+        options = {"max_model_len": 100_000, "block_count": 25_000}
     prompt = "x" * 60_000 if phase == "preparing" else (PROMPT * 3)[:60]
-    async with opened(paused=True, step_tokens_max=8, **options) as engine, trio.open_nursery() as nursery:
+    async with opened(paused=True, max_num_batched_tokens=8, **options) as engine, trio.open_nursery() as nursery:
         scope = trio.CancelScope()
 
         async def ask(*, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -147,7 +147,7 @@ async def test_unloading_waits_for_its_users_and_takes_the_name_at_once():
 
 async def test_unloading_with_a_deadline_ends_who_still_uses_it(autojump_clock: trio.testing.MockClock):
     async with (
-        opened(step_seconds=1.0, context_tokens_max=1000, block_count=512) as engine,
+        opened(step_seconds=1.0, max_model_len=1000, block_count=512) as engine,
         engine.generate("x", SamplingParams(max_tokens=500), adapter="a") as stream,
         engine.generate("x", SamplingParams(max_tokens=20), adapter="b") as other,
     ):
@@ -162,7 +162,7 @@ async def test_unloading_with_a_deadline_ends_who_still_uses_it(autojump_clock: 
 
 
 async def test_a_deadline_holds_when_whoever_unloads_has_left(autojump_clock: trio.testing.MockClock):
-    async with opened(step_seconds=1.0, context_tokens_max=1000, block_count=512) as engine:
+    async with opened(step_seconds=1.0, max_model_len=1000, block_count=512) as engine:
         async with engine.generate("x", SamplingParams(max_tokens=500), adapter="a") as stream:
             with trio.move_on_after(1):
                 await engine.unload_adapter("a", seconds=5.0)
@@ -253,7 +253,7 @@ async def test_an_engine_that_is_opened_anew_has_its_adapters_and_goes_on_with_t
 
 async def test_one_that_breaks_for_good_gives_all_leases_back():
     with pytest.raises(EngineFault):
-        async with open_fake_engine(adapters={"a": "/one"}) as engine:
+        async with open_fake_engine(lora_modules=("a=/one",)) as engine:
             try:
                 async with engine.generate(PROMPT, TEN, adapter="a") as stream:
                     engine.break_next_step()

@@ -70,7 +70,7 @@ async def response_of(fake: FakeEngine, prompt: object = "a prompt", **arguments
     ],
 )
 async def test_a_wrong_argument_is_refused_by_name_and_holds_nothing(arguments, param, words, autojump_clock):
-    async with open_fake_engine(max_num_seqs=1, waiting_requests_max=0) as fake:
+    async with open_fake_engine(max_num_seqs=1, max_queued_requests=0) as fake:
         expected = await response_of(fake)
         for _ in range(2):  # the one place is free again
             with pytest.raises(InvalidRequest, match=words) as raised:
@@ -89,7 +89,7 @@ async def test_token_ids_may_be_whole_numbers_of_any_library(autojump_clock):
 
 
 async def test_what_fails_while_a_request_gets_its_place_gives_the_place_back(autojump_clock, monkeypatch):
-    async with open_fake_engine(max_num_seqs=1, waiting_requests_max=0) as fake:
+    async with open_fake_engine(max_num_seqs=1, max_queued_requests=0) as fake:
         for file, name in (
             (request_preparation, "ChoiceOutput"),
             (engine_shell, "functools"),

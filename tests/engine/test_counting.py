@@ -33,7 +33,7 @@ async def ask(fake: FakeEngine, prompt: str, *, at: float = 0.0, **sampling: obj
 
 async def test_a_prompt_that_is_preempted_before_its_first_token_is_counted_once(autojump_clock):
     async with open_fake_engine(
-        step_seconds=0.01, block_count=16, block_size=4, context_tokens_max=64, step_tokens_max=8
+        step_seconds=0.01, block_count=16, block_size=4, max_model_len=64, max_num_batched_tokens=8
     ) as fake:
         preempted_in_prefill = []
         on_plan = fake._delivery.on_plan
@@ -216,7 +216,7 @@ def test_how_long_to_wait_follows_from_how_fast_requests_ended():
 
 
 async def test_time_in_which_nothing_ran_does_not_make_the_wait_longer(autojump_clock):
-    async with open_fake_engine(step_seconds=0.01, max_num_seqs=1, waiting_requests_max=0) as fake:
+    async with open_fake_engine(step_seconds=0.01, max_num_seqs=1, max_queued_requests=0) as fake:
         for _ in range(3):
             await ask(fake, "prompt", max_tokens=2)
         await trio.sleep(3600)

@@ -54,7 +54,7 @@ async def test_the_queue_timeout_is_over_when_it_runs_and_the_ttft_timeout_with_
 
 
 async def test_a_long_prefill_passes_its_ttft_timeout(autojump_clock):
-    async with open_fake_engine(step_seconds=0.1, step_tokens_max=8) as fake:
+    async with open_fake_engine(step_seconds=0.1, max_num_batched_tokens=8) as fake:
         async with fake.generate("p" * 100, deadlines=Deadlines(ttft_timeout=0.55)) as stream:
             assert await end_of(stream) == (FinishReason.DEADLINE, "ttft_timeout", pytest.approx(0.55))
         await trio.sleep(0.2)

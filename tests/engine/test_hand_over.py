@@ -55,7 +55,7 @@ async def test_its_blocks_are_held_beyond_its_scope_and_let_go_once(autojump_clo
 
 
 async def test_nobody_who_fetches_it_is_waited_for_only_so_long(autojump_clock):
-    async with open_fake_engine(connector=ScriptedConnector, step_seconds=0.01, hold_seconds_max=7.0) as fake:
+    async with open_fake_engine(connector=ScriptedConnector, step_seconds=0.01, kv_hold_timeout=7.0) as fake:
         async with fake.generate(PROMPT, LONG, request_id="r", resumable=True) as stream:
             await trio.sleep(0.04)
             given_away(fake)
@@ -175,7 +175,7 @@ async def test_several_prompts_are_given_away_without_their_kv(autojump_clock):
 async def test_over_http_a_stream_ends_with_a_group_that_says_it(autojump_clock):
     body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 60, "stream": True, "seed": 1}
     async with open_memory_server(
-        connector=ScriptedConnector, step_seconds=0.01, block_count=200, context_tokens_max=400
+        connector=ScriptedConnector, step_seconds=0.01, block_count=200, max_model_len=400
     ) as server:
         found: list[tuple[int, dict[str, str], list[str]]] = []
         async with trio.open_nursery() as nursery:
@@ -251,9 +251,7 @@ async def test_an_engine_that_is_closed_holds_nothing_for_anybody(autojump_clock
         fake.assert_all_free()
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"connector": ScriptedConnector, "step_seconds_max": 0.5}], ids=["alone", "hung"]
-)
+@pytest.mark.parametrize("options", [{}, {"connector": ScriptedConnector, "step_timeout": 0.5}], ids=["alone", "hung"])
 async def test_what_would_not_be_given_away_in_time_is_ended_as_ever(autojump_clock, options):
     """Without a connector nothing is gained, and a step that hangs would tell nobody."""
     async with (

@@ -66,7 +66,7 @@ async def test_hostile_forms_harm_nobody_and_leave_nothing() -> None:
         except InvalidRequest:
             ended[name] = None
 
-    async with open_fake_engine(waiting_requests_max=64, new_text_threads=TextThreads) as engine:
+    async with open_fake_engine(max_queued_requests=64, new_text_threads=TextThreads) as engine:
         async with trio.open_nursery() as nursery:
             for name, form in HOSTILE.items():
                 nursery.start_soon(ask, name, form)

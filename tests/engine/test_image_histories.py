@@ -23,7 +23,7 @@ from trioserve.testing.fake_image_encoder import FAKE_IMAGES
 from trioserve.testing.invariants import check_core
 
 TEN = SamplingParams(max_tokens=10, ignore_eos=True, temperature=0.0)
-OPTIONS: dict[str, Any] = {"block_count": 300, "block_size": 4, "context_tokens_max": 900, "step_tokens_max": 64}
+OPTIONS: dict[str, Any] = {"block_count": 300, "block_size": 4, "max_model_len": 900, "max_num_batched_tokens": 64}
 
 
 def picture(colour: int) -> bytes:
@@ -49,7 +49,7 @@ async def play(seed: int, expected: dict[tuple[int, ...], str], rooms: tuple[int
     """rooms: how many tiles there may be room for; at least those of two images."""
     rng = random.Random(seed)
     limits = ImageLimits(outputs_bytes_max=rng.choice(rooms) * FAKE_IMAGES.tile_bytes)
-    async with open_fake_engine(image_limits=limits, waiting_requests_max=50, **OPTIONS) as fake:
+    async with open_fake_engine(image_limits=limits, max_queued_requests=50, **OPTIONS) as fake:
         scopes: list[trio.CancelScope] = []
         ends = 0
 

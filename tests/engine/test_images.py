@@ -45,7 +45,7 @@ def chat(*images: bytes, text: str = "What?", before: str = "") -> ChatPrompt:
 
 @asynccontextmanager
 async def seeing(**options: Any) -> AsyncIterator[FakeEngine]:
-    options = {"image_limits": ImageLimits(), "block_count": 512, "context_tokens_max": 1024, **options}
+    options = {"image_limits": ImageLimits(), "block_count": 512, "max_model_len": 1024, **options}
     async with open_fake_engine(**options) as fake:
         yield fake
         await wait_all_tasks_blocked()
@@ -93,7 +93,7 @@ async def test_equal_images_share_blocks_and_different_ones_share_those_before_t
 async def test_prompts_come_in_chunks_that_cut_through_an_image() -> None:
     async with seeing() as fake:
         expected = await said(fake, chat(png(3), png(4)))
-    async with seeing(step_tokens_max=8, max_num_seqs=4) as fake:
+    async with seeing(max_num_batched_tokens=8, max_num_seqs=4) as fake:
         assert await said(fake, chat(png(3), png(4))) == expected
 
 
@@ -102,7 +102,7 @@ async def test_a_preempted_request_is_computed_again_with_its_image() -> None:
         expected = [await said(fake, chat(png(colour)), SIXTY) for colour in range(3)]
         blocks = len(await fake.encode(chat(png()))) // 4 + 1
     async with seeing(
-        block_count=3 * blocks + 10, block_size=4, context_tokens_max=400, enable_prefix_caching=False
+        block_count=3 * blocks + 10, block_size=4, max_model_len=400, enable_prefix_caching=False
     ) as fake:
         texts: dict[int, str] = {}
 
@@ -369,7 +369,7 @@ async def test_a_model_for_texts_refuses_images_before_they_have_a_place() -> No
 
 
 async def test_images_count_for_the_context() -> None:
-    async with seeing(context_tokens_max=100) as fake:
+    async with seeing(max_model_len=100) as fake:
         with pytest.raises(ContextTooLong):
             await said(fake, chat(png()))
         assert fake.image_encoder.tile_count == 0

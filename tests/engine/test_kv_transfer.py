@@ -118,7 +118,7 @@ async def test_waiting_for_the_release_inside_the_scope(autojump_clock):
 
 
 async def test_a_hold_ends_at_its_deadline(autojump_clock):
-    async with engine_with_connector(hold_seconds_max=5.0) as fake:
+    async with engine_with_connector(kv_hold_timeout=5.0) as fake:
         async with fake.generate(PROMPT, ONE, kv_transfer=HOLD) as stream:
             assert [delta async for delta in stream]
             await stream.wait_until_released()
@@ -147,7 +147,7 @@ async def test_a_hold_that_is_kept_outlives_the_scope_and_is_found_by_its_id(aut
 
 async def test_a_held_request_has_no_place_and_no_lease(autojump_clock):
     async with (
-        engine_with_connector(max_num_seqs=1, waiting_requests_max=0) as fake,
+        engine_with_connector(max_num_seqs=1, max_queued_requests=0) as fake,
         fake.generate(PROMPT, ONE, kv_transfer=HOLD) as held,
     ):
         assert [delta async for delta in held]
@@ -158,7 +158,7 @@ async def test_a_held_request_has_no_place_and_no_lease(autojump_clock):
 
 
 async def test_beyond_the_share_that_may_be_held_a_response_says_nothing_of_kv(autojump_clock):
-    async with engine_with_connector(block_count=64, held_share_max=0.2) as fake:  # a prompt has 6 blocks
+    async with engine_with_connector(block_count=64, kv_held_share=0.2) as fake:  # a prompt has 6 blocks
         async with trio.open_nursery() as nursery:
             lasts = []
             for _ in range(3):
@@ -206,7 +206,7 @@ async def test_of_several_choices_the_first_one_loads(autojump_clock):
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 async def test_kv_that_does_not_come(policy, autojump_clock):
-    async with engine_with_connector(load_failure_policy=policy) as fake:
+    async with engine_with_connector(kv_load_failure_policy=policy) as fake:
         async with fake.generate(PROMPT, FEW, kv_transfer=LOAD) as stream:
             await wait_all_tasks_blocked()
             fake.connector.fail_loads()
@@ -292,7 +292,7 @@ async def test_a_connector_that_ends_by_itself_stops_nobody(autojump_clock, capl
             task_status.started()
             await trio.sleep(1)
 
-    async with open_fake_engine(connector=Short, hold_seconds_max=5.0) as fake:
+    async with open_fake_engine(connector=Short, kv_hold_timeout=5.0) as fake:
         await trio.sleep(2)
         async with fake.generate(PROMPT, ONE, kv_transfer=HOLD) as stream:
             assert [delta async for delta in stream]
@@ -336,7 +336,7 @@ async def test_the_connector_runs_from_before_the_first_step_until_after_the_las
 
 
 async def test_draining_waits_for_what_is_held(autojump_clock):
-    async with engine_with_connector(hold_seconds_max=7.0) as fake:
+    async with engine_with_connector(kv_hold_timeout=7.0) as fake:
         async with fake.generate(PROMPT, ONE, kv_transfer=HOLD) as stream:
             assert [delta async for delta in stream]
             stream.keep_hold()
@@ -347,7 +347,7 @@ async def test_draining_waits_for_what_is_held(autojump_clock):
 
 
 async def test_a_kind_of_fault_has_one_line_in_the_log(autojump_clock, caplog):
-    async with engine_with_connector(hold_seconds_max=1.0) as fake:
+    async with engine_with_connector(kv_hold_timeout=1.0) as fake:
         for _ in range(3):
             async with fake.generate(PROMPT, ONE, kv_transfer=HOLD) as stream:
                 assert [delta async for delta in stream]

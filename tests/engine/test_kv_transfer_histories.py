@@ -105,10 +105,10 @@ def test_whatever_happens_everything_is_back(seed):
             step_seconds=0.01,
             block_count=40,
             max_num_seqs=4,
-            waiting_requests_max=6,
-            hold_seconds_max=HOLD_SECONDS,
-            remote_kv_seconds_max=LOAD_SECONDS,
-            load_failure_policy="fail" if seed % 3 == 0 else "recompute",
+            max_queued_requests=6,
+            kv_hold_timeout=HOLD_SECONDS,
+            kv_load_timeout=LOAD_SECONDS,
+            kv_load_failure_policy="fail" if seed % 3 == 0 else "recompute",
         ) as fake:
             with trio.fail_after(60):
                 async with trio.open_nursery() as nursery:

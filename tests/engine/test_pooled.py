@@ -26,7 +26,7 @@ from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 from trioserve.testing.fake_executor import EMBEDDING_SIZE, FakeModel
 
 TEXTS = ("one", "and another", "a third one that is longer than the others by far", "4")
-WHOLE = {"encoder": "embed", "step_tokens_max": 64}
+WHOLE = {"encoder": "embed", "max_num_batched_tokens": 64}
 
 
 def expected(text: str, **asked: object) -> Pooled:
@@ -76,7 +76,7 @@ async def test_what_is_asked_of_the_vector_reaches_the_model(encoder, autojump_c
 @pytest.mark.parametrize("encoder", [None, "embed"])
 async def test_more_inputs_than_may_run_at_a_time_are_one_request(encoder, autojump_clock):
     texts = [f"text {index}" for index in range(50)]
-    async with open_fake_engine(encoder=encoder, max_num_seqs=4, waiting_requests_max=4, paused=True) as fake:
+    async with open_fake_engine(encoder=encoder, max_num_seqs=4, max_queued_requests=4, paused=True) as fake:
         async with fake.embed(texts) as stream:
             sequence_count_max = 0
             while (await fake.step()) is not None:
@@ -113,7 +113,7 @@ async def test_another_request_runs_beside_one_of_very_many_inputs(autojump_cloc
 @pytest.mark.parametrize("encoder", [None, "embed"])
 @pytest.mark.parametrize("steps_before", [0, 1, 3])
 async def test_leaving_between_steps_gives_everything_back_at_once(encoder, steps_before, autojump_clock):
-    async with open_fake_engine(encoder=encoder, max_num_seqs=4, step_tokens_max=16, paused=True) as fake:
+    async with open_fake_engine(encoder=encoder, max_num_seqs=4, max_num_batched_tokens=16, paused=True) as fake:
         async with fake.embed(["fourteen bytes"] * 20):
             await fake.step(steps_before)
         fake.assert_all_free()
@@ -149,7 +149,7 @@ async def test_leaving_while_inputs_are_tokenized(autojump_clock):
 
 
 async def test_an_input_that_is_too_long_is_named_and_nothing_is_computed(autojump_clock):
-    async with open_fake_engine(context_tokens_max=20) as fake:
+    async with open_fake_engine(max_model_len=20) as fake:
         with pytest.raises(ContextTooLong, match=r"input\[2\] has 49: shorten it") as caught:
             await fake.embed(TEXTS)
         assert caught.value.param == "input[2]"
@@ -165,13 +165,13 @@ async def test_an_input_that_is_too_long_is_named_and_nothing_is_computed(autoju
 
 
 async def test_a_prompt_may_be_as_long_as_the_context(autojump_clock):
-    async with open_fake_engine(context_tokens_max=20) as fake:
+    async with open_fake_engine(max_model_len=20) as fake:
         assert await fake.embed("x" * 20) == (expected("x" * 20),)
 
 
 async def test_what_is_computed_whole_is_as_long_as_a_step_has_room_for(autojump_clock):
     mean = PoolingParams(method="mean")
-    async with open_fake_engine(step_tokens_max=32, max_num_seqs=8) as fake:
+    async with open_fake_engine(max_num_batched_tokens=32, max_num_seqs=8) as fake:
         assert await fake.embed("x" * 25, mean) == (expected("x" * 25, method="mean"),)
         with pytest.raises(ContextTooLong, match="25 tokens for what is computed in one step, as here, and input has"):
             await fake.embed("x" * 26, mean)

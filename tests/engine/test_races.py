@@ -20,7 +20,7 @@ from trioserve.testing.invariants import check_idle
 from trioserve.trio_tools.worker_thread import WorkerThread
 
 LONG_PROMPT = "long " * 500
-LONG: dict[str, Any] = {"context_tokens_max": 4096, "block_count": 2048, "new_text_threads": TextThreads}
+LONG: dict[str, Any] = {"max_model_len": 4096, "block_count": 2048, "new_text_threads": TextThreads}
 
 
 class HeldTokenizing:
@@ -276,7 +276,7 @@ def test_ctrl_c_in_the_body_ends_everything():
 
     async def main() -> None:
         async with (
-            open_fake_engine(block_count=512, context_tokens_max=2048, new_text_threads=TextThreads) as fake,
+            open_fake_engine(block_count=512, max_model_len=2048, new_text_threads=TextThreads) as fake,
             fake.generate("prompt", SamplingParams(max_tokens=2000)) as stream,
         ):
             opened.append(fake)
@@ -295,8 +295,8 @@ async def test_prompts_that_are_being_prepared_have_their_places():
     async with (
         open_fake_engine(
             max_num_seqs=1,
-            waiting_requests_max=2,
-            context_tokens_max=512,
+            max_queued_requests=2,
+            max_model_len=512,
             block_count=128,
             new_text_threads=TextThreads,
         ) as fake,

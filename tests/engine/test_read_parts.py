@@ -24,8 +24,8 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {"a": 1}}\n</tool_call>'
 PROMPT = ChatPrompt(messages=[{"role": "user", "content": "Hi"}], tools=[TOOL])
 OPTIONS: dict[str, Any] = {
     "block_count": 512,
-    "context_tokens_max": 2048,
-    "step_tokens_max": 2048,
+    "max_model_len": 2048,
+    "max_num_batched_tokens": 2048,
     "reasoning_parser": "qwen3",
 }
 

@@ -58,7 +58,7 @@ async def ask(fake: FakeEngine, prompt: str, **sampling: object) -> None:
 
 
 async def test_each_stage_of_a_request_has_its_time(autojump_clock):
-    async with open_fake_engine(step_seconds=0.01, step_tokens_max=8) as fake:
+    async with open_fake_engine(step_seconds=0.01, max_num_batched_tokens=8) as fake:
         await ask(fake, "p" * 20, max_tokens=6)  # three steps of prompt, whose last one gives the first token
         assert shown(fake, "request_queue_time_seconds_sum") == pytest.approx(0.0)
         assert shown(fake, "request_prefill_time_seconds_sum") == pytest.approx(0.03)
@@ -72,7 +72,7 @@ async def test_each_stage_of_a_request_has_its_time(autojump_clock):
 
 
 async def test_each_size_is_counted_once_whether_it_was_asked_for_or_not(autojump_clock):
-    async with open_fake_engine(step_seconds=0.01) as fake:
+    async with open_fake_engine(step_seconds=0.01, max_model_len=128) as fake:
         await ask(fake, "seven..", max_tokens=3)
         async with fake.generate("four", SamplingParams(ignore_eos=True)) as stream:
             async for _ in stream:
@@ -192,7 +192,7 @@ async def test_who_waits_for_room_is_told_apart_and_the_reasons_add_up(autojump_
 
 async def test_what_is_preempted_or_carried_over_a_fault_is_counted_once(autojump_clock):
     async with open_fake_engine(
-        step_seconds=0.01, block_count=16, block_size=4, context_tokens_max=64, step_tokens_max=8, engine_restarts=1
+        step_seconds=0.01, block_count=16, block_size=4, max_model_len=64, max_num_batched_tokens=8, engine_restarts=1
     ) as fake:
         async with trio.open_nursery() as nursery:
             for letter in "abc":

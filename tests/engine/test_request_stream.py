@@ -130,7 +130,7 @@ async def test_leaving_the_line_frees_the_place_at_once_and_never_runs(autojump_
 
 @pytest.mark.parametrize("seconds", [0.0, 0.005, 0.015, 0.025, 0.035])
 async def test_a_deadline_around_a_request_ends_it_at_any_phase(seconds, autojump_clock):
-    async with open_fake_engine(step_seconds=0.01, step_tokens_max=8) as fake:
+    async with open_fake_engine(step_seconds=0.01, max_num_batched_tokens=8) as fake:
         with trio.move_on_after(seconds) as scope:
             await response_of(fake, max_tokens=100)
         assert scope.cancelled_caught
@@ -273,7 +273,7 @@ async def test_usage_is_known_when_the_response_is_complete(autojump_clock):
 
 
 async def test_without_max_tokens_the_response_ends_where_the_context_does(autojump_clock):
-    async with open_fake_engine(context_tokens_max=64) as fake:
+    async with open_fake_engine(max_model_len=64) as fake:
         assert len(await response_of(fake, ignore_eos=True)) == 64 - len(PROMPT)
 
 
@@ -322,7 +322,7 @@ async def test_end_tokens_end_the_response_unless_they_are_to_be_ignored(autojum
 
 async def test_a_full_line_refuses_before_it_tokenizes(autojump_clock, monkeypatch):
     """S14."""
-    async with open_fake_engine(max_num_seqs=1, waiting_requests_max=2) as fake:
+    async with open_fake_engine(max_num_seqs=1, max_queued_requests=2) as fake:
         fake.steps.hold()
         async with fake.generate(PROMPT), fake.generate(PROMPT), trio.open_nursery() as nursery:
             nursery.start_soon(response_of, fake)
@@ -360,7 +360,7 @@ async def test_a_full_line_refuses_before_it_tokenizes(autojump_clock, monkeypat
     ],
 )
 async def test_a_bad_request_is_refused_and_holds_nothing(prompt, sampling, error, words, autojump_clock):
-    async with open_fake_engine() as fake:
+    async with open_fake_engine(max_model_len=128) as fake:
         with pytest.raises(error, match=words):
             async with (stream := fake.generate(prompt, SamplingParams(**sampling))):
                 pass
@@ -375,7 +375,7 @@ async def test_a_long_prompt_is_tokenized_in_the_text_thread_and_can_be_left_mea
     # A real thread and so the real clock; nothing here waits for time to pass.
     import threading
 
-    async with open_fake_engine(block_count=2048, context_tokens_max=4096, new_text_threads=TextThreads) as fake:
+    async with open_fake_engine(block_count=2048, max_model_len=4096, new_text_threads=TextThreads) as fake:
         tokenizer = fake.tokenizer
         begun, go_on = trio.Event(), threading.Event()
         token = trio.lowlevel.current_trio_token()
@@ -406,7 +406,7 @@ async def test_a_long_prompt_is_tokenized_in_the_text_thread_and_can_be_left_mea
 async def test_an_abort_by_id_reaches_a_request_that_is_being_tokenized():
     import threading
 
-    async with open_fake_engine(block_count=2048, context_tokens_max=4096, new_text_threads=TextThreads) as fake:
+    async with open_fake_engine(block_count=2048, max_model_len=4096, new_text_threads=TextThreads) as fake:
         tokenizer = fake.tokenizer
         begun, go_on = trio.Event(), threading.Event()
         token = trio.lowlevel.current_trio_token()

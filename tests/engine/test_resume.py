@@ -20,7 +20,7 @@ from trioserve.testing.byte_tokenizer import END_TOKEN_ID
 
 PROMPT = "say it"
 TEXT = "Grüße an 🦆 und STOP ganz am Schluss, aber nicht StoP vorher"
-SMALL = {"block_count": 256, "context_tokens_max": 512, "step_tokens_max": 512}
+SMALL = {"block_count": 256, "max_model_len": 512, "max_num_batched_tokens": 512}
 
 
 class Read:
@@ -82,7 +82,7 @@ engines = st.fixed_dictionaries(
     {
         "response": st.sampled_from([TEXT, None]),
         "speculative_ngram": st.sampled_from([0, 4]),
-        "step_tokens_max": st.sampled_from([8, 32]),
+        "max_num_batched_tokens": st.sampled_from([8, 32]),
         "enable_prefix_caching": st.booleans(),
     }
 )
@@ -333,7 +333,7 @@ async def test_parts_go_on_behind_those_that_were_given() -> None:
 
 async def test_long_known_output_does_not_hold_up_the_event_loop(autojump_clock: trio.testing.MockClock) -> None:
     async with open_fake_engine(
-        block_count=4096, context_tokens_max=8192, step_tokens_max=4096, max_num_seqs=2
+        block_count=4096, max_model_len=8192, max_num_batched_tokens=4096, max_num_seqs=2
     ) as fake:
         sizes: list[int] = []
         run = fake._prompts.run

@@ -46,7 +46,7 @@ async def test_a_step_that_nobody_waits_for_is_told_from_the_others(autojump_clo
 
 
 async def test_the_last_thousand_are_kept_and_all_are_counted(autojump_clock):
-    async with open_fake_engine(step_seconds=1, block_count=300, context_tokens_max=STEPS_MAX + 50) as fake:
+    async with open_fake_engine(step_seconds=1, block_count=300, max_model_len=STEPS_MAX + 50) as fake:
         await answer(fake, STEPS_MAX + 7)
         steps = fake.step_times.latest()
         assert len(steps) == STEPS_MAX

@@ -128,7 +128,7 @@ async def test_ready_turns_while_a_step_is_too_old_and_back_when_it_ends(autojum
 
 
 async def test_health_turns_only_when_nobody_should_wait_any_more(autojump_clock):
-    async with open_memory_server(step_seconds_max=10, paused=True) as server, server.engine.generate("prompt", LONG):
+    async with open_memory_server(step_timeout=10, paused=True) as server, server.engine.generate("prompt", LONG):
         async with server.engine.held_step():
             await trio.sleep(49)
             assert await asked(server, "/health") == (200, None)
@@ -138,7 +138,7 @@ async def test_health_turns_only_when_nobody_should_wait_any_more(autojump_clock
 
 
 async def test_without_a_limit_nothing_turns(autojump_clock):
-    async with open_memory_server(step_seconds_max=0, paused=True) as server:
+    async with open_memory_server(step_timeout=0, paused=True) as server:
         fake = server.engine
         async with fake.generate("prompt", LONG), fake.held_step():
             await trio.sleep(3000)
@@ -263,7 +263,7 @@ async def test_a_pool_that_is_held_is_no_progress(autojump_clock):
     hold = KVTransferParams(do_remote_decode=True)
     one = SamplingParams(max_tokens=1)
     async with (
-        open_fake_engine(connector=ScriptedConnector, block_count=4, context_tokens_max=16, held_share_max=1.0) as fake,
+        open_fake_engine(connector=ScriptedConnector, block_count=4, max_model_len=16, kv_held_share=1.0) as fake,
         fake.generate("fifteen letters", one, kv_transfer=hold) as first,
     ):
         assert [delta async for delta in first][-1].kv_transfer is not None

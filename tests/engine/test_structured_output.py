@@ -118,7 +118,7 @@ async def test_max_tokens_end_it_in_the_middle(max_tokens):
         {"speculative_ngram": 4},
         {"draft_model_tokens": 4},
         {"overlap_steps": True},
-        {"block_count": 20, "context_tokens_max": 80},
+        {"block_count": 20, "max_model_len": 80},
     ],
 )
 async def test_it_is_the_same_text_with_drafts_overlap_and_preemption(settings):

@@ -11,7 +11,7 @@ import pytest
 from trioserve import ChatPrompt, ContentText, InvalidRequest, SamplingParams, ToolCallArguments, ToolCallBegin
 from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 
-OPTIONS: dict[str, Any] = {"block_count": 512, "context_tokens_max": 2048, "step_tokens_max": 2048}
+OPTIONS: dict[str, Any] = {"block_count": 512, "max_model_len": 2048, "max_num_batched_tokens": 2048}
 CALL = '<tool_call>\n{"name": "wash", "arguments": {"colour": "blue"}}\n</tool_call>'
 
 

@@ -35,7 +35,7 @@ async def opened(**limits: float) -> AsyncIterator[MemoryServer]:
         **{"stream_buffer_bytes_max": BUFFER_BYTES, "stall_seconds_max": STALL_SECONDS, **limits}
     )
     async with open_memory_server(
-        limits=the_limits, step_seconds=STEP_SECONDS, context_tokens_max=512, block_count=1024, max_num_seqs=16
+        limits=the_limits, step_seconds=STEP_SECONDS, max_model_len=512, block_count=1024, max_num_seqs=16
     ) as server:
         yield server
         await server.hang_up()
@@ -182,7 +182,7 @@ async def test_readers_that_stall_do_not_hold_up_the_end_of_the_server(autojump_
         open_memory_server(
             limits=FrontendLimits(stream_buffer_bytes_max=BUFFER_BYTES, stall_seconds_max=1000, close_seconds_max=1),
             step_seconds=STEP_SECONDS,
-            context_tokens_max=512,
+            max_model_len=512,
             block_count=1024,
         ) as server,
         trio.open_nursery() as nursery,

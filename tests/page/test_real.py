@@ -21,8 +21,8 @@ STEP_SECONDS = 0.07  # a response of 900 tokens takes as long as anything is wai
 OPTIONS: dict[str, Any] = {
     "response": "and so on, " * 300,  # what is made up may end at any token
     "block_count": 600,
-    "context_tokens_max": 2000,
-    "step_tokens_max": 64,
+    "max_model_len": 2000,
+    "max_num_batched_tokens": 64,
     "step_seconds": STEP_SECONDS,
 }
 CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Oslo"}}</tool_call>'

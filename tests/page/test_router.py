@@ -15,7 +15,7 @@ from .real_server import RealRouter
 
 pytestmark = pytest.mark.slow
 
-ENGINES = {"block_count": 600, "context_tokens_max": 2000, "step_seconds": 0.05}
+ENGINES = {"block_count": 600, "max_model_len": 2000, "step_seconds": 0.05}
 
 
 @pytest.fixture

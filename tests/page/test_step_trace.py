@@ -36,7 +36,7 @@ QUERY = """
 
 async def traced() -> bytes:
     """Of some requests that come together, with steps that are planned ahead."""
-    options = {"step_seconds": 0.002, "block_count": 400, "context_tokens_max": 1000, "overlap_steps": True}
+    options = {"step_seconds": 0.002, "block_count": 400, "max_model_len": 1000, "overlap_steps": True}
     async with open_memory_server(**options) as server:
 
         async def ask(length: int) -> None:

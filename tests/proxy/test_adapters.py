@@ -50,7 +50,7 @@ async def test_a_request_goes_to_where_its_adapter_is(open_setup, autojump_clock
 
 @pytest.mark.parametrize("home", ["a", "b"])
 async def test_a_prompt_goes_to_where_its_blocks_of_this_adapter_are(open_setup, home, autojump_clock):
-    engine = {"kv_events_max": 1000, "adapters": {"x": "/one", "y": "/two"}}
+    engine = {"kv_events_max": 1000, "lora_modules": ("x=/one", "y=/two")}
     async with open_setup("ab", engine=engine, policy="kv_aware", tokenizer=byte_tokenizer()) as setup:
         await trio.sleep(HEALTH_SECONDS)
         other = "b" if home == "a" else "a"
@@ -66,7 +66,7 @@ async def test_a_prompt_goes_to_where_its_blocks_of_this_adapter_are(open_setup,
 
 
 STREAMED = {"prompt": "x", "max_tokens": 20, "temperature": 0, "stream": True, "model": "x"}
-PAUSED = {"paused": True, "context_tokens_max": 256, "block_count": 128, "adapters": {"x": "/one"}}
+PAUSED = {"paused": True, "max_model_len": 256, "block_count": 128, "lora_modules": ("x=/one",)}
 
 
 async def text_of(response) -> str:

@@ -81,7 +81,7 @@ async def test_what_fails_at_one_endpoint_is_said_and_the_other_keeps_it(open_se
 
 
 async def test_where_adapters_are_fixed_both_endpoints_say_so(open_setup):
-    async with open_setup("ab", engine={"adapters": {"sql": "/adapters/sql"}}) as setup:
+    async with open_setup("ab", engine={"lora_modules": ("sql=/adapters/sql",)}) as setup:
         status, said = await post(setup, LOAD, {**SQL, "lora_name": "more"})
         assert (status, said["error"]["code"]) == (404, "adapter_failed")
         assert "start it with --enable-lora" in said["error"]["message"]

@@ -11,7 +11,7 @@ from trioserve.router.endpoint_state import EndpointHealth
 
 CHAT = "/v1/completions"
 WATCH = WatchSettings(health_seconds=1, load_seconds=1, response_seconds_max=1, listens=False)
-ENGINE = {"response": "abc", "step_seconds": 0.01, "step_seconds_max": 20}
+ENGINE = {"response": "abc", "step_seconds": 0.01, "step_timeout": 20}
 
 
 def body(**fields):

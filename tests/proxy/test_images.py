@@ -19,7 +19,7 @@ pytest.importorskip("PIL")
 PATH = "/v1/chat/completions"
 SEES: dict[str, Any] = {
     "image_limits": ImageLimits(),
-    "context_tokens_max": 800,
+    "max_model_len": 800,
     "block_count": 400,
 }
 
@@ -116,7 +116,7 @@ async def test_whoever_leaves_while_an_image_is_encoded_leaves_the_endpoint_too(
 async def test_a_stream_about_an_image_goes_on_at_another_endpoint(open_setup, read_cut):
     texts = set()
     for step, is_cut in ((60, False), (14, True)):
-        engine = {**SEES, "step_tokens_max": 256, "paused": True}
+        engine = {**SEES, "max_num_batched_tokens": 256, "paused": True}
         async with open_setup("ab", engine=engine) as setup:
             body = chat(png(7), stream=True, max_tokens=40)
             response, is_over = await read_cut(setup, PATH, body, step=step)

@@ -13,7 +13,7 @@ from trioserve.api.caller import AccessRules
 from trioserve.proxy import router_app
 
 RESPONSES = "/v1/responses"
-ENGINE = {"response": "good morning", "context_tokens_max": 1000, "block_count": 600, "step_tokens_max": 600}
+ENGINE = {"response": "good morning", "max_model_len": 1000, "block_count": 600, "max_num_batched_tokens": 600}
 
 
 def asked(text: str = "hello", **fields: object) -> dict[str, object]:

@@ -172,7 +172,7 @@ async def test_an_engine_that_starts_anew_has_nothing_until_it_says_so(open_rout
 
 
 async def test_endpoints_that_tell_nothing_get_what_they_got_before(open_routed, autojump_clock):
-    async with open_routed(engine={"kv_events_max": 0, "block_count": 64, "context_tokens_max": 256}) as setup:
+    async with open_routed(engine={"kv_events_max": 0, "block_count": 64, "max_model_len": 256}) as setup:
         long_text = BEGINNING * 5  # a guess is made in blocks of 128 bytes
         await ask(setup, text_body(long_text), at="b")
         assert await ask(setup, text_body(long_text + "a king")) == "b"

@@ -21,7 +21,7 @@ USER = {"role": "user", "content": "Weather in Oslo?"}
 BODY = {"model": "fake", "messages": [USER]}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
-LARGE = {"block_count": 512, "context_tokens_max": 2048, "step_tokens_max": 2048}
+LARGE = {"block_count": 512, "max_model_len": 2048, "max_num_batched_tokens": 2048}
 
 
 def lines(response: Any) -> list[dict[str, Any]]:

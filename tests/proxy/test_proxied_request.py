@@ -162,7 +162,7 @@ async def test_when_nobody_can_be_reached_the_client_is_told_so_in_the_end(open_
 @pytest.mark.parametrize("stream", [True, False])
 async def test_all_that_wait_for_their_first_token_survive_the_end_of_their_endpoint(open_setup, stream):
     """There are more of them than the retry budget has tries."""
-    engine = {"paused": True, "response": "abc", "waiting_requests_max": 100}
+    engine = {"paused": True, "response": "abc", "max_queued_requests": 100}
     async with open_setup(engine=engine, leases_max=100, waiting_depth_max=100) as setup:
         statuses = []
 
@@ -291,7 +291,7 @@ async def test_without_resumption_a_stream_that_breaks_ends_with_an_error(open_s
 
 
 async def test_an_engine_that_breaks_is_told_to_streaming_clients_and_replaced_for_the_others(open_setup):
-    async with open_setup("a", engine={"waiting_requests_max": 0, "max_num_seqs": 1, "paused": True}) as setup:
+    async with open_setup("a", engine={"max_queued_requests": 0, "max_num_seqs": 1, "paused": True}) as setup:
         # The endpoint itself refuses: its 429 is the client's when nobody else can take it.
         async with setup.client().ask(CHAT, body()):
             await wait_all_tasks_blocked()

@@ -78,8 +78,8 @@ async def test_a_response_is_the_same_wherever_its_endpoint_goes(open_setup, rea
         "paused": True,
         "response": response,
         "block_count": 512,
-        "context_tokens_max": 2048,
-        "step_tokens_max": 2048,
+        "max_model_len": 2048,
+        "max_num_batched_tokens": 2048,
     }
     async with open_setup(engine=engine, failures_max=1_000_000, continuations_per_second_max=1e6) as setup:
         step, undisturbed, is_over = 1, None, False  # before a token it would be another story

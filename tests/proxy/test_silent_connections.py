@@ -106,7 +106,7 @@ async def test_a_whole_response_is_asked_for_elsewhere(open_setup, go_silent, au
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_long_prompt_is_waited_for(open_setup, autojump_clock, stream):
     """Steps of far more than the bound, of which the engine says nothing but that it is alive."""
-    engine = {**ENGINE, "step_seconds": 90.0, "step_seconds_max": 3600.0}
+    engine = {**ENGINE, "step_seconds": 90.0, "step_timeout": 3600.0}
     async with open_setup(**{**OPTIONS, "engine": engine}) as setup:
         response = await setup.client().post(CHAT, body(max_tokens=2, stream=stream))
         assert response.status == 200

@@ -313,7 +313,7 @@ async def test_a_position_that_is_none_is_refused():
 
 
 async def test_a_stream_of_too_many_choices_has_no_ids_and_a_client_is_told_so():
-    engine = {"max_num_seqs": 160, "block_count": 2000, "step_tokens_max": 2000, "waiting_requests_max": 200}
+    engine = {"max_num_seqs": 160, "block_count": 2000, "max_num_batched_tokens": 2000, "max_queued_requests": 200}
     prompts = {"prompt": ["x", "y"], "max_tokens": 1}
     async with opened(engine=engine, sequences_max=200) as setup:
         setup.resume()

@@ -6,7 +6,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from trioserve import Deadlines, EngineFault, FinishReason, SamplingParams
+from trioserve import ContextTooLong, Deadlines, EngineFault, FinishReason, SamplingParams, StartupError
 from trioserve.testing import FakeEngine, InjectedFault, assert_all_free, open_fake_engine
 
 
@@ -33,7 +33,7 @@ async def test_it_says_what_it_is_told(options, expected):
 
 async def test_a_script_survives_preemption(autojump_clock):
     async with (
-        open_fake_engine(response=lambda prompt: prompt * 3, block_count=12, context_tokens_max=48) as engine,
+        open_fake_engine(response=lambda prompt: prompt * 3, block_count=12, max_model_len=48) as engine,
         trio.open_nursery() as nursery,
     ):
 
@@ -204,7 +204,7 @@ async def test_a_failing_request_fails_alone():
 
 
 async def test_deadlines_have_defaults_and_limits(autojump_clock):
-    options = {"deadlines": Deadlines(timeout=2), "deadlines_max": Deadlines(queue_timeout=1)}
+    options = {"request_timeout": 2, "max_queue_timeout": 1}
     async with open_fake_engine(paused=True, **options) as engine:
         async with engine.generate("hello", deadlines=Deadlines(queue_timeout=60)) as stream:
             last = await anext(stream)
@@ -213,6 +213,55 @@ async def test_deadlines_have_defaults_and_limits(autojump_clock):
             "queue_timeout",
             1.0,
         )
+
+
+# --- options ---
+
+
+async def test_default_context_and_pool_hold_4096_tokens():
+    async with open_fake_engine() as engine:
+        assert engine.model.context_tokens_max == 4096
+        assert engine.core.settings.block_count * engine.core.settings.block_size == 4096
+
+
+@pytest.mark.parametrize(
+    ("options", "context_tokens", "block_count"),
+    [
+        ({"block_count": 8}, 32, 8),
+        ({"max_model_len": 10_000}, 10_000, 2500),
+        ({"max_model_len": 128}, 128, 1024),
+        ({"block_size": 16}, 4096, 256),
+    ],
+)
+async def test_context_and_pool_follow_from_each_other(options, context_tokens, block_count):
+    async with open_fake_engine(**options) as engine:
+        settings = engine.core.settings
+        assert (settings.context_tokens_max, settings.block_count) == (context_tokens, block_count)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_model_len": 0}, "max_model_len is 0, it must be at least 1"),
+        ({"max_model_len": 40, "block_count": 4}, "lower max_model_len or raise block_count"),
+        ({"max_num_seqs": 64}, "raise max_num_batched_tokens or lower max_num_seqs"),
+        ({"max_queued_requests": -1}, "max_queued_requests is -1, it must be 0 or more"),
+        ({"step_timeout": -1}, "step_timeout is -1, it must be 0 to 86400 seconds"),
+        ({"kv_hold_timeout": 0}, "kv_hold_timeout is 0, it must be above 0"),
+        ({"lora_modules": ("a",)}, "^lora_modules 'a' has no name and path"),
+    ],
+)
+async def test_message_names_option_as_test_writes_it(options, message):
+    with pytest.raises(StartupError, match=message):
+        async with open_fake_engine(**options):
+            pass
+
+
+async def test_message_about_long_prompt_names_option():
+    async with open_fake_engine() as engine:
+        for prompt in ("x" * 5000, [97] * 5000, [97] * 4096):
+            with pytest.raises(ContextTooLong, match=r"or raise max_model_len$"):
+                await text_of(engine, prompt)
 
 
 # --- what is left at the end of a test ---

@@ -54,7 +54,7 @@ async def test_who_has_left_during_a_step_is_told_of_too(autojump_clock):
         engine.assert_all_free()
 
 
-@pytest.mark.fake_image_engine(slot_count=1, seed=3)
+@pytest.mark.fake_image_engine(max_num_seqs=1, seed=3)
 async def test_the_fixture_has_the_options_of_its_marker(fake_image_engine):
     assert fake_image_engine.stats().slots_total == 1
     async with fake_image_engine.generate_image("a cat") as stream:

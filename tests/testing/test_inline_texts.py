@@ -15,7 +15,7 @@ DEEP = '{"type": "array", "items": ' * 40 + "{}" + "}" * 40
 
 
 async def test_a_clock_that_jumps_does_not_run_on_while_texts_and_forms_are_worked_on(autojump_clock):
-    async with open_fake_engine(context_tokens_max=30_000, block_count=8_000) as engine, trio.open_nursery() as nursery:
+    async with open_fake_engine(max_model_len=30_000, block_count=8_000) as engine, trio.open_nursery() as nursery:
         nursery.start_soon(trio.sleep, 1)  # to where it would jump
         token_ids = await engine.encode(TEXT)
         with engine.tokenizing() as texts:

@@ -113,7 +113,7 @@ async def test_http1_has_one_request_at_a_time():
 
 
 async def test_large_bodies_pass_in_both_directions(http):
-    async with open_memory_server(context_tokens_max=300_000, block_count=100_000) as server:
+    async with open_memory_server(max_model_len=300_000, block_count=100_000) as server:
         prompt = "x" * 200_000
         response = await server.client(http=http).post("/tokenize", {"prompt": prompt})
         assert (await response.json())["count"] == len(prompt)
@@ -122,7 +122,7 @@ async def test_large_bodies_pass_in_both_directions(http):
 @pytest.mark.slow
 async def test_a_client_that_does_not_read_holds_the_server_back(http, autojump_clock):
     """Bytes on their way are bounded as between sockets, so a slow reader is cancelled as one is there."""
-    async with open_memory_server(context_tokens_max=4_000, block_count=1_000, step_seconds=0.1) as server:
+    async with open_memory_server(max_model_len=4_000, block_count=1_000, step_seconds=0.1) as server:
         body = {"prompt": "hello", "max_tokens": 3_900, "ignore_eos": True, "stream": True}
         async with server.client(http=http).ask("/v1/completions", body):
             await trio.sleep(200)

@@ -127,8 +127,10 @@ def test_what_it_says_beside_the_script_is_soon_over() -> None:
 async def test_a_server_says_it() -> None:
     model = PreferringModel(ScriptedChat("hermes", RULES).drafts)
     tokenizer = byte_tokenizer(chat_template("hermes"))
-    options: dict[str, Any] = {"context_tokens_max": 2000, "block_count": 600, "step_tokens_max": 500}
-    async with open_memory_server(model=model, tokenizer=tokenizer, served_names=("scripted",), **options) as server:
+    options: dict[str, Any] = {"max_model_len": 2000, "block_count": 600, "max_num_batched_tokens": 500}
+    async with open_memory_server(
+        model=model, tokenizer=tokenizer, served_model_name=("scripted",), **options
+    ) as server:
         response = await server.client().post("/v1/chat/completions", {"messages": [user("Hello")]})
         body = await response.json()
     assert body["model"] == "scripted"

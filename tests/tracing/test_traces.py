@@ -88,7 +88,7 @@ async def test_waiting_requests_span_ends_with_cancel_and_free(collector, otel, 
 
 
 async def test_refused_request_has_a_span_with_its_error(collector, otel, autojump_clock):
-    async with open_memory_server(tracer=otel.tracer, step_seconds=1, max_num_seqs=1, waiting_requests_max=0) as server:
+    async with open_memory_server(tracer=otel.tracer, step_seconds=1, max_num_seqs=1, max_queued_requests=0) as server:
         async with server.client().ask(PATH, body(max_tokens=50, stream=True)):
             await server.client().post(PATH, body())
         await trio.sleep(2)

@@ -199,7 +199,7 @@ async def test_a_fault_of_the_engine_reaches_every_client_before_the_server_ends
 
 async def test_drain_waits_for_holds_as_for_running_requests(autojump_clock):
     async def serve_with_a_hold(seconds: float, settings: StoppingSettings) -> None:
-        async with open_fake_engine(connector=ScriptedConnector, hold_seconds_max=seconds) as fake:
+        async with open_fake_engine(connector=ScriptedConnector, kv_hold_timeout=seconds) as fake:
             asked = KVTransferParams(do_remote_decode=True)
             async with fake.generate("prompt", SamplingParams(max_tokens=1), kv_transfer=asked) as stream:
                 assert [delta async for delta in stream]
@@ -239,7 +239,7 @@ async def test_blocks_handed_over_at_the_deadline_are_held_until_fetched_or_the_
                 await trio.sleep(fetched_after)
                 fake.connector.release_all()
 
-    async with open_fake_engine(step_seconds=0.1, connector=ScriptedConnector, hold_seconds_max=100) as fake:
+    async with open_fake_engine(step_seconds=0.1, connector=ScriptedConnector, kv_hold_timeout=100) as fake:
         front_end = Reader(fake, ["one"])
         settings = StoppingSettings(drain_seconds_max=3, grace_seconds_max=2)
         service = Service(HandsOver(fake), front_end, settings, wait_for_rest=fake.wait_until_idle)

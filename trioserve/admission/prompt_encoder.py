@@ -159,7 +159,7 @@ class PromptEncoder:
         if len(prompt) > self._context_tokens_max:
             raise ContextTooLong(
                 f"This model's maximum context length is {self._context_tokens_max} tokens, and the prompt has "
-                f"{len(prompt)} tokens: shorten it",
+                f"{len(prompt)} tokens: shorten it, or raise max_model_len",
                 param="prompt",
             )
         return await self.run(lambda: self._checked(prompt), size=len(prompt) * TOKEN_CHARACTERS)
@@ -296,7 +296,8 @@ class PromptEncoder:
         if token_count_min > self._context_tokens_max:
             raise ContextTooLong(
                 f"This model's maximum context length is {self._context_tokens_max} tokens, and the prompt has "
-                f"{len(text)} characters, which are at least {token_count_min} tokens: shorten it",
+                f"{len(text)} characters, which are at least {token_count_min} tokens: shorten it, or raise "
+                "max_model_len",
                 param=param,
             )
 

@@ -124,7 +124,7 @@ class EngineCore:
             raise ContextTooLong(
                 f"This model's maximum context length is {self.settings.context_tokens_max} tokens, prompt and "
                 f"response together, but the prompt has {prompt_count} and max_tokens asks for "
-                f"{request.output_tokens_max}: shorten the prompt or lower max_tokens",
+                f"{request.output_tokens_max}: shorten the prompt, lower max_tokens, or raise max_model_len",
                 param="max_tokens",
             )
         if request.known_output:
@@ -564,13 +564,13 @@ class EngineCore:
         if prompt_count > self.settings.context_tokens_max:
             raise ContextTooLong(
                 f"This model's maximum context length is {self.settings.context_tokens_max} tokens, and the prompt has "
-                f"{prompt_count}: shorten it",
+                f"{prompt_count}: shorten it, or raise max_model_len",
                 param="prompt",
             )
         if request.pooling.is_whole and prompt_count > self.settings.whole_tokens_max:
             raise ContextTooLong(
                 f"the prompt has {prompt_count} tokens and must be computed in one step, but a step has at most "
-                f"{self.settings.whole_tokens_max} tokens for it: shorten it or raise --max-num-batched-tokens",
+                f"{self.settings.whole_tokens_max} tokens for it: shorten it or raise max_num_batched_tokens",
                 param="prompt",
             )
 

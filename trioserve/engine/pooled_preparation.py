@@ -159,12 +159,12 @@ def _check_length(name: str, count: int, tokens_max: int, context_tokens_max: in
     if tokens_max == context_tokens_max:
         raise ContextTooLong(
             f"This model's maximum context length is {context_tokens_max} tokens, and {name} has {count}: shorten it, "
-            "or have it cut off with truncate_prompt_tokens",
+            "have it cut off with truncate_prompt_tokens, or raise max_model_len",
             param=name,
         )
     raise ContextTooLong(
         f"This model's maximum context length is {tokens_max} tokens for what is computed in one step, as here, and "
         f"{name} has {count}: shorten it, have it cut off with truncate_prompt_tokens, or raise "
-        "--max-num-batched-tokens",
+        "max_num_batched_tokens",
         param=name,
     )

@@ -124,7 +124,8 @@ class RequestPreparation:
         if room < 1:
             raise ContextTooLong(
                 f"This model's maximum context length is {self._model.context_tokens_max} tokens, with at least one of "
-                f"response, and the prompt has {len(request.prompt_token_ids)} tokens: shorten it",
+                f"response, and the prompt has {len(request.prompt_token_ids)} tokens: shorten it, or "
+                "raise max_model_len",
                 param="prompt",
             )
         max_tokens = request.sampling.max_tokens

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from trioserve.admission.settings import AdmissionSettings
-from trioserve.contracts.errors import StartupError
+from trioserve.contracts.deadlines import Deadlines
+from trioserve.contracts.errors import InvalidRequest, StartupError
 
-__all__ = ["RESTARTS_MAX", "EngineSettings"]
+__all__ = ["RESTARTS_MAX", "EngineSettings", "deadlines_of"]
 
 RESTARTS_MAX = 100  # within ten minutes; an engine that breaks more often serves nobody
 
@@ -31,3 +32,18 @@ class EngineSettings(AdmissionSettings, frozen=True, kw_only=True):
             raise StartupError(f"restarts_max is {self.restarts_max}, it must be 0 to {RESTARTS_MAX}")
         if self.step_seconds_max is not None and not 0 <= self.step_seconds_max <= 86_400:
             raise StartupError(f"step_seconds_max is {self.step_seconds_max}, it must be 0 to 86400 seconds")
+
+
+def deadlines_of(queue: float | None, first_token: float | None, total: float | None) -> Deadlines:
+    """Make deadlines of three options.
+
+    Args:
+        queue, first_token, total: seconds. None: no such deadline.
+
+    Raises:
+        StartupError: one of them is out of range.
+    """
+    try:
+        return Deadlines(queue_timeout=queue, ttft_timeout=first_token, timeout=total)
+    except InvalidRequest as error:
+        raise StartupError(str(error)) from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import cache
 from hashlib import blake2b
@@ -13,7 +13,6 @@ import trio
 
 from trioserve.admission.text_threads import TextThreads
 from trioserve.contracts.adapter import AdapterId
-from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.contracts.images import ImageLimits
 from trioserve.contracts.kv_transfer import EngineRole, RunningConnector
@@ -26,9 +25,10 @@ from trioserve.engine.engine_parts import EngineParts
 from trioserve.engine.mask_rows import MasksAtOnce
 from trioserve.engine.model_description import PooledModel
 from trioserve.engine.open_request import OpenRequest
-from trioserve.engine.settings import EngineSettings
+from trioserve.engine.settings import EngineSettings, deadlines_of
 from trioserve.engine.shell.supervisor import supervise
 from trioserve.metrics.registry import Metrics
+from trioserve.model.loading.settings import lora_modules as read_lora_modules
 from trioserve.testing.accounting import assert_all_free
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID, IMAGE_CHAT_TEMPLATE, byte_tokenizer
 from trioserve.testing.controlled_steps import ControlledSteps
@@ -40,9 +40,11 @@ from trioserve.testing.gated_core import GatedCore
 from trioserve.testing.inline_pictures import InlineDecoder
 from trioserve.testing.inline_texts import InlineTexts
 from trioserve.testing.invariants import check_idle
+from trioserve.testing.option_names import options_named
 from trioserve.testing.own_seeds import next_own_seed
 from trioserve.testing.scripted_model import NextToken, Response, answering, following
 from trioserve.testing.stepped_by_hand import InjectedFault, SteppedByHand
+from trioserve.testing.waits import WATCH
 from trioserve.text.form_compiler import FormCompiler
 from trioserve.text.guide_factory import GuideFactory
 from trioserve.text.response_families import Leniency, ResponseFamilies
@@ -53,6 +55,8 @@ from trioserve.trio_tools.own_run import opened_once
 
 __all__ = ["FakeEngine", "InjectedFault", "byte_form_compiler", "fake_adapter_digest", "open_fake_engine"]
 
+
+CONTEXT_TOKENS = 4096
 
 NewConnector = Callable[[FakeExecutor, Callable[[], None]], RunningConnector]
 
@@ -147,8 +151,13 @@ class FakeEngine(SteppedByHand[StepPlan], Engine):
         self.core, self.steps, self.executor, self.connector = core, steps, steps.executor, parts.connector
         assert isinstance(parts.weights, FakeWeightPlace)
         self.weights = parts.weights
+        WATCH.add(self)
         assert parts.image_encoder is None or isinstance(parts.image_encoder, FakeImageEncoder)
         self.image_encoder = parts.image_encoder
+
+    def _leave(self, request: OpenRequest) -> None:
+        WATCH.note_leaving(self, request)
+        super()._leave(request)
 
     # --- what is left ---
 
@@ -223,11 +232,11 @@ def byte_form_compiler() -> FormCompiler:
 @opened_once
 async def open_fake_engine(
     *,
-    block_count: int = 64,
+    block_count: int | None = None,
     block_size: int = 4,
-    context_tokens_max: int = 128,
+    max_model_len: int | None = None,
     max_num_seqs: int = 8,
-    step_tokens_max: int = 32,
+    max_num_batched_tokens: int = 32,
     wide_prompt_stretch: float = 1.5,
     enable_prefix_caching: bool = True,
     speculative_ngram: int = 0,
@@ -235,9 +244,15 @@ async def open_fake_engine(
     overlap_steps: bool = False,
     state_slots: int = 0,
     snapshot_slots: int = 0,
-    waiting_requests_max: int = 16,
-    waiting_prompt_tokens_max: int = 1_000_000,
-    waiting_seconds_max: float = 600.0,
+    max_queued_requests: int = 16,
+    max_queued_tokens: int = 1_000_000,
+    max_queue_wait: float = 600.0,
+    queue_timeout: float | None = None,
+    ttft_timeout: float | None = None,
+    request_timeout: float | None = None,
+    max_queue_timeout: float | None = None,
+    max_ttft_timeout: float | None = None,
+    max_request_timeout: float | None = None,
     tool_call_parser: str = "auto",
     tool_call_leniency: Leniency = "strict",
     reasoning_parser: str = "auto",
@@ -248,71 +263,82 @@ async def open_fake_engine(
     next_token: NextToken | None = None,
     model: FakeModel | None = None,
     tokenizer: Tokenizer | None = None,
-    served_names: tuple[str, ...] = ("fake",),
+    served_model_name: tuple[str, ...] = ("fake",),
     new_executor: Callable[..., FakeExecutor] = FakeExecutor,
-    deadlines: Deadlines | None = None,
-    deadlines_max: Deadlines | None = None,
-    step_seconds_max: float | None = None,
+    step_timeout: float | None = None,
     connector: NewConnector | None = None,
     role: EngineRole = "both",
-    hold_seconds_max: float = 10.0,
-    remote_kv_seconds_max: float = 10.0,
-    held_share_max: float = 0.5,
-    load_failure_policy: Literal["recompute", "fail"] = "recompute",
+    kv_hold_timeout: float = 10.0,
+    kv_load_timeout: float = 10.0,
+    kv_held_share: float = 0.5,
+    kv_load_failure_policy: Literal["recompute", "fail"] = "recompute",
     encoder: Literal["embed", "score"] | None = None,
     engine_restarts: int = 0,
     opening_seconds: float = 0.0,
     image_limits: ImageLimits | None = None,
     media: MediaFetcher | None = None,
-    adapters: Mapping[str, str] | None = None,
-    adapters_max: int = 8,
+    lora_modules: tuple[str, ...] = (),
+    max_loras: int = 8,
     adapter_seconds: float = 0.0,
     tile_seconds: float = 0.0,
     new_text_threads: type[TextThreads] = InlineTexts,
     seed: int | None = None,
 ) -> AsyncIterator[FakeEngine]:
-    """An engine as open_engine gives it, but for the model: bytes are tokens, and a forward pass takes step_seconds.
+    """Open an engine without weights: bytes are tokens, and everything but the model is what open_engine opens.
 
-    The limits are the engine's: KV blocks and tokens in each, tokens of prompt and response, requests that run, tokens
-    a step computes (a longer prompt comes in chunks, as wide as wide_prompt_stretch lets them be), draft tokens of a
-    request in a step, from its own text (speculative_ngram) or by a draft model that is right and wrong by turns
-    (draft_model_tokens), requests that wait, the tokens of their prompts and for how long, changes of the prefix cache
-    that are kept for `GET /kv_events` (0: it is off). overlap_steps: a step is planned while another runs, unless the
-    engine is paused. state_slots, snapshot_slots: above 0 the model has layers that keep a state, in so many slots, and
-    so many copies of such for the prefix cache.
-    tool_call_parser, reasoning_parser: how it writes calls of tools and thoughts: names of families; "auto" takes the
-    common format for calls, and no thoughts. tool_call_leniency: "lenient" reads bare and fenced JSON as calls, too.
-    paused: no step begins until step(), held_step() or resume(). What it says, of these at most one: `response`, a text
-    or a function of the prompt's text; `next_token`, a function of the tokens so far; `model`. Otherwise it follows
-    from the prompt, but looks random. tokenizer: a byte_tokenizer with another chat template. served_names: the model's
-    names. new_executor: FakeExecutor, or what checks less. deadlines, deadlines_max: defaults and upper limits for
-    every request. step_seconds_max: how old a step may get; None and 0: as in EngineSettings. connector: makes one from
-    the executor and what wakes the engine, such as ScriptedConnector; with it go the engine's role, how long blocks are
-    held and KV is waited for, the share of the pool that may be held, and what becomes of a request whose KV does not
-    come.
+    The KV blocks are watched: a step that reads a block which another request overwrote is an AssertionError. Leaving
+    does what leaving open_engine does.
 
-    engine_restarts: how often it is opened anew after a fault, which takes opening_seconds and leaves the KV empty. So
-    does waking up, of every level.
+    Args:
+        block_count: KV blocks in the pool. Default: as many as hold 4,096 tokens, or max_model_len if that is more.
+        block_size: tokens in one KV block.
+        max_model_len: tokens of prompt and response together. Default: 4,096, or what the pool holds if that is less.
+        max_num_seqs: sequences that are computed at a time.
+        max_num_batched_tokens: tokens computed in one step. Longer prompts are computed in chunks.
+        wide_prompt_stretch, enable_prefix_caching, overlap_steps, engine_restarts, step_timeout: as in open_engine. An
+            engine that is paused plans no step ahead.
+        speculative_ngram: draft tokens of a request in a step, taken from its own text. 0: off.
+        draft_model_tokens: draft tokens by a draft model that is right, wrong, too long or silent by turns. 0: off.
+        state_slots, snapshot_slots: above 0, layers keep a state per sequence, in so many slots, and the prefix cache
+            has so many copies.
+        max_queued_requests, max_queued_tokens, max_queue_wait: requests that may wait, tokens of their prompts, and
+            seconds.
+        queue_timeout, ttft_timeout, request_timeout: deadlines in seconds of requests that name none.
+        max_queue_timeout, max_ttft_timeout, max_request_timeout: the longest deadlines that a request may name.
+        tool_call_parser, tool_call_leniency, reasoning_parser: how the model writes tool calls and reasoning. "auto"
+            reads the common format of calls, and no reasoning.
+        kv_events_max: changes of the prefix cache that are kept for `GET /kv_events`. 0: off.
+        step_seconds: seconds that a forward pass takes, by the clock of the Trio program.
+        paused: begin no step until step(), held_step() or resume().
+        response: what the model says: a text, or a function of the prompt's text. Give at most one of response,
+            next_token and model. Without any, the tokens look random and follow from the prompt.
+        next_token: the next token id, as a function of the token ids of prompt and response so far.
+        model: the fake model itself.
+        tokenizer: a byte_tokenizer with another chat template.
+        served_model_name: the model's names.
+        new_executor: FakeExecutor, or one that checks less.
+        connector: makes a KV connector from the executor and the function that wakes the engine, such as
+            ScriptedConnector.
+        role, kv_hold_timeout, kv_load_timeout, kv_held_share: as in open_engine, for an engine with a connector.
+        kv_load_failure_policy: whether a request whose KV does not arrive is computed here, or fails.
+        encoder: play a model that keeps no KV and returns embeddings, or scores of pairs.
+        opening_seconds: seconds that opening the engine again takes, after a fault and after sleep.
+        image_limits: limits for images in prompts. None: the model reads text only.
+        media: fetches images from URLs.
+        lora_modules: LoRA adapters to load at the start, each "name=path". Every path is an adapter here, except one
+            that contains "missing".
+        max_loras: adapters that may be loaded.
+        adapter_seconds: seconds that reading an adapter takes.
+        tile_seconds: seconds that encoding an image tile takes.
+        new_text_threads: InlineTexts works on texts, images and grammars in the event loop, so that an autojump clock
+            does not run ahead. TextThreads uses real threads, as open_engine does.
+        seed: source of the seeds of requests that name none. Default: the same in every run, and a different one for
+            each engine of a Trio program.
 
-    adapters: LoRA adapters that are loaded at the start, each name with a path. Others may be loaded while it runs:
-    every path is one, whose digest follows from the path, and what it says from the digest. adapters_max: so many.
-    adapter_seconds: what reading one takes, in the clock's time.
-
-    encoder: it plays one that continues no text, keeps no KV, and gives vectors, or scores of pairs. Any other gives
-    vectors besides; they follow from the prompt and from what is asked.
-
-    image_limits: its model sees images, as many and as large ones; None: it reads text alone. media: fetches those that
-    are elsewhere. tile_seconds: what encoding a tile takes, in the clock's time.
-
-    new_text_threads: InlineTexts works on texts, images and forms in the event loop, so that a clock that jumps does
-    not run on meanwhile; TextThreads in real threads, as open_engine does.
-
-    seed: of the seeds of requests that name none; None: one that is the same in every run, and another one for each
-    engine that a Trio program opens.
-
-    Inside, the KV blocks are watched: a step that reads a block that another request wrote to is an AssertionError.
-    Leaving does what leaving open_engine does.
+    Raises:
+        StartupError: an option is out of range, or two contradict each other. The message names them as they are here.
     """
+    WATCH.note_use()
     given = [choice for choice in (response, next_token, model) if choice is not None]
     assert len(given) <= 1, "give one of response, next_token and model, or none"
     if response is not None:
@@ -320,37 +346,43 @@ async def open_fake_engine(
     elif next_token is not None:
         model = following(next_token)
     keeps_kv = encoder is None
+    if block_count is None:
+        block_count = -(-max(CONTEXT_TOKENS, max_model_len or 0) // max(1, block_size))
+    if max_model_len is None:
+        max_model_len = min(CONTEXT_TOKENS, block_count * block_size) if keeps_kv else CONTEXT_TOKENS
     block_count = block_count if keeps_kv else 0
-    core_settings = CoreSettings(
-        block_count=block_count,
-        block_size=block_size,
-        context_tokens_max=context_tokens_max,
-        max_num_seqs=max_num_seqs,
-        step_tokens_max=step_tokens_max,
-        wide_prompt_stretch=wide_prompt_stretch,
-        enable_prefix_caching=enable_prefix_caching and keeps_kv,
-        keeps_kv=keeps_kv,
-        overlap_steps=overlap_steps,
-        state_slot_count=state_slots,
-        snapshot_slot_count=snapshot_slots,
-        draft_tokens_max=speculative_ngram or draft_model_tokens,
-        draft_source="model" if draft_model_tokens else "text",
-        hold_seconds_max=hold_seconds_max,
-        remote_kv_seconds_max=remote_kv_seconds_max,
-        held_share_max=held_share_max,
-        load_failure_policy=load_failure_policy,
-    )
-    settings = EngineSettings(
-        waiting_requests_max=waiting_requests_max,
-        waiting_prompt_tokens_max=waiting_prompt_tokens_max,
-        waiting_seconds_max=waiting_seconds_max,
-        kv_events_max=kv_events_max,
-        deadlines=deadlines or Deadlines(),
-        deadlines_max=deadlines_max or Deadlines(),
-        step_seconds_max=step_seconds_max,
-        restarts_max=engine_restarts,
-        seed=next_own_seed() if seed is None else seed,
-    )
+    with options_named():
+        modules = read_lora_modules(lora_modules)
+        core_settings = CoreSettings(
+            block_count=block_count,
+            block_size=block_size,
+            context_tokens_max=max_model_len,
+            max_num_seqs=max_num_seqs,
+            step_tokens_max=max_num_batched_tokens,
+            wide_prompt_stretch=wide_prompt_stretch,
+            enable_prefix_caching=enable_prefix_caching and keeps_kv,
+            keeps_kv=keeps_kv,
+            overlap_steps=overlap_steps,
+            state_slot_count=state_slots,
+            snapshot_slot_count=snapshot_slots,
+            draft_tokens_max=speculative_ngram or draft_model_tokens,
+            draft_source="model" if draft_model_tokens else "text",
+            hold_seconds_max=kv_hold_timeout,
+            remote_kv_seconds_max=kv_load_timeout,
+            held_share_max=kv_held_share,
+            load_failure_policy=kv_load_failure_policy,
+        )
+        settings = EngineSettings(
+            waiting_requests_max=max_queued_requests,
+            waiting_prompt_tokens_max=max_queued_tokens,
+            waiting_seconds_max=max_queue_wait,
+            kv_events_max=kv_events_max,
+            deadlines=deadlines_of(queue_timeout, ttft_timeout, request_timeout),
+            deadlines_max=deadlines_of(max_queue_timeout, max_ttft_timeout, max_request_timeout),
+            step_seconds_max=step_timeout,
+            restarts_max=engine_restarts,
+            seed=next_own_seed() if seed is None else seed,
+        )
 
     @asynccontextmanager
     async def open_parts() -> AsyncIterator[EngineParts]:
@@ -402,7 +434,7 @@ async def open_fake_engine(
 
     opened: list[FakeEngine] = []
     fake_adapters = Adapters(
-        _fake_adapter_reader(adapter_seconds), adapters_max=adapters_max, reserved_names=served_names
+        _fake_adapter_reader(adapter_seconds), adapters_max=max_loras, reserved_names=served_model_name
     )
 
     def make_engine(parts: EngineParts) -> FakeEngine:
@@ -411,7 +443,7 @@ async def open_fake_engine(
             text_threads,
             settings,
             role=None if parts.connector is None else role,
-            served_names=served_names,
+            served_names=served_model_name,
             tokenizer=tokenizer,
             tool_call_parser=tool_call_parser,
             tool_call_leniency=tool_call_leniency,
@@ -428,7 +460,7 @@ async def open_fake_engine(
         async with new_text_threads() as text_threads, trio.open_nursery() as nursery:
             engine = await nursery.start(supervise, open_parts, make_engine)
             nursery.start_soon(engine.keep_deadlines)
-            for name, path in (adapters or {}).items():
-                await engine.load_adapter(name, path)
+            for module in modules:
+                await engine.load_adapter(module.name, module.path)
             yield engine
             nursery.cancel_scope.cancel()

@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 
 import trio
 
-from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.image_generation import ImageModelDescription, ImageRequestLimits, Picture
 from trioserve.contracts.iterative import IterativePlan, IterativeResult
 from trioserve.core.iterative.engine import IterativeCore
@@ -17,7 +16,7 @@ from trioserve.engine.images.image_engine import ImageEngine
 from trioserve.engine.images.image_parts import ImageParts
 from trioserve.engine.images.image_stream import ImageStream
 from trioserve.engine.images.open_image import OpenImage
-from trioserve.engine.settings import EngineSettings
+from trioserve.engine.settings import EngineSettings, deadlines_of
 from trioserve.engine.shell.supervisor import supervise
 from trioserve.metrics.registry import IMAGE_SERVER_PARTS, Metrics
 from trioserve.testing.accounting import assert_all_free
@@ -26,8 +25,10 @@ from trioserve.testing.fake_nap import FakeNap
 from trioserve.testing.fake_pictures import FakePictureExecutor, picture_after
 from trioserve.testing.gated_core import GatedImageCore
 from trioserve.testing.iterative_invariants import check_iterative_idle
+from trioserve.testing.option_names import options_named
 from trioserve.testing.own_seeds import next_own_seed
 from trioserve.testing.stepped_by_hand import InjectedFault, SteppedByHand
+from trioserve.testing.waits import WATCH
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.own_run import opened_once
 
@@ -88,6 +89,11 @@ class FakeImageEngine(SteppedByHand[IterativePlan], ImageEngine):
         assert isinstance(parts.steps, ControlledSteps)
         assert isinstance(parts.steps.executor, FakePictureExecutor)
         self.core, self.steps, self.executor = parts.core, parts.steps, parts.steps.executor
+        WATCH.add(self)
+
+    def _leave(self, request: OpenImage) -> None:
+        WATCH.note_leaving(self, request)
+        super()._leave(request)
 
     # --- what it makes, and what is left ---
 
@@ -120,48 +126,67 @@ class FakeImageEngine(SteppedByHand[IterativePlan], ImageEngine):
 @opened_once
 async def open_fake_image_engine(
     *,
-    slot_count: int = 4,
-    kept_slot_count: int = 2,
+    max_num_seqs: int = 4,
+    kept_slots: int = 2,
     step_work_max: int = 8,
-    waiting_requests_max: int = 16,
-    waiting_seconds_max: float = 600.0,
+    max_queued_requests: int = 16,
+    max_queue_wait: float = 600.0,
+    queue_timeout: float | None = None,
+    ttft_timeout: float | None = None,
+    request_timeout: float | None = None,
+    max_queue_timeout: float | None = None,
+    max_ttft_timeout: float | None = None,
+    max_request_timeout: float | None = None,
     step_seconds: float = 0.0,
     paused: bool = False,
     model: ImageModelDescription = FAKE_IMAGE_MODEL,
     limits: ImageRequestLimits | None = None,
-    deadlines: Deadlines | None = None,
-    deadlines_max: Deadlines | None = None,
-    step_seconds_max: float | None = None,
+    step_timeout: float | None = None,
     engine_restarts: int = 0,
     opening_seconds: float = 0.0,
     seed: int | None = None,
     new_executor: Callable[[int], FakePictureExecutor] = FakePictureExecutor,
 ) -> AsyncIterator[FakeImageEngine]:
-    """An engine as open_image_engine gives it, but for the model: a picture has one colour, which follows from what was
-    asked, its seed and its steps (FakeImageEngine.expected), and a forward pass takes step_seconds.
+    """Open an engine of pictures without weights: everything but the model is what open_image_engine opens.
 
-    The limits are the engine's: latent slots, further ones for the latents of preempted pictures, what one step may
-    cost, requests that wait and for how long. paused: no step begins until step(), held_step() or resume(). model: what
-    it says of itself, and so what it takes; FAKE_IMAGE_MODEL takes texts. limits, deadlines, deadlines_max,
-    step_seconds_max: as in ImageEngine and EngineSettings. engine_restarts: how often it is opened anew after a fault,
-    which takes opening_seconds; so does waking up. seed: of the seeds of requests that name none; None: one that
-    is the same in every run, and another one for each engine that a Trio program opens.
+    A picture has one colour, which follows from the request, its seed and its steps (FakeImageEngine.expected). The
+    slots are watched: a step that reads what another request wrote is an AssertionError. Leaving does what leaving
+    open_image_engine does.
 
-    Inside, the slots are watched: a step that reads what another request wrote is an AssertionError. Leaving does what
-    leaving open_image_engine does.
+    Args:
+        max_num_seqs: pictures that are computed at a time, each in a latent slot.
+        kept_slots: further slots, for the latents of preempted pictures.
+        step_work_max: cost of one forward pass, in the units of FAKE_IMAGE_MODEL.
+        max_queued_requests, max_queue_wait: requests that may wait, and seconds.
+        queue_timeout, ttft_timeout, request_timeout: deadlines in seconds of requests that name none.
+        max_queue_timeout, max_ttft_timeout, max_request_timeout: the longest deadlines that a request may name.
+        step_seconds: seconds that a forward pass takes, by the clock of the Trio program.
+        paused: begin no step until step(), held_step() or resume().
+        model: description of the model, and so what it accepts. FAKE_IMAGE_MODEL accepts texts.
+        limits: what a request may ask for.
+        step_timeout, engine_restarts: as in open_image_engine.
+        opening_seconds: seconds that opening the engine again takes, after a fault and after sleep.
+        seed: source of the seeds of requests that name none. Default: the same in every run, and a different one for
+            each engine of a Trio program.
+        new_executor: FakePictureExecutor, or one that behaves otherwise.
+
+    Raises:
+        StartupError: an option is out of range. The message names it as it is here.
     """
-    core_settings = IterativeSettings(
-        slot_count=slot_count, kept_slot_count=kept_slot_count, step_work_max=step_work_max
-    )
-    settings = EngineSettings(
-        waiting_requests_max=waiting_requests_max,
-        waiting_seconds_max=waiting_seconds_max,
-        deadlines=deadlines or Deadlines(),
-        deadlines_max=deadlines_max or Deadlines(),
-        step_seconds_max=step_seconds_max,
-        restarts_max=engine_restarts,
-        seed=next_own_seed() if seed is None else seed,
-    )
+    WATCH.note_use()
+    with options_named():
+        core_settings = IterativeSettings(
+            slot_count=max_num_seqs, kept_slot_count=kept_slots, step_work_max=step_work_max
+        )
+        settings = EngineSettings(
+            waiting_requests_max=max_queued_requests,
+            waiting_seconds_max=max_queue_wait,
+            deadlines=deadlines_of(queue_timeout, ttft_timeout, request_timeout),
+            deadlines_max=deadlines_of(max_queue_timeout, max_ttft_timeout, max_request_timeout),
+            step_seconds_max=step_timeout,
+            restarts_max=engine_restarts,
+            seed=next_own_seed() if seed is None else seed,
+        )
     opened: list[FakeImageEngine] = []
 
     async def make_parts() -> ImageParts:
@@ -170,7 +195,7 @@ async def open_fake_image_engine(
             if opened[0].broken_openings:
                 opened[0].broken_openings -= 1
                 raise InjectedFault("a test broke the opening")
-        executor = new_executor(slot_count + kept_slot_count)
+        executor = new_executor(max_num_seqs + kept_slots)
         core = GatedImageCore(core_settings, is_paused=opened[0].core.is_paused if opened else paused)
         steps = ControlledSteps(executor, seconds=opened[0].step_seconds if opened else step_seconds)
         return ImageParts(core, steps, nap=FakeNap(make_parts))

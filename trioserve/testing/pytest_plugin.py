@@ -5,7 +5,8 @@ pytest loads this by itself once trioserve is installed. It imports nothing of t
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import sys
+from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,6 +30,9 @@ else:
 
 T = TypeVar("T")
 
+WAITS = "trioserve.testing.waits"
+"""Looked up among the loaded modules: a program without fake engines never loads it."""
+
 __all__ = ["fake_engine", "fake_engine_options", "fake_image_engine", "memory_server"]
 
 
@@ -43,6 +47,57 @@ def pytest_configure(config: pytest.Config) -> None:
         "fake_image_engine(**options): options of trioserve.testing.open_fake_image_engine, for this test's fixture "
         "fake_image_engine",
     )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    if (waits := sys.modules.get(WAITS)) is not None:
+        waits.WATCH.begin_test()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[Any]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Report the sentence of a failure first, and of a hung test what its requests wait for.
+
+    Tests that open no fake engine are reported as ever.
+    """
+    waits = sys.modules.get(WAITS)
+    if waits is None or not waits.WATCH.is_used or call.excinfo is None:
+        return (yield)
+    errors = _errors_of(call.excinfo.value)
+    if call.excinfo.value is not errors[0] and len(errors) == 1:
+        call.excinfo = pytest.ExceptionInfo.from_exception(errors[0])
+    report = yield
+    if report.failed:
+        if len(errors) > 1 and (crash := getattr(report.longrepr, "reprcrash", None)) is not None:
+            crash.message = f"{_sentence_of(errors[0])} (and {len(errors) - 1} more)"
+            report.sections.append(("Errors", "\n".join(map(_sentence_of, errors))))
+        if any(_is_hang(error) for error in errors) and (lines := waits.WATCH.lines()):
+            report.sections.append(("What requests wait for", "\n".join(lines)))
+    return report
+
+
+def _errors_of(error: BaseException) -> list[BaseException]:
+    """The errors in a group, in order. What pytest-timeout raises inside of Trio's run loop is not Trio's fault."""
+    if isinstance(error, BaseExceptionGroup):
+        leaves = [leaf for part in error.exceptions for leaf in _errors_of(part)]
+        return list({id(leaf): leaf for leaf in leaves}.values())
+    while type(error).__name__ == "TrioInternalError" and (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
+    return [error]
+
+
+def _sentence_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _is_hang(error: BaseException) -> bool:
+    """pytest-timeout fails the test, and trio.fail_after raises TooSlowError."""
+    is_from_timeout = isinstance(error, pytest.fail.Exception) and "Timeout" in str(error)
+    return is_from_timeout or type(error).__name__ == "TooSlowError"
 
 
 @pytest.fixture

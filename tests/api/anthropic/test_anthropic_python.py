@@ -38,7 +38,9 @@ class Transport(httpx2.AsyncBaseTransport):
 @asynccontextmanager
 async def opened(response: str) -> AsyncIterator[anthropic.AsyncAnthropic]:
     async with (
-        open_memory_server(response=response, block_count=512, context_tokens_max=2048, step_tokens_max=2048) as server,
+        open_memory_server(
+            response=response, block_count=512, max_model_len=2048, max_num_batched_tokens=2048
+        ) as server,
         httpx2.AsyncClient(transport=Transport(MemoryTransport(server.client))) as web,
         anthropic.AsyncAnthropic(base_url="http://memory", api_key="none", http_client=web, max_retries=0) as client,
     ):

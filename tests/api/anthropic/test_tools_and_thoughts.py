@@ -35,8 +35,8 @@ async def opened(make_api: Any, response: str, **options: Any) -> AsyncIterator[
     async with open_fake_engine(
         response=response,
         block_count=512,
-        context_tokens_max=2048,
-        step_tokens_max=2048,
+        max_model_len=2048,
+        max_num_batched_tokens=2048,
         reasoning_parser="qwen3",
         **options,
     ) as engine:

@@ -34,7 +34,7 @@ async def step(server: MemoryServer) -> None:
 @pytest.mark.parametrize("step_count", [0, 1, 2, 5])
 async def test_a_client_that_leaves_frees_everything_a_step_later(http, stream, step_count, autojump_clock):
     """In the prefill, of several chunks, and between two tokens."""
-    async with open_memory_server(step_tokens_max=16, block_count=128) as server, trio.open_nursery() as nursery:
+    async with open_memory_server(max_num_batched_tokens=16, block_count=128) as server, trio.open_nursery() as nursery:
         server.engine.steps.hold()
         client = server.client(http=http)
 
@@ -74,7 +74,7 @@ async def test_a_client_that_leaves_the_queue_costs_nothing(autojump_clock):
 
 
 async def test_silence_is_told_by_pings(autojump_clock):
-    async with open_memory_server(step_seconds=10, step_tokens_max=16) as server:
+    async with open_memory_server(step_seconds=10, max_num_batched_tokens=16) as server:
         response = await server.client().post(PATH, body("p" * 40, max_tokens=2))
         assert response.body.count(b"event: ping\n") >= 3
         assert response.body.index(b"event: ping") < response.body.index(b"event: content_block_start")
@@ -111,7 +111,7 @@ async def test_a_deadline_of_the_request_ends_it(autojump_clock):
 async def test_every_max_tokens_is_served_and_clamped_to_the_room() -> None:
     context_tokens_max = 64
     async with open_memory_server(
-        context_tokens_max=context_tokens_max, step_tokens_max=context_tokens_max, block_count=64
+        max_model_len=context_tokens_max, max_num_batched_tokens=context_tokens_max, block_count=64
     ) as server:
         client = server.client()
 

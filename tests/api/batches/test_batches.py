@@ -184,7 +184,7 @@ async def test_lines_run_behind_everybody_else_and_leave_room(owner_of, batch_li
 
 
 async def test_a_full_queue_makes_lines_wait_and_not_fail(owner_of, batch_line, autojump_clock):
-    async with open_memory_server(step_seconds=0.1, max_num_seqs=2, waiting_requests_max=1) as server:
+    async with open_memory_server(step_seconds=0.1, max_num_seqs=2, max_queued_requests=1) as server:
         owner = owner_of(server)
         made = await owner.batch(*(batch_line(f"r{index}") for index in range(3)))
         async with trio.open_nursery() as nursery:

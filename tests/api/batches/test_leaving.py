@@ -25,7 +25,7 @@ async def step(server) -> None:
 @pytest.mark.parametrize("step_count", [0, 1, 2, 4])
 async def test_cancelling_frees_everything_a_step_later(owner_of, batch_line, step_count, autojump_clock):
     """In the prefill and between two tokens; lines that wait in the queue, too."""
-    async with open_memory_server(step_tokens_max=16, block_count=128, max_num_seqs=4) as server:
+    async with open_memory_server(max_num_batched_tokens=16, block_count=128, max_num_seqs=4) as server:
         owner = owner_of(server)
         server.engine.steps.hold()
         lines = [batch_line(f"r{index}", f"{index} is more than one chunk", max_tokens=30) for index in range(6)]

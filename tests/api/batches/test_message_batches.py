@@ -114,7 +114,7 @@ async def test_one_that_breaks_off_while_it_is_cancelled_is_cancelled(owner_of, 
 
 
 async def test_one_that_expires_tells_of_every_request(owner_of, autojump_clock):
-    async with open_memory_server(step_seconds=300, step_seconds_max=1000, max_num_seqs=2) as server:
+    async with open_memory_server(step_seconds=300, step_timeout=1000, max_num_seqs=2) as server:
         owner = owner_of(server)
         batch = await made(owner, *(request(f"r{index}", max_tokens=30) for index in range(20)))
         await trio.sleep(86_399)

@@ -176,7 +176,7 @@ async def test_it_sleeps_as_a_server_of_texts_does_and_what_is_kept_is_made_anew
 
 
 async def test_a_server_that_leaves_finishes_what_runs_and_refuses_the_rest() -> None:
-    async with open_memory_image_server(paused=True, slot_count=1) as server:
+    async with open_memory_image_server(paused=True, max_num_seqs=1) as server:
         running, waiting = server.client(), server.client()
         async with running.ask(PATH, CAT) as first, waiting.ask(PATH, CAT) as second:
             await server.engine.step(2)

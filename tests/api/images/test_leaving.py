@@ -70,7 +70,7 @@ async def test_leaving_between_two_steps_gives_slots_back_at_once(phase: str, wa
 
 
 async def test_leaving_the_queue_lets_the_next_one_in() -> None:
-    async with open_memory_image_server(paused=True, slot_count=1) as server:
+    async with open_memory_image_server(paused=True, max_num_seqs=1) as server:
         first, second, third = (server.client() for _ in range(3))
         async with first.ask(GENERATIONS, {"prompt": "a"}), third.ask(GENERATIONS, {"prompt": "c"}) as response:
             async with second.ask(GENERATIONS, {"prompt": "b"}):

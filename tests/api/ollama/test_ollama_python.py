@@ -44,7 +44,7 @@ def weather(city: str) -> str:
 async def opened(response: str | None = "Hello!", **options: Any) -> AsyncIterator[ollama.AsyncClient]:
     """response: None: what looks random, where nothing restrains it."""
     async with open_memory_server(
-        response=response, block_count=512, context_tokens_max=2048, step_tokens_max=2048, **options
+        response=response, block_count=512, max_model_len=2048, max_num_batched_tokens=2048, **options
     ) as server:
         client = ollama.AsyncClient(host="http://memory", transport=MemoryTransport(server.client))
         async with client._client:
@@ -189,7 +189,7 @@ def text_of(values: list[dict[str, Any]]) -> str:
 
 async def test_a_stream_goes_on_behind_what_its_client_has() -> None:
     """As events, whose ids tell what a client has: the rest is what the undisturbed stream would have been."""
-    async with open_memory_server(block_count=512, context_tokens_max=2048) as server:
+    async with open_memory_server(block_count=512, max_model_len=2048) as server:
         asked = {"messages": [USER], "options": {"num_predict": 30, "seed": 5, "temperature": 1}}
         resumable = {"x-trioserve-resumable": "1", "x-request-id": "mine"}
         async with server.client().ask("/api/chat", asked, headers=resumable) as response:

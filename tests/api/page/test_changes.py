@@ -73,7 +73,12 @@ async def test_changes_make_what_a_new_snapshot_says(seed: int, mock_clock: Mock
     connector = ScriptedConnector if seed % 2 else None
     scopes: dict[str, trio.CancelScope] = {}
     async with open_fake_engine(
-        paused=True, block_count=40, max_num_seqs=4, step_tokens_max=24, waiting_requests_max=60, connector=connector
+        paused=True,
+        block_count=40,
+        max_num_seqs=4,
+        max_num_batched_tokens=24,
+        max_queued_requests=60,
+        connector=connector,
     ) as engine:
         feed = engine.live_feed
         with feed.watching():

@@ -71,7 +71,7 @@ async def test_a_reader_gets_a_snapshot_and_then_what_changes(memory_server, moc
         (name, snapshot), *others = reader.events
         assert (name, others) == ("snapshot", [])
         assert snapshot["server"]["model"] == "fake"
-        assert snapshot["blocks"] == [[64, 0]]
+        assert snapshot["blocks"] == [[1024, 0]]
 
 
 @pytest.mark.fake_engine(paused=True)

@@ -54,7 +54,7 @@ def text_of(response: dict[str, Any]) -> str:
 def opened() -> Any:
     @asynccontextmanager
     async def open_server(*, keys: tuple[str, ...] = (), **options: Any) -> AsyncIterator[Any]:
-        options = {"response": "Hello!", "context_tokens_max": 2048, "block_count": 1024, **options}
+        options = {"response": "Hello!", "max_model_len": 2048, "block_count": 1024, **options}
         async with open_memory_server(api_keys=keys, **options) as server:
             yield [Asker(server, key) for key in keys] if keys else Asker(server)
             await server.assert_all_free()

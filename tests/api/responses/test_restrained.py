@@ -66,7 +66,7 @@ async def test_a_call_goes_to_and_fro(opened, autojump_clock):
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "wash"}])
 async def test_a_call_can_be_forced(opened, autojump_clock, choice):
-    async with opened(response=None, step_tokens_max=2048) as api:
+    async with opened(response=None, max_num_batched_tokens=2048) as api:
         response, _ = await both(api, input="Go.", tools=[WASH], tool_choice=choice, seed=1)
         assert {item["type"] for item in response["output"]} == {"function_call"}
         for call in response["output"]:

@@ -29,7 +29,7 @@ SETTINGS = DetachSettings(seconds_max=60, streams_max=4, streams_of_one_max=2)
 
 @asynccontextmanager
 async def opened(*, settings=SETTINGS, **options):
-    options = {"response": TEXT, "context_tokens_max": 2048, "block_count": 1024, "paused": True, **options}
+    options = {"response": TEXT, "max_model_len": 2048, "block_count": 1024, "paused": True, **options}
     async with open_memory_server(detaching=settings, **options) as server:
         yield server
         await server.assert_all_free()
@@ -331,7 +331,7 @@ async def test_a_reader_that_keeps_up_may_read_more_than_is_kept(autojump_clock)
 async def test_a_slow_reader_is_waited_for_and_then_becomes_one_that_has_left(autojump_clock):
     settings = DetachSettings(seconds_max=60, bytes_max=20_000)
     limits = FrontendLimits(stall_seconds_max=5, stream_buffer_bytes_max=2048)
-    options = {"step_seconds": 0.01, "context_tokens_max": 1000, "limits": limits}
+    options = {"step_seconds": 0.01, "max_model_len": 1000, "limits": limits}
     async with opened(settings=settings, response=None, paused=False, **options) as server:
         async with asked(server) as response:
             await response.head()

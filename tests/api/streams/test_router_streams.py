@@ -17,7 +17,7 @@ SETTINGS = DetachSettings(seconds_max=5, streams_max=2, streams_of_one_max=2)
 
 @asynccontextmanager
 async def opened(*, settings=SETTINGS, **options):
-    options = {"response": TEXT, "context_tokens_max": 2048, "block_count": 1024, "paused": True, **options}
+    options = {"response": TEXT, "max_model_len": 2048, "block_count": 1024, "paused": True, **options}
     async with open_memory_server(router_grace=settings, **options) as server:
         yield server
         await server.assert_all_free()

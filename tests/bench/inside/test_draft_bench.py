@@ -21,8 +21,8 @@ def open_engine():
         async with open_fake_engine(
             response="round and round it goes, " * 20,
             block_count=2_000,
-            context_tokens_max=4_000,
-            step_tokens_max=8_000,
+            max_model_len=4_000,
+            max_num_batched_tokens=8_000,
             **options,
         ) as engine:
             yield engine

@@ -16,7 +16,7 @@ def test_every_figure_is_in_the_table_and_in_the_json(capsys):
     @asynccontextmanager
     async def open_engine(model, *, max_num_seqs, overlap_steps, kv_cache_memory):
         assert (model, max_num_seqs, kv_cache_memory) == ("some", 3, 0.25)
-        async with open_fake_engine(max_num_seqs=3, overlap_steps=overlap_steps, step_tokens_max=200) as engine:
+        async with open_fake_engine(max_num_seqs=3, overlap_steps=overlap_steps, max_num_batched_tokens=200) as engine:
             opened.append(engine)
             yield engine
 

@@ -19,8 +19,8 @@ def test_every_figure_is_in_the_table_and_in_the_json(capsys):
         async with open_fake_engine(
             max_num_seqs=max_num_seqs,
             block_count=2_000,
-            context_tokens_max=4_000,
-            step_tokens_max=64,
+            max_model_len=4_000,
+            max_num_batched_tokens=64,
             wide_prompt_stretch=wide_prompt_stretch,
         ) as engine:
             engines.append(engine)

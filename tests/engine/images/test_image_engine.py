@@ -81,7 +81,7 @@ async def test_a_picture_is_the_same_whatever_else_runs(autojump_clock):
 
     alone: dict[int, object] = {}
     crowd: dict[int, object] = {}
-    async with open_fake_image_engine(step_seconds=0.5, waiting_requests_max=40) as fake:
+    async with open_fake_image_engine(step_seconds=0.5, max_queued_requests=40) as fake:
         for seed in range(20):
             await make(seed % 7 + 1, seed, 0, alone)
         async with trio.open_nursery() as nursery:
@@ -93,7 +93,7 @@ async def test_a_picture_is_the_same_whatever_else_runs(autojump_clock):
 
 
 async def test_a_better_priority_goes_first_and_who_made_room_goes_on_from_where_it_was(autojump_clock):
-    async with open_fake_image_engine(slot_count=1, kept_slot_count=1, step_seconds=1) as fake:
+    async with open_fake_image_engine(max_num_seqs=1, kept_slots=1, step_seconds=1) as fake:
         ends: list[tuple[str, float]] = []
         begun_at = trio.current_time()
 
@@ -115,7 +115,7 @@ async def test_a_better_priority_goes_first_and_who_made_room_goes_on_from_where
 
 @pytest.mark.parametrize("waiting_count", [0, 4, 5, 12])
 async def test_a_better_priority_waits_for_a_step_however_many_worse_ones_wait(waiting_count, autojump_clock):
-    async with open_fake_image_engine(slot_count=1, kept_slot_count=1, step_seconds=1) as fake:
+    async with open_fake_image_engine(max_num_seqs=1, kept_slots=1, step_seconds=1) as fake:
         async with trio.open_nursery() as nursery:
             for number in range(1 + waiting_count):
                 nursery.start_soon(fake.generate_image(f"number {number}", ImageParams(steps=9), priority=1)._all)
@@ -128,7 +128,7 @@ async def test_a_better_priority_waits_for_a_step_however_many_worse_ones_wait(w
 
 
 async def test_no_more_go_before_others_than_latents_can_be_kept(autojump_clock):
-    async with open_fake_image_engine(slot_count=1, kept_slot_count=2, waiting_requests_max=20, paused=True) as fake:
+    async with open_fake_image_engine(max_num_seqs=1, kept_slots=2, max_queued_requests=20, paused=True) as fake:
         async with trio.open_nursery() as nursery:
             for number in range(6):
                 nursery.start_soon(fake.generate_image(f"number {number}", priority=1)._all)
@@ -143,7 +143,7 @@ async def test_no_more_go_before_others_than_latents_can_be_kept(autojump_clock)
 
 
 async def test_more_than_may_wait_are_refused_and_nothing_is_held_for_them(autojump_clock):
-    async with open_fake_image_engine(slot_count=1, waiting_requests_max=0, paused=True) as fake:
+    async with open_fake_image_engine(max_num_seqs=1, max_queued_requests=0, paused=True) as fake:
         async with fake.generate_image("one"):
             with pytest.raises(Overloaded) as refusal:
                 await fake.generate_image("two")
@@ -153,13 +153,13 @@ async def test_more_than_may_wait_are_refused_and_nothing_is_held_for_them(autoj
 
 
 async def test_more_pictures_than_slots_come_one_after_the_other(autojump_clock):
-    async with open_fake_image_engine(slot_count=2, step_seconds=1) as fake:
+    async with open_fake_image_engine(max_num_seqs=2, step_seconds=1) as fake:
         assert len(await fake.generate_image("many", ImageParams(n=5))) == 5
         fake.assert_all_free()
 
 
 async def test_more_pictures_than_may_ever_wait_are_refused(autojump_clock):
-    async with open_fake_image_engine(slot_count=1, waiting_requests_max=2) as fake:
+    async with open_fake_image_engine(max_num_seqs=1, max_queued_requests=2) as fake:
         with pytest.raises(InvalidRequest, match="n is 4, but at most 3 pictures may run and wait here"):
             await fake.generate_image("many", ImageParams(n=4))
         assert len(await fake.generate_image("many", ImageParams(n=3))) == 3
@@ -180,7 +180,7 @@ async def test_a_stream_is_read_inside_of_its_scope_alone(autojump_clock):
 
 
 async def test_what_lives_is_seen_with_how_far_it_is(autojump_clock):
-    async with open_fake_image_engine(paused=True, slot_count=1) as fake:
+    async with open_fake_image_engine(paused=True, max_num_seqs=1) as fake:
         async with (
             fake.generate_image("a", ImageParams(steps=2), request_id="a", owner="x"),
             fake.generate_image("b", request_id="b", priority=1),

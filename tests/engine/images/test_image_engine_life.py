@@ -60,7 +60,7 @@ async def test_what_passes_its_deadline_ends_then(deadlines, params, seconds, au
 
 
 async def test_a_queue_deadline_counts_until_all_pictures_run(autojump_clock):
-    async with open_fake_image_engine(slot_count=1, step_seconds=1) as fake:
+    async with open_fake_image_engine(max_num_seqs=1, step_seconds=1) as fake:
         ends = await ends_of(fake, params=ImageParams(n=2, steps=4), deadlines=Deadlines(queue_timeout=3.5))
         assert [end.finish_reason for end in ends] == [FinishReason.DEADLINE] * 2
         with pytest.raises(DeadlinePassed, match="queue_timeout"):
@@ -70,7 +70,7 @@ async def test_a_queue_deadline_counts_until_all_pictures_run(autojump_clock):
 
 
 async def test_a_drain_refuses_who_has_not_begun_and_lets_the_others_end(autojump_clock):
-    async with open_fake_image_engine(slot_count=1, step_seconds=1) as fake:
+    async with open_fake_image_engine(max_num_seqs=1, step_seconds=1) as fake:
         outcomes: list[object] = []
 
         async def ask() -> None:
@@ -217,7 +217,7 @@ async def test_a_picture_that_breaks_every_step_is_ended_and_the_others_go_on(st
 
 
 async def test_a_step_that_hangs_refuses_what_is_new(autojump_clock):
-    async with open_fake_image_engine(paused=True, step_seconds_max=5) as fake, fake.generate_image("a cat", ASKED):
+    async with open_fake_image_engine(paused=True, step_timeout=5) as fake, fake.generate_image("a cat", ASKED):
         async with fake.held_step():
             await trio.sleep(6)
             assert not fake.ready

@@ -85,7 +85,7 @@ async def test_each_step_is_in_the_times_with_what_it_did(autojump_clock):
 
 
 async def test_pictures_and_steps_are_counted(autojump_clock):
-    async with open_fake_image_engine(step_seconds=1, slot_count=2) as fake:
+    async with open_fake_image_engine(step_seconds=1, max_num_seqs=2) as fake:
         await fake.generate_image("a cat", ImageParams(steps=3, n=3, partial_images=2))
         page = fake.metrics.expose().decode()
 

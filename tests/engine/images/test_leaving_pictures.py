@@ -91,7 +91,7 @@ async def test_who_leaves_with_its_pictures_made_has_left_nothing(autojump_clock
 
 
 async def test_who_leaves_the_queue_gives_its_place_back(autojump_clock):
-    async with open_fake_image_engine(slot_count=1, waiting_requests_max=1, paused=True) as fake:
+    async with open_fake_image_engine(max_num_seqs=1, max_queued_requests=1, paused=True) as fake:
         async with a_leaver(fake), a_leaver(fake) as scope:
             assert fake.dispatch.stats().waiting == 1
             scope.cancel()
@@ -113,7 +113,7 @@ async def test_who_leaves_gives_back_the_slots_of_all_its_pictures(autojump_cloc
 
 
 async def test_a_slot_that_comes_back_is_the_next_ones(autojump_clock):
-    async with open_fake_image_engine(slot_count=1, step_seconds=1) as fake:
+    async with open_fake_image_engine(max_num_seqs=1, step_seconds=1) as fake:
         async with a_leaver(fake) as scope, fake.generate_image("stays", ASKED) as stream:
             begun_at = trio.current_time()
             await trio.sleep(1.5)  # in the first denoising step
@@ -124,7 +124,7 @@ async def test_a_slot_that_comes_back_is_the_next_ones(autojump_clock):
 
 
 async def test_a_preempted_picture_whose_reader_leaves_gives_its_kept_latent_back(autojump_clock):
-    async with open_fake_image_engine(slot_count=1, kept_slot_count=1, paused=True) as fake:
+    async with open_fake_image_engine(max_num_seqs=1, kept_slots=1, paused=True) as fake:
         async with a_leaver(fake) as scope:
             await fake.step(2)
             async with fake.generate_image("better", ASKED, priority=-1):
@@ -164,7 +164,7 @@ async def test_an_abort_by_id_ends_all_that_bear_it_and_tells_their_readers(step
 
 
 async def test_an_abort_in_the_queue_tells_the_reader_that_waits_there(autojump_clock):
-    async with open_fake_image_engine(slot_count=1, waiting_requests_max=1, paused=True) as fake:
+    async with open_fake_image_engine(max_num_seqs=1, max_queued_requests=1, paused=True) as fake:
 
         async def wait() -> None:
             async with fake.generate_image("two", request_id="two") as stream:

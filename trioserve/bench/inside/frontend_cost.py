@@ -142,10 +142,10 @@ def _engine_options(request_count: int, tokens: int) -> dict[str, int | float]:
     return {
         "block_count": request_count * (tokens // 16 + 3),
         "block_size": 16,
-        "context_tokens_max": tokens + 16,
+        "max_model_len": tokens + 16,
         "max_num_seqs": request_count,
-        "waiting_requests_max": request_count,
-        "step_tokens_max": 8 * request_count,
+        "max_queued_requests": request_count,
+        "max_num_batched_tokens": 8 * request_count,
         "step_seconds": STEP_SECONDS,
     }
 

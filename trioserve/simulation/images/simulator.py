@@ -89,10 +89,10 @@ class ImagesSimulation(TracedRun):
         try:
             with trio.fail_after(SECONDS_MAX):
                 async with open_fake_image_engine(
-                    slot_count=stage.slots,
-                    kept_slot_count=stage.kept,
+                    max_num_seqs=stage.slots,
+                    kept_slots=stage.kept,
                     step_work_max=stage.work,
-                    waiting_requests_max=stage.waiting_max,
+                    max_queued_requests=stage.waiting_max,
                     engine_restarts=stage.restarts,
                     opening_seconds=stage.opening_seconds,
                     step_seconds=next(self._step_seconds),

@@ -111,6 +111,7 @@ class LastingSimulation(TracedRun):
                     batches=BatchSettings(running_max=stage.batches_running_max),
                     store_directory=None if directory is None else Path(directory),
                     block_count=stage.block_count,
+                    max_model_len=128,
                     max_num_seqs=stage.max_num_seqs,
                     step_seconds=stage.step_seconds,
                 )

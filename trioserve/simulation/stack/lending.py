@@ -49,7 +49,7 @@ class Lending:
 
     def engine_options(self) -> dict[str, Any]:
         stage = self._stage
-        options: dict[str, Any] = {"adapters_max": stage.adapters_max, "adapter_seconds": stage.load_seconds}
+        options: dict[str, Any] = {"max_loras": stage.adapters_max, "adapter_seconds": stage.load_seconds}
         if stage.room_tiles:
             options["image_limits"] = ImageLimits(outputs_bytes_max=stage.room_tiles * FAKE_IMAGES.tile_bytes)
             options |= {

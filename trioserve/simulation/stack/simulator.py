@@ -104,10 +104,10 @@ class StackSimulation(TracedRun):
                 async with open_fake_engine(
                     block_count=stage.block_count,
                     block_size=BLOCK_SIZE,
-                    context_tokens_max=stage.block_count * BLOCK_SIZE,
+                    max_model_len=stage.block_count * BLOCK_SIZE,
                     max_num_seqs=stage.max_num_seqs,
-                    step_tokens_max=stage.step_tokens_max,
-                    waiting_requests_max=stage.waiting_requests_max,
+                    max_num_batched_tokens=stage.step_tokens_max,
+                    max_queued_requests=stage.waiting_requests_max,
                     speculative_ngram=stage.draft_tokens,
                     overlap_steps=stage.overlaps,
                     model=_model_of(stage),

@@ -1,0 +1,45 @@
+"""Names the kit's options in error messages as a test writes them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from trioserve.contracts.errors import StartupError
+
+__all__ = ["options_named"]
+
+OPTION_OF = {
+    "context_tokens_max": "max_model_len",
+    "step_tokens_max": "max_num_batched_tokens",
+    "step_seconds_max": "step_timeout",
+    "restarts_max": "engine_restarts",
+    "waiting_requests_max": "max_queued_requests",
+    "waiting_prompt_tokens_max": "max_queued_tokens",
+    "waiting_seconds_max": "max_queue_wait",
+    "draft_tokens_max": "speculative_ngram",
+    "state_slot_count": "state_slots",
+    "snapshot_slot_count": "snapshot_slots",
+    "hold_seconds_max": "kv_hold_timeout",
+    "remote_kv_seconds_max": "kv_load_timeout",
+    "held_share_max": "kv_held_share",
+    "load_failure_policy": "kv_load_failure_policy",
+    "slot_count": "max_num_seqs",
+    "kept_slot_count": "kept_slots",
+}
+"""Options of the kit by the name that the engine's settings have for them."""
+
+_SETTING = re.compile(rf"\b({'|'.join(OPTION_OF)})\b")
+_FLAG = re.compile(r"--([a-z][a-z-]*)")
+
+
+@contextmanager
+def options_named() -> Iterator[None]:
+    """Replace flags and names of settings in a StartupError by the kit's options."""
+    try:
+        yield
+    except StartupError as error:
+        message = _SETTING.sub(lambda found: OPTION_OF[found[0]], str(error))
+        message = _FLAG.sub(lambda found: found[1].replace("-", "_"), message)
+        raise StartupError(message.replace("give it more memory", "raise block_count")) from None

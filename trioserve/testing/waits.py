@@ -1,0 +1,107 @@
+"""Says what the requests of fake engines wait for, so that the report of a hung test names it."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import trio
+
+from trioserve.core.request_state import RequestStatus
+
+__all__ = ["EngineWatch", "WATCH", "waits_of"]
+
+BURST_SECONDS = 0.1
+"""Requests that leave within this time were cancelled together. The first of them sees the others, too."""
+
+
+def waits_of(engine: Any) -> list[str]:
+    """Describe the unfinished requests of a fake engine, one line each, then what they have.
+
+    Args:
+        engine: a FakeEngine or a FakeImageEngine. Its Trio program may be over.
+
+    Returns:
+        Nothing if every request has finished.
+    """
+    core = engine.current_core
+    lives = {live.request.id: live for live in core.live_requests()}
+    unfinished = [request for request in engine.open_requests if not request.is_finished]
+    if not unfinished:
+        return []
+    lines, queue_place = [], 0
+    for request in sorted(unfinished, key=lambda request: (request.priority, request.entered_at)):
+        living = [live for choice in request.choices if (live := lives.get(choice.sequence_id)) is not None]
+        if not request.is_leased or (living and all(live.status is RequestStatus.WAITING for live in living)):
+            queue_place += 1
+            lines.append(f"{request.id} waits in the queue at place {queue_place}")
+        elif not living:
+            lines.append(f"{request.id} is being prepared: the core does not have it yet")
+        else:
+            states = sorted({live.status.name.lower().replace("_", " ") for live in living})
+            lines.append(f"{request.id} waits for {_next_of(living)}: {', '.join(states)}")
+    stats = core.stats()
+    if hasattr(stats, "blocks_used"):
+        lines.append(f"{stats.blocks_used} of {core.settings.block_count} blocks used")
+    else:
+        lines.append(f"{stats.slots_used} of {stats.slots_total} latent slots used")
+    if engine.steps.is_held:
+        lines.append("the test holds a step: it ends with `async with engine.held_step()`")
+    elif engine.steps.plan is not None:
+        lines.append(f"a step is being computed, which takes {engine.step_seconds:g} s")
+    elif engine.core.is_paused:
+        lines.append("the engine is paused: no step begins until engine.step() or engine.resume()")
+    elif engine.is_paused:
+        lines.append("generation is paused: no step begins until it is resumed")
+    return lines
+
+
+def _next_of(living: list[Any]) -> str:
+    if hasattr(living[0], "steps_done"):
+        done, total = sum(live.steps_done for live in living), sum(live.request.step_count for live in living)
+        return f"denoising step {done + 1} of {total}" if done < total else "its decoded picture"
+    if living[0].is_pooled:
+        return "its vector"
+    done = sum(live.output_count for live in living)
+    return f"token {done + 1} of {sum(live.request.output_tokens_max for live in living)}"
+
+
+class EngineWatch:
+    """Remembers the fake engines of the running test, and what their requests waited for when they were cancelled."""
+
+    def __init__(self) -> None:
+        self._engines: WeakSet[Any] = WeakSet()
+        self._left: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
+        self._last: list[str] = []
+        self.is_used = False
+
+    def begin_test(self) -> None:
+        """Forget what earlier tests opened."""
+        self._engines.clear()
+        self._left.clear()
+        self._last = []
+        self.is_used = False
+
+    def note_use(self) -> None:
+        """The test opens a fake engine, which may fail."""
+        self.is_used = True
+
+    def add(self, engine: Any) -> None:
+        self._engines.add(engine)
+
+    def note_leaving(self, engine: Any, request: Any) -> None:
+        """A request leaves. If it has not finished, keep what every request of its engine waits for."""
+        if request.is_finished or not request.choices:
+            return
+        now = trio.current_time()
+        if engine not in self._left or now > self._left[engine] + BURST_SECONDS:
+            self._last = waits_of(engine)
+        self._left[engine] = now
+
+    def lines(self) -> list[str]:
+        """What requests wait for: those that are open now, or else those that were cancelled last."""
+        waiting = [line for engine in self._engines for line in waits_of(engine)]
+        return waiting or self._last
+
+
+WATCH = EngineWatch()
