@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -38,6 +39,14 @@ FIRST = (
 
 
 HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kv_key_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep the key that engines of this machine share out of the user's cache folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRIOSERVE_KV_KEY_DIRECTORY", str(tmp_path_factory.mktemp("kv-key")))
+        yield
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -19,6 +19,7 @@ PLACE = KVTransferParams(
 
 @pytest.fixture
 def place(tmp_path, monkeypatch) -> Path:
+    monkeypatch.delenv("TRIOSERVE_KV_KEY_DIRECTORY")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "trioserve" / "kv-key"
 
@@ -30,6 +31,19 @@ def test_engines_of_one_user_on_one_machine_have_one_key_that_nobody_else_reads(
     assert stat.S_IMODE(place.stat().st_mode) == 0o600
     assert os.listdir(place.parent) == ["kv-key"], "no draft is left"
     assert is_signed(signed(PLACE, signing_key(StreamOptions())), signing_key(StreamOptions()))
+
+
+def test_directory_of_key_can_be_chosen(place, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRIOSERVE_KV_KEY_DIRECTORY", str(tmp_path / "chosen"))
+    assert machine_key() == machine_key() == (tmp_path / "chosen" / "kv-key").read_bytes()
+    assert not place.exists()
+
+
+def test_tests_write_no_key_into_cache_of_user():
+    directory = Path(os.environ["TRIOSERVE_KV_KEY_DIRECTORY"])
+    machine_key()
+    assert (directory / "kv-key").exists()
+    assert Path.home() not in directory.parents
 
 
 def test_a_shared_key_goes_before_that_of_the_machine(place):

@@ -28,6 +28,8 @@ __all__ = ["is_signed", "machine_key", "signed", "signing_key"]
 
 KEY_BYTES = 32
 FILE_NAME = "kv-key"
+DIRECTORY_VARIABLE = "TRIOSERVE_KV_KEY_DIRECTORY"
+"""Where the file is, instead of `trioserve` in the user's cache folder."""
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +65,10 @@ def machine_key(environment: Mapping[str, str] = os.environ) -> bytes:
     path = Path(FILE_NAME)
     try:
         # Path.home() fails for a user without a home, as some containers have.
-        path = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trioserve" / path
+        if directory := environment.get(DIRECTORY_VARIABLE):
+            path = Path(directory) / path
+        else:
+            path = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trioserve" / path
         if not path.exists():
             _make(path)
         return _read(path)
