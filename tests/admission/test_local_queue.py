@@ -104,7 +104,7 @@ async def test_requests_are_refused_after_the_longest_wait(autojump_clock, caplo
 
 async def test_lease_passes_on_only_when_the_blocks_are_free(autojump_clock):
     """The client leaves while a step reads its blocks. The next request waits until that step has ended."""
-    async with open_fake_engine(max_num_seqs=1, max_queued_requests=1) as fake:
+    async with open_fake_engine(max_num_seqs=1, max_queued_requests=1, max_model_len=128) as fake:
         fake.steps.hold()
         async with trio.open_nursery() as nursery:
             async with fake.generate("first"):

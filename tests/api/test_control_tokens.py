@@ -30,7 +30,7 @@ async def opened(make_api: Any, *, parses: bool = False) -> AsyncIterator[Any]:
     if parses:
         tokenizer.parse_control_tokens_in_chats()
     async with open_fake_engine(
-        tokenizer=tokenizer, response="Yes.", block_count=512, context_tokens_max=2048, step_tokens_max=2048
+        tokenizer=tokenizer, response="Yes.", block_count=512, max_model_len=2048, max_num_batched_tokens=2048
     ) as engine:
         api = make_api()
         api.engine = engine

@@ -159,7 +159,7 @@ FREE_KEYS = {
         {"speculative_ngram": 4},
         {"draft_model_tokens": 4},
         {"overlap_steps": True},
-        {"block_count": 20, "context_tokens_max": 80},
+        {"block_count": 20, "max_model_len": 80},
     ],
 )
 async def test_an_object_has_each_key_once_with_drafts_overlap_and_preemption(settings):

@@ -42,4 +42,4 @@ def options_named() -> Iterator[None]:
     except StartupError as error:
         message = _SETTING.sub(lambda found: OPTION_OF[found[0]], str(error))
         message = _FLAG.sub(lambda found: found[1].replace("-", "_"), message)
-        raise StartupError(message.replace("give it more memory", "raise block_count")) from None
+        raise StartupError(message.replace("give the KV cache more memory", "raise block_count")) from None
