@@ -63,7 +63,7 @@ class Candidates(Sequence[Candidate]):
         """Draw candidates at random.
 
         Args:
-            count: number of candidates. All are returned if there are no more.
+            count: number of candidates. Fewer are returned if there are no more.
 
         Returns:
             The drawn candidates. A second call with a smaller `count` returns the first of them. A larger `count`
@@ -80,10 +80,10 @@ class Candidates(Sequence[Candidate]):
 
     @abc.abstractmethod
     def around(self, key: str) -> Iterator[Candidate]:
-        """Yield all candidates that have room, in an order that depends only on the key and the endpoint ids.
+        """Yield candidates that have room, in an order that depends only on the key and the endpoint ids.
 
         The order is the same on every router and after a restart. Adding or removing an endpoint keeps the order of the
-        others.
+        others. The iterator may stop early after many endpoints without room.
 
         Args:
             key: text to place on the hash ring, for example a session.

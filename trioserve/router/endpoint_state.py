@@ -179,7 +179,7 @@ class EndpointState:
         self._on_change = on_change
         self._settings = settings
         self._load_at = 0.0
-        self._own_room: int | None = None  # part of the reported room for requests that the report may miss; None: all
+        self._own_room: int | None = None  # this router's part of the reported room; None: all
         self._divided_until = 0.0
         self._known_at_load = 0  # sequences in flight that the last report includes
         self._slots_seen = 0

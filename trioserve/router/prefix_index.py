@@ -26,7 +26,7 @@ class PrefixIndex:
 
     def __init__(self, blocks_max: int = BLOCKS_MAX) -> None:
         self._blocks_max = blocks_max
-        self._holders: OrderedDict[bytes, dict[EndpointId, None]] = OrderedDict()  # the youngest last
+        self._holders: OrderedDict[bytes, dict[EndpointId, None]] = OrderedDict()  # the most recently used last
 
     def __len__(self) -> int:
         return len(self._holders)

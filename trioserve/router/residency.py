@@ -95,7 +95,7 @@ class ResidencyIndex:
             if name not in residency.hashes:
                 if residency.window_tokens is None:
                     break
-                there_from = index + 1  # later tokens may be outside its window
+                there_from = index + 1  # a match may begin here if no later token attends to this block
             if there_from <= residency.first_needed(index + 1):
                 count = index + 1
         return count * residency.block_size

@@ -43,7 +43,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         retries_per_second_min: retries that are allowed in any case.
         attempts_max: endpoints that may answer one request with an error before its first token. Also the endpoints
             that may be lost in a row before the request is held to be the cause and ends. That limit is doubled if
-            other suspected requests were there each time, because machines may fail several times in a row.
+            the last of them served other suspected requests, too: machines may fail several times in a row.
         handover_waiting_max: disaggregated requests of a model that may wait for a decode endpoint with their prompt
             computed. Beyond that no further prompt starts, because each waiting request keeps KV blocks at its prefill
             endpoint.
@@ -55,7 +55,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         continuation_seconds_max: how long a stream waits for an endpoint to resume at. A request that lost its endpoint
             before its first token waits at least as long, unless its own deadline is earlier.
         breaks_max: endpoints that may break in a row with one stream before the stream is held to be the cause and
-            ends. One more if other suspected streams were there each time.
+            ends. One more if the last of them served other suspected streams, too.
         progress_tokens_min: tokens between two breaks that clear a stream. Fewer tokens may be lost on the way from an
             endpoint that breaks. A bystander gets more, unless endpoints die all the time.
         moves_at_once_max: streams that may move from endpoints that are being emptied at the same time.

@@ -19,7 +19,8 @@ __all__ = ["FairQueue"]
 
 SEQUENCE_COST_TOKENS = 64  # cost of each sequence in addition to the prompt, for the slot that its response uses
 SPARE_TURNS_MAX = 64
-ABSENT_TENANTS_MAX = 4096  # tenants without requests whose turns are kept; forgetting one forgets one request's cost
+# Tenants without requests whose turns are kept. A dropped turn is at most the cost of one request.
+ABSENT_TENANTS_MAX = 4096
 
 
 class FairQueue:
