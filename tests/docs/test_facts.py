@@ -25,6 +25,7 @@ FOREIGN_FLAGS = {
     *{"--no-deps", "--continuous-batching", "--cb-num-blocks", "--cb-max-batch-tokens", "--no-cache-idle-slots"},
     *{"--name", "--no-name", "--max-time", "--help"},
     *{"--env", "--from", "--shm-size", "--stop-timeout"},  # of container engines and uvx
+    "--hook-type",  # of pre-commit
 }
 
 

@@ -34,6 +34,10 @@ PARTS = {
         "decode steps with LoRA adapters, each stream its own, beside the same without, in turns",
         "trioserve.bench.inside.adapter_bench",
     ),
+    "calls": Part(
+        "Python calls of four flows: prompt in, token out, disconnect to abort, relayed event; no model",
+        "trioserve.bench.inside.call_counts",
+    ),
     "core": Part(
         "what the core costs a step and an abort, however many requests run and wait; no model",
         "trioserve.bench.inside.core_cost",

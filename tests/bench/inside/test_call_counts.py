@@ -1,0 +1,32 @@
+"""The benchmark of call counts sees every flow, and counts the same in every run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pytest
+
+from trioserve.bench.inside import call_counts
+
+
+@pytest.mark.parametrize("flow", call_counts.FLOWS)
+def test_a_flow_has_the_same_counts_in_every_run(flow):
+    first = call_counts.counted(flow)
+    assert first.flow == flow
+    assert first.calls >= first.functions / call_counts.COUNTED_EVENTS
+    assert call_counts.counted(flow) == first
+
+
+def test_prompt_in_passes_through_the_packages_on_its_way():
+    counts = call_counts.counted("prompt in")
+    assert counts.packages >= 5, "from http to core"
+    assert counts.files > counts.packages
+
+
+@pytest.mark.slow
+def test_every_flow_is_in_the_table_and_in_the_json(capsys):
+    assert call_counts.run(argparse.Namespace(functions=True)) == 0
+    *table, line = capsys.readouterr().out.splitlines()
+    assert [flow["flow"] for flow in json.loads(line)["flows"]] == list(call_counts.FLOWS)
+    assert all(any(row.startswith(flow) for row in table) for flow in call_counts.FLOWS)
