@@ -6,6 +6,7 @@ import abc
 import difflib
 import logging
 from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
@@ -13,12 +14,13 @@ import trio
 
 from trioserve.api.api_keys import ApiKeys
 from trioserve.api.caller import check_is_admin, check_may_operate
-from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal, error_response
+from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, HandedOver, Refusal, error_response
 from trioserve.api.gate import PageGate
 from trioserve.api.heartbeat import HEARTBEAT_HEADER
 from trioserve.api.http_counts import HttpCounts
 from trioserve.api.log_context import begin_request, end_request, tenant_shown
 from trioserve.api.ollama.surface import OLLAMA_PATH
+from trioserve.api.operations.hand_over import hand_over_event
 from trioserve.api.operations.other_paths import other_path
 from trioserve.api.request_end import Outcome, end_line
 from trioserve.api.responder import Responder, request_id_from
@@ -147,8 +149,9 @@ class BaseApp(abc.ABC, Generic[ContextType]):
     def end_fields(self, context: ContextType) -> dict[str, object]:
         """What the log says of the request's work besides what it says of every request."""
 
-    async def __call__(self, exchange: Exchange) -> None:
-        await self._serve(self.new_context(exchange))
+    def __call__(self, exchange: Exchange) -> Awaitable[None]:
+        """Answer a request. Each frame below is entered again for every event of a stream, so there are few."""
+        return self._serve(self.new_context(exchange))
 
     async def _serve(self, context: ContextType, *, is_own: bool = False) -> None:
         """is_own: the server asks itself, and the context has its caller already."""
@@ -228,9 +231,14 @@ class BaseApp(abc.ABC, Generic[ContextType]):
             fields = {**fields, "outcome": Outcome.FINISHED}
             logger.log(level, "%s", end_line(fields), extra={"fields": fields})
 
-    async def operate(self, context: ContextType, operation: Operation[ContextType]) -> None:
-        """Do what the request asks for; all that goes for every request has been looked at."""
-        await operation(context)
+    def operate(self, context: ContextType, operation: Operation[ContextType]) -> Awaitable[None]:
+        """Call the handler of an authorized request.
+
+        Args:
+            context: the request.
+            operation: its handler.
+        """
+        return operation(context)
 
     def _may_send_white_space(self, exchange: Exchange, route: Route[ContextType]) -> bool:
         """Whether a whole response may have its head early. A router that asks for heartbeats gets the true status."""
@@ -254,36 +262,49 @@ class BaseApp(abc.ABC, Generic[ContextType]):
                     if exchange.has_begun:
                         context.note_early_head()
 
-    async def _respond(self, context: ContextType, route: Route[ContextType] | None, *, is_own: bool) -> None:
-        async def respond(context: ContextType) -> None:
-            headers = context.exchange.headers
-            context.surface = surface_of(context.exchange)
-            context.request_id = request_id_from(headers.get("x-request-id")) or context.request_id
-            if self._gate is not None and not is_own:
-                self._gate.check(
-                    context.exchange,
-                    is_open=route is not None and not route.needs_key,
-                    is_operators=route is not None and route.operates(context.exchange.method),
-                )
-            if not is_own and (route is None or route.needs_key or self._is_closed(route.path)):
-                context.caller = self._keys.caller(headers.get("authorization"), headers.get("x-api-key"))
-            if route is None:
-                raise self.not_found(context.exchange.path)
-            self._check_may_read(context, route.path)
-            operation = route.operation(context.exchange.method)
-            if route.operates(context.exchange.method) and not is_own:
-                check_may_operate(context.caller)
-                if self._gate is not None:
-                    await _check_is_json(context.exchange)
-            await self.operate(context, operation)
+    def _respond(self, context: ContextType, route: Route[ContextType] | None, *, is_own: bool) -> Awaitable[None]:
+        return self.handle(context, partial(self._authorized, route=route, is_own=is_own))
 
-        await self.handle(context, respond)
+    async def _authorized(self, context: ContextType, *, route: Route[ContextType] | None, is_own: bool) -> None:
+        """Authorize a request, then call its handler."""
+        headers = context.exchange.headers
+        context.surface = surface_of(context.exchange)
+        context.request_id = request_id_from(headers.get("x-request-id")) or context.request_id
+        if self._gate is not None and not is_own:
+            self._gate.check(
+                context.exchange,
+                is_open=route is not None and not route.needs_key,
+                is_operators=route is not None and route.operates(context.exchange.method),
+            )
+        if not is_own and (route is None or route.needs_key or self._is_closed(route.path)):
+            context.caller = self._keys.caller(headers.get("authorization"), headers.get("x-api-key"))
+        if route is None:
+            raise self.not_found(context.exchange.path)
+        self._check_may_read(context, route.path)
+        operation = route.operation(context.exchange.method)
+        if route.operates(context.exchange.method) and not is_own:
+            check_may_operate(context.caller)
+            if self._gate is not None:
+                await _check_is_json(context.exchange)
+        await self.operate(context, operation)
 
     async def handle(self, context: ContextType, operation: Operation[ContextType]) -> None:
-        """Answer with the operation, or with the error that it ends in. Raises it if that is too late."""
+        """Answer a request with its handler, or with the error that the handler raises.
+
+        Args:
+            context: the request.
+            operation: answers it.
+
+        Raises:
+            TrioserveError: the handler failed after its response had begun.
+            Exception: the same, for a fault of this program.
+        """
         try:
             with panics_become_failures():
-                await operation(context)
+                try:
+                    await operation(context)
+                except HandedOver as handed:
+                    await context.finish(hand_over_event(handed))
             context.outcome = Outcome.FINISHED
         except TrioserveError as error:
             if not await context.fail(error_response(error)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Iterable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,7 @@ from trioserve.api.decisions.decisions import create_decisions
 from trioserve.api.embeddings.descriptions import RERANK_PATHS, SCORE_PATHS
 from trioserve.api.embeddings.embeddings import create_embeddings
 from trioserve.api.embeddings.scoring import rerank, score
-from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, HandedOver, Refusal
+from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
 from trioserve.api.files.files import create_file, delete_file, list_files, read_file_content, retrieve_file
 from trioserve.api.generation import usage_of
 from trioserve.api.lasting_metrics import show_lasting
@@ -43,7 +43,7 @@ from trioserve.api.openapi import openapi_document
 from trioserve.api.operations.adapters import load_adapter, unload_adapter
 from trioserve.api.operations.cut_off import abort_for_vllm, cut_off_request, cut_off_requests
 from trioserve.api.operations.debug import STEPS_PATH, TASKS_PATH, read_steps, read_tasks
-from trioserve.api.operations.hand_over import HAND_OVER, HAND_OVER_PATH, give_away, hand_over_event
+from trioserve.api.operations.hand_over import HAND_OVER, HAND_OVER_PATH, give_away
 from trioserve.api.operations.health import read_health, read_load, read_metrics, read_ready, read_version
 from trioserve.api.operations.kv_events import stream_kv_events
 from trioserve.api.operations.live_requests import REQUEST_PATH, abort_request, list_requests
@@ -73,7 +73,7 @@ from trioserve.api.responses.kept import cancel_response, delete_response, list_
 from trioserve.api.responses.settings import BackgroundSettings
 from trioserve.api.server_context import ServerContext, ServerServices
 from trioserve.api.sse import encode
-from trioserve.api.streams.detached_streams import DetachedStreams
+from trioserve.api.streams.detached_streams import DetachedStreams, Wish
 from trioserve.api.streams.handlers import delete_stream, end_kept_stream, read_kept_stream, read_stream
 from trioserve.api.streams.router_streams import RouterStreams
 from trioserve.api.streams.settings import ROUTER_GRACE, DetachSettings
@@ -326,26 +326,21 @@ class App(BaseApp[ServerContext]):
         await self.detached.wait_until_idle()
         await self.router_streams.wait_until_idle()
 
-    async def handle(self, context: ServerContext, operation: Operation[ServerContext]) -> None:
-        async def operate(context: ServerContext) -> None:
-            try:
-                await operation(context)
-            except HandedOver as handed:
-                await context.finish(hand_over_event(handed))
-
-        await super().handle(context, operate)
-
-    async def operate(self, context: ServerContext, operation: Operation[ServerContext]) -> None:
-        streams = self.detached
-        wish = streams.wish_of(context)
-        if wish is None:  # what the client asks for goes before what its router does
-            streams = self.router_streams
+    def operate(self, context: ServerContext, operation: Operation[ServerContext]) -> Awaitable[None]:
+        # A stream that the client wants to leave takes precedence over one that its router wants to keep.
+        for streams in (self.detached, self.router_streams):
             wish = streams.wish_of(context)
+            if wish is not None:
+                return self._operate_in_stream(context, operation, streams, wish)
+        return operation(context)
 
-        async def handle(inner: ServerContext) -> None:
-            await self.handle(inner, operation)
+    async def _operate_in_stream(
+        self, context: ServerContext, operation: Operation[ServerContext], streams: DetachedStreams, wish: Wish
+    ) -> None:
+        def handle(inner: ServerContext) -> Awaitable[None]:
+            return self.handle(inner, operation)
 
-        if wish is None or not await streams.serve(context, wish, self.new_context, handle):
+        if not await streams.serve(context, wish, self.new_context, handle):
             await operation(context)
 
     def route(self, path: str) -> Route[ServerContext] | None:
