@@ -1,6 +1,6 @@
-"""Clients that speak HTTP/2 and HTTP/1.1 frame by frame to a server in the same program, over streams in memory.
+"""HTTP/2 and HTTP/1.1 clients for a server in the same program, over streams in memory.
 
-They are written on hyperframe, hpack and h11 rather than on a whole client, so that they can also misbehave.
+They use hyperframe, hpack and h11 directly, not a complete client, so that tests can send invalid frames too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 @dataclasses.dataclass
 class H2Response:
-    """What one stream has brought so far."""
+    """The part of a response that has arrived so far."""
 
     status: int | None = None
     informational: list[int] = dataclasses.field(default_factory=list)
@@ -39,7 +39,10 @@ class H2Response:
 
 
 class H2Client:
-    """Sends any frame, and sorts what comes into one H2Response a stream. Credits nothing by itself."""
+    """A client that sends any frame, and collects received frames into one H2Response per stream.
+
+    It sends window updates only when a test calls `credit`.
+    """
 
     def __init__(self, stream: trio.abc.Stream) -> None:
         self.stream = stream
@@ -97,7 +100,7 @@ class H2Client:
         await self.send(frames.WindowUpdateFrame(stream_id, window_increment=byte_count))
 
     async def receive(self) -> None:
-        """One read; sets at_eof at the end."""
+        """Read once. Sets at_eof at the end of the connection."""
         try:
             received = await self.stream.receive_some(65536)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
@@ -122,7 +125,7 @@ class H2Client:
         if isinstance(frame, frames.GoAwayFrame):
             self.goaways.append(frame)
             return
-        # Streams that a test opened by hand are not looked at, but their headers belong to the table.
+        # Responses to streams that a test opened itself are dropped. Their headers must still update the HPACK table.
         response = self.responses.get(frame.stream_id) or H2Response()
         if isinstance(frame, frames.HeadersFrame):
             fields = dict(self._decoder.decode(frame.data))
@@ -140,7 +143,7 @@ class H2Client:
             response.ended = True
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Read on until the condition holds. Fails at the end of the connection."""
+        """Read until the condition holds. Fails at the end of the connection."""
         while not condition():
             assert not self.at_eof, f"the server closed; {self.responses} {self.goaways}"
             await self.receive()
@@ -156,7 +159,7 @@ class H2Client:
 
 
 class H11Client:
-    """h11's client side; `raw` sends whatever one likes."""
+    """A client that uses h11. `raw` sends any bytes."""
 
     def __init__(self, stream: trio.abc.Stream) -> None:
         self.stream = stream
@@ -188,7 +191,7 @@ class H11Client:
             self.protocol.receive_data(received)
 
     async def response(self, *, next_cycle: bool = True) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers and body; raises h11.RemoteProtocolError if it breaks off."""
+        """Return status, headers and body. Raises h11.RemoteProtocolError if the response breaks off."""
         head = await self.event()
         while isinstance(head, h11.InformationalResponse):
             head = await self.event()
@@ -202,7 +205,7 @@ class H11Client:
 
 
 class Front:
-    """A server and the nursery its connections run in; each connection is one task there."""
+    """A server, and the nursery of its connections. Each connection is one task in it."""
 
     def __init__(self, handler: Handler, limits: FrontendLimits, nursery: trio.Nursery) -> None:
         self.server = FrontendServer(handler, limits=limits)
@@ -210,7 +213,7 @@ class Front:
         self._scopes: list[trio.CancelScope] = []
 
     def cancel(self) -> None:
-        """Cancel every connection, as leaving the server's nursery would."""
+        """Cancel all connections."""
         for scope in self._scopes:
             scope.cancel()
 
@@ -242,14 +245,14 @@ class Front:
 
 @pytest.fixture
 async def front(autojump_clock) -> AsyncIterator[Callable[..., Front]]:
-    """front(handler, **limits) -> Front. On the way out, no connection and no task of one may be left."""
-    # pytest-trio takes the clock only from a test that asks for it by name.
-    assert trio.lowlevel.current_clock() is autojump_clock, "a test with `front` has to have `autojump_clock`, too"
+    """Return a function front(handler, **limits) -> Front. After the test, all connections must have ended."""
+    # pytest-trio uses the clock only if the test itself has the fixture as a parameter.
+    assert trio.lowlevel.current_clock() is autojump_clock, "a test with `front` also needs `autojump_clock`"
     fronts: list[Front] = []
     async with trio.open_nursery() as nursery:
 
         def make(handler: Callable[[Exchange], Awaitable[None]], **limits) -> Front:
-            # The scripted clients answer only what a test has them answer.
+            # The clients answer no PING unless the test does.
             limits = {"ping_seconds": 86_400.0, **limits}
             fronts.append(Front(handler, FrontendLimits(**limits), nursery))
             return fronts[-1]
@@ -262,7 +265,7 @@ async def front(autojump_clock) -> AsyncIterator[Callable[..., Front]]:
 
 
 class Watched:
-    """A handler that waits where it is told, and notes how it ended."""
+    """A handler that records whether it began, ended, and was cancelled. By default it waits forever."""
 
     def __init__(self, handler: Handler | None = None) -> None:
         self.begun = trio.Event()
@@ -288,12 +291,12 @@ class Watched:
             self.ended.set()
 
     async def passes_until_ended(self) -> int:
-        """How many passes of the scheduler go by before the handler has been left."""
+        """Return the number of passes of the scheduler until the handler has ended."""
         passes = 0
         while not self.ended.is_set():
             await trio.lowlevel.checkpoint()
             passes += 1
-            assert passes < 100, "the handler was not left"
+            assert passes < 100, "the handler did not end"
         return passes
 
 

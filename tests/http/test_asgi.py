@@ -1,4 +1,4 @@
-"""The handlers as an ASGI app, driven by hand as a host would; and under Hypercorn on a real socket."""
+"""The ASGI app, with a fake host, and with Hypercorn on a real socket."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trioserve.http.listener import addresses, open_listeners
 
 
 class Host:
-    """An ASGI host with one request: what the app receives is put in, what it sends is kept."""
+    """An ASGI host with one request. Tests put messages for the app, and read the messages that the app sent."""
 
     def __init__(self, app: AsgiApp, **scope) -> None:
         self.app = app
@@ -100,7 +100,7 @@ async def test_mounted_app_sees_its_own_paths(autojump_clock):
     assert b"POST /v1/models" in dict(host.sent[0]["headers"])[b"x-seen"]
 
 
-async def test_streamed_response_is_given_on_as_it_comes(autojump_clock, nursery):
+async def test_streamed_response_reaches_the_host_piece_by_piece(autojump_clock, nursery):
     go_on = trio.Event()
 
     async def handler(exchange):
@@ -141,10 +141,8 @@ async def test_disconnect_cancels_the_handler_at_once(autojump_clock, nursery, w
     assert len(nursery.child_tasks) == 0
 
 
-async def test_disconnect_reaches_a_handler_although_the_host_is_stuck_in_a_shielded_send(
-    autojump_clock, nursery, watched
-):
-    """S43, S50."""
+async def test_disconnect_cancels_the_handler_while_the_host_is_in_a_shielded_send(autojump_clock, nursery, watched):
+    """Scenarios S43 and S50."""
     handler = watched(stream_for_ever)
     app = AsgiApp(handler)
     host = Host(app)
@@ -156,13 +154,13 @@ async def test_disconnect_reaches_a_handler_although_the_host_is_stuck_in_a_shie
     host.disconnect()
     assert await handler.passes_until_ended() <= 4
     assert app.counters().exchanges_open == 0
-    assert len(nursery.child_tasks) == 1  # the host's own doing
+    assert len(nursery.child_tasks) == 1  # the host, which is inside of its shielded send
     host.may_send.set()
     await trio.testing.wait_all_tasks_blocked()
     assert len(nursery.child_tasks) == 0
 
 
-async def test_host_that_takes_nothing_gets_a_bounded_number_of_bytes_and_then_a_stall(autojump_clock, watched):
+async def test_response_to_a_host_that_reads_nothing_is_bounded_and_stalls(autojump_clock, watched):
     accepted = 0
 
     async def handler(exchange):
@@ -212,7 +210,7 @@ async def test_exception_before_the_response_is_a_500(autojump_clock, caplog):
     assert "handler failed" in caplog.text
 
 
-async def test_exception_mid_stream_tells_the_host_to_break_off(autojump_clock, caplog):
+async def test_exception_mid_stream_makes_the_host_break_off(autojump_clock, caplog):
     async def handler(exchange):
         await exchange.start(200, [])
         raise ZeroDivisionError("a fault")
@@ -292,7 +290,7 @@ async def test_hypercorn_serves_the_handler_and_cancels_it_at_a_disconnect(watch
 
 @asynccontextmanager
 async def under_hypercorn(handler, **limits):
-    """Where Hypercorn serves the handler."""
+    """Serve a handler with Hypercorn."""
     (listener,) = await open_listeners("127.0.0.1", 0)
     address = listener.socket.getsockname()
     stop = trio.Event()
@@ -332,7 +330,7 @@ async def test_hypercorn_keeps_known_settings_only(h2_client, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [SETTINGS, 2, 6])
-async def test_hypercorn_ends_a_connection_of_too_many_control_frames(h2_client, kind):
+async def test_hypercorn_ends_a_connection_with_too_many_control_frames(h2_client, kind):
     payload, stream_id = {SETTINGS: (b"", 0), 2: (bytes(5), 1), 6: (bytes(8), 0)}[kind]
     async with under_hypercorn(echo, control_frames_burst_max=100, control_frames_per_second_max=1) as address:
         client = h2_client(await trio.open_tcp_stream(*address))
@@ -360,7 +358,7 @@ async def test_idle_and_silent_connections_make_room_under_hypercorn():
             await stream.aclose()
 
 
-async def test_missing_hypercorn_is_one_clear_sentence(monkeypatch):
+async def test_missing_hypercorn_is_a_startup_error(monkeypatch):
     real_import = builtins.__import__
 
     def without_hypercorn(name, *arguments, **keywords):

@@ -1,5 +1,7 @@
-"""Conversations that were right before some of their bytes were changed, lost, doubled or cut into other pieces: each
-ends, nothing of it is left, and it is never a fault of ours."""
+"""Fuzzing of connections: some bytes of valid conversations are changed, removed, doubled or split.
+
+Each connection must end, leave nothing behind, and cause no fault of the server.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,7 @@ def _double(data: bytearray, where: float, count: int) -> None:
 
 
 async def handler(exchange) -> None:
-    """Answers with what came, in pieces; to some without having read it."""
+    """Stream the request body back, or answer some requests without reading the body."""
     if exchange.path == "/early":
         await exchange.respond(200, [], b"enough")
         return
@@ -99,7 +101,7 @@ async def handler(exchange) -> None:
 @pytest.mark.parametrize("conversation", CONVERSATIONS.values(), ids=CONVERSATIONS.keys())
 @settings(max_examples=150, deadline=None)
 @given(changes=st.lists(CHANGES, max_size=4), cuts=st.lists(POSITION, max_size=4), hangs_up=st.booleans())
-def test_any_bytes_end_without_a_fault(conversation, changes, cuts, hangs_up):
+def test_changed_conversations_end_without_a_fault(conversation, changes, cuts, hangs_up):
     data = bytearray(conversation)
     for change in changes:
         if data:
@@ -118,7 +120,8 @@ def test_any_bytes_end_without_a_fault(conversation, changes, cuts, hangs_up):
                     await trio.sleep(0.001)
                 if hangs_up:
                     await ours.aclose()
-                # Otherwise it stays, says no more and reads all: the server's own patience has to end it.
+                # Otherwise the client stays, sends nothing, and reads all: the server's timeouts must end the
+                # connection.
                 while await ours.receive_some():
                     pass
             except (trio.BrokenResourceError, trio.ClosedResourceError):

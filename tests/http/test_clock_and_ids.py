@@ -1,4 +1,4 @@
-"""The time of day and made-up ids come from one place, and whoever hands in another gets answers that repeat."""
+"""Time of day and random ids come from one source. With a fixed source, responses are reproducible."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trioserve.testing.memory_stream import memory_connection
         ("/v1/chat/completions", "chatcmpl-", {"messages": [{"role": "user", "content": "a"}]}),
     ],
 )
-async def test_date_created_and_ids_are_those_handed_in(path, prefix, body, http, autojump_clock):
+async def test_date_created_and_ids_come_from_the_given_source(path, prefix, body, http, autojump_clock):
     ids = map("id-{}".format, itertools.count())
     clock_and_ids = ClockAndIds(wall_clock=lambda: 1_700_000_000.9, new_request_id=lambda: next(ids))
     async with open_fake_engine() as fake, trio.open_nursery() as nursery:
@@ -39,7 +39,7 @@ async def test_date_created_and_ids_are_those_handed_in(path, prefix, body, http
     assert response.headers["date"] == "Tue, 14 Nov 2023 22:13:20 GMT"
 
 
-async def test_a_refusal_of_the_connection_itself_has_that_date_too(autojump_clock):
+async def test_refusals_of_a_connection_use_the_given_clock(autojump_clock):
     async def handler(exchange):
         raise AssertionError("nothing was asked")
 
@@ -53,7 +53,7 @@ async def test_a_refusal_of_the_connection_itself_has_that_date_too(autojump_clo
     assert b"date: Thu, 01 Jan 1970 00:00:00 GMT\r\n" in received
 
 
-def test_ids_of_our_own_cannot_be_guessed():
+def test_default_request_ids_are_long_and_differ():
     clock_and_ids = ClockAndIds()
     made = {clock_and_ids.new_request_id() for _ in range(100)}
     assert len(made) == 100

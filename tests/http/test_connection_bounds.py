@@ -1,4 +1,4 @@
-"""Bounds on connections, and on requests of all connections together; what TCP is told; accepts that fail."""
+"""Limits on connections and on the requests of all connections, TCP options, and failed accepts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def respond_ok(exchange):
 
 @asynccontextmanager
 async def listening(handler, *, knows_caller=None, **limits) -> AsyncIterator[tuple[FrontendServer, tuple[str, int]]]:
-    """A server on a real socket, and its address. On the way out it is drained; the clients have to have closed."""
+    """Run a server on a real socket. At the end it drains, and all clients must have closed their connections."""
     listeners = await open_listeners("127.0.0.1", 0)
     server = FrontendServer(handler, limits=FrontendLimits(**limits), knows_caller=knows_caller)
     async with trio.open_nursery() as nursery:
@@ -55,7 +55,7 @@ async def test_connection_that_is_idle_longest_makes_room_for_a_new_one(first_as
     }
     async with listening(respond_ok, **limits) as (server, address):
         first, second = [await trio.open_tcp_stream(*address) for _ in range(2)]
-        if first_asks:  # otherwise it is silent, and has not even said which protocol it speaks
+        if first_asks:  # otherwise the client is silent, and its protocol is unknown
             await ask(first)
         while server.counters().connections_total < 2:
             await trio.lowlevel.checkpoint()
@@ -85,7 +85,7 @@ async def test_connection_with_a_request_keeps_its_place_until_it_is_idle():
             await trio.lowlevel.checkpoint()
         second = await trio.open_tcp_stream(*address)
         await second.send_all(REQUEST)
-        with trio.move_on_after(0.3):  # three times what it takes to look again
+        with trio.move_on_after(0.3):  # three times the interval at which the server looks for a place
             await second.receive_some()
             raise AssertionError("there was no place for it")
         go_on.set()
@@ -125,14 +125,14 @@ async def test_connection_with_half_a_head_makes_room(sent):
             await stream.aclose()
 
 
-async def test_connection_that_has_to_end_as_its_first_bytes_come_ends(autojump_clock):
+async def test_connection_ends_if_its_place_is_claimed_when_the_first_bytes_arrive(autojump_clock):
     server = FrontendServer(respond_ok)
     ours, theirs = memory_stream_pair()
     place = Place(None)
 
     async def end_with_the_first_bytes(stream, peer):
         made = await identify(stream, peer)
-        place.is_ending = True  # as a newcomer would have it, and the scope has no checkpoint left
+        place.is_ending = True  # as a new connection would set it; no checkpoint follows inside of the scope
         place.end()
         return made
 
@@ -187,7 +187,7 @@ async def test_connection_that_showed_a_key_keeps_its_place_while_strangers_come
 
 
 @pytest.mark.parametrize("is_http2", [False, True])
-async def test_strangers_request_that_takes_long_makes_room_where_keys_are_asked_for(is_http2, h2_client):
+async def test_long_request_without_a_key_makes_room_if_keys_are_required(is_http2, h2_client):
     async def handler(exchange):
         if exchange.path == "/wait":
             await exchange.start(200, [])
@@ -216,7 +216,7 @@ async def test_address_may_not_hold_all_places():
     async with listening(respond_ok, connections_max=4, connections_per_address_max=2) as (_, address):
         first, second, third = [await connect_from("127.0.0.1", address) for _ in range(3)]
         await ask(second)
-        await ask(third)  # the oldest one of this address ended for it
+        await ask(third)  # the server has closed the oldest connection of this address for it
         with suppress(trio.BrokenResourceError):
             assert await first.receive_some() == b""
         other = await connect_from("127.0.0.2", address)
@@ -245,7 +245,7 @@ async def test_address_with_requests_on_all_its_connections_is_refused_and_count
             await stream.aclose()
 
 
-async def test_address_may_not_hold_all_places_with_requests_where_there_are_no_keys():
+async def test_address_may_not_hold_all_places_with_requests_if_no_keys_are_required():
     limits = {"connections_max": 4, "connections_per_address_max": 2}
     async with (
         open_memory_server() as served,
@@ -292,15 +292,15 @@ async def test_idle_http_2_connection_makes_room_with_a_goaway(h2_client):
         await client.open()
         await client.response(await client.request())
         other = await trio.open_tcp_stream(*address)
-        await ask(other)  # although the first one has not closed its side
+        await ask(other)  # although the first client has not closed its side
         await client.until_eof()
         assert [goaway.error_code for goaway in client.goaways] == [ErrorCodes.NO_ERROR]
         await client.stream.aclose()
         await other.aclose()
 
 
-async def test_places_come_back_however_a_client_leaves():
-    """S48: one place, and clients that leave it at every phase."""
+async def test_place_is_freed_in_whichever_way_a_client_leaves():
+    """Scenario S48: the server has one place, and clients leave in each phase."""
 
     async def handler(exchange):
         await exchange.body()
@@ -347,8 +347,8 @@ async def test_requests_of_all_connections_together_are_bounded(autojump_clock, 
     assert handler.running == 2
 
 
-async def test_a_share_of_the_exchanges_is_kept_for_callers_who_are_known(autojump_clock, front, watched):
-    """Whoever shows no key gets half of them; whoever does, all that are left."""
+async def test_a_share_of_the_exchanges_is_reserved_for_callers_with_a_key(autojump_clock, front, watched):
+    """Callers without a key get half of the exchanges. Callers with a key get all that are free."""
     handler = watched()
     the_front = front(handler, exchanges_max=4)
     the_front.server = FrontendServer(
@@ -380,7 +380,7 @@ async def test_a_share_of_the_exchanges_is_kept_for_callers_who_are_known(autoju
     }
     await http2.reset(unknown[0])
     await the_front.settle()
-    await http2.request()  # whose slot is back
+    await http2.request()  # gets the slot of the request that ended
     await the_front.settle()
     assert (handler.running, the_front.server.counters().exchanges_unknown_open) == (4, 2)
     for stream in (http1.stream, http2.stream):
@@ -418,9 +418,9 @@ async def test_every_refusal_of_a_connection_is_counted_with_its_reason(autojump
     assert {name: count for name, count in refused.items() if count} == {reason: 1}
 
 
-# In HTTP/2 the response to SETTINGS is the first thing that cannot be sent.
+# In HTTP/2, the acknowledgement of SETTINGS is the first frame that cannot be sent.
 @pytest.mark.parametrize("sent", [REQUEST, PREFACE])
-async def test_connection_that_takes_nothing_is_counted_as_stalled(autojump_clock, front, sent):
+async def test_client_that_reads_nothing_is_counted_as_stalled(autojump_clock, front, sent):
     async def handler(exchange):
         await exchange.start(200, [])
         while True:
@@ -439,7 +439,8 @@ async def test_connection_that_takes_nothing_is_counted_as_stalled(autojump_cloc
 
 @pytest.mark.parametrize(("vanished", "stall", "unacknowledged"), [(12, 7, 12), (30, 60, 60)])
 async def test_tcp_notices_a_machine_that_vanished(monkeypatch, vanished, stall, unacknowledged):
-    """S11: keepalive ends a silent connection. Unacknowledged bytes expire, but not before a slow reader may."""
+    """Scenario S11: keepalive ends a silent connection. Unacknowledged bytes time out, but not before the stall
+    limit."""
     options: dict[str, int] = {}
     serve_connection = FrontendServer.serve_connection
 
@@ -463,7 +464,7 @@ async def test_tcp_notices_a_machine_that_vanished(monkeypatch, vanished, stall,
 
 
 class BadListener:
-    """accept() fails with each of the errors, then gives a stream, then waits."""
+    """A listener whose accept() fails with each of the errors, then returns a stream, then waits."""
 
     def __init__(self, *errors: int, stream: trio.abc.Stream) -> None:
         self.socket = socket.socket()
@@ -492,7 +493,7 @@ async def test_accept_that_fails_does_not_end_the_server(autojump_clock, nursery
     nursery.cancel_scope.cancel()
 
 
-async def test_accept_that_fails_for_a_reason_of_ours_is_told(autojump_clock):
+async def test_accept_on_a_broken_listener_raises(autojump_clock):
     with pytest.raises(BaseExceptionGroup) as caught:
         await FrontendServer(respond_ok).serve([BadListener(errno.EINVAL, stream=memory_stream_pair()[0])])
     assert caught.group_contains(OSError, match="accept failed")

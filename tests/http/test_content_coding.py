@@ -1,4 +1,4 @@
-"""Bodies that come compressed: unfolded within the limits of a body, whatever they say of themselves."""
+"""Compressed request bodies: they are decompressed, and the limits apply to the decompressed size."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def raw_deflate(data: bytes) -> bytes:
     return compressor.compress(data) + compressor.flush()
 
 
-async def unfolded(raw: bytes, coding: str, **limits: int) -> tuple[bytes, BodyBudget]:
-    """What becomes of a body, and the budget that still holds it."""
+async def decompressed(raw: bytes, coding: str, **limits: int) -> tuple[bytes, BodyBudget]:
+    """Return the decoded body, and the budget, from which the body has been released."""
     budget = BodyBudget(FrontendLimits(**limits))
     share = BodyShare(budget)
     share.add(raw)
@@ -53,8 +53,8 @@ async def unfolded(raw: bytes, coding: str, **limits: int) -> tuple[bytes, BodyB
         (" identity ", LARGE),
     ],
 )
-async def test_a_body_is_unfolded(coding: str, raw: bytes) -> None:
-    plain, _ = await unfolded(raw, coding)
+async def test_body_is_decompressed(coding: str, raw: bytes) -> None:
+    plain, _ = await decompressed(raw, coding)
     assert plain == LARGE
 
 
@@ -70,22 +70,22 @@ async def test_a_body_is_unfolded(coding: str, raw: bytes) -> None:
         ("gzip", gzip.compress(BODY, mtime=0)[:-8] + b"\0" * 8, InvalidRequest, "incorrect data check"),
     ],
 )
-async def test_what_is_not_as_it_says_is_refused(coding: str, raw: bytes, error: type[Exception], words: str) -> None:
+async def test_invalid_compressed_body_is_refused(coding: str, raw: bytes, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        await unfolded(raw, coding)
+        await decompressed(raw, coding)
 
 
 @pytest.mark.parametrize("limit, error", [("body_bytes_max", BodyTooLarge), ("bodies_bytes_max", Overloaded)])
-async def test_a_bomb_is_held_to_the_limit_of_a_body(limit: str, error: type[Exception]) -> None:
-    """64 MiB in 64 KiB: unfolding ends with the piece that is too much."""
+async def test_decompressed_size_is_limited(limit: str, error: type[Exception]) -> None:
+    """64 MiB in 64 KiB: decompression stops at the piece that exceeds the limit."""
     bomb = gzip.compress(b"\0" * 2**26, 9, mtime=0)
     assert len(bomb) < 70_000
     with pytest.raises(error, match=r"at most 1048576 are allowed"):
-        await unfolded(bomb, "gzip", **{limit: 2**20})
+        await decompressed(bomb, "gzip", **{limit: 2**20})
 
 
 @pytest.mark.parametrize("http", [1, 2])
-async def test_a_server_reads_it_and_says_what_it_takes(http: int) -> None:
+async def test_server_decompresses_a_body_and_names_the_supported_codings(http: int) -> None:
     async with open_memory_server() as server:
         client = server.client(http=http)
         body, headers = gzip.compress(BODY, mtime=0), {"content-encoding": "gzip"}

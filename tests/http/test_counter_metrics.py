@@ -1,4 +1,4 @@
-"""What the front end counts, as scrapers see it."""
+"""Export of the front end's counters as metrics."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def handler(exchange):
 
 
 @pytest.mark.slow
-async def test_counters_are_shown_at_every_scrape(autojump_clock, front):
+async def test_each_scrape_exports_the_counters(autojump_clock, front):
     metrics = Metrics("m")
     the_front = front(handler, stall_seconds_max=30, stream_buffer_bytes_max=5000, streams_max=1)
     show_counters(metrics, the_front.server.counters)
@@ -50,7 +50,7 @@ async def test_counters_are_shown_at_every_scrape(autojump_clock, front):
     await client.response(stalled)
     await client.stream.aclose()
     await the_front.settle()
-    for _ in range(2):  # a scrape adds nothing by itself
+    for _ in range(2):  # a second scrape must not count events again
         assert value(metrics, "connections_total") == 2
         assert value(metrics, "connections_open") == 0
         assert value(metrics, "clients_slow") == value(metrics, "answer_bytes_held") == 0
@@ -61,7 +61,7 @@ async def test_counters_are_shown_at_every_scrape(autojump_clock, front):
         assert value(metrics, 'streams_refused_total{reason="streams_max"}') == 1
 
 
-async def test_every_reason_is_shown_as_zero_before_it_first_happens(autojump_clock, front):
+async def test_each_reason_is_exported_as_zero_at_first(autojump_clock, front):
     metrics = Metrics("m")
     show_counters(metrics, front(handler).server.counters)
     for reason in ConnectionRefusal:

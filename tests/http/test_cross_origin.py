@@ -1,4 +1,4 @@
-"""Pages in a browser: which may use the API, and what they may see of a response."""
+"""CORS: which web pages may use the API, and which fields of a response they may read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CHAT = "https://chat.example.org"
 
 
 class Handler:
-    """Answers with a stream; counts its calls."""
+    """A handler that streams a response and counts its calls."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -38,7 +38,7 @@ PREFLIGHT = (
 
 
 async def test_preflight_of_an_allowed_page_is_answered_without_the_handler(autojump_clock, front):
-    """It brings no API key, so it must not get to where keys are checked."""
+    """A preflight has no API key, so the check of keys must not see it."""
     handler = Handler()
     client = await front(CrossOrigin(handler, [CHAT, "http://localhost:3000"])).h2()
     response = await client.response(await client.request("/v1/models", method="OPTIONS", headers=PREFLIGHT))
@@ -58,7 +58,7 @@ async def test_preflight_of_another_page_gets_no_permission(autojump_clock, fron
 
 
 @pytest.mark.parametrize("path, body", [("/stream", b"one two"), ("/", b"two")])
-async def test_responses_to_an_allowed_page_can_be_read_by_it(autojump_clock, front, path, body):
+async def test_allowed_page_can_read_responses(autojump_clock, front, path, body):
     the_front = front(CrossOrigin(Handler(), [CHAT]))
     h2, http1 = await the_front.h2(), the_front.h11()
     response = await h2.response(await h2.request(path, headers=(("origin", CHAT),), body=b"two"))
@@ -72,7 +72,7 @@ async def test_responses_to_an_allowed_page_can_be_read_by_it(autojump_clock, fr
             assert name in fields["access-control-expose-headers"]
 
 
-async def test_responses_to_other_pages_and_other_clients_are_as_without(autojump_clock, front):
+async def test_responses_to_other_pages_and_clients_have_no_cors_fields(autojump_clock, front):
     the_front = front(CrossOrigin(Handler(), [CHAT]))
     client = await the_front.h2()
     for headers in ((), (("origin", "https://evil.example.org"),), (("origin", "null"),), (("origin", CHAT + ":81"),)):
@@ -81,7 +81,7 @@ async def test_responses_to_other_pages_and_other_clients_are_as_without(autojum
         assert not [name for name in response.headers if name.startswith("access-control")]
 
 
-async def test_every_page_is_allowed_with_a_star(autojump_clock, front):
+async def test_star_allows_every_page(autojump_clock, front):
     client = await front(CrossOrigin(Handler(), ["*"])).h2()
     for headers in ((("origin", "null"),), (("origin", CHAT),)):
         response = await client.response(await client.request(headers=headers))
@@ -95,7 +95,7 @@ async def test_plain_options_goes_to_the_handler(autojump_clock, front):
     assert handler.calls == 1
 
 
-async def test_asked_for_header_names_that_are_none_are_not_repeated(autojump_clock, front):
+async def test_invalid_requested_header_names_are_not_repeated(autojump_clock, front):
     client = await front(CrossOrigin(Handler(), [CHAT])).h2()
     asked = "good, b@d, <script>, " + ", ".join(f"x-{n}" for n in range(1000))
     headers = (*PREFLIGHT[:2], ("access-control-request-headers", asked))
@@ -105,7 +105,7 @@ async def test_asked_for_header_names_that_are_none_are_not_repeated(autojump_cl
     assert len(allowed) <= 2000
 
 
-async def test_leaving_cancels_the_handler_behind_it(autojump_clock, front, watched):
+async def test_client_that_leaves_cancels_the_wrapped_handler(autojump_clock, front, watched):
     handler = watched()
     the_front = front(CrossOrigin(handler, [CHAT]))
     client = await the_front.h2()
@@ -118,6 +118,6 @@ async def test_leaving_cancels_the_handler_behind_it(autojump_clock, front, watc
 
 
 @pytest.mark.parametrize("origin", ["chat.example.org", "https://chat.example.org/", "https://Chat.example.org", ""])
-def test_origin_that_no_browser_sends_is_one_clear_sentence(origin):
+def test_invalid_origin_is_a_startup_error(origin):
     with pytest.raises(StartupError, match="without a path"):
         CrossOrigin(Handler(), [CHAT, origin])

@@ -1,4 +1,4 @@
-"""HTTP/1.1: requests, answers, keep-alive, pipelining, and what a client may not do."""
+"""HTTP/1.1: requests, responses, keep-alive, pipelining, and invalid requests."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def test_requests_follow_each_other_on_one_connection(autojump_clock, fron
 
 
 @pytest.mark.parametrize("connection", [None, "keep-alive", "Keep-Alive", "close", "close, te"])
-async def test_the_connection_goes_on_unless_the_client_says_close(autojump_clock, front, connection):
+async def test_connection_stays_open_unless_the_client_sends_close(autojump_clock, front, connection):
     client = front(respond_ok).h11()
     field = "" if connection is None else f"connection: {connection}\r\n"
     await client.raw(f"GET / HTTP/1.1\r\nhost: test\r\n{field}\r\n".encode())
@@ -70,7 +70,7 @@ async def test_the_connection_goes_on_unless_the_client_says_close(autojump_cloc
         assert (await client.stream.receive_some()).startswith(b"HTTP/1.1 200 OK\r\n")
 
 
-async def test_requests_sent_ahead_are_answered_one_after_another(autojump_clock, front):
+async def test_requests_sent_in_one_write_are_answered_in_order(autojump_clock, front):
     client = front(echo).h11()
     await client.raw(
         b"POST /1 HTTP/1.1\r\nhost: test\r\ncontent-length: 3\r\n\r\nabc"
@@ -92,14 +92,15 @@ async def test_requests_sent_ahead_are_answered_one_after_another(autojump_clock
     ]
 
 
-async def test_a_length_that_is_not_the_bodys_never_looks_like_a_response(autojump_clock, front):
+async def test_wrong_content_length_of_a_handler_breaks_the_response_off(autojump_clock, front):
     async def handler(exchange):
         await exchange.respond(200, [("Content-Length", "5")], b"ok")
 
     client = front(handler).h11()
     await client.raw(b"GET / HTTP/1.1\r\nhost: test\r\n\r\nGET / HTTP/1.1\r\nhost: test\r\n\r\n")
     received = await read_all(client.stream)
-    assert received.count(b"HTTP/1.1 200") <= 1  # the second one would be taken for the rest of the first
+    # The client would read a second response as the rest of the first.
+    assert received.count(b"HTTP/1.1 200") <= 1
 
 
 async def test_chunked_body_and_chunked_response(autojump_clock, front):
@@ -117,7 +118,7 @@ async def test_chunked_body_and_chunked_response(autojump_clock, front):
         assert (status, headers["transfer-encoding"], body) == (200, "chunked", b"hello")
 
 
-async def test_others_have_their_turn_while_a_body_in_crumbs_is_read(autojump_clock, front):
+async def test_other_tasks_run_while_a_body_of_tiny_chunks_is_read(autojump_clock, front):
     turns = []
 
     async def count_turns(task_status) -> None:
@@ -159,7 +160,7 @@ async def test_streamed_response_arrives_piece_by_piece(autojump_clock, front):
     assert isinstance(await client.event(), h11.EndOfMessage)
 
 
-async def test_head_request_gets_no_body_and_the_connection_goes_on(autojump_clock, front):
+async def test_head_request_gets_no_body_and_the_connection_stays_open(autojump_clock, front):
     client = front(echo).h11()
     await client.request(method="HEAD")
     status, headers, body = await client.response()
@@ -198,7 +199,7 @@ async def test_http_1_0_gets_a_body_that_ends_with_the_connection(autojump_clock
     assert b"chunked" not in received
 
 
-async def test_offer_to_upgrade_is_passed_over(autojump_clock, front):
+async def test_offer_to_upgrade_is_ignored(autojump_clock, front):
     client = front(echo).h11()
     for _ in range(2):
         await client.raw(
@@ -210,7 +211,7 @@ async def test_offer_to_upgrade_is_passed_over(autojump_clock, front):
         assert received.endswith(b"GET")
 
 
-async def test_absolute_form_of_a_proxy_is_understood(autojump_clock, front):
+async def test_absolute_request_target_is_understood(autojump_clock, front):
     client = front(echo).h11()
     await client.request("http://elsewhere:80/path?query")
     _, headers, _ = await client.response()
@@ -231,7 +232,7 @@ async def test_pipelined_requests_are_answered_in_order(autojump_clock, front):
     )
 
 
-async def test_too_much_sent_ahead_ends_the_connection(autojump_clock, front, watched):
+async def test_too_many_pipelined_bytes_end_the_connection(autojump_clock, front, watched):
     handler = watched()
     the_front = front(handler, pipelined_bytes_max=10_000)
     client = the_front.h11()
@@ -250,14 +251,14 @@ async def test_too_much_sent_ahead_ends_the_connection(autojump_clock, front, wa
 # --- bodies ---
 
 
-async def test_body_that_the_handler_does_not_want_is_passed_over_and_the_connection_goes_on(autojump_clock, front):
+async def test_unread_body_is_skipped_and_the_connection_stays_open(autojump_clock, front):
     client = front(respond_ok).h11()
     for _ in range(2):
         await client.request(body=b"abc")
         assert (await client.response())[2] == b"ok"
 
 
-async def test_early_response_to_a_body_under_way_closes_after_it(autojump_clock, front):
+async def test_response_before_the_end_of_the_body_closes_the_connection(autojump_clock, front):
     the_front = front(respond_ok)
     client = the_front.h11()
     await client.raw(b"POST / HTTP/1.1\r\nhost: test\r\ncontent-length: 1000000\r\n\r\nabc")
@@ -271,7 +272,7 @@ async def test_early_response_to_a_body_under_way_closes_after_it(autojump_clock
     assert the_front.connection_count == 0
 
 
-async def test_body_that_the_handler_leaves_unread_is_not_read_without_bound(autojump_clock, front, watched):
+async def test_unread_body_is_held_up_to_a_bound(autojump_clock, front, watched):
     handler = watched()
     the_front = front(handler, pipelined_bytes_max=70_000)
     client = the_front.h11()
@@ -289,7 +290,7 @@ async def test_body_that_the_handler_leaves_unread_is_not_read_without_bound(aut
 @pytest.mark.parametrize("chunks", [b"FFFFFFFF\r\n", b"7fffffff;x=y\r\nab", b"2\r\nab\r\n3E7\r\n"])
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("expects", [b"", b"expect: 100-continue\r\n"])
-async def test_chunk_beyond_the_limit_is_refused_before_its_bytes_come(autojump_clock, front, chunks, at_once, expects):
+async def test_too_large_chunk_is_refused_before_its_bytes_arrive(autojump_clock, front, chunks, at_once, expects):
     client = front(echo, body_bytes_max=1000).h11()
     began_at = trio.current_time()
     sent = b"POST / HTTP/1.1\r\nhost: test\r\n" + expects + b"transfer-encoding: chunked\r\n\r\n" + chunks
@@ -304,7 +305,7 @@ async def test_chunk_beyond_the_limit_is_refused_before_its_bytes_come(autojump_
 
 
 @pytest.mark.parametrize("http", [1, 2])
-async def test_announced_length_beyond_the_limit_is_refused_before_its_bytes_come(autojump_clock, front, http):
+async def test_too_large_content_length_is_refused_before_the_body_arrives(autojump_clock, front, http):
     the_front = front(echo, body_bytes_max=1000)
     began_at = trio.current_time()
     if http == 1:
@@ -318,8 +319,8 @@ async def test_announced_length_beyond_the_limit_is_refused_before_its_bytes_com
     assert trio.current_time() == began_at
 
 
-def test_chunk_sizes_are_those_of_h11():
-    """Whole, cut anywhere, with what belongs to the next request behind it; and what is broken ends the counting."""
+def test_chunk_sizes_agree_with_h11():
+    """Complete bodies, bodies in pieces, and bodies with a pipelined request. Broken framing ends the counting."""
     rng = random.Random(5)
     sizes = [1, 10, 255, 4096, 17]
     body = b"".join(b"%X%b\r\n" % (size, rng.choice((b"", b";a=b"))) + b"\n" * size + b"\r\n" for size in sizes)
@@ -391,7 +392,7 @@ async def test_malformed_request_gets_a_short_response_and_a_close(autojump_cloc
     assert the_front.connection_count == 0
 
 
-async def test_malformed_chunk_is_the_clients_fault(autojump_clock, front):
+async def test_malformed_chunk_is_a_400(autojump_clock, front):
     client = front(echo).h11()
     await client.raw(b"POST / HTTP/1.1\r\nhost: test\r\ntransfer-encoding: chunked\r\n\r\nnonsense\r\n")
     received = await read_all(client.stream)
@@ -399,7 +400,7 @@ async def test_malformed_chunk_is_the_clients_fault(autojump_clock, front):
     assert b"connection: close" in received
 
 
-async def test_trailers_end_a_body_and_the_connection_goes_on(autojump_clock, front):
+async def test_trailers_end_a_body_and_the_connection_stays_open(autojump_clock, front):
     client = front(echo).h11()
     for _ in range(2):
         await client.raw(b"POST / HTTP/1.1\r\nhost: test\r\ntransfer-encoding: chunked\r\n\r\n")
@@ -424,7 +425,7 @@ async def test_any_bytes_of_a_path_reach_the_handler_as_text(autojump_clock, fro
     client = the_front.h11()
     await client.raw(b"GET " + target + b" HTTP/1.1\r\nhost: test\r\n\r\n")
     received = await client.stream.receive_some()
-    # h11 takes no bytes outside of ASCII in a target; browsers escape them
+    # h11 refuses bytes outside of ASCII in a target; browsers escape them.
     assert received.startswith(b"HTTP/1.1 400 " if not target.isascii() else b"HTTP/1.1 200 ")
 
 
@@ -464,7 +465,7 @@ async def test_head_that_stops_arriving_is_a_408(autojump_clock, front):
     assert trio.current_time() - began_at == pytest.approx(5, abs=0.1)
 
 
-async def test_sender_that_never_gets_to_the_end_is_a_408_however_steadily_it_sends(autojump_clock, front):
+async def test_body_that_never_ends_is_a_408_even_at_a_steady_rate(autojump_clock, front):
     the_front = front(echo, body_wait_seconds_max=60)
     client = the_front.h11()
     await client.raw(b"POST / HTTP/1.1\r\nhost: test\r\ncontent-length: 1000\r\n\r\n")
@@ -488,7 +489,7 @@ async def test_slow_sender_is_served(autojump_clock, front):
 # --- faults of handlers ---
 
 
-async def test_exception_before_the_response_is_a_500_and_the_connection_goes_on(autojump_clock, front, caplog):
+async def test_exception_before_the_response_is_a_500_and_the_connection_stays_open(autojump_clock, front, caplog):
     async def handler(exchange):
         if exchange.path == "/bad":
             raise ZeroDivisionError("a fault")
@@ -503,7 +504,7 @@ async def test_exception_before_the_response_is_a_500_and_the_connection_goes_on
 
 
 @pytest.mark.parametrize("fault", [True, False])
-async def test_response_that_is_not_completed_is_seen_to_break_off(autojump_clock, front, caplog, fault):
+async def test_client_notices_that_an_incomplete_response_breaks_off(autojump_clock, front, caplog, fault):
     async def handler(exchange):
         await exchange.start(200, [])
         await exchange.send(b"some")
@@ -530,7 +531,7 @@ async def test_large_response_arrives_whole(autojump_clock, front, h11_client, p
     await client.stream.aclose()
 
 
-async def test_pieces_are_chunks_as_h11_makes_them(autojump_clock, front):
+async def test_chunks_have_the_same_bytes_as_those_of_h11(autojump_clock, front):
     pieces = [b"x", b"y" * 255, b"z" * 5000]
 
     async def handler(exchange):
@@ -552,7 +553,7 @@ async def test_the_last_bytes_and_the_end_leave_in_one_write(autojump_clock, fro
         await exchange.start(200, [])
         await exchange.finish(b"last")
 
-    client = h11_client(front(handler).connect(lockstep_stream_pair))  # a write at a time
+    client = h11_client(front(handler).connect(lockstep_stream_pair))  # each read returns one write
     await client.request()
     assert bytes(await client.stream.receive_some()).endswith(b"\r\n\r\n")
     assert bytes(await client.stream.receive_some()) == b"4\r\nlast\r\n0\r\n\r\n"
@@ -570,7 +571,7 @@ async def test_head_request_gets_no_last_bytes_either(autojump_clock, front):
         assert (await client.response())[2] == body
 
 
-async def test_pieces_for_an_old_client_are_plain_bytes(autojump_clock, front):
+async def test_http_1_0_client_gets_a_body_without_chunks(autojump_clock, front):
     async def handler(exchange):
         await exchange.start(200, [])
         await exchange.send(b"one")

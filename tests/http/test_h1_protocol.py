@@ -1,4 +1,4 @@
-"""HTTP/1.1 without I/O: whichever of the two parsers reads a request, the same comes out, and the same is answered."""
+"""HTTP/1.1 without I/O: both parsers give equal requests and responses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trioserve.http.message_head import RequestHead
 
 FIELDS = [(b"content-type", b"text/plain")]
 PLAIN = b"POST /a?b HTTP/1.1\r\nhost: test\r\ncontent-length: 5\r\n\r\nhello"
-# Not read by hand: an expectation, an older version, chunks, a connection that ends.
+# Requests that the fast path does not read: `Expect`, HTTP/1.0, chunks, and `Connection: close`.
 EXPECTING = PLAIN.replace(b"host", b"expect: 100-continue\r\nhost")
 OLD = PLAIN.replace(b"HTTP/1.1", b"HTTP/1.0")
 CHUNKED = b"POST /a?b HTTP/1.1\r\nhost: test\r\ntransfer-encoding: chunked\r\n\r\n2\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n"
@@ -23,7 +23,7 @@ def protocol() -> H1Protocol:
 
 
 def read_request(http: H1Protocol, sent: bytes, piece_bytes: int) -> tuple[RequestHead, bytes]:
-    """Give it the bytes in such pieces, as it asks for them. Whatever is left is given then."""
+    """Feed the bytes in pieces while the protocol needs more, then feed the rest. Returns head and body."""
     pieces = [sent[start : start + piece_bytes] for start in range(0, len(sent), piece_bytes)]
     while (head := http.next_request()) is None:
         http.receive(pieces.pop(0))
@@ -40,7 +40,7 @@ def read_request(http: H1Protocol, sent: bytes, piece_bytes: int) -> tuple[Reque
 
 @pytest.mark.parametrize("piece_bytes", [1, 7, 60, 1000])
 @pytest.mark.parametrize("sent", [PLAIN, EXPECTING, OLD, CHUNKED, CLOSING, BODILESS])
-def test_request_comes_out_however_it_is_cut(sent, piece_bytes):
+def test_request_is_read_from_pieces_of_any_size(sent, piece_bytes):
     http = protocol()
     assert not http.request_begun
     head, body = read_request(http, sent, piece_bytes)
@@ -54,8 +54,8 @@ def test_request_comes_out_however_it_is_cut(sent, piece_bytes):
 @pytest.mark.parametrize("second", [PLAIN, CHUNKED, BODILESS, EXPECTING])
 @pytest.mark.parametrize("is_ordinary", [True, False], ids=["by hand", "by h11"])
 @pytest.mark.parametrize("is_streamed", [True, False], ids=["streamed", "whole"])
-def test_requests_follow_each_other_whoever_reads_and_responses_them(first, second, is_ordinary, is_streamed):
-    """Sent ahead, all in one piece."""
+def test_consecutive_requests_may_use_different_parsers(first, second, is_ordinary, is_streamed):
+    """Both requests arrive in one piece."""
     http = protocol()
     http.receive(first + second + PLAIN)
     for sent in (first, second):
@@ -76,14 +76,14 @@ def test_requests_follow_each_other_whoever_reads_and_responses_them(first, seco
 
 
 @pytest.mark.parametrize("sent", [OLD, CLOSING])
-def test_connection_ends_where_the_client_wants_it(sent):
+def test_connection_ends_at_the_clients_request(sent):
     http = protocol()
     read_request(http, sent, 1000)
     http.respond(200, [*FIELDS, (b"content-length", b"3")], b"one", is_ordinary=True)
     assert not http.next_cycle()
 
 
-def test_response_with_a_length_of_its_own_is_not_chunked():
+def test_response_with_content_length_is_not_chunked():
     http = protocol()
     read_request(http, BODILESS, 1000)
     fields = [*FIELDS, (b"content-length", b"6")]
@@ -93,7 +93,7 @@ def test_response_with_a_length_of_its_own_is_not_chunked():
     assert http.next_cycle()
 
 
-def test_client_that_waits_is_told_to_go_on():
+def test_client_that_expects_continue_gets_100():
     http = protocol()
     http.receive(EXPECTING.removesuffix(b"hello"))
     head = http.next_request()
@@ -119,7 +119,7 @@ def test_arrived_body_is_read_at_once():
     assert (http.arrived_body(), http.request_ended) == (b"hello", True)
 
 
-def test_body_that_nobody_reads_is_passed_over():
+def test_unread_body_is_skipped():
     for sent in (PLAIN, CHUNKED):
         http = protocol()
         http.receive(sent[:-3])
@@ -133,7 +133,7 @@ def test_body_that_nobody_reads_is_passed_over():
         assert (http.request_ended, http.held_bytes) == (True, 0)
 
 
-def test_chunk_tells_its_size_before_it_comes():
+def test_chunk_size_is_known_before_its_bytes_arrive():
     http = protocol()
     http.receive(CHUNKED[: CHUNKED.index(b"3\r\n")] + b"FFFF\r\n")
     head = http.next_request()
@@ -146,7 +146,7 @@ def test_chunk_tells_its_size_before_it_comes():
 @pytest.mark.parametrize(
     ("sent", "status"), [(b"nonsense\r\n\r\n", 400), (b"GET / HTTP/1.1\r\nhost: test\r\nx: " + b"x" * 5000, 431)]
 )
-def test_bad_head_says_with_which_status_it_is_refused(sent, status):
+def test_bad_head_has_the_status_of_its_response(sent, status):
     http = protocol()
     http.receive(sent)
     with pytest.raises(BadHead) as caught:
@@ -155,8 +155,8 @@ def test_bad_head_says_with_which_status_it_is_refused(sent, status):
     assert http.can_refuse
 
 
-def in_crumbs(byte_count: int) -> H1Protocol:
-    """A request whose body has come, each of its bytes in a chunk of its own; and one more request behind it."""
+def in_tiny_chunks(byte_count: int) -> H1Protocol:
+    """Return a protocol with a request whose body has one-byte chunks, followed by another request."""
     http = protocol()
     http.receive(CHUNKED.replace(b"2\r\nhe\r\n3\r\nllo\r\n", b"1\r\nx\r\n" * byte_count) + BODILESS)
     head = http.next_request()
@@ -165,20 +165,20 @@ def in_crumbs(byte_count: int) -> H1Protocol:
     return http
 
 
-def test_body_in_crumbs_comes_in_pieces_of_a_few():
-    http = in_crumbs(2 * CHUNKS_A_PIECE_MAX + 3)
+def test_body_of_tiny_chunks_is_read_a_few_chunks_at_a_time():
+    http = in_tiny_chunks(2 * CHUNKS_A_PIECE_MAX + 3)
     pieces = [http.next_body_piece() for _ in range(4)]
     assert pieces == [b"x" * CHUNKS_A_PIECE_MAX, b"x" * CHUNKS_A_PIECE_MAX, b"xxx", None]
 
 
 @pytest.mark.parametrize("is_much", [False, True])
-def test_body_in_crumbs_that_nobody_reads_is_followed_only_so_far(is_much):
+def test_unread_body_of_tiny_chunks_is_skipped_up_to_a_bound(is_much):
     most = CHUNKS_A_PIECE_MAX * DROPPED_PIECES_MAX
-    http = in_crumbs(2 * most if is_much else most - 1)
+    http = in_tiny_chunks(2 * most if is_much else most - 1)
     http.drop_body()
     assert http.request_ended is not is_much
     if is_much:
-        assert http.held_bytes == 0  # so that the connection reads on, and sees its end
+        assert http.held_bytes == 0  # so that the connection keeps reading and notices a close
         http.receive(b"1\r\nx\r\n")
         http.drop_body()
         assert http.held_bytes == 0
@@ -214,7 +214,7 @@ def test_head_of_too_many_fields_is_refused(request_line, piece_bytes):
     assert caught.value.status == 431
 
 
-def test_too_many_fields_are_refused_before_the_head_is_whole():
+def test_too_many_fields_are_refused_before_the_head_is_complete():
     http = large_protocol()
     http.receive(b"GET / HTTP/1.1\r\nhost: a\r\n" + MANY + b"y: 1\r\nz: 1\r\n")
     with pytest.raises(BadHead, match="at most 256"):
@@ -235,7 +235,7 @@ def test_too_many_fields_behind_another_request_are_refused():
         http.next_request()
 
 
-def test_body_with_lines_like_fields_is_no_head():
+def test_lines_of_a_body_do_not_count_as_fields():
     http = large_protocol()
     body = b"a: b\r\n" * 300
     sent = b"POST / HTTP/1.0\r\ncontent-length: %d\r\n\r\n" % len(body) + body

@@ -1,5 +1,7 @@
-"""HTTP/2 as RFC 9113 has it, section by section, with frames built by hand: what is an error, of which kind, and of
-what reach. Where the RFC allows a stream error to be one of the connection (5.4.1), the latter is what h2 does."""
+"""Conformance with RFC 9113, section by section: which frames are errors of the stream or of the connection.
+
+The RFC allows treating a stream error as a connection error (5.4.1). The tests expect the choice of the h2 library.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ def raw(kind: int, payload: bytes = b"", *, flags: int = 0, stream: int = 0) -> 
 
 
 def block(*fields: tuple[str, str]) -> bytes:
-    """A header block that needs no table."""
+    """Return a header block without table entries."""
     return hpack.Encoder().encode([hpack.NeverIndexedHeaderTuple(*field) for field in fields])
 
 
@@ -35,14 +37,14 @@ def setting(number: int, value: int) -> bytes:
 
 
 async def handle(exchange):
-    """Answers "/wait" never, and everything else with the body that came."""
+    """Wait forever at "/wait", and echo the body at other paths."""
     if exchange.path == "/wait":
         await trio.sleep_forever()
     await exchange.respond(200, [], b"got " + await exchange.body())
 
 
-OPEN = head(flags=END_HEADERS)  # stream 1, its body to follow
-WAITING = head(*REQUEST[:3], (":path", "/wait"))  # stream 1: ended by the client, not yet answered
+OPEN = head(flags=END_HEADERS)  # stream 1, whose body follows
+WAITING = head(*REQUEST[:3], (":path", "/wait"))  # stream 1, which the client has ended and the server has not answered
 
 CONNECTION_ERRORS = {
     "3.4 first frame is not SETTINGS": (None, raw(PING, b"12345678"), Code.PROTOCOL_ERROR),
@@ -222,7 +224,7 @@ async def test_no_error(autojump_clock, front, h2_client, sent):
 
 
 async def test_settings_and_pings_are_acknowledged_in_order(autojump_clock, front, h2_client):
-    """6.5.3, 6.7."""
+    """RFC 9113, 6.5.3 and 6.7."""
     client = h2_client(front(handle).connect())
     await client.open()
     await client.stream.send_all(raw(PING, b"one     ") + setting(4, 1000) + raw(PING, b"two     "))
@@ -234,8 +236,8 @@ async def test_settings_and_pings_are_acknowledged_in_order(autojump_clock, fron
     assert isinstance(client.frames[0], frames.SettingsFrame)  # 3.4: the server's preface comes first
 
 
-async def test_window_that_a_setting_made_negative_has_to_open_first(autojump_clock, front):
-    """6.9.2."""
+async def test_negative_window_must_open_before_data_is_sent(autojump_clock, front):
+    """RFC 9113, 6.9.2."""
 
     async def handler(exchange):
         await exchange.respond(200, [], bytes(1000))
@@ -253,7 +255,7 @@ async def test_window_that_a_setting_made_negative_has_to_open_first(autojump_cl
 
 
 async def test_frames_are_no_larger_than_the_client_allows(autojump_clock, front):
-    """4.2, 6.5.2."""
+    """RFC 9113, 4.2 and 6.5.2."""
 
     async def handler(exchange):
         await exchange.respond(200, [], bytes(50_000))

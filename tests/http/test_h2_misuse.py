@@ -1,4 +1,4 @@
-"""HTTP/2: what a client may not do, or not so often, and what a handler gets wrong. It costs one connection."""
+"""HTTP/2: invalid frames, floods, and faults of handlers. Each ends at most one connection."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def check_alive(the_front, client):
 
 
 async def check_ended(the_front, client, code):
-    """The connection ends with the code, and others are served."""
+    """Check that the connection ends with the error code, and that the server still serves another one."""
     await client.until_eof()
     assert [goaway.error_code for goaway in client.goaways] == [code]
     await client.stream.aclose()
@@ -37,7 +37,7 @@ async def check_ended(the_front, client, code):
 
 
 async def test_data_after_an_early_response_is_ignored_but_credited(autojump_clock, front):
-    """S51: one such frame ended another server."""
+    """Scenario S51: one such frame ended another server."""
     the_front = front(respond_ok)
     client = await the_front.h2()
     stream_id = await client.request(body=b"abc", end=False)
@@ -53,7 +53,7 @@ async def test_data_after_an_early_response_is_ignored_but_credited(autojump_clo
 
 
 async def test_priority_frames_are_ignored(autojump_clock, front):
-    """S51: 1,001 of them ended another server."""
+    """Scenario S51: 1,001 of them ended another server."""
     the_front = front(respond_ok)
     client = await the_front.h2()
     await client.send(*(frames.PriorityFrame(2 * n + 1001, depends_on=0, stream_weight=n % 256) for n in range(1001)))
@@ -88,8 +88,8 @@ async def test_frames_may_arrive_byte_by_byte(autojump_clock, front, h2_client):
 
 
 @pytest.mark.parametrize("pieces", [1, 5])
-async def test_data_after_the_end_of_the_request_costs_that_stream_alone(autojump_clock, front, watched, pieces):
-    """S51."""
+async def test_data_after_the_end_of_the_request_resets_only_its_stream(autojump_clock, front, watched, pieces):
+    """Scenario S51."""
     handler = watched()
     the_front = front(handler)
     client = await the_front.h2()
@@ -117,7 +117,7 @@ async def test_late_reset_and_window_update_of_an_ended_stream_are_ignored(autoj
 # --- too much ---
 
 
-async def test_streams_beyond_the_limit_are_refused_and_the_others_go_on(autojump_clock, front, watched):
+async def test_streams_beyond_the_limit_are_refused_and_the_others_continue(autojump_clock, front, watched):
     handler = watched()
     the_front = front(handler, streams_max=3)
     client = await the_front.h2()
@@ -204,7 +204,7 @@ def test_each_frame_of_a_response_allows_two_control_frames_once():
 
 @pytest.mark.parametrize("size", [0, 1])
 async def test_continuation_flood_ends_the_connection(autojump_clock, front, size):
-    """CVE-2024-27316: blocks that never end, of frames that may be empty and so never reach a limit in bytes."""
+    """CVE-2024-27316: a header block that never ends. Its frames may be empty, so a limit in bytes is not enough."""
     the_front = front(respond_ok)
     client = await the_front.h2()
     flood = [frames.ContinuationFrame(1, data=b"\0" * size) for _ in range(1000)]
@@ -220,7 +220,7 @@ HEADERS_AGAIN = frames.HeadersFrame(1, data=b"\x83\x84\x86\x41\x01t", flags=["EN
 
 
 @pytest.mark.parametrize("provocation", [OVERFLOW, frames.DataFrame(1, data=b"x" * 200), HEADERS_AGAIN], ids=repr)
-async def test_resets_that_a_client_provokes_from_us_count_as_its_own(autojump_clock, front, watched, provocation):
+async def test_provoked_resets_count_as_resets_of_the_client(autojump_clock, front, watched, provocation):
     """CVE-2025-8671, "MadeYouReset": the limit on rapid resets must not depend on who sends the RST_STREAM."""
     handler = watched()
     the_front = front(handler, resets_per_second_max=1, resets_burst_max=20)
@@ -236,8 +236,8 @@ async def test_resets_that_a_client_provokes_from_us_count_as_its_own(autojump_c
     assert the_front.server.counters().connections_refused_total["resets"] == 1
 
 
-async def test_table_that_a_client_offers_for_headers_is_not_filled(autojump_clock, front):
-    """Each response would add to it and search it: gigabytes, and slower with every request."""
+async def test_dynamic_table_of_the_client_stays_empty(autojump_clock, front):
+    """Otherwise each response would search the table and add to it, up to gigabytes."""
     number = 0
 
     async def handler(exchange):
@@ -254,7 +254,7 @@ async def test_table_that_a_client_offers_for_headers_is_not_filled(autojump_clo
     assert not client._decoder.header_table.dynamic_entries
 
 
-async def test_window_updates_in_step_with_our_data_are_no_flood(autojump_clock, front):
+async def test_window_updates_for_sent_data_are_no_flood(autojump_clock, front):
     async def handler(exchange):
         await exchange.start(200, [])
         for _ in range(500):
@@ -297,7 +297,7 @@ async def test_header_list_beyond_the_limit_ends_the_connection(autojump_clock, 
     await check_ended(the_front, client, ErrorCodes.ENHANCE_YOUR_CALM)
 
 
-async def test_header_list_that_unpacks_to_more_than_the_limit_ends_the_connection(autojump_clock, front):
+async def test_decoded_header_list_beyond_the_limit_ends_the_connection(autojump_clock, front):
     the_front = front(respond_ok, head_bytes_max=2000)
     client = await the_front.h2()
     _, made = client.request_frames(headers=tuple([("x-same", "a" * 500)] * 10))
@@ -420,7 +420,7 @@ async def test_header_block_that_is_never_finished_is_closed(autojump_clock, fro
 
 
 @pytest.mark.parametrize("opening", [b"", b"PRI * HTTP/2.0\r\n"])
-async def test_client_that_says_nothing_is_closed(autojump_clock, front, opening):
+async def test_silent_client_is_closed(autojump_clock, front, opening):
     the_front = front(respond_ok, sniff_seconds_max=10)
     stream = the_front.connect()
     await stream.send_all(opening)
@@ -450,7 +450,7 @@ async def test_exception_before_the_response_is_a_500_and_one_line_in_the_log(au
     await check_alive(the_front, client)
 
 
-async def test_exception_mid_stream_resets_the_stream_alone(autojump_clock, front, caplog):
+async def test_exception_mid_stream_resets_only_its_stream(autojump_clock, front, caplog):
     async def handler(exchange):
         if exchange.path == "/bad":
             await exchange.start(200, [])
@@ -466,7 +466,7 @@ async def test_exception_mid_stream_resets_the_stream_alone(autojump_clock, fron
 
 
 @pytest.mark.parametrize("started", [False, True])
-async def test_handler_that_leaves_no_whole_response(autojump_clock, front, caplog, started):
+async def test_incomplete_response_is_an_internal_error(autojump_clock, front, caplog, started):
     async def handler(exchange):
         if started:
             await exchange.start(200, [])

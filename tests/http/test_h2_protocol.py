@@ -1,4 +1,4 @@
-"""What goes past h2 and hpack is what they would have made of it, and leaves their books as they leave them."""
+"""Code that bypasses h2 and hpack must produce equal bytes and leave an equal state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trioserve.http.limits import FrontendLimits
 
 
 def asked(*, is_whole: bool = True):
-    """A server's protocol with one stream, to be answered."""
+    """Return the protocols of a server and a client after a request. It has no body if `is_whole`."""
     client = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True))
     client.initiate_connection()
     client.send_headers(
@@ -32,7 +32,7 @@ def asked(*, is_whole: bool = True):
 
 
 def answering():
-    """The same, and the head of the response was sent."""
+    """Return the protocols of `asked` after the head of the response was sent."""
     protocol, client = asked()
     protocol.send_headers(1, [(b":status", b"200")])
     client.receive_data(protocol.data_to_send())
@@ -40,7 +40,7 @@ def answering():
 
 
 @pytest.mark.parametrize("size", [0, 1, 255, 256, 16384])
-def test_the_same_bytes_and_the_same_windows(size):
+def test_data_frame_has_the_same_effect_as_h2(size):
     (ours, client), (theirs, _) = answering(), answering()
     data = bytes(size)
     for _ in range(2):
@@ -58,7 +58,7 @@ def test_the_same_bytes_and_the_same_windows(size):
 @pytest.mark.parametrize("is_whole", [False, True])
 @pytest.mark.parametrize("end_stream", [False, True])
 @pytest.mark.parametrize("value_bytes", [1, 16_300, 16_384, 40_000])
-def test_a_head_is_the_same_bytes_and_the_same_state(value_bytes, end_stream, is_whole):
+def test_head_frames_have_the_same_effect_as_h2(value_bytes, end_stream, is_whole):
     (ours, client), (theirs, _) = asked(is_whole=is_whole), asked(is_whole=is_whole)
     fields = [(b":status", b"200"), (b"x-own", b"v" * value_bytes)]
     theirs.send_headers(1, fields, end_stream=end_stream)
@@ -70,7 +70,7 @@ def test_a_head_is_the_same_bytes_and_the_same_state(value_bytes, end_stream, is
 
 @pytest.mark.parametrize("is_whole", [False, True])
 @pytest.mark.parametrize("data", [b"", b"the last"])
-def test_the_end_of_a_response_is_the_same_bytes_and_the_same_state(data, is_whole):
+def test_end_of_a_response_has_the_same_effect_as_h2(data, is_whole):
     (ours, client), (theirs, _) = asked(is_whole=is_whole), asked(is_whole=is_whole)
     for protocol in (ours, theirs):
         protocol.send_headers(1, [(b":status", b"200")])
@@ -84,7 +84,7 @@ def test_the_end_of_a_response_is_the_same_bytes_and_the_same_state(data, is_who
 
 
 @pytest.mark.parametrize("response", ["head_frames", "data_frame"])
-def test_a_stream_that_was_reset_is_not_answered(response):
+def test_response_on_a_reset_stream_is_an_error(response):
     protocol, _ = answering()
     protocol.reset_stream(1)
     with pytest.raises(h2.exceptions.StreamClosedError):
@@ -94,7 +94,7 @@ def test_a_stream_that_was_reset_is_not_answered(response):
             protocol.data_frame(1, b"", end_stream=True)
 
 
-def test_nothing_is_answered_after_an_error_of_the_connection():
+def test_response_after_a_connection_error_is_an_error():
     protocol, _ = asked()
     with pytest.raises(h2.exceptions.ProtocolError):
         protocol.receive_data(frame(HEADERS, END_HEADERS, 2, b""))
@@ -159,14 +159,14 @@ def changed(changes) -> list[tuple[bytes, bytes]]:
             fields.insert(index, field)
         elif change == "take":
             del fields[index : index + 1]
-        elif index + 1 < len(fields):  # what looks like two fields is one
+        elif index + 1 < len(fields):  # one field that contains the text of two
             (name, value), (name_2, value_2) = fields[index : index + 2]
             fields[index : index + 2] = [(name, b"\n".join((value, name_2, value_2)))]
     return fields
 
 
 class Blocks:
-    """The header blocks of a client, which keeps hpack's table or says something about it that may be wrong."""
+    """Header blocks of a client that uses hpack's dynamic table, correctly or not."""
 
     def __init__(self) -> None:
         self._encoder = hpack.Encoder()
@@ -178,7 +178,7 @@ class Blocks:
         if kind == "other table":
             self._encoder.header_table_size = number * 40
         fields = changed(changes)
-        if kind == "apart":  # in a table of its own, as if the last one was lost
+        if kind == "apart":  # with a new table, as if the client had lost the last one
             block = copy.deepcopy(self._encoder).encode(fields)
         else:
             block = self._encoder.encode(fields, huffman=number % 2 == 0)
@@ -200,7 +200,7 @@ HEADS = st.lists(
 @pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(HEADS)
-def test_heads_are_read_as_h2_and_hpack_read_them(heads):
+def test_heads_are_decoded_as_by_h2_and_hpack(heads):
     blocks = Blocks()
     check([(blocks.of(changes, kind, number), is_whole) for changes, kind, number, is_whole in heads])
 
@@ -231,22 +231,31 @@ ALMOST_ORDINARY = {
 
 
 @pytest.mark.parametrize("head", ALMOST_ORDINARY.values(), ids=ALMOST_ORDINARY.keys())
-def test_what_is_almost_ordinary_is_left_to_h2(head):
+def test_heads_that_are_not_ordinary_are_left_to_h2(head):
     assert is_ordinary([*HEAD, ACCEPT, (b"x-own_2", b""), (b"x-own_2", b"a b")])
     assert not is_ordinary(head)
     check([(hpack.Encoder().encode(head), True)])
 
 
-def test_a_block_that_names_a_place_in_the_table_means_what_stands_there():
+def test_index_in_a_block_means_the_current_table_entry():
     encoder = hpack.Encoder()
     first = [encoder.encode([*HEAD, (b"x-own", b"1")]) for _ in range(2)]
     second = encoder.encode([*HEAD, (b"x-own", b"2")])
     assert check([(block, True) for block in (*first, first[1])]) == 3
-    assert check([(block, True) for block in (*first, second, first[1])]) == 3, "the path is another field by then"
+    assert check([(block, True) for block in (*first, second, first[1])]) == 3, (
+        "the table has changed, so the index means another field"
+    )
 
 
 def check(blocks) -> int:
-    """blocks: each with whether its request has no body. Returns how many of them were right."""
+    """Compare our decoder with hpack and h2.
+
+    Args:
+        blocks: header blocks, each with True if its request has no body.
+
+    Returns:
+        The number of valid blocks.
+    """
     ours, theirs = initiated_protocol(FrontendLimits()), initiated_protocol(FrontendLimits())
     theirs.decoder = hpack.Decoder(max_header_list_size=FrontendLimits().head_bytes_max)
     for protocol in (ours, theirs):
@@ -267,10 +276,10 @@ def outcome(protocol, sent: bytes):
     try:
         return [repr(event) for event in protocol.receive_data(sent)]
     except h2.exceptions.ProtocolError as error:
-        return type(error), error.error_code  # hpack's words repeat the client's bytes, ours do not
+        return type(error), error.error_code  # not the message: hpack's messages repeat the client's bytes, ours do not
 
 
-def test_a_block_that_came_before_is_not_read_again():
+def test_repeated_block_is_not_decoded_again():
     protocol = initiated_protocol(FrontendLimits())
     decoder = protocol.decoder
     block = b"".join(b"\0" + bytes((len(name),)) + name + bytes((len(value),)) + value for name, value in HEAD)

@@ -1,4 +1,4 @@
-"""HTTP/2: requests, answers, streaming and flow control, as a well-behaved client sees them."""
+"""HTTP/2: requests, responses, streaming and flow control with a correct client."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def test_handler_sees_authority_as_host_and_headers_in_any_case(autojump_c
 
 async def test_small_response_leaves_in_one_write(autojump_clock, front):
     client = await front(echo).h2()
-    await client.until(lambda: len(client.frames) >= 2)  # our settings
+    await client.until(lambda: len(client.frames) >= 2)  # the settings of the server
     seen = len(client.reads)
     await client.response(await client.request(body=b"x"))
     assert len(client.reads) == seen + 1
@@ -81,7 +81,7 @@ async def test_head_is_sent_before_the_first_byte_of_the_body(autojump_clock, fr
     assert response.headers["x-request-id"] == "r-1"
 
 
-async def test_one_pass_of_many_streams_leaves_in_one_write(autojump_clock, front):
+async def test_events_of_many_streams_in_one_pass_leave_in_one_write(autojump_clock, front):
     step = trio.Event()
 
     async def handler(exchange):
@@ -109,7 +109,7 @@ async def test_many_streams_at_once_do_not_mix(autojump_clock, front):
         assert (response.headers["x-path"], response.body) == (f"/{number}", b"POST%d" % number)
 
 
-async def test_a_credit_is_told_though_nothing_more_comes(autojump_clock, front):
+async def test_credit_is_sent_while_the_client_sends_nothing(autojump_clock, front):
     client = await front(echo).h2()
     stream_id = await client.request(end=False)
     await client.data(stream_id, bytes(16384), end=False)
@@ -135,14 +135,14 @@ async def test_long_body_is_credited_as_it_is_read(autojump_clock, front):
         end = start + 16384
         await client.until(lambda end=end: window() >= end)
         await client.data(stream_id, body[start:end], end=end == len(body))
-    # The response is larger than the window of the client, so it has to credit, too.
+    # The response is larger than the client's window, so the client must send window updates, too.
     await client.credit(0, 10**6)
     await client.credit(stream_id, 10**6)
     response = await client.response(stream_id)
     assert response.body == b"POST" + body
 
 
-async def test_bodies_that_nobody_reads_do_not_close_the_connection_window_for_others(autojump_clock, front):
+async def test_unread_bodies_do_not_close_the_connection_window(autojump_clock, front):
     async def handler(exchange):
         if exchange.path == "/unread":
             await trio.sleep_forever()
@@ -150,7 +150,7 @@ async def test_bodies_that_nobody_reads_do_not_close_the_connection_window_for_o
 
     the_front = front(handler)
     client = await the_front.h2()
-    for _ in range(20):  # 1.2 MB, more than the connection's window; h2 ends a connection that sends more than allowed
+    for _ in range(20):  # 1.2 MB, more than the connection's window; without credit, h2 would end the connection
         stream_id = await client.request("/unread", end=False)
         for _ in range(4):
             await client.data(stream_id, bytes(15_000))
@@ -232,7 +232,7 @@ async def test_body_beyond_the_limit_is_answered_with_413(autojump_clock, front,
     assert response.reset_code == 0
 
 
-async def test_handler_that_does_not_care_about_a_large_body_still_gives_413(autojump_clock, front):
+async def test_too_large_body_is_a_413_if_the_handler_does_not_catch_the_error(autojump_clock, front):
     client = await front(echo, body_bytes_max=1000).h2()
     response = await client.response(await client.request(body=bytes(1001)))
     assert response.status == 413
@@ -250,7 +250,7 @@ async def test_all_bodies_together_are_bounded(autojump_clock, front):
     await the_front.settle()
     assert the_front.server.counters().request_body_bytes_held == 1000
     refused = await client.response(await client.request(body=bytes(1000)))
-    assert refused.status == 500  # this handler does not translate Overloaded; error_responses does
+    assert refused.status == 500  # error_responses would turn Overloaded into 503, but this handler does not use it
     await client.reset(first)
     await the_front.settle()
     assert the_front.server.counters().request_body_bytes_held == 0
@@ -264,7 +264,7 @@ async def test_body_that_stops_arriving_is_a_408(autojump_clock, front):
     assert trio.current_time() - began_at == pytest.approx(5, abs=0.1)
 
 
-async def test_closed_window_holds_at_most_the_bound_and_others_go_on(autojump_clock, front):
+async def test_closed_window_holds_bounded_bytes_and_other_streams_continue(autojump_clock, front):
     accepted = 0
 
     async def handler(exchange):
@@ -304,7 +304,7 @@ async def test_connection_window_is_shared_and_reopened(autojump_clock, front):
     assert len((await client.response(second)).body) == 60_000
 
 
-async def test_larger_initial_window_setting_releases_what_waits(autojump_clock, front):
+async def test_larger_initial_window_releases_waiting_bytes(autojump_clock, front):
     async def handler(exchange):
         await exchange.respond(200, [], bytes(30_000))
 
@@ -342,7 +342,7 @@ async def test_header_that_would_break_the_message_is_an_error_of_the_handler(au
     assert "handler failed" in caplog.text
 
 
-async def test_last_bytes_are_held_as_all_others_are(autojump_clock, front):
+async def test_last_bytes_obey_the_buffer_limit(autojump_clock, front):
     is_over = False
 
     async def handler(exchange):

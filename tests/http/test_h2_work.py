@@ -1,4 +1,4 @@
-"""What a client can make HTTP/2 cost: settings that are kept, heads that are long to read, frames of much CPU time."""
+"""Limits on the work that an HTTP/2 client can cause: settings, large heads, and frames that cost CPU time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def respond_ok(exchange):
 # --- settings ---
 
 
-def test_only_known_settings_are_kept_each_once_with_its_last_value():
+def test_known_settings_are_kept_once_with_their_last_value():
     every = [(number, 1) for number in range(65536)]
     assert len(known_settings(settings_payload(every))) == 7 * 6
     assert known_settings(settings_payload([(3, 1), (9, 5), (3, 2)])) == settings_payload([(3, 2)])
@@ -42,12 +42,12 @@ def test_only_known_settings_are_kept_each_once_with_its_last_value():
     assert known_settings(b"12345") == b"12345", "h2 reports the wrong length"
 
 
-def test_table_that_a_peer_offers_is_used_only_up_to_the_default():
+def test_table_size_is_limited_to_the_default():
     assert known_settings(settings_payload([(1, 2**32 - 1)])) == settings_payload([(1, HEADER_TABLE_BYTES_MAX)])
     assert known_settings(settings_payload([(1, 100)])) == settings_payload([(1, 100)])
 
 
-async def test_unknown_settings_reach_nobody_and_the_connection_goes_on(autojump_clock, front):
+async def test_unknown_settings_are_dropped(autojump_clock, front):
     the_front = front(respond_ok)
     client = await the_front.h2()
     for start in range(7, 65536, 2730):
@@ -59,7 +59,7 @@ async def test_unknown_settings_reach_nobody_and_the_connection_goes_on(autojump
     assert sum(isinstance(each, frames.SettingsFrame) and "ACK" in each.flags for each in client.frames) >= 25
 
 
-async def test_settings_that_are_wrong_still_end_the_connection(autojump_clock, front):
+async def test_invalid_settings_end_the_connection(autojump_clock, front):
     client = await front(respond_ok).h2()
     await client.stream.send_all(frame(SETTINGS, 0, 0, settings_payload([(0x7777, 1), (4, 2**31)])))
     await client.until_eof()
@@ -69,7 +69,7 @@ async def test_settings_that_are_wrong_still_end_the_connection(autojump_clock, 
 # --- turns and CPU time ---
 
 
-def test_one_read_is_cut_into_pieces_of_a_few_milliseconds():
+def test_one_read_is_split_into_pieces_of_a_few_milliseconds():
     limits = FrontendLimits()
     empty = frame(SETTINGS, 0, 0, b"")
     gate = FrameGate(limits, now=0.0)
@@ -79,7 +79,7 @@ def test_one_read_is_cut_into_pieces_of_a_few_milliseconds():
     assert max(map(len, pieces)) <= at_most * len(empty)
 
 
-def test_large_heads_have_a_piece_for_each():
+def test_large_heads_get_one_piece_each():
     encoder = hpack.Encoder()
     block = encoder.encode([*HEAD, *((f"x-{n}".encode(), b"a" * 700) for n in range(18))], huffman=False)
     assert 10_000 < len(block) < 16_384
@@ -88,7 +88,7 @@ def test_large_heads_have_a_piece_for_each():
     assert list(gate.pieces(frame(SETTINGS, 0, 0, b"") + head * 3, now=0.0))[1:] == [head, head]
 
 
-async def test_other_tasks_have_their_turn_within_one_read(autojump_clock, front, nursery):
+async def test_other_tasks_run_during_one_read(autojump_clock, front, nursery):
     turns = 0
 
     async def other() -> None:
@@ -111,7 +111,7 @@ async def test_other_tasks_have_their_turn_within_one_read(autojump_clock, front
 
 
 class SlowCpu:
-    """A clock of CPU time by which each piece of frames costs so much."""
+    """A fake CPU clock, by which each piece of frames costs `piece_seconds`."""
 
     def __init__(self, piece_seconds: float) -> None:
         self.now = 0.0
@@ -136,7 +136,7 @@ async def test_frames_that_cost_too_much_cpu_time_end_the_connection(autojump_cl
     assert the_front.server.counters().connections_refused_total["frame_work"] == 1
 
 
-async def test_expensive_frames_at_a_low_rate_and_requests_are_no_abuse(autojump_clock, front):
+async def test_rare_expensive_frames_and_requests_are_no_flood(autojump_clock, front):
     the_front = front(respond_ok)
     cpu = SlowCpu(0.05)
     the_front.server = FrontendServer(respond_ok, clock_and_ids=ClockAndIds(cpu_clock=cpu))
@@ -144,13 +144,13 @@ async def test_expensive_frames_at_a_low_rate_and_requests_are_no_abuse(autojump
     for _ in range(50):
         await client.send(frames.PingFrame(0))
         await trio.sleep(1.1)
-    cpu.piece_seconds = 0.0009  # what a request is worth
+    cpu.piece_seconds = 0.0009  # a little less than REQUEST_CPU_SECONDS
     for _ in range(2000):
         assert (await client.response(await client.request())).body == b"ok"
     await client.stream.aclose()
 
 
-async def test_body_in_crumbs_is_kept_in_few_pieces(autojump_clock, front, watched):
+async def test_body_of_tiny_frames_is_held_in_few_pieces(autojump_clock, front, watched):
     the_front = front(watched())
     client = await the_front.h2()
     stream_id = await client.request(end=False)
@@ -174,7 +174,7 @@ def decoder() -> FieldDecoder:
 
 
 @pytest.mark.parametrize("field", [b"\x90", b"\x0f\x01\x00", b"\x00\x01a\x00", b"\x40\x01a\x00"])
-def test_head_of_many_tiny_fields_is_not_read_to_its_end(field):
+def test_decoding_stops_at_the_limit_of_fields(field):
     assert len(decoder().decode(field * 256)) == 256
     with pytest.raises(hpack.OversizedHeaderListError, match="at most 256"):
         decoder().decode(field * 257)
@@ -190,26 +190,26 @@ async def test_too_many_fields_end_the_connection(autojump_clock, front):
 
 
 @pytest.mark.parametrize("update", [b"\x20", b"\x3f\xe1\x1f"])
-def test_changes_of_the_table_in_one_head_are_bounded(update):
+def test_table_size_updates_in_one_head_are_bounded(update):
     block = b"\x82\x86\x84\x41\x01x"
     assert len(decoder().decode(update * SIZE_UPDATES_MAX + block)) == 4
     with pytest.raises(hpack.HPACKDecodingError, match="too often"):
         decoder().decode(update * (SIZE_UPDATES_MAX + 1) + block)
 
 
-def test_number_of_endless_bytes_is_refused():
+def test_endless_integer_is_refused():
     with pytest.raises(hpack.HPACKDecodingError, match="too many bytes"):
         decoder().decode(b"\x0f" + b"\x80" * 60000 + b"\x00")
 
 
 @pytest.mark.parametrize("block", [b"\x0f", b"\x40", b"\x40\x05ab", b"\x40\x01a", b"\x40\x01a\x7f", b"\x3f", b"\xff"])
-def test_block_that_breaks_off_is_refused(block):
+def test_truncated_block_is_refused(block):
     with pytest.raises(hpack.HPACKDecodingError):
         decoder().decode(block)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_texts_in_huffmans_code_are_read_as_hpack_reads_them(seed):
+def test_huffman_decoding_agrees_with_hpack(seed):
     chosen = random.Random(seed)
     coder = hpack.Encoder().huffman_coder
     for _ in range(200):

@@ -1,4 +1,4 @@
-"""Ordinary requests are read by hand, and exactly as h11 reads them; all others are left to it."""
+"""The fast path parses ordinary requests exactly as h11 does, and leaves all others to h11."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def read_with_h11(data: bytes) -> h11.Request:
 
 
 def check_is_what_h11_reads(data: bytes) -> bool:
-    """Whether it was read by hand at all."""
+    """Compare the fast path with h11. Returns False if the fast path left the request to h11."""
     found = plain(data)
     if found is None:
         return False
@@ -46,12 +46,12 @@ def check_is_what_h11_reads(data: bytes) -> bool:
 @pytest.mark.parametrize(
     "data", [POST + b"\r\nbody", GET + b"\r\n", GET + b"Connection: Keep-Alive\r\n\r\nGET / HTTP/1.1"]
 )
-def test_an_ordinary_request_is_read_as_h11_reads_it(data):
+def test_ordinary_request_is_parsed_as_by_h11(data):
     assert check_is_what_h11_reads(data)
 
 
 @pytest.mark.parametrize("seed", range(300))
-def test_what_is_read_of_damaged_bytes_is_what_h11_reads_of_them(seed):
+def test_damaged_requests_are_parsed_as_by_h11_or_not_at_all(seed):
     chance = random.Random(seed)
     data = bytearray(chance.choice([POST + b"\r\nbody", GET + b"\r\n"]))
     for _ in range(chance.randint(1, 2)):
@@ -87,5 +87,5 @@ def test_what_is_read_of_damaged_bytes_is_what_h11_reads_of_them(seed):
         GET + b"x: " + b"a" * 1000 + b"\r\n\r\n",
     ],
 )
-def test_what_is_not_ordinary_or_not_whole_is_left_to_h11(data):
+def test_other_and_incomplete_requests_are_left_to_h11(data):
     assert plain(data) is None

@@ -1,4 +1,4 @@
-"""A client that leaves an HTTP/1.1 connection, at each phase of a request: the handler's scope ends."""
+"""Clients that leave an HTTP/1.1 connection in each phase of a request: the handler is cancelled."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def test_handler_is_cancelled_within_a_few_passes(autojump_clock, front, w
     assert the_front.connection_count == 0
 
 
-async def test_close_behind_a_get_is_noticed_while_the_handler_waits(autojump_clock, front, watched):
+async def test_close_after_a_get_is_noticed_while_the_handler_waits(autojump_clock, front, watched):
     handler = watched()
     the_front = front(handler)
     stream = the_front.connect()

@@ -1,4 +1,4 @@
-"""A client that leaves an HTTP/2 connection, at each phase of a request and in each way: the handler's scope ends."""
+"""Clients that leave an HTTP/2 connection in each phase of a request and in each way: the handler is cancelled."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import pytest
 import trio
 from trio.testing import lockstep_stream_pair, memory_stream_pair
 
-PASSES_MAX = 6  # the reader wakes, cancels the scope, the handler's task runs; the client's own send takes a few
+# The reader wakes and cancels the scope, then the handler's task runs. The client's own send takes a few passes.
+PASSES_MAX = 6
 
 
 async def before_the_body_is_complete(exchange):
@@ -59,7 +60,7 @@ async def goaway_and_close(client, stream_id):
 WAYS = [reset, close, half_close, goaway_and_close]
 
 
-# A stream that has ended on both sides cannot be reset any more.
+# A stream that has ended on both sides cannot be reset.
 CASES = [(phase, way) for phase in PHASES for way in WAYS if (phase, way) != (after_the_last_byte, reset)]
 
 
@@ -93,7 +94,7 @@ async def test_reset_leaves_the_other_streams_alone(autojump_clock, front, watch
     assert the_front.server.counters().exchanges_open == 4
 
 
-async def test_close_ends_every_stream_of_the_connection_and_no_other(autojump_clock, front, watched):
+async def test_close_cancels_all_streams_of_only_that_connection(autojump_clock, front, watched):
     handler = watched()
     the_front = front(handler)
     one, other = await the_front.h2(), await the_front.h2()
@@ -127,7 +128,7 @@ async def test_goaway_alone_lets_running_streams_finish(autojump_clock, front):
     the_front = front(handler)
     client = await the_front.h2()
     stream_id = await client.request()
-    # In one write, so that what follows the GOAWAY is read with it.
+    # In one write, so that the server reads the frames after the GOAWAY together with it.
     await client.send(frames.GoAwayFrame(0, last_stream_id=0), frames.PingFrame(0, opaque_data=b"12345678"))
     await the_front.settle()
     go_on.set()
@@ -139,7 +140,7 @@ async def test_goaway_alone_lets_running_streams_finish(autojump_clock, front):
 
 
 async def test_writes_to_a_client_that_is_gone_end_the_connection(autojump_clock, front):
-    """S11: its FIN was lost on the way, say; the failed write tells."""
+    """Scenario S11: the client's FIN was lost, and the server notices at a failed write."""
 
     async def handler(exchange):
         await exchange.start(200, [])
@@ -159,10 +160,8 @@ async def test_writes_to_a_client_that_is_gone_end_the_connection(autojump_clock
     assert the_front.server.counters().exchanges_left_total == 1
 
 
-async def test_client_that_credits_nothing_is_reset_after_the_stall_limit_and_others_go_on(
-    autojump_clock, front, watched
-):
-    """S49."""
+async def test_stream_without_window_is_reset_after_the_stall_limit(autojump_clock, front, watched):
+    """Scenario S49: other streams continue."""
 
     async def stream(exchange):
         if exchange.path == "/other":
@@ -185,7 +184,7 @@ async def test_client_that_credits_nothing_is_reset_after_the_stall_limit_and_ot
     assert the_front.server.counters().exchanges_stalled_total == 1
 
 
-async def test_stall_limit_holds_for_bytes_that_a_finished_handler_left_behind(autojump_clock, front, watched):
+async def test_stall_limit_applies_after_the_handler_has_returned(autojump_clock, front, watched):
     async def respond(exchange):
         await exchange.respond(200, [], bytes(1000))
 
@@ -199,7 +198,7 @@ async def test_stall_limit_holds_for_bytes_that_a_finished_handler_left_behind(a
     assert (len(response.body), response.reset_code) == (100, 8)
 
 
-async def test_slow_reader_that_makes_progress_is_not_reset(autojump_clock, front):
+async def test_slow_reader_with_progress_is_not_reset(autojump_clock, front):
     async def handler(exchange):
         await exchange.respond(200, [], bytes(1000))
 
@@ -211,9 +210,7 @@ async def test_slow_reader_that_makes_progress_is_not_reset(autojump_clock, fron
     assert len((await client.response(stream_id)).body) == 1000
 
 
-async def test_client_that_reads_no_tcp_loses_its_connection_after_the_stall_limit(
-    autojump_clock, front, watched, h2_client
-):
+async def test_client_that_reads_nothing_from_tcp_loses_its_connection(autojump_clock, front, watched, h2_client):
     handler = watched(while_sending)
     the_front = front(handler, stall_seconds_max=30)
     client = h2_client(the_front.connect(lockstep_stream_pair))
@@ -234,13 +231,13 @@ async def test_reset_is_noticed_while_a_write_is_stuck(autojump_clock, front, wa
     await client.open()
     stream_id = await client.request()
     await the_front.settle()
-    await client.send(frames.PingFrame(0, opaque_data=b"12345678"))  # a response that cannot be written either
+    await client.send(frames.PingFrame(0, opaque_data=b"12345678"))  # the response to it cannot be written either
     await client.reset(stream_id)
     assert await handler.passes_until_ended() <= PASSES_MAX
 
 
 async def test_cancelling_ends_everything_at_once_even_with_a_stuck_client(autojump_clock, front, watched, h2_client):
-    """S50."""
+    """Scenario S50."""
     handler = watched(while_sending)
     the_front = front(handler, close_seconds_max=1)
     stuck = h2_client(the_front.connect(lockstep_stream_pair))
@@ -261,7 +258,7 @@ async def test_cancelling_ends_everything_at_once_even_with_a_stuck_client(autoj
 
 
 class SticksOnDemand(trio.abc.Stream):
-    """A stream whose writes hang from the moment it is told, as with a full TCP window; counts them."""
+    """A stream whose writes block while `sticks` is set, as with a full TCP window. It counts the blocked writes."""
 
     def __init__(self, stream: trio.StapledStream) -> None:
         self.stream = stream
@@ -284,8 +281,8 @@ class SticksOnDemand(trio.abc.Stream):
         await self.stream.aclose()
 
 
-async def test_nothing_follows_a_write_that_was_cut(autojump_clock, front, watched, h2_client):
-    """What came behind half a frame would be taken for the rest of it."""
+async def test_nothing_follows_an_incomplete_write(autojump_clock, front, watched, h2_client):
+    """The client would read bytes after a partial frame as the rest of the frame."""
     handler = watched(while_sending)
     the_front = front(handler)
     ours, theirs = memory_stream_pair()
@@ -303,7 +300,7 @@ async def test_nothing_follows_a_write_that_was_cut(autojump_clock, front, watch
     assert stream.stuck_writes == 1
 
 
-async def test_many_aborted_streams_leave_nothing_behind(autojump_clock, front, watched):
+async def test_many_reset_streams_leave_nothing_behind(autojump_clock, front, watched):
     handler = watched()
     the_front = front(handler)
     client = await the_front.h2()
@@ -319,7 +316,7 @@ async def test_many_aborted_streams_leave_nothing_behind(autojump_clock, front, 
 
 
 async def test_client_that_answers_no_ping_loses_its_streams(autojump_clock, front, watched):
-    """It forgot them, and neither reset them nor closed the connection."""
+    """The client forgot its streams: it neither reset them nor closed the connection."""
     handler = watched()
     the_front = front(handler, ping_seconds=5, ping_answer_seconds_max=10)
     client = await the_front.h2()
@@ -354,7 +351,7 @@ async def test_silent_client_that_still_reads_keeps_its_streams(autojump_clock, 
     await client.stream.aclose()
 
 
-async def test_client_without_streams_is_not_asked(autojump_clock, front):
+async def test_client_without_streams_gets_no_ping(autojump_clock, front):
     async def respond_ok(exchange):
         await exchange.respond(200, [], b"ok")
 

@@ -1,4 +1,4 @@
-"""Listening: addresses, ports in use, and TLS files that cannot be used."""
+"""Listening sockets: addresses, ports in use, and unusable TLS files."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def test_every_address_of_a_host_gets_the_same_port(has_ipv6):
 
 
 @pytest.mark.parametrize("host", ["::", "[::]", "0::0"])
-async def test_the_address_of_all_ipv6_interfaces_means_those_of_ipv4_too(has_ipv6, host):
+async def test_any_ipv6_address_includes_ipv4(has_ipv6, host):
     listeners = await open_listeners(host, 0)
     port = listeners[0].socket.getsockname()[1]
     assert {address.rpartition(":")[0] for address in addresses(listeners)} == {"[::]", "0.0.0.0"}
@@ -57,7 +57,7 @@ async def test_the_address_of_all_ipv6_interfaces_means_those_of_ipv4_too(has_ip
     close(listeners)
 
 
-async def test_port_in_use_is_one_clear_sentence():
+async def test_port_in_use_is_a_startup_error():
     listeners = await open_listeners("127.0.0.1", 0)
     port = listeners[0].socket.getsockname()[1]
     with pytest.raises(StartupError, match=rf"^127\.0\.0\.1 port {port} is in use by another program: .*another port$"):
@@ -94,7 +94,7 @@ def test_limit_out_of_range_is_a_startup_error(name, value):
         FrontendLimits(**{name: value})
 
 
-def test_tls_files_that_are_missing_wrong_or_do_not_belong_together(tmp_path):
+def test_unusable_tls_files_are_startup_errors(tmp_path):
     one, other = trustme.CA().issue_cert("one"), trustme.CA().issue_cert("other")
     certificate, key, text = tmp_path / "certificate.pem", tmp_path / "key.pem", tmp_path / "text.pem"
     one.cert_chain_pems[0].write_to_path(certificate)
@@ -109,7 +109,7 @@ def test_tls_files_that_are_missing_wrong_or_do_not_belong_together(tmp_path):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="SO_REUSEPORT spreads connections on Linux alone")
-def test_tls_12_has_no_ciphers_but_those_of_http2(tmp_path):
+def test_tls_12_offers_only_ciphers_that_http2_allows(tmp_path):
     authority = trustme.CA()
     pem = tmp_path / "server.pem"
     authority.issue_cert("localhost").private_key_and_cert_chain_pem.write_to_path(str(pem))
@@ -118,7 +118,7 @@ def test_tls_12_has_no_ciphers_but_those_of_http2(tmp_path):
     assert all(each["aead"] and each["name"].startswith("ECDHE-") for each in ciphers)
 
 
-async def test_several_listen_at_one_port_and_nobody_else_may_join_them():
+async def test_shared_port_refuses_other_programs():
     shared = await open_shared_listeners("127.0.0.1", 0, 3)
     try:
         [port] = {listener.socket.getsockname()[1] for listeners in shared for listener in listeners}

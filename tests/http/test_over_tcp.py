@@ -1,4 +1,5 @@
-"""Servers that write past Trio's sockets: slow readers get every byte in order, and those who leave are noticed."""
+"""Writes to TCP that bypass Trio's sockets: slow readers get all bytes in order, and a client that leaves is
+noticed."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from trioserve.http.limits import FrontendLimits
 from trioserve.http.server import FrontendServer
 
 PIECE = b"0123456789abcdef" * 64
-PIECES = 4000  # 4 MB: more than two sockets' buffers
+PIECES = 4000  # 4 MB: more than the buffers of both sockets
 
 
 async def served(nursery: trio.Nursery, handler, **limits) -> tuple[FrontendServer, int]:
@@ -56,7 +57,7 @@ async def test_a_slow_reader_gets_every_byte_over_http2(nursery, h2_client):
 
 
 @pytest.mark.parametrize("http", [1, 2])
-async def test_a_reader_that_stops_is_given_up_over_tcp(nursery, h11_client, h2_client, http):
+async def test_client_that_stops_reading_is_disconnected_over_tcp(nursery, h11_client, h2_client, http):
     left = trio.Event()
 
     async def handler(exchange) -> None:
@@ -83,7 +84,7 @@ async def test_a_reader_that_stops_is_given_up_over_tcp(nursery, h11_client, h2_
     nursery.cancel_scope.cancel()
 
 
-async def test_a_client_that_resets_while_the_server_writes_leaves(nursery, h2_client):
+async def test_reset_during_a_write_cancels_the_handlers(nursery, h2_client):
     left = trio.Event()
 
     async def handler(exchange) -> None:
@@ -109,7 +110,7 @@ async def test_a_client_that_resets_while_the_server_writes_leaves(nursery, h2_c
     nursery.cancel_scope.cancel()
 
 
-async def test_a_fault_while_flushing_ends_that_connection_alone(nursery, h2_client, monkeypatch, caplog):
+async def test_fault_during_a_flush_ends_only_its_connection(nursery, h2_client, monkeypatch, caplog):
     async def handler(exchange) -> None:
         await exchange.start(200, [])
         if exchange.path == "/bad":

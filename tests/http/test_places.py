@@ -1,4 +1,4 @@
-"""A Unix domain socket as a place to listen, and a prefix that a proxy leaves before paths."""
+"""Unix domain sockets, and removal of a path prefix that a proxy leaves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trioserve.http.listener import addresses, open_unix_listener
 from trioserve.http.root_path import RootPath, checked_root_path
 
 
-async def test_a_socket_of_a_dead_server_is_replaced_and_that_of_a_living_one_is_not(tmp_path: Path):
+async def test_stale_socket_file_is_replaced_and_a_used_one_is_not(tmp_path: Path):
     path = tmp_path / "s"
     listener = await open_unix_listener(path)
     assert addresses([listener]) == [str(path)]
@@ -41,7 +41,7 @@ async def test_a_file_that_is_no_socket_is_left_as_it_is(tmp_path: Path):
     ("path", "expect"),
     [("/llm/v1/models", "/v1/models"), ("/v1/models", "/v1/models"), ("/llm", "/"), ("/llms/v1", "/llms/v1")],
 )
-async def test_a_prefix_is_taken_off_where_it_stands(path: str, expect: str):
+async def test_prefix_is_removed_from_paths_that_have_it(path: str, expect: str):
     seen: list[str] = []
 
     async def handler(exchange: Any) -> None:
@@ -51,6 +51,6 @@ async def test_a_prefix_is_taken_off_where_it_stands(path: str, expect: str):
     assert seen == [expect]
 
 
-def test_a_prefix_that_is_no_path_is_refused():
+def test_invalid_prefix_is_refused():
     with pytest.raises(StartupError, match="--root-path is 'llm', it must begin with /"):
         checked_root_path("llm")

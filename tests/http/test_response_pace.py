@@ -1,5 +1,7 @@
-"""A client that takes its response a byte now and then is cut off; a slow one that keeps the pace is not, nor is the
-reader of a stream that is slow by itself."""
+"""The minimum rate of responses: a client that reads a byte now and then fails.
+
+A slow client at the minimum rate is served, and so is the reader of a slow stream.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from trioserve.http.response_pace import ResponsePace
 from trioserve.testing.memory_stream import memory_connection
 
 WAIT = FrontendLimits().stall_seconds_max
-PIECE_BYTES = 1500  # more than is held for a client, with the limits of `opened`
+PIECE_BYTES = 1500  # more than stream_buffer_bytes_max of these tests
 
 
 async def whole(exchange) -> None:
@@ -38,8 +40,11 @@ def in_pieces_every(seconds: float):
 
 
 async def take(the_front, http: int, *, byte_count: int, seconds: float) -> tuple[bool, float]:
-    """Have a client take so many bytes each time so many seconds have passed. Returns whether it got a whole response,
-    and after how many seconds the server was done with it."""
+    """Let a client read `byte_count` bytes every `seconds`.
+
+    Returns:
+        True if the client got the whole response, and the seconds after which the exchange ended.
+    """
     began_at = trio.current_time()
     if http == 1:
         client = the_front.connect(lambda: memory_connection(buffer_bytes=1))
@@ -64,7 +69,7 @@ async def take(the_front, http: int, *, byte_count: int, seconds: float) -> tupl
         await trio.sleep(0.1)
         while the_front.server.counters().exchanges_open:
             await trio.sleep(0.5)
-            assert trio.current_time() - began_at < 20 * WAIT, "it is served for ever"
+            assert trio.current_time() - began_at < 20 * WAIT, "the exchange does not end"
         ended_at = trio.current_time()
         nursery.cancel_scope.cancel()
     if http == 1:
@@ -73,7 +78,7 @@ async def take(the_front, http: int, *, byte_count: int, seconds: float) -> tupl
         await client.aclose()
         return received.count(b"\0") == 60_000, ended_at - began_at
     response = await client.response(stream_id)
-    again = await client.request(method="HEAD")  # the connection is none the worse
+    again = await client.request(method="HEAD")  # the connection still works
     assert (await client.response(again)).status == 200
     return response.ended, ended_at - began_at
 
@@ -81,21 +86,21 @@ async def take(the_front, http: int, *, byte_count: int, seconds: float) -> tupl
 @pytest.mark.parametrize("http", [1, 2])
 @pytest.mark.parametrize("seconds", [1.0, 25.0])
 @pytest.mark.parametrize("handler", [whole, in_pieces])
-async def test_a_byte_now_and_then_is_given_up(autojump_clock, front, http, seconds, handler):
+async def test_client_that_reads_a_byte_now_and_then_fails(autojump_clock, front, http, seconds, handler):
     the_front = front(handler, stream_buffer_bytes_max=1024)
     _, ended_at = await take(the_front, http, byte_count=1, seconds=seconds)
     assert WAIT <= ended_at <= WAIT + 1
     counters = the_front.server.counters()
     assert counters.exchanges_stalled_total == 1
     assert counters.exchanges_open == 0
-    # Of one write over HTTP/1.1 it is not known how much of it was taken.
+    # For one write over HTTP/1.1, the server does not know how many bytes the client has read.
     reason = "stalled" if http == 1 else "slow_reader"
     assert {name: count for name, count in counters.connections_refused_total.items() if count} == {reason: 1}
 
 
 @pytest.mark.parametrize("http", [1, 2])
-async def test_half_of_the_pace_is_given_up_after_twice_the_wait(autojump_clock, front, http):
-    """Each piece comes in time, and the next one waits the longer for it."""
+async def test_client_at_half_the_minimum_rate_fails_after_twice_the_wait(autojump_clock, front, http):
+    """Each piece is read in time, but leaves less time for the next one."""
     the_front = front(in_pieces, stream_buffer_bytes_max=1024)
     was_whole, ended_at = await take(the_front, http, byte_count=PIECE_BYTES, seconds=PIECE_BYTES / 128)
     assert not was_whole
@@ -106,7 +111,7 @@ async def test_half_of_the_pace_is_given_up_after_twice_the_wait(autojump_clock,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("http", [1, 2])
-async def test_the_pace_is_enough(autojump_clock, front, http):
+async def test_client_at_the_minimum_rate_is_served(autojump_clock, front, http):
     the_front = front(in_pieces, stream_buffer_bytes_max=1024)
     was_whole, ended_at = await take(the_front, http, byte_count=300, seconds=1)
     assert was_whole
@@ -115,8 +120,8 @@ async def test_the_pace_is_enough(autojump_clock, front, http):
 
 
 @pytest.mark.parametrize("http", [1, 2])
-async def test_readers_of_a_slow_stream_are_not_given_up(autojump_clock, front, http):
-    """They take each piece 10 s after it came, which is slower than the pace, but no clock runs until the next one."""
+async def test_readers_of_a_slow_stream_are_served(autojump_clock, front, http):
+    """They read each piece 10 s after it arrived, below the minimum rate. But no bytes wait until the next piece."""
     the_front = front(in_pieces_every(seconds=60), stream_buffer_bytes_max=1024)
     if http == 1:
         client = the_front.connect(lambda: memory_connection(buffer_bytes=1))
@@ -145,7 +150,7 @@ async def test_readers_of_a_slow_stream_are_not_given_up(autojump_clock, front, 
     assert the_front.server.counters().exchanges_stalled_total == 0
 
 
-async def test_asgi_host_that_takes_a_piece_now_and_then_is_given_up(autojump_clock):
+async def test_asgi_host_that_reads_a_piece_now_and_then_fails(autojump_clock):
     app = AsgiApp(in_pieces, FrontendLimits(stream_buffer_bytes_max=1024))
 
     async def receive() -> dict:
@@ -174,7 +179,7 @@ def pace() -> ResponsePace:
     return ResponsePace(FrontendLimits(response_bytes_per_second_min=100, stall_seconds_max=10), now=50.0)
 
 
-def test_patience_runs_while_something_waits_and_is_bought_by_the_byte():
+def test_response_deadline_moves_with_each_byte_while_bytes_wait():
     running = pace()
     assert running.run(now=60.0) == 70.0
     assert running.taken(100, now=61.0) == 71.0
@@ -184,7 +189,7 @@ def test_patience_runs_while_something_waits_and_is_bought_by_the_byte():
     assert running.taken(1_000_000, now=71.0) == 81.0
 
 
-def test_patience_comes_back_as_fast_as_it_went():
+def test_client_regains_one_second_per_second():
     running = pace()
     running.run(now=60.0)
     running.stop(100, now=69.0)

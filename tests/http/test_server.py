@@ -1,4 +1,4 @@
-"""The server as a whole: draining, refusing late streams, bounds on connections, TLS, and real sockets."""
+"""The whole server: draining, late streams, limits on connections, TLS, and real sockets."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def echo_slowly(exchange):
 
 
 class Gate:
-    """A handler that begins to stream and finishes when told."""
+    """A handler that starts a stream, and finishes it when the gate opens."""
 
     def __init__(self) -> None:
         self.open = trio.Event()
@@ -56,7 +56,7 @@ async def read_all(stream):
 # --- draining ---
 
 
-async def test_drain_finishes_what_runs_refuses_late_streams_and_then_says_goaway(autojump_clock, front):
+async def test_drain_finishes_streams_and_refuses_late_ones_before_goaway(autojump_clock, front):
     gate = Gate()
     the_front = front(gate)
     client = await the_front.h2()
@@ -105,14 +105,14 @@ async def test_drain_refuses_half_a_request_at_once_on_http1(autojump_clock, fro
         assert b"x-trioserve-reason: draining" in received
     await the_front.settle()
     assert trio.current_time() == began_at
-    await trio.sleep(1.1)  # for clients that leave their end open
+    await trio.sleep(1.1)  # the server waits for clients that do not close their side
     assert the_front.connection_count == 0
     assert the_front.server.counters().streams_refused_total["draining"] == 3
     assert the_front.server.counters().exchanges_left_total == 0
 
 
 async def test_drain_refuses_half_a_request_at_once_on_http2(autojump_clock, front, watched):
-    """Its stream, and no other one."""
+    """Only the unfinished stream is refused."""
     gate = Gate()
 
     async def handle(exchange):
@@ -134,8 +134,8 @@ async def test_drain_refuses_half_a_request_at_once_on_http2(autojump_clock, fro
     assert the_front.server.counters().streams_refused_total["draining"] == 2
 
 
-async def test_drain_lets_a_request_be_read_that_has_come(autojump_clock, front):
-    """Its handler asks for the body later."""
+async def test_drain_lets_the_handler_read_a_body_that_has_arrived(autojump_clock, front):
+    """The handler reads the body after the drain has begun."""
     go_on = trio.Event()
 
     async def handler(exchange):
@@ -175,7 +175,7 @@ async def test_drain_ends_idle_connections_at_once(autojump_clock, front):
     assert the_front.connection_count == 0
 
 
-async def test_drain_closes_http_1_1_behind_the_running_response(autojump_clock, front):
+async def test_drain_closes_http_1_1_after_the_running_response(autojump_clock, front):
     gate = Gate()
     the_front = front(gate)
     client = the_front.h11()
@@ -187,7 +187,7 @@ async def test_drain_closes_http_1_1_behind_the_running_response(autojump_clock,
     assert await client.stream.receive_some() == b""
 
 
-async def test_drain_before_the_response_says_connection_close(autojump_clock, front):
+async def test_response_during_a_drain_has_connection_close(autojump_clock, front):
     begun, go_on = trio.Event(), trio.Event()
 
     async def handler(exchange):
@@ -205,7 +205,7 @@ async def test_drain_before_the_response_says_connection_close(autojump_clock, f
     assert (status, headers["connection"]) == (200, "close")
 
 
-async def test_cancelling_while_draining_resets_what_still_runs(autojump_clock, front):
+async def test_cancelling_a_drain_resets_running_streams(autojump_clock, front):
     the_front = front(Gate())
     client = await the_front.h2()
     running = await client.request()
@@ -230,16 +230,14 @@ async def test_goaway_of_the_client_while_draining(autojump_clock, front):
 
 
 async def answer_or_wait(gate, exchange):
-    """A gate at /wait; elsewhere the body that came, in one response."""
+    """Wait for the gate at /wait, and echo the body at other paths."""
     if exchange.path == "/wait":
         await gate(exchange)
     else:
         await exchange.respond(200, [], await exchange.body())
 
 
-async def test_announced_drain_still_answers_on_every_http1_connection_and_closes_behind_the_response(
-    autojump_clock, front
-):
+async def test_announced_drain_answers_on_all_http1_connections_and_closes_them(autojump_clock, front):
     gate = Gate()
     the_front = front(functools.partial(answer_or_wait, gate))
     running, idle = the_front.h11(), the_front.h11()
@@ -260,7 +258,7 @@ async def test_announced_drain_still_answers_on_every_http1_connection_and_close
     assert await running.stream.receive_some() == b""
 
 
-async def test_announced_drain_waits_for_half_a_head_and_not_for_half_a_body(autojump_clock, front):
+async def test_announced_drain_waits_for_a_head_and_not_for_a_body(autojump_clock, front):
     the_front = front(echo_slowly)
     head, body = the_front.h11(), the_front.h11()
     await head.raw(b"GET / HTTP/1.1\r\nhost: te")
@@ -273,7 +271,7 @@ async def test_announced_drain_waits_for_half_a_head_and_not_for_half_a_body(aut
     assert (await read_all(head.stream)).startswith(b"HTTP/1.1 200 ")
 
 
-async def test_announced_drain_answers_new_streams_and_says_goaway_behind_the_last_one(autojump_clock, front):
+async def test_announced_drain_answers_new_streams_until_none_is_open(autojump_clock, front):
     gate = Gate()
     the_front = front(functools.partial(answer_or_wait, gate))
     client = await the_front.h2()
@@ -308,16 +306,16 @@ async def test_announced_drain_waits_only_for_requests_that_began_before_it(auto
     await (await the_front.h2()).request("/late")
     await the_front.h11().request("/late")
     await the_front.settle()
-    with trio.move_on_after(1) as patience:
+    with trio.move_on_after(1) as timeout:
         await the_front.server.wait_until_answered()
-    assert patience.cancelled_caught
+    assert timeout.cancelled_caught
     gate.open.set()
     await the_front.server.wait_until_answered()
     assert the_front.server.counters().exchanges_open == 2
 
 
 @pytest.mark.parametrize("answers", [True, False], ids=["client answers the PING", "client answers nothing"])
-async def test_goaway_waits_until_the_client_has_read_its_last_response(autojump_clock, front, answers):
+async def test_goaway_follows_the_ping_after_the_last_response(autojump_clock, front, answers):
     gate = Gate()
     the_front = front(gate, close_seconds_max=1)
     client = await the_front.h2()
@@ -340,7 +338,7 @@ async def test_goaway_waits_until_the_client_has_read_its_last_response(autojump
 
 
 class BusyClient(httpcore.AsyncNetworkBackend, httpcore.AsyncNetworkStream):
-    """httpcore's connection over a stream in memory, for a program that has other work before it reads."""
+    """A connection of httpcore over a stream in memory, which is busy for a while before it reads."""
 
     def __init__(self, stream: trio.abc.Stream) -> None:
         self.stream = stream
@@ -367,8 +365,8 @@ class BusyClient(httpcore.AsyncNetworkBackend, httpcore.AsyncNetworkStream):
         return None
 
 
-async def test_httpcore_that_reads_late_loses_none_of_the_streams_that_end_together(autojump_clock, front):
-    """A GOAWAY in the same read as their ends would make it drop all streams but one."""
+async def test_httpcore_that_reads_late_loses_no_stream(autojump_clock, front):
+    """Streams end together. If the same read had a GOAWAY, httpcore would drop all but one of them."""
     gate = Gate()
     the_front = front(gate, close_seconds_max=1)
     backend = BusyClient(the_front.connect())
@@ -399,7 +397,7 @@ async def test_httpcore_that_reads_late_loses_none_of_the_streams_that_end_toget
 
 @pytest.mark.parametrize("http2", [False, True], ids=["HTTP/1.1", "HTTP/2"])
 async def test_streams_of_httpx_finish_while_the_server_drains(http2):
-    """httpcore drops its streams when it reads a GOAWAY, so there is none while they run."""
+    """httpcore drops its streams when it reads a GOAWAY, so the server sends none while they run."""
     gate = Gate()
     listeners = await open_listeners("127.0.0.1", 0)
     server = FrontendServer(gate)
@@ -459,7 +457,7 @@ async def test_httpx_over_real_sockets(http2):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # httpcore drops a generator
 @pytest.mark.parametrize("is_streamed", [True, False], ids=["stream", "whole response"])
 async def test_httpx_that_leaves_a_stream_over_http2_cancels_the_handler(watched, is_streamed):
-    """httpcore sends neither RST_STREAM nor a close, and reads its socket no more."""
+    """httpcore sends neither RST_STREAM nor a close, and stops reading its socket."""
 
     async def begin_and_wait(exchange):
         if is_streamed:
@@ -492,7 +490,7 @@ async def test_httpx_that_leaves_a_stream_over_http2_cancels_the_handler(watched
 
 
 async def test_tcp_reset_cancels_the_handler(watched):
-    """S11."""
+    """Scenario S11."""
     handler = watched()
     listeners = await open_listeners("127.0.0.1", 0)
     server = FrontendServer(handler)
@@ -630,7 +628,7 @@ async def test_tls_agrees_on_a_protocol(autojump_clock, nursery, authority, serv
 
 
 @pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01\x00\x05hello"], ids=["silent", "damaged"])
-async def test_handshake_that_fails_or_never_ends(autojump_clock, nursery, server_context, caplog, sent):
+async def test_failed_or_unfinished_handshake_is_refused(autojump_clock, nursery, server_context, caplog, sent):
     server = FrontendServer(respond_ok, ssl_context=server_context, limits=FrontendLimits(tls_handshake_seconds_max=10))
     ours, theirs = memory_stream_pair()
     nursery.start_soon(server.serve_connection, theirs)
@@ -647,7 +645,7 @@ async def test_drain_ends_a_handshake_at_once(autojump_clock, nursery, server_co
     ours, theirs = memory_stream_pair()
     nursery.start_soon(server.serve_connection, theirs)
     began_at = trio.current_time()
-    await ours.send_all(b"\x16\x03\x01")  # of a hello
+    await ours.send_all(b"\x16\x03\x01")  # the start of a ClientHello
     await wait_all_tasks_blocked()
     server.drain()
     assert await read_all(ours) == b""
@@ -662,7 +660,7 @@ async def test_leaving_over_tls_cancels_the_handler(autojump_clock, nursery, aut
     stream = secured(ours, authority, ["http/1.1"])
     await stream.send_all(b"GET / HTTP/1.1\r\nhost: test\r\n\r\n")
     await handler.begun.wait()
-    await ours.aclose()  # without TLS's own goodbye
+    await ours.aclose()  # without TLS close_notify
     assert await handler.passes_until_ended() < 10
     assert handler.cancelled
 
@@ -670,7 +668,7 @@ async def test_leaving_over_tls_cancels_the_handler(autojump_clock, nursery, aut
 # --- faults of our own ---
 
 
-async def test_fault_of_a_connection_stays_there(autojump_clock, front, caplog, monkeypatch):
+async def test_fault_of_a_connection_ends_only_that_connection(autojump_clock, front, caplog, monkeypatch):
     the_front = front(respond_ok)
     client, other = await the_front.h2(), await the_front.h2()
     await other.response(await other.request())

@@ -1,5 +1,7 @@
-"""Clients that read slowly or not at all, with the whole server behind them: what they hold, what becomes of them, and
-that nobody else waits for them. Time is virtual: a step of the engine takes 10 ms, whatever this machine does."""
+"""Clients that read slowly or not at all, with a whole server: the bytes they hold, their end, and other clients.
+
+Time is virtual: a step of the engine takes 10 ms on any machine.
+"""
 
 from __future__ import annotations
 
@@ -45,14 +47,14 @@ async def opened(**limits: float) -> AsyncIterator[MemoryServer]:
 
 
 def texts(received: bytes) -> list[str]:
-    """The text of each event, as far as they are complete."""
+    """Return the text of each complete event."""
     events = [event.removeprefix(b"data: ") for event in received.split(b"\n\n")[:-1]]
     choices = [json.loads(event)["choices"] for event in events if event.startswith(b"{")]
     return [choice["text"] for [choice] in choices]
 
 
 class QuickReader:
-    """Credits what it reads, and notes when each event came."""
+    """A client that reads at once, and records the time of each event."""
 
     def __init__(self, client) -> None:
         self.client = client
@@ -83,7 +85,7 @@ async def quick_reader(server: MemoryServer, h2_client) -> QuickReader:
 
 
 async def stalls_in_http_2(server: MemoryServer, h2_client, nursery) -> None:
-    """No window for any of four streams, and a window that opens a little and then no more."""
+    """Open four streams with closed windows. One window opens by 1,000 bytes."""
     client = h2_client(server.connect())
     await client.open(INITIAL_WINDOW_SIZE=0)
     ids = [await client.request("/v1/completions", body=body(f"stalled {n}")) for n in range(4)]
@@ -111,18 +113,18 @@ STALLS = [stalls_in_http_2, stalls_in_tcp_behind_http_2, stalls_in_http_1]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stall", STALLS)
-async def test_readers_that_stall_slow_nobody_down(autojump_clock, nursery, h2_client, stall):
-    """S49."""
+async def test_stalled_readers_do_not_slow_others_down(autojump_clock, nursery, h2_client, stall):
+    """Scenario S49."""
     async with opened() as server:
         alone = await quick_reader(server, h2_client)
         await alone.read("alone")
-        assert len(alone.times) > TOKENS / 2  # some tokens are a part of a character
+        assert len(alone.times) > TOKENS / 2  # fewer events than tokens, because some tokens are a part of a character
     async with opened() as server:
         reader = await quick_reader(server, h2_client)
         for _ in range(3):
             await stall(server, h2_client, nursery)
         await reader.read("alone")
-        # The first step that a request takes part in may be the next one; from there on, event for event.
+        # The first step of the request may be one step later. From then on, each event has the same distance in time.
         delay = reader.times[0] - alone.times[0]
         assert 0 <= delay <= STEP_SECONDS + 1e-9
         assert [time - delay for time in reader.times] == pytest.approx(alone.times, abs=1e-9)
@@ -132,10 +134,9 @@ async def test_readers_that_stall_slow_nobody_down(autojump_clock, nursery, h2_c
 
 
 @pytest.mark.parametrize("stall", STALLS)
-async def test_reader_that_stalls_holds_little_and_is_cancelled_with_its_request(
-    autojump_clock, nursery, h2_client, stall
-):
-    """S43, S49: the handler only sends, and yet its scope ends, and the blocks are back long before the end."""
+async def test_stalled_reader_holds_few_bytes_and_its_request_is_cancelled(autojump_clock, nursery, h2_client, stall):
+    """Scenarios S43 and S49: the handler only sends, and is still cancelled. Its blocks are free long before the
+    end."""
     async with opened() as server:
         await stall(server, h2_client, nursery)
         most_held, began_at = 0, trio.current_time()
@@ -146,15 +147,15 @@ async def test_reader_that_stalls_holds_little_and_is_cancelled_with_its_request
             most_held = max(most_held, server.server.counters().answer_bytes_held)
             await trio.sleep(STEP_SECONDS)
         stream_count = 4 if stall is stalls_in_http_2 else 1
-        assert 0 < most_held <= stream_count * (BUFFER_BYTES + 512)  # and a frame or chunk that is on its way
+        assert 0 < most_held <= stream_count * (BUFFER_BYTES + 512)  # with one frame or chunk in flight
         assert trio.current_time() - began_at < STALL_SECONDS + 0.5 < TOKENS * STEP_SECONDS
         counters = server.server.counters()
         assert (counters.exchanges_open, counters.exchanges_stalled_total) == (0, stream_count)
         nursery.cancel_scope.cancel()
 
 
-async def test_slow_reader_gets_everything_in_fewer_and_longer_events(autojump_clock, h2_client):
-    """S49: deltas are merged."""
+async def test_slow_reader_gets_all_text_in_fewer_events(autojump_clock, h2_client):
+    """Scenario S49: deltas are merged."""
     async with opened(stall_seconds_max=30) as server:
         quick = await quick_reader(server, h2_client)
         await quick.read("a prompt")
@@ -167,7 +168,7 @@ async def test_slow_reader_gets_everything_in_fewer_and_longer_events(autojump_c
             nursery.start_soon(client.response, stream_id)
             while not response.over:
                 await client.credit(stream_id, 500)
-                await trio.sleep(0.2)  # the engine makes ten times as much in this time
+                await trio.sleep(0.2)  # the engine produces ten times more in this time
                 most_held = max(most_held, server.server.counters().answer_bytes_held)
         slow_texts, quick_texts = texts(response.body), texts(quick.received)
         assert "".join(slow_texts) == "".join(quick_texts)
@@ -176,8 +177,8 @@ async def test_slow_reader_gets_everything_in_fewer_and_longer_events(autojump_c
 
 
 @pytest.mark.parametrize("stall", STALLS)
-async def test_readers_that_stall_do_not_hold_up_the_end_of_the_server(autojump_clock, h2_client, stall):
-    """S50."""
+async def test_stalled_readers_do_not_delay_the_shutdown(autojump_clock, h2_client, stall):
+    """Scenario S50."""
     async with (
         open_memory_server(
             limits=FrontendLimits(stream_buffer_bytes_max=BUFFER_BYTES, stall_seconds_max=1000, close_seconds_max=1),
@@ -198,8 +199,8 @@ async def test_readers_that_stall_do_not_hold_up_the_end_of_the_server(autojump_
     assert server.server.counters().connections_open == 0
 
 
-async def test_reset_is_heard_from_a_client_that_does_not_read(autojump_clock, h2_client):
-    """S31, S43: the request ends with the step in flight, not with its response."""
+async def test_reset_is_noticed_from_a_client_that_does_not_read(autojump_clock, h2_client):
+    """Scenarios S31 and S43: the request ends with the running step, not at the end of its response."""
     async with opened(stall_seconds_max=1000) as server:
         ours, theirs = memory_stream_pair()
         async with trio.open_nursery() as nursery:
@@ -216,8 +217,8 @@ async def test_reset_is_heard_from_a_client_that_does_not_read(autojump_clock, h
             await ours.aclose()
 
 
-async def test_readers_without_a_key_leave_room_for_those_with_one(autojump_clock, nursery, h2_client):
-    """They take nothing of their responses, and wait for as long as they are let."""
+async def test_stalled_readers_without_a_key_leave_slots_for_callers_with_a_key(autojump_clock, nursery, h2_client):
+    """The clients without a key read nothing, and stay as long as the server allows."""
     limits = FrontendLimits(exchanges_max=16, streams_max=16)
     async with open_memory_server(limits=limits, api_keys=("k",)) as server:
         for _ in range(2):

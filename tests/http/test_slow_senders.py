@@ -1,4 +1,4 @@
-"""A client that trickles its head or its body is cut off; one that is slow, but honest, is not."""
+"""The minimum rate of requests: a client that sends its head or body a byte at a time fails, a slow upload does not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ async def measure(exchange) -> None:
 
 
 async def begin(front, http: int, byte_count: int):
-    """A connection with a request whose body is still to come, what sends a piece of it, and what reads the status."""
+    """Start a request whose body follows.
+
+    Returns:
+        The connection, a function that sends a piece of the body, and one that reads status and body of the response.
+    """
     if http == 1:
         client = front.h11()
         await client.raw(b"POST / HTTP/1.1\r\nhost: test\r\ncontent-length: %d\r\n\r\n" % byte_count)
@@ -50,19 +54,23 @@ async def begin(front, http: int, byte_count: int):
 
 
 async def responded_at(response, nursery: trio.Nursery) -> tuple[trio.Event, list]:
-    """An event that tells that the response came; the list then has it, and when that was."""
-    came = trio.Event()
-    told: list = []
+    """Read a response in the background.
+
+    Returns:
+        An event that is set when the response has arrived, and a list that then has the response and its time.
+    """
+    has_arrived = trio.Event()
+    arrived: list = []
 
     async def wait() -> None:
-        told.extend((await response(), trio.current_time()))
-        came.set()
+        arrived.extend((await response(), trio.current_time()))
+        has_arrived.set()
 
     nursery.start_soon(wait)
-    return came, told
+    return has_arrived, arrived
 
 
-async def check_cut_off(
+async def check_refused(
     front, http: int, *, pieces: list[tuple[float, bytes]], seconds: float, **limits: float
 ) -> None:
     """Check that a client that sends `pieces`, each after a pause, gets 408 after `seconds`, and is counted."""
@@ -70,15 +78,15 @@ async def check_cut_off(
     began_at = trio.current_time()
     client, send, response = await begin(the_front, http, 1_000_000)
     async with trio.open_nursery() as nursery:
-        came, told = await responded_at(response, nursery)
+        has_arrived, arrived = await responded_at(response, nursery)
         for pause, data in pieces:
             with trio.move_on_after(pause):
-                await came.wait()
-            if came.is_set():
+                await has_arrived.wait()
+            if has_arrived.is_set():
                 break
             await send(data)
-        await came.wait()
-    (status, body), at = told
+        await has_arrived.wait()
+    (status, body), at = arrived
     assert status == 408
     assert b"did not arrive in time" in body
     assert at - began_at == pytest.approx(seconds, abs=0.5)
@@ -93,34 +101,34 @@ async def check_cut_off(
         await the_front.settle()
         assert the_front.connection_count == 0
     else:
-        again = await client.request(body=b"abc")  # the connection is none the worse
+        again = await client.request(body=b"abc")  # the connection still works
         assert (await client.response(again)).body == b"3"
 
 
 @pytest.mark.parametrize("http", [1, 2])
-async def test_a_byte_every_29_seconds_is_cut_off_all_the_same(autojump_clock, front, http):
-    await check_cut_off(front, http, pieces=[(29.0, b"x")] * 20, seconds=WAIT)
+async def test_body_with_a_byte_every_29_seconds_is_refused(autojump_clock, front, http):
+    await check_refused(front, http, pieces=[(29.0, b"x")] * 20, seconds=WAIT)
 
 
 @pytest.mark.parametrize("http", [1, 2])
-async def test_a_byte_a_second_is_cut_off_all_the_same(autojump_clock, front, http):
-    await check_cut_off(front, http, pieces=[(1.0, b"x")] * 200, seconds=WAIT)
+async def test_body_with_a_byte_per_second_is_refused(autojump_clock, front, http):
+    await check_refused(front, http, pieces=[(1.0, b"x")] * 200, seconds=WAIT)
 
 
 @pytest.mark.parametrize("http", [1, 2])
-async def test_a_rush_at_the_beginning_buys_no_long_silence(autojump_clock, front, http):
+async def test_many_bytes_at_the_start_allow_no_long_silence(autojump_clock, front, http):
     rush = [(0.1, bytes(30_000))] * 20
-    await check_cut_off(front, http, pieces=[*rush, *[(20.0, b"x")] * 20], seconds=2.0 + WAIT)
+    await check_refused(front, http, pieces=[*rush, *[(20.0, b"x")] * 20], seconds=2.0 + WAIT)
 
 
 @pytest.mark.parametrize("http", [1, 2])
-async def test_half_of_the_pace_is_cut_off_after_twice_the_wait(autojump_clock, front, http):
-    await check_cut_off(front, http, pieces=[(0.5, bytes(RATE // 4))] * 200, seconds=2 * WAIT)
+async def test_body_at_half_the_minimum_rate_is_refused_after_twice_the_wait(autojump_clock, front, http):
+    await check_refused(front, http, pieces=[(0.5, bytes(RATE // 4))] * 200, seconds=2 * WAIT)
 
 
 @pytest.mark.parametrize("http", [1, 2])
-async def test_body_that_keeps_the_pace_is_refused_after_the_total_time(autojump_clock, front, http):
-    await check_cut_off(front, http, pieces=[(1.0, bytes(RATE))] * 60, seconds=40.5, body_seconds_max=40.5)
+async def test_body_at_the_minimum_rate_is_refused_after_the_total_time(autojump_clock, front, http):
+    await check_refused(front, http, pieces=[(1.0, bytes(RATE))] * 60, seconds=40.5, body_seconds_max=40.5)
 
 
 @pytest.mark.slow
@@ -128,23 +136,23 @@ async def test_body_that_keeps_the_pace_is_refused_after_the_total_time(autojump
 @pytest.mark.parametrize(
     ("bytes_per_second", "byte_count"), [(125_000, 24_000_000), (RATE * 5 // 4, RATE * 5 // 4 * 300)]
 )
-async def test_an_honest_upload_over_a_slow_link_is_not(autojump_clock, front, http, bytes_per_second, byte_count):
-    """24 MB at 1 Mbit/s, and a little faster than the pace for five minutes."""
+async def test_upload_over_a_slow_link_is_served(autojump_clock, front, http, bytes_per_second, byte_count):
+    """24 MB at 1 Mbit/s, and five minutes at a little more than the minimum rate."""
     the_front = front(measure)
     began_at = trio.current_time()
     _, send, response = await begin(the_front, http, byte_count)
     async with trio.open_nursery() as nursery:
-        came, told = await responded_at(response, nursery)
+        has_arrived, arrived = await responded_at(response, nursery)
         for sent in range(bytes_per_second, byte_count + 1, bytes_per_second):
             await trio.sleep(1)
             await send(bytes(bytes_per_second), end=sent == byte_count)
-        await came.wait()
-    assert told[0] == (200, b"%d" % byte_count)
-    assert told[1] - began_at > 120
+        await has_arrived.wait()
+    assert arrived[0] == (200, b"%d" % byte_count)
+    assert arrived[1] - began_at > 120
     assert the_front.server.counters().connections_refused_total["body_timeout"] == 0
 
 
-async def test_an_upload_that_pauses_goes_on(autojump_clock, front):
+async def test_upload_with_a_pause_is_served(autojump_clock, front):
     _, send, response = await begin(front(measure), 1, 2_000_000)
     for _ in range(4):
         await send(bytes(500_000))
@@ -153,7 +161,7 @@ async def test_an_upload_that_pauses_goes_on(autojump_clock, front):
 
 
 @pytest.mark.parametrize(("bytes_per_second", "is_slow"), [(1, True), (RATE // 2, True), (RATE * 2, False)])
-async def test_the_same_goes_for_an_asgi_host(autojump_clock, bytes_per_second, is_slow):
+async def test_asgi_app_refuses_slow_bodies(autojump_clock, bytes_per_second, is_slow):
     app = AsgiApp(measure)
     sender, receiver = trio.open_memory_channel(1)
     sent: list[dict] = []
@@ -178,7 +186,7 @@ async def test_the_same_goes_for_an_asgi_host(autojump_clock, bytes_per_second, 
 
 
 @pytest.mark.parametrize("seconds", [0.5, 4.0, 9.0])
-async def test_a_trickled_head_is_a_408_on_http1(autojump_clock, front, seconds):
+async def test_slow_head_is_a_408_on_http1(autojump_clock, front, seconds):
     the_front = front(measure, head_seconds_max=10)
     client = the_front.h11()
     began_at = trio.current_time()
@@ -202,8 +210,8 @@ async def test_a_trickled_head_is_a_408_on_http1(autojump_clock, front, seconds)
 
 @pytest.mark.parametrize("shape", ["one frame", "continuations"])
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a stream"])
-async def test_a_trickled_head_ends_the_connection_on_http2(autojump_clock, front, watched, shape, beside):
-    """Also where only the first frame of the head, or a part of it, has come, and other streams keep the connection."""
+async def test_slow_head_ends_the_connection_on_http2(autojump_clock, front, watched, shape, beside):
+    """Also if only a part of the head's first frame has arrived, and if other streams are running."""
     handler = watched()
     the_front = front(handler, head_seconds_max=10, idle_seconds_max=1000)
     client = await the_front.h2()
@@ -230,14 +238,15 @@ async def test_a_trickled_head_ends_the_connection_on_http2(autojump_clock, fron
     async with trio.open_nursery() as nursery:
         nursery.start_soon(trickle)
         await client.until_eof()
-        assert trio.current_time() - began_at == pytest.approx(10, abs=2.6)  # the kind of a frame is its fourth byte
+        # The deadline may start with the fourth byte, which is the kind of the frame.
+        assert trio.current_time() - began_at == pytest.approx(10, abs=2.6)
         nursery.cancel_scope.cancel()
     assert the_front.server.counters().connections_refused_total["head_timeout"] == 1
     assert handler.running == 0
 
 
-async def test_data_in_slow_frames_is_no_head(autojump_clock, front):
-    """A frame of DATA may take longer than a head."""
+async def test_slow_data_frame_has_no_head_deadline(autojump_clock, front):
+    """A DATA frame may take longer than a head."""
     the_front = front(measure, head_seconds_max=5)
     client = await the_front.h2()
     stream_id = await client.request(end=False)
@@ -251,7 +260,7 @@ async def test_data_in_slow_frames_is_no_head(autojump_clock, front):
 # --- the arithmetic ---
 
 
-def test_patience_is_bought_by_the_byte_and_never_more_than_the_whole():
+def test_body_deadline_moves_with_each_byte_up_to_the_full_wait():
     pace = BodyPace(FrontendLimits(body_bytes_per_second_min=100, body_wait_seconds_max=10), now=50.0)
     assert pace.deadline == 60.0
     assert pace.arrived(100, now=50.5) == 60.5
@@ -260,7 +269,7 @@ def test_patience_is_bought_by_the_byte_and_never_more_than_the_whole():
     assert pace.arrived(1_000_000, now=57.0) == 67.0
 
 
-def test_total_time_of_a_body_bounds_its_deadline_and_is_named():
+def test_total_time_bounds_the_deadline_and_is_named_in_the_message():
     pace = BodyPace(FrontendLimits(body_wait_seconds_max=10, body_seconds_max=25), now=50.0)
     assert pace.arrived(10_000_000, now=64.0) == 74.0
     assert "--body-timeout" not in pace.timeout_message

@@ -1,4 +1,4 @@
-"""TLS: versions, protocols, and clients that show certificates, with an authority of the test's own."""
+"""TLS: versions, protocols, and client certificates, with a certificate authority made by the test."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def respond_ok(exchange):
 
 
 class Files:
-    """An authority, and what it has signed, as files."""
+    """Files of a certificate authority and of a certificate that it signed."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -51,7 +51,7 @@ def files(tmp_path) -> Files:
 
 @pytest.fixture
 def connect(autojump_clock, nursery) -> Callable[..., object]:
-    """connect(server, client_context) -> a stream whose server side is served."""
+    """Return a function connect(server, client_context) that connects a TLS stream to the server."""
 
     def connect_to(server: FrontendServer, context: ssl.SSLContext) -> trio.SSLStream:
         ours, theirs = memory_stream_pair()
@@ -71,7 +71,7 @@ async def fetch(stream) -> bytes:
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
-async def test_current_versions_are_spoken(autojump_clock, files, connect, version):
+async def test_current_tls_versions_are_accepted(autojump_clock, files, connect, version):
     server = FrontendServer(respond_ok, ssl_context=files.server_context())
     context = files.client_context()
     context.minimum_version = context.maximum_version = version
@@ -79,17 +79,17 @@ async def test_current_versions_are_spoken(autojump_clock, files, connect, versi
 
 
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion.TLSv1_1 is deprecated:DeprecationWarning")
-async def test_version_that_is_too_old_is_refused(autojump_clock, files, connect):
+async def test_old_tls_version_is_refused(autojump_clock, files, connect):
     client_context, server_context = files.client_context(), files.server_context()
     for context in (client_context, server_context):
-        context.set_ciphers("DEFAULT:@SECLEVEL=0")  # or OpenSSL would refuse by itself
+        context.set_ciphers("DEFAULT:@SECLEVEL=0")  # otherwise OpenSSL itself refuses old versions
     client_context.minimum_version = client_context.maximum_version = ssl.TLSVersion.TLSv1_1
     server = FrontendServer(respond_ok, ssl_context=server_context)
     with pytest.raises(trio.BrokenResourceError):
         await fetch(connect(server, client_context))
     await wait_all_tasks_blocked()
     assert server.counters().connections_refused_total["tls_handshake"] == 1
-    # It is our minimum that refuses: without it, they agree.
+    # The server's minimum version causes the refusal: without it, both sides agree.
     server_context.minimum_version = ssl.TLSVersion.TLSv1_1
     assert (await fetch(connect(server, client_context))).endswith(b"ok")
 
@@ -98,7 +98,7 @@ async def test_version_that_is_too_old_is_refused(autojump_clock, files, connect
 
 
 async def speak(server: FrontendServer, opening: bytes, peer: str) -> None:
-    """Send `opening` as a client does, and read until the server closes."""
+    """Send the first bytes of a client, and read until the server closes."""
     ours, theirs = memory_stream_pair()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(functools.partial(server.serve_connection, theirs, peer=peer))
@@ -151,7 +151,7 @@ async def test_clients_without_tls_leave_three_log_lines_and_then_one_a_minute(a
 
 
 def shown(files: Files, who: str) -> ssl.SSLContext:
-    """A client's context: with a certificate of our authority, of another one, or with none."""
+    """Return a client's TLS context: with a certificate of this authority, of another one, or without a certificate."""
     context = files.client_context()
     if who != "nobody":
         signer = files.authority if who == "ours" else trustme.CA()
@@ -191,7 +191,7 @@ async def test_client_certificates(autojump_clock, files, connect, version, want
 
 
 @pytest.mark.parametrize("options", [{"ca_certificates": "ca"}, {"client_certificates": "required"}])
-def test_half_of_what_client_certificates_need_is_one_clear_sentence(files, options):
+def test_incomplete_options_for_client_certificates_are_a_startup_error(files, options):
     options = {name: files.ca if value == "ca" else value for name, value in options.items()}
     with pytest.raises(StartupError, match="both are needed"):
         files.server_context(**options)
@@ -203,7 +203,7 @@ def test_certificate_without_its_key_names_the_flag(files):
 
 
 @pytest.mark.parametrize("content", [None, "", "no certificate"])
-def test_ca_file_that_cannot_be_used_is_one_clear_sentence(files, content):
+def test_unusable_ca_file_is_a_startup_error(files, content):
     path = files.directory / "other.pem"
     if content is not None:
         path.write_text(content)
