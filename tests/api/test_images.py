@@ -128,11 +128,11 @@ async def test_tokens_of_a_chat_with_an_image_are_counted() -> None:
 @pytest.mark.parametrize(
     "url, sentence",
     [
-        ("https://a.example/b.png", "nothing is fetched here"),
-        ("data:text/html;base64,aGk=", "an image is sent as"),
-        ("data:image/png,hi", "an image is sent as"),
-        ("data:image/png;base64,!!!", "is no base64"),
-        ("data:image/png;base64,aGVsbG8=", "is no image that can be read"),
+        ("https://a.example/b.png", "this server fetches no URLs"),
+        ("data:text/html;base64,aGk=", "send an image as"),
+        ("data:image/png,hi", "send an image as"),
+        ("data:image/png;base64,!!!", "is not valid base64"),
+        ("data:image/png;base64,aGVsbG8=", "is not an image of a supported format"),
     ],
 )
 async def test_what_is_no_image_is_refused(url: str, sentence: str) -> None:

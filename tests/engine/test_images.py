@@ -346,9 +346,9 @@ async def test_the_sign_of_an_image_in_a_text_is_no_image() -> None:
 @pytest.mark.parametrize(
     "prompt, sentence",
     [
-        (chat(b"no image"), "is no image that can be read"),
+        (chat(b"no image"), "is not an image of a supported format"),
         (chat(png(size=(400, 16))), "400 x 16 pixels"),
-        (chat(*[png()] * 3), "at most 2 are read"),
+        (chat(*[png()] * 3), "at most 2 are allowed"),
         (ChatPrompt(messages=[{"role": "user", "content": [{"type": "image", "image": "x"}]}]), "bytes of a file"),
     ],
 )
@@ -442,7 +442,7 @@ async def test_an_image_that_is_elsewhere_is_fetched_within_the_request() -> Non
             assert fake.load().waiting == 1, "it has its place while it is fetched"
             nursery.cancel_scope.cancel()
     async with seeing() as fake:
-        with pytest.raises(InvalidRequest, match="nothing is fetched here"):
+        with pytest.raises(InvalidRequest, match="this server fetches no URLs"):
             await said(fake, elsewhere)
 
 

@@ -65,9 +65,9 @@ class Prompted:
         marked, sources = split_images(messages)
         read = self.reader.read(sources)
         assert tokenizer.chat_template is not None
-        text = self.reader.written_out(tokenizer.chat_template.render(ChatPrompt(messages=marked)), read)
+        text = self.reader.expand_images(tokenizer.chat_template.render(ChatPrompt(messages=marked)), read)
         self.token_ids = tokenizer.encode(text, add_special_tokens=False)
-        self.images = self.reader.located(self.token_ids, read)
+        self.images = self.reader.locate_images(self.token_ids, read)
         self.tiles = [tiles_of(image.content, self.processing, image.place) for image in read]
 
     def given(self, runner: Any) -> tuple[GivenRows, ...]:

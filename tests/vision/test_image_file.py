@@ -1,4 +1,4 @@
-"""Images as strangers send them: what they are read as, and what is refused before anything is decoded."""
+"""Decoding of clients' image files, and refusal of invalid files before and during decoding."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def saved(image: Image.Image, format: str = "PNG", **options: Any) -> bytes:
 
 
 def halves(mode: str = "RGB") -> Image.Image:
-    """Red on the left, blue on the right, 12 x 8."""
+    """Return an image of 12 x 8 pixels: red on the left, blue on the right."""
     image = Image.new("RGB", (12, 8), (255, 0, 0))
     image.paste((0, 0, 255), (6, 0, 12, 8))
     return image.convert(mode)
@@ -63,27 +63,27 @@ def first_pixel(content: bytes) -> tuple[int, ...]:
         saved(halves(), "WEBP", lossless=True, save_all=True, append_images=[Image.new("RGB", (12, 8), (0, 255, 0))]),
     ],
 )
-def test_what_is_read(content: bytes) -> None:
+def test_supported_formats_are_decoded(content: bytes) -> None:
     assert read_header(content, LIMITS, "x").upright_size == (12, 8)
     red, green, blue = first_pixel(content)
     assert red > 240
     assert max(green, blue) < 15
 
 
-def test_what_shines_through_stands_on_white() -> None:
+def test_transparent_pixels_become_white() -> None:
     assert first_pixel(saved(Image.new("RGBA", (4, 4), (0, 0, 0, 0)))) == (255, 255, 255)
     assert first_pixel(saved(Image.new("LA", (4, 4), (0, 0)))) == (255, 255, 255)
     palette = Image.new("P", (4, 4), 0)
     assert first_pixel(saved(palette, transparency=0)) == (255, 255, 255)
 
 
-def test_of_16_bits_the_upper_ones_count() -> None:
+def test_16_bit_samples_keep_their_upper_bits() -> None:
     values = np.full((4, 4), 0x8012, dtype=np.uint16)
     assert first_pixel(saved(Image.fromarray(values))) == (0x80, 0x80, 0x80)
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_an_image_is_turned_as_its_header_says(orientation: int) -> None:
+def test_image_is_rotated_by_its_exif_orientation(orientation: int) -> None:
     from PIL import ImageOps
 
     exif = Image.Exif()
@@ -96,7 +96,7 @@ def test_an_image_is_turned_as_its_header_says(orientation: int) -> None:
         assert np.array_equal(np.asarray(pixels_of(content, "x")), np.asarray(expected))
 
 
-def test_a_damaged_orientation_is_none() -> None:
+def test_damaged_orientation_is_ignored() -> None:
     content = saved(halves(), exif=b"Exif\x00\x00MM\x00*\xff\xff\xff\xff")
     assert read_header(content, LIMITS, "x").upright_size == (12, 8)
 
@@ -104,10 +104,10 @@ def test_a_damaged_orientation_is_none() -> None:
 @pytest.mark.parametrize(
     "content, sentence",
     [
-        (b"", "no image that can be read"),
-        (b"<svg/>", "no image that can be read"),
-        (saved(halves(), "BMP"), "no image that can be read"),
-        (saved(halves(), "TIFF"), "no image that can be read"),
+        (b"", "not an image of a supported format"),
+        (b"<svg/>", "not an image of a supported format"),
+        (saved(halves(), "BMP"), "not an image of a supported format"),
+        (saved(halves(), "TIFF"), "not an image of a supported format"),
         (png_of(100_000, 100_000), "pixels"),
         (png_of(2_000_000_000, 1), "pixels"),
         (png_of(1001, 1000), "1001 x 1000 pixels"),
@@ -117,14 +117,14 @@ def test_a_damaged_orientation_is_none() -> None:
         (saved(halves()) + bytes(200_000), "an image may have 200000"),
     ],
 )
-def test_what_is_refused_by_its_header(content: bytes, sentence: str) -> None:
+def test_file_is_refused_by_its_header(content: bytes, sentence: str) -> None:
     with pytest.raises(InvalidRequest, match=sentence) as refusal:
         read_header(content, LIMITS, "here")
     assert refusal.value.param == "here"
 
 
 @pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF"])
-def test_a_file_that_breaks_off_is_refused_wherever_it_does(format: str) -> None:
+def test_truncated_file_is_refused(format: str) -> None:
     noise = np.random.default_rng(0).integers(0, 255, (40, 40, 3), dtype=np.uint8)
     content = saved(Image.fromarray(noise), format)
     refused = 0
@@ -137,7 +137,7 @@ def test_a_file_that_breaks_off_is_refused_wherever_it_does(format: str) -> None
     assert refused >= 39
 
 
-def test_damaged_bytes_end_in_a_sentence_or_an_image() -> None:
+def test_damaged_file_is_decoded_or_refused_with_a_printable_message() -> None:
     rng = np.random.default_rng(1)
     sentences = []
     for format in ("PNG", "JPEG", "WEBP", "GIF"):
@@ -155,6 +155,6 @@ def test_damaged_bytes_end_in_a_sentence_or_an_image() -> None:
     assert all(map(str.isprintable, sentences))
 
 
-def test_rows_that_unpack_to_more_than_the_header_says_are_left_out() -> None:
+def test_rows_beyond_the_announced_size_are_ignored() -> None:
     with contextlib.suppress(InvalidRequest):
         assert pixels_of(png_of(10, 10, bytes(50_000_000)), "x").size == (10, 10)

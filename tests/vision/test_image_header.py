@@ -1,4 +1,4 @@
-"""Headers of hostile image files: each costs little and is refused, or says what a decoder will find."""
+"""Headers of hostile image files: reading is cheap, and the file is refused or its header is right."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def segment(marker: int, data: bytes = b"") -> bytes:
 
 
 def jpeg_with(*segments: bytes) -> bytes:
-    """Before the first of its own."""
+    """Return a JPEG with additional segments before its own."""
     whole = saved("JPEG")
     return whole[:2] + b"".join(segments) + whole[2:]
 
 
 def jpeg_scans(scan_count: int) -> bytes:
-    """Its first scan, as often."""
+    """Return a JPEG that repeats its first scan."""
     whole = saved("JPEG")
     start = whole.index(b"\xff\xda")
     return whole[:start] + whole[start:-2] * scan_count + b"\xff\xd9"
@@ -77,13 +77,13 @@ COMMENT = b"\x21\xfe\x01a\0"
         (lambda count: jpeg_with(segment(0xFE) * count), "2048 segments"),
         (lambda count: jpeg_with(b"\xff\x01" * count), "2048 segments"),
         (jpeg_scans, "64 scans"),
-        (lambda count: gif_with(COMMENT * count), "256 comments"),
-        (lambda count: gif_with(b"\x21\xfe" + b"\x01a" * count + b"\0"), "16384 pieces"),
+        (lambda count: gif_with(COMMENT * count), "256 blocks"),
+        (lambda count: gif_with(b"\x21\xfe" + b"\x01a" * count + b"\0"), "16384 sub-blocks"),
         (lambda count: webp_with((b"ANMF" + struct.pack("<I", 0)) * count), "4096 chunks"),
     ],
     ids=["png chunks", "jpeg comments", "jpeg markers", "jpeg scans", "gif comments", "gif pieces", "webp frames"],
 )
-def test_parts_without_end_are_refused_and_not_walked_to_their_end(content: Callable[[int], bytes], words: str) -> None:
+def test_too_many_parts_are_refused_at_bounded_cost(content: Callable[[int], bytes], words: str) -> None:
     def lines_run(count: int) -> int:
         lines = 0
 
@@ -106,7 +106,7 @@ def test_parts_without_end_are_refused_and_not_walked_to_their_end(content: Call
     assert lines_run(20_000) == lines_run(40_000)
 
 
-def test_as_many_parts_as_real_files_have_are_read() -> None:
+def test_files_with_a_realistic_number_of_parts_are_accepted() -> None:
     size = ImageHeader("PNG", 16, 8)
     assert read_header(png_with(png_chunk(b"prVt") * 1000), LIMITS, "x") == size
     assert read_header(jpeg_with(segment(0xE2, bytes(100)) * 512), LIMITS, "x") == size._replace(format="JPEG")
@@ -116,28 +116,28 @@ def test_as_many_parts_as_real_files_have_are_read() -> None:
 
 
 @pytest.mark.parametrize("marker", [0xC3, 0xC5, 0xC9, 0xCA, 0xCF])
-def test_kinds_of_jpeg_that_no_browser_reads_are_refused(marker: int) -> None:
+def test_jpeg_kinds_that_browsers_do_not_support_are_refused(marker: int) -> None:
     content = saved("JPEG").replace(b"\xff\xc0", bytes((0xFF, marker)), 1)
-    with pytest.raises(InvalidRequest, match="a kind of JPEG that is not read"):
+    with pytest.raises(InvalidRequest, match="an unsupported kind of JPEG"):
         read_header(content, LIMITS, "x")
 
 
-def test_a_second_frame_of_a_jpeg_is_refused() -> None:
+def test_second_frame_of_a_jpeg_is_refused() -> None:
     frame = struct.pack(">BHHB", 8, 60_000, 60_000, 1) + b"\1\x11\0"
     with pytest.raises(InvalidRequest, match="second frame"):
         read_header(jpeg_with(segment(0xC0, frame)), LIMITS, "x")
 
 
-def test_scans_behind_the_end_of_a_jpeg_do_not_count() -> None:
+def test_scans_after_the_end_of_a_jpeg_do_not_count() -> None:
     assert read_header(saved("JPEG") + jpeg_scans(100), LIMITS, "x") == ImageHeader("JPEG", 16, 8)
 
 
-def test_a_preview_inside_of_a_jpeg_does_not_count() -> None:
+def test_preview_inside_of_a_jpeg_does_not_count() -> None:
     preview = saved("JPEG", (4, 4))
     assert read_header(jpeg_with(segment(0xE1, preview)), LIMITS, "x") == ImageHeader("JPEG", 16, 8)
 
 
-def test_a_gif_is_as_large_as_its_first_frame() -> None:
+def test_size_of_a_gif_includes_its_first_frame() -> None:
     whole = saved("GIF")
     frame = whole.index(b"\x2c", 13)
     content = whole[: frame + 5] + struct.pack("<HH", 20_000, 20_000) + whole[frame + 9 :]
@@ -145,16 +145,16 @@ def test_a_gif_is_as_large_as_its_first_frame() -> None:
         read_header(content, LIMITS, "x")
 
 
-def test_a_canvas_of_webp_is_refused_before_a_decoder_makes_it() -> None:
+def test_too_large_webp_canvas_is_refused_before_decoding() -> None:
     content = webp_with(b"").replace((15).to_bytes(3, "little"), (16_383).to_bytes(3, "little"), 1)
     content = content.replace((7).to_bytes(3, "little"), (16_383).to_bytes(3, "little"), 1)
     with pytest.raises(InvalidRequest, match="16384 x 16384 pixels"):
         read_header(content, LIMITS, "x")
 
 
-def test_a_size_that_the_decoder_does_not_find_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_size_that_differs_from_the_header_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trioserve.vision.image_file.scan_header", lambda content, place: ImageHeader("PNG", 5, 5))
-    with pytest.raises(InvalidRequest, match="it holds 16 x 8 pixels, its header says 5 x 5"):
+    with pytest.raises(InvalidRequest, match="it has 16 x 8 pixels, but its header has 5 x 5"):
         pixels_of(saved("PNG"), "x")
 
 
@@ -167,20 +167,20 @@ def test_a_size_that_the_decoder_does_not_find_is_refused(monkeypatch: pytest.Mo
     ],
     ids=["png", "jpeg", "webp"],
 )
-def test_of_exif_the_orientation_is_read(content: bytes) -> None:
+def test_exif_orientation_is_read(content: bytes) -> None:
     header = read_header(content, LIMITS, "x")
     assert (header.orientation, header.upright_size) == (6, (8, 16))
 
 
-def test_a_directory_of_exif_is_not_read_to_its_end() -> None:
-    """It says that it has 65,535 entries, and each of them that its value is as long as the file."""
+def test_exif_directory_is_read_up_to_a_bound() -> None:
+    """The directory has 65,535 entries, and each announces a value as long as the file."""
     entry = struct.pack(">HHII", 1, 2, 2**24, 8)
     content = png_with(png_chunk(b"eXIf", b"MM\0*" + struct.pack(">IH", 8, 65_535) + entry * 65_535))
     assert read_header(content, LIMITS, "x").orientation == 1
 
 
 @pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF"])
-def test_a_file_that_ends_anywhere_has_a_header_or_a_sentence(format: str) -> None:
+def test_truncated_file_has_a_header_or_is_refused(format: str) -> None:
     content = saved(format)
     for end in range(len(content)):
         with contextlib.suppress(InvalidRequest):

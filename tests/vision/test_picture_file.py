@@ -1,4 +1,4 @@
-"""Pictures as files, and files as pictures: what is lost, what is upright, and what a mask says."""
+"""Encoding of generated images, and decoding of images and masks to edit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZE = (8, 4)
 
 
 def gradient() -> Picture:
-    """Wider than high, so that an exchange of both is seen."""
+    """Return an image that is wider than high, so that a test notices exchanged sides."""
     width, height = SIZE
     rgb = bytes(value for y in range(height) for x in range(width) for value in (x * 30, y * 60, 128))
     return Picture(width, height, rgb)
@@ -37,37 +37,37 @@ def saved(image: Image.Image, format: str = "PNG", **options: Any) -> bytes:
 
 
 def bright(mask: Picture) -> list[list[bool]]:
-    """By row."""
+    """Return True for each bright pixel of a mask, row by row."""
     values = mask.rgb[::3]
     return [[value >= 128 for value in values[y * mask.width : (y + 1) * mask.width]] for y in range(mask.height)]
 
 
 @pytest.mark.parametrize("kind", PICTURE_FORMATS)
-def test_a_picture_becomes_a_file_of_its_kind_and_size(kind: Any) -> None:
+def test_image_is_encoded_in_each_format(kind: Any) -> None:
     content = encoded_picture(gradient(), PictureFormat(kind))
     image = Image.open(io.BytesIO(content))
     assert (image.format, image.size) == (kind.upper(), SIZE)
 
 
 @pytest.mark.parametrize("kind", PICTURE_FORMATS)
-def test_colours_stay_what_they_are(kind: Any) -> None:
+def test_colours_survive_encoding_and_decoding(kind: Any) -> None:
     colour = (200, 40, 90)
     picture = Picture(*SIZE, bytes(colour) * (SIZE[0] * SIZE[1]))
     again = decoded_picture(encoded_picture(picture, PictureFormat(kind)), LIMITS, "image")
-    # JPEG and WebP round where they change to other axes of colours.
+    # JPEG and WebP round when they convert to another colour space.
     assert max(abs(one - other) for one, other in zip(again.rgb, picture.rgb, strict=True)) <= (
         0 if kind == "png" else 4
     )
 
 
-def test_a_png_loses_nothing_and_less_quality_makes_smaller_files() -> None:
+def test_png_is_lossless_and_lower_quality_makes_smaller_files() -> None:
     assert decoded_picture(encoded_picture(gradient(), PictureFormat("png")), LIMITS, "image") == gradient()
     for kind in ("jpeg", "webp"):
         sizes = [len(encoded_picture(gradient(), PictureFormat(kind, quality))) for quality in (100, 5)]
         assert sizes[1] < sizes[0]
 
 
-def test_a_mask_is_bright_where_its_file_is_transparent() -> None:
+def test_transparent_pixels_of_a_mask_file_are_bright() -> None:
     image = Image.new("RGBA", SIZE, (9, 9, 9, 255))
     image.paste((9, 9, 9, 0), (0, 0, 3, 4))
     expect = [[x < 3 for x in range(8)] for _ in range(4)]
@@ -75,7 +75,7 @@ def test_a_mask_is_bright_where_its_file_is_transparent() -> None:
     assert bright(decoded_mask(saved(image, "WEBP", lossless=True), LIMITS, "mask")) == expect
 
 
-def test_a_mask_without_transparency_is_bright_where_it_may_change() -> None:
+def test_mask_file_without_transparency_is_used_as_it_is() -> None:
     image = Image.new("L", SIZE, 0)
     image.paste(255, (5, 0, 8, 4))
     expect = [[x >= 5 for x in range(8)] for _ in range(4)]
@@ -83,11 +83,11 @@ def test_a_mask_without_transparency_is_bright_where_it_may_change() -> None:
     assert bright(decoded_mask(saved(image.convert("RGBA")), LIMITS, "mask")) == expect
 
 
-def test_a_mask_is_turned_as_its_header_says() -> None:
+def test_mask_is_rotated_by_its_exif_orientation() -> None:
     image = Image.new("RGBA", SIZE, (9, 9, 9, 255))
     image.putpixel((0, 0), (0, 0, 0, 0))
     exif = Image.Exif()
-    exif[274] = 6  # to be turned to the right: the top left comes to the top right
+    exif[274] = 6  # rotate to the right: the top left pixel becomes the top right one
     mask = decoded_mask(saved(image, exif=exif), LIMITS, "mask")
     assert (mask.width, mask.height) == (4, 8)
     assert [(x, y) for y, row in enumerate(bright(mask)) for x, is_bright in enumerate(row) if is_bright] == [(3, 0)]
@@ -102,7 +102,7 @@ def test_a_mask_is_turned_as_its_header_says() -> None:
         pytest.param(saved(Image.new("RGBA", (60, 60), (1, 2, 3, 4)))[:80], "damaged", id="cut off"),
     ],
 )
-def test_what_cannot_be_read_is_the_callers_fault(decode: Any, content: bytes, says: str) -> None:
+def test_unreadable_image_or_mask_is_an_invalid_request(decode: Any, content: bytes, says: str) -> None:
     with pytest.raises(InvalidRequest, match=says) as refused:
         decode(content, LIMITS, "mask")
     assert refused.value.param == "mask"

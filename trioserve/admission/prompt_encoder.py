@@ -270,10 +270,10 @@ class PromptEncoder:
     ) -> EncodedPrompt:
         images = reader.read(sources)
         chat = self._chat_text(prompt)
-        chat = chat._replace(text=reader.written_out(chat.text, images))
+        chat = chat._replace(text=reader.expand_images(chat.text, images))
         self._check_length(chat.plain, param="messages")
         token_ids = self._tokenizer.encode_chat(chat)
-        return EncodedPrompt(token_ids, reader.located(token_ids, images))
+        return EncodedPrompt(token_ids, reader.locate_images(token_ids, images))
 
     def _chat_text(self, prompt: ChatPrompt) -> ChatText:
         tokenizer = self._tokenizer

@@ -1,4 +1,4 @@
-"""The images of a chat: where they stand in its messages, and their bytes as they were sent."""
+"""The images in chat messages: finding them, and reading their bytes from data URLs."""
 
 from __future__ import annotations
 
@@ -13,23 +13,32 @@ from trioserve.contracts.images import ImageLimits
 __all__ = ["IMAGE_KINDS", "ImageSource", "content_of", "image_count", "split_images"]
 
 IMAGE_KINDS = ("image_url", "image")
-_MARK = {"type": "image"}  # what chat templates look for; as chat_messages in text knows it
+_MARK = {"type": "image"}  # chat templates look for this part; trioserve.text.chat_messages must accept it
 
 
 class ImageSource(NamedTuple):
-    """place: such as messages[0].content[1]. sent: a URL, or the file's bytes."""
+    """An image as the client sent it.
+
+    Attributes:
+        place: name of the image in error messages, such as messages[0].content[1].
+        sent: a URL, or the bytes of the file.
+    """
 
     place: str
     sent: str | bytes
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether it has to be fetched first."""
+        """True if the image is at a URL that must be fetched."""
         return isinstance(self.sent, str) and self.sent[:5].lower() != "data:"
 
 
 def image_count(messages: Sequence[object]) -> int:
-    """How many parts of the messages are images, whatever is in them."""
+    """Count the parts of messages that are images. Does not validate them.
+
+    Args:
+        messages: from a client, not validated.
+    """
     return sum(
         isinstance(part, dict) and part.get("type") in IMAGE_KINDS
         for message in messages
@@ -39,8 +48,17 @@ def image_count(messages: Sequence[object]) -> int:
 
 
 def split_images(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[ImageSource]]:
-    """The messages with a mark in the place of each image, and the images in their order. Never long. Raises
-    InvalidRequest, naming the place, for a part that says it is one and is not."""
+    """Separate the images from messages. Fast: it does not decode base64.
+
+    Args:
+        messages: of a chat.
+
+    Returns:
+        The messages with a mark instead of each image, and the images in order.
+
+    Raises:
+        InvalidRequest: a part has the type of an image, but no image.
+    """
     sources: list[ImageSource] = []
     marked: list[dict[str, Any]] = []
     for index, message in enumerate(messages):
@@ -59,19 +77,28 @@ def split_images(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], 
 
 
 def content_of(source: ImageSource, limits: ImageLimits) -> bytes:
-    """The file's bytes. Some milliseconds for a large one. Raises InvalidRequest."""
+    """Return the bytes of an image file. Takes some milliseconds for a large image.
+
+    Args:
+        source: the image.
+        limits: on the size of the file.
+
+    Raises:
+        InvalidRequest: the source is neither bytes nor a base64 data URL, or the file is too large.
+    """
     place, sent = source
     if isinstance(sent, bytes):
         return sent
     if source.is_elsewhere:
         raise InvalidRequest(
-            f"{place} is at {sent[:100]!r}, and nothing is fetched here: send data:image/png;base64,...", param=place
+            f"{place} is at {sent[:100]!r}, but this server fetches no URLs: send data:image/png;base64,...",
+            param=place,
         )
     head, comma, body = sent.partition(",")
     kind, *parameters = head.removeprefix("data:").lower().split(";")
     if not comma or not kind.startswith("image/") or "base64" not in parameters:
         raise InvalidRequest(
-            f"{place} begins with {sent[:40]!r}; an image is sent as data:image/png;base64,...", param=place
+            f"{place} begins with {sent[:40]!r}: send an image as data:image/png;base64,...", param=place
         )
     if len(body) * 3 // 4 > limits.image_bytes_max + 2:
         raise InvalidRequest(
@@ -82,7 +109,7 @@ def content_of(source: ImageSource, limits: ImageLimits) -> bytes:
     try:
         return base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise InvalidRequest(f"{place} is no base64 ({error})", param=place) from error
+        raise InvalidRequest(f"{place} is not valid base64 ({error})", param=place) from error
 
 
 def _source(part: dict[str, Any], place: str) -> ImageSource:

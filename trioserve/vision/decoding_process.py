@@ -1,7 +1,8 @@
-"""Decodes images in a process of its own: `python -m trioserve.vision.decoding_process FD MEMORY_BYTES`.
+"""A separate process that decodes images: `python -m trioserve.vision.decoding_process FD MEMORY_BYTES`.
 
-FD is its connection to the server. It does one job after another and ends with the connection, with the thread that
-started it, or when a job takes more memory or CPU time than allowed. It imports Pillow, numpy and little else.
+FD is its connection to the server. The process runs one job after another. It ends when the connection ends, when the
+thread that started it ends, or when a job needs more memory or CPU time than allowed. It imports Pillow, numpy and
+little else.
 """
 
 from __future__ import annotations
@@ -27,19 +28,20 @@ from trioserve.vision.tiles import tiles_of
 
 __all__ = ["DecodeJob", "DecodeReply", "decode", "memory_bytes_max"]
 
-FRAME = struct.Struct("<II")  # as in trio_tools.process_pool
+FRAME = struct.Struct("<II")  # must equal trio_tools.process_pool
 PR_SET_PDEATHSIG = 1
-OWN_BYTES = 256 * 2**20  # beside the image: what the allocator keeps, tables of decoders
-PIXEL_BYTES = 40  # Pillow has up to six copies of 4 bytes, numpy three of 8 for 16-bit samples
+OWN_BYTES = 256 * 2**20  # memory besides the image: free memory of the allocator, tables of decoders
+PIXEL_BYTES = 40  # per pixel: Pillow has up to six copies of 4 bytes, numpy three of 8 bytes for 16-bit samples
 
 
 class DecodeJob(msgspec.Struct, frozen=True, kw_only=True):
-    """What becomes of one file.
+    """A job to decode one file.
 
-    Args:
-        kind: "tiles" for a model that sees images, "picture" for an image to be changed, "mask" for its mask.
-        place: what the image is called in an error.
-        processing: of tiles; None for the other kinds.
+    Attributes:
+        kind: "tiles" for a model with image input, "picture" for an image to edit, "mask" for the mask of an edit.
+        place: name of the image in error messages.
+        limits: on the size of the image and on the time.
+        processing: how to make tiles. None for the other kinds.
     """
 
     kind: Literal["tiles", "picture", "mask"]
@@ -49,11 +51,11 @@ class DecodeJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DecodeReply(msgspec.Struct, frozen=True, kw_only=True):
-    """What stands before the pixels.
+    """The result of a job, which precedes the pixels.
 
-    Args:
-        width, height: of a picture or a mask; 0 for tiles.
-        error: why the file is refused; None: it was decoded.
+    Attributes:
+        width, height: size of an image or a mask. 0 for tiles.
+        error: the reason to refuse the file. None if it was decoded.
     """
 
     width: int = 0
@@ -62,15 +64,28 @@ class DecodeReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def memory_bytes_max(limits: ImageLimits) -> int:
-    """The memory that a process may take for an image, which is enough for the largest one allowed."""
+    """Return the memory that a decoding process may use, which is enough for the largest allowed image.
+
+    Args:
+        limits: on the size of images.
+    """
     return OWN_BYTES + PIXEL_BYTES * limits.pixels_max + 2 * limits.image_bytes_max
 
 
 def decode(job: DecodeJob, content: bytes) -> tuple[DecodeReply, bytes | memoryview]:
-    """Decode one file to pixels: uint8 [count, tile_size, tile_size, 3] for tiles, [height, width, 3] otherwise."""
+    """Decode one file to pixels.
+
+    Args:
+        job: the kind of result.
+        content: bytes of the file.
+
+    Returns:
+        The reply, and the pixels: uint8 [count, tile_size, tile_size, 3] for tiles, [height, width, 3] otherwise. No
+        pixels if the reply has an error.
+    """
     try:
         if job.kind == "tiles":
-            assert job.processing is not None, "tiles need to know how they are cut"
+            assert job.processing is not None, "a job for tiles needs `processing`"
             return DecodeReply(), tiles_of(content, job.processing, job.place).data.cast("B")
         read = decoded_picture if job.kind == "picture" else decoded_mask
         picture = read(content, job.limits, job.place)
@@ -100,7 +115,7 @@ def _serve(connection: socket.socket) -> None:
 
 
 def _is_closed(connection: socket.socket) -> bool:
-    """Whether the server has gone. It may do so while this process starts, before the kernel ends it for that."""
+    """Return True if the server has ended. It may end while this process starts, before PR_SET_PDEATHSIG is set."""
     poll = select.poll()
     poll.register(connection, 0)
     return any(events & select.POLLHUP for _, events in poll.poll(0))
@@ -110,7 +125,7 @@ def _limit_itself(memory_bytes: int) -> None:
     with contextlib.suppress(OSError, AttributeError):  # not on Linux
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the server decides when it ends
+        signal.signal(number, signal.SIG_IGN)  # the server ends this process
     _load_decoders()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
@@ -120,12 +135,12 @@ def _limit_itself(memory_bytes: int) -> None:
 
 
 def _address_bytes() -> int:
-    """What the process has mapped so far."""
+    """Return the bytes of address space that this process has mapped."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 def _load_decoders() -> None:
-    """Now, and not with a first image, whose time is limited."""
+    """Import the decoders before the first image, because its time is limited."""
     import PIL.GifImagePlugin
     import PIL.JpegImagePlugin
     import PIL.MpoImagePlugin
@@ -134,14 +149,15 @@ def _load_decoders() -> None:
 
 
 def _limit_cpu(seconds: float) -> None:
-    """The server kills a process by wall time. This limit holds if the server is gone or stopped."""
+    """Limit the CPU time of one job. The server kills a slow process itself: this limit works if the server has
+    ended."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     limit = int(used.ru_utime + used.ru_stime + seconds) + 2
     resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
 
 
 def _received(connection: socket.socket, byte_count: int) -> bytearray | None:
-    """None: the server has closed the connection."""
+    """Receive exactly `byte_count` bytes. Returns None if the server has closed the connection."""
     received = bytearray(byte_count)
     view, first = memoryview(received), 0
     while first < byte_count:

@@ -1,7 +1,7 @@
-"""Decodes an image file that a client sent, with Pillow, in a process that can be killed (decoding_process).
+"""Decoding of a client's image file with Pillow, inside of a process that can be killed (decoding_process).
 
-The header is read first (image_header), so a file of a few bytes that claims a billion pixels costs nothing. Of an
-animation the first frame counts.
+image_header checks the header first, so a file of a few bytes that announces a billion pixels costs nothing. Only the
+first frame of an animation is decoded.
 """
 
 from __future__ import annotations
@@ -20,48 +20,56 @@ __all__ = ["pixels_of", "transparency_of", "why_no_images"]
 
 
 def why_no_images() -> str | None:
-    """Why no image can be decoded here; None: they can be."""
+    """Return the reason why this server cannot decode images. None if it can."""
     try:
-        import PIL.Image  # noqa: F401  # that is the question
+        import PIL.Image  # noqa: F401
     except ImportError:
         return "Pillow, which decodes images, is not installed: pip install 'trioserve[vision]'"
     return None
 
 
 def pixels_of(content: bytes, place: str) -> Image:
-    """Decode an image to upright RGB, what is transparent on white.
+    """Decode an image to upright RGB. Transparent pixels are blended with white.
+
+    Args:
+        content: bytes of the file.
+        place: name of the image in error messages.
 
     Raises:
-        InvalidRequest: the file breaks off, is damaged, or holds another size than its header says.
+        InvalidRequest: the file is incomplete or damaged, or its pixels have another size than its header.
     """
     header = scan_header(content, place)
     try:
         return _upright(_rgb(_loaded(content, header)), header.orientation)
-    except Exception as error:  # a decoder on a stranger's bytes: it may fail in any way
+    except Exception as error:  # a decoder may raise anything on untrusted bytes
         raise _damaged(place, error) from error
 
 
 def transparency_of(content: bytes, place: str) -> Image | None:
-    """Decode how transparent each pixel is: one upright byte each, 255 for all of it.
+    """Decode the transparency of each pixel, as an upright image with one byte per pixel.
+
+    Args:
+        content: bytes of the file.
+        place: name of the image in error messages.
 
     Returns:
-        None if the file has no transparent pixel.
+        255 for a fully transparent pixel, 0 for an opaque one. None if the file has no transparent pixel.
 
     Raises:
-        InvalidRequest: as pixels_of.
+        InvalidRequest: as for pixels_of.
     """
     import PIL.ImageChops
 
     header = scan_header(content, place)
     try:
         image = _loaded(content, header)
-        if not _may_let_through(image):
+        if not _may_be_transparent(image):
             return None
         alpha = image.convert("RGBA").getchannel("A")
-        if alpha.getextrema() == (255, 255):  # a channel that says nothing, as many programs write one
+        if alpha.getextrema() == (255, 255):  # many programs write an alpha channel that is opaque everywhere
             return None
         return _upright(PIL.ImageChops.invert(alpha), header.orientation)
-    except Exception as error:  # a decoder on a stranger's bytes: it may fail in any way
+    except Exception as error:  # a decoder may raise anything on untrusted bytes
         raise _damaged(place, error) from error
 
 
@@ -69,14 +77,14 @@ def _loaded(content: bytes, header: ImageHeader) -> Image:
     import PIL.Image
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of its own bound on pixels: ours was checked before
+        warnings.simplefilter("ignore")  # Pillow warns about many pixels; read_header has checked our own limit
         try:
             image = PIL.Image.open(io.BytesIO(content), formats=(header.format,))
-        except PIL.UnidentifiedImageError:  # its text is about a Python object
-            raise ValueError(f"it is no {header.format} that Pillow reads") from None
+        except PIL.UnidentifiedImageError:  # Pillow's message names a Python object
+            raise ValueError(f"Pillow cannot read it as {header.format}") from None
     if image.size != (header.width, header.height):
         width, height = image.size
-        raise ValueError(f"it holds {width} x {height} pixels, its header says {header.width} x {header.height}")
+        raise ValueError(f"it has {width} x {height} pixels, but its header has {header.width} x {header.height}")
     image.load()
     return image
 
@@ -105,19 +113,19 @@ def _damaged(place: str, error: Exception) -> InvalidRequest:
     return InvalidRequest(f"{place} cannot be decoded ({printable}): it is damaged or incomplete", param=place)
 
 
-def _may_let_through(image: Image) -> bool:
+def _may_be_transparent(image: Image) -> bool:
     return "A" in image.getbands() or image.info.get("transparency") is not None
 
 
 def _rgb(image: Image) -> Image:
     import PIL.Image
 
-    if image.mode.startswith("I") or image.mode == "F":  # 16 bits: the upper 8, where Pillow would cut off
+    if image.mode.startswith("I") or image.mode == "F":  # 16 bits: keep the upper 8, because Pillow would clip to 255
         import numpy as np
 
         values = np.asarray(image).astype(np.float64)
         image = PIL.Image.fromarray((values.clip(0, 65_535) / 256).astype(np.uint8))
-    if _may_let_through(image):
+    if _may_be_transparent(image):
         image = image.convert("RGBA")
         white = PIL.Image.new("RGBA", image.size, (255, 255, 255, 255))
         image = PIL.Image.alpha_composite(white, image)

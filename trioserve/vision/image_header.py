@@ -1,8 +1,10 @@
-"""Reads the header of an image file that a client sent, with an upper limit on the work, before any decoder sees it.
+"""Reading of the header of a client's image file with bounded work, before a decoder sees the file.
 
-The scanner walks a file's segments, chunks or blocks and decodes none of them. It counts what a decoder would spend
-time on: scans of a progressive JPEG, segments, chunks, animation frames, comments. A file above a limit is refused.
-Costs milliseconds; pieces of at most SEARCH_BYTES run without a chance for other threads.
+The scanner visits the segments, chunks or blocks of a file, and decodes none of them. It counts the parts that cost a
+decoder time: scans of a progressive JPEG, segments, chunks, animation frames, comments. A file above a limit is
+refused.
+
+Cost: milliseconds. The scanner blocks other threads for at most SEARCH_BYTES at a time.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from trioserve.contracts.images import ImageLimits
 
 __all__ = ["ImageHeader", "read_header", "scan_header"]
 
-# Each limit is several times what real files have. A decoder takes about a microsecond for a segment, chunk or block.
+# Each limit is several times higher than real files need. A decoder takes about 1 us for a segment, chunk or block.
 JPEG_SCANS_MAX = 64  # encoders write 1 to 12; one scan of 40 million pixels takes up to 0.1 s
 JPEG_SEGMENTS_MAX = 2048  # an ICC profile and XMP of 16 MB have 256 segments each
 PNG_CHUNKS_MAX = 16_384  # 16 MB in IDAT chunks of 1 KB; encoders write 4 to 64 KB
@@ -27,20 +29,20 @@ GIF_SUBBLOCKS_MAX = 16_384  # of all blocks before the first frame: 4 MB
 EXIF_ENTRIES_MAX = 512  # cameras write about 20 to the first directory
 
 SEARCH_BYTES = 262_144
-_JPEG_MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")  # neither filled up, nor escaped, nor a restart
-_JPEG_FRAMES = (0xC0, 0xC1, 0xC2)  # baseline, extended, progressive: what browsers decode
+_JPEG_MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")  # without fill bytes, escaped bytes and restart markers
+_JPEG_FRAMES = (0xC0, 0xC1, 0xC2)  # baseline, extended, progressive: the kinds that browsers decode
 _JPEG_OTHER_FRAMES = (0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF)  # arithmetic, lossless, hierarchical
 _ORIENTATION = 274  # the tag of EXIF
-_TURNED = (5, 6, 7, 8)  # its values with width and height exchanged
+_TURNED = (5, 6, 7, 8)  # orientations that exchange width and height
 
 
 class ImageHeader(NamedTuple):
-    """What a file says of its image.
+    """The header of an image file.
 
-    Args:
-        format: Pillow's name.
-        width, height: of the stored pixels, before they are turned upright.
-        orientation: 1 to 8, as EXIF numbers them. 1 is upright.
+    Attributes:
+        format: Pillow's name of the file format.
+        width, height: size of the stored pixels, before they are rotated.
+        orientation: 1 to 8, as in EXIF. 1 is upright.
     """
 
     format: str
@@ -50,26 +52,28 @@ class ImageHeader(NamedTuple):
 
     @property
     def upright_size(self) -> tuple[int, int]:
-        """Width and height of the image as it is to be seen."""
+        """Width and height of the upright image."""
         return (self.height, self.width) if self.orientation in _TURNED else (self.width, self.height)
 
 
 class _TooCostly(Exception):
-    """A file has more of something than is decoded. The text completes the sentence "the image has ..."."""
+    """A file has too many parts. The message completes the sentence "the image has ..."."""
 
 
 class _Damaged(Exception):
-    """The text says what is wrong."""
+    """A file is damaged. The message names the damage."""
 
 
 def read_header(content: bytes, limits: ImageLimits, place: str) -> ImageHeader:
     """Read a header and check it against the limits.
 
     Args:
-        place: what the image is called in an error, such as messages[0].content[1].
+        content: bytes of the file.
+        limits: on the size of the file and of the image.
+        place: name of the image in error messages, such as messages[0].content[1].
 
     Raises:
-        InvalidRequest: the file is no image, is damaged, or is larger or costlier than allowed.
+        InvalidRequest: the file is not an image, is damaged, is too large, or has too many parts.
     """
     if len(content) > limits.image_bytes_max:
         raise InvalidRequest(
@@ -88,18 +92,22 @@ def read_header(content: bytes, limits: ImageLimits, place: str) -> ImageHeader:
 
 
 def scan_header(content: bytes, place: str) -> ImageHeader:
-    """Read a header without a limit on the image's size.
+    """Read a header without a limit on the size of the image.
+
+    Args:
+        content: bytes of the file.
+        place: name of the image in error messages.
 
     Raises:
-        InvalidRequest: the file is no image, is damaged, or has more parts than allowed.
+        InvalidRequest: the file is not an image, is damaged, or has too many parts.
     """
     scan = _scanner_of(content)
     if scan is None:
-        raise InvalidRequest(f"{place} is no image that can be read: send PNG, JPEG, WebP or GIF", param=place)
+        raise InvalidRequest(f"{place} is not an image of a supported format: send PNG, JPEG, WebP or GIF", param=place)
     try:
         return scan(content)
     except _TooCostly as error:
-        raise InvalidRequest(f"{place} has {error}: save it anew with an ordinary program", param=place) from None
+        raise InvalidRequest(f"{place} has {error}: save it again with a common program", param=place) from None
     except _Damaged as error:
         raise _damaged(place, str(error)) from None
     except (struct.error, IndexError):
@@ -131,9 +139,9 @@ def _scan_png(content: bytes) -> ImageHeader:
         length, kind = struct.unpack_from(">I4s", content, position)
         chunk_count += 1
         if chunk_count > PNG_CHUNKS_MAX:
-            raise _TooCostly(f"more than {PNG_CHUNKS_MAX} chunks, which is the most that is read")
+            raise _TooCostly(f"more than {PNG_CHUNKS_MAX} chunks, which is the limit")
         has_pixels = has_pixels or kind == b"IDAT"
-        if kind == b"eXIf" and not has_pixels:  # behind the pixels it does not count
+        if kind == b"eXIf" and not has_pixels:  # decoders ignore an orientation after the pixels
             orientation = _orientation(content[position + 8 : position + 8 + length])
         if kind == b"IEND":
             break
@@ -147,19 +155,19 @@ def _scan_jpeg(content: bytes) -> ImageHeader:
     position, segment_count, scan_count = 2, 0, 0
     while (position := _next_marker(content, position)) >= 0:
         marker = content[position + 1]
-        if marker == 0xD9:  # end of the image: what follows is not decoded
+        if marker == 0xD9:  # end of the image: decoders ignore later bytes
             break
         position += 2
         segment_count += 1
         if segment_count > JPEG_SEGMENTS_MAX:
-            raise _TooCostly(f"more than {JPEG_SEGMENTS_MAX} segments, which is the most that is read")
-        if marker in (0x01, 0xD8):  # without a length
+            raise _TooCostly(f"more than {JPEG_SEGMENTS_MAX} segments, which is the limit")
+        if marker in (0x01, 0xD8):  # markers without a length
             continue
         if position + 2 > len(content):
             break
         (length,) = struct.unpack_from(">H", content, position)
         if marker in _JPEG_OTHER_FRAMES:
-            raise _TooCostly("a kind of JPEG that is not read, only baseline and progressive with Huffman's code are")
+            raise _TooCostly("an unsupported kind of JPEG; supported are baseline and progressive with Huffman coding")
         if marker in _JPEG_FRAMES:
             if size is not None:
                 raise _Damaged("it has a second frame")
@@ -168,7 +176,7 @@ def _scan_jpeg(content: bytes) -> ImageHeader:
         elif marker == 0xDA:
             scan_count += 1
             if scan_count > JPEG_SCANS_MAX:
-                raise _TooCostly(f"more than {JPEG_SCANS_MAX} scans, which is the most that is decoded")
+                raise _TooCostly(f"more than {JPEG_SCANS_MAX} scans, which is the limit")
         elif marker == 0xE1 and orientation is None and content.startswith(b"Exif\0\0", position + 2):
             orientation = _orientation(content[position + 2 : position + length])
         position += max(length, 2)
@@ -178,9 +186,9 @@ def _scan_jpeg(content: bytes) -> ImageHeader:
 
 
 def _next_marker(content: bytes, position: int) -> int:
-    """Where the next one begins; -1: there is none."""
+    """Return the position of the next marker, or -1."""
     while position < len(content) - 1:
-        # In pieces, since a search keeps other threads from running. A marker may lie across the end of a piece.
+        # In pieces, because a search blocks other threads. A marker may cross the end of a piece.
         found = _JPEG_MARKER.search(content, position, position + SEARCH_BYTES + 1)
         if found is not None:
             return found.start()
@@ -206,10 +214,10 @@ def _scan_gif(content: bytes) -> ImageHeader:
             subblock_count += 1
             if subblock_count > GIF_SUBBLOCKS_MAX:
                 raise _TooCostly(
-                    f"more than {GIF_SUBBLOCKS_MAX} pieces of comments and the like before its first frame"
+                    f"more than {GIF_SUBBLOCKS_MAX} sub-blocks before its first frame, such as parts of comments"
                 )
         position += 1
-    raise _TooCostly(f"more than {GIF_BLOCKS_MAX} comments and the like before its first frame")
+    raise _TooCostly(f"more than {GIF_BLOCKS_MAX} blocks before its first frame, such as comments")
 
 
 def _scan_webp(content: bytes) -> ImageHeader:
@@ -226,7 +234,7 @@ def _scan_webp(content: bytes) -> ImageHeader:
             orientation = _orientation(content[start : start + length])
         position = start + length + length % 2
     else:
-        raise _TooCostly(f"more than {WEBP_CHUNKS_MAX} chunks, which is the most that is read")
+        raise _TooCostly(f"more than {WEBP_CHUNKS_MAX} chunks, which is the limit")
     if size is None:
         raise _Damaged("it has no frame")
     return ImageHeader("WEBP", *size, orientation)
@@ -242,11 +250,12 @@ def _webp_size(content: bytes, kind: bytes, start: int) -> tuple[int, int]:
     if kind == b"VP8 ":
         width, height = struct.unpack_from("<HH", content, start + 6)
         return width & 0x3FFF, height & 0x3FFF
-    raise _Damaged("its first chunk holds no image")
+    raise _Damaged("its first chunk has no image")
 
 
 def _orientation(exif: bytes) -> int:
-    """As the first directory of EXIF says; 1 where it is damaged, since the pixels may still be whole."""
+    """Return the orientation from the first directory of EXIF. 1 if EXIF is damaged, because the pixels may be
+    intact."""
     exif = exif.removeprefix(b"Exif\0\0")
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(exif[:4])
     if order is None:

@@ -1,6 +1,7 @@
-"""Where a prompt's images are: the text in which each is written out for the model, and its rows among the tokens.
+"""Images in a prompt: reading their files, the text that represents them, and the positions of their tokens.
 
-As Idefics 3 and SmolVLM were trained: <image> stands once for each row of a tile, behind where the tile is from.
+The text follows the training of Idefics 3 and SmolVLM: each tile is a marker of its position in the image, followed by
+one <image> for each row of the tile's embedding.
 """
 
 from __future__ import annotations
@@ -20,13 +21,20 @@ from trioserve.vision.tile_plan import TilePlan, plan_tiles
 __all__ = ["IMAGE_SIGN", "ImageReader", "PromptImage", "ReadImage"]
 
 IMAGE_SIGN = "<image>"
-_AROUND = "<fake_token_around_image>"
-_WHOLE = "<global-img>"
+_TILE_BORDER = "<fake_token_around_image>"
+_WHOLE_IMAGE = "<global-img>"
 _DIGEST_BYTES = 16
 
 
 class ReadImage(msgspec.Struct, frozen=True):
-    """content: the file's bytes, whose header has been read. digest: names what the model makes of them."""
+    """An image whose header has been read and checked.
+
+    Attributes:
+        place: name of the image in error messages, such as messages[0].content[1].
+        content: bytes of the file.
+        digest: hash of the file and of the model's image processing. Equal digests mean equal embeddings.
+        plan: the tiles of the image.
+    """
 
     place: str
     content: bytes
@@ -35,14 +43,24 @@ class ReadImage(msgspec.Struct, frozen=True):
 
 
 class PromptImage(msgspec.Struct, frozen=True):
-    """runs: where its rows are among the prompt's tokens, each with its first position and its length."""
+    """An image and the positions of its tokens in the prompt.
+
+    Attributes:
+        image: the image.
+        runs: for each tile, the position of its first token and the number of its tokens.
+    """
 
     image: ReadImage
     runs: tuple[tuple[int, int], ...]
 
 
 class ImageReader:
-    """For one model. Every method may be called from any thread, and is a function of values."""
+    """Reading and locating the images of prompts for one model. All methods are thread-safe, pure functions.
+
+    Args:
+        processing: how the model needs its images.
+        limits: on the number and the size of images.
+    """
 
     def __init__(self, processing: ImageProcessing, limits: ImageLimits) -> None:
         self.processing = processing
@@ -50,20 +68,34 @@ class ImageReader:
         self._name = msgspec.json.encode(processing)
 
     def check_count(self, sources: Sequence[ImageSource]) -> None:
-        """Raises InvalidRequest."""
+        """Check the number of images of one prompt.
+
+        Args:
+            sources: the images.
+
+        Raises:
+            InvalidRequest: there are too many images.
+        """
         images_max = self.limits.images_max
         if len(sources) > images_max:
             place = sources[images_max].place
             raise InvalidRequest(
-                f"the messages hold {len(sources)} images, and at most {images_max} are read of one prompt "
+                f"the messages contain {len(sources)} images, at most {images_max} are allowed in one prompt "
                 "(--limit-mm-per-prompt): send fewer",
                 param=place,
             )
 
     def read(self, sources: Sequence[ImageSource]) -> list[ReadImage]:
-        """Raises InvalidRequest for what is no image, or too large; what is behind the header has not been read."""
+        """Read and check the headers of images. Does not decode the pixels.
+
+        Args:
+            sources: the images of one prompt.
+
+        Raises:
+            InvalidRequest: a source is not an image, or the image is too large.
+        """
         if sources and (reason := why_no_images()) is not None:
-            raise InvalidRequest(f"this server reads no images: {reason}", param=sources[0].place)
+            raise InvalidRequest(f"this server cannot read images: {reason}", param=sources[0].place)
         read = []
         for source in sources:
             content = content_of(source, self.limits)
@@ -73,23 +105,38 @@ class ImageReader:
             read.append(ReadImage(source.place, content, digest.digest(), plan))
         return read
 
-    def written_out(self, text: str, images: Sequence[ReadImage]) -> str:
-        """text: as a chat template wrote it, with a sign for each image. Raises InvalidRequest if there are others."""
+    def expand_images(self, text: str, images: Sequence[ReadImage]) -> str:
+        """Replace each IMAGE_SIGN by the text that represents its image.
+
+        Args:
+            text: from a chat template, with one IMAGE_SIGN for each image.
+            images: in the order of the text.
+
+        Raises:
+            InvalidRequest: the text has more or fewer signs than images.
+        """
         pieces = text.split(IMAGE_SIGN)
         if len(pieces) != len(images) + 1:
             raise InvalidRequest(
-                f"the prompt has {len(images)} images and {len(pieces) - 1} times {IMAGE_SIGN}, which is how the model "
-                "is shown where one is: leave it out of the texts",
+                f"the prompt has {len(images)} images, but {IMAGE_SIGN} occurs {len(pieces) - 1} times. It marks the "
+                "position of an image for the model: leave it out of the texts",
                 param="messages",
             )
         whole = [pieces[0]]
         for image, piece in zip(images, pieces[1:], strict=True):
-            whole += (self._sign(image.plan), piece)
+            whole += (self._text_of(image.plan), piece)
         return "".join(whole)
 
-    def located(self, token_ids: Sequence[int], images: Sequence[ReadImage]) -> tuple[PromptImage, ...]:
-        """token_ids: of the text that is written out. Raises InvalidRequest if its tokens are not what they were
-        written for."""
+    def locate_images(self, token_ids: Sequence[int], images: Sequence[ReadImage]) -> tuple[PromptImage, ...]:
+        """Find the tokens of each image in the prompt.
+
+        Args:
+            token_ids: tokens of the result of `expand_images`.
+            images: in the order of the text.
+
+        Raises:
+            InvalidRequest: the runs of image tokens do not match the tiles of the images.
+        """
         runs = _runs(token_ids, self.processing.image_token_id)
         located, first = [], 0
         for image in images:
@@ -98,25 +145,26 @@ class ImageReader:
             located.append(PromptImage(image, tuple(own)))
         if first != len(runs) or any(count != self.processing.tile_tokens for _, count in runs):
             raise InvalidRequest(
-                f"the prompt's tokens have {len(runs)} places for tiles of images, and the images have {first}: leave "
-                "the model's special tokens out of the texts",
+                f"the tokens of the prompt have places for {len(runs)} tiles, but the images have {first}: leave the "
+                "model's special tokens out of the texts",
                 param="messages",
             )
         return tuple(located)
 
-    def _sign(self, plan: TilePlan) -> str:
+    def _text_of(self, plan: TilePlan) -> str:
         rows = IMAGE_SIGN * self.processing.tile_tokens
-        whole = f"{_AROUND}{_WHOLE}{rows}{_AROUND}"
+        whole = f"{_TILE_BORDER}{_WHOLE_IMAGE}{rows}{_TILE_BORDER}"
         if not plan.rows:
             return whole
         lines = [
-            "".join(f"{_AROUND}<row_{row + 1}_col_{column + 1}>{rows}" for column in range(plan.columns))
+            "".join(f"{_TILE_BORDER}<row_{row + 1}_col_{column + 1}>{rows}" for column in range(plan.columns))
             for row in range(plan.rows)
         ]
         return "\n".join(lines) + f"\n\n{whole}"
 
 
 def _runs(token_ids: Sequence[int], token_id: int) -> list[tuple[int, int]]:
+    """Return the position and the length of each run of a token."""
     runs: list[tuple[int, int]] = []
     for position, found in enumerate(token_ids):
         if found != token_id:

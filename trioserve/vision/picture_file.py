@@ -1,5 +1,7 @@
-"""Pictures and the files that hold them: what a model has made becomes a PNG, JPEG or WebP, and what a client sends to
-be changed becomes a picture. All of it takes milliseconds, so it runs in a thread."""
+"""Conversion between pixels and image files: encoding of generated images, decoding of images and masks to edit.
+
+Each function takes milliseconds, so callers run it in a thread or in another process.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +19,28 @@ __all__ = ["PICTURE_FORMATS", "PictureFormat", "PictureKind", "decoded_mask", "d
 
 PictureKind = Literal["png", "jpeg", "webp"]
 PICTURE_FORMATS: tuple[PictureKind, ...] = ("png", "jpeg", "webp")
-PNG_COMPRESSION = 4  # of zlib's 0 to 9: twice as fast as Pillow's 6, for 2 % more bytes of a photograph
+PNG_COMPRESSION = 4  # zlib level, 0 to 9. Twice as fast as Pillow's default of 6, and 2 % larger for a photograph.
 
 
 class PictureFormat(msgspec.Struct, frozen=True):
-    """quality: 0 to 100, of JPEG and WebP: OpenAI's output_compression, where 100 is the best."""
+    """The file format of a generated image.
+
+    Attributes:
+        kind: the format.
+        quality: for JPEG and WebP, 0 to 100, where 100 is the best. It is OpenAI's output_compression.
+    """
 
     kind: PictureKind = "png"
     quality: int = 100
 
 
 def encoded_picture(picture: Picture, form: PictureFormat) -> bytes:
-    """As a file."""
+    """Encode an image as a file.
+
+    Args:
+        picture: RGB pixels.
+        form: format and quality of the file.
+    """
     import PIL.Image
 
     image = PIL.Image.frombytes("RGB", (picture.width, picture.height), picture.rgb)
@@ -41,16 +53,33 @@ def encoded_picture(picture: Picture, form: PictureFormat) -> bytes:
 
 
 def decoded_picture(content: bytes, limits: ImageLimits, place: str) -> Picture:
-    """In RGB and upright; what shines through stands on white. place: what it is called in an error. Raises
-    InvalidRequest for what is no image, or too large a one, before a pixel is decoded."""
+    """Decode an image file to upright RGB. Transparent pixels are blended with white.
+
+    Args:
+        content: bytes of the file.
+        limits: on the size of the image. They are checked before pixels are decoded.
+        place: name of the image in error messages.
+
+    Raises:
+        InvalidRequest: the file is not an image, is damaged, or is too large.
+    """
     read_header(content, limits, place)
     image = pixels_of(content, place)
     return Picture(image.width, image.height, image.tobytes())
 
 
 def decoded_mask(content: bytes, limits: ImageLimits, place: str) -> Picture:
-    """Bright where a picture may change, as ImageParams.mask is: where the file is transparent, as in OpenAI's API. Of
-    a file that has no transparency, where it is bright, as in diffusers. Raises InvalidRequest."""
+    """Decode the mask of an edit, as for ImageParams.mask: bright pixels of the mask may change.
+
+    Transparent pixels of the file may change, as in OpenAI's API. In a file without transparency, bright pixels may
+    change, as in diffusers.
+
+    Args:
+        content, limits, place: as for decoded_picture.
+
+    Raises:
+        InvalidRequest: as for decoded_picture.
+    """
     read_header(content, limits, place)
     image = transparency_of(content, place)
     if image is None:

@@ -1,7 +1,8 @@
-"""Into how many tiles an image of some size is cut, and which sizes it has on the way there: arithmetic alone.
+"""Splitting of an image into tiles: the sizes to which it is resized, and the number of tiles. Only arithmetic.
 
-As Idefics 3 and SmolVLM were trained: the longer side gets longest_edge pixels, then both sides become multiples of a
-tile's, and the tiles are cut out. The roundings are those of transformers, since one pixel more is another image.
+The steps follow the training of Idefics 3 and SmolVLM: resize the longer side to longest_edge, resize both sides to
+multiples of the tile size, and split the result. The rounding must equal that of transformers, because one more pixel
+makes another image.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from trioserve.contracts.images import ImageProcessing
 
 __all__ = ["TilePlan", "plan_tiles"]
 
-LONGEST_EDGE_MAX = 4096  # whatever a checkpoint asks for
+LONGEST_EDGE_MAX = 4096  # limits longest_edge of a checkpoint
 
 
 class Size(NamedTuple):
@@ -22,7 +23,12 @@ class Size(NamedTuple):
 
 
 class TilePlan(NamedTuple):
-    """sizes: the image is resized to each, one after the other. rows, columns: of tiles; 0 and 0: it is one tile."""
+    """The tiles of one image.
+
+    Attributes:
+        sizes: the image is resized to each of these sizes, in order.
+        rows, columns: numbers of tiles. Both are 0 if the whole image is the only tile.
+    """
 
     sizes: tuple[Size, ...]
     rows: int
@@ -34,7 +40,12 @@ class TilePlan(NamedTuple):
 
 
 def plan_tiles(width: int, height: int, processing: ImageProcessing) -> TilePlan:
-    """width, height: of the image, upright."""
+    """Plan the tiles of an image.
+
+    Args:
+        width, height: size of the upright image, in pixels.
+        processing: how the model needs its images.
+    """
     tile = processing.tile_size
     first = _with_longest_edge(Size(width, height), processing.longest_edge)
     if not processing.splits:

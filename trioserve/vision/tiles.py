@@ -1,4 +1,4 @@
-"""An image's pixels cut into the tiles that a model sees."""
+"""Splitting of an image's pixels into the tiles that a model sees."""
 
 from __future__ import annotations
 
@@ -13,8 +13,22 @@ __all__ = ["tiles_from", "tiles_of"]
 
 
 def tiles_of(content: bytes, processing: ImageProcessing, place: str) -> npt.NDArray[np.uint8]:
-    """uint8 [count, tile_size, tile_size, 3], as plan_tiles counts them: row by row, then all of it. A tenth of a
-    second or two. Raises InvalidRequest for a file that is damaged."""
+    """Decode an image file and split it into tiles.
+
+    Args:
+        content: bytes of the file.
+        processing: how the model needs its images.
+        place: name of the image in error messages.
+
+    Returns:
+        uint8 [count, tile_size, tile_size, 3]: the tiles of plan_tiles row by row, then the whole image as one tile.
+
+    Raises:
+        InvalidRequest: the file is damaged.
+
+    Cost:
+        0.1 to 0.2 seconds for a large image.
+    """
     image = pixels_of(content, place)
     plan = plan_tiles(image.width, image.height, processing)
     for size in plan.sizes:
@@ -30,6 +44,11 @@ def tiles_of(content: bytes, processing: ImageProcessing, place: str) -> npt.NDA
 
 
 def tiles_from(pixels: bytes | bytearray | memoryview, processing: ImageProcessing) -> Tiles:
-    """The tiles that another process has cut, without a copy."""
+    """Return the tiles that another process has made, without a copy.
+
+    Args:
+        pixels: bytes of the result of tiles_of.
+        processing: has the size of a tile.
+    """
     tile = processing.tile_size
     return np.frombuffer(pixels, dtype=np.uint8).reshape(-1, tile, tile, 3)

@@ -93,7 +93,9 @@ async def test_a_stream_of_a_changed_image_has_events_of_its_own() -> None:
     ("parts", "param", "says"),
     [
         pytest.param([PROMPT], "image", "has no image", id="no image"),
-        pytest.param([PROMPT, ("image", b"nonsense", "a.png")], "image", "no image that can be read", id="nonsense"),
+        pytest.param(
+            [PROMPT, ("image", b"nonsense", "a.png")], "image", "not an image of a supported format", id="nonsense"
+        ),
         pytest.param(
             [PROMPT, ("image", png(80, 80), "a.png")], "image", "80 x 80 pixels; allowed are 4096", id="large"
         ),

@@ -62,10 +62,10 @@ def picture_tokenizer() -> Tokenizer:
 def _encoded(prompt: tuple[int, ...], pictures: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[GivenRows, ...]]:
     reader = ImageReader(FAKE_IMAGES, ImageLimits())
     images = reader.read([ImageSource(f"picture {number}", _picture(number)) for number in pictures])
-    text = reader.written_out(IMAGE_SIGN * len(images) + _text(prompt), images)
+    text = reader.expand_images(IMAGE_SIGN * len(images) + _text(prompt), images)
     token_ids = picture_tokenizer().encode(text, add_special_tokens=False)
     given = []
-    for one in reader.located(token_ids, images):
+    for one in reader.locate_images(token_ids, images):
         tiles = tiles_of(one.image.content, FAKE_IMAGES, one.image.place)
         given += [GivenRows(start, count, b"", rows_of(tiles, tile)) for tile, (start, count) in enumerate(one.runs)]
     return tuple(token_ids), tuple(given)
