@@ -52,5 +52,5 @@ async def test_prefix_is_removed_from_paths_that_have_it(path: str, expect: str)
 
 
 def test_invalid_prefix_is_refused():
-    with pytest.raises(StartupError, match="--root-path is 'llm', it must begin with /"):
+    with pytest.raises(StartupError, match="--root-path is 'llm': it must begin with /"):
         checked_root_path("llm")

@@ -181,19 +181,19 @@ def pace() -> ResponsePace:
 
 def test_response_deadline_moves_with_each_byte_while_bytes_wait():
     running = pace()
-    assert running.run(now=60.0) == 70.0
-    assert running.taken(100, now=61.0) == 71.0
-    assert running.run(now=65.0) == 71.0
-    assert running.taken(1, now=70.0) == pytest.approx(71.01)
+    assert running.start(now=60.0) == 70.0
+    assert running.advance(100, now=61.0) == 71.0
+    assert running.start(now=65.0) == 71.0
+    assert running.advance(1, now=70.0) == pytest.approx(71.01)
     assert running.saw_progress
-    assert running.taken(1_000_000, now=71.0) == 81.0
+    assert running.advance(1_000_000, now=71.0) == 81.0
 
 
 def test_client_regains_one_second_per_second():
     running = pace()
-    running.run(now=60.0)
+    running.start(now=60.0)
     running.stop(100, now=69.0)
-    assert running.run(now=69.5) == pytest.approx(69.5 + 2.5)
+    assert running.start(now=69.5) == pytest.approx(69.5 + 2.5)
     running.stop(0, now=70.0)
-    assert running.run(now=100.0) == 110.0
+    assert running.start(now=100.0) == 110.0
     assert not running.saw_progress

@@ -76,7 +76,7 @@ class BodyShare:
         """Check that a body of this size is allowed.
 
         Args:
-            byte_count: size of the body, as far as known.
+            byte_count: size of the body, or of the part that is known.
 
         Raises:
             BodyTooLarge: `byte_count` is larger than allowed.
@@ -118,7 +118,7 @@ class BodyShare:
         """Hold the decompressed body instead of the compressed one.
 
         Args:
-            whole: the decompressed body, each piece of which was counted by `count_decompressed`.
+            whole: the decompressed body. `count_decompressed` must have counted all of its pieces.
 
         Returns:
             `whole`.

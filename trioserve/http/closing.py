@@ -63,7 +63,7 @@ async def close_now(stream: trio.abc.Stream, final_bytes: bytes, *, seconds_max:
             if final_bytes:
                 await stream.send_all(final_bytes)
         except (trio.BrokenResourceError, trio.ClosedResourceError, trio.BusyResourceError):
-            pass  # the client has closed first
+            pass  # the client has already closed the connection
         finally:
             with contextlib.suppress(trio.BrokenResourceError):
                 await stream.aclose()

@@ -40,7 +40,7 @@ class ConnectionRefusal(enum.StrEnum):
     SLOW_READER = "slow_reader"
     """The client read a response too slowly. On HTTP/2 only the stream ends, and the connection stays open."""
     STALLED = "stalled"
-    """The client read nothing, so that TCP took no more bytes."""
+    """The client read nothing, so TCP accepted no more bytes."""
     TLS_HANDSHAKE = "tls_handshake"
 
 

@@ -51,8 +51,8 @@ class Exchange(abc.ABC):
     cancelled. One task at a time may use an exchange, except for `beat`.
 
     A response is either `respond`, or `start`, any number of `send`, and `finish`. Another order raises RuntimeError.
-    If the handler raises an Exception or returns without a response, the client gets 500. If the response has started
-    by then, the connection breaks it off (stream reset, connection closed), so the client never takes it for complete.
+    If the handler raises an Exception or returns without a response, the client gets 500. If the response has already
+    started, the connection breaks it off (stream reset, connection closed), so that it never looks complete.
 
     The connection adds the fields that frame the message: content-length for `respond`, transfer-encoding, connection,
     date. It drops the body for HEAD and for status 204 and 304. It checks header names and values: a line break or a

@@ -30,7 +30,7 @@ class ExchangeSlots:
         self._knows_caller = knows_caller
         self._open_max = limits.exchanges_max
         self._unknown_max = max(1, int(limits.exchanges_max * limits.unknown_exchanges_share_max))
-        self.is_draining = False  # exchanges that begin from now on are late: the server's exit does not wait for them
+        self.is_draining = False  # exchanges that begin during the drain are late: the server's exit ignores them
         self._early_open = 0  # exchanges that began before the drain and are still open
         self._early_ended = trio.Event()
 
@@ -66,7 +66,7 @@ class ExchangeSlots:
         """Release the slot of an exchange that has ended.
 
         Args:
-            is_known: as for `take`.
+            is_known: as for `refusal`.
             is_late: the exchange began after `begin_drain`.
         """
         self._tally.exchanges_open -= 1

@@ -24,7 +24,7 @@ they take about 3 GB."""
 
 
 class FrontendLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits on what clients can make the front end hold, and on how long the front end waits for them.
+    """Limits on the memory that the front end holds for clients, and on the time that it waits for them.
 
     Raises:
         StartupError: a value is out of range. The message names the limit.
@@ -84,7 +84,7 @@ class FrontendLimits(msgspec.Struct, frozen=True, kw_only=True):
     bodies on slow links, or wait too long for small ones."""
     body_wait_seconds_max: float = 30.0
     """Time that a body may fall behind the minimum rate, from the first wait for it. A silence of this length ends the
-    body, and a byte now and then does not help. A lost network link is usually back by then, or gone."""
+    body, and a byte now and then does not help. A lost network link usually recovers within this time, or never."""
     body_seconds_max: float = 600.0
     """Time from the first wait for a body to its last byte. Without this limit, the largest body at the minimum rate
     would hold its exchange and its memory for 35 minutes. 0.5 Mbit/s is enough for the largest body in this time."""

@@ -79,7 +79,9 @@ def encode_fields(
     for name, value in fields:
         name = name.lower()
         if not TOKEN.fullmatch(name) or BREAKS.search(value):
-            raise ValueError(f"header field {name!r}: {value!r} cannot be sent: a line break or a wrong character")
+            raise ValueError(
+                f"header field {name!r}: {value!r} cannot be sent: it has a line break or a wrong character"
+            )
         if name in FRAMING_FIELDS:
             raise ValueError(f"header field {name!r} is set by the connection: leave it out")
         names.add(name)

@@ -32,7 +32,7 @@ class ResponsePace:
         self._stopped_at = self._progress_at = self.deadline = now
         self.is_running = False
 
-    def run(self, now: float) -> float:
+    def start(self, now: float) -> float:
         """Start the deadline if no bytes were waiting before.
 
         Args:
@@ -48,7 +48,7 @@ class ResponsePace:
             self.deadline = now + min(slack_seconds, self._limits.stall_seconds_max)
         return self.deadline
 
-    def taken(self, byte_count: int, now: float) -> float:
+    def advance(self, byte_count: int, now: float) -> float:
         """Move the deadline after the client read bytes, while more bytes wait.
 
         Args:
@@ -70,7 +70,7 @@ class ResponsePace:
             byte_count: bytes that the client read.
             now: current time.
         """
-        self._slack_seconds = self.taken(byte_count, now) - now
+        self._slack_seconds = self.advance(byte_count, now) - now
         self._stopped_at = now
         self.is_running = False
 

@@ -21,7 +21,9 @@ def checked_root_path(path: str) -> str:
         StartupError: the prefix cannot be the start of a path.
     """
     if path and (not path.startswith("/") or any(mark in path for mark in "?# ")):
-        raise StartupError(f"--root-path is {path!r}, it must begin with / and hold neither ? nor #, such as /llm")
+        raise StartupError(
+            f"--root-path is {path!r}: it must begin with / and contain no question mark, # or blank, such as /llm"
+        )
     return path.rstrip("/")
 
 

@@ -50,8 +50,8 @@ class FrontendServer:
         limits: None for the defaults.
         ssl_context: None for connections without TLS.
         clock_and_ids: sources of time and ids. None for the real ones.
-        knows_caller: True for callers with a key, for whom connections and exchanges are reserved. None if the server
-            requires no keys.
+        knows_caller: returns True for callers with a key. A share of the connections and exchanges is reserved for
+            them. None if the server requires no keys.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class FrontendServer:
                                 accept_loops.start_soon(self._accept, listener, connections)
                             task_status.started()
                 finally:
-                    # At once: the kernel must refuse new clients now, or they wait in a backlog that nobody reads.
+                    # Close at once, so that the kernel refuses new clients. Otherwise they would wait in the backlog.
                     for listener in listeners:
                         listener.socket.close()
             helpers.cancel_scope.cancel()

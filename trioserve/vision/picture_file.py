@@ -34,21 +34,21 @@ class PictureFormat(msgspec.Struct, frozen=True):
     quality: int = 100
 
 
-def encoded_picture(picture: Picture, form: PictureFormat) -> bytes:
+def encoded_picture(picture: Picture, file_format: PictureFormat) -> bytes:
     """Encode an image as a file.
 
     Args:
         picture: RGB pixels.
-        form: format and quality of the file.
+        file_format: format and quality of the file.
     """
     import PIL.Image
 
     image = PIL.Image.frombytes("RGB", (picture.width, picture.height), picture.rgb)
     file = io.BytesIO()
-    if form.kind == "png":
+    if file_format.kind == "png":
         image.save(file, "PNG", compress_level=PNG_COMPRESSION)
     else:
-        image.save(file, form.kind.upper(), quality=form.quality)
+        image.save(file, file_format.kind.upper(), quality=file_format.quality)
     return file.getvalue()
 
 

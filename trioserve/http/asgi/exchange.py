@@ -167,7 +167,7 @@ class AsgiExchange(Exchange):
                 if self._pace.is_running:
                     now = trio.current_time()
                     if self._unsent:
-                        self._pace.taken(len(data), now)
+                        self._pace.advance(len(data), now)
                     else:
                         self._pace.stop(len(data), now)
                 self._end_sent = ends
@@ -198,7 +198,7 @@ class AsgiExchange(Exchange):
                 await self._wait_for_client()
 
     async def _wait_for_client(self) -> None:
-        with trio.CancelScope(deadline=self._pace.run(trio.current_time())) as timeout:
+        with trio.CancelScope(deadline=self._pace.start(trio.current_time())) as timeout:
             await self._wait_for_change()
         if timeout.cancelled_caught:
             self.stalled = True

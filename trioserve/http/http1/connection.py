@@ -32,7 +32,7 @@ __all__ = ["H11Connection"]
 logger = logging.getLogger(__name__)
 
 READ_BYTES = 65536
-WRITE_BYTES = 65536  # bytes of one write, for which the response's deadline is moved
+WRITE_BYTES = 65536  # bytes of one write. After each write, the client gets more time for the next.
 TOO_MANY = {
     StreamRefusal.EXCHANGES_MAX: "too many requests are running: try again shortly",
     StreamRefusal.UNKNOWN_CALLERS: "too many requests without a key are running: send a key, or try again shortly",
@@ -81,9 +81,9 @@ class H11Connection:
         self._writing_bytes = 0
         self.write_count = 0
         self._nursery: trio.Nursery | None = None
-        self._inserted: trio.Event | None = None  # of the running insert; set when it ends
+        self._inserted: trio.Event | None = None  # set when the running insert ends
         self._pace = ResponsePace(setup.limits, now=self._responded_at)  # for all writes
-        self._is_known = True  # the caller of this request
+        self._is_known = True  # the caller of this request has shown a key, or the server requires none
         self._is_body_unfinished = False  # the server drains, and the handler waits for bytes of the body
         self._is_late = False  # this request began after the drain was announced
         self._is_last = False  # the connection ends after this response, and waits for no body
@@ -215,14 +215,14 @@ class H11Connection:
             for start in range(0, len(data), WRITE_BYTES):
                 self._writing_bytes = len(data) - start
                 piece = data[start : start + WRITE_BYTES]
-                with trio.CancelScope(deadline=self._pace.run(trio.current_time())) as timeout:
+                with trio.CancelScope(deadline=self._pace.start(trio.current_time())) as timeout:
                     await self._transport.send_all(piece)
                 if timeout.cancelled_caught:
                     self._stalled(reads_some=self._pace.saw_progress)
                     await trio.lowlevel.checkpoint()
                     return
                 if start + WRITE_BYTES < len(data):
-                    self._pace.taken(len(piece), trio.current_time())
+                    self._pace.advance(len(piece), trio.current_time())
                 else:
                     self._pace.stop(len(piece), trio.current_time())
         except (trio.BrokenResourceError, trio.ClosedResourceError):

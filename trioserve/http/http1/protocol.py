@@ -73,7 +73,7 @@ class H1Protocol:
         self._chunk_sizes: ChunkSizes | None = None  # of a body without content-length
         self._request_broken = False
         self._may_encode_here = False  # the response may be encoded without h11, if it is ordinary
-        self._is_encoded_here = False  # the current response is
+        self._is_encoded_here = False  # the current response is encoded without h11
         self._is_chunked = False
 
     # --- requests ---

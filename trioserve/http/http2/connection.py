@@ -370,7 +370,7 @@ class H2Connection:
 
     def _count_reset(self, now: float) -> None:
         if not self._resets.take(now):
-            raise Flood("too many streams opened in vain", ConnectionRefusal.RESETS)
+            raise Flood("too many streams were opened and reset", ConnectionRefusal.RESETS)
 
     def _update_read_timeout(self) -> None:
         deadline = math.inf if self._streams else self._ended_at + self._limits.idle_seconds_max

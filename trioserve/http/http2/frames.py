@@ -153,7 +153,7 @@ class FrameGate:
                 byte_count = int.from_bytes(held[position : position + 3], "big")
                 if byte_count > FRAME_BYTES_MAX:
                     raise h2.exceptions.FrameTooLargeError(
-                        f"a frame of {byte_count} bytes came, at most {FRAME_BYTES_MAX} are allowed"
+                        f"the client sent a frame of {byte_count} bytes, at most {FRAME_BYTES_MAX} are allowed"
                     )
                 end = position + HEAD_BYTES + byte_count
                 if end > len(held):

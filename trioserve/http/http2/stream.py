@@ -217,7 +217,7 @@ class H2Stream(Exchange):
         self.unsent_bytes -= len(taken)
         if self._pace is not None and self._pace.is_running:
             if self.unsent_bytes:
-                self._pace.taken(len(taken), trio.current_time())
+                self._pace.advance(len(taken), trio.current_time())
             else:
                 self._pace.stop(len(taken), trio.current_time())
         self.wake()
@@ -300,7 +300,7 @@ class H2Stream(Exchange):
         now = trio.current_time()
         if self._pace is None:
             self._pace = ResponsePace(self._limits, now=now)
-        with trio.CancelScope(deadline=self._pace.run(now)) as timeout:
+        with trio.CancelScope(deadline=self._pace.start(now)) as timeout:
             await self._wait_for_change()
         if timeout.cancelled_caught:
             self._owner.reset_slow(self, reads_some=self._pace.saw_progress)
