@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,9 +18,11 @@ from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.testing.byte_tokenizer import byte_tokenizer
 from trioserve.testing.scripted_chat import FAMILIES, chat_template
+from trioserve.text import token_pattern
 from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.prompt_reasoning import PromptReasoning
 from trioserve.text.response_parsers.families import REASONING_FAMILIES, TOOL_FAMILIES
+from trioserve.text.token_pattern import TokenPattern
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.text.tokenizer_parts import TokenizerParts
 
@@ -474,6 +477,19 @@ def test_thousands_of_control_tokens_are_found_in_one_scan() -> None:
     prompt = ChatPrompt(messages=[user("<unused1><unused123><unused")])
     token_ids = tokenizer.encode_chat(tokenizer.render(tokenizer.chat_template, prompt))
     assert [one for one in token_ids if one >= 256] == [tokenizer.added_token_id(f"<unused{n}>") for n in (1, 12)]
+
+
+def test_tokens_are_found_where_a_long_text_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = ("<a>", "<a>>", "<ab>", "]", "<a><ab>")
+    draw = random.Random(3)
+    pattern = TokenPattern(tokens)
+    whole = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
+    for slice_characters in (1, 2, 7):
+        monkeypatch.setattr(token_pattern, "SLICE_CHARACTERS", slice_characters)
+        for _ in range(300):
+            text = "".join(draw.choices([*tokens, "<", "a", ">", "b"], k=draw.randint(0, 12)))
+            assert pattern.tokens_in(text) == whole.findall(text)
+            assert pattern.replaced(text, str.upper) == whole.sub(lambda found: found[0].upper(), text)
 
 
 def test_a_text_with_characters_of_every_unused_plane_is_refused(chatml: Tokenizer) -> None:

@@ -13,11 +13,10 @@ request's are ordinary text for it, and everything around them is encoded as alw
 from __future__ import annotations
 
 import json
-import os
 import re
 import secrets
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import tokenizers
@@ -30,11 +29,13 @@ from trioserve.text.call_formats.kimi_k3 import K3_TOKENS
 from trioserve.text.chat_template import ChatTemplate
 from trioserve.text.request_texts import RequestTexts, has_character_in
 from trioserve.text.response_parsers.families import REASONING_FAMILIES, TOOL_FAMILIES
+from trioserve.text.token_pattern import TokenPattern, in_slices
 from trioserve.text.token_span import steps_of
 
 __all__ = ["ChatText", "ControlTokens"]
 
 SECRET_BYTES = 12  # of the names of control tokens in the second encoder
+SHORT_CHARACTERS = 1000  # of a text that is handled in one call
 PLANE = 0x10000  # characters in one plane of Unicode
 PLANES = (*range(4, 14), 15, 16)  # without a character that has a meaning
 
@@ -74,10 +75,12 @@ class StandIns:
         """Two more, which stand for nothing."""
 
     def of(self, text: str) -> str:
-        return text.translate(self._to)
+        if len(text) <= SHORT_CHARACTERS:
+            return text.translate(self._to)
+        return "".join(part.translate(self._to) for part in in_slices(text))
 
     def undone(self, text: str) -> str:
-        return text.translate(self._back)
+        return "".join(part.translate(self._back) for part in in_slices(text))
 
     def without_escapes(self, text: str) -> str:
         """The text with stand-ins in the place of their JSON escapes. A letter that JSON would escape is an escape."""
@@ -126,7 +129,7 @@ class ControlTokens:
     def __init__(self, backend: tokenizers.Tokenizer, template: str) -> None:
         added = sorted(backend.get_added_tokens_decoder().items())
         self._ids = {token.content: token_id for token_id, token in added if _is_control(token, template)}
-        self._pattern = _pattern_of(self._ids)
+        self._pattern = TokenPattern(self._ids)
         self._letters = "".join(sorted(set().union(*self._ids)))
         self._in_template = frozenset(token for token in self._ids if token in template)
         self._always_renamed = _normalizes_letters(backend) and any(
@@ -161,7 +164,7 @@ class ControlTokens:
             InvalidRequest: as ChatTemplate.render.
         """
         text = template.render(prompt, tool_family=tool_family)
-        found = Counter(self._pattern.findall(text)) if self._ids else Counter[str]()
+        found = Counter(self._pattern.tokens_in(text))
         if not found:
             return ChatText(text, is_kept=self._always_renamed)
         texts = RequestTexts(found, self._pattern, said=_SAID_MARKERS, substitutions=template.substitutions)
@@ -189,7 +192,7 @@ class ControlTokens:
                 "chat template does not take it as plain text: leave it out of the texts",
                 param="messages",
             )
-        is_harmless = marked is None or Counter(self._pattern.findall(marked)) == found
+        is_harmless = marked is None or Counter(self._pattern.tokens_in(marked)) == found
         if is_harmless and (is_same or not texts.has_whole):
             return ChatText(text, is_kept=self._always_renamed)
         assert marked is not None
@@ -215,7 +218,7 @@ class ControlTokens:
                 "leave it out of the texts",
                 param="messages",
             )
-        text = self._pattern.sub(lambda found: self._renamed[found[0]], chat.text)
+        text = self._pattern.replaced(chat.text, self._renamed.__getitem__)
         return text if chat.stand_ins is None else chat.stand_ins.undone(text)
 
     def read(self, token_ids: Iterable[int]) -> list[int]:
@@ -301,24 +304,3 @@ def _normalizes_letters(backend: tokenizers.Tokenizer) -> bool:
         step["type"] == "Prepend" or (step["type"] == "Replace" and step["pattern"] == {"String": " "})
         for step in steps
     )
-
-
-def _pattern_of(words: Collection[str]) -> re.Pattern[str]:
-    """Find the first word in a text, and of those that begin there the longest."""
-    try:
-        return re.compile(_alternatives(set(words)))
-    except (RecursionError, re.error):  # thousands of words, each the beginning of the next
-        return re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))))
-
-
-def _alternatives(words: set[str]) -> str:
-    """A pattern that reads common beginnings once: there may be thousands of words that begin with `<`."""
-    begin = os.path.commonprefix(list(words))  # noqa: RUF071  # of the characters
-    rests = {word[len(begin) :] for word in words}
-    by_letter: dict[str, set[str]] = {}
-    for rest in rests - {""}:
-        by_letter.setdefault(rest[0], set()).add(rest)
-    branches = "|".join(_alternatives(by_letter[letter]) for letter in sorted(by_letter))
-    if not branches:
-        return re.escape(begin)
-    return f"{re.escape(begin)}(?:{branches}){'?' if '' in rests else ''}"

@@ -12,6 +12,7 @@ import msgspec
 
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.prompt import ChatPrompt
+from trioserve.text.token_pattern import TokenPattern, in_slices
 
 __all__ = ["RequestTexts", "has_character_in"]
 
@@ -47,7 +48,7 @@ class RequestTexts:
     def __init__(
         self,
         tokens: Collection[str],
-        pattern: re.Pattern[str],
+        pattern: TokenPattern,
         *,
         said: Collection[str],
         substitutions: Collection[tuple[str, str]] = (),
@@ -198,14 +199,13 @@ class RequestTexts:
         return new
 
     def _wholes_replaced(self, text: str, said: Collection[str] = ()) -> str:
-        def replaced(found: re.Match[str]) -> str:
-            token = found[0]
+        def replaced(token: str) -> str:
             if token not in self.tokens or token in said:
                 return token
             self.has_whole = True
             return self._beside.get(token) or self._replaced(token)
 
-        return self._pattern.sub(replaced, text)
+        return self._pattern.replaced(text, replaced)
 
     def _open_end(self, text: str) -> str:
         """The longest beginning of a token with which the text ends."""
@@ -229,7 +229,7 @@ def has_character_in(prompt: ChatPrompt, first: str, last: str) -> bool:
     while waiting:
         for value in waiting.pop():
             if isinstance(value, str):
-                if letters.search(value) is not None:
+                if not value.isascii() and any(map(letters.search, in_slices(value))):
                     return True
             elif isinstance(value, dict):
                 waiting += (value.keys(), value.values())
