@@ -46,7 +46,7 @@ class ConnectorGuard:
             return 0
         count = self._call(self._connector.num_matched_tokens, (request, computed_count), 0)
         if not isinstance(count, int) or count < 0:
-            self._faults.count(TransferFault.BAD_COUNT, f"{request.id}: {count!r} tokens match, says the connector")
+            self._faults.count(TransferFault.BAD_COUNT, f"{request.id}: the connector matched {count!r} tokens")
             return 0
         return min(count, len(request.known_token_ids) - 1 - computed_count)
 

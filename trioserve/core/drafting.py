@@ -98,7 +98,7 @@ class Drafter:
             heads[head] = place
 
     def _latest_like(self, tokens: Sequence[int]) -> int:
-        """Return the place with the most equal tokens before it, the latest of these; 0 if there is none."""
+        """Return the place with the most equal tokens before it; the latest if several; 0 if there is none."""
         end = len(tokens)
         if end <= NGRAM_MIN:
             return 0

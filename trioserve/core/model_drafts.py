@@ -130,6 +130,12 @@ class ModelDrafts:
             draft.take_proposed(proposed[: task.token_count], len(live.tokens))
 
     def note_times(self, plan: StepPlan, result: StepResult) -> None:
+        """Learn from the measured times of a step that only decodes.
+
+        Args:
+            plan: the plan of the step.
+            result: its result.
+        """
         times = result.draft_times
         if times is None or not all(chunk.count == 1 and chunk.samples for chunk in plan.chunks):
             return

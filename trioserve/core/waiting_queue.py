@@ -16,6 +16,8 @@ Life = TypeVar("Life", bound=RequestLife[Any])
 
 
 class WaitingQueue(Generic[Life]):
+    """Waiting requests, sorted by priority and then by arrival."""
+
     def __init__(self) -> None:
         # One queue per priority in use. An OrderedDict, because a plain dict that lost many first entries needs long
         # to find the next one.

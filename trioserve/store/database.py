@@ -371,7 +371,7 @@ class StoreDatabase:
     def _rows_of_page(
         self, kind: str, owner: str | None, now: float, number: int, limit: int, order: Order
     ) -> list[StoredObject]:
-        """Return objects of the database behind `number` in the order, as readers see them."""
+        """Return up to `limit` objects of the database that come after `number` in `order`, as readers see them."""
         sign = ">" if order == "asc" else "<"
         found: list[StoredObject] = []
         while len(found) < limit:
@@ -482,6 +482,7 @@ class StoreDatabase:
             execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
     def _why_not_opened(self, error: sqlite3.Error) -> str:
+        """Return a message for people about a file that cannot be opened."""
         if _code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             return f"the store {self._path} is in use by another process: each server needs a --data-dir of its own"
         what = " ".join(str(error).replace("***", "").split())  # SQLite reports damage in several lines
