@@ -173,21 +173,34 @@ class _List(msgspec.Struct):
 
 
 async def add_endpoint(context: RouterContext) -> None:
-    """From now on it gets requests; as soon as it says that it is well."""
+    """Add an endpoint. It gets requests as soon as it is healthy."""
     check_is_admin(context.caller, MANAGED_BY_ADMIN)
     body = await context.exchange.body()
     spec = decode_body(body, EndpointSpec)
-    try:
-        id = context.fleet.add(spec)
-    except StartupError as error:
-        raise InvalidRequest(str(error)) from None
-    await context.processes.ask(context, body)
-    await context.respond_json({"id": id, "object": "endpoint"}, status=201)
+
+    def add() -> None:
+        try:
+            context.fleet.add(spec)
+        except StartupError as error:
+            raise InvalidRequest(str(error)) from None
+
+    decided = await context.processes.change(context, body, add)
+    if decided is None:
+        await context.respond_json({"id": spec.endpoint_id, "object": "endpoint"}, status=201)
+    else:
+        await _respond_as(context, decided)
+
+
+async def _respond_as(context: RouterContext, decided: Answer) -> None:
+    headers = [("content-type", "application/json"), ("x-request-id", context.request_id)]
+    await context.respond(decided.status, headers, decided.body)
 
 
 async def drain_endpoint(context: RouterContext) -> None:
-    """It gets nothing more, and is gone when its last request has ended. None of them is lost. In the query: move=true
-    to have what runs there moved elsewhere, and seconds, in which that is to be done."""
+    """Drain an endpoint: it gets no more requests, and is removed when its last request has ended.
+
+    With `move=true` in the query, its requests are moved to other endpoints, within `seconds`.
+    """
     check_is_admin(context.caller, MANAGED_BY_ADMIN)
     path = context.exchange.path.removeprefix(ENDPOINT_PATH)
     if context.exchange.method == "POST":
@@ -198,9 +211,15 @@ async def drain_endpoint(context: RouterContext) -> None:
         path = path.removesuffix(DRAIN_SUFFIX)
     id = EndpointId(path)
     move_seconds = _move_seconds(context)
-    if not context.fleet.drain(id, move_seconds=move_seconds):
-        raise _endpoint_not_found(f'there is no endpoint with the id "{id}"; GET {ENDPOINTS_PATH} lists them')
-    await context.processes.ask(context)
+
+    def drain() -> None:
+        if not context.fleet.drain(id, move_seconds=move_seconds):
+            raise _endpoint_not_found(f'there is no endpoint with the id "{id}"; GET {ENDPOINTS_PATH} lists them')
+
+    decided = await context.processes.change(context, b"", drain)
+    if decided is not None:
+        await _respond_as(context, decided)
+        return
     moves = {} if move_seconds is None else {"moving": True, "seconds": move_seconds}
     await context.respond_json({"id": id, "object": "endpoint", "draining": True, **moves})
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
@@ -34,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 PROCESS_HEADER = "x-trioserve-process"
 """Says that another process asks, which asks all the others itself; and proves it at the door."""
+DECIDE_HEADER = "x-trioserve-decide"
+"""Asks the first process to make a change in all processes."""
 KEPT_PATH = "/process/kept/"
 ANSWER_SECONDS_MAX = 2.0
 ANSWER_BYTES_MAX = 32 * 1024 * 1024  # a page of metrics of many endpoints
@@ -99,6 +102,23 @@ class OneProcess:
         """Whether this request is another process's question, and the answer is to be of this one alone."""
         return context.exchange.headers.get(PROCESS_HEADER) is not None
 
+    async def change(self, context: RouterContext, body: bytes, apply: Callable[[], object]) -> Answer | None:
+        """Make a change in all processes. Concurrent changes happen in the same order in each.
+
+        Args:
+            context: the request for the change.
+            body: of the request.
+            apply: makes the change in this process, or raises an error if it is not possible.
+
+        Returns:
+            None if the caller has to respond. Otherwise the response of the process that decided.
+
+        Raises:
+            EndpointLost: the first process does not answer.
+        """
+        apply()
+        return None
+
     async def find_kept(self, id: str) -> KeptObject | None:
         """Where something is that was made through another process."""
         return None
@@ -116,15 +136,33 @@ class OtherProcesses(OneProcess):
             for number, spec in enumerate(place.specs(), start=1)
             if number != place.number
         ]
+        self._changing = trio.Lock()
 
     async def ask(self, context: RouterContext, body: bytes = b"") -> list[Answer]:
-        exchange = context.exchange
         if self.is_asking(context):
             return []
-        target = quote(exchange.path, safe=PATH_CHARACTERS) + (f"?{exchange.query}" if exchange.query else "")
-        headers = [(name, value) for name in FORWARDED_HEADERS if (value := exchange.headers.get(name)) is not None]
-        headers.append(("x-request-id", context.request_id))  # so that the lines of all logs tell of one request
-        return await self._ask_all(exchange.method, target, headers, body)
+        return await self._ask_all(context.exchange.method, _target(context), _headers(context), body)
+
+    async def change(self, context: RouterContext, body: bytes, apply: Callable[[], object]) -> Answer | None:
+        method, target, headers = context.exchange.method, _target(context), _headers(context)
+        decides = context.exchange.headers.get(DECIDE_HEADER) is not None
+        if self.is_asking(context) and not decides:
+            apply()
+            return None
+        if self.number > 1:
+            number, first = self._others[0]
+            async with first.request(method, target, [*headers, (DECIDE_HEADER, "1")], body) as response:
+                return Answer(number, response.status, await response.whole(ANSWER_BYTES_MAX) or b"")
+        async with self._changing:
+            apply()
+            # From here on a client that leaves must not keep the change from the other processes.
+            with trio.move_on_after(2 * ANSWER_SECONDS_MAX, shield=True):
+                for answer in await self._ask_all(method, target, headers, body):
+                    if answer.status >= 400:
+                        logger.error(
+                            "another process refuses a change process=%d status=%d", answer.number, answer.status
+                        )
+        return None
 
     async def find_kept(self, id: str) -> KeptObject | None:
         if not may_be_id(id):
@@ -154,6 +192,17 @@ class OtherProcesses(OneProcess):
             for number, remote in self._others:
                 nursery.start_soon(ask, number, remote)
         return [answers[number] for number in sorted(answers)]
+
+
+def _target(context: RouterContext) -> str:
+    exchange = context.exchange
+    return quote(exchange.path, safe=PATH_CHARACTERS) + (f"?{exchange.query}" if exchange.query else "")
+
+
+def _headers(context: RouterContext) -> list[tuple[str, str]]:
+    headers = context.exchange.headers
+    forwarded = [(name, value) for name in FORWARDED_HEADERS if (value := headers.get(name)) is not None]
+    return [*forwarded, ("x-request-id", context.request_id)]  # with one id, the logs of all processes can be joined
 
 
 class ProcessPeers(NoPeers):
