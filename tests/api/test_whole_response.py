@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import msgspec
@@ -132,12 +133,30 @@ async def test_every_api_refuses_too_large_a_response_and_holds_nothing(autojump
         server.engine.assert_all_free()
 
 
-async def test_what_is_streamed_is_not_refused_for_its_total(autojump_clock):
-    async with open_memory_server(access=SMALL, max_model_len=256, block_count=256, max_num_seqs=16) as server:
-        body = {**REFUSED["choices"][1], "stream": True}
-        response = await server.client().post("/v1/completions", body)
+MESSAGE = [{"role": "user", "content": "a"}]
+STREAMED: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "a", "max_tokens": 100},
+    "/v1/chat/completions": {"messages": MESSAGE, "max_tokens": 100},
+    "/v1/messages": {"messages": MESSAGE, "model": "fake", "max_tokens": 100},
+    "/api/chat": {"messages": MESSAGE, "model": "fake", "options": {"num_predict": 100}},
+    "/api/generate": {"prompt": "a", "model": "fake", "options": {"num_predict": 100}},
+}
+
+
+@pytest.mark.parametrize("path", STREAMED)
+async def test_a_stream_is_not_bounded_by_its_total(autojump_clock, path):
+    """A whole response of 50 tokens would fit."""
+    async with open_memory_server(
+        access=AccessRules(response_bytes_max=300),
+        max_model_len=256,
+        block_count=256,
+        next_token=lambda _ids: ord("a"),
+    ) as server:
+        response = await server.client().post(path, {**STREAMED[path], "stream": True})
         assert response.status == 200
-        assert len(await response.read()) > 20_000
+        metrics = (await server.client().get("/metrics")).body.decode()
+        assert re.search(r"^vllm:generation_tokens_total\{.*\} 100\.0$", metrics, re.MULTILINE)
+        assert server.app.responses.bytes_held == 0
 
 
 async def turns_while(act: Any) -> tuple[int, Any]:

@@ -15,6 +15,7 @@ from trioserve.api.openai.request_types import check_cache_salt
 from trioserve.api.turn.messages import check_messages
 from trioserve.api.turn.turn_request import Reasoning, TurnRequest
 from trioserve.api.unread_fields import UNSET_VALUES
+from trioserve.api.whole_response import ResponseShape
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.request import PRIORITY_MAX, PRIORITY_MIN
 from trioserve.contracts.sampling import SamplingParams
@@ -82,6 +83,7 @@ def message_turn(body: MessagesBody, headers: Headers, defaults: SamplingParams)
         priority=body.priority,
         cache_salt=body.cache_salt,
         deadlines=deadlines_of(body, headers),
+        shape=ResponseShape(is_streamed=bool(body.stream)),
     )
 
 

@@ -14,6 +14,7 @@ from trioserve.api.openai.prompt_fields import gap_of
 from trioserve.api.openai.request_types import check_cache_salt
 from trioserve.api.turn.messages import check_messages
 from trioserve.api.turn.turn_request import Reasoning, TurnRequest
+from trioserve.api.whole_response import ResponseShape
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.text.tool_choice import checked_tools
 
@@ -76,6 +77,7 @@ def _request(body: OllamaAnswerBody, headers: Headers, engine: Engine) -> TurnRe
         priority=body.priority,
         cache_salt=body.cache_salt,
         deadlines=deadlines_of(body, headers),
+        shape=ResponseShape(is_streamed=body.is_streamed),
     )
 
 
