@@ -30,6 +30,7 @@ __all__ = [
     "pick_dtype",
     "pick_vision_dtype",
     "set_torch_threads",
+    "take_gpu",
     "takes_every_cpu",
     "step_weight_bytes",
     "token_flops",
@@ -85,6 +86,27 @@ def pick_device(settings: ModelSettings) -> DeviceType:
         logger.warning("a GPU may be here, and is left alone: to use it, pip install 'trioserve[gpu]'")
         return "cpu"
     return "cuda" if is_wanted and torch_now().cuda.is_available() else "cpu"
+
+
+def take_gpu(settings: ModelSettings, index: int) -> None:
+    """Have a rank compute on a GPU of its own, if the settings name CUDA. Call it in the thread that computes.
+
+    Args:
+        index: the rank's place among the ranks of this machine.
+
+    Raises:
+        StartupError: there are no GPUs here, or fewer than ranks.
+    """
+    if settings.device != "cuda":
+        return
+    pick_device(settings)
+    cuda = torch_now().cuda
+    if index >= (count := cuda.device_count()):
+        raise StartupError(
+            f"device is cuda, and each rank needs a GPU of its own, but torch sees {count} here for {index + 1} ranks "
+            "or more: use fewer ranks, or device cpu"
+        )
+    cuda.set_device(index)
 
 
 def _has_cuda_driver() -> bool:

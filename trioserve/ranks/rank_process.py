@@ -32,7 +32,7 @@ import numpy as np
 from trioserve.contracts.errors import TrioserveError
 from trioserve.contracts.step import IsAbandoned, StepPlan, StepResult
 from trioserve.model.adapter_weights import AdapterMatrix, AdapterWeights
-from trioserve.model.device import pick_device, torch_now
+from trioserve.model.device import pick_device, take_gpu, torch_now
 from trioserve.model.drafts.draft_sources import draft_source
 from trioserve.model.kv_memory import KVMemory
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
@@ -190,10 +190,7 @@ class _Rank:
         checkpoint = RankCheckpoint(
             of_stage, setup.rank_in_stage, setup.stage_size, expert_parallel=setup.expert_parallel
         )
-        if setup.settings.device == "cuda":
-            import torch
-
-            torch.cuda.set_device(self._place.local_rank)
+        take_gpu(setup.settings, self._place.local_rank)
         self._checkpoint = checkpoint
         if setup.stage_size > 1:
             self._collectives = _collectives(setup, self._place)
