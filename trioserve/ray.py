@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 from ray import serve
 
+from trioserve.api.error_responses import coded_response
 from trioserve.asgi import API_OPTIONS, ENGINE_OPTIONS, AsgiApplication, asgi_app
 from trioserve.asyncio.engine import Engine
 from trioserve.config import ENVIRONMENT_PREFIX, Config, config_from, make_config
@@ -160,10 +161,10 @@ class ReplicaApp:
         await send({"type": "lifespan.shutdown.complete"})
 
     async def _refuse(self, send: Send) -> None:
-        error = {"message": "the engine is over, its replica is being replaced", "type": "service_unavailable"}
-        body = json.dumps({"error": {**error, "param": None, "code": "engine_fault"}}).encode()
+        error = coded_response("engine_reopening", "the engine is over, its replica is being replaced")
+        body = json.dumps(error.body()).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-        await send({"type": "http.response.start", "status": 503, "headers": headers})
+        await send({"type": "http.response.start", "status": error.status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
 

@@ -14,10 +14,11 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from trioserve.api.error_responses import TABLE as ERRORS
 from trioserve.config import Config, RouteConfig, ServerConfig
 from trioserve.metrics.catalogue import CATALOGUE, Metric, Question
 
-__all__ = ["TABLES", "alert_table", "described", "metric_table", "option_table"]
+__all__ = ["TABLES", "alert_table", "described", "error_table", "metric_table", "option_table"]
 
 ALERTS = Path(__file__).parents[2] / "examples" / "observability" / "prometheus" / "rules" / "alerts.yml"
 
@@ -73,6 +74,18 @@ def alert_table() -> str:
             )
             rows.append((rule["alert"], rule["labels"]["severity"], says, action))
     return _table(("alert", "severity", "says", "what to do"), rows)
+
+
+def error_table() -> str:
+    """The error codes, by status. docs/http-api.md has this table in its text, so that it is there without the site."""
+    rows = sorted(ERRORS.items(), key=lambda row: row[1].status or 1000)
+    return _table(
+        ("status", "`code`", "when", "what to do"),
+        (
+            (str(kind.status or "-"), "none" if code is None else f"`{code}`", kind.when, kind.advice)
+            for code, kind in rows
+        ),
+    )
 
 
 def described(module_name: str) -> str:
@@ -175,3 +188,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "names-of-the-application": _described_application,
 }
 """By the name with which a page asks for them."""
+
+
+if __name__ == "__main__":
+    print(error_table())

@@ -147,7 +147,7 @@ def test_an_engine_that_is_over_fails_the_health_check_and_refuses_with_503():
             with pytest.raises(RuntimeError, match=r"EngineFault: .*a test broke the engine"):
                 replica.check()
             status, body = await get(replica, "/v1/models")
-            assert (status, body["error"]["code"]) == (503, "engine_fault")
+            assert (status, body["error"]["code"]) == (503, "engine_reopening")
 
     asyncio.run(program())
     check_no_thread_is_left(before)

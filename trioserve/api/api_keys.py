@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import msgspec
 
 from trioserve.api.caller import ANYBODY, AccessRules, Caller, CallerKind
-from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
+from trioserve.api.error_responses import refusal
 from trioserve.contracts.errors import StartupError
 
 __all__ = ["ApiKeys"]
@@ -59,14 +59,10 @@ class ApiKeys:
         if caller is None:
             came = authorization is not None or own_header is not None
             what = "the API key is wrong" if came else "no API key came"
-            raise Refusal(
-                ErrorResponse(
-                    status=401,
-                    type="invalid_request_error",
-                    code="invalid_api_key",
-                    message=f'{what}: send it as "Authorization: Bearer KEY" or "X-Api-Key: KEY"',
-                    headers=(("www-authenticate", 'Bearer realm="trioserve"'), (REASON_HEADER, "invalid_api_key")),
-                )
+            raise refusal(
+                "invalid_api_key",
+                f'{what}: send it as "Authorization: Bearer KEY" or "X-Api-Key: KEY"',
+                headers=(("www-authenticate", 'Bearer realm="trioserve"'),),
             )
         return caller
 

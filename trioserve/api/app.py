@@ -14,7 +14,7 @@ import trio
 
 from trioserve.api.api_keys import ApiKeys
 from trioserve.api.caller import check_is_admin, check_may_operate
-from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, HandedOver, Refusal, error_response
+from trioserve.api.error_responses import HandedOver, Refusal, error_response, refusal
 from trioserve.api.gate import PageGate
 from trioserve.api.heartbeat import HEARTBEAT_HEADER
 from trioserve.api.http_counts import HttpCounts
@@ -83,14 +83,10 @@ class Route(msgspec.Struct, Generic[ContextType], frozen=True, kw_only=True):
         operation = self.operations.get("GET" if method == "HEAD" else method)
         if operation is None:
             allowed = sorted({*self.operations, *(["HEAD"] if "GET" in self.operations else [])})
-            raise Refusal(
-                ErrorResponse(
-                    status=405,
-                    type="invalid_request_error",
-                    code="method_not_allowed",
-                    message=f"{self.path} does not take {method}, allowed is: {', '.join(allowed)}",
-                    headers=(("allow", ", ".join(allowed)), (REASON_HEADER, "method_not_allowed")),
-                )
+            raise refusal(
+                "method_not_allowed",
+                f"{self.path} does not take {method}, allowed is: {', '.join(allowed)}",
+                headers=(("allow", ", ".join(allowed)),),
             )
         return operation
 
@@ -357,15 +353,10 @@ async def _check_is_json(exchange: Exchange) -> None:
     content_type = exchange.headers.get("content-type") or ""
     if content_type.partition(";")[0].strip().lower() == JSON or not await exchange.body():
         return
-    raise Refusal(
-        ErrorResponse(
-            status=415,
-            type="invalid_request_error",
-            code="not_json",
-            message=f'the body has the content-type "{content_type[:80]}": send JSON to this path with the header '
-            f'"Content-Type: {JSON}", or no body where none is needed',
-            headers=((REASON_HEADER, "not_json"),),
-        )
+    raise refusal(
+        "not_json",
+        f'the body has the content-type "{content_type[:80]}": send JSON to this path with the header '
+        f'"Content-Type: {JSON}", or no body where none is needed',
     )
 
 
@@ -374,12 +365,4 @@ def _not_found(path: str, paths: Iterable[str]) -> Refusal:
     if len(path) <= NEAREST_CHARACTERS_MAX:
         nearest = difflib.get_close_matches(path.lower().rstrip("/"), list(paths), n=1)
     hint = f": did you mean {nearest[0]}?" if nearest else "; docs/http-api.md lists what there is"
-    return Refusal(
-        ErrorResponse(
-            status=404,
-            type="invalid_request_error",
-            code="not_found",
-            message=f"there is nothing at {path}{hint}",
-            headers=((REASON_HEADER, "not_found"),),
-        )
-    )
+    return refusal("not_found", f"there is nothing at {path}{hint}")

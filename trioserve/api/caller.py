@@ -14,7 +14,7 @@ from hashlib import blake2b
 
 import msgspec
 
-from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
+from trioserve.api.error_responses import refusal
 from trioserve.api.openai.request_types import check_cache_salt
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.http.limits import KEEP_ALIVE_SECONDS, RESPONSE_BYTES_MAX, RESPONSES_BYTES_MAX
@@ -145,28 +145,15 @@ def _framed(part: str | None) -> bytes:
 def check_is_admin(caller: Caller, message: str) -> None:
     """Raises Refusal (403) for an owner of some requests only. message: what is the admin's, in a sentence."""
     if caller.owner is not None:
-        raise Refusal(
-            ErrorResponse(
-                status=403,
-                type="invalid_request_error",
-                code="not_admin",
-                message=message,
-                headers=((REASON_HEADER, "not_admin"),),
-            )
-        )
+        raise refusal("not_admin", message)
 
 
 def check_may_operate(caller: Caller) -> None:
     """Raise Refusal (403) for a caller without a key, where a stranger may be one."""
     if not caller.may_operate:
-        raise Refusal(
-            ErrorResponse(
-                status=403,
-                type="invalid_request_error",
-                code="operator_routes_off",
-                message="this is for the operator of the server, and it is off: other machines reach the server, and "
-                "no API key says who asks. Start it with --api-key and --admin-api-key, or with "
-                "--allow-operator-without-key if everybody who reaches it may operate it",
-                headers=((REASON_HEADER, "operator_routes_off"),),
-            )
+        raise refusal(
+            "operator_routes_off",
+            "this is for the operator of the server, and it is off: other machines reach the server, and "
+            "no API key says who asks. Start it with --api-key and --admin-api-key, or with "
+            "--allow-operator-without-key if everybody who reaches it may operate it",
         )

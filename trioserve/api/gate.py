@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
+from trioserve.api.error_responses import Refusal, refusal
 from trioserve.contracts.endpoint import NOT_A_PAGE_HEADER
 from trioserve.contracts.errors import StartupError
 
@@ -179,7 +179,7 @@ def _is_opened_by_link(exchange: Exchange) -> bool:
 
 def _other_site(origin: str | None, site: str | None) -> Refusal:
     came = f"Origin {_shown(origin)}" if origin is not None else f"Sec-Fetch-Site {_shown(site or '')}"
-    return _forbidden(
+    return refusal(
         "other_site",
         f"a web page of another site sends this ({came}). Without API keys only this server's own pages and those of "
         "--cors-origin may: name the page's origin there, or set --api-key",
@@ -189,7 +189,7 @@ def _other_site(origin: str | None, site: str | None) -> Refusal:
 def _unknown_host(host: str) -> Refusal:
     name = host_name(host)
     flag = f"--allowed-host {name}" if name and _NAME.fullmatch(name) else "--allowed-host NAME"
-    return _forbidden(
+    return refusal(
         "unknown_host",
         f"the Host header is {_shown(host)}, which is no name of this server. Without API keys it answers to "
         f"addresses, localhost, its --host, and what {flag} adds: so no web page can reach it by a name of its own",
@@ -198,11 +198,3 @@ def _unknown_host(host: str) -> Refusal:
 
 def _shown(text: str) -> str:
     return repr(text[:SHOWN_CHARACTERS_MAX])
-
-
-def _forbidden(code: str, message: str) -> Refusal:
-    return Refusal(
-        ErrorResponse(
-            status=403, type="invalid_request_error", code=code, message=message, headers=((REASON_HEADER, code),)
-        )
-    )

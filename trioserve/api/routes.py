@@ -28,7 +28,7 @@ from trioserve.api.decisions.decisions import create_decisions
 from trioserve.api.embeddings.descriptions import RERANK_PATHS, SCORE_PATHS
 from trioserve.api.embeddings.embeddings import create_embeddings
 from trioserve.api.embeddings.scoring import rerank, score
-from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
+from trioserve.api.error_responses import Refusal, refusal
 from trioserve.api.files.files import create_file, delete_file, list_files, read_file_content, retrieve_file
 from trioserve.api.generation import usage_of
 from trioserve.api.lasting_metrics import show_lasting
@@ -359,15 +359,10 @@ class App(BaseApp[ServerContext]):
     def not_found(self, path: str) -> Refusal:
         if not path.startswith(IMAGES_PATH):
             return other_path(path) or super().not_found(path)
-        return Refusal(
-            ErrorResponse(
-                status=404,
-                type="invalid_request_error",
-                code="makes_texts",
-                message=f"there is nothing at {path}: the model {self._engine.model.name} makes texts and no pictures, "
-                "which take a server of a model that does; see docs/images.md",
-                headers=((REASON_HEADER, "makes_texts"),),
-            )
+        return refusal(
+            "makes_texts",
+            f"there is nothing at {path}: the model {self._engine.model.name} makes texts and no pictures, "
+            "which take a server of a model that does; see docs/images.md",
         )
 
     def new_context(self, exchange: Exchange) -> ServerContext:

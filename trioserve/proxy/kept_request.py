@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from trioserve.api.caller import CallerKind
-from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
+from trioserve.api.error_responses import Refusal, refusal
 from trioserve.api.openai.request_types import decode_body
 from trioserve.api.operations.hand_over import HAND_OVER
 from trioserve.api.operations.live_requests import REQUEST_PATH
@@ -71,14 +71,8 @@ async def forward_kept(context: RouterContext) -> None:
 async def forward_home(context: RouterContext) -> None:
     """Files and batches of one caller lie at one endpoint, as long as the same endpoints are there."""
     if context.exchange.method == "GET" and _cannot_be_told_apart(context):
-        raise Refusal(
-            ErrorResponse(
-                status=501,
-                type="invalid_request_error",
-                code="not_supported",
-                message="this router's endpoints cannot tell its callers apart, so it lists nothing: ask by id",
-                headers=((REASON_HEADER, "not_supported"),),
-            )
+        raise refusal(
+            "not_supported", "this router's endpoints cannot tell its callers apart, so it lists nothing: ask by id"
         )
     await _relay(context, _home(context), await context.exchange.body())
 
@@ -112,14 +106,14 @@ async def forward_control(context: RouterContext) -> None:
     taken for one that leaves, and gets nothing for a while."""
     id = context.exchange.path.removeprefix(REQUEST_PATH)
     if id.endswith(HAND_OVER):
-        raise _not_found("a router gives requests away by itself: drain their endpoint with move=true", "not_found")
+        raise refusal("not_found", "a router gives requests away by itself: drain their endpoint with move=true")
     body = await context.exchange.body()
     for admission in context.fleet.dispatch.live_admissions(owner=context.owner):
         if admission.id == id and not admission.is_queued and admission.endpoint is not None:
             if await _relay(context, admission.endpoint, body) < 300:
                 admission.note_reasoning_ended()  # another endpoint that goes on is to know
             return
-    raise _not_found(f'there is no request with the id "{id}" that runs', "request_not_found")
+    raise refusal("request_not_found", f'there is no request with the id "{id}" that runs')
 
 
 async def forward_anywhere(context: RouterContext) -> None:
@@ -260,20 +254,7 @@ async def _pass_on(context: RouterContext, response: RemoteResponse, id: Endpoin
 
 
 def _nothing(id: str) -> Refusal:
-    return _not_found(f'there is nothing with the id "{id[:160]}" here', "not_found")
-
-
-def _not_found(message: str, code: str) -> Refusal:
-    return Refusal(
-        ErrorResponse(
-            status=404,
-            type="invalid_request_error",
-            code=code,
-            message=message,
-            param=None,
-            headers=((REASON_HEADER, code),),
-        )
-    )
+    return refusal("not_found", f'there is nothing with the id "{id[:160]}" here')
 
 
 def check_references(context: RouterContext, raw: bytes) -> None:

@@ -14,7 +14,7 @@ from trioserve.api.api_keys import ApiKeys
 from trioserve.api.app import BaseApp, Route, find_templated
 from trioserve.api.caller import AccessRules, check_is_admin
 from trioserve.api.embeddings.descriptions import RERANK_PATHS, SCORE_PATHS
-from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
+from trioserve.api.error_responses import REASON_HEADER, Refusal, refusal
 from trioserve.api.ollama.models import model_card, read_api_version, running_card
 from trioserve.api.openai.models import MODEL_PATH
 from trioserve.api.openai.request_types import decode_body
@@ -225,15 +225,7 @@ async def drain_endpoint(context: RouterContext) -> None:
 
 
 def _endpoint_not_found(message: str) -> Refusal:
-    return Refusal(
-        ErrorResponse(
-            status=404,
-            type="invalid_request_error",
-            code="endpoint_not_found",
-            message=message,
-            headers=((REASON_HEADER, "endpoint_not_found"),),
-        )
-    )
+    return refusal("endpoint_not_found", message)
 
 
 def _move_seconds(context: RouterContext) -> float | None:

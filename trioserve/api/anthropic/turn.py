@@ -10,7 +10,7 @@ from trioserve.api.anthropic.chat_messages import chat_messages, chat_tools
 from trioserve.api.anthropic.request_types import MESSAGES_RANGES, CountTokensBody, MessagesBody, OutputFormat
 from trioserve.api.anthropic.surface import THREAD_UNSUPPORTED
 from trioserve.api.deadline_fields import deadlines_of
-from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
+from trioserve.api.error_responses import refusal
 from trioserve.api.openai.request_types import check_cache_salt
 from trioserve.api.turn.messages import check_messages
 from trioserve.api.turn.turn_request import Reasoning, TurnRequest
@@ -34,16 +34,6 @@ SERVED_ELSEWHERE = {
     "mcp_servers": "no servers are asked for tools here: list the tools, and call them yourself",
 }
 
-NO_THREADS = ErrorResponse(
-    status=400,
-    type="invalid_request_error",
-    code=THREAD_UNSUPPORTED,
-    message="thread is not supported: no conversation is kept here, send all of its messages",
-    param="thread",
-    headers=((REASON_HEADER, THREAD_UNSUPPORTED),),
-)
-"""Anthropic's libraries look for the code, and then send the whole conversation."""
-
 
 def message_turn(body: MessagesBody, headers: Headers, defaults: SamplingParams) -> TurnRequest:
     """Translate a message's body.
@@ -58,7 +48,8 @@ def message_turn(body: MessagesBody, headers: Headers, defaults: SamplingParams)
         if getattr(body, field) not in UNSET_VALUES:
             raise InvalidRequest(f"{field} is not supported: {reason}", param=field)
     if body.thread is not None:
-        raise Refusal(NO_THREADS)
+        message = "thread is not supported: no conversation is kept here, send all of its messages"
+        raise refusal(THREAD_UNSUPPORTED, message, param="thread")
     _check_range("max_tokens", body.max_tokens)
     if body.priority is not None and not PRIORITY_MIN <= body.priority <= PRIORITY_MAX:
         raise InvalidRequest(

@@ -8,7 +8,7 @@ import msgspec
 
 from trioserve.api.batches.batch_book import BatchGone
 from trioserve.api.batches.batch_record import BATCH_KIND, BatchRecord, batch_object
-from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
+from trioserve.api.error_responses import refusal
 from trioserve.api.files.stored_files import (
     FILE_KIND,
     file_not_found,
@@ -137,15 +137,7 @@ async def _batch(context: ServerContext) -> StoredObject:
     batch_id = context.exchange.path.split("/")[3]
     stored = await store.get(BATCH_KIND, batch_id, owner=context.owner)
     if stored is None:
-        raise Refusal(
-            ErrorResponse(
-                status=404,
-                type="invalid_request_error",
-                code="batch_not_found",
-                message=f"there is no batch {batch_id[:80]!r}: its time is over, or it is not yours",
-                headers=((REASON_HEADER, "batch_not_found"),),
-            )
-        )
+        raise refusal("batch_not_found", f"there is no batch {batch_id[:80]!r}: its time is over, or it is not yours")
     return stored
 
 

@@ -162,7 +162,8 @@ def asked_line(line: InputLine, endpoint: str, *, line_bytes_max: int) -> AskedL
         return wrong("invalid_method", f"method is {asked.method[:40]!r}, allowed is POST", "method")
     if asked.url != endpoint:
         return wrong("mismatched_url", f"url is {asked.url[:80]!r}, and the batch is for {endpoint}", "url")
-    for field in ("stream", "background"):
-        if getattr(body, field) not in (None, False):
-            return wrong(f"{field}_not_supported", f"{field} is set, and a batch has no reader for that", field)
+    if body.stream not in (None, False):
+        return wrong("stream_not_supported", "stream is set, and a batch has no reader for that", "stream")
+    if body.background not in (None, False):
+        return wrong("background_not_supported", "background is set, and a batch has no reader for that", "background")
     return AskedLine(custom_id=asked.custom_id, body=bytes(asked.body))

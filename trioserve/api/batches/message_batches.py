@@ -20,7 +20,7 @@ from trioserve.api.batches.batch_record import (
 )
 from trioserve.api.batches.batch_run import CANCELLED_CODE, EXPIRED_CODE
 from trioserve.api.batches.input_lines import InputGone, LineReader
-from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
+from trioserve.api.error_responses import refusal
 from trioserve.api.files.stored_files import FileRecord, file_quota, put_file, quota_refused, required_store
 from trioserve.api.openai.request_types import decode_body
 from trioserve.api.query import Query
@@ -241,14 +241,9 @@ async def _stored(context: ServerContext) -> StoredObject:
     batch_id = context.exchange.path.split("/")[4]
     stored = await store.get(MESSAGE_BATCH_KIND, batch_id, owner=context.owner)
     if stored is None:
-        raise Refusal(
-            ErrorResponse(
-                status=404,
-                type="invalid_request_error",
-                code="batch_not_found",
-                message=f"there is no batch {batch_id[:80]!r}: it was deleted, its time is over, or it is not yours",
-                headers=((REASON_HEADER, "batch_not_found"),),
-            )
+        raise refusal(
+            "batch_not_found",
+            f"there is no batch {batch_id[:80]!r}: it was deleted, its time is over, or it is not yours",
         )
     return stored
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from urllib.parse import quote
 
-from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
+from trioserve.api.error_responses import Refusal, refusal
 from trioserve.api.files.stored_files import (
     FILE_KIND,
     PURPOSES,
@@ -122,15 +122,10 @@ async def delete_file(context: ServerContext) -> None:
 
 
 def _in_use(file_id: str, batch_id: str) -> Refusal:
-    return Refusal(
-        ErrorResponse(
-            status=409,
-            type="invalid_request_error",
-            code="file_in_use",
-            message=f"the file {file_id} is used by the batch {batch_id}, which has not ended: wait for its end, or "
-            "cancel it first",
-            headers=((REASON_HEADER, "file_in_use"),),
-        )
+    return refusal(
+        "file_in_use",
+        f"the file {file_id} is used by the batch {batch_id}, which has not ended: wait for its end, or "
+        "cancel it first",
     )
 
 

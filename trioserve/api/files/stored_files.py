@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
+from trioserve.api.error_responses import Refusal, refusal
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.store.store import BLOB_PIECE_BYTES_MAX, Store
 from trioserve.store.stored_objects import AppendBlob, Change, PutObject, Quota, QuotaExceeded, StoredObject
@@ -86,15 +86,10 @@ async def read_file(store: Store, file_id: str, owner: str | None, *, param: str
 
 
 def file_not_found(file_id: str, *, param: str | None = None) -> Refusal:
-    return Refusal(
-        ErrorResponse(
-            status=404,
-            type="invalid_request_error",
-            code="file_not_found",
-            message=f"there is no file {file_id[:80]!r}: it was deleted, or its time is over, or it is not yours",
-            param=param,
-            headers=((REASON_HEADER, "file_not_found"),),
-        )
+    return refusal(
+        "file_not_found",
+        f"there is no file {file_id[:80]!r}: it was deleted, or its time is over, or it is not yours",
+        param=param,
     )
 
 
@@ -135,13 +130,5 @@ def quota_refused() -> Iterator[None]:
 def required_store(store: Store | None) -> Store:
     """Raises Refusal (503) where nothing is kept."""
     if store is None:
-        raise Refusal(
-            ErrorResponse(
-                status=503,
-                type="service_unavailable_error",
-                code="no_store",
-                message="this server keeps nothing: ask one with a store",
-                headers=((REASON_HEADER, "no_store"),),
-            )
-        )
+        raise refusal("no_store", "this server keeps nothing: ask one with a store")
     return store

@@ -11,7 +11,7 @@ import trio
 from trioserve.api.api_keys import ApiKeys
 from trioserve.api.app import BaseApp, Route, find_templated
 from trioserve.api.caller import AccessRules
-from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
+from trioserve.api.error_responses import Refusal, refusal
 from trioserve.api.images.descriptions import OPERATIONS
 from trioserve.api.images.edit_places import EditPlaces
 from trioserve.api.images.image_context import ImageContext
@@ -159,15 +159,10 @@ class ImageApp(BaseApp[ImageContext]):
     def not_found(self, path: str) -> Refusal:
         if not path.startswith(TEXT_PATHS):
             return super().not_found(path)
-        return Refusal(
-            ErrorResponse(
-                status=404,
-                type="invalid_request_error",
-                code="makes_pictures",
-                message=f"there is nothing at {path}: the model {self._engine.model.name} makes pictures and no texts; "
-                f"ask {GENERATIONS_PATH}",
-                headers=((REASON_HEADER, "makes_pictures"),),
-            )
+        return refusal(
+            "makes_pictures",
+            f"there is nothing at {path}: the model {self._engine.model.name} makes pictures and no texts; "
+            f"ask {GENERATIONS_PATH}",
         )
 
     def new_context(self, exchange: Exchange) -> ImageContext:

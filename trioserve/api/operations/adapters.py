@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trioserve.api.caller import check_is_admin
-from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
+from trioserve.api.error_responses import refusal
 from trioserve.api.openai.request_types import LoadAdapterBody, UnloadAdapterBody
 from trioserve.contracts.errors import AdapterRefused, ModelLoadError
 
@@ -43,15 +43,10 @@ async def unload_adapter(context: RequestContext) -> None:
 
 def _check_may(context: RequestContext) -> None:
     if not (context.rules.loads_adapters and context.engine.adapters.is_enabled):
-        raise Refusal(
-            ErrorResponse(
-                status=404,
-                type="invalid_request_error",
-                code="adapters_fixed",
-                message="this server loads no lora adapters while it runs: start it with --enable-lora and "
-                "--allow-runtime-lora-updating",
-                headers=((REASON_HEADER, "adapters_fixed"),),
-            )
+        raise refusal(
+            "adapters_fixed",
+            "this server loads no lora adapters while it runs: start it with --enable-lora and "
+            "--allow-runtime-lora-updating",
         )
     check_is_admin(context.caller, "lora adapters are loaded with the admin's API key: see --admin-api-key")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, HandedOver, Refusal
+from trioserve.api.error_responses import HandedOver, refusal
 from trioserve.api.operations.live_requests import REQUEST_PATH, unknown_request
 from trioserve.api.sse import encode
 from trioserve.contracts.events import HandOverOutcome
@@ -31,15 +31,10 @@ async def give_away(context: RequestContext) -> None:
     if outcome is HandOverOutcome.UNKNOWN:
         raise unknown_request(request_id)
     if outcome is HandOverOutcome.NOT_POSSIBLE:
-        raise Refusal(
-            ErrorResponse(
-                status=409,
-                type="invalid_request_error",
-                code="no_hand_over",
-                message=f"the request {request_id!r} cannot be given away: it does not run at this moment, or it is no "
-                "stream that was asked for with X-Trioserve-Resumable",
-                headers=((REASON_HEADER, "no_hand_over"),),
-            )
+        raise refusal(
+            "no_hand_over",
+            f"the request {request_id!r} cannot be given away: it does not run at this moment, or it is no "
+            "stream that was asked for with X-Trioserve-Resumable",
         )
     await context.respond_json({"id": request_id, "object": "request.hand_over", "result": outcome.value})
 

@@ -14,7 +14,7 @@ import trio
 
 from trioserve.api.caller import check_is_admin
 from trioserve.api.engine_context import EngineContext
-from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
+from trioserve.api.error_responses import refusal
 from trioserve.api.operations.routers_heard import ROUTER_HEADER
 from trioserve.api.query import Query
 from trioserve.api.request_context import RequestContext
@@ -39,7 +39,7 @@ async def stream_kv_events(context: RequestContext) -> None:
     check_is_admin(context.caller, "which blocks are cached is told to the admin's API key: see --admin-api-key")
     events = context.engine.kv_events
     if events is None:
-        raise _refusal(404, "kv_events_off", "this server does not tell which blocks it has: start it with --kv-events")
+        raise refusal("kv_events_off", "this server does not tell which blocks it has: start it with --kv-events")
     if events.is_over:
         raise Draining("the server is leaving", reason="draining", retry_after_seconds=DRAIN_RETRY_SECONDS)
     with events.reading() as reader:
@@ -60,8 +60,8 @@ async def stream_kv_events(context: RequestContext) -> None:
 async def stream_load(context: EngineContext) -> None:
     """The same of an engine without a prefix cache: its load, and nothing else."""
     if Query(context.exchange.query).choice("load", ("none", "only"), "none") != "only":
-        raise _refusal(
-            404, "kv_events_off", "this server has no blocks that it could tell of; /kv_events?load=only is its load"
+        raise refusal(
+            "kv_events_off", "this server has no blocks that it could tell of; /kv_events?load=only is its load"
         )
     await _stream_load(context)
 
@@ -104,15 +104,3 @@ def told_load(context: EngineContext, *, is_asked: bool = False) -> EndpointLoad
 def _as_much(load: EndpointLoad) -> tuple[object, ...]:
     """What is worth telling. How full the KV cache is changes with every step, and goes along."""
     return load.running, load.waiting, load.max_num_seqs, load.role, load.fingerprint, load.weight_version
-
-
-def _refusal(status: int, code: str, message: str) -> Refusal:
-    return Refusal(
-        ErrorResponse(
-            status=status,
-            type="invalid_request_error",
-            code=code,
-            message=message,
-            headers=((REASON_HEADER, code),),
-        )
-    )

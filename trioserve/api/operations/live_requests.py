@@ -7,7 +7,7 @@ unknown to it. Without keys everybody sees everything.
 from __future__ import annotations
 
 from trioserve.api.engine_context import EngineContext
-from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
+from trioserve.api.error_responses import Refusal, refusal
 from trioserve.api.openai.request_types import AbortBody, decode_body
 from trioserve.api.request_context import RequestContext
 from trioserve.contracts.errors import InvalidRequest
@@ -47,14 +47,9 @@ async def abort_request(context: EngineContext) -> None:
 
 def unknown_request(request_id: str) -> Refusal:
     """404: for an id that no live request of this caller bears."""
-    return Refusal(
-        ErrorResponse(
-            status=404,
-            type="invalid_request_error",
-            code="request_not_found",
-            message=f"no request with the id {request_id!r} is known; every response has its id in X-Request-Id",
-            headers=((REASON_HEADER, "request_not_found"),),
-        )
+    return refusal(
+        "request_not_found",
+        f"no request with the id {request_id!r} is known; every response has its id in X-Request-Id",
     )
 
 

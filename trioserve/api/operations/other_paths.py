@@ -5,7 +5,7 @@ They replace weights, give memory back, or change which models there are.
 
 from __future__ import annotations
 
-from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
+from trioserve.api.error_responses import Refusal, refusal
 
 __all__ = ["OTHER_PATHS", "other_path"]
 
@@ -45,12 +45,4 @@ def other_path(path: str) -> Refusal | None:
     instead = OTHER_PATHS.get(path)
     if instead is None:
         return None
-    return Refusal(
-        ErrorResponse(
-            status=404,
-            type="invalid_request_error",
-            code="other_path",
-            message=f"there is nothing at {path}: {instead}; see docs/rollouts.md",
-            headers=((REASON_HEADER, "other_path"),),
-        )
-    )
+    return refusal("other_path", f"there is nothing at {path}: {instead}; see docs/rollouts.md")

@@ -5,7 +5,7 @@ With API keys a key controls the requests that it made, and an admin key all of 
 
 from __future__ import annotations
 
-from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
+from trioserve.api.error_responses import refusal
 from trioserve.api.openai.request_types import ControlBody
 from trioserve.api.operations.live_requests import REQUEST_PATH, unknown_request
 from trioserve.api.request_context import RequestContext
@@ -28,14 +28,9 @@ async def control_request(context: RequestContext) -> None:
     if outcome is ThoughtOutcome.UNKNOWN:
         raise unknown_request(request_id)
     if outcome is ThoughtOutcome.NO_THOUGHT:
-        raise Refusal(
-            ErrorResponse(
-                status=409,
-                type="invalid_request_error",
-                code="no_thought",
-                message=f"the request {request_id!r} has no thought that could end: its model writes none, or it is "
-                "through with it",
-                headers=((REASON_HEADER, "no_thought"),),
-            )
+        raise refusal(
+            "no_thought",
+            f"the request {request_id!r} has no thought that could end: its model writes none, or it is "
+            "through with it",
         )
     await context.respond_json({"id": request_id, "object": "request.control", "result": outcome.value})

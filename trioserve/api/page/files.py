@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
+from trioserve.api.error_responses import refusal
 from trioserve.api.responder import Responder
 
 __all__ = ["FILES", "PAGE_PATH", "ROUTER_PATH", "UI_PATH", "is_of_page", "show_file", "show_image_page", "show_page"]
@@ -73,15 +73,7 @@ async def show_file(context: Responder) -> None:
     name = context.exchange.path.removeprefix(UI_PATH)
     file = FILES.get(name)
     if file is None or name in (PAGE, IMAGE_PAGE):
-        raise Refusal(
-            ErrorResponse(
-                status=404,
-                type="invalid_request_error",
-                code="not_found",
-                message=f"the page has no file {name!r}",
-                headers=((REASON_HEADER, "not_found"),),
-            )
-        )
+        raise refusal("not_found", f"the page has no file {name!r}")
     await _show(context, file)
 
 

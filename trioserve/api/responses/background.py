@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import trio
 
-from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
+from trioserve.api.error_responses import Refusal, refusal
 from trioserve.api.responses.events import Event, event_bytes
 from trioserve.api.responses.plan import PlannedResponse
 from trioserve.api.responses.response_object import response_error
@@ -260,13 +260,4 @@ class BackgroundResponses:
 
 
 def _refused(why: str) -> Refusal:
-    return Refusal(
-        ErrorResponse(
-            status=503,
-            type="service_unavailable_error",
-            code="no_background",
-            message=f"{why}: send background=false",
-            param="background",
-            headers=((REASON_HEADER, "no_background"),),
-        )
-    )
+    return refusal("no_background", f"{why}: send background=false", param="background")

@@ -109,7 +109,11 @@ class ResponseRun:
 
 
 def _code(error: ErrorResponse) -> str:
-    """OpenAI's clients know few codes; ours say more."""
+    """Return the code under OpenAI's name where its clients know one."""
     if error.status == 429:
-        return "rate_limit_exceeded"
-    return error.code or ("invalid_prompt" if error.status < 500 else "server_error")
+        code = "rate_limit_exceeded"
+    elif error.code is not None:
+        return error.code
+    else:
+        code = "invalid_prompt" if error.status < 500 else "server_error"
+    return code

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
+from trioserve.api.error_responses import Refusal, refusal
 from trioserve.api.responses.items import Item, item_place
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.store.store import Store
@@ -70,15 +70,10 @@ def read_stored(kept: StoredObject) -> StoredResponse:
 
 
 def not_found(response_id: str, *, code: str = "response_not_found", param: str | None = None) -> Refusal:
-    return Refusal(
-        ErrorResponse(
-            status=404,
-            type="invalid_request_error",
-            code=code,
-            message=f"there is no response {response_id[:80]!r}: it was not stored, was deleted, or its time is over",
-            param=param,
-            headers=((REASON_HEADER, code),),
-        )
+    return refusal(
+        code,
+        f"there is no response {response_id[:80]!r}: it was not stored, was deleted, or its time is over",
+        param=param,
     )
 
 
@@ -134,13 +129,8 @@ async def _referred(store: Store | None, owner: str | None, item_id: str, loaded
             for item in stored.items:
                 if item["id"] == item_id:
                     return item
-    raise Refusal(
-        ErrorResponse(
-            status=404,
-            type="invalid_request_error",
-            code="item_not_found",
-            message=f"there is no item {item_id[:80]!r}: its response was not stored, was deleted, or its time is over",
-            param="input",
-            headers=((REASON_HEADER, "item_not_found"),),
-        )
+    raise refusal(
+        "item_not_found",
+        f"there is no item {item_id[:80]!r}: its response was not stored, was deleted, or its time is over",
+        param="input",
     )

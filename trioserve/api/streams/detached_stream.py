@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
-from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
+from trioserve.api.error_responses import Refusal, refusal
 from trioserve.api.streams.event_log import EventLogFull, split_events
 from trioserve.api.streams.followed_log import FollowedLog
 from trioserve.http.exchange import HeaderFields
@@ -175,36 +175,14 @@ class DetachedStream:
 
 
 def _full(byte_count: int) -> Refusal:
-    return Refusal(
-        ErrorResponse(
-            status=503,
-            type="server_error",
-            code="stream_buffer_full",
-            message=f"nobody reads this response, and {byte_count} bytes of its events leave no room for more",
-            headers=((REASON_HEADER, "stream_buffer_full"),),
-        )
+    return refusal(
+        "stream_buffer_full", f"nobody reads this response, and {byte_count} bytes of its events leave no room for more"
     )
 
 
 def _gone(after: int, first_kept: int) -> Refusal:
-    return Refusal(
-        ErrorResponse(
-            status=410,
-            type="invalid_request_error",
-            code="events_gone",
-            message=f"after is {after}, but the oldest event that is kept is {first_kept}",
-            headers=((REASON_HEADER, "events_gone"),),
-        )
-    )
+    return refusal("events_gone", f"after is {after}, but the oldest event that is kept is {first_kept}")
 
 
 def _taken_over(stream_id: str) -> Refusal:
-    return Refusal(
-        ErrorResponse(
-            status=409,
-            type="invalid_request_error",
-            code="stream_taken_over",
-            message=f"another reader has taken over the stream {stream_id}",
-            headers=((REASON_HEADER, "stream_taken_over"),),
-        )
-    )
+    return refusal("stream_taken_over", f"another reader has taken over the stream {stream_id}")

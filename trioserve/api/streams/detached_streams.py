@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 import trio
 
-from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
+from trioserve.api.error_responses import Refusal, coded_response, refusal
 from trioserve.api.streams.detached_stream import DetachedStream
 from trioserve.api.streams.logged_exchange import LoggedExchange
 from trioserve.api.streams.settings import DetachSettings
@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 SESSION_HEADER = "x-session-id"
 TIMEOUT_HEADER = "x-detach-timeout"
 STREAMS_FULL = "detached_full"
+ENDED = coded_response("stream_ended", "the stream was ended before its response was complete")
 """The reason of a refusal."""
 
 Context = TypeVar("Context", bound="RequestContext")
@@ -91,8 +92,7 @@ class DetachedStreams:
         """Raises Refusal (404)."""
         stream = self._streams.get((owner, stream_id))
         if stream is None:
-            raise _refusal(
-                404,
+            raise refusal(
                 "stream_not_found",
                 f"there is no stream {stream_id[:80]!r}: it was not asked for with X-Detach-Timeout, or its time is "
                 "over",
@@ -219,8 +219,7 @@ class DetachedStreams:
         existing = self._streams.get((context.owner, wish.stream_id))
         if existing is not None:
             if not existing.over.is_set():
-                raise _refusal(
-                    409,
+                raise refusal(
                     "stream_exists",
                     f"the stream {wish.stream_id} goes on: read it with GET /v1/streams/{wish.stream_id}, end it with "
                     "DELETE, or take another X-Session-Id",
@@ -292,24 +291,3 @@ class DetachedStreams:
         if self._streams.get((stream.owner, stream.id)) is stream:
             del self._streams[stream.owner, stream.id]
         stream.close()
-
-
-ENDED = ErrorResponse(
-    status=503,
-    type="server_error",
-    code="stream_ended",
-    message="the stream was ended before its response was complete",
-    headers=((REASON_HEADER, "stream_ended"),),
-)
-
-
-def _refusal(status: int, code: str, message: str) -> Refusal:
-    return Refusal(
-        ErrorResponse(
-            status=status,
-            type="invalid_request_error",
-            code=code,
-            message=message,
-            headers=((REASON_HEADER, code),),
-        )
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
+from trioserve.api.error_responses import refusal
 from trioserve.api.queries import number_in, query_of
 from trioserve.contracts.errors import InvalidRequest
 
@@ -26,7 +26,7 @@ async def read_stream(context: ServerContext) -> None:
         query = {"after": last_seen, **query}
     after = number_in(query, "after", 0, low=0, high=NUMBER_MAX)
     if stream.head is None:
-        raise _refused(409, "stream_not_begun", f"the stream {stream.id} has not begun yet: it waits for its turn")
+        raise refusal("stream_not_begun", f"the stream {stream.id} has not begun yet: it waits for its turn")
     if after > stream.log.last:
         raise InvalidRequest(f"after is {after}, but the last event so far is {stream.log.last}", param="after")
     stream.check_kept(after)
@@ -51,9 +51,9 @@ async def read_kept_stream(context: ServerContext) -> None:
     streams = context.server.router_streams
     stream = streams.find(_stream_id(context), context.owner)
     if stream.head is None:
-        raise _refused(409, "stream_not_begun", f"the stream {stream.id} has not begun yet: it waits for its turn")
+        raise refusal("stream_not_begun", f"the stream {stream.id} has not begun yet: it waits for its turn")
     if stream.has_reader and query_of(context.exchange).get("unread"):
-        raise _refused(409, "stream_is_read", f"somebody reads the stream {stream.id}")
+        raise refusal("stream_is_read", f"somebody reads the stream {stream.id}")
     stream.check_kept(0)
     streams.taken_over_total += 1
     status, fields = stream.head
@@ -76,15 +76,3 @@ async def end_kept_stream(context: ServerContext) -> None:
 
 def _stream_id(context: ServerContext) -> str:
     return context.exchange.path.split("/")[3]
-
-
-def _refused(status: int, code: str, message: str) -> Refusal:
-    return Refusal(
-        ErrorResponse(
-            status=status,
-            type="invalid_request_error",
-            code=code,
-            message=message,
-            headers=((REASON_HEADER, code),),
-        )
-    )

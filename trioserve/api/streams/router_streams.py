@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
+from trioserve.api.error_responses import refusal
 from trioserve.api.streams.detached_stream import DetachedStream
 from trioserve.api.streams.detached_streams import DetachedStreams, Wish
 from trioserve.api.streams.settings import DetachSettings
@@ -60,7 +60,7 @@ class RouterStreams(DetachedStreams):
         """Raises Refusal (404)."""
         stream = self._streams.get((owner, stream_id))
         if stream is None:
-            raise _refusal(404, "stream_not_found", f"no stream {stream_id[:80]!r} is kept here, or not any more")
+            raise refusal("stream_not_found", f"no stream {stream_id[:80]!r} is kept here, or not any more")
         return stream
 
     def head_fields(self, stream: DetachedStream, reader: int) -> HeaderFields:
@@ -94,15 +94,3 @@ class RouterStreams(DetachedStreams):
     def _expire(self, stream: DetachedStream) -> None:
         self.expired_total += not stream.over.is_set()
         super()._expire(stream)
-
-
-def _refusal(status: int, code: str, message: str) -> Refusal:
-    return Refusal(
-        ErrorResponse(
-            status=status,
-            type="invalid_request_error",
-            code=code,
-            message=message,
-            headers=((REASON_HEADER, code),),
-        )
-    )

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from trioserve.api.error_responses import REASON_HEADER, ErrorResponse, Refusal
+from trioserve.api.error_responses import Refusal, refusal
 
 __all__ = ["not_the_same"]
 
 
 def not_the_same(difference: object) -> Refusal:
     """difference: in half a sentence."""
-    return Refusal(
-        ErrorResponse(
-            status=409,
-            type="invalid_request_error",
-            code="resume_mismatch",
-            message=f"the stream is not there any more, and computed once more it is another one ({difference}): ask "
-            "again without Last-Event-ID, under another X-Request-Id",
-            headers=((REASON_HEADER, "resume_mismatch"),),
-        )
+    return refusal(
+        "resume_mismatch",
+        f"the stream is not there any more, and computed once more it is another one ({difference}): ask "
+        "again without Last-Event-ID, under another X-Request-Id",
     )
