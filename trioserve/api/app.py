@@ -301,7 +301,8 @@ class BaseApp(abc.ABC, Generic[ContextType]):
                     await operation(context)
                 except HandedOver as handed:
                     await context.finish(hand_over_event(handed))
-            context.outcome = Outcome.FINISHED
+            if context.outcome is Outcome.LEFT:  # else the handler has passed an error on
+                context.outcome = Outcome.FINISHED
         except TrioserveError as error:
             if not await context.fail(error_response(error)):
                 raise

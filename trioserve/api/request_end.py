@@ -7,7 +7,9 @@ import json
 import re
 from collections.abc import Mapping
 
-__all__ = ["Outcome", "end_line"]
+from trioserve.contracts.deadlines import Deadline
+
+__all__ = ["Outcome", "end_line", "outcome_of_error"]
 
 PLAIN = re.compile(r"[!-~]+")
 QUOTED = re.compile(r"[\"=\\]")
@@ -23,6 +25,22 @@ class Outcome(enum.StrEnum):
     """A deadline of the request passed, whatever it had by then."""
     FAILED = "failed"
     """It broke off: an error came when the head of the response was out."""
+
+
+DEADLINE_REASONS = frozenset({*(deadline.value for deadline in Deadline), "deadline_exceeded"})
+
+
+def outcome_of_error(status: int, reason: str | None, *, has_begun: bool) -> Outcome:
+    """Classify a request that ended with an error, its own or an endpoint's.
+
+    Args:
+        status: of the error.
+        reason: its code, or what the header for programs says.
+        has_begun: the head of a response was sent before the error.
+    """
+    if status == 504 or reason in DEADLINE_REASONS:
+        return Outcome.DEADLINE
+    return Outcome.FAILED if has_begun else Outcome.REFUSED
 
 
 def end_line(fields: Mapping[str, object]) -> str:

@@ -9,7 +9,7 @@ import trio
 
 from trioserve.api.caller import ANYBODY, Caller
 from trioserve.api.error_responses import REASON_HEADER, ErrorResponse
-from trioserve.api.request_end import Outcome
+from trioserve.api.request_end import Outcome, outcome_of_error
 from trioserve.api.sse import encode
 from trioserve.api.surface import OPENAI, REQUEST_ID_HEADER, Surface
 from trioserve.api.unread_fields import IGNORED_HEADER, shown_names
@@ -132,10 +132,7 @@ class Responder:
     async def fail(self, error: ErrorResponse) -> bool:
         """Tell the client of an error: as a response, or, in a stream, as its last event. False if it is too late."""
         self.reason = dict(error.headers).get(REASON_HEADER) or error.code or error.type
-        if error.status == 504:
-            self.outcome = Outcome.DEADLINE
-        else:
-            self.outcome = Outcome.FAILED if self.exchange.started else Outcome.REFUSED
+        self.outcome = outcome_of_error(error.status, self.reason, has_begun=self.exchange.started)
         if not self.exchange.started:
             body = self.surface.body(error, self.request_id)
             status = self.surface.status(error)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from trioserve.api.caller import CallerKind
-from trioserve.api.error_responses import Refusal, refusal
+from trioserve.api.error_responses import REASON_HEADER, Refusal, refusal
 from trioserve.api.openai.request_types import decode_body
 from trioserve.api.operations.hand_over import HAND_OVER
 from trioserve.api.operations.live_requests import REQUEST_PATH
@@ -245,6 +245,8 @@ async def _pass_on(context: RouterContext, response: RemoteResponse, id: Endpoin
     if whole is not None:
         if context.exchange.method == "POST" and response.status < 300 and (made := object_id_in(whole)):
             context.kept.remember(made, KeptObject(id, owner_of(context)))
+        if response.status >= 400:
+            context.note_error(response.status, response.header(REASON_HEADER))
         await context.respond(response.status, response_headers(context, response), whole)
         return
     await context.start(response.status, response_headers(context, response), is_events=is_events)

@@ -63,7 +63,14 @@ async def forward(context: RouterContext) -> None:
         await _forward(context)
     except (Overloaded, Refusal) as refusal:
         reason = refusal.reason if isinstance(refusal, Overloaded) else refusal.response.code
-        logger.info("refused request=%s reason=%s endpoint=%s", context.request_id, reason, context.endpoint or "none")
+        is_late = isinstance(refusal, Refusal) and refusal.response.status == 504
+        logger.info(
+            "%s request=%s reason=%s endpoint=%s",
+            "deadline passed" if is_late else "refused",
+            context.request_id,
+            reason,
+            context.endpoint or "none",
+        )
         raise
 
 

@@ -164,7 +164,7 @@ async def handle_failure(
                 raise EndpointLost(f'the endpoint "{id}" answered with status {failure.response.status}')
             await _pass_on(context, failure.response, failure.body)
         elif isinstance(failure, StreamFailed):
-            await _end_with(context, failure.event)
+            await _end_with(context, failure)
         else:
             raise failure
         return True
@@ -199,14 +199,15 @@ async def _go_on(context: RouterContext, admission: AdmissionScope, failure: Ref
     if continuation is not None and continuation.goes_on(context, admission, fault, lost, is_certain=is_certain):
         return False
     if isinstance(lost, StreamFailed) and not isinstance(admission.refusal, RequestPoisoned):
-        await _end_with(context, lost.event)
+        await _end_with(context, lost)
         return True
     raise admission.refusal or lost
 
 
-async def _end_with(context: RouterContext, events: bytes) -> None:
-    """These are the last of the stream, and say how it ended."""
-    await context.finish(events)
+async def _end_with(context: RouterContext, failure: StreamFailed) -> None:
+    """End the stream with the error that its endpoint sent."""
+    context.note_error(context.status or 200, failure.code)
+    await context.finish(failure.event)
 
 
 async def lease(context: RouterContext, admission: AdmissionScope, clock: RequestClock) -> EndpointId:
@@ -545,6 +546,7 @@ def _last_event(context: RouterContext, admission: AdmissionScope, stream: Conti
         _check_first_event(context, stream.failure)
     if not ends_on_purpose(code):
         raise StreamFailed(context.endpoint, code, stream.failure)
+    context.note_error(context.status or 200, code)
     return stream.failure
 
 
@@ -573,6 +575,8 @@ async def _pass_on(context: RouterContext, response: RemoteResponse, body: bytes
     if context.exchange.started:
         # The head of a response is out already, so its status cannot be told any more.
         raise EndpointLost(f"the endpoint answered with status {response.status} when it was asked again")
+    if response.status >= 400:
+        context.note_error(response.status, response.header(REASON_HEADER) or error_code(body))
     await context.respond(response.status, response_headers(context, response), body)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, quote, urlencode
 
 from trioserve.api.caller import AccessRules
+from trioserve.api.request_end import outcome_of_error
 from trioserve.api.responder import TENANT_HEADER, Responder
 from trioserve.contracts.deadlines import Deadlines
 from trioserve.contracts.endpoint import CONTINUATION_BYTES_MAX, DISAGGREGATED_PROMPT_TOKENS_MIN, EndpointId, Stage
@@ -215,6 +216,11 @@ class RouterContext(Responder):
         if held is not None:
             self.status = held[0]
             await self.exchange.start(*held)
+
+    def note_error(self, status: int, reason: str | None) -> None:
+        """Note that the response is an endpoint's error, passed on as it came, or ends with one."""
+        self.reason = reason or f"status_{status}"
+        self.outcome = outcome_of_error(status, reason, has_begun=self.exchange.started)
 
     async def respond(self, status: int, headers: HeaderFields, body: bytes) -> None:
         """The same, whole."""
