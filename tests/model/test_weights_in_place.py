@@ -26,8 +26,7 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.weights import SharedWeights
 from trioserve.engine.engine import Engine
 from trioserve.model import weight_replacement
-from trioserve.model.loading.shared_weights import SEGMENTS
-from trioserve.model.weight_replacement import StoredWeights
+from trioserve.model.weight_replacement import SEGMENTS, StoredWeights
 from trioserve.model.weights import fill_slots
 from trioserve.rollouts import publish_weights
 

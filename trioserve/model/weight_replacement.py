@@ -6,6 +6,7 @@ Where it ends halfway, the model has weights of both, and nobody may compute wit
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,9 +17,9 @@ from trioserve.model.loading.arriving_tensor import ArrivingTensor
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve.model.loading.described_tensors import check_same_model, described_tensors
 from trioserve.model.loading.fields import one_line
-from trioserve.model.loading.file_identity import identities_of
+from trioserve.model.loading.file_tensor import PLAIN_DTYPES, FileTensor
 from trioserve.model.loading.read_ahead import weight_files
-from trioserve.model.loading.shared_weights import shared_file, shared_tensors
+from trioserve.model.loading.safetensors import tensors_in_file
 from trioserve.model.loading.stored_tensor import StoredTensor
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import Values
@@ -27,7 +28,73 @@ from trioserve.model.weights import fill_slot, fill_slots, paired
 if TYPE_CHECKING:
     from trioserve.model.runner import ModelRunner
 
-__all__ = ["ArrivingWeights", "DividedModel", "StoredWeights"]
+__all__ = ["SEGMENTS", "ArrivingWeights", "DividedModel", "StoredWeights"]
+
+
+SEGMENTS = Path("/dev/shm")
+"""Where Linux shows the segments of POSIX shared memory as files."""
+
+NAME_CHARACTERS_MAX = 200
+
+
+def shared_file(name: str) -> Path:
+    """Return the file of a segment of shared memory, which need not exist.
+
+    Args:
+        name: of the segment.
+
+    Raises:
+        ModelLoadError: the name cannot be one of a segment.
+    """
+    if not name or len(name) > NAME_CHARACTERS_MAX or name != Path(name).name or not name.isprintable():
+        raise ModelLoadError("a segment of shared memory is called by a plain name, without slashes")
+    return SEGMENTS / name
+
+
+def shared_tensors(name: str) -> dict[str, FileTensor]:
+    """Read the tensors of a segment of shared memory, whose content is that of a safetensors file.
+
+    Args:
+        name: of the segment, into which another process of this machine has put weights.
+
+    Returns:
+        Tensors by their names in the segment.
+
+    Raises:
+        ModelLoadError: there is no such segment, or it holds something else.
+    """
+    path = shared_file(name)
+    try:
+        return tensors_in_file(path, tuple(PLAIN_DTYPES))
+    except FileNotFoundError:
+        raise ModelLoadError(f"there is no segment {name} of shared memory on this machine") from None
+    except OSError as error:
+        raise ModelLoadError(f"cannot read the segment {name} of shared memory: {error.strerror or error}") from error
+
+
+class FileIdentity(NamedTuple):
+    """Identity of a file's content. It changes when the file is written or replaced."""
+
+    device: int
+    inode: int
+    byte_count: int
+    written_ns: int
+
+
+def identities_of(paths: Iterable[Path]) -> dict[Path, FileIdentity]:
+    """Read the identities of files without opening them.
+
+    Args:
+        paths: files. One that does not exist is left out of the result.
+    """
+    found = {}
+    for path in paths:
+        try:
+            status = os.stat(path)
+        except OSError:
+            continue
+        found[path] = FileIdentity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    return found
 
 
 class DividedModel(NamedTuple):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
-from trioserve.model.loading.dequantize import dequantize
+from trioserve.model.loading.gguf_checkpoint import dequantize
 from trioserve.model.loading.names import tensor_shapes
 from trioserve.model.loading.stored_tensor import StoredTensor
 from trioserve.model.number_formats import Float32Array

@@ -5,15 +5,17 @@ A model with a head for that judges each pair; of any other model the texts beco
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
+
+import trio
 
 from trioserve.api.embeddings.pooling import pool
 from trioserve.api.embeddings.request_types import PooledBody, RerankBody, ScoreBody
 from trioserve.api.embeddings.response_types import PooledUsage
-from trioserve.api.embeddings.similarity import cosines
 from trioserve.api.request_context import RequestContext
 from trioserve.contracts.errors import InvalidRequest
-from trioserve.contracts.pooling import PoolingParams, TextPair
+from trioserve.contracts.pooling import Pooled, PoolingParams, TextPair
 
 __all__ = ["rerank", "score"]
 
@@ -21,6 +23,30 @@ DOCUMENTS_MAX = 1024  # with the query they are within the inputs that one reque
 
 Name = Callable[[int], str]
 """What a text is called in an error, by its index."""
+
+
+PIECE_NUMBERS_MAX = 50_000  # multiplied in a few milliseconds; after as many, others get their turn
+
+
+async def cosines(left: Sequence[Pooled], right: Sequence[Pooled]) -> list[float]:
+    """Compute cosine similarities of vectors of length 1. Other tasks run in between.
+
+    Args:
+        left: one vector, or as many as `right` has.
+        right: each is compared with the vector of the same index on the left, or with the only one.
+    """
+    found: list[float] = []
+    number_count = 0
+    first = left[0].values()
+    for index, one in enumerate(right):
+        other = first if len(left) == 1 else left[index].values()
+        product = sum(map(operator.mul, other, one.values()))
+        found.append(max(-1.0, min(1.0, product)))
+        number_count += len(one)
+        if number_count >= PIECE_NUMBERS_MAX:
+            number_count = 0
+            await trio.lowlevel.checkpoint()
+    return found
 
 
 async def rerank(context: RequestContext) -> None:

@@ -16,7 +16,6 @@ from trioserve.api.images.descriptions import OPERATIONS
 from trioserve.api.images.edit_places import EditPlaces
 from trioserve.api.images.image_context import ImageContext
 from trioserve.api.images.image_models import list_image_models, read_image_model
-from trioserve.api.images.live_images import list_image_requests
 from trioserve.api.images.picture_threads import PictureThreads
 from trioserve.api.images.pictures import EDITS_PATH, GENERATIONS_PATH, change_images, create_images
 from trioserve.api.images.unsent_pictures import UnsentPictures
@@ -56,6 +55,29 @@ TEXT_PATHS = (
     "/api/generate",
 )
 """Where others make texts, or take them apart."""
+
+
+async def list_image_requests(context: ImageContext) -> None:
+    views = context.engine.live_requests(owner=context.caller.lists)
+    await context.respond_json(
+        {
+            "object": "list",
+            "data": [
+                {
+                    "id": view.id,
+                    "object": "request",
+                    "state": view.state,
+                    "phase": view.phase.value,
+                    "priority": view.priority,
+                    "age_seconds": round(view.age_seconds, 3),
+                    "pictures": view.picture_count,
+                    "steps_done": view.steps_done,
+                    "step_count": view.step_count,
+                }
+                for view in views
+            ],
+        }
+    )
 
 
 async def read_image_openapi(context: ImageContext) -> None:

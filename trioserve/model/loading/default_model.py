@@ -3,13 +3,16 @@ which is downloaded."""
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import re
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from trioserve.contracts.errors import ModelLoadError
-from trioserve.model.loading.hub_progress import watched_by
 from trioserve.model.loading.packaged_model import PACKAGED_MODELS, Progress, find_packaged, pull_packaged
 
 __all__ = [
@@ -29,6 +32,37 @@ _WEIGHTS = "*.safetensors"
 _HUB_FILES = ["*.json", _WEIGHTS, "*.jinja", "*.txt", "tokenizer.model"]
 # Folders and consolidated files hold the same weights a second time, in their makers' own formats.
 _HUB_FILES_IGNORED = ["*/*", "consolidated*"]
+
+
+def watched_by(progress: Callable[[int, int], None]) -> type:
+    """Make an invisible progress bar for the parameter tqdm_class of huggingface_hub, which brings tqdm.
+
+    huggingface_hub updates one bar with the bytes received and another one with the bytes written, over all files. The
+    larger number is passed on.
+
+    Args:
+        progress: called from any thread with the bytes done and the bytes of all files.
+    """
+    from tqdm import tqdm
+
+    bytes_most = 0
+
+    class Watched(tqdm):  # type: ignore[misc]  # it brings no types
+        monitor_interval = 0  # otherwise a thread
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            options.pop("name", None)
+            super().__init__(*arguments, **{**options, "file": io.StringIO(), "disable": False})
+
+        def display(self, *_: Any, **__: Any) -> bool:
+            nonlocal bytes_most
+            if self.unit == "B" and self.total and self.n >= bytes_most:
+                bytes_most = self.n
+                progress(self.n, self.total)
+            return True
+
+    Watched.set_lock(threading.RLock())  # otherwise one between processes
+    return Watched
 
 
 def find_default_model(name: str) -> Path | None:

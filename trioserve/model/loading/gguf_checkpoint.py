@@ -6,6 +6,11 @@ import functools
 from collections.abc import Iterator
 from pathlib import Path
 
+import gguf.constants
+import gguf.quants
+import numpy as np
+import numpy.typing as npt
+
 from trioserve.model.loading.gguf import GgufTensor, read_gguf
 from trioserve.model.loading.gguf_config import (
     ROPE_FACTORS_NAMES,
@@ -27,9 +32,26 @@ from trioserve.model.loading.vision_part import VisionPart
 from trioserve.model.model_config import ModelConfig
 from trioserve.model.number_formats import Dtype, Values
 
-__all__ = ["GgufCheckpoint"]
+__all__ = ["GgufCheckpoint", "dequantize"]
 
 _PLAIN_DTYPES: dict[str, Dtype] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def dequantize(storage_name: str, blocks: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+    """Dequantize blocks with the gguf package, which makes several temporary copies.
+
+    Args:
+        storage_name: a quantized type, as in gguf.STORAGE_TYPES.
+        blocks: uint8 [blocks, bytes of a block], contiguous. Pass at most as many as the CPU's caches hold.
+
+    Returns:
+        The values of all blocks in order. Scales that are not finite give values that are not finite.
+    """
+    with np.errstate(invalid="ignore", over="ignore"):
+        # As one row: the package works on rows in groups of 16, and many short ones would cost ten times as much.
+        kind = gguf.constants.GGMLQuantizationType[storage_name]
+        values: npt.NDArray[np.float32] = gguf.quants.dequantize(blocks.reshape(1, -1), kind)
+    return values
 
 
 class GgufCheckpoint:
@@ -86,7 +108,7 @@ class GgufCheckpoint:
         plain = _PLAIN_DTYPES.get(storage.name)
         if plain is not None:
             return read_plain(path, tensor.offset, tensor.shape, plain, wanted)
-        from trioserve.model.loading.dequantize import dequantize  # needs the gguf package: plain files do not
+        from trioserve.model.loading.gguf_checkpoint import dequantize  # needs the gguf package: plain files do not
 
         return read_blocks(
             path,

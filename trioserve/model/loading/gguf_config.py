@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.families.model_fields import ModelFields, is_long
 from trioserve.model.families.registry import family_named, family_of_gguf
 from trioserve.model.loading.fields import Fields
-from trioserve.model.loading.gguf import GgufFile, read_float32s
+from trioserve.model.loading.gguf import GgufFile, GgufTensor, read_float32s
 from trioserve.model.loading.gguf_hybrids import delta_values, falcon_h1_values, hybrid_values, mamba2_values
-from trioserve.model.loading.gguf_streams import streams_values
 from trioserve.model.loading.unread_fields import warn_of_unread
 from trioserve.model.model_config import Dtype, ModelConfig, RopeScaling
 
@@ -105,6 +105,28 @@ _SCORINGS = {1: "softmax", 2: "sigmoid"}  # llama.cpp's numbers
 _END_TOKEN_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 # What ends a response beside these, by the file's architecture: no key names a call's end.
 _END_TOKENS = {"gpt-oss": ("<|return|>", "<|call|>")}
+
+
+def streams_values(fields: Fields, architecture: str | None, tensors: Mapping[str, GgufTensor]) -> dict[str, object]:
+    """Read values of models with several hidden streams (Gemma 3n) that no key states, from the shapes of tensors.
+
+    Args:
+        fields: metadata of the file.
+        architecture: of the file. Any other than gemma3n has no such values.
+        tensors: by name.
+
+    Returns:
+        Values by key. Sizes of MLPs are a list, because they may differ from layer to layer.
+
+    Raises:
+        ModelLoadError: a key has a wrong type.
+    """
+    if architecture != "gemma3n":
+        return {}
+    key = f"{architecture}.feed_forward_length"
+    values: dict[str, object] = {key: list(fields.wholes(key))}
+    shapes = {"laurel_rank": "blk.0.laurel_l.weight", "vocab_size_per_layer_input": "per_layer_token_embd.weight"}
+    return values | {field: tensors[name].shape[0] for field, name in shapes.items() if name in tensors}
 
 
 def model_config_from(file: GgufFile, context_tokens: int | None = None) -> ModelConfig:
