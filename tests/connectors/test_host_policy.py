@@ -590,7 +590,7 @@ def test_an_abandoned_load_stops_at_its_next_piece_and_is_reported_once(make):
 
     run(stage, begin(stage, Lane.LOAD, abandon))
     assert [stage.pages.content(block) for block in range(16, 20)] == seen[0]
-    assert stage.events() == [LoadFailed(request.id, "nobody waits for it any more")]
+    assert stage.events() == [LoadFailed(request.id, "the request does not need it any more")]
     stage.host.load_abandoned(request.id)
     stage.work()
     assert stage.events() == []
@@ -602,7 +602,7 @@ def test_an_abandoned_load_that_has_not_begun_is_over_at_once(make):
     stage.save(tokens_of("a", 8))
     request = stage.start(tokens_of("a", 8))
     stage.host.load_abandoned(request.id)
-    assert stage.events() == [LoadFailed(request.id, "nobody waits for it any more")]
+    assert stage.events() == [LoadFailed(request.id, "the request does not need it any more")]
     stage.check()
 
 

@@ -262,7 +262,7 @@ async def test_a_long_load_lets_others_in_between(autojump_clock, monkeypatch):
         before = here.pages.content(9)
         here.host.load_abandoned(RequestId("b"))
         here.threads.go_on()
-        assert await here.reports() == [LoadFailed(RequestId("b"), "nobody waits for it any more")]
+        assert await here.reports() == [LoadFailed(RequestId("b"), "the request does not need it any more")]
         assert here.pages.content(9) == before
 
 

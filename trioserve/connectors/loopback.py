@@ -144,7 +144,7 @@ class LoopbackConnector:
         reading = self._readings.get(request_id)
         if reading is not None:
             self._counts["loads_abandoned_total"] += 1
-            self.end(reading, LoadFailed(request_id, "nobody waits for it any more"))
+            self.end(reading, LoadFailed(request_id, "the request does not need it any more"))
 
     def request_finished(
         self,

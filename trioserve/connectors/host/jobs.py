@@ -237,7 +237,7 @@ class Loading:
             if problem is not None:
                 return LoadOutcome(arrived, f"block {part.index}: {problem}", is_bad=True)
             if not copy_in(self._pages, part.block, content, part.token_count, self.gate):
-                return LoadOutcome(arrived, "nobody waits for it any more")
+                return LoadOutcome(arrived, "the request does not need it any more")
             arrived.append(read)
         return LoadOutcome(arrived)
 

@@ -158,7 +158,7 @@ class HostPolicy:
         if load is None:
             return  # its end waits to be told
         load.is_abandoned = True
-        load.problem = "nobody waits for it any more"
+        load.problem = "the request does not need it any more"
         load.gate.is_wanted = False
         self._end_unless_begun(load)
 

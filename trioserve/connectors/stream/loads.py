@@ -1,13 +1,12 @@
-"""The reader's side: which loads are out, how far each has come, and what their holders have to be told.
+"""Loads from other engines: their progress, their retries, and the messages that are due to the holders.
 
-    start_load ──► alive ──► all of it came, and the hold lived to the end ──► Loaded
-                         ──► refused, or broken too often or for too long ───► LoadFailed
-                         ──► abandoned ──────────────────────────────────────► LoadFailed
-                         ──► its deadline in the core ───────────────────────► (nothing)
+    start_load ──► alive ──► all chunks arrived, and the hold lasted to the end ──► Loaded
+                         ──► refused, or failed too often or for too long ────────► LoadFailed
+                         ──► abandoned ───────────────────────────────────────────► LoadFailed
+                         ──► its deadline in the core passed ─────────────────────► (no event)
 
-A load that has ended never lives again. Whoever brings its bytes asks `is_alive` before each of them is written, and is
-stopped in the call that ends it. From the end of the last load of a hold on, its holder is to be told that nothing more
-will be read of it.
+A load that has ended never becomes alive again. The call that ends a load also stops its transfer. A transfer checks
+`is_alive` each time before it writes to the blocks. When the last load of a hold ends, the holder gets a release.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from trioserve.contracts.kv_transfer import HoldKind, Loaded, LoadFailed
 
 __all__ = ["Load", "LoadEnd", "Loads"]
 
-RETRIES_MAX = 8  # of one load, however far it came in between
-QUIET_SECONDS_MAX = 8.0  # a hold lasts ten without a sign of life: soon after this there is nothing to come back to
-RETRY_SECONDS = (0.0, 0.05, 0.2, 0.5, 1.0)  # by how often it broke since the last chunk that came
-DEAF_MAX = 3  # refused connections in a row: an engine listens as long as it holds anything
-NEWS_MAX = 1_000  # releases that wait to be told to one holder; of those beyond, it learns by the deadline
+RETRIES_MAX = 8  # limit per load, also if chunks arrived between the failures
+QUIET_SECONDS_MAX = 8.0  # a hold ends after ten seconds without a reader, so later retries would fail
+RETRY_SECONDS = (0.0, 0.05, 0.2, 0.5, 1.0)  # by the number of failures since the last chunk arrived
+DEAF_MAX = 3  # refused connections in a row; an engine that holds blocks also listens
+NEWS_MAX = 1_000  # unsent releases per holder; further holds end by their deadline
 
 
 class LoadEnd(enum.Enum):
@@ -44,10 +43,25 @@ def _nobody() -> None:
 
 
 class Load(msgspec.Struct, eq=False):
-    """KV that is to be read into blocks: token_count positions from `start` on, position p in block_table[p //
-    block_size]. proof: of all tokens up to their end. asked_count: of the positions and those before them that lie in
-    no block, behind a sliding window. next_chunk: the first one that has not come. begun_at: when its turn came. stop:
-    of the task that brings it."""
+    """Load of KV from another engine into blocks of this engine.
+
+    Attributes:
+        request_id: Request that needs the KV.
+        origin: Engine and request that hold the KV.
+        block_table: Blocks of the request. Position p is in block_table[p // block_size].
+        start: First position to read.
+        token_count: Number of positions to read.
+        proof: Hash of all tokens up to the last position (see proof.py).
+        asked_count: Number of positions that the core asked for. It includes positions behind a sliding window, which
+            have no block and are not read.
+        is_alive: False once the load has ended.
+        next_chunk: Index of the first chunk that has not arrived.
+        retries: Number of failures since the start of the load.
+        retries_in_a_row: Number of failures since the last chunk arrived.
+        begun_at: Time in seconds when the transfer began. Loads above the limit `reads_max` wait before it.
+        quiet_since: Time in seconds when the last chunk arrived, or when the transfer began. None before it began.
+        stop: Stops the task that transfers the chunks.
+    """
 
     request_id: RequestId
     origin: Origin
@@ -66,16 +80,22 @@ class Load(msgspec.Struct, eq=False):
 
 
 class Loads:
-    """All calls are O(1) unless they say otherwise. on_work: called when there is a new load, or something to tell a
-    holder."""
+    """All loads of this engine.
+
+    Cost: O(1) per call, unless a method says more.
+
+    Args:
+        reports: Receives the events for the core.
+        on_work: Called when there is a new load, or a message for a holder.
+    """
 
     def __init__(self, reports: Reports, on_work: Callable[[], None]) -> None:
         self._reports = reports
         self._on_work = on_work
         self._out: dict[RequestId, Load] = {}
         self._new: deque[Load] = deque()
-        self._readers: dict[Source, Counter[str]] = {}  # of each hold, how many of our loads read it
-        self._news: dict[Source, dict[str, None]] = {}  # releases that the holder does not know of yet
+        self._readers: dict[Source, Counter[str]] = {}  # number of loads per hold, by holder
+        self._news: dict[Source, dict[str, None]] = {}  # releases that the holder has not received yet
         self._urgent: set[Source] = set()
         self.ends: Counter[LoadEnd] = Counter()
         self.resumed_total = 0
@@ -96,7 +116,17 @@ class Loads:
         *,
         asked_count: int | None = None,
     ) -> None:
-        """asked_count: token_count if it is None. origin: where it is, or why it cannot be had."""
+        """Start a load, or report its failure if its origin is invalid.
+
+        Args:
+            request_id: Request that needs the KV.
+            origin: Engine and request that hold the KV, or a sentence that says why there is none.
+            block_table: Blocks of the request. Position p is in block_table[p // block_size].
+            start: First position to read.
+            token_count: Number of positions to read.
+            proof: Hash of all tokens up to the last position (see proof.py).
+            asked_count: Number of positions that the core asked for. None means `token_count`.
+        """
         if isinstance(origin, str):
             self.ends[LoadEnd.FAILED] += 1
             self._reports.add(LoadFailed(request_id, origin))
@@ -112,7 +142,7 @@ class Loads:
     def abandoned(self, request_id: RequestId) -> None:
         load = self._out.get(request_id)
         if load is not None:
-            self._end(load, LoadEnd.ABANDONED, LoadFailed(request_id, "nobody waits for it any more"))
+            self._end(load, LoadEnd.ABANDONED, LoadFailed(request_id, "the request does not need it any more"))
 
     def expired(self, request_id: RequestId) -> None:
         load = self._out.get(request_id)
@@ -121,7 +151,11 @@ class Loads:
         self._reports.forget(HoldKind.LOAD, request_id)
 
     def not_needed(self, origin: Origin) -> None:
-        """A request has ended that never loaded what is held for it."""
+        """Release the hold of a request that ended without a load, unless another load reads it.
+
+        Args:
+            origin: Hold that was made for the request.
+        """
         readers = self._readers.get(origin.source)
         if readers is None or origin.request_id not in readers:
             self._release(origin)
@@ -129,35 +163,63 @@ class Loads:
     # --- the transport's side ---
 
     def take_new(self) -> tuple[Load, ...]:
-        """Those that nobody brings yet."""
+        """Return the loads whose transfer has not been started, and remove them from the list of new loads."""
         taken = tuple(load for load in self._new if load.is_alive)
         self._new.clear()
         return taken
 
     def came(self, load: Load, now: float) -> None:
-        """One chunk more is in its place, and right."""
+        """Record that the next chunk is in the blocks and its checksum is right.
+
+        Args:
+            load: Load of the chunk.
+            now: Current time in seconds.
+        """
         load.next_chunk += 1
         load.retries_in_a_row = 0
         load.quiet_since = now
 
     def complete(self, load: Load) -> None:
-        """Everything came, and the holder has said that it was right to the end."""
+        """End a load whose chunks all arrived, after the holder confirmed that the hold was alive to the end.
+
+        Args:
+            load: Load to end. Nothing happens if it has ended.
+        """
         if load.is_alive:
             self._end(load, LoadEnd.COMPLETED, Loaded(load.request_id, load.asked_count))
 
     def failed(self, load: Load, message: str) -> None:
-        """For good."""
+        """End a load that cannot be retried.
+
+        Args:
+            load: Load to end. Nothing happens if it has ended.
+            message: Reason for the failure.
+        """
         if load.is_alive:
             self._end(load, LoadEnd.FAILED, LoadFailed(load.request_id, f"{load.origin.source}: {message}"))
 
     def begun(self, load: Load, now: float) -> None:
-        """Its turn has come: patience with its holder counts from here."""
+        """Record that the transfer of a load begins. The limit QUIET_SECONDS_MAX counts from here.
+
+        Args:
+            load: Load that begins.
+            now: Current time in seconds.
+        """
         load.begun_at = now
         load.quiet_since = now
 
     def broken(self, load: Load, message: str, now: float, *, is_deaf: bool = False) -> float | None:
-        """Its connection failed; is_deaf: there is nobody to connect to. Returns in how many seconds to go on with
-        another one; None: never, it has failed."""
+        """Record that the connection of a load failed, and decide when to retry.
+
+        Args:
+            load: Load whose connection failed.
+            message: Reason, reported if the load fails.
+            now: Current time in seconds.
+            is_deaf: True if the holder refused the connection.
+
+        Returns:
+            Seconds to wait before the retry. None if the load has ended, now or before.
+        """
         if not load.is_alive:
             return None
         load.retries += 1
@@ -175,7 +237,16 @@ class Loads:
         return seconds
 
     def tells(self, source: Source) -> list[Tell]:
-        """What a holder has to be told now: what is still wanted of it, and what no more. O(loads from there)."""
+        """Build the TELL messages that are due to a holder.
+
+        Args:
+            source: Holder that gets the messages.
+
+        Returns:
+            Messages with all holds that are still needed and all unsent releases. Empty if there are none.
+
+        Cost: O(loads from the holder).
+        """
         keep = list(self._readers.get(source, ()))
         release = list(self._news.get(source, ()))
         size = TELL_IDS_MAX // 2
@@ -185,13 +256,21 @@ class Loads:
         ]
 
     def take_urgent(self) -> tuple[Source, ...]:
-        """Those that have to be told something at once."""
+        """Return the holders that need a message now, and clear the list."""
         taken = tuple(self._urgent)
         self._urgent.clear()
         return taken
 
     def told(self, source: Source, tell: Tell, gone: Iterable[str]) -> None:
-        """It knows, and these of the wanted ones it does not have. O(loads)."""
+        """Record that a holder answered a TELL, and fail the loads whose holds are gone.
+
+        Args:
+            source: Holder that answered.
+            tell: Message that it answered.
+            gone: Holds that are needed, but no longer exist.
+
+        Cost: O(loads).
+        """
         self._told(source, tell.release)
         lost = set(gone)
         if lost:
@@ -200,11 +279,15 @@ class Loads:
                     self.failed(load, "it does not hold the blocks any more")
 
     def cannot_tell(self, source: Source) -> None:
-        """It cannot be reached. What it has not heard it will learn from its deadlines."""
+        """Drop the releases for a holder that cannot be reached. Its holds end by their deadlines.
+
+        Args:
+            source: Holder that cannot be reached.
+        """
         self._news.pop(source, None)
 
     def stop(self) -> None:
-        """Nobody will be there to bring anything."""
+        """Fail all loads, because the transport has ended."""
         for load in tuple(self._out.values()):
             self.failed(load, "this engine's connector has ended")
         self._new.clear()

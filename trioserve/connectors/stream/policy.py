@@ -1,8 +1,8 @@
-"""What a connector between two processes answers the core, and what it keeps of what it was told.
+"""Decisions of a connector between two processes: answers to the core, and the state of all transfers.
 
-Either side may be both holder and reader. Sends are what others may read here, loads what is read elsewhere; Reports is
-what the core will hear. Nothing here waits or looks at a clock: whoever moves the bytes (transport.py) asks the books
-before each of them, and enters what came of it.
+An engine may be both holder and reader. `Sends` tracks blocks that other engines may read here. `Loads` tracks blocks
+that this engine reads from other engines. `Reports` queues events for the core. Nothing here waits or reads a clock.
+The transport (transport.py) moves the bytes. It asks this code before each piece, and reports the outcome.
 """
 
 from __future__ import annotations
@@ -39,10 +39,17 @@ NAMED_COUNTS = (
 
 
 class StreamPolicy:
-    """A KVConnector (contracts.kv_transfer).
+    """KVConnector (see contracts.kv_transfer) that moves KV over TCP connections.
 
-    on_work: called when the transport has something to do. key: with which engines of this group sign where KV is held.
-    address: where readers find this engine, once it listens; until then it holds nothing for anybody.
+    Args:
+        setup: Engine id, KV cache and wake function of the engine.
+        options: Options of the connector.
+        on_work: Called when the transport has something to do.
+        key: Key with which the engines of this group sign their addresses.
+
+    Attributes:
+        address: Host and port where readers find this engine. None until the engine listens. Without an address, the
+            engine holds no blocks for readers.
     """
 
     knows_windows = True
@@ -58,10 +65,17 @@ class StreamPolicy:
         self.loads = Loads(self.reports, on_work)
         self.address: tuple[str, int] | None = None
         self.totals: dict[str, float] = dict.fromkeys(NAMED_COUNTS, 0)
-        self._asked: set[RequestId] = set()  # live requests whose load was started: their holders know, or will
+        self._asked: set[RequestId] = set()  # live requests whose load has started; Loads releases their holds
 
     def num_matched_tokens(self, request: EngineRequest, computed_count: int) -> int:
-        """What cannot be believed matches the whole prompt: it becomes a load that fails, and says why."""
+        """Return how many tokens after the computed ones another engine holds, without the last known token.
+
+        Invalid kv_transfer_params match the whole prompt. They become a load that fails and reports the reason.
+
+        Args:
+            request: Request whose prompt is looked up.
+            computed_count: Number of tokens whose KV this engine already has.
+        """
         params = request.kv_transfer
         if params is None or not params.do_remote_prefill:
             return 0
@@ -83,7 +97,11 @@ class StreamPolicy:
         self.loads.start(request.id, origin, tuple(block_table), start, end - start, proof, asked_count=token_count)
 
     def load_abandoned(self, request_id: RequestId) -> None:
-        """Nothing is written from this return on."""
+        """Stop a load. After the return, nothing writes to its blocks.
+
+        Args:
+            request_id: Request whose load is stopped.
+        """
         self.loads.abandoned(request_id)
 
     def request_finished(
@@ -127,7 +145,11 @@ class StreamPolicy:
         return signed(params, self.key)
 
     def request_aborted_after_finish(self, request_id: RequestId) -> None:
-        """Nothing is read from this return on."""
+        """End the hold of a request. After the return, nothing reads its blocks.
+
+        Args:
+            request_id: Request whose hold is ended.
+        """
         self.sends.aborted(request_id)
 
     def hold_expired(self, request_id: RequestId, kind: HoldKind) -> None:
@@ -140,7 +162,7 @@ class StreamPolicy:
         return self.reports.take()
 
     def counts(self) -> dict[str, float]:
-        """Totals: NAMED_COUNTS, and how sends and loads have ended."""
+        """Return totals since the start: NAMED_COUNTS, and sends and loads by the way they ended."""
         sends, loads = self.sends.ends, self.loads.ends
         return {
             **self.totals,
@@ -151,7 +173,7 @@ class StreamPolicy:
         }
 
     def stop(self) -> None:
-        """The transport has ended: nothing is read or written any more, and nothing will be."""
+        """End all loads and holds, because the transport has ended."""
         self.address = None
         self.loads.stop()
         self.sends.stop()

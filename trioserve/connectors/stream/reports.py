@@ -1,5 +1,4 @@
-"""What the core is to be told when it asks for progress: in order, once for each hold, and nothing about one that has
-expired."""
+"""Transfer events that wait until the core asks for progress."""
 
 from __future__ import annotations
 
@@ -12,9 +11,13 @@ __all__ = ["Reports"]
 
 
 class Reports:
-    """Bounded by what is out: a load or a hold has one entry, and its end takes the place of a sign of life.
+    """Ordered queue with at most one event per load or hold, so the active transfers bound its size.
 
-    wake: called when there is something to tell."""
+    A newer event of a load or hold replaces the older one and moves to the end.
+
+    Args:
+        wake: Called after an event is added.
+    """
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
@@ -27,7 +30,12 @@ class Reports:
         self._wake()
 
     def forget(self, kind: HoldKind, request_id: RequestId) -> None:
-        """The hold has expired: what was not asked for in time is not told any more."""
+        """Drop the event of a hold that has expired, because the core does not expect it any more.
+
+        Args:
+            kind: Direction of the hold.
+            request_id: Request of the hold.
+        """
         self._waiting.pop((kind, request_id), None)
 
     def take(self) -> tuple[TransferEvent, ...]:

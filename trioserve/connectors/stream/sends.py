@@ -1,11 +1,11 @@
-"""The holder's side: which blocks of finished requests others may read, and until when.
+"""Holds on the blocks of finished requests, which other engines may read until the hold ends.
 
-    request_finished ──► held ──► a reader has what it wanted, or wants it no more ──► Released
-                              ──► aborted here ──────────────────────────────────────► Released
-                              ──► its deadline in the core ──────────────────────────► (nothing)
+    request_finished ──► held ──► the reader has finished, or needs no blocks ──► Released
+                              ──► aborted in this engine ───────────────────────► Released
+                              ──► its deadline in the core passed ──────────────► (no event)
 
-A hold that has ended never lives again; whoever is in the middle of reading it is stopped in the same call, and asks
-`is_alive` before each byte that it reads.
+A hold that has ended never becomes alive again. The call that ends a hold also stops its running transfers. A transfer
+checks `is_alive` each time before it reads from the blocks.
 """
 
 from __future__ import annotations
@@ -23,19 +23,30 @@ from trioserve.contracts.kv_transfer import HoldKind, Released, StillRead
 
 __all__ = ["Send", "SendEnd", "Sends"]
 
-SIGN_OF_LIFE_SECONDS = 1.0  # a hold lasts for ten: more reports than one a second move nothing
+SIGN_OF_LIFE_SECONDS = 1.0  # a hold lasts ten seconds, so more frequent reports are useless
 
 
 class SendEnd(enum.Enum):
-    COMPLETED = "completed"  # its reader has got all that it asked for
-    UNWANTED = "unwanted"  # its reader has left before that
-    ABORTED = "aborted"  # here
+    COMPLETED = "completed"  # a reader received everything that it asked for
+    UNWANTED = "unwanted"  # the reader released the hold before it received everything
+    ABORTED = "aborted"  # in this engine
     EXPIRED = "expired"
 
 
 class Send(msgspec.Struct, eq=False):
-    """Blocks that are held. tokens: whose KV is in them, from position held_from on. was_read: somebody got to the end
-    of what was asked for. stops: of those who read it."""
+    """Hold on the blocks of one finished request.
+
+    Attributes:
+        request_id: Request that has finished.
+        block_table: Blocks of the request.
+        tokens: Tokens of the request. The blocks contain their KV from position `held_from` on.
+        cache_salt: Cache salt of the request.
+        held_from: First position that a reader may ask for. Positions before it are behind a sliding window.
+        is_alive: False once the hold has ended.
+        was_read: True once a reader received everything that it asked for.
+        reported_alive_at: Time of the last StillRead event, in seconds.
+        stops: Functions that stop the transfers that read this hold, by transfer.
+    """
 
     request_id: RequestId
     block_table: Sequence[BlockIndex]
@@ -53,7 +64,13 @@ class Send(msgspec.Struct, eq=False):
 
 
 class Sends:
-    """All calls are O(1) plus the readers of the hold."""
+    """All holds of this engine.
+
+    Cost: O(1) per call and hold, plus the readers of the hold, unless a method says more.
+
+    Args:
+        reports: Receives the events for the core.
+    """
 
     def __init__(self, reports: Reports) -> None:
         self._reports = reports
@@ -77,8 +94,20 @@ class Sends:
         return self._held.get(RequestId(request_id))
 
     def asked(self, request_id: str, token_start: int, token_count: int, proof: bytes, now: float) -> Send | str:
-        """A reader wants these positions: the hold, which has given a sign of life, or why not. proof: that it means
-        the same tokens. O(tokens)."""
+        """Check that a reader may read positions of a hold, and report the hold as still read.
+
+        Args:
+            request_id: Request whose blocks the reader asks for.
+            token_start: First position.
+            token_count: Number of positions.
+            proof: Hash of the reader's tokens up to the last position (see proof.py).
+            now: Current time in seconds.
+
+        Returns:
+            The hold, or a sentence that says why the reader may not read it.
+
+        Cost: O(tokens).
+        """
         send = self.get(request_id)
         if send is None:
             return f'no block of "{request_id[:200]}" is held: it never was, or it ended before this'
@@ -95,14 +124,27 @@ class Sends:
         return send
 
     def sign_of_life(self, send: Send, now: float) -> None:
-        """Somebody reads the blocks, or waits for them."""
+        """Report that a reader reads the blocks or waits for them, at most once per SIGN_OF_LIFE_SECONDS.
+
+        Args:
+            send: Hold that the reader uses.
+            now: Current time in seconds.
+        """
         last = send.reported_alive_at
         if send.is_alive and (last is None or now - last >= SIGN_OF_LIFE_SECONDS):
             send.reported_alive_at = now
             self._reports.add(StillRead(send.request_id))
 
     def still_wanted(self, request_ids: Iterable[str], now: float) -> tuple[str, ...]:
-        """Signs of life from a reader. Returns those that are not held."""
+        """Report requests as still read, because a reader says that it still needs them.
+
+        Args:
+            request_ids: Requests that the reader needs.
+            now: Current time in seconds.
+
+        Returns:
+            Ids of requests that are not held, or no longer held.
+        """
         gone = []
         for request_id in request_ids:
             send = self.get(request_id)
@@ -113,7 +155,11 @@ class Sends:
         return tuple(gone)
 
     def released(self, request_ids: Iterable[str]) -> None:
-        """Readers are done with these. What is not held, or not any more, is no error: a release may come twice."""
+        """End holds that their reader does not need any more.
+
+        Args:
+            request_ids: Requests to release. Unknown ids are ignored, because a release may arrive twice.
+        """
         for request_id in request_ids:
             send = self.get(request_id)
             if send is not None:
@@ -127,7 +173,7 @@ class Sends:
         self._reports.forget(HoldKind.SEND, request_id)
 
     def stop(self) -> None:
-        """Nobody will be there to read: everything is released."""
+        """Release all holds, because the transport has ended."""
         for request_id in tuple(self._held):
             self._end(request_id, SendEnd.ABORTED)
 
