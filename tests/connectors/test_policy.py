@@ -289,7 +289,7 @@ HOSTILE = [
     ({"remote_block_size": 2**62}, "remote_block_size"),
     ({"remote_block_ids": ((0, 1), (2,))}, "several groups"),
     ({"remote_block_ids": ((0, 1), 2)}, "several groups"),
-    ({"tp_size": 2}, "2 machines"),
+    ({"tp_size": 2}, "tp_size 2"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""What `tcp` and its relatives can be told: kv_connector_extra_config, checked before anything listens."""
+"""Options of the connectors `tcp` and `nixl`, read from kv_connector_extra_config and checked at startup."""
 
 from __future__ import annotations
 
@@ -13,25 +13,31 @@ from trioserve.contracts.errors import StartupError
 
 __all__ = ["StreamOptions", "is_loopback", "read_options"]
 
-KEY_BYTES_MIN = 16  # below that a key can be guessed from one overheard handshake
+KEY_BYTES_MIN = 16  # an attacker who records one handshake can guess a shorter key
 KEY_BYTES_MAX = 4096
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """host, port: where this engine listens for readers; port 0 takes a free one. advertised_host: what readers are
-    told instead of host, for a host that means every interface or an address that is translated on the way.
+    """Options of a connector that moves KV over TCP connections.
 
-    key, key_file: the secret that every engine of the group has; one of them, or neither for engines of one machine.
-    certfile, keyfile, ca_certs: PEM files for TLS. With ca_certs both sides have to show a certificate signed by these;
-    without, readers believe the certificates that the system believes, and show none.
-
-    peers: hosts, addresses or networks ("10.0.0.0/8") that this engine may read from; "*" is every host. The address
-    to read from comes with a request, so that without such a list whoever may send requests would choose where this
-    server connects, behind whatever wall it stands. Not given, it reads from its own machine: loopback, and its own
-    host.
-
-    reads_max: transfers into this engine at a time; others wait. connections_max: of readers, at a time. chunk_bytes:
-    how much is checked, and resumed, at a time.
+    Attributes:
+        host: Address where this engine listens for readers.
+        port: Port where this engine listens, 0 to 65535. 0 picks a free port.
+        advertised_host: Address that readers get instead of `host`. Needed if `host` means every interface, or if the
+            network translates addresses.
+        key: Secret that all engines of the group share. Give `key` or `key_file`. Engines of one machine need neither.
+        key_file: File that contains the secret.
+        certfile: PEM file with the TLS certificate of this engine. Needs `keyfile`.
+        keyfile: PEM file with the private key of `certfile`.
+        ca_certs: PEM file with the authorities that sign the certificates. With it, reader and holder must both show a
+            certificate. Without it, readers trust the authorities of the system, and show no certificate.
+        peers: Hosts, addresses or networks ("10.0.0.0/8") that this engine may read from. "*" allows every host. The
+            address to read from comes with a request. Without this list, a client could make the server connect to any
+            host of the internal network. The default allows loopback addresses, `host` and `advertised_host`.
+            Without a key, only loopback addresses are allowed.
+        reads_max: Number of transfers into this engine at a time, 1 to 1000. Further transfers wait.
+        connections_max: Number of connections from readers at a time, 1 to 10000.
+        chunk_bytes: Size of a chunk, 1 to 1048576. Each chunk has a checksum, and a transfer resumes at a chunk.
     """
 
     host: str = "127.0.0.1"
@@ -43,34 +49,34 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     keyfile: str | None = None
     ca_certs: str | None = None
     peers: tuple[str, ...] | None = None
-    reads_max: int = 8  # more do not fill a network any better, and each may need a chunk of memory
+    reads_max: int = 8  # more do not raise the throughput of a network, and each may need memory for a chunk
     connections_max: int = 64  # 16 readers with four connections each
-    chunk_bytes: int = 262_144  # a checksum over it takes a tenth of a millisecond, for which nothing else happens
+    chunk_bytes: int = 262_144  # its checksum blocks the Trio thread for 0.1 ms
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65_535:
-            raise StartupError(f"port is {self.port}, it must be 0 (a free one) to 65535")
+            raise StartupError(f"port is {self.port}, it must be 1 to 65535, or 0 for a free port")
         for name, low, high in (
             ("reads_max", 1, 1_000),
             ("connections_max", 1, 10_000),
-            ("chunk_bytes", 1, 1_048_576),  # the other side refuses more
+            ("chunk_bytes", 1, 1_048_576),  # the holder refuses larger chunks
         ):
             value = getattr(self, name)
             if not low <= value <= high:
                 raise StartupError(f"{name} is {value}, it must be {low} to {high}")
         if self.key is not None and self.key_file is not None:
-            raise StartupError("key and key_file are both given: say which one it is")
+            raise StartupError("key and key_file are both given: leave one of them out")
         if (self.certfile is None) != (self.keyfile is None):
-            raise StartupError("TLS wants a certificate and its key: certfile and keyfile come together")
+            raise StartupError("TLS needs a certificate and its key: give both certfile and keyfile, or neither")
         if self.ca_certs is not None and self.certfile is None:
-            raise StartupError("ca_certs is for TLS, which wants certfile and keyfile, too")
+            raise StartupError("ca_certs is given without certfile: give certfile and keyfile, too")
         for peer in self.peers or ():
             if "/" in peer:
                 _network(peer)
         if not self.has_key and not is_loopback(self.host):
             raise StartupError(
-                f'host is "{self.host}" and there is no key: whoever reaches it could read KV. Give every engine the '
-                "same key (key_file), or listen on 127.0.0.1"
+                f'host is "{self.host}" and there is no key: any machine that reaches it could read KV. Give all '
+                "engines the same key (key_file), or listen on 127.0.0.1"
             )
 
     @property
@@ -82,8 +88,14 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return self.advertised_host or self.host
 
     def read_key(self) -> bytes:
-        """The secret, without white space around it; empty if there is none. Raises StartupError if there should be one
-        and it cannot be used."""
+        """Read the secret from the options or from its file.
+
+        Returns:
+            The secret without surrounding white space. Empty if neither `key` nor `key_file` is given.
+
+        Raises:
+            StartupError: the file cannot be read, or the secret is too short or too long.
+        """
         if not self.has_key:
             return b""
         if self.key_file is None:
@@ -100,7 +112,14 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return key
 
     def objection_to(self, host: str) -> str | None:
-        """Why this engine may not read from a host that a request names; None: it may."""
+        """Check that this engine may read from a host that a request names.
+
+        Args:
+            host: Host name or address from the request.
+
+        Returns:
+            A sentence with the reason why the engine must not read from the host, or None if it may.
+        """
         if not self.has_key and not is_loopback(host):
             return f'without a key this engine reads from its own machine only, and not from "{host}"'
         if self.peers is None:
@@ -115,7 +134,15 @@ Options = TypeVar("Options", bound=StreamOptions)
 
 
 def read_options(kind: type[Options], options: Mapping[str, Any]) -> Options:
-    """Raises StartupError with a sentence for what is not known or cannot be."""
+    """Convert kv_connector_extra_config to checked options.
+
+    Args:
+        kind: Options class of the connector.
+        options: Content of kv_connector_extra_config.
+
+    Raises:
+        StartupError: an option is unknown, or its value is not allowed.
+    """
     try:
         return msgspec.convert(dict(options), kind)
     except msgspec.ValidationError as error:
@@ -135,7 +162,7 @@ def _network(peer: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
     try:
         return ipaddress.ip_network(peer, strict=False)
     except ValueError as error:
-        raise StartupError(f'peers: "{peer}" is no network: {error}') from error
+        raise StartupError(f'peers: "{peer}" is not a network: {error}') from error
 
 
 def _covers(peer: str, host: str) -> bool:
@@ -145,5 +172,5 @@ def _covers(peer: str, host: str) -> bool:
         return False
     try:
         return ipaddress.ip_address(host) in _network(peer)
-    except ValueError:  # a name: it would have to be resolved, and whoever resolves it would choose
+    except ValueError:  # never resolve a host name here: its DNS server could pick any address
         return False

@@ -1,4 +1,4 @@
-"""What shows that two engines mean the same tokens: KV is only good for the prompt that it was computed from."""
+"""Hash that proves that reader and holder mean the same tokens."""
 
 from __future__ import annotations
 
@@ -12,8 +12,19 @@ __all__ = ["proof_of"]
 
 
 def proof_of(cache_salt: str | None, tokens: Sequence[int]) -> bytes:
-    """32 bytes that name these tokens under this salt, each 0 <= id < 2**32. Whoever asks for KV shows it, so that
-    nobody gets KV of a prompt that is not its own, and loads none that would stand for another one in its prefix cache.
-    About 20 us for 1,000 tokens."""
+    """Hash tokens under a cache salt.
+
+    A reader sends the hash when it asks for KV. So a client cannot get the KV of a prompt that it does not know.
+    A reader also cannot load KV of other tokens into its prefix cache.
+
+    Args:
+        cache_salt: Cache salt of the request.
+        tokens: Token ids, each 0 <= id < 2**32.
+
+    Returns:
+        32 bytes.
+
+    Cost: about 20 us for 1,000 tokens.
+    """
     packed = struct.pack(f"<{len(tokens)}I", *tokens)
     return blake2b(root_hash(cache_salt) + packed, digest_size=32).digest()

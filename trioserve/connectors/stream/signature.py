@@ -1,11 +1,11 @@
-"""Signs where KV is held, so that a request can only name engines of the same group.
+"""Signatures of the addresses where KV is held, so that a request can only name engines of the same group.
 
-The place to read from comes with a request, and anybody may have written that. Without a signature the writer would
-choose to which ports of which machines this server connects, and learn from the time and the error what is there. So
-the engine that holds the KV signs its place, and the reader connects to nothing that is not signed.
+The address to read from comes with a request, and any client may have written it. Without a signature, a client could
+make this server connect to any port of any machine. Response times and errors would then show which services run there.
+The engine that holds the KV therefore signs its address, and the reader connects only to signed addresses.
 
-The key is the group's shared one, or where there is none, and so all engines are on this machine, one in a file that
-only this user can read.
+The signing key is derived from the key of the group. A group without a key runs on one machine. Its signing key is
+derived from a file that only this user can read.
 """
 
 from __future__ import annotations
@@ -29,18 +29,30 @@ __all__ = ["is_signed", "machine_key", "signed", "signing_key"]
 KEY_BYTES = 32
 FILE_NAME = "kv-key"
 DIRECTORY_VARIABLE = "TRIOSERVE_KV_KEY_DIRECTORY"
-"""Where the file is, instead of `trioserve` in the user's cache folder."""
+"""Environment variable with the folder of the key file. The default is `trioserve` in the user's cache folder."""
 
 log = logging.getLogger(__name__)
 
 
 def signed(params: KVTransferParams, key: bytes) -> KVTransferParams:
-    """Add the signature of this engine's group."""
+    """Add the signature of the group to parameters.
+
+    Args:
+        params: Parameters with the address of this engine.
+        key: Signing key of the group.
+    """
     return msgspec.structs.replace(params, remote_signature=_signature(params, key))
 
 
 def is_signed(params: KVTransferParams, key: bytes) -> bool:
-    """Whether an engine of this group says that it holds this KV. Takes as long for every wrong signature."""
+    """Return True if an engine of this group signed the address in the parameters.
+
+    The comparison takes constant time, so that a client cannot guess a signature step by step.
+
+    Args:
+        params: Parameters from a request.
+        key: Signing key of the group.
+    """
     given = (params.remote_signature or "").encode("utf-8", "surrogatepass")
     return hmac.compare_digest(given, _signature(params, key).encode())
 
@@ -51,20 +63,30 @@ def _signature(params: KVTransferParams, key: bytes) -> str:
 
 
 def signing_key(options: StreamOptions) -> bytes:
-    """The key of the group that these options describe. Raises StartupError as StreamOptions.read_key does."""
+    """Derive the signing key of the group from its options.
+
+    Args:
+        options: Options with the key of the group. Without a key, the key file of this machine is used.
+
+    Raises:
+        StartupError: the key cannot be read, or is too short or too long.
+    """
     shared = options.read_key() or machine_key()
     return hashlib.blake2b(shared, key=b"trioserve kv place", digest_size=KEY_BYTES).digest()
 
 
 def machine_key(environment: Mapping[str, str] = os.environ) -> bytes:
-    """The key that the engines of this user on this machine have in common. The first of them makes it.
+    """Return the key that all engines of this user on this machine share. The first engine creates its file.
 
-    Where the file cannot be used, this engine has a key of its own, a line in the log says so, and the KV of other
-    engines is computed here instead of being read.
+    If the file cannot be used, the function logs a warning and returns a random key. The engine then computes all KV
+    and reads none from other engines.
+
+    Args:
+        environment: Environment variables.
     """
     path = Path(FILE_NAME)
     try:
-        # Path.home() fails for a user without a home, as some containers have.
+        # Path.home() fails for a user without a home directory. Some containers have such users.
         if directory := environment.get(DIRECTORY_VARIABLE):
             path = Path(directory) / path
         else:
@@ -78,7 +100,7 @@ def machine_key(environment: Mapping[str, str] = os.environ) -> bytes:
 
 
 def _make(path: Path) -> None:
-    """Under its name the file is whole from the first moment. If two engines make it, the first one counts."""
+    """Create the key file atomically. If two engines create the file at once, the first file stays."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{FILE_NAME}.{secrets.token_hex(8)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -94,13 +116,17 @@ def _make(path: Path) -> None:
 
 
 def _read(path: Path) -> bytes:
-    """Raises ValueError for a file that others could have written or read."""
+    """Read the key file.
+
+    Raises:
+        ValueError: the file has the wrong size, or another user may read, write or own it.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with open(descriptor, "rb") as file:
         found = os.fstat(descriptor)
         key = file.read(KEY_BYTES + 1)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise ValueError("it must be a file of this user that nobody else may read or write: remove it")
+        raise ValueError("the key file must belong to this user, and no other user may read or write it: remove it")
     if len(key) != KEY_BYTES:
-        raise ValueError(f"it has not {KEY_BYTES} bytes: remove it")
+        raise ValueError(f"the key file must have {KEY_BYTES} bytes: remove it")
     return key

@@ -1,4 +1,4 @@
-"""Where a request says that its KV is, as far as it can be believed."""
+"""Checks the place that a request names as the holder of its KV."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from trioserve.contracts.kv_transfer_params import KVTransferParams
 
 __all__ = ["Origin", "Source", "origin_of"]
 
-TOKENS_MAX = 100_000_000  # no context is longer; a larger number is no number of tokens
-BLOCKS_MAX = 100_000  # of a million tokens in small blocks; to look at them takes some milliseconds
+TOKENS_MAX = 100_000_000  # longer than any context, so a larger value is an error
+BLOCKS_MAX = 100_000  # one million tokens in small blocks; checking the list takes a few milliseconds
 
 
 class Source(NamedTuple):
-    """An engine that holds blocks, and where it listens."""
+    """Engine that holds blocks, with the address where it listens."""
 
     host: str
     port: int
@@ -27,7 +27,13 @@ class Source(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """request_id: the holder's name for the request. token_count: positions whose KV is held there; None: not said."""
+    """Place from which a request can load its KV.
+
+    Attributes:
+        source: Engine that holds the blocks.
+        request_id: Id of the request at the holder.
+        token_count: Number of positions whose KV is held. None if the request does not say it.
+    """
 
     source: Source
     request_id: str
@@ -35,53 +41,55 @@ class Origin(NamedTuple):
 
 
 def origin_of(params: KVTransferParams, options: StreamOptions, key: bytes) -> Origin | str:
-    """Where KV is, from what came with a request, which anybody may have written.
+    """Find the holder of a request's KV. Check every field, because a client may have written it.
 
     Args:
-        key: with which engines of this group sign where they are.
+        params: kv_transfer_params of the request.
+        options: Options of this connector. They say which hosts are allowed.
+        key: Key with which the engines of this group sign their addresses.
 
     Returns:
-        The origin, or what is wrong with it, as a sentence.
+        The origin, or a sentence that says which field is wrong.
     """
     host, port = params.remote_host, params.remote_port
     if not host or len(host) > 255 or not host.isprintable():
-        return "its kv_transfer_params name no remote_host that could be one"
+        return "its kv_transfer_params have no valid remote_host"
     if port is None or not 0 < port <= 65_535:
-        return f"its kv_transfer_params say remote_port {port}: it must be 1 to 65535"
+        return f"its kv_transfer_params have remote_port {port}: it must be 1 to 65535"
     for name, value in (("engine", params.remote_engine_id), ("request", params.remote_request_id)):
         if not value or len(value) > ID_LENGTH_MAX:
-            return f"its kv_transfer_params name no remote_{name}_id of 1 to {ID_LENGTH_MAX} characters"
+            return f"its kv_transfer_params have no remote_{name}_id of 1 to {ID_LENGTH_MAX} characters"
     assert params.remote_engine_id is not None
     assert params.remote_request_id is not None
     if params.tp_size != 1:
-        return f"its kv_transfer_params say that {params.tp_size} machines share the heads: this engine reads from one"
+        return f"its kv_transfer_params have tp_size {params.tp_size}: this engine reads from engines with tp_size 1"
     token_count, block_size = params.remote_num_tokens, params.remote_block_size
     if token_count is not None and not 0 < token_count <= TOKENS_MAX:
-        return f"its kv_transfer_params say remote_num_tokens {token_count}"
+        return f"its kv_transfer_params have remote_num_tokens {token_count}: it must be 1 to {TOKENS_MAX}"
     if block_size is not None and not 0 < block_size <= TOKENS_MAX:
-        return f"its kv_transfer_params say remote_block_size {block_size}"
+        return f"its kv_transfer_params have remote_block_size {block_size}: it must be 1 to {TOKENS_MAX}"
     blocks = params.remote_block_ids
     if blocks is not None and len(blocks) > BLOCKS_MAX:
-        return f"its kv_transfer_params name {len(blocks)} blocks: {BLOCKS_MAX} may be named"
+        return f"its kv_transfer_params name {len(blocks)} blocks: at most {BLOCKS_MAX} are allowed"
     if blocks is not None and any(isinstance(block, tuple) for block in blocks):
         if len(blocks) != 1 or not isinstance(blocks[0], tuple):
-            return "its kv_transfer_params have several groups of blocks: this engine has one"
+            return "its kv_transfer_params have several groups of blocks: this engine accepts one group"
         blocks = blocks[0]
     if blocks is not None and block_size is not None:
-        # The holder goes by its own books; this only finds out early what cannot be.
+        # The holder checks its own records later. This check only finds contradictions early.
         if token_count is None:
             token_count = len(blocks) * block_size
         elif not 0 <= len(blocks) * block_size - token_count < block_size:
             return (
-                f"its kv_transfer_params say {token_count} tokens in {len(blocks)} blocks of {block_size}, which "
-                "cannot be"
+                f"its kv_transfer_params say {token_count} tokens in {len(blocks)} blocks of {block_size}: the "
+                "numbers do not match"
             )
     objection = options.objection_to(host)
     if objection is not None:
         return objection
     if not is_signed(params, key):
         return (
-            "its kv_transfer_params have no remote_signature of an engine of this group: pass on all that the other "
-            "engine's response has, and give both the same key"
+            "its kv_transfer_params have no remote_signature of an engine of this group: pass on all fields of the "
+            "other engine's response, and give both engines the same key"
         )
     return Origin(Source(host, port, params.remote_engine_id), params.remote_request_id, token_count)
