@@ -114,7 +114,7 @@ def test_an_entry_point_does_not_take_the_place_of_an_own_one(monkeypatch):
     [
         ("nixl", "no_such_package_of_ours:make", r"pip install 'trioserve\[nixl\]'"),
         ("mine", "no_such_package_of_ours:make", "cannot be imported"),
-        ("mine", "trioserve.connectors.none:make_nothing", "which is not there"),
+        ("mine", "trioserve.connectors.none:make_nothing", "which does not exist"),
     ],
 )
 def test_a_connector_that_cannot_be_imported_says_what_to_do(monkeypatch, name, place, says):

@@ -526,4 +526,4 @@ def test_a_load_shows_the_tokens_that_it_is_for():
 
 def test_so_many_blocks_are_not_even_looked_at():
     params = msgspec.structs.replace(FROM_THERE, remote_block_ids=(1,) * 100_001)
-    assert "100000 may be named" in str(origin_of(params, StreamOptions(), KEY))
+    assert "100000 are allowed" in str(origin_of(params, StreamOptions(), KEY))

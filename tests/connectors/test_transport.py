@@ -880,7 +880,7 @@ def data(layer: int, start: int, count: int, body: bytes, *, transfer: int = 1, 
         (responses(frame(Kind.ABORT, Abort("not for you"))), "127.0.0.1:7000: not for you"),
         (responses(frame(Kind.ABORT, Abort("one line\nlog expired\x1b" + "x" * 9_000))), "one line?log expired?xxx"),
         (responses(frame(Kind.ABORT, b"\xff")), "cannot be read"),
-        (responses(b"garbage" * 10), "this is not how engines talk"),
+        (responses(b"garbage" * 10), "this is not the protocol of an engine"),
         (responses(frame(Kind.END, transfer=1)), "is due"),  # before anything came
         (responses(frame(Kind.TOLD, Told())), "is due"),
         (responses(data(0, 0, 2, bytes(32), transfer=2)), "of transfer 2"),

@@ -1,4 +1,4 @@
-"""From a connector's name to what makes it. Nothing of a connector is imported before it is asked for."""
+"""Finds the factory of a connector by name. A connector is imported when it is first asked for."""
 
 from __future__ import annotations
 
@@ -18,21 +18,31 @@ OWN_CONNECTORS = {
     "nixl": "trioserve.connectors.nixl:make_connector",
     "host": "trioserve.connectors.host.transport:make_connector",
 }
-"""As in pyproject.toml; here besides, since a source tree that was never installed has no entry points. "none" is no
-connector: without one the calls are saved, too."""
+"""Import paths of our connectors, by name.
+
+pyproject.toml declares the same entry points. A source tree that was never installed has no entry points, so it needs
+this copy. "none" is not in it: with "none", the engine has no connector and makes no calls.
+"""
 
 EXTRAS = {"nixl": "nixl"}
-"""Connectors that need packages which a plain installation does not bring, and the extra that does."""
+"""Extras of this package that install what a connector needs, by connector."""
 
 
 def find_connector(name: str) -> ConnectorFactory:
-    """Raises StartupError for a name that nobody has registered, and for one whose packages are not installed."""
+    """Import the factory of a connector.
+
+    Args:
+        name: Name of the connector.
+
+    Raises:
+        StartupError: no connector has this name, or it cannot be imported.
+    """
     places = {entry.name: entry.value for entry in entry_points(group=CONNECTOR_ENTRY_POINTS)} | OWN_CONNECTORS
     if name not in places:
         known = ", ".join(["none", *sorted(places)])
         raise StartupError(
-            f'there is no connector "{name}"; there are: {known}. One of your own is an entry point in the group '
-            f'"{CONNECTOR_ENTRY_POINTS}"'
+            f'there is no connector "{name}"; there are: {known}. Register your own connector as an entry '
+            f'point in the group "{CONNECTOR_ENTRY_POINTS}"'
         )
     try:
         factory: ConnectorFactory = pkgutil.resolve_name(places[name])
@@ -44,5 +54,5 @@ def find_connector(name: str) -> ConnectorFactory:
             ) from error
         raise StartupError(f'the connector "{name}" ({places[name]}) cannot be imported: {error}') from error
     except AttributeError as error:
-        raise StartupError(f'the connector "{name}" is registered as {places[name]}, which is not there') from error
+        raise StartupError(f'the connector "{name}" is registered as {places[name]}, which does not exist') from error
     return factory

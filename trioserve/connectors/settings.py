@@ -1,4 +1,4 @@
-"""Which connector an engine gets, and its role in a pair: --kv-transfer-config and --role as one checked value."""
+"""Connector and role of an engine, checked and merged from --kv-transfer-config and --role."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ FLAG = "--kv-transfer-config"
 EXAMPLE = '{"kv_connector": "tcp", "kv_role": "kv_producer"}'
 
 VLLM_CLASSES = {"NixlConnector": "nixl"}
-"""Names that configurations made for vLLM have for what is a connector here."""
+"""Connectors of this package by their class names in vLLM, so that configurations for vLLM work."""
 
 VLLM_ROLES: dict[str, EngineRole] = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
 
 VLLM_KEYS = frozenset(
     {
-        "engine_id",  # ours is new with each start, so that nobody takes an old engine's blocks for a new one's
+        "engine_id",  # each start draws a new id, so that blocks of an old engine cannot be confused with new blocks
         "kv_buffer_device",
         "kv_buffer_size",
         "kv_rank",
@@ -32,16 +32,22 @@ VLLM_KEYS = frozenset(
         "enable_permute_local_kv",
     }
 )
-"""What vLLM has besides, and what has no meaning here."""
+"""Keys of vLLM that are accepted and ignored."""
 
 NOT_BETWEEN_ENGINES = frozenset({"none", "host"})
-"""These move no KV from one engine to another, so a router cannot make a pair of such engines."""
+"""Connectors that move no KV between engines. A router cannot pair engines with these connectors."""
 
 
 class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """connector: its name. options: kv_connector_extra_config, which the connector checks itself.
-    shown_role: what routers are told; None where engines cannot be paired. ignored: keys of vLLM's that mean nothing
-    here, to be said in the log."""
+    """Connector of an engine, and how the engine uses it.
+
+    Attributes:
+        connector: Name of the connector.
+        role: Role of the engine: "prefill", "decode" or "both".
+        load_failure_policy: "recompute" computes the KV here after a failed load. "fail" fails the request.
+        options: kv_connector_extra_config. The connector checks it.
+        ignored: Keys of vLLM that have no effect here. The server logs them.
+    """
 
     connector: str
     role: EngineRole
@@ -51,12 +57,23 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shown_role(self) -> EngineRole | None:
+        """Role that routers see. None if the connector cannot pair engines."""
         return None if self.connector in NOT_BETWEEN_ENGINES else self.role
 
 
 def connector_settings(given: str | Mapping[str, Any] | None, role: str) -> ConnectorSettings | None:
-    """What the configuration asks for; None: no connector. given: JSON, or what it stands for. role: of --role, where
-    "both" is the default, too. Raises StartupError."""
+    """Check the configuration of the connector.
+
+    Args:
+        given: Value of --kv-transfer-config, as JSON text or as an object. None if the flag is not given.
+        role: Value of --role. "both" is the default, so it also means that the flag is not given.
+
+    Returns:
+        The settings, or None if the engine has no connector.
+
+    Raises:
+        StartupError: a key is unknown, a value is not allowed, or the role contradicts another option.
+    """
     if given is None:
         return None if role == "both" else ConnectorSettings(connector="tcp", role=_role(role))
     fields = _fields(given)
@@ -76,8 +93,8 @@ def connector_settings(given: str | Mapping[str, Any] | None, role: str) -> Conn
         role = VLLM_ROLES[given_role]
     if role != "both" and connector in NOT_BETWEEN_ENGINES:
         raise StartupError(
-            f'an engine with the role {role} gives or takes KV, and the connector "{connector}" carries none to '
-            "another engine: take tcp or nixl, or leave the role out"
+            f'an engine with the role {role} needs another engine, but the connector "{connector}" moves no KV '
+            "between engines: take tcp or nixl, or leave the role out"
         )
     policy = fields.pop("kv_load_failure_policy", "recompute")
     if policy not in ("recompute", "fail"):
@@ -101,23 +118,27 @@ def _fields(given: str | Mapping[str, Any]) -> dict[str, Any]:
         try:
             value = msgspec.json.decode(given)
         except msgspec.DecodeError as error:
-            raise StartupError(f"{FLAG} is no JSON ({error}): write it like {EXAMPLE}") from None
+            raise StartupError(f"{FLAG} is no JSON ({error}): give an object, such as {EXAMPLE}") from None
     if not isinstance(value, Mapping):
         raise StartupError(f"{FLAG} is {value!r}, it must be an object like {EXAMPLE}")
     return dict(value)
 
 
 def _ignored(fields: Mapping[str, Any]) -> tuple[str, ...]:
-    """Of what is left when all that counts was taken. Raises StartupError for what must not be ignored."""
+    """Return the keys that have no effect here, from the keys that no option has used.
+
+    Raises:
+        StartupError: a key is unknown, or must not be ignored.
+    """
     if fields.get("kv_connector_module_path") is not None:
         raise StartupError(
-            f"kv_connector_module_path in {FLAG} names a class of vLLM's: a connector of your own is an entry point "
-            'in the group "trioserve.connectors" here'
+            f"kv_connector_module_path in {FLAG} names a class of vLLM: register your own connector as an entry point "
+            'in the group "trioserve.connectors"'
         )
     unknown = fields.keys() - VLLM_KEYS - {"kv_connector_module_path"}
     if unknown:
         known = "kv_connector, kv_role, kv_load_failure_policy, kv_connector_extra_config"
-        raise StartupError(f"{FLAG} has {min(unknown)!r}, which is no key of it; there are: {known}")
+        raise StartupError(f"{FLAG} has {min(unknown)!r}, which is no key of this option. Allowed keys: {known}")
     return tuple(name for name in fields if name in VLLM_KEYS)
 
 

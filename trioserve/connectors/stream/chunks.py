@@ -1,8 +1,8 @@
-"""In which pieces a run of positions travels, and where each lies in a cache.
+"""Splits a run of positions into chunks for a transfer, and finds the bytes of each chunk in the cache.
 
-A chunk is a run of positions in one layer. It is counted in tokens and not in blocks, so that the two sides may have
-blocks of different sizes; both know the list of chunks from the same few numbers, so that a chunk has an index, and a
-transfer can be taken up at one.
+A chunk is a run of positions in one layer. Its size is counted in tokens, so reader and holder may have blocks of
+different sizes. Both compute the same list of chunks from a few numbers. A transfer can therefore resume at a
+chunk index.
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ class Chunk(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Neighbouring positions in one block. start, token_count: in tokens."""
+    """Run of positions in one block.
+
+    Attributes:
+        block: Index of the block.
+        start: First position in the block, in tokens.
+        token_count: Number of positions.
+    """
 
     block: BlockIndex
     start: int
@@ -31,9 +37,13 @@ class Place(NamedTuple):
 
 
 class Chunks:
-    """All chunks of a transfer, in their order: layer by layer.
+    """All chunks of a transfer, layer by layer.
 
-    layout: the holder's, in whose numbers the content travels. A chunk has at most chunk_bytes, and at least one token.
+    Args:
+        layout: KV layout of the holder. The content is sent in its dtype.
+        token_start: First position of the transfer.
+        token_count: Number of positions of the transfer.
+        chunk_bytes: Maximum size of a chunk. A chunk has at least one token, even if the token is larger.
     """
 
     def __init__(self, layout: KVLayout, token_start: int, token_count: int, chunk_bytes: int) -> None:
@@ -53,7 +63,16 @@ class Chunks:
 
 
 def places(block_table: Sequence[BlockIndex], block_size: int, chunk: Chunk) -> list[Place]:
-    """Where a chunk's positions lie, in order; position p in block_table[p // block_size]."""
+    """Find the blocks that contain the positions of a chunk.
+
+    Args:
+        block_table: Blocks of the request. Position p is in block_table[p // block_size].
+        block_size: Tokens per block.
+        chunk: Positions to find.
+
+    Returns:
+        One place per block, in the order of the positions.
+    """
     found = []
     position, end = chunk.token_start, chunk.token_start + chunk.token_count
     while position < end:
@@ -65,8 +84,17 @@ def places(block_table: Sequence[BlockIndex], block_size: int, chunk: Chunk) -> 
 
 
 def views(pages: KVPages, block_table: Sequence[BlockIndex], chunk: Chunk) -> list[memoryview] | None:
-    """A chunk's bytes where they lie, to be read and written; None where the host cannot address them."""
-    # As `places` does it, but without a value for each: this is most of what a byte costs in Python.
+    """Return writable views of the bytes of a chunk in the cache.
+
+    Args:
+        pages: KV cache of this engine.
+        block_table: Blocks of the request. Position p is in block_table[p // block_size].
+        chunk: Positions and layer of the bytes.
+
+    Returns:
+        One view per block, in the order of the positions. None if the CPU cannot address the cache.
+    """
+    # The loop repeats `places` without a Place per block, because this function takes most of the time of a transfer.
     layout = pages.layout
     block_size, token_bytes = layout.block_size, layout.token_bytes
     layer, position, left = chunk

@@ -1,18 +1,18 @@
-"""What goes over a connection between two engines: frames, a head of 28 bytes and a body.
+"""Frames on a connection between two engines. Each frame has a head of 28 bytes and a body.
 
     reader                        holder
-    HELLO      who I am       ──►
-               ◄──  CHALLENGE     who I am
-    PROOF      that I know the key
-               ◄──  WELCOME       so do I
-    READ       positions of a request that you hold
+    HELLO      engine id and KV layout of the reader  ──►
+               ◄──  CHALLENGE     engine id and KV layout of the holder
+    PROOF      the reader knows the key  ──►
+               ◄──  WELCOME       the holder knows the key
+    READ       positions of a request that the holder has  ──►
                ◄──  DATA ...      one chunk each, in the order of chunks.Chunks
-               ◄──  END           the hold was alive when the last byte of it was read
-    TELL       what I still want, and what no more
-               ◄──  TOLD          what of it is not held any more
+               ◄──  END           the hold was alive when its last byte was read
+    TELL       requests that the reader still needs, and requests to release  ──►
+               ◄──  TOLD          requests that the holder does not hold, or no longer holds
 
-A holder that refuses or gives up says ABORT with a sentence instead. READ and TELL may follow each other on a
-connection in any order, one at a time. Heads and sizes are checked before anything is read for them.
+A holder that refuses a frame or stops a transfer sends ABORT with a sentence. READ and TELL may follow each other in
+any order, one at a time. The receiver checks the head and the size of a frame before it reads the body.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ __all__ = [
 VERSION = 1
 MAGIC = b"TK"
 NONCE_BYTES = 32
-ID_LENGTH_MAX = 200  # ours have 40; a request of somebody else's making may come with any
-TELL_IDS_MAX = 100  # so that a TELL fits a body even in an encoding with four bytes a character
+ID_LENGTH_MAX = 200  # our ids have 40 characters; an id from a client may have any length
+TELL_IDS_MAX = 100  # a TELL then fits a body even at four bytes per character
 BODY_BYTES_MAX = 131_072
-GREETING_BYTES_MAX = 4_096  # all that a stranger can make us take
-CHUNK_BYTES_MAX = 4_194_304  # a single token of the widest models has less than that in a layer
+GREETING_BYTES_MAX = 4_096  # limit for a peer that has not proved that it knows the key
+CHUNK_BYTES_MAX = 4_194_304  # one token of the widest models needs less per layer
 
 _HEAD = struct.Struct("!2sBxIIIIII")
 HEAD_BYTES = _HEAD.size
 
 
 class BadFrame(Exception):
-    """What came is not what may come here. The connection is of no use any more."""
+    """A received frame violates the protocol. The connection cannot be used any more."""
 
 
 class Kind(enum.IntEnum):
@@ -78,13 +78,23 @@ class Kind(enum.IntEnum):
     ABORT = 8
     TELL = 9
     TOLD = 10
-    PLACES_ASKED = 11  # this one and those below are of connectors/nixl_transport.py
+    PLACES_ASKED = 11  # from here on: kinds of connectors/nixl_transport.py
     PLACES = 12
     HAVE_READ = 13
 
 
 class Head(NamedTuple):
-    """transfer: the number that the reader gave a READ; the rest is of DATA alone, and else 0."""
+    """Head of a frame.
+
+    Attributes:
+        kind: Kind of the frame.
+        body_bytes: Size of the body that follows.
+        transfer: Number that the reader gave to its READ. 0 for frames that belong to no READ.
+        layer: Layer of the chunk. Only in DATA, else 0.
+        token_start: First position of the chunk. Only in DATA, else 0.
+        token_count: Number of positions of the chunk. Only in DATA, else 0.
+        checksum: Checksum of the body. Only in DATA, else 0.
+    """
 
     kind: Kind
     body_bytes: int
@@ -96,7 +106,14 @@ class Head(NamedTuple):
 
 
 class Greeting(msgspec.Struct, frozen=True):
-    """HELLO and CHALLENGE. nonce: NONCE_BYTES random bytes, new for each connection."""
+    """Body of HELLO and CHALLENGE.
+
+    Attributes:
+        version: Protocol version of the sender.
+        engine_id: Id of the sender.
+        layout: KV layout of the sender.
+        nonce: NONCE_BYTES random bytes, drawn for each connection.
+    """
 
     version: int
     engine_id: str
@@ -105,14 +122,22 @@ class Greeting(msgspec.Struct, frozen=True):
 
 
 class Proof(msgspec.Struct, frozen=True):
-    """PROOF and WELCOME."""
+    """Body of PROOF and WELCOME."""
 
     proof: bytes
 
 
 class Read(msgspec.Struct, frozen=True):
-    """token_start, token_count: positions from the start of the request. proof: of all tokens up to their end (see
-    proof.py). first_chunk: those before it have come already. chunk_bytes: how large a chunk may be."""
+    """Body of READ: positions that a reader asks for.
+
+    Attributes:
+        request_id: Id of the request at the holder.
+        token_start: First position, counted from the start of the request.
+        token_count: Number of positions.
+        proof: Hash of all tokens up to the last position (see proof.py).
+        chunk_bytes: Maximum size of a chunk.
+        first_chunk: Index of the first chunk to send. The reader already has the chunks before it.
+    """
 
     request_id: str
     token_start: int
@@ -123,14 +148,23 @@ class Read(msgspec.Struct, frozen=True):
 
 
 class Tell(msgspec.Struct, frozen=True):
-    """keep: requests whose blocks are still wanted. release: those of whose blocks nothing more will be read."""
+    """Body of TELL.
+
+    Attributes:
+        keep: Ids of requests whose blocks the reader still needs.
+        release: Ids of requests whose blocks the reader will not read any more.
+    """
 
     keep: tuple[str, ...] = ()
     release: tuple[str, ...] = ()
 
 
 class Told(msgspec.Struct, frozen=True):
-    """gone: of those in `keep`, the ones that are not held, or not any more."""
+    """Body of TOLD, the answer to TELL.
+
+    Attributes:
+        gone: Ids in `keep` that the holder does not hold, or no longer holds.
+    """
 
     gone: tuple[str, ...] = ()
 
@@ -145,7 +179,14 @@ Body = TypeVar("Body")
 def frame(
     kind: Kind, body: msgspec.Struct | bytes = b"", *, transfer: int = 0, bytes_max: int = BODY_BYTES_MAX
 ) -> bytes:
-    """A whole frame, of any kind but DATA. body: encoded here, if it is not yet. bytes_max: what is taken there."""
+    """Build a complete frame of any kind except DATA.
+
+    Args:
+        kind: Kind of the frame.
+        body: Struct to encode as msgpack, or a body that is already encoded.
+        transfer: Number of the READ that the frame belongs to, or 0.
+        bytes_max: Maximum size of the encoded body. The caller guarantees it.
+    """
     encoded = body if isinstance(body, bytes) else msgspec.msgpack.encode(body)
     assert len(encoded) <= bytes_max, f"a body of {len(encoded)} bytes"
     return _HEAD.pack(MAGIC, kind, len(encoded), transfer, 0, 0, 0, 0) + encoded
@@ -158,19 +199,34 @@ def data_head(
 
 
 def head_of(content: bytes) -> Head:
-    """Raises BadFrame for anything that is none."""
+    """Parse the head of a frame.
+
+    Args:
+        content: HEAD_BYTES bytes from the connection.
+
+    Raises:
+        BadFrame: the bytes are not the head of a frame, or the kind is unknown.
+    """
     magic, kind, *numbers = _HEAD.unpack(content)
     if magic != MAGIC:
-        raise BadFrame(f"a frame begins with {magic!r}: this is not how engines talk")
+        raise BadFrame(f"a frame begins with {magic!r}: this is not the protocol of an engine")
     try:
         known = Kind(kind)
     except ValueError:
-        raise BadFrame(f"a frame of kind {kind}, which is not known") from None
+        raise BadFrame(f"a frame has the unknown kind {kind}") from None
     return Head(known, *numbers)
 
 
 def body_of(kind: type[Body], content: bytes) -> Body:
-    """Raises BadFrame if it is not what it should be."""
+    """Decode the body of a frame.
+
+    Args:
+        kind: Struct type of the body.
+        content: Encoded body.
+
+    Raises:
+        BadFrame: the body is not valid msgpack, or does not match the struct.
+    """
     try:
         return msgspec.msgpack.decode(content, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
