@@ -401,22 +401,22 @@ def _disagg(arguments: argparse.Namespace) -> int:
 def _generate(arguments: argparse.Namespace) -> int:
     config = config_from(arguments, kind=Config)
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
-    from trioserve.commands.terminal import SamplingWishes, run_generate
+    from trioserve.commands.terminal import SamplingOptions, run_generate
 
-    return run_generate(config, prompt, SamplingWishes.from_arguments(arguments), raw=arguments.raw)
+    return run_generate(config, prompt, SamplingOptions.from_arguments(arguments), raw=arguments.raw)
 
 
 def _chat(arguments: argparse.Namespace) -> int:
     config = config_from(arguments, kind=Config)
     from trioserve.commands.chat.run import ChatPlace, run_chat
-    from trioserve.commands.terminal import SamplingWishes
+    from trioserve.commands.terminal import SamplingOptions
 
     place = None
     if arguments.url is not None:
         keys = (arguments.api_key or os.environ.get("TRIOSERVE_API_KEY", "")).replace(",", " ").split()
         url = arguments.url if "://" in arguments.url else f"http://{arguments.url}"
         place = ChatPlace(url, keys[0] if keys else None, arguments.model)
-    return run_chat(config, SamplingWishes.from_arguments(arguments), system=arguments.system, place=place)
+    return run_chat(config, SamplingOptions.from_arguments(arguments), system=arguments.system, place=place)
 
 
 def _pull(arguments: argparse.Namespace) -> int:

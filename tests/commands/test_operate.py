@@ -118,9 +118,9 @@ def test_requests_for_pictures_are_listed_with_their_steps(played: Played, capsy
 @pytest.mark.parametrize(
     ("status", "answer", "words"),
     [
-        (401, {"error": {"message": "no key"}}, "says 401, no key: give a key with --api-key or TRIOSERVE_API_KEY"),
-        (500, b"<html>", "says 500, Internal Server Error"),
-        (200, b"<html>", "answered with no JSON"),
+        (401, {"error": {"message": "no key"}}, "answered 401, no key: set a key with --api-key or TRIOSERVE_API_KEY"),
+        (500, b"<html>", "answered 500, Internal Server Error"),
+        (200, b"<html>", "did not answer with JSON"),
     ],
 )
 def test_what_a_server_refuses_is_one_sentence(status: int, answer: object, words: str, played: Played, capsys: Any):
@@ -135,7 +135,7 @@ def test_no_server_and_no_url_are_told(capsys: Any):
     assert cli.main(["requests", "--url", "127.0.0.1:1"]) == 1
     assert "no server answers at http://127.0.0.1:1 (" in capsys.readouterr().err
     assert cli.main(["top", "ftp://x"]) == 1
-    assert "is no URL of a server" in capsys.readouterr().err
+    assert "is not the URL of a server" in capsys.readouterr().err
 
 
 def test_the_feed_is_put_together_from_a_snapshot_and_changes():

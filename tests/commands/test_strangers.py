@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from trioserve.commands.serving import access_rules, check_front, strangers_warning, tell_serving
+from trioserve.commands.serving import access_rules, announce_serving, check_front, strangers_warning
 from trioserve.config import Config, RouteConfig, make_config
 from trioserve.contracts.errors import StartupError
 
@@ -53,6 +53,6 @@ def test_a_server_answers_to_its_host_its_machines_name_and_the_names_that_it_is
 @pytest.mark.parametrize("kind", [Config, RouteConfig])
 def test_the_warning_comes_with_the_address_at_which_is_served(kind, capsys):
     for host, is_told in (("0.0.0.0", True), ("127.0.0.1", False)):
-        tell_serving("x", [f"http://{host}:8000"], kind(host=host))
+        announce_serving("x", [f"http://{host}:8000"], kind(host=host))
         told = capsys.readouterr().err
         assert ("warning: there is no --api-key, and other machines may reach" in told) is is_told

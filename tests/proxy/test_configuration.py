@@ -34,7 +34,7 @@ async def refused(*flags: str) -> str:
         ([*ENDPOINT, "--policy", "random"], ['"random"', "least_loaded"]),
         ([*ENDPOINT, "--policy", "kv_aware"], ["kv_aware", "--tokenizer MODEL", "--kv-events"]),
         ([*ENDPOINT, "--policy", "kv_aware", "--tokenizer", "/nowhere"], ["/nowhere", "not found"]),
-        ([*ENDPOINT, "--tokenizer", "smollm2"], ["least_loaded", "leave --tokenizer out"]),
+        ([*ENDPOINT, "--tokenizer", "smollm2"], ["least_loaded", "remove --tokenizer"]),
         ([*ENDPOINT, *ENDPOINT], ["2 endpoints", "127.0.0.1:9"]),
         (["--endpoint", "a=http://127.0.0.1:9", "a=http://127.0.0.1:8"], ['"a"']),
         (["--endpoint", "127.0.0.1:9"], ["127.0.0.1:9", "no URL"]),

@@ -1,4 +1,4 @@
-"""The API of an engine as its options say, for the server's own front end and for other hosts."""
+"""Makes the HTTP app of an engine from the options, for the native front end and for other hosts such as ASGI."""
 
 from __future__ import annotations
 
@@ -29,8 +29,16 @@ def engine_app(
     is_behind_router: bool = False,
     is_mounted: bool = False,
 ) -> App:
-    """store: None: nothing is kept beyond a request. is_behind_router: of this process, which asks for keys, shows the
-    page and logs requests itself. is_mounted: another program listens, and nobody knows where."""
+    """Make the HTTP app of an engine.
+
+    Args:
+        engine: open engine.
+        config: options of the server.
+        store: keeps responses, files and batches. None keeps nothing after a request.
+        tracer: records spans of requests.
+        is_behind_router: True if a router in this process checks API keys, shows the page and logs requests.
+        is_mounted: True if another program listens. Its address is unknown, so other machines may reach the app.
+    """
     return App(
         engine,
         api_keys=() if is_behind_router else config.api_key,

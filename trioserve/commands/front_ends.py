@@ -1,4 +1,4 @@
-"""Which front end speaks HTTP for a server with an engine: our own, or Hypercorn."""
+"""Chooses the HTTP front end of a server with an engine: the native one or Hypercorn."""
 
 from __future__ import annotations
 
@@ -25,11 +25,16 @@ logger = logging.getLogger(__name__)
 
 
 def check_front_end(config: Config) -> None:
-    """What cannot be is told before a model is loaded. Raises StartupError."""
+    """Check the options of the front end before a model is loaded.
+
+    Args:
+        config: options of the server.
+
+    Raises:
+        StartupError: Hypercorn cannot serve a Unix domain socket.
+    """
     if config.uds is not None and config.frontend == "hypercorn":
-        raise StartupError(
-            "--uds is for the native front end: leave --frontend hypercorn out, or take --host and --port"
-        )
+        raise StartupError("--uds is for the native front end: remove --frontend hypercorn, or use --host and --port")
 
 
 def chosen_front_end(
@@ -40,7 +45,16 @@ def chosen_front_end(
     ssl_context: ssl.SSLContext | None,
     metrics: Metrics,
 ) -> FrontEnd:
-    """handler: the app, behind what web pages and proxies want of it. metrics: show what the front end counts."""
+    """Make the front end that the options ask for.
+
+    Args:
+        app: knows the callers' keys.
+        handler: the same app, wrapped for CORS and the root path.
+        listeners: open listeners. The caller closes them.
+        config: options of the server.
+        ssl_context: TLS of the native front end. None without TLS.
+        metrics: registry that exposes the counters of the native front end.
+    """
     if config.frontend == "hypercorn":
         return _HypercornFrontEnd(handler, listeners, config)
     server = FrontendServer(
@@ -50,8 +64,10 @@ def chosen_front_end(
 
 
 class _HypercornFrontEnd:
-    """Hypercorn's Trio worker, the same. It reads certificates at its start only, and has its own way to end
-    connections: their last responses do not say `Connection: close`."""
+    """Hypercorn's Trio worker as a front end.
+
+    It reads certificates only at its start. While it drains, its responses do not have `Connection: close`.
+    """
 
     def __init__(self, handler: Handler, listeners: list[trio.SocketListener], config: Config) -> None:
         self._app = AsgiApp(handler, frontend_limits(config))
@@ -71,7 +87,7 @@ class _HypercornFrontEnd:
             self._app,
             self._listeners,
             shutdown_trigger=self._is_draining.wait,
-            # Its own deadline comes after ours, so that requests end with an error event before they are cut.
+            # Hypercorn's deadline is later than ours, so that requests can end with an error event first.
             drain_seconds_max=config.drain_timeout + 2 * engine_settings(config).grace_seconds_max,
             limits=frontend_limits(config),
             certificate=optional_path(config.ssl_certfile),

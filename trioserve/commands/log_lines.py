@@ -1,6 +1,7 @@
-"""The program's log as lines of text or JSON, and its status messages, written by one thread.
+"""The program's log (text or JSON lines) and its status messages, which one thread writes.
 
-No caller waits for a terminal, pipe or disk. Lines that the thread cannot write in time are dropped and counted.
+Callers never wait for a terminal, pipe or disk. If too many lines wait for the thread, further lines are dropped and
+counted.
 """
 
 from __future__ import annotations
@@ -39,8 +40,11 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """One object a line: time (RFC 3339, UTC), level, logger, message, then request, tenant and trace where there are,
-    and the fields of a line that has some."""
+    """Formats each record as a JSON object on one line.
+
+    The object has `time` (RFC 3339, UTC), `level`, `logger` and `message`. Then follow `request`, `tenant` and `trace`
+    if the record belongs to a request, and the record's own `fields`.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         seconds, milliseconds = time.gmtime(record.created), int(record.msecs)
@@ -51,19 +55,19 @@ class JsonLines(logging.Formatter):
             "message": record.getMessage(),
             **request_fields(),
         }
-        said = getattr(record, "fields", None)
-        if isinstance(said, dict):
-            fields |= {name: value for name, value in said.items() if value is not None}
+        own_fields = getattr(record, "fields", None)
+        if isinstance(own_fields, dict):
+            fields |= {name: value for name, value in own_fields.items() if value is not None}
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
         return json.dumps(fields, default=str)
 
 
 class LineThread(logging.Handler):
-    """Writes lines to a stream in its own thread, so that no caller waits for the stream.
+    """Writes lines to a stream in its own thread, so that callers never wait for the stream.
 
-    Its owner ends the thread with `end`. `close` leaves the thread running, because any library may call `close`:
-    `logging.config.dictConfig` closes every handler of the process, its own or not.
+    The owner ends the thread with `end`. `close` leaves the thread running, because any library may call `close`:
+    `logging.config.dictConfig` closes all handlers of the process, including those of others.
 
     Args:
         stream: receives the lines.
@@ -72,7 +76,7 @@ class LineThread(logging.Handler):
 
     def __init__(self, stream: TextIO, *, lines_max: int = LINES_MAX) -> None:
         super().__init__()
-        # A stream that hides errors would hide lost lines, too.
+        # SteadyStderr.write hides errors. The thread needs them to count lost lines.
         self._write_text = stream.write_or_raise if isinstance(stream, SteadyStderr) else stream.write
         self._stream = stream
         self._lines_max = lines_max
@@ -90,25 +94,29 @@ class LineThread(logging.Handler):
         self.put(line + "\n")
 
     def put(self, line: str) -> None:
-        """Queue a line for the stream, or drop it if too many wait."""
+        """Queue a line for the stream, or drop the line if `lines_max` lines already wait.
+
+        Args:
+            line: text with its line break.
+        """
         if self._lines.qsize() >= self._lines_max:
             self.dropped += 1
         else:
             self._lines.put(line)
 
     def end(self) -> None:
-        """Write the lines that wait and end the thread, within END_SECONDS_MAX."""
+        """Write the waiting lines and end the thread. Return after END_SECONDS_MAX at the latest."""
         self._lines.put(None)
         self._thread.join(END_SECONDS_MAX)
         self.close()
 
     def _write(self) -> None:
-        told = 0
+        reported = 0
         while (line := self._lines.get()) is not None:
             dropped = self.dropped
-            if dropped > told:
-                line += f"{dropped - told} lines of the log were dropped: nobody took them\n"
-                told = dropped
+            if dropped > reported:
+                line += f"{dropped - reported} lines of the log were dropped: the reader of the log was too slow\n"
+                reported = dropped
             try:
                 self._write_text(line)
                 self._stream.flush()
@@ -119,7 +127,11 @@ class LineThread(logging.Handler):
 def announce(message: str) -> None:
     """Print a status message for people on standard error.
 
-    It never blocks or fails. Inside `logging_to` it goes through the log's thread, as JSON if the log is JSON.
+    Inside `logging_to`, the log's thread writes the message, so the call never blocks or fails. If the log is JSON, the
+    message is JSON too.
+
+    Args:
+        message: one line without a line break.
     """
     for handler in logging.getLogger().handlers:
         if isinstance(handler, LineThread):
@@ -129,12 +141,12 @@ def announce(message: str) -> None:
                 handler.put(f"{message}\n")
             return
     with suppress(OSError, ValueError):
-        # One write with the line break, so that no line of another process gets in between.
+        # Text and line break in one write, so that lines of other processes cannot come between them.
         print(f"{message}\n", end="", file=sys.stderr, flush=True)
 
 
 def status_stream() -> TextIO:
-    """Return standard error, or a stream that makes JSON lines of status messages if the log is JSON."""
+    """Return standard error. If the log is JSON, return a stream that writes each line as a JSON status message."""
     is_json = any(isinstance(handler.formatter, JsonLines) for handler in logging.getLogger().handlers)
     return _AnnouncedLines() if is_json else sys.stderr
 
@@ -148,7 +160,13 @@ class _AnnouncedLines(io.StringIO):
 
 @contextmanager
 def logging_to(stream: TextIO | None = None, *, level: str, form: Literal["text", "json"]) -> Iterator[None]:
-    """The program's log goes there inside. stream: stderr. Does nothing where something else has the log already."""
+    """Write the program's log to a stream inside of the scope, unless the root logger already has a handler.
+
+    Args:
+        stream: receives the lines. None for standard error.
+        level: lowest level to log, in upper or lower case.
+        form: format of the lines.
+    """
     root = logging.getLogger()
     if root.handlers:
         yield
@@ -165,7 +183,11 @@ def logging_to(stream: TextIO | None = None, *, level: str, form: Literal["text"
 
 
 def show_dropped_lines(metrics: Metrics) -> None:
-    """Have every exposition show how many lines the program's log has dropped so far."""
+    """Update the metric of dropped log lines at each scrape.
+
+    Args:
+        metrics: registry that exposes the metric.
+    """
     shown = 0
 
     def show() -> None:

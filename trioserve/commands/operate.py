@@ -1,4 +1,4 @@
-"""`trioserve requests`, `abort`, `endpoints` and `drain`: one call each to a running server."""
+"""Commands `requests`, `abort`, `endpoints` and `drain`, each of which sends one call to a running server."""
 
 from __future__ import annotations
 
@@ -17,21 +17,35 @@ REQUEST_COLUMNS = (
     *("id", "state", "age_seconds", "prompt_tokens", "completion_tokens", "tenant"),
     *("pictures", "steps_done", "step_count"),
 )
-"""Those are shown that a request has."""
+"""Columns of the table. A column without any value is left out."""
 ENDPOINT_COLUMNS = ("id", "url", "health", "role", "leases", "leases_max", "in_flight", "moved_from", "moved_to")
 
 
 def run_requests(server: RemoteServer, *, as_json: bool) -> int:
-    """Those that live at this moment and that the key may see."""
-    return _show(server.call("GET", "/v1/requests"), REQUEST_COLUMNS, as_json=as_json, nothing="no request lives")
+    """Print the unfinished requests that the API key may see.
+
+    Args:
+        server: running server.
+        as_json: True prints the JSON of the response instead of a table.
+    """
+    return _show(server.call("GET", "/v1/requests"), REQUEST_COLUMNS, as_json=as_json, nothing="no unfinished requests")
 
 
 def run_endpoints(server: RemoteServer, *, as_json: bool) -> int:
-    return _show(server.call("GET", "/endpoints"), ENDPOINT_COLUMNS, as_json=as_json, nothing="there is no endpoint")
+    return _show(server.call("GET", "/endpoints"), ENDPOINT_COLUMNS, as_json=as_json, nothing="no endpoints")
 
 
 def run_abort(server: RemoteServer, ids: Sequence[str], *, as_json: bool) -> int:
-    """Returns 1 if one of them is not known."""
+    """Abort requests and print the result for each.
+
+    Args:
+        server: running server.
+        ids: ids of the requests.
+        as_json: True prints the JSON of the response.
+
+    Returns:
+        1 if the server does not know one of the requests, otherwise 0.
+    """
     answer = server.call("POST", "/v1/requests/abort", {"ids": list(ids)})
     if as_json:
         print(msgspec.json.encode(answer).decode())
@@ -42,13 +56,20 @@ def run_abort(server: RemoteServer, ids: Sequence[str], *, as_json: bool) -> int
 
 
 def run_drain(server: RemoteServer, name: str, *, move: bool, as_json: bool) -> int:
-    """The endpoint gets nothing more, and is gone when its last request has ended."""
+    """Drain an endpoint of a router: the router sends it no new requests, and removes it once it is idle.
+
+    Args:
+        server: running router.
+        name: id of the endpoint.
+        move: True moves running requests to other endpoints instead of waiting for their end.
+        as_json: True prints the JSON of the response.
+    """
     query = "?move=true" if move else ""
     answer = server.call("POST", f"/endpoints/{quote(name, safe='')}/drain{query}", {})
     if as_json:
         print(msgspec.json.encode(answer).decode())
     else:
-        print(f"{name} gets nothing more, and is gone when its last request has ended or moved")
+        print(f"{name} gets no new requests, and is removed once its last request has ended or moved")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Under which heading the help shows an option, and which of them concern which command besides `serve` and `route`."""
+"""Groups of options: headings for the help text, and the options of commands other than `serve` and `route`."""
 
 from __future__ import annotations
 
@@ -78,4 +78,7 @@ PLACED_OPTIONS = frozenset(
     - {*GROUPS["routing"], "host", "port", "uds", "root_path", "ui", "profile"}
     - {"distributed_executor_backend", "nnodes", "node_rank", "master_addr", "master_port", "ranks_key", "headless"}
 )
-"""Of those of `serve` what an engine takes that Ray places: it listens where Ray puts it, and is on one node."""
+"""Options of `serve` for an engine that Ray places.
+
+Options for the address and for several nodes are missing: Ray chooses the address, and the engine runs on one node.
+"""

@@ -1,4 +1,4 @@
-"""Which processor this is, as a person knows it."""
+"""Name of the processor for status messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ __all__ = ["processor_name"]
 
 
 def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Its name and the cores that this process may use."""
+    """Return the name of the processor and the number of cores that this process may use.
+
+    Args:
+        cpuinfo: file to read, as in proc(5). Without it, the name is that of the architecture.
+    """
     try:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""How a program ends: its exit code, the signals that stop it, and standard streams that cannot break it."""
+"""Exit codes, stop signals, and standard streams that cannot block or end a program."""
 
 from __future__ import annotations
 
@@ -31,20 +31,21 @@ EXIT_FAILED = 1
 EXIT_INTERRUPTED = 128 + signal.SIGINT  # what shells show for Ctrl-C
 
 _SERVER_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_PIECE_CHARACTERS = 1024  # at most PIPE_BUF bytes (4,096), which a pipe takes whole or not at all
-_PATIENCE_MS = 500
+_PIECE_CHARACTERS = 1024  # at most PIPE_BUF bytes (4,096): a pipe accepts them all at once, or none
+_PIPE_WAIT_MS_MAX = 500
 _owns_process = False
-_hangup_before: Any = None  # the handler of SIGHUP that this process was started with
+_hangup_before: Any = None  # the handler of SIGHUP at the start of this process
 
 
 class StopSignals:
-    """Ctrl-C, SIGTERM and SIGHUP for a server: none is lost before it can listen, and none changes its exit code later.
+    """Receives SIGINT (Ctrl-C), SIGTERM and SIGHUP for a server.
 
-    SIGHUP reloads certificates. It never ends the process, also where there is nothing to reload.
+    Signals that come before `receive` runs are kept. Signals that come after the scope do not change the exit code.
+    SIGHUP reloads certificates. It never ends the process, even if there is nothing to reload.
 
     Use it as `with StopSignals() as signals: trio.run(...)`. Inside of the run, one task iterates over
-    `signals.receive()`. The signals are ignored after the scope if the process ends with this command: the default
-    handlers would end it with -15 although everything has stopped.
+    `signals.receive()`. After the scope, a process that runs one command ignores the signals: the default handlers
+    would end it by a signal although the server has stopped in order. Other processes get their earlier handlers back.
     """
 
     def __init__(self) -> None:
@@ -63,7 +64,11 @@ class StopSignals:
         self._early.append(number)
 
     async def receive(self, *, task_status: trio.TaskStatus[None] | None = None) -> AsyncGenerator[int, None]:
-        """Yield the number of each signal, first of those that came before."""
+        """Yield the number of each signal, beginning with the signals that came before this call.
+
+        Args:
+            task_status: started as soon as no signal can be lost. None for no report.
+        """
         import trio  # most commands end without a Trio run
 
         with trio.open_signal_receiver(*_SERVER_SIGNALS) as signals:
@@ -76,9 +81,10 @@ class StopSignals:
 
 
 class SteadyStderr(io.TextIOWrapper):
-    """Standard error that loses text instead of raising or blocking: a server does not depend on who reads its log.
+    """Standard error that drops text instead of raising or blocking for long.
 
-    It has no buffer, so nothing is left to be written when the process ends.
+    So a slow or closed reader of the log cannot stop the server. The stream has no buffer: no text waits to be written
+    when the process ends.
     """
 
     def __init__(self) -> None:
@@ -91,35 +97,35 @@ class SteadyStderr(io.TextIOWrapper):
 
     def write(self, text: str) -> int:
         for start in range(0, len(text), _PIECE_CHARACTERS):
-            if not self._can_take_more():
+            if not self._accepts_more():
                 break
             with contextlib.suppress(OSError):
                 super().write(text[start : start + _PIECE_CHARACTERS])
         return len(text)
 
     def write_or_raise(self, text: str) -> None:
-        """Write, waiting for as long as it takes. For threads that may wait.
+        """Write text, and block until the stream accepts it. Only for threads that may block.
 
         Raises:
             OSError: the text was not written.
         """
         super().write(text)
 
-    def _can_take_more(self) -> bool:
-        """Whether a pipe takes PIPE_BUF bytes now or soon. A file always does."""
+    def _accepts_more(self) -> bool:
+        """Return True if stderr accepts PIPE_BUF bytes within the wait limit. A file always does."""
         poll = select.poll()
         poll.register(2, select.POLLOUT)
-        return bool(poll.poll(_PATIENCE_MS))
+        return bool(poll.poll(_PIPE_WAIT_MS_MAX))
 
 
 def prepare_program() -> None:
-    """Make the standard streams and SIGHUP safe, first of all: this process belongs to one command.
+    """Make the standard streams and SIGHUP safe. Call this first in a process that runs one command.
 
-    SIGHUP is ignored from now on, since it must not end a server that is still starting. Commands that serve nothing
-    call `hang_up_as_before`. A second call changes nothing.
+    From now on, the process ignores SIGHUP, which must not end a server that is still starting. Commands without a
+    server call `hang_up_as_before`. A second call changes nothing.
 
-    A closed file descriptor 0, 1 or 2 becomes /dev/null. Otherwise the next socket would get its number, and whatever
-    prints would write into that socket.
+    A closed file descriptor 0, 1 or 2 becomes /dev/null. Otherwise the next socket would get its number, and `print`
+    would write into that socket.
     """
     global _owns_process, _hangup_before
     if _owns_process:
@@ -130,7 +136,7 @@ def prepare_program() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDONLY if mode == "r" else os.O_WRONLY)  # gets the lowest free number
+            os.open(os.devnull, os.O_RDONLY if mode == "r" else os.O_WRONLY)  # the system uses the lowest free number
     if sys.stdin is None:
         sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)))
     if sys.stdout is None:
@@ -139,13 +145,19 @@ def prepare_program() -> None:
 
 
 def hang_up_as_before() -> None:
-    """Let SIGHUP end this process again, unless it was started to ignore it (nohup): a terminal that closes."""
+    """Restore the handler of SIGHUP: closing the terminal ends this process again, unless it runs under nohup."""
     if _hangup_before is not None:
         signal.signal(signal.SIGHUP, _hangup_before)
 
 
 def end_program(exit_code: int) -> None:
-    """Flush standard output, and give it up if nobody takes it, so that the exit code stands."""
+    """Flush standard output and exit.
+
+    If standard output cannot be written, its text is dropped, so that the exit code stays as given.
+
+    Args:
+        exit_code: of the process.
+    """
     try:
         sys.stdout.flush()
     except OSError:
@@ -154,10 +166,13 @@ def end_program(exit_code: int) -> None:
 
 
 def limit_message(error: BaseException) -> str | None:
-    """Explain in one sentence which limit of the machine an error comes from.
+    """Explain in one sentence which limit of the machine caused an error.
+
+    Args:
+        error: an exception, whose group members and causes are searched too.
 
     Returns:
-        None if the error has another cause.
+        The explanation, or None if the error has another cause.
     """
     if isinstance(error, BaseExceptionGroup):
         return next(filter(None, map(limit_message, error.exceptions)), None)
@@ -169,8 +184,8 @@ def limit_message(error: BaseException) -> str | None:
         )
     if "can't start new thread" in text:
         return (
-            "the system allows no more threads or memory for them: look at `ulimit -u`, `ulimit -v`, and the pids and "
-            "memory limits of the container"
+            "the system allows no more threads, or no more memory for threads: check `ulimit -u`, `ulimit -v`, and the "
+            "pids and memory limits of the container"
         )
     is_out_of_memory = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
     if is_out_of_memory or "failed to map segment" in text or "annot allocate memory" in text:

@@ -1,4 +1,4 @@
-"""What a router needs to name the blocks of prompts: the model's tokenizer, without the model. Loads no numpy."""
+"""Loads the tokenizer with which a router computes the block names of prompts. Imports no numpy, loads no weights."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ __all__ = ["load_tokenizer", "open_prompt_naming"]
 
 @asynccontextmanager
 async def open_prompt_naming(model: str, *, parses_chat_texts: bool = False) -> AsyncIterator[PromptBlocks]:
-    """Open what names the blocks of prompts. The text threads live as long as the scope.
+    """Open the object that computes the block names of prompts. Its text threads run until the scope ends.
 
     Args:
-        model: as an engine's --model.
-        parses_chat_texts: the engines have --control-tokens-in-text parse.
+        model: model directory or name, as in an engine's --model.
+        parses_chat_texts: True if the engines run with --control-tokens-in-text parse.
 
     Raises:
         ModelLoadError: the tokenizer cannot be read.
     """
-    # Templates and tokenizers take a tenth of a second to import, and most routers need neither.
+    # The import of templates and tokenizers takes 0.1 s, and most routers need neither.
     from trioserve.admission.text_threads import TextThreads
     from trioserve.model.loading.default_model import DOWNLOAD_THREAD, resolve_model
     from trioserve.proxy.prompt_blocks import PromptBlocks
@@ -45,8 +45,14 @@ async def open_prompt_naming(model: str, *, parses_chat_texts: bool = False) -> 
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer that an engine has which serves the model at `path`; the weights need not be there. Raises
-    ModelLoadError."""
+    """Load the tokenizer of a model, as an engine does. The weights may be missing.
+
+    Args:
+        path: model directory or GGUF file.
+
+    Raises:
+        ModelLoadError: the tokenizer cannot be read.
+    """
     from trioserve.model.loading.gguf import read_gguf
     from trioserve.text.tokenizer import Tokenizer
 

@@ -1,5 +1,7 @@
-"""A running server as a command sees it: one JSON call, or one stream of events. Blocking, for programs that do nothing
-else meanwhile; Ctrl-C ends a call and closes its connection."""
+"""A blocking client for commands that call a running server: JSON calls and event streams.
+
+Ctrl-C ends a call and closes its connection.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,13 @@ __all__ = ["DEFAULT_URL", "Event", "RemoteServer", "ServerFailed"]
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 CALL_SECONDS_MAX = 30.0
-SILENCE_SECONDS_MAX = 120.0  # of a stream; servers say something every 15
+SILENCE_SECONDS_MAX = 120.0  # without bytes on a stream. By default, servers send a comment every 15 s.
 MESSAGE_CHARACTERS_MAX = 600
 LOOPBACK = ("127.", "localhost", "::1")
 
 
 class ServerFailed(TrioserveError):
-    """It cannot be reached, or refuses: one sentence with what to do."""
+    """The server cannot be reached, or refused the call. The message is one sentence that says what to do."""
 
 
 class Event(NamedTuple):
@@ -36,41 +38,76 @@ class Event(NamedTuple):
 
 
 class RemoteServer:
-    """url: of the server, or of its /v1. api_key: None sends none; the environment's TRIOSERVE_API_KEY is the default
-    of commands."""
+    """Client of one running server.
+
+    Args:
+        url: address of the server, with or without `http://` and a final `/v1`.
+        api_key: sent as bearer token. None sends no key.
+
+    Raises:
+        ServerFailed: `url` is not a valid http or https URL.
+    """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        """Raises ServerFailed for what is no URL."""
         url = url if "://" in url else f"http://{url}"
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ServerFailed(f"{url!r} is no URL of a server: name one like {DEFAULT_URL}")
+            raise ServerFailed(f"{url!r} is not the URL of a server: use a URL such as {DEFAULT_URL}")
         self.url = url.rstrip("/").removesuffix("/v1")
         self._headers = {"content-type": "application/json", NOT_A_PAGE_HEADER: "trioserve"}
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
-        # A proxy that is meant for the outside does not know this machine.
+        # Proxies from the environment are for other machines: they cannot reach a loopback address here.
         proxies = [urllib.request.ProxyHandler({})] if parts.hostname.startswith(LOOPBACK) else []
         self._opener = urllib.request.build_opener(*proxies)
 
     @classmethod
     def from_arguments(cls, url: str | None, api_key: str | None) -> RemoteServer:
-        """What is not given comes from TRIOSERVE_URL and TRIOSERVE_API_KEY."""
+        """Make a client from command line arguments, with environment variables as defaults.
+
+        Args:
+            url: of the server. None for TRIOSERVE_URL, or else DEFAULT_URL.
+            api_key: one or more keys, separated by commas or spaces, of which the first is used. None for
+                TRIOSERVE_API_KEY.
+
+        Raises:
+            ServerFailed: the URL is not valid.
+        """
         keys = (api_key or os.environ.get("TRIOSERVE_API_KEY", "")).replace(",", " ").split()
         return cls(url or os.environ.get("TRIOSERVE_URL") or DEFAULT_URL, keys[0] if keys else None)
 
     def call(self, method: str, path: str, body: object = None) -> Any:
-        """The JSON that comes back. Raises ServerFailed."""
+        """Send one request and return the decoded JSON of the response.
+
+        Args:
+            method: HTTP method.
+            path: path and query, from the root of the server.
+            body: encoded as JSON. None sends no body.
+
+        Raises:
+            ServerFailed: the server cannot be reached, refuses the request, or does not answer with JSON.
+        """
         with closing(self._open(method, path, body, CALL_SECONDS_MAX)) as response:
             try:
                 return msgspec.json.decode(response.read())
             except (msgspec.DecodeError, OSError, HTTPException) as error:
                 raise ServerFailed(
-                    f"{self.url}{path} answered with no JSON ({error}): is it the right server?"
+                    f"{self.url}{path} did not answer with JSON ({error}): check that the URL is right"
                 ) from None
 
     def events(self, method: str, path: str, body: object = None) -> Generator[Event, None, None]:
-        """Events as they come, until the server ends them; closing the iterator hangs up. Raises ServerFailed."""
+        """Send one request and yield server-sent events until the server ends the response.
+
+        Closing the iterator closes the connection.
+
+        Args:
+            method: HTTP method.
+            path: path and query, from the root of the server.
+            body: encoded as JSON. None sends no body.
+
+        Raises:
+            ServerFailed: the server cannot be reached, refuses the request, or the connection is lost.
+        """
         with closing(self._open(method, path, body, SILENCE_SECONDS_MAX)) as response:
             name, lines = "message", []
             try:
@@ -85,7 +122,7 @@ class RemoteServer:
                         yield Event(name, "\n".join(lines))
                         name, lines = "message", []
             except (OSError, HTTPException) as error:
-                raise ServerFailed(f"the connection to {self.url} is lost ({error}): ask again") from None
+                raise ServerFailed(f"the connection to {self.url} is lost ({error}): try again") from None
 
     def _open(self, method: str, path: str, body: object, seconds_max: float) -> HTTPResponse:
         data = None if body is None else msgspec.json.encode(body)
@@ -98,15 +135,15 @@ class RemoteServer:
         except (OSError, HTTPException) as error:
             reason = getattr(error, "reason", error)
             raise ServerFailed(
-                f"no server answers at {self.url} ({reason}): start one with `trioserve serve`, or name another one"
+                f"no server answers at {self.url} ({reason}): start one with `trioserve serve`, or give another URL"
             ) from None
         return response
 
     def _refusal(self, path: str, error: urllib.error.HTTPError) -> str:
         try:
-            told = msgspec.json.decode(error.read())["error"]
-            message = str(told["message"] if isinstance(told, dict) else told)
+            refusal = msgspec.json.decode(error.read())["error"]
+            message = str(refusal["message"] if isinstance(refusal, dict) else refusal)
         except (msgspec.DecodeError, OSError, HTTPException, KeyError, TypeError):
             message = f"there is no {path}" if error.code == 404 else str(error.reason)
-        hint = ": give a key with --api-key or TRIOSERVE_API_KEY" if error.code in (401, 403) else ""
-        return f"{self.url} says {error.code}, {message[:MESSAGE_CHARACTERS_MAX]}{hint}"
+        hint = ": set a key with --api-key or TRIOSERVE_API_KEY" if error.code in (401, 403) else ""
+        return f"{self.url} answered {error.code}, {message[:MESSAGE_CHARACTERS_MAX]}{hint}"

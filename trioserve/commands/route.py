@@ -1,4 +1,4 @@
-"""`python -m trioserve route`: a router before other servers, without an engine. Loads neither torch nor a model."""
+"""`python -m trioserve route`: a router in front of other servers. It imports no torch and loads no model."""
 
 from __future__ import annotations
 
@@ -66,8 +66,13 @@ POLICY_ENTRY_POINTS = "trioserve.policies"
 
 
 class InheritedPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one process of several. listeners, door: file descriptors of listening sockets, for clients and for the other
-    processes."""
+    """Listening sockets that one of several router processes inherits from its parent.
+
+    Attributes:
+        place: name and peers of this process.
+        listeners: file descriptors of listening sockets for clients.
+        door: file descriptor of the listening socket for the other router processes.
+    """
 
     place: ProcessPlace
     listeners: tuple[int, ...]
@@ -78,7 +83,7 @@ def run_router(config: RouteConfig) -> int:
     """Route in one process until Ctrl-C or SIGTERM, then drain.
 
     Args:
-        config: of the router. The number of processes is not read.
+        config: options of the router. The number of processes is ignored.
 
     Returns:
         Exit code of the program.
@@ -94,12 +99,20 @@ def run_router(config: RouteConfig) -> int:
 
 
 def checked_routing(config: RouteConfig, place: ProcessPlace | None = None) -> Routing:
-    """The parts of the router. Raises StartupError for what can be found wrong before it listens."""
+    """Check the options of a router and make its parts, before it listens.
+
+    Args:
+        config: options of the router.
+        place: this process among several router processes. None for a router of one process.
+
+    Raises:
+        StartupError: an option is wrong, or no endpoint is configured.
+    """
     check_front(config)
     routing = Routing(config, place)
     if not routing.has_endpoints:
         raise StartupError(
-            "no endpoint is given: name one with --endpoint http://HOST:PORT, or where to find them with "
+            "no endpoint is configured: set one with --endpoint http://HOST:PORT, or a way to find endpoints with "
             "--endpoints-file, --endpoints-dns, --endpoints-kubernetes or --endpoints-ray"
         )
     return routing
@@ -112,9 +125,19 @@ async def serve_router(
     on_serving: Callable[[list[str]], None] = lambda urls: None,
     inherited: InheritedPlace | None = None,
 ) -> None:
-    """The whole router in the caller's scope, until an item comes in `orders` and it has drained. Installs no signal
-    handlers. on_serving is told the URLs. Cancelling it ends everything at once. inherited: it is one process of
-    several, and this is where it listens; None: where the configuration says."""
+    """Run the whole router in the caller's scope, until `orders` yields an item and the router has drained.
+
+    Installs no signal handlers. Cancelling this function ends everything at once.
+
+    Args:
+        config: options of the router.
+        orders: stops the router. See `Service.run` for its items.
+        on_serving: receives the URLs once the router accepts requests.
+        inherited: sockets of this process, which is one of several. None listens at the configured address.
+
+    Raises:
+        StartupError: an option is wrong, or the router cannot listen.
+    """
     place = None if inherited is None else inherited.place
     limits = frontend_limits(config)
     routing = checked_routing(config, place)
@@ -161,7 +184,10 @@ async def _inherited_places(config: RouteConfig, inherited: InheritedPlace) -> A
 
 @asynccontextmanager
 async def _open_door(app: RouterApp, inherited: InheritedPlace | None) -> AsyncIterator[None]:
-    """The other processes are answered inside, to the very end: what drains can still be aborted."""
+    """Answer the other router processes inside of the scope, also while this one drains.
+
+    So a client of another process can still abort a request that finishes here.
+    """
     if inherited is None:
         yield
         return
@@ -173,8 +199,15 @@ async def _open_door(app: RouterApp, inherited: InheritedPlace | None) -> AsyncI
 
 
 class Routing:
-    """The parts of a router. Nothing of it runs before `running`. Making it raises StartupError for what cannot be.
-    place: of one process of several; None: it is the only one."""
+    """The parts of a router. They do nothing before `running`.
+
+    Args:
+        config: options of the router.
+        place: this process among several router processes. None for a router of one process.
+
+    Raises:
+        StartupError: an option is wrong.
+    """
 
     def __init__(self, config: RouteConfig, place: ProcessPlace | None = None) -> None:
         self._config = config
@@ -208,7 +241,7 @@ class Routing:
         self._sources = _sources(config)
         for id, count in Counter(spec.endpoint_id for spec in self._specs).items():
             if count > 1:
-                raise StartupError(f'there are {count} endpoints with the id "{id}": give each its own')
+                raise StartupError(f'there are {count} endpoints with the id "{id}": ids must be unique')
         self.settings = engine_settings(config)
         self.metrics = Metrics(None, parts=("frontend", "router"))
         show_router(self.metrics, self.dispatch)
@@ -226,32 +259,42 @@ class Routing:
             return PeerWatch(self.dispatch, place.specs(), own=place.name, connect=place.connected)
         if not config.router_peers:
             if config.router_name is not None:
-                raise StartupError("--router-name is set and --router-peers is not: name the routers, or leave it out")
+                raise StartupError("--router-name is set, but --router-peers is not: set both, or neither")
             return None
         specs, sources = parse_peers(config.router_peers)
         return PeerWatch(self.dispatch, specs, sources, own=config.router_name, ssl_context=_endpoint_tls(config))
 
     @property
     def has_endpoints(self) -> bool:
-        """Whether there is anything to route to, or somewhere to find it."""
+        """True if an endpoint, or a source of endpoints, is configured."""
         return bool(self._specs or self._sources)
 
     @asynccontextmanager
     async def naming(self, tokenizer: str | None) -> AsyncIterator[PromptBlocks | None]:
-        """What names the blocks of prompts, if the policy asks for it. tokenizer: the model whose it is. Raises
-        StartupError."""
+        """Open the object that computes the block names of prompts, for policies that compare them with KV caches.
+
+        Args:
+            tokenizer: model directory or name, of which only the tokenizer is loaded. None if not configured.
+
+        Returns:
+            The object, or None if the policy does not need block names.
+
+        Raises:
+            StartupError: the policy needs a tokenizer and has none, or the reverse.
+            ModelLoadError: the tokenizer cannot be read.
+        """
         name = self._config.policy
         if not self.dispatch.policy.wants_residency:
             if self._config.tokenizer is not None and not isinstance(self._config, Config):
                 raise StartupError(
-                    f"the policy {name} does not look at tokens: leave --tokenizer out, or take kv_aware"
+                    f"the policy {name} does not use tokens: remove --tokenizer, or use --policy kv_aware"
                 )
             yield None
             return
         if tokenizer is None:
             raise StartupError(
-                f"the policy {name} compares a prompt's tokens with the blocks that endpoints have: name the model "
-                "that they serve with --tokenizer MODEL, as in their --model, and start them with --kv-events"
+                f"the policy {name} compares a prompt's tokens with the blocks that endpoints have: use "
+                "--tokenizer MODEL with the --model of the endpoints, and start the endpoints with --kv-events"
             )
         parses_chat_texts = self._config.control_tokens_in_text == "parse"
         async with open_prompt_naming(tokenizer, parses_chat_texts=parses_chat_texts) as naming:
@@ -264,7 +307,13 @@ class Routing:
         more_metrics: Callable[[], bytes] = bytes,
         tracer: Tracer = NO_TRACER,
     ) -> RouterApp:
-        """naming: see `naming`. more_metrics: shown behind the router's own."""
+        """Make the router's HTTP app.
+
+        Args:
+            naming: computes the block names of prompts. See the method `naming`.
+            more_metrics: returns metrics text that follows the router's own metrics.
+            tracer: records spans of requests.
+        """
         config = self._config
         return RouterApp(
             self.fleet,
@@ -292,7 +341,7 @@ class Routing:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Leases are given and endpoints watched inside."""
+        """Grant leases and watch endpoints inside of the scope."""
         async with trio.open_nursery() as nursery:
             self.fleet.set_all(self._specs, source="configured")
             await nursery.start(self.dispatch.run)
@@ -323,7 +372,7 @@ def _router_settings(config: RouteConfig) -> RouterSettings:
         retry_share_max=config.retry_share,
         retries_per_second_min=config.retries_per_second,
         attempts_max=config.max_request_attempts,
-        # Several questions may get lost before what was known is worth nothing.
+        # Several load polls may fail before the last known load counts as too old.
         load_seconds_max=max(2.0, 4 * config.load_interval),
     )
 
@@ -334,7 +383,7 @@ def _policy(name: str) -> PolicyFactory:
     installed = {entry.name: entry for entry in entry_points(group=POLICY_ENTRY_POINTS)}
     if name not in installed:
         known = ", ".join([*POLICIES, *sorted(installed)])
-        raise StartupError(f'there is no policy "{name}"; there are: {known}')
+        raise StartupError(f'there is no policy "{name}". Policies: {known}')
     loaded: PolicyFactory = installed[name].load()
     return loaded
 
@@ -350,7 +399,7 @@ def _aliases(texts: tuple[str, ...]) -> dict[str, str]:
 
 
 def _spec(text: str, api_key: str | None, role: EngineRole | None) -> EndpointSpec:
-    """URL, or NAME=URL."""
+    """Parse `URL` or `NAME=URL`."""
     name, equals, url = text.partition("=")
     if equals and "/" not in name:
         return EndpointSpec(url=url, id=name, api_key=api_key, role=role)
@@ -358,7 +407,7 @@ def _spec(text: str, api_key: str | None, role: EngineRole | None) -> EndpointSp
 
 
 def _sources(config: RouteConfig) -> list[Source]:
-    """Raises StartupError for what cannot be read at all."""
+    """Make the sources of endpoints. Raise StartupError if an option is wrong or a file cannot be read."""
 
     def template(url: str) -> EndpointSpec:
         return EndpointSpec(url=url, api_key=config.endpoint_api_key)
@@ -372,7 +421,7 @@ def _sources(config: RouteConfig) -> list[Source]:
         name, colon, port = config.endpoints_dns.partition(":")
         if colon and not (port.isdecimal() and 0 < int(port) < 65536):
             raise StartupError(f'--endpoints-dns is "{config.endpoints_dns}", it must be NAME or NAME:PORT')
-        from trioserve.proxy.discovery.dns import DnsSource  # takes a third of a second to import
+        from trioserve.proxy.discovery.dns import DnsSource  # its import takes 0.3 s
 
         sources.append(DnsSource(name, port=int(port or 80), template=template))
     if config.endpoints_kubernetes is not None:

@@ -29,7 +29,7 @@ import trio
 from trioserve.commands.log_lines import announce
 from trioserve.commands.program_end import EXIT_FAILED, EXIT_INTERRUPTED, StopSignals
 from trioserve.commands.route import InheritedPlace, checked_routing
-from trioserve.commands.serving import frontend_limits, server_tls, server_urls, tell_serving
+from trioserve.commands.serving import announce_serving, frontend_limits, server_tls, server_urls
 from trioserve.config import RouteConfig, engine_settings
 from trioserve.contracts.errors import StartupError
 from trioserve.http.listener import open_listeners, open_shared_listeners
@@ -244,7 +244,7 @@ async def _run(config: RouteConfig, signals: StopSignals) -> int:
                 is_told = True
                 pids = ", ".join(str(process.pid) for process in processes.values())
                 announce(f"the router is {count} processes: {pids}")
-                tell_serving("a router", urls, config)
+                announce_serving("a router", urls, config)
             if lives.is_stopping and not is_late_awaited:
                 is_late_awaited = True
                 nursery.start_soon(wait_for_the_late)

@@ -1,4 +1,4 @@
-"""`python -m trioserve serve`: an engine and a front end before it. Its nursery is the program."""
+"""`python -m trioserve serve`: an engine behind an HTTP front end, in one Trio nursery."""
 
 from __future__ import annotations
 
@@ -43,11 +43,22 @@ __all__ = ["run_server", "serve", "serve_configured"]
 
 
 def run_server(config: Config) -> int:
-    """Serve until Ctrl-C or SIGTERM, then drain. Returns the exit code; raises StartupError and EngineFault."""
+    """Serve a model until Ctrl-C or SIGTERM, then drain.
+
+    Args:
+        config: options of the server.
+
+    Returns:
+        Exit code of the program.
+
+    Raises:
+        StartupError: an option is wrong, or the model or the address cannot be used.
+        EngineFault: the engine broke.
+    """
 
     async def serve_model(orders: trio.MemoryReceiveChannel[object], announce: Callable[[list[str]], None]) -> None:
         if is_image_model(config.model):
-            from trioserve.commands.serve_images import serve_images  # whoever serves texts needs none of it
+            from trioserve.commands.serve_images import serve_images  # language models need none of its imports
 
             await serve_images(config, orders, on_serving=announce)
         else:
@@ -57,7 +68,7 @@ def run_server(config: Config) -> int:
 
 
 class OpenEngine(Protocol):
-    """As open_configured_engine."""
+    """Opens the engine, with the signature of `open_configured_engine`."""
 
     def __call__(
         self, config: Config, *, on_progress: LoadReport, on_loaded: Callable[[Loaded], None]
@@ -72,10 +83,22 @@ async def serve_configured(
     open_engine: OpenEngine = open_configured_engine,
     opened: Engine | None = None,
 ) -> None:
-    """The whole server in the caller's scope, until an item comes in `orders` and it has drained. Installs no signal
-    handlers. on_serving is told the URLs. open_engine: makes the engine, where it is not to be the configured one.
-    opened: the engine, if the caller has opened it. Cancelling it ends everything at once."""
-    # First of all, so that what cannot be is told before a model is loaded.
+    """Run the whole server in the caller's scope, until `orders` yields an item and the server has drained.
+
+    Installs no signal handlers. Cancelling this function ends everything at once.
+
+    Args:
+        config: options of the server.
+        orders: stops the server. See `Service.run` for its items.
+        on_serving: receives the URLs once the server accepts requests.
+        open_engine: opens the engine. Tests and other hosts replace it.
+        opened: an engine that the caller has opened and will close. None opens one with `open_engine`.
+
+    Raises:
+        StartupError: an option is wrong, or the model or the address cannot be used.
+        EngineFault: the engine broke.
+    """
+    # Check the options first, so that errors appear before a model is loaded.
     check_front(config)
     check_front_end(config)
     limits = frontend_limits(config)
@@ -114,8 +137,8 @@ async def serve_configured(
         await scopes.enter_async_context(profiling(profiles, engine.step_times))
         handler = around_app(app, config)
         front_end = chosen_front_end(app, handler, listeners, config, ssl_context, metrics)
-        lasting = _WithLasting(worker, engines_app, engine)
-        service = Service(lasting, front_end, engine_settings(config), wait_for_rest=lasting.wait_until_idle)
+        stoppable = _WorkerWithBackgroundWork(worker, engines_app, engine)
+        service = Service(stoppable, front_end, engine_settings(config), wait_for_rest=stoppable.wait_until_idle)
         engine.on_fault = service.pass_on_fault
         with errors_unwrapped():
             async with trio.open_nursery() as nursery:
@@ -149,15 +172,18 @@ async def serve(
 
 @asynccontextmanager
 async def _engine_as_endpoint(app: App, routing: Routing, config: Config) -> AsyncIterator[None]:
-    """The router runs, and the engine is one of its endpoints: reached as the others are, over a connection, but inside
-    of this process. So leaving a request there is what it is everywhere."""
+    """Run the router with this process's engine as one of its endpoints.
+
+    The router reaches the engine over a connection inside of this process. So cancelling a request works as it does at
+    remote endpoints: the connection closes.
+    """
     server = FrontendServer(app, limits=frontend_limits(config))
     async with trio.open_nursery() as connections:
 
         async def connect() -> trio.abc.Stream:
-            ours, engines = trio.socket.socketpair()
-            connections.start_soon(server.serve_connection, trio.SocketStream(engines))
-            return trio.SocketStream(ours)
+            router_end, engine_end = trio.socket.socketpair()
+            connections.start_soon(server.serve_connection, trio.SocketStream(engine_end))
+            return trio.SocketStream(router_end)
 
         address = EndpointAddress.parse("http://" + LOCAL_ENDPOINT)
         routing.fleet.add(
@@ -170,8 +196,8 @@ async def _engine_as_endpoint(app: App, routing: Routing, config: Config) -> Asy
         connections.cancel_scope.cancel()
 
 
-class _WithLasting:
-    """A worker, and what outlives its request in the engine's app, which stop together."""
+class _WorkerWithBackgroundWork:
+    """Stops a worker together with work of the engine's app that outlives its HTTP request, such as batches."""
 
     def __init__(self, worker: Worker, app: App, engine: Engine) -> None:
         self._worker = worker
@@ -185,7 +211,7 @@ class _WithLasting:
     def abort_all(self, message: str) -> None:
         if self._worker is not self._engine:
             self._worker.abort_all(message)
-        # Behind a router, too: what lives there by itself is no client's of the router.
+        # Also needed behind a router: the router does not know batches and background responses of the engine's app.
         self._engine.abort_all(message, hands_over=True)
 
     async def wait_until_idle(self) -> None:

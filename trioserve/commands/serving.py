@@ -1,4 +1,4 @@
-"""What every server program does: logging, signals that stop it, TLS, our own front end in the order of stopping."""
+"""Parts that all server commands share: logging, stop signals, TLS, listeners and the native front end."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ __all__ = [
     "Places",
     "Serve",
     "access_rules",
+    "announce_serving",
     "around_app",
     "check_front",
     "frontend_limits",
@@ -52,28 +53,39 @@ __all__ = [
     "run_until_signal",
     "server_tls",
     "server_urls",
-    "tell_serving",
     "tls_files",
 ]
 
 logger = logging.getLogger(__name__)
 
-SLOW_LINK_BYTES_PER_SECOND = 62_500  # half a Mbit/s: the slowest upload of a body that is as large as allowed
+SLOW_LINK_BYTES_PER_SECOND = 62_500  # 0.5 Mbit/s: at this rate, a body of the maximum size still arrives in time
 
 _IMPORTED_AT = time.perf_counter()
-ORDERS_MAX = 8  # signals that wait to be obeyed; more say nothing new
-TLS_LOOK_SECONDS = 10.0  # between two looks whether the files of certificates and keys have changed
+ORDERS_MAX = 8  # signals that wait to be handled. Further signals would repeat these and are dropped.
+TLS_LOOK_SECONDS = 10.0  # interval between two checks for changed certificate and key files
 
 Serve = Callable[[trio.MemoryReceiveChannel[object], Callable[[list[str]], None]], Awaitable[None]]
-"""Serves until an item comes, and then drains; tells the URLs at which it does."""
+"""Serves until the channel yields an item, then drains.
+
+Calls the second argument with the URLs as soon as it accepts requests.
+"""
 
 
 def run_until_signal(
     config: ServerConfig, serve: Serve, *, what: str, on_serving: Callable[[], None] | None = None
 ) -> int:
-    """Serve until Ctrl-C or SIGTERM, then drain. Returns the exit code; raises what `serve` raises. what: is served.
-    on_serving: called when it is, instead of telling people."""
-    for library in ("h2", "hpack"):  # a line for each header field says nothing of a request
+    """Serve until Ctrl-C or SIGTERM, then drain.
+
+    Args:
+        config: options of the server. Only the options for logs and status messages are read.
+        serve: runs the server. All its exceptions reach the caller.
+        what: name of the served thing in status messages.
+        on_serving: called once the server accepts requests. If None, status messages announce the URLs and the end.
+
+    Returns:
+        0, or 128 + signal number if a signal ended the program before it accepted requests.
+    """
+    for library in ("h2", "hpack"):  # they log each header field, which is useless to find a request
         logging.getLogger(library).setLevel(logging.WARNING)
     prepare_interpreter()
     with StopSignals() as signals, logging_to(level=config.log_level, form=config.log_format):
@@ -91,9 +103,9 @@ async def _serve_until_signal(
         nonlocal exit_code
         async for number in signals.receive(task_status=task_status):
             if number == signal.SIGHUP and not is_serving.is_set():
-                continue  # certificates are read again when serving begins
+                continue  # the front end reads certificates again when it begins to serve
             if not is_serving.is_set():
-                exit_code = 128 + number  # as shells show it: what was asked for was not done
+                exit_code = 128 + number  # as in shells: the signal ended the program before it could serve
                 everything.cancel()
             elif orders.statistics().current_buffer_used < ORDERS_MAX:
                 sender.send_nowait(number)
@@ -104,7 +116,7 @@ async def _serve_until_signal(
         if on_serving is not None:
             on_serving()
         else:
-            tell_serving(what, urls, config)
+            announce_serving(what, urls, config)
 
     with errors_unwrapped():
         async with trio.open_nursery() as nursery:
@@ -116,8 +128,14 @@ async def _serve_until_signal(
     return exit_code
 
 
-def tell_serving(what: str, urls: list[str], config: ServerConfig) -> None:
-    """Tell people on stderr where `what` is served, and what strangers may do there."""
+def announce_serving(what: str, urls: list[str], config: ServerConfig) -> None:
+    """Print the URLs on stderr, and a warning if clients without a key may use the server.
+
+    Args:
+        what: name of the served thing, such as the model.
+        urls: addresses at which the server accepts requests.
+        config: options of the server.
+    """
     seconds = _process_seconds()
     for url in urls:
         announce(f"serving {what} at {url} (ready after {seconds:.1f} s; Ctrl-C stops)")
@@ -129,25 +147,36 @@ def tell_serving(what: str, urls: list[str], config: ServerConfig) -> None:
 
 
 def _process_seconds() -> float:
-    """How long this process has lived: what is waited for at a start is also Python itself and every module."""
+    """Return the age of this process in seconds, which includes the start of Python and all imports."""
     if sys.platform != "linux":
         return time.perf_counter() - _IMPORTED_AT
-    # Clock ticks from the start of the system to that of the process; field 22 as proc(5) counts, two stand before ")".
+    # proc(5): field 22 is the start of the process in clock ticks since boot. Two fields come before ")".
     ticks = int(Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 class Places(NamedTuple):
-    """listeners: open. urls: how clients reach each."""
+    """Open listening sockets and their URLs.
+
+    Attributes:
+        listeners: open listeners.
+        urls: one URL per listener, in the same order.
+    """
 
     listeners: list[trio.SocketListener]
     urls: list[str]
 
 
 class NativeFrontEnd:
-    """Our own front end, as the order of stopping sees it.
+    """The native HTTP front end, with the methods that `Service` needs to serve, drain and stop it.
 
-    With TLS it reads certificates and keys again when `reload` is called, and when one of their files has changed.
+    With TLS, it reads certificates and keys again after a call of `reload`, and after one of their files has changed.
+
+    Args:
+        server: HTTP server that handles the connections.
+        listeners: open listeners. The caller closes them.
+        metrics: registry that exposes the server's counters.
+        config: options of the server, of which only the TLS files are read.
     """
 
     def __init__(
@@ -175,9 +204,9 @@ class NativeFrontEnd:
         self._reload_asked.set()
 
     async def _keep_tls_current(self) -> None:
-        """Use certificates and keys again when they change. What cannot be used is one line in the log.
+        """Read certificates and keys again when their files change. If they cannot be read, log one line.
 
-        The first look is at once: loading a model takes time, in which the files may have changed.
+        The first check happens at once, because the files may have changed while the model was loading.
         """
         files = tls_files(self._config)
         seen: list[tuple[int, int, int] | None] | None = None
@@ -203,7 +232,7 @@ class NativeFrontEnd:
 
 
 def _file_stamps(paths: Sequence[Path]) -> list[tuple[int, int, int] | None]:
-    """What changes when a file is written or replaced; None for a file that cannot be read."""
+    """Return modification time, size and inode of each file, or None for a file that is not accessible."""
 
     def stamp(path: Path) -> tuple[int, int, int] | None:
         try:
@@ -216,9 +245,13 @@ def _file_stamps(paths: Sequence[Path]) -> list[tuple[int, int, int] | None]:
 
 
 def access_rules(config: ServerConfig) -> AccessRules:
-    """What callers may do, beside the keys."""
+    """Return the rules for callers that follow from the options, except for the API keys themselves.
+
+    Args:
+        config: options of the server.
+    """
     names = None
-    if config.uds is None:  # no browser reaches a Unix domain socket by itself
+    if config.uds is None:  # a browser cannot connect to a Unix domain socket
         names = (*_own_names(config), *checked_host_names(config.allowed_host))
     return AccessRules(
         gateway_api_keys=config.gateway_api_key,
@@ -239,30 +272,37 @@ def access_rules(config: ServerConfig) -> AccessRules:
 
 
 def _own_names(config: ServerConfig) -> tuple[str, ...]:
-    """By which other machines know this one, where they reach the server: --host, and the machine's name."""
+    """Return the host names that other machines may use for this server: `--host` and the machine's name."""
     if is_loopback_host(config.host):
         return ()
     return tuple(filter(None, (config.host.strip("[]").lower(), socket.gethostname().lower())))
 
 
 def _is_reached_by_others(config: ServerConfig) -> bool:
-    """Whether other machines may reach the server."""
+    """Return True if the server listens at an address that other machines can reach."""
     return config.uds is None and not is_loopback_host(config.host)
 
 
 def strangers_warning(config: ServerConfig) -> str | None:
-    """What anybody may do who reaches the server; None where there are keys, or only this machine reaches it."""
+    """Return a warning that lists the rights of clients without a key.
+
+    Args:
+        config: options of the server.
+
+    Returns:
+        None if the server has keys, or if only this machine can reach it.
+    """
     if config.api_key or config.gateway_api_key or not _is_reached_by_others(config):
         return None
     operates = (
         "They may also operate it: pause it, put it to sleep, load weights and adapters, have a router send prompts to "
         "another server (--allow-operator-without-key)."
         if config.allow_operator_without_key
-        else "What operates the server is off (--allow-operator-without-key)."
+        else "Operating the server is off (--allow-operator-without-key)."
     )
     return (
-        f"warning: there is no --api-key, and other machines may reach {config.host}. Anybody who does may send "
-        f"requests, and read and delete what others have stored here. {operates}"
+        f"warning: there is no --api-key, and other machines may reach {config.host}. Their users may send "
+        f"requests, and read and delete the stored objects of other users. {operates}"
     )
 
 
@@ -271,7 +311,11 @@ def page_settings(config: ServerConfig) -> PageSettings:
 
 
 def frontend_limits(config: ServerConfig) -> FrontendLimits:
-    """The front end's limits, with no more connections than the limit of open files allows."""
+    """Return the limits of the front end. The process's limit of open files also bounds the connections.
+
+    Args:
+        config: options of the server.
+    """
     file_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     connections_max = connections_within(config.max_connections, file_limit, files_each=_files_each(config))
     of_address = config.max_connections_per_address
@@ -290,7 +334,7 @@ def frontend_limits(config: ServerConfig) -> FrontendLimits:
 
 
 def _files_each(config: ServerConfig) -> int:
-    """Files for one client's connection and what is opened for its request."""
+    """Return how many open files one client needs: its connection, and those opened for its request."""
     if not isinstance(config, Config):
         return 2  # a router, with a connection to an endpoint
     routes = (
@@ -307,7 +351,17 @@ def _files_each(config: ServerConfig) -> int:
 
 @asynccontextmanager
 async def open_places(config: ServerConfig, limits: FrontendLimits) -> AsyncIterator[Places]:
-    """Where the server listens. Who connects early waits in the backlog. Closed at the end. Raises StartupError."""
+    """Listen at the configured address, and close the listeners at the end.
+
+    Clients that connect before the server accepts connections wait in the backlog.
+
+    Args:
+        config: options of the server.
+        limits: limits of the front end.
+
+    Raises:
+        StartupError: the server cannot listen at the address.
+    """
     if config.uds is None:
         listeners = await open_listeners(config.host, config.port, limits=limits)
     else:
@@ -322,7 +376,12 @@ async def open_places(config: ServerConfig, limits: FrontendLimits) -> AsyncIter
 
 
 def server_urls(config: ServerConfig, listeners: Sequence[trio.SocketListener]) -> list[str]:
-    """How clients reach each."""
+    """Return one URL per listener.
+
+    Args:
+        config: options of the server, which decide the scheme.
+        listeners: open listeners.
+    """
     scheme = "unix" if config.uds is not None else "http" if config.ssl_certfile is None else "https"
     return [f"{scheme}://{address}" for address in addresses(listeners)]
 
@@ -332,7 +391,12 @@ def _remove(path: str) -> None:
 
 
 def around_app(app: BaseApp[Any], config: ServerConfig) -> Handler:
-    """The app behind what web pages and proxies want of it."""
+    """Wrap an app in the handlers for CORS and the root path, if the options ask for them.
+
+    Args:
+        app: handles the requests.
+        config: options of the server.
+    """
     handler: Handler = app
     if config.cors_origin:
         handler = CrossOrigin(app, config.cors_origin, on_preflight=app.note_preflight)
@@ -341,21 +405,38 @@ def around_app(app: BaseApp[Any], config: ServerConfig) -> Handler:
 
 
 def check_front(config: ServerConfig) -> None:
-    """What cannot be is told before a model is loaded. Raises StartupError."""
+    """Check options of the front end before a model is loaded.
+
+    Args:
+        config: options of the server.
+
+    Raises:
+        StartupError: a key, host name, origin, root path or access rule is not valid.
+    """
     ApiKeys(config.api_key, admin_key=config.admin_api_key, rules=access_rules(config))
     checked_origins(config.cors_origin)
     checked_root_path(config.root_path)
 
 
 def server_tls(config: ServerConfig) -> ssl.SSLContext | None:
-    """None without TLS."""
+    """Load the TLS certificates and keys.
+
+    Args:
+        config: options of the server.
+
+    Returns:
+        None if TLS is off.
+
+    Raises:
+        StartupError: TLS options do not fit together, or a file cannot be used.
+    """
     if config.ssl_certfile is None:
         for name in ("ssl_keyfile", "ssl_ca_certs"):
             if getattr(config, name) is not None:
                 flag = "--" + name.replace("_", "-")
-                raise StartupError(f"{flag} is set, but --ssl-certfile is not: give both for TLS, or neither")
+                raise StartupError(f"{flag} is set, but --ssl-certfile is not: set both for TLS, or neither")
         if config.ssl_client_certs != "none":
-            raise StartupError("--ssl-client-certs is set, but --ssl-certfile is not: only TLS knows certificates")
+            raise StartupError("--ssl-client-certs is set, but --ssl-certfile is not: client certificates need TLS")
         return None
     return tls_context(
         Path(config.ssl_certfile),
@@ -366,7 +447,11 @@ def server_tls(config: ServerConfig) -> ssl.SSLContext | None:
 
 
 def tls_files(config: ServerConfig) -> list[Path]:
-    """The files that `server_tls` reads."""
+    """Return the files that `server_tls` reads.
+
+    Args:
+        config: options of the server.
+    """
     names = (config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs)
     return [Path(name) for name in names if name is not None]
 

@@ -1,4 +1,4 @@
-"""What a person sees in a terminal: the loading bar, one streamed response; and what a chat shares with it."""
+"""Terminal output and input: the loading bar, one streamed response, and parts that `generate` shares with `chat`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
     "Interrupts",
     "LineReader",
     "LoadingBar",
-    "SamplingWishes",
+    "SamplingOptions",
     "opened_engine",
     "run_generate",
     "run_interruptible",
@@ -39,14 +39,22 @@ __all__ = [
 
 
 class LoadingBar:
-    """Shows on stderr how far loading is, and then what was loaded."""
+    """Shows the progress of loading on stderr, then a summary of the loaded model.
+
+    Args:
+        model: name or path of the model, as shown to the user.
+    """
 
     def __init__(self, model: str) -> None:
         self._model = model
         self._bar = ProgressBar(f"loading {model}", status_stream())
 
     def progress(self, progress: LoadProgress) -> None:
-        """From any thread."""
+        """Show progress. May be called from any thread.
+
+        Args:
+            progress: current phase, and how much of it is done.
+        """
         self._bar.turn_to(progress.what)
         if progress.total is None:
             self._bar.show_seconds(progress.done)
@@ -54,7 +62,7 @@ class LoadingBar:
             self._bar.show_share(progress.done, progress.total)
 
     def close(self) -> None:
-        """Nothing of the bar is left."""
+        """Remove the bar from the terminal."""
         self._bar.close()
 
     def loaded(self, loaded: Loaded) -> None:
@@ -69,15 +77,15 @@ class LoadingBar:
             f"({loaded.kv_cache_bytes / 2**30:.2f} GiB in {loaded.kv_dtype})"
         )
         if not loaded.block_count:
-            kept = "an encoder: it makes vectors or scores, and keeps no KV"
+            kept = "an encoder: it returns vectors or scores, and has no KV cache"
         announce(f"kernels: {loaded.computed_by}, {loaded.dtype} on {loaded.device}")
         context = f"{loaded.context_tokens_max} tokens of context{cut}"
         announce(f"loaded {self._model} in {loaded.load_seconds:.1f} s, {context}")
         announce(kept)
 
 
-class SamplingWishes(msgspec.Struct, frozen=True, kw_only=True):
-    """What the command line says of sampling; the rest is the model's default."""
+class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampling options of the command line. None keeps the model's default."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -85,7 +93,7 @@ class SamplingWishes(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
 
     @classmethod
-    def from_arguments(cls, arguments: argparse.Namespace) -> SamplingWishes:
+    def from_arguments(cls, arguments: argparse.Namespace) -> SamplingOptions:
         return cls(**{name: getattr(arguments, name) for name in cls.__struct_fields__})
 
     def applied_to(self, default: SamplingParams) -> SamplingParams:
@@ -95,20 +103,36 @@ class SamplingWishes(msgspec.Struct, frozen=True, kw_only=True):
         return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
 
 
-def run_generate(config: Config, prompt: str, wishes: SamplingWishes, *, raw: bool) -> int:
-    """Write the response to stdout as it is made; what else there is to say goes to stderr. Ctrl-C ends it."""
+def run_generate(config: Config, prompt: str, sampling: SamplingOptions, *, raw: bool) -> int:
+    """Stream one response to stdout. Status messages go to stderr. Ctrl-C ends the program.
+
+    Args:
+        config: options of the engine.
+        prompt: text of the user.
+        sampling: sampling options of the command line.
+        raw: True sends the prompt without the model's chat template.
+
+    Returns:
+        Exit code of the program.
+    """
 
     async def main(_interrupts: Interrupts) -> None:
         async with opened_engine(config) as engine:
             is_chat = not raw and engine.tokenizer.chat_template is not None
             asked: Prompt = ChatPrompt(messages=[{"role": "user", "content": prompt}]) if is_chat else prompt
-            await _write_response(engine, asked, wishes.applied_to(engine.default_sampling))
+            await _write_response(engine, asked, sampling.applied_to(engine.default_sampling))
 
     return run_interruptible(main)
 
 
 class Interrupts:
-    """Ctrl-C and SIGTERM as cancellation: of the response under way if there is one, otherwise of everything."""
+    """Turns Ctrl-C and SIGTERM into cancellation.
+
+    Attributes:
+        response_scope: scope of the response that is being written, which Ctrl-C cancels. None if there is none: then
+            Ctrl-C ends the program. SIGTERM always ends it.
+        have_ended_all: True once a signal has ended the program.
+    """
 
     def __init__(self) -> None:
         self.response_scope: trio.CancelScope | None = None
@@ -165,17 +189,17 @@ async def _write_response(engine: Engine, prompt: Prompt, sampling: SamplingPara
 
 
 class LineReader:
-    """Lines of standard input without a thread that could not be ended while it reads."""
+    """Reads lines of standard input without a thread, because a thread that reads cannot be cancelled."""
 
     def __init__(self) -> None:
         self._received = b""
 
     async def read(self) -> str | None:
-        """The next line, stripped; None at the end of input."""
+        """Return the next line without surrounding white space, or None at the end of input."""
         while b"\n" not in self._received:
             try:
                 await trio.lowlevel.wait_readable(0)
-            except PermissionError:  # an ordinary file is always readable
+            except PermissionError:  # epoll refuses ordinary files, which are always readable
                 await trio.lowlevel.checkpoint()
             chunk = os.read(0, 65536)
             if not chunk:

@@ -1,4 +1,4 @@
-"""Whether requests are traced, as flags and the standard's variables say, and the end of that: with a deadline."""
+"""Turns tracing on or off by flags and OpenTelemetry's environment variables, and sends the last spans at the end."""
 
 from __future__ import annotations
 
@@ -24,16 +24,20 @@ __all__ = ["Tracing", "open_tracing"]
 logger = logging.getLogger(__name__)
 
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-CLOSE_SECONDS_MAX = 5.0  # for the last spans; a collector that hangs must not keep the process
+CLOSE_SECONDS_MAX = 5.0  # to send the last spans: a collector that hangs must not block the end of the process
 
 
 class Tracing:
-    """Off: its tracer begins no trace."""
+    """Tracing that is off: its tracer records nothing."""
 
     tracer: Tracer = NO_TRACER
 
     def show(self, metrics: Metrics) -> None:
-        """Have the spans counted there, where there are any."""
+        """Update the span metrics at each scrape. Does nothing if tracing is off.
+
+        Args:
+            metrics: registry that exposes the metrics.
+        """
 
 
 class _Exported(Tracing):
@@ -54,8 +58,17 @@ class _Exported(Tracing):
 
 @asynccontextmanager
 async def open_tracing(config: ServerConfig, environment: Mapping[str, str] = os.environ) -> AsyncIterator[Tracing]:
-    """Inside, spans of requests go to the collector. Leaving sends the last ones, if it takes them in time; being
-    cancelled leaves them. Raises StartupError where --otlp-endpoint is set and cannot be followed."""
+    """Send spans of requests to the collector inside of the scope, if tracing is on.
+
+    Leaving the scope waits up to CLOSE_SECONDS_MAX until the last spans are sent. A cancelled scope drops them.
+
+    Args:
+        config: options of the server.
+        environment: environment variables.
+
+    Raises:
+        StartupError: --otlp-endpoint is set, but OpenTelemetry is not installed.
+    """
     if not _is_on(config, environment):
         yield Tracing()
         return
@@ -73,10 +86,10 @@ async def open_tracing(config: ServerConfig, environment: Mapping[str, str] = os
     try:
         yield _Exported(otel.tracer, otel.counts)
     finally:
-        with trio.move_on_after(CLOSE_SECONDS_MAX) as patience:
+        with trio.move_on_after(CLOSE_SECONDS_MAX) as closing:
             await call_abandonable(otel.close, thread_name="trace-export-end")
-        if patience.cancelled_caught:
-            logger.warning("the last spans were not sent: the collector took none for %g s", CLOSE_SECONDS_MAX)
+        if closing.cancelled_caught:
+            logger.warning("the last spans were not sent: the collector did not accept them in %g s", CLOSE_SECONDS_MAX)
 
 
 def _is_on(config: ServerConfig, environment: Mapping[str, str]) -> bool:

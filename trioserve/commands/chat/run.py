@@ -14,7 +14,7 @@ import trio
 from trioserve.commands.chat.answers import Answer, Answerer, EngineAnswers, ServerAnswers
 from trioserve.commands.chat.conversation import COMMANDS, Conversation, line_of
 from trioserve.commands.chat.typing import PlainTyping, TerminalTyping, Typing
-from trioserve.commands.terminal import Interrupts, SamplingWishes, opened_engine, run_interruptible, say
+from trioserve.commands.terminal import Interrupts, SamplingOptions, opened_engine, run_interruptible, say
 from trioserve.config import Config
 from trioserve.contracts.errors import TrioserveError
 
@@ -29,11 +29,11 @@ class ChatPlace(msgspec.Struct, frozen=True):
     model: str | None
 
 
-def run_chat(config: Config, wishes: SamplingWishes, *, system: str | None, place: ChatPlace | None) -> int:
+def run_chat(config: Config, sampling: SamplingOptions, *, system: str | None, place: ChatPlace | None) -> int:
     """place: None answers with an engine of the configuration. Returns the exit code."""
 
     async def main(interrupts: Interrupts) -> None:
-        async with _answerer(config, wishes, place) as answerer:
+        async with _answerer(config, sampling, place) as answerer:
             is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
             typing: Typing = TerminalTyping() if is_terminal else PlainTyping()
             await _Chat(answerer, typing, Conversation(system), interrupts).run()
@@ -42,12 +42,12 @@ def run_chat(config: Config, wishes: SamplingWishes, *, system: str | None, plac
 
 
 @asynccontextmanager
-async def _answerer(config: Config, wishes: SamplingWishes, place: ChatPlace | None) -> AsyncIterator[Answerer]:
+async def _answerer(config: Config, sampling: SamplingOptions, place: ChatPlace | None) -> AsyncIterator[Answerer]:
     if place is None:
         async with opened_engine(config) as engine:
-            yield EngineAnswers(engine, wishes.applied_to(engine.default_sampling))
+            yield EngineAnswers(engine, sampling.applied_to(engine.default_sampling))
         return
-    answers = ServerAnswers(place.url, api_key=place.api_key, model=place.model, fields=wishes.given())
+    answers = ServerAnswers(place.url, api_key=place.api_key, model=place.model, fields=sampling.given())
     try:
         say(f"{await answers.find_model()} at {place.url}")
         yield answers
