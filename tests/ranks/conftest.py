@@ -1,4 +1,4 @@
-"""A tiny checkpoint, and real ranks that compute it."""
+"""Fixtures: tiny checkpoints, and groups of real rank processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BLOCK_SIZE = 4
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """tiny_model(kind) -> directory of a float32 checkpoint."""
+    """Return a function that writes a tiny float32 checkpoint of a kind and returns its directory."""
     path = Path(__file__).parent.parent / "model" / "tiny_checkpoints.py"
     spec = importlib.util.spec_from_file_location("tiny_checkpoints", path)
     assert spec is not None
@@ -52,8 +52,10 @@ OpenRealRanks = Callable[..., Any]
 
 @pytest.fixture
 def real_ranks() -> OpenRealRanks:
-    """real_ranks(path, size=2) -> a group of real processes that are told to load it. paths: of ranks that load
-    another one."""
+    """Return a context manager that opens a group of real processes for a checkpoint.
+
+    Its argument `paths` gives single ranks another checkpoint.
+    """
 
     @asynccontextmanager
     async def opened(
@@ -98,13 +100,13 @@ def real_ranks() -> OpenRealRanks:
 
 @pytest.fixture
 def rank_pids() -> Callable[[], list[int]]:
-    """Of the ranks that this process has now."""
+    """Return a function that lists the process ids of this process's ranks."""
     return children
 
 
 @pytest.fixture(autouse=True)
 def no_child_is_left() -> Any:
-    """Whatever a test did to them."""
+    """Fail a test that leaves rank processes behind."""
     before = set(children())
     yield
     left = set(children()) - before
@@ -112,10 +114,10 @@ def no_child_is_left() -> Any:
 
 
 def children() -> list[int]:
-    """Of this process; a dead one counts until it was waited for."""
+    """Return the ids of this process's rank processes, including dead ones that nobody has waited for."""
     found: list[int] = []
     for thread in Path("/proc/self/task").iterdir():
-        with suppress(FileNotFoundError):  # the thread has just ended
+        with suppress(FileNotFoundError):  # the thread has ended meanwhile
             found += map(int, (thread / "children").read_text(encoding="ascii").split())
     return [pid for pid in found if Path(f"/proc/{pid}").exists() and "rank_process" in _command(pid)]
 

@@ -1,8 +1,14 @@
-"""What trioserve.commands.ray_place does, without Ray: `python fake_placer.py HOW LOG`. Each rank is a child of this
-process. LOG gets a line with its id, and the first line that it was told.
+"""Stand-in for trioserve.commands.ray_place without Ray: `python fake_placer.py HOW LOG`.
 
-HOW: places, and keeps the ranks; waits for ever; fails at once; loses a rank that is awaited; ends without a word;
-stays when it is to end.
+Each rank is a child of this process. The process appends a line to LOG: its own id, and the first line of its input.
+
+HOW is one of these:
+    places: start the ranks and keep them.
+    waits: report for ever that resources are missing.
+    fails: report a failure at once.
+    loses: report the loss of a rank before it connects.
+    ends: exit without a report.
+    stays: do not exit when the standard input is closed.
 """
 
 from __future__ import annotations
@@ -21,8 +27,8 @@ from trioserve.ranks.headless import keep_ranks
 from trioserve.ranks.host import free_port
 
 
-def tell(**told: Any) -> None:
-    print(json.dumps(told), flush=True)
+def report(**fields: Any) -> None:
+    print(json.dumps(fields), flush=True)
 
 
 async def keep(wanted: dict[str, Any], door: dict[str, Any]) -> None:
@@ -38,21 +44,21 @@ def main(how: str, log: str) -> None:
         file.write(f"{os.getpid()} {line}")
     wanted = json.loads(line)
     if how == "waits":
-        tell(waits="waiting for room")
+        report(waits="waiting for room")
         sys.stdin.readline()
     elif how == "fails":
-        tell(failure="there is no Ray here")
+        report(failure="there is no Ray here")
     elif how == "ends":
         print("a first line\nits last word", file=sys.stderr)
     elif how == "stays":
-        tell(waits="waiting for room")
+        report(waits="waiting for room")
         time.sleep(600)
     else:
         nodes = ["a", "b", "a"][: wanted["count"]]
-        tell(nodes=[{"id": node, "address": "127.0.0.1", "port": free_port()} for node in nodes])
+        report(nodes=[{"id": node, "address": "127.0.0.1", "port": free_port()} for node in nodes])
         door = json.loads(sys.stdin.readline())
         if how == "loses":
-            tell(failure="the actor of rank 1 is gone: it was killed")
+            report(failure="the actor of rank 1 is gone: it was killed")
             sys.stdin.readline()
         else:
             trio.run(keep, wanted, door)

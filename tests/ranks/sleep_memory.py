@@ -1,4 +1,4 @@
-"""Prints the resident MiB of an engine: open, asleep at level 1, awake, asleep at level 2, and awake again."""
+"""Print the resident MiB of an engine: open, asleep at level 1, awake, asleep at level 2, and awake again."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def resident_bytes() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
 
-async def whole(engine: Any, least: int) -> int:
-    """Once all of the KV cache is claimed, which happens while there is nothing to compute."""
+async def resident_bytes_once_claimed(engine: Any, least: int) -> int:
+    """Wait until the idle engine has claimed its whole KV cache, then return the resident bytes."""
     await engine.encode("something")
     while resident_bytes() < least:
         await trio.lowlevel.checkpoint()
@@ -33,13 +33,13 @@ async def whole(engine: Any, least: int) -> int:
 async def main(path: str) -> None:
     async with trioserve.open_engine(path, kv_cache_memory=KV_BYTES / 2**30, max_model_len=1024) as engine:
         first = resident_bytes()
-        told = [await whole(engine, first + int(0.95 * KV_BYTES))]
+        sizes = [await resident_bytes_once_claimed(engine, first + int(0.95 * KV_BYTES))]
         for level in (1, 2):
             await engine.sleep(level)
-            told.append(resident_bytes())
+            sizes.append(resident_bytes())
             await engine.wake_up()
-            told.append(await whole(engine, told[0] - KV_BYTES // 20))
-        print(*(f"{count / 2**20:.1f}" for count in told))
+            sizes.append(await resident_bytes_once_claimed(engine, sizes[0] - KV_BYTES // 20))
+        print(*(f"{count / 2**20:.1f}" for count in sizes))
 
 
 if __name__ == "__main__":

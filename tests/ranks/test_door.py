@@ -1,4 +1,4 @@
-"""Ranks of other machines come to their server; whoever does not know the key does not."""
+"""Tests of connections from ranks on other machines. Clients without the key are rejected."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def closing(connections: dict[int, socket.socket]) -> Iterator[None]:
 
 
 async def connected(port: int, rank: int, key: str = KEY, host: str = "127.0.0.1") -> socket.socket:
-    """As soon as somebody listens there."""
+    """Connect a rank, as soon as its server listens."""
     while True:
         try:
             return await connect_rank(host, port, rank, key)
@@ -41,7 +41,7 @@ async def connected(port: int, rank: int, key: str = KEY, host: str = "127.0.0.1
             await trio.lowlevel.checkpoint()
 
 
-async def test_all_ranks_are_waited_for_and_each_has_a_connection_of_its_own() -> None:
+async def test_each_rank_gets_a_connection() -> None:
     port, theirs = free_port(), dict[int, socket.socket]()
     awaited: list[list[int]] = []
 
@@ -63,12 +63,12 @@ async def test_all_ranks_are_waited_for_and_each_has_a_connection_of_its_own() -
                     connection.getsockopt(socket.IPPROTO_TCP, option)
                     for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
                 )
-                assert max(silent_ms / 1000, idle + interval * tries) <= 12  # as the documents say
+                assert max(silent_ms / 1000, idle + interval * tries) <= 12  # documented in docs/ranks.md
                 connection.sendall(b"an order")
                 assert theirs[rank].recv(100) == b"an order"
 
 
-async def test_a_name_that_nobody_knows_yet_is_listened_for_everywhere() -> None:
+async def test_server_listens_at_all_addresses_for_an_unknown_name() -> None:
     port, theirs = free_port(), dict[int, socket.socket]()
 
     async def come() -> None:
@@ -83,7 +83,7 @@ async def test_a_name_that_nobody_knows_yet_is_listened_for_everywhere() -> None
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-async def test_at_an_address_nobody_comes_by_another_one(host: str) -> None:
+async def test_server_listens_only_at_a_given_address(host: str) -> None:
     port, theirs = free_port(), dict[int, socket.socket]()
 
     async def come() -> None:
@@ -101,12 +101,12 @@ async def test_at_an_address_nobody_comes_by_another_one(host: str) -> None:
 
 
 async def test_an_address_of_another_machine_is_refused_at_once() -> None:
-    with pytest.raises(StartupError, match=r"--master-addr 192\.0\.2\.1.* has to be this machine's"):
+    with pytest.raises(StartupError, match=r"--master-addr 192\.0\.2\.1.* an address of this machine"):
         await wait_for_ranks("192.0.2.1", free_port(), (1,), KEY, on_wait=lambda awaited: None)
 
 
 async def check_refused(match: str, *, rank: int = 1, key: str = KEY) -> None:
-    """A rank that comes to a server which awaits rank 1, and one that is right after it."""
+    """Check that a server that waits for rank 1 refuses a rank, and then accepts the right one."""
     port = free_port()
     theirs: dict[int, socket.socket] = {}
 
@@ -127,32 +127,32 @@ async def test_a_rank_with_another_key_is_refused_and_others_are_not_disturbed()
     await check_refused("its key is not the server's", key="another")
 
 
-async def test_a_rank_that_nobody_awaits_is_refused() -> None:
-    await check_refused("rank 7 is none of those that are awaited", rank=7)
+async def test_unexpected_rank_is_refused() -> None:
+    await check_refused("rank 7 is not expected", rank=7)
 
 
-def test_a_rank_of_another_version_is_told_so() -> None:
+def test_server_of_another_version_is_refused() -> None:
     asked = handshake.challenge()
     old = handshake.Challenge(asked.nonce, "0.0.1")
     with pytest.raises(StartupError, match="all machines need the same version"):
         handshake.answered(old, 1, KEY)
 
 
-def test_a_server_that_does_not_know_the_key_is_not_believed() -> None:
+def test_server_without_the_key_is_not_trusted() -> None:
     asked = handshake.challenge()
     hello = handshake.answered(asked, 1, KEY)
     assert handshake.is_server(asked, hello, handshake.verdict(asked, hello, KEY), KEY)
     assert not handshake.is_server(asked, hello, handshake.Verdict(b"x" * 32), KEY)
-    # Nor is one that sends back what it was sent.
+    # A server that sends the rank's own proof back does not know the key.
     assert not handshake.is_server(asked, hello, handshake.Verdict(hello.proof), KEY)
 
 
-def test_what_an_earlier_connection_proved_proves_nothing() -> None:
+def test_proof_of_an_earlier_handshake_is_refused() -> None:
     earlier = handshake.answered(handshake.challenge(), 1, KEY)
     assert handshake.verdict(handshake.challenge(), earlier, KEY).refused is not None
 
 
-async def test_who_says_nothing_or_nonsense_is_given_up_and_others_come(mock_clock: trio.testing.MockClock) -> None:
+async def test_silent_and_invalid_clients_are_disconnected(mock_clock: trio.testing.MockClock) -> None:
     port = free_port()
     theirs: dict[int, socket.socket] = {}
 
@@ -169,7 +169,7 @@ async def test_who_says_nothing_or_nonsense_is_given_up_and_others_come(mock_clo
             while await babbling.receive_some():
                 pass
             raise EOFError
-        assert await silent.receive_some()  # its challenge: from now on it has so much time
+        assert await silent.receive_some()  # the challenge: the time limit has begun
         mock_clock.jump(HANDSHAKE_SECONDS_MAX)
         while await silent.receive_some():
             pass
@@ -185,7 +185,7 @@ async def test_who_says_nothing_or_nonsense_is_given_up_and_others_come(mock_clo
             assert list(ours) == [1]
 
 
-async def test_a_place_that_is_taken_is_said() -> None:
+async def test_error_if_the_port_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(StartupError, match="--master-port"):
         await wait_for_ranks("127.0.0.1", taken.getsockname()[1], (1,), KEY, on_wait=lambda awaited: None)
 
@@ -218,7 +218,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize("sent", HOSTILE.values(), ids=HOSTILE.keys())
-async def test_nothing_that_a_stranger_sends_ends_the_wait_for_ranks(sent: bytes, ends: bool) -> None:
+async def test_bytes_of_a_stranger_do_not_end_the_wait_for_ranks(sent: bytes, ends: bool) -> None:
     port, theirs = free_port(), dict[int, socket.socket]()
 
     async def come() -> None:
@@ -248,7 +248,7 @@ async def opened(port: int) -> trio.SocketStream:
             await trio.lowlevel.checkpoint()
 
 
-async def test_silent_strangers_keep_no_rank_out() -> None:
+async def test_silent_strangers_do_not_block_ranks() -> None:
     port, theirs = free_port(), dict[int, socket.socket]()
 
     async def come() -> None:
@@ -266,7 +266,7 @@ async def test_silent_strangers_keep_no_rank_out() -> None:
 
 
 @pytest.mark.parametrize("rank", [-1, 2**31, 2**63, 2**64 - 1, -(2**63)])
-def test_a_rank_that_cannot_be_is_refused(rank: int) -> None:
+def test_rank_out_of_range_is_refused(rank: int) -> None:
     hello = handshake.Hello(rank, b"x" * 32, b"y" * 32)
     given = handshake.verdict(handshake.challenge(), hello, KEY)
     assert given.refused is not None
@@ -280,9 +280,9 @@ def test_a_rank_that_cannot_be_is_refused(rank: int) -> None:
     rank=st.integers(-(2**63), 2**64 - 1),
     length=st.floats(0, 1),
 )
-def test_any_bytes_of_a_stranger_end_without_a_fault(changes, rank: int, length: float) -> None:
+def test_random_bytes_of_a_stranger_do_not_end_the_wait_for_ranks(changes, rank: int, length: float) -> None:
     content = bytearray(greeting(rank))
     for where, new in changes:
         start = int(where * len(content))
         content[start : start + len(new)] = new
-    trio.run(test_nothing_that_a_stranger_sends_ends_the_wait_for_ranks, bytes(content[: int(length * 200)]), True)
+    trio.run(test_bytes_of_a_stranger_do_not_end_the_wait_for_ranks, bytes(content[: int(length * 200)]), True)

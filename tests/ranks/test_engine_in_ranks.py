@@ -1,4 +1,4 @@
-"""A whole engine whose model is in ranks: what it says is what one process says, and it outlives its ranks."""
+"""Tests of an engine whose model is in ranks: its output is that of one process, and it survives lost ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def opened(path: Path, ranks: int, **options: Any) -> AsyncIterator[Any]:
             yield engine
 
 
-async def said(engine: Any, prompt: str, sampling: SamplingParams) -> tuple[list[int], list[float]]:
+async def generate(engine: Any, prompt: str, sampling: SamplingParams) -> tuple[list[int], list[float]]:
     tokens: list[int] = []
     logprobs: list[float] = []
     async with engine.generate(prompt, sampling) as stream:
@@ -65,14 +65,14 @@ SAMPLINGS = {
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3-moe"])
-async def test_ranks_say_what_one_process_says(kind: str, tiny_model: Callable[[str], Path]) -> None:
+async def test_ranks_generate_what_one_process_generates(kind: str, tiny_model: Callable[[str], Path]) -> None:
     expected: dict[tuple[str, str], tuple[list[int], list[float]]] = {}
     for ranks in (1, 2):
         async with opened(tiny_model(kind), ranks) as engine:
             found: dict[tuple[str, str], tuple[list[int], list[float]]] = {}
 
             async def ask(prompt: str, name: str, engine: Any = engine, found: Any = found) -> None:
-                found[prompt, name] = await said(engine, prompt, SAMPLINGS[name])
+                found[prompt, name] = await generate(engine, prompt, SAMPLINGS[name])
 
             async with trio.open_nursery() as nursery:
                 for prompt in PROMPTS:
@@ -84,18 +84,18 @@ async def test_ranks_say_what_one_process_says(kind: str, tiny_model: Callable[[
             assert found[asked][1] == pytest.approx(logprobs, abs=1e-4)
 
 
-async def test_drafts_are_made_by_one_rank_and_verified_by_all(tiny_model: Callable[[str], Path]) -> None:
+async def test_draft_tokens_of_one_rank_are_verified_by_all(tiny_model: Callable[[str], Path]) -> None:
     path = tiny_model("llama")
     sampling = SAMPLINGS["greedy"]
     async with opened(path, 1) as engine:
-        expected, _ = await said(engine, PROMPTS[0], sampling)
+        expected, _ = await generate(engine, PROMPTS[0], sampling)
     async with opened(path, 2, speculative_model=str(path), speculative_tokens=3) as engine:
-        assert await said(engine, PROMPTS[0], sampling) == (expected, [])
+        assert await generate(engine, PROMPTS[0], sampling) == (expected, [])
         assert engine.stats().accepted_tokens_total > 5
 
 
 def write_adapter(path: Path, model: Path) -> None:
-    """As peft saves one, for every matrix."""
+    """Write an adapter in the format of peft, with every matrix."""
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     generator = torch.Generator().manual_seed(3)
     hidden, middle = config["hidden_size"], config["intermediate_size"]
@@ -133,19 +133,19 @@ async def test_an_adapter_is_divided_with_the_model(tiny_model: Callable[[str], 
             async with engine.generate(PROMPTS[0], SAMPLINGS["greedy"], adapter="own") as stream:
                 async for delta in stream:
                     tokens += delta.token_ids
-            plain, _ = await said(engine, PROMPTS[0], SAMPLINGS["greedy"])
+            plain, _ = await generate(engine, PROMPTS[0], SAMPLINGS["greedy"])
             assert tokens != plain
             found.append((tokens, plain))
             await engine.unload_adapter("own")
     assert found[0] == found[1]
 
 
-async def test_a_stream_goes_on_when_a_rank_was_killed(
+async def test_stream_resumes_after_a_rank_is_killed(
     tiny_model: Callable[[str], Path], rank_pids: Callable[[], list[int]]
 ) -> None:
     sampling = SamplingParams(temperature=0.9, seed=5, max_tokens=40, ignore_eos=True)
     async with opened(tiny_model("llama"), 2) as engine:
-        expected, _ = await said(engine, PROMPTS[0], sampling)
+        expected, _ = await generate(engine, PROMPTS[0], sampling)
         tokens: list[int] = []
         async with engine.generate(PROMPTS[0], sampling) as stream:
             async for delta in stream:
@@ -166,9 +166,9 @@ async def test_without_restarts_the_fault_names_the_rank(
             await trio.sleep_forever()
 
 
-async def test_what_steps_take_each_rank_is_a_metric(tiny_model: Callable[[str], Path]) -> None:
+async def test_step_seconds_of_each_rank_are_a_metric(tiny_model: Callable[[str], Path]) -> None:
     async with opened(tiny_model("llama"), 2) as engine:
-        await said(engine, PROMPTS[0], SAMPLINGS["greedy"])
+        await generate(engine, PROMPTS[0], SAMPLINGS["greedy"])
         page = engine.metrics.expose().decode()
     for rank in ("0", "1"):
         steps, together = (
@@ -178,7 +178,7 @@ async def test_what_steps_take_each_rank_is_a_metric(tiny_model: Callable[[str],
         assert steps > together > 0
 
 
-async def test_a_client_that_leaves_gives_its_blocks_back(tiny_model: Callable[[str], Path]) -> None:
+async def test_client_that_leaves_frees_its_blocks(tiny_model: Callable[[str], Path]) -> None:
     async with opened(tiny_model("llama"), 2, enable_prefix_caching=False) as engine:
         free = engine.stats().blocks_free
         for _ in range(10):
@@ -186,11 +186,11 @@ async def test_a_client_that_leaves_gives_its_blocks_back(tiny_model: Callable[[
                 async with engine.generate(PROMPTS[0], SamplingParams(max_tokens=50, ignore_eos=True)) as stream:
                     async for _delta in stream:
                         scope.cancel()
-        await said(engine, "x", SamplingParams(max_tokens=1))
+        await generate(engine, "x", SamplingParams(max_tokens=1))
         assert engine.stats().blocks_free == free
 
 
-async def test_more_ranks_than_a_model_has_parts_are_refused(tiny_model: Callable[[str], Path]) -> None:
+async def test_more_ranks_than_shards_are_refused(tiny_model: Callable[[str], Path]) -> None:
     with pytest.raises(StartupError, match="rank"):
         async with opened(tiny_model("llama"), 60):
             pass

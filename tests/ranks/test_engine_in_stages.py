@@ -1,5 +1,7 @@
-"""A whole engine whose model is cut into stages, each in a process, or in several: what it says is what one process
-says, and an abort means the same."""
+"""Tests of an engine whose model is divided into stages of one or several ranks.
+
+Its output is that of one process, and aborts work alike.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,10 @@ SAMPLINGS = {
         temperature=0.7, seed=6, max_tokens=24, repetition_penalty=1.3, presence_penalty=0.5, ignore_eos=True
     ),
     "logprobs": SamplingParams(temperature=0.8, seed=7, max_tokens=24, logprobs=3, ignore_eos=True),
-    "a form": SamplingParams(
+    "regex": SamplingParams(
         temperature=0.9, seed=9, max_tokens=24, structured=StructuredOutput.regex("(ab|cd)+x?[0-9]{6}")
     ),
-    "of the prompt": SamplingParams(temperature=0.8, seed=8, max_tokens=4, prompt_logprobs=2, ignore_eos=True),
+    "prompt logprobs": SamplingParams(temperature=0.8, seed=8, max_tokens=4, prompt_logprobs=2, ignore_eos=True),
 }
 
 
@@ -49,7 +51,7 @@ async def opened(path: Path, stages: int, ranks: int = 1, **options: Any) -> Asy
             yield engine
 
 
-async def said(engine: Any, prompt: str, sampling: SamplingParams) -> tuple[list[int], list[float]]:
+async def generate(engine: Any, prompt: str, sampling: SamplingParams) -> tuple[list[int], list[float]]:
     tokens: list[int] = []
     logprobs: list[float] = []
     async with engine.generate(prompt, sampling) as stream:
@@ -60,11 +62,11 @@ async def said(engine: Any, prompt: str, sampling: SamplingParams) -> tuple[list
     return tokens, logprobs
 
 
-async def all_said(engine: Any) -> dict[tuple[str, str], tuple[list[int], list[float]]]:
+async def generate_all(engine: Any) -> dict[tuple[str, str], tuple[list[int], list[float]]]:
     found: dict[tuple[str, str], tuple[list[int], list[float]]] = {}
 
     async def ask(prompt: str, name: str) -> None:
-        found[prompt, name] = await said(engine, prompt, SAMPLINGS[name])
+        found[prompt, name] = await generate(engine, prompt, SAMPLINGS[name])
 
     async with trio.open_nursery() as nursery:
         for prompt in (*PROMPTS, LONG):
@@ -88,18 +90,18 @@ async def all_said(engine: Any) -> dict[tuple[str, str], tuple[list[int], list[f
         ("falcon-h1", (2, 1), {"overlap_steps": True}),
     ],
 )
-async def test_stages_say_what_one_process_says(
+async def test_stages_generate_what_one_process_generates(
     kind: str, shape: tuple[int, int], options: dict[str, Any], tiny_model: Callable[[str], Path]
 ) -> None:
     path = tiny_model(kind)
-    # Prompts are computed in pieces beside decodes.
+    # The small token limit lets steps contain parts of prompts together with decodes.
     options = {"block_size": 4, "max_num_batched_tokens": 64, **options}
     whole = {name: value for name, value in options.items() if name not in ("enable_expert_parallel", "overlap_steps")}
     async with opened(path, 1, **whole) as engine:
-        expected = await all_said(engine)
+        expected = await generate_all(engine)
     async with opened(path, *shape, **options) as engine:
-        found = await all_said(engine)
-        again = await all_said(engine)  # with hits
+        found = await generate_all(engine)
+        again = await generate_all(engine)  # with prefix cache hits
         stats = engine.stats()
         assert stats.blocks_used == 0
         assert stats.prefix_hit_tokens_total > 0
@@ -124,14 +126,16 @@ async def test_two_stages_compute_two_steps_at_a_time(
 
     monkeypatch.setattr(EngineCore, "schedule_ahead", noted)
     async with opened(tiny_model("llama"), 2, overlap_steps=True) as engine:
-        await all_said(engine)
+        await generate_all(engine)
     assert len(planned) > 20
     assert not any(in_flight & behind for in_flight, behind in planned)
     assert max(min(len(in_flight), len(behind)) for in_flight, behind in planned) >= 5
 
 
 @pytest.mark.parametrize("overlap_steps", [False, True])
-async def test_who_is_preempted_says_the_same(overlap_steps: bool, tiny_model: Callable[[str], Path]) -> None:
+async def test_preempted_sequences_generate_the_same_tokens(
+    overlap_steps: bool, tiny_model: Callable[[str], Path]
+) -> None:
     path = tiny_model("llama")
     long = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
     found = []
@@ -141,7 +145,7 @@ async def test_who_is_preempted_says_the_same(overlap_steps: bool, tiny_model: C
             tokens: dict[str, list[int]] = {}
 
             async def ask(prompt: str, engine: Any = engine, tokens: Any = tokens) -> None:
-                tokens[prompt], _ = await said(engine, prompt, long)
+                tokens[prompt], _ = await generate(engine, prompt, long)
 
             async with trio.open_nursery() as nursery:
                 for index in range(8):
@@ -152,24 +156,24 @@ async def test_who_is_preempted_says_the_same(overlap_steps: bool, tiny_model: C
 
 
 @pytest.mark.parametrize(("shape", "overlap_steps"), [((2, 1), False), ((2, 2), False), ((2, 1), True)])
-async def test_a_client_that_leaves_gives_its_blocks_back(
+async def test_client_that_leaves_frees_its_blocks(
     shape: tuple[int, int], overlap_steps: bool, tiny_model: Callable[[str], Path]
 ) -> None:
     async with opened(tiny_model("llama"), *shape, enable_prefix_caching=False, overlap_steps=overlap_steps) as engine:
-        expected = await said(engine, PROMPTS[0], SAMPLINGS["sampled"])
+        expected = await generate(engine, PROMPTS[0], SAMPLINGS["sampled"])
         free = engine.stats().blocks_free
         for leaves_at in range(10):
             with trio.CancelScope() as scope:
                 async with engine.generate(PROMPTS[0], SamplingParams(max_tokens=50, ignore_eos=True)) as stream:
                     if leaves_at % 3 == 0:
-                        scope.cancel()  # while its prompt is computed, or waits
+                        scope.cancel()  # cancels during prefill, or in the queue
                     async for _delta in stream:
                         scope.cancel()
             if leaves_at % 2:
-                assert await said(engine, PROMPTS[0], SAMPLINGS["sampled"]) == expected
-        await said(engine, "x", SamplingParams(max_tokens=1))
+                assert await generate(engine, PROMPTS[0], SAMPLINGS["sampled"]) == expected
+        await generate(engine, "x", SamplingParams(max_tokens=1))
         assert engine.stats().blocks_free == free
-        assert await said(engine, PROMPTS[0], SAMPLINGS["sampled"]) == expected
+        assert await generate(engine, PROMPTS[0], SAMPLINGS["sampled"]) == expected
 
 
 async def signal_in_a_stream(engine: Any, pid: int, number: int) -> None:
@@ -188,12 +192,12 @@ async def test_a_stage_that_is_killed_is_named(
             await signal_in_a_stream(engine, sorted(rank_pids())[killed], signal.SIGKILL)
 
 
-async def test_a_stream_goes_on_when_a_stage_was_killed(
+async def test_stream_resumes_after_a_stage_is_killed(
     tiny_model: Callable[[str], Path], rank_pids: Callable[[], list[int]]
 ) -> None:
     sampling = SamplingParams(temperature=0.9, seed=5, max_tokens=40, ignore_eos=True)
     async with opened(tiny_model("llama-tied"), 2) as engine:
-        expected, _ = await said(engine, PROMPTS[0], sampling)
+        expected, _ = await generate(engine, PROMPTS[0], sampling)
         tokens: list[int] = []
         async with engine.generate(PROMPTS[0], sampling) as stream:
             async for delta in stream:
@@ -220,7 +224,7 @@ async def test_more_stages_than_a_model_has_layers_are_refused(tiny_model: Calla
 
 
 @pytest.mark.parametrize(("first", "second"), [((2, 1), (1, 1)), ((1, 1), (2, 2))])
-async def test_engines_exchange_kv_whatever_their_stages_are(
+async def test_engines_with_different_stages_exchange_kv(
     first: tuple[int, int], second: tuple[int, int], tiny_model: Callable[[str], Path]
 ) -> None:
     path, transfer = tiny_model("llama"), {"kv_transfer_config": {"kv_connector": "loopback"}}
@@ -230,8 +234,8 @@ async def test_engines_exchange_kv_whatever_their_stages_are(
         async with prefill.generate(LONG, one_token, kv_transfer=KVTransferParams(do_remote_decode=True)) as stream:
             params = [delta async for delta in stream][-1].kv_transfer
             tokens: list[int] = []
-            async with decode.generate(LONG, greedy, kv_transfer=params) as going_on:
-                async for delta in going_on:
+            async with decode.generate(LONG, greedy, kv_transfer=params) as resumed:
+                async for delta in resumed:
                     tokens += delta.token_ids
             assert decode.stats().loaded_tokens_total == params.remote_num_tokens - 1
-        assert tokens == (await said(prefill, LONG, greedy))[0]
+        assert tokens == (await generate(prefill, LONG, greedy))[0]

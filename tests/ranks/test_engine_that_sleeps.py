@@ -1,4 +1,4 @@
-"""A real model that sleeps: the memory comes back, and what it says afterwards is what it said before."""
+"""Tests of a real model that sleeps: it frees memory, and its output does not change afterwards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprob
 MEMORY_SCRIPT = Path(__file__).parent / "sleep_memory.py"
 
 
-async def said(engine: Any, prompt: str) -> tuple[list[int], list[float]]:
+async def generate(engine: Any, prompt: str) -> tuple[list[int], list[float]]:
     tokens: list[int] = []
     logprobs: list[float] = []
     async with engine.generate(prompt, GREEDY) as stream:
@@ -31,19 +31,19 @@ async def said(engine: Any, prompt: str) -> tuple[list[int], list[float]]:
 
 
 @pytest.mark.parametrize(("level", "kernels"), [(1, "auto"), (2, "auto"), (1, "torch"), (2, "torch")])
-async def test_it_says_afterwards_what_it_said_before(
+async def test_output_after_sleep_is_the_output_before(
     level: int, kernels: Any, tiny_model: Callable[[str], Path]
 ) -> None:
     found: list[tuple[list[int], list[float]]] = []
 
     async def ask(engine: Any) -> None:
-        found.append(await said(engine, "The sea"))
+        found.append(await generate(engine, "The sea"))
 
     with trio.fail_after(SECONDS_MAX):
         async with trioserve.open_engine(
             str(tiny_model("llama")), dtype="float32", kv_cache_memory=0.01, cpu_kernels=kernels, batch_invariant=True
         ) as engine:
-            expected = await said(engine, "The sea")
+            expected = await generate(engine, "The sea")
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(ask, engine)
                 async with engine.generate("Once upon a time", GREEDY) as stream:
@@ -55,7 +55,7 @@ async def test_it_says_afterwards_what_it_said_before(
                     assert sum([len(delta.token_ids) async for delta in stream]) > 0
                     assert stream.completion_token_count == 24
             assert found == [expected]
-            assert await said(engine, "The sea") == expected
+            assert await generate(engine, "The sea") == expected
 
 
 async def test_a_model_in_ranks_sleeps_at_level_2(
@@ -65,7 +65,7 @@ async def test_a_model_in_ranks_sleeps_at_level_2(
         async with trioserve.open_engine(
             str(tiny_model("llama")), tensor_parallel_size=2, dtype="float32", kv_cache_memory=0.01, threads=2
         ) as engine:
-            expected = await said(engine, "The sea")
+            expected = await generate(engine, "The sea")
             with pytest.raises(InvalidRequest, match="a model in ranks cannot give its KV cache back alone"):
                 await engine.sleep(1)
             assert engine.ready
@@ -74,12 +74,12 @@ async def test_a_model_in_ranks_sleeps_at_level_2(
             await engine.sleep(2)
             assert not children & set(rank_pids())
             await engine.wake_up()
-            assert await said(engine, "The sea") == expected
+            assert await generate(engine, "The sea") == expected
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="nothing tells what is resident")
-def test_the_memory_comes_back(tmp_path: Path) -> None:
-    """In a process of its own, whose memory is nobody else's."""
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc to measure resident memory")
+def test_sleep_frees_memory(tmp_path: Path) -> None:
+    """Measured in a separate process, because this one allocates memory for other tests."""
     ran = subprocess.run(
         [sys.executable, str(MEMORY_SCRIPT), str(tmp_path / "model")],
         capture_output=True,

@@ -1,5 +1,7 @@
-"""A rank of a group of real processes dies, hangs or breaks, in each phase of its life: the group ends with its name,
-and nobody is left."""
+"""Tests with real processes: a rank dies, hangs or fails in each phase.
+
+The error of the group names that rank, and no process remains.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,13 @@ from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, neve
 from trioserve.ranks.host import free_port
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
-SECONDS_MAX = 60.0  # of a test that hangs; each takes a few
+SECONDS_MAX = 60.0  # for a test that hangs. Each needs a few
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ranks are Linux's")
 
 
 def step(index: int = 0, *, count: int = 8, start: int = 0) -> StepPlan:
-    """Prefill, or one of its chunks; with a count of 1 a decode."""
+    """Return the plan of a prefill chunk, or of a decode if count is 1."""
     tokens = [3 + place % 50 for place in range(start + count)]
     request = EngineRequest(
         id="r",  # type: ignore[arg-type]
@@ -54,9 +56,7 @@ async def check_lost(ranks: Any, rank: int, how: str = "was killed by SIGKILL") 
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-async def test_killed_before_it_has_imported_anything(
-    rank: int, tiny_model: Callable[[str], Path], real_ranks: Any
-) -> None:
+async def test_rank_killed_at_its_start_is_named(rank: int, tiny_model: Callable[[str], Path], real_ranks: Any) -> None:
     with trio.fail_after(SECONDS_MAX), errors_unwrapped():
         async with real_ranks(tiny_model("llama")) as ranks:
             kill(ranks, rank)
@@ -65,10 +65,10 @@ async def test_killed_before_it_has_imported_anything(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-async def test_killed_where_ranks_find_each_other(
+async def test_rank_killed_while_ranks_connect_is_named(
     rank: int, tiny_model: Callable[[str], Path], real_ranks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By torch.distributed, as where there are no native kernels: the first one listens, and waits for the second."""
+    """Without native kernels, ranks connect through torch.distributed: rank 0 listens and waits for rank 1."""
     monkeypatch.setenv("TRIOSERVE_NATIVE", "0")
     port = free_port()
     with trio.fail_after(SECONDS_MAX), errors_unwrapped():
@@ -86,7 +86,9 @@ async def test_killed_where_ranks_find_each_other(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-async def test_killed_while_weights_are_read(rank: int, tiny_model: Callable[[str], Path], real_ranks: Any) -> None:
+async def test_rank_killed_while_it_reads_weights_is_named(
+    rank: int, tiny_model: Callable[[str], Path], real_ranks: Any
+) -> None:
     with trio.fail_after(SECONDS_MAX), errors_unwrapped():
         async with real_ranks(tiny_model("llama")) as ranks:
             ranks.on_progress = lambda: kill(ranks, rank)
@@ -96,7 +98,9 @@ async def test_killed_while_weights_are_read(rank: int, tiny_model: Callable[[st
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-async def test_killed_while_it_warms_up(rank: int, tiny_model: Callable[[str], Path], real_ranks: Any) -> None:
+async def test_rank_killed_while_it_warms_up_is_named(
+    rank: int, tiny_model: Callable[[str], Path], real_ranks: Any
+) -> None:
     with trio.fail_after(SECONDS_MAX), errors_unwrapped():
         async with real_ranks(tiny_model("llama")) as ranks, trio.open_nursery() as nursery:
 
@@ -111,9 +115,7 @@ async def test_killed_while_it_warms_up(rank: int, tiny_model: Callable[[str], P
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-async def test_killed_while_there_is_nothing_to_do(
-    rank: int, tiny_model: Callable[[str], Path], real_ranks: Any
-) -> None:
+async def test_rank_killed_while_idle_is_named(rank: int, tiny_model: Callable[[str], Path], real_ranks: Any) -> None:
     with trio.fail_after(SECONDS_MAX), errors_unwrapped():
         async with real_ranks(tiny_model("llama")) as ranks:
             await ranks.group.load()
@@ -123,13 +125,15 @@ async def test_killed_while_there_is_nothing_to_do(
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-async def test_killed_in_a_step(rank: int, phase: str, tiny_model: Callable[[str], Path], real_ranks: Any) -> None:
+async def test_rank_killed_in_a_step_is_named(
+    rank: int, phase: str, tiny_model: Callable[[str], Path], real_ranks: Any
+) -> None:
     with trio.fail_after(SECONDS_MAX), errors_unwrapped():
         async with real_ranks(tiny_model("llama")) as ranks:
             await ranks.group.load()
             if phase == "decode":
                 assert (await ranks.group.run_step(step(), never_abandoned)) is not None
-            os.kill(ranks.group.pids[rank], signal.SIGSTOP)  # so that the step is surely not over
+            os.kill(ranks.group.pids[rank], signal.SIGSTOP)  # so that the step cannot end before the kill
             plan = step(1, count=1, start=8) if phase == "decode" else step()
             computed = ranks.group.run_step(plan, never_abandoned)
             behind = ranks.group.run_step(plan, never_abandoned)
@@ -140,7 +144,7 @@ async def test_killed_in_a_step(rank: int, phase: str, tiny_model: Callable[[str
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-async def test_one_that_hangs_in_a_step_is_named_and_gone(
+async def test_rank_that_hangs_in_a_step_is_named_and_ended(
     rank: int, tiny_model: Callable[[str], Path], real_ranks: Any
 ) -> None:
     with trio.fail_after(SECONDS_MAX), errors_unwrapped():
@@ -151,8 +155,8 @@ async def test_one_that_hangs_in_a_step_is_named_and_gone(
                 await ranks.group.run_step(step(), never_abandoned)
 
 
-async def test_one_that_breaks_says_why(tiny_model: Callable[[str], Path], real_ranks: Any) -> None:
-    """A block that is not there: a fault of the server, which no rank survives."""
+async def test_rank_that_fails_reports_the_reason(tiny_model: Callable[[str], Path], real_ranks: Any) -> None:
+    """The plan is inconsistent, as if the server had a bug. A rank ends on such a plan."""
     with trio.fail_after(SECONDS_MAX), errors_unwrapped():
         async with real_ranks(tiny_model("llama")) as ranks:
             await ranks.group.load()
@@ -163,7 +167,7 @@ async def test_one_that_breaks_says_why(tiny_model: Callable[[str], Path], real_
                 await ranks.group.run_step(broken, never_abandoned)
 
 
-async def test_a_model_that_is_not_there_is_said_as_in_one_process(tmp_path: Path, real_ranks: Any) -> None:
+async def test_missing_model_raises_the_error_of_one_process(tmp_path: Path, real_ranks: Any) -> None:
     with trio.fail_after(SECONDS_MAX), errors_unwrapped():
         async with real_ranks(tmp_path / "nothing") as ranks:
             with pytest.raises(ModelLoadError, match="there is no such file or directory"):
@@ -171,10 +175,9 @@ async def test_a_model_that_is_not_there_is_said_as_in_one_process(tmp_path: Pat
 
 
 @pytest.mark.parametrize("phase", ["import", "step"])
-async def test_whoever_leaves_the_scope_leaves_nobody_behind(
+async def test_cancelled_group_leaves_no_process(
     phase: str, tiny_model: Callable[[str], Path], real_ranks: Any
 ) -> None:
-    """See no_child_is_left."""
     with trio.fail_after(SECONDS_MAX), errors_unwrapped(), trio.CancelScope() as scope:
         async with real_ranks(tiny_model("llama")) as ranks:
             if phase == "step":
@@ -184,7 +187,7 @@ async def test_whoever_leaves_the_scope_leaves_nobody_behind(
             await trio.lowlevel.checkpoint()
 
 
-async def test_an_abandoned_step_ends_in_all_of_them_and_the_next_one_is_right(
+async def test_abandoned_step_ends_in_all_ranks_and_the_next_is_correct(
     tiny_model: Callable[[str], Path], real_ranks: Any
 ) -> None:
     with trio.fail_after(SECONDS_MAX), errors_unwrapped():
@@ -205,7 +208,7 @@ SERVER = """
 import signal, socket
 from trioserve.ranks.link import RankProcess
 from trioserve.ranks.messages import RankPlace
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # its rank would inherit what nohup makes of it
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores SIGHUP, which the rank would inherit
 ours, its = socket.socketpair()
 process = RankProcess(its, RankPlace(local_rank=0))
 print(process.pid, flush=True)
@@ -214,7 +217,7 @@ ours.recv(1)
 
 
 def is_prepared(pid: int) -> bool:
-    """Whether it outlives SIGHUP, which is the last that it sees to before it listens to its server."""
+    """Return whether a rank ignores SIGHUP. That is the last preparation before it reads from its server."""
     status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     ignored = next(line.split()[1] for line in status.splitlines() if line.startswith("SigIgn:"))
     return bool(int(ignored, 16) >> (signal.SIGHUP - 1) & 1)
@@ -222,7 +225,7 @@ def is_prepared(pid: int) -> bool:
 
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_no_rank_outlives_a_server_that_is_killed(is_stopped: bool) -> None:
-    """is_stopped: the rank, which cannot notice anything by itself then."""
+    """A stopped rank cannot notice the end of its connection, so only the kernel can end it."""
     with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE) as server:
         assert server.stdout is not None
         pid = int(server.stdout.readline())
@@ -234,7 +237,7 @@ def test_no_rank_outlives_a_server_that_is_killed(is_stopped: bool) -> None:
                 os.kill(pid, signal.SIGSTOP)
             server.kill()
             ended, _, _ = select.select([exit_file], [], [], SECONDS_MAX)
-            assert ended, "the rank has outlived its server"
+            assert ended, "the rank still runs"
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

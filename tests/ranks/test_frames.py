@@ -1,4 +1,4 @@
-"""Messages on a stream, however its bytes come."""
+"""Tests of framing: messages on a byte stream."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from trioserve.ranks.frames import FrameReader, framed
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 3, 1000])
-def test_messages_come_out_as_they_went_in_whatever_the_pieces(piece_bytes: int) -> None:
+def test_messages_survive_any_split_of_the_stream(piece_bytes: int) -> None:
     messages = [b"", b"one", bytes(range(256)), b"last"]
     stream = b"".join(map(framed, messages))
     reader = FrameReader()
@@ -20,6 +20,6 @@ def test_messages_come_out_as_they_went_in_whatever_the_pieces(piece_bytes: int)
     assert found == messages
 
 
-def test_a_length_that_no_message_has_is_refused() -> None:
+def test_too_large_length_is_refused() -> None:
     with pytest.raises(ValueError, match="4294967295 bytes"):
         list(FrameReader().feed(b"\xff\xff\xff\xff"))

@@ -1,5 +1,7 @@
-"""What a group makes of what its ranks say, and of what they do not: ranks are played here, at the far ends of real
-connections."""
+"""Tests of RankGroup: how it handles reports, missing reports and lost connections.
+
+The tests play the ranks, at the far ends of real sockets.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,7 @@ LOADED = Loaded(
 
 
 class PlayedRank:
-    """The far end of a rank's connection. Pings are answered unless it is frozen."""
+    """The far end of a rank's connection. It answers pings unless it is frozen."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._stream = trio.SocketStream(trio.socket.from_stdlib_socket(connection))
@@ -83,11 +85,11 @@ class PlayedRank:
         self.is_frozen = False
 
     async def order(self, kind: type[Any]) -> Any:
-        """The next one, which is of this kind."""
+        """Return the next order, which must have this type."""
         while True:
             while not self._orders:
                 received = await self._stream.receive_some()
-                assert received, "the server has gone"
+                assert received, "the server has closed the connection"
                 for message in self._reader.feed(received):
                     order = decode_order(message)
                     if not isinstance(order, Ping):
@@ -123,7 +125,7 @@ class PlayedRank:
         self._stream.socket.close()
 
     async def answer_pings(self) -> None:
-        """Until it is cancelled: no order is to come."""
+        """Answer pings until cancelled. Fail if an order arrives."""
         await self.order(type(None))
 
 
@@ -187,7 +189,7 @@ def plan(index: int = 0, masks: Any = None) -> StepPlan:
     return StepPlan(index, (chunk,), 2, masks=masks)
 
 
-async def test_all_ranks_load_and_get_the_size_that_suits_all_of_them() -> None:
+async def test_all_ranks_load_and_get_the_smallest_block_count() -> None:
     async with opened() as played:
         first, second = played.ranks
 
@@ -215,7 +217,7 @@ async def test_all_ranks_load_and_get_the_size_that_suits_all_of_them() -> None:
         assert played.progress[-1] == Progress("", 30, 100)
 
 
-async def test_the_response_is_rank_0s_and_the_others_may_be_later() -> None:
+async def test_step_returns_the_result_of_rank_0_before_the_others_answer() -> None:
     async with loaded() as played, trio.open_nursery() as nursery:
         first, second = played.ranks
         step = played.group.run_step(plan(), never_abandoned)
@@ -240,7 +242,7 @@ async def test_ranks_that_choose_different_tokens_end_the_group() -> None:
             await played.group.guard()
 
 
-async def test_of_several_stages_the_last_one_has_the_response() -> None:
+async def test_step_returns_the_result_of_the_last_stage() -> None:
     async with loaded(4, stage_count=2) as played:
         step = played.group.run_step(plan(), never_abandoned)
         orders = [await rank.order(Run) for rank in played.ranks]
@@ -248,16 +250,16 @@ async def test_of_several_stages_the_last_one_has_the_response() -> None:
             token = 42 if rank == 3 else None
             await played.ranks[rank].answer_step(orders[rank], token, is_first=False)
         async with trio.open_nursery() as nursery:
-            told: list[StepResult | None] = []
+            results: list[StepResult | None] = []
 
             async def wait() -> None:
-                told.append(await step)
+                results.append(await step)
 
             nursery.start_soon(wait)
             await trio.testing.wait_all_tasks_blocked(0.01)
-            assert told == []
+            assert results == []
             await played.ranks[2].answer_step(orders[2], 42, is_first=True)
-        assert told == [StepResult((42,))]
+        assert results == [StepResult((42,))]
 
 
 async def test_only_ranks_of_the_last_stage_are_compared() -> None:
@@ -268,11 +270,11 @@ async def test_only_ranks_of_the_last_stage_are_compared() -> None:
             await played.ranks[rank].answer_step(orders[rank], token, is_first=False)
         with pytest.raises(RankLost, match="ranks 2 and 3 have chosen different tokens"):
             await played.group.guard()
-        await step  # it had its response before
+        await step  # its result had arrived before
 
 
 @pytest.mark.parametrize(("answered", "named"), [((), "rank 0 .*, rank 1"), ((0,), "rank 1"), ((0, 1, 3), "rank 2")])
-async def test_of_stages_the_one_that_owes_the_step_is_named(
+async def test_first_stage_that_does_not_answer_is_named(
     answered: tuple[int, ...], named: str, autojump_clock: object
 ) -> None:
     async with loaded(4, answer_seconds_max=10.0, stage_count=2) as played, trio.open_nursery() as nursery:
@@ -287,7 +289,7 @@ async def test_of_stages_the_one_that_owes_the_step_is_named(
         nursery.cancel_scope.cancel()
 
 
-async def test_sizes_suit_all_stages_and_those_without_states_do_not_count() -> None:
+async def test_state_slots_ignore_stages_without_states() -> None:
     async with opened(2, stage_count=2) as played, trio.open_nursery() as nursery:
         for rank, slots in zip(played.ranks, (0, 7), strict=True):
             nursery.start_soon(
@@ -303,7 +305,7 @@ async def test_sizes_suit_all_stages_and_those_without_states_do_not_count() -> 
         assert played.group.loaded.arithmetic == "a test of 0, and a test of 7"
 
 
-async def test_an_abandoned_step_is_told_to_all_of_them_once_and_may_end_in_some() -> None:
+async def test_all_ranks_are_notified_once_of_an_abandoned_step() -> None:
     async with loaded() as played:
         is_abandoned = IsAbandoned(2)
         step = played.group.run_step(plan(), is_abandoned)
@@ -312,12 +314,12 @@ async def test_an_abandoned_step_is_told_to_all_of_them_once_and_may_end_in_some
         is_abandoned.leave()
         for rank, order in zip(played.ranks, orders, strict=True):
             assert (await rank.order(Abandon)).serial == order.serial
-        await played.ranks[1].answer_step(orders[1], 7, is_first=False)  # it had ended before it heard of it
+        await played.ranks[1].answer_step(orders[1], 7, is_first=False)  # it finished before the notice arrived
         await played.ranks[0].answer_step(orders[0], None, is_first=True)
         assert await step is None
 
 
-async def test_masks_come_behind_their_plan_when_they_are_filled() -> None:
+async def test_masks_are_sent_after_the_plan_when_filled() -> None:
     class Filling:
         row_count, words_per_row = 1, 2
 
@@ -352,7 +354,7 @@ async def test_masks_come_behind_their_plan_when_they_are_filled() -> None:
             await rank.answer_step(order, 3, is_first=True)
 
 
-async def test_a_rank_that_ends_while_there_is_nothing_to_do_is_named_at_once(autojump_clock: object) -> None:
+async def test_rank_that_ends_while_idle_is_named_at_once(autojump_clock: object) -> None:
     async with loaded() as played:
         ended_at = trio.current_time()
         await played.ranks[1].end()
@@ -361,7 +363,7 @@ async def test_a_rank_that_ends_while_there_is_nothing_to_do_is_named_at_once(au
         assert trio.current_time() - ended_at < 0.05
 
 
-async def test_a_rank_that_ends_in_a_step_ends_it_and_the_one_behind_it_is_not_computed(
+async def test_rank_that_ends_fails_the_first_step_and_drops_the_second(
     autojump_clock: object,
 ) -> None:
     async with loaded() as played:
@@ -375,7 +377,7 @@ async def test_a_rank_that_ends_in_a_step_ends_it_and_the_one_behind_it_is_not_c
             await played.group.claim_memory()
 
 
-async def test_a_step_is_waited_for_by_whoever_is_cancelled() -> None:
+async def test_cancelled_caller_waits_for_its_step() -> None:
     async with loaded(1) as played, trio.open_nursery() as nursery:
         (rank,) = played.ranks
         has_come = trio.Event()
@@ -400,21 +402,21 @@ async def test_a_rank_may_take_longer_to_start_than_a_step_may(autojump_clock: o
         (rank,) = played.ranks
 
         async def start_slowly() -> None:
-            await trio.sleep(30)  # of the autojump clock: nothing is read meanwhile
+            await trio.sleep(30)  # on the autojump clock: the group reads nothing meanwhile
             await rank.load()
 
         nursery.start_soon(start_slowly)
         await played.group.load()
 
 
-async def test_a_rank_that_never_starts_is_named(autojump_clock: object) -> None:
+async def test_rank_that_never_starts_is_named(autojump_clock: object) -> None:
     async with opened(1, answer_seconds_max=0.5) as played:
         with pytest.raises(RankLost, match=r"rank 0 .* has not answered for"):
             await played.group.load()
         assert trio.current_time() >= 60
 
 
-async def test_whoever_loads_may_leave_while_ranks_warm_up() -> None:
+async def test_loading_can_be_cancelled_during_warm_up() -> None:
     async with opened(1) as played, trio.open_nursery() as nursery:
         (rank,) = played.ranks
 
@@ -429,7 +431,7 @@ async def test_whoever_loads_may_leave_while_ranks_warm_up() -> None:
         nursery.cancel_scope.cancel()
 
 
-async def test_a_rank_that_hangs_in_a_step_is_named_when_its_time_is_over(autojump_clock: object) -> None:
+async def test_rank_that_hangs_in_a_step_is_named_after_the_time_limit(autojump_clock: object) -> None:
     async with loaded(answer_seconds_max=10.0) as played, trio.open_nursery() as nursery:
         played.missing.append(1)
         begun_at = trio.current_time()
@@ -443,7 +445,7 @@ async def test_a_rank_that_hangs_in_a_step_is_named_when_its_time_is_over(autoju
         nursery.cancel_scope.cancel()
 
 
-async def test_a_rank_that_is_stopped_while_there_is_nothing_to_do_is_named(autojump_clock: object) -> None:
+async def test_rank_that_is_stopped_while_idle_is_named(autojump_clock: object) -> None:
     async with loaded(answer_seconds_max=10.0) as played, trio.open_nursery() as nursery:
         played.ranks[0].is_frozen = True
         for rank in played.ranks:
@@ -453,7 +455,7 @@ async def test_a_rank_that_is_stopped_while_there_is_nothing_to_do_is_named(auto
         nursery.cancel_scope.cancel()
 
 
-async def test_ranks_may_take_as_long_as_they_like_where_there_is_no_limit(autojump_clock: object) -> None:
+async def test_no_time_limit_for_answers_if_it_is_0(autojump_clock: object) -> None:
     async with loaded(1, answer_seconds_max=0.0) as played, trio.open_nursery() as nursery:
         (rank,) = played.ranks
 
@@ -470,7 +472,7 @@ async def test_ranks_may_take_as_long_as_they_like_where_there_is_no_limit(autoj
 @pytest.mark.parametrize(
     ("kind", "raised"), [("ModelLoadError", ModelLoadError), ("StartupError", StartupError), ("KeyError", RankLost)]
 )
-async def test_what_fails_while_loading_rises_as_it_would_in_one_process(kind: str, raised: type[Exception]) -> None:
+async def test_error_while_loading_is_that_of_one_process(kind: str, raised: type[Exception]) -> None:
     async with opened() as played, trio.open_nursery() as nursery:
         first, second = played.ranks
 
@@ -486,7 +488,7 @@ async def test_what_fails_while_loading_rises_as_it_would_in_one_process(kind: s
             await played.group.load()
 
 
-async def test_an_adapter_that_one_rank_has_no_room_for_is_in_none() -> None:
+async def test_adapter_that_one_rank_refuses_is_removed_from_all() -> None:
     class Weights:
         digest, dtype = "ab", "float32"
 
@@ -506,14 +508,14 @@ async def test_an_adapter_that_one_rank_has_no_room_for_is_in_none() -> None:
             await played.group.add(1, Weights())  # type: ignore[arg-type]
 
 
-async def test_what_nobody_understands_ends_the_group() -> None:
+async def test_invalid_message_breaks_the_group() -> None:
     async with loaded(1) as played:
         await played.ranks[0]._stream.send_all(framed(b"\xc1"))
-        with pytest.raises(RankLost, match="said what nobody understands"):
+        with pytest.raises(RankLost, match="sent an invalid message"):
             await played.group.guard()
 
 
-async def test_more_than_the_kernel_takes_at_once_arrives_in_order() -> None:
+async def test_orders_beyond_the_send_buffer_arrive_in_order() -> None:
     async with loaded(1) as played, trio.open_nursery() as nursery:
         (rank,) = played.ranks
         large = msgspec.structs.replace(plan(), chunks=plan().chunks * 20_000)

@@ -1,4 +1,4 @@
-"""Ranks of another machine, which is this one here: they come over TCP, and what they add up goes through gloo."""
+"""Tests of ranks on another machine, played by this machine: they connect over TCP, and use gloo collectives."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SAMPLING = SamplingParams(temperature=0.9, seed=5, max_tokens=30, ignore_eos=Tru
 
 
 def two_free_ports() -> int:
-    """The first of two that nobody has."""
+    """Return the first of two adjacent free ports."""
     while True:
         with socket.create_server(("127.0.0.1", 0)) as first:
             port: int = first.getsockname()[1]
@@ -37,7 +37,11 @@ def two_free_ports() -> int:
 
 @asynccontextmanager
 async def opened(path: Path, cpu_kernels: str, shape: tuple[int, int] = (1, 2)) -> AsyncIterator[Any]:
-    """shape: stages, and ranks of each; the second half of all is on the other machine."""
+    """Open an engine. The second half of its ranks is on the other machine.
+
+    Args:
+        shape: number of stages, and ranks of each.
+    """
     count = shape[0] * shape[1]
     far = range(count // 2, count)
     port = two_free_ports()
@@ -64,7 +68,7 @@ async def opened(path: Path, cpu_kernels: str, shape: tuple[int, int] = (1, 2)) 
             nursery.cancel_scope.cancel()
 
 
-async def said(engine: Any) -> list[int]:
+async def generate(engine: Any) -> list[int]:
     tokens: list[int] = []
     async with engine.generate("Once upon a time", SAMPLING) as stream:
         async for delta in stream:
@@ -73,7 +77,9 @@ async def said(engine: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("cpu_kernels", ["native", "torch"])
-async def test_they_say_what_one_process_says(cpu_kernels: str, tiny_model: Callable[[str], Path]) -> None:
+async def test_remote_ranks_generate_what_one_process_generates(
+    cpu_kernels: str, tiny_model: Callable[[str], Path]
+) -> None:
     path = tiny_model("llama")
     async with trioserve.open_engine(
         str(path),
@@ -82,13 +88,13 @@ async def test_they_say_what_one_process_says(cpu_kernels: str, tiny_model: Call
         threads=2,
         cpu_kernels=cpu_kernels,  # type: ignore[arg-type]
     ) as engine:
-        expected = await said(engine)
+        expected = await generate(engine)
     async with opened(path, cpu_kernels) as engine:
-        assert await said(engine) == expected
+        assert await generate(engine) == expected
 
 
 @pytest.mark.parametrize(("cpu_kernels", "shape"), [("native", (2, 1)), ("torch", (2, 1)), ("native", (2, 2))])
-async def test_stages_on_several_machines_do_so_too(
+async def test_remote_stages_generate_what_one_process_generates(
     cpu_kernels: str, shape: tuple[int, int], tiny_model: Callable[[str], Path]
 ) -> None:
     path = tiny_model("llama")
@@ -99,24 +105,24 @@ async def test_stages_on_several_machines_do_so_too(
         threads=1,
         cpu_kernels=cpu_kernels,  # type: ignore[arg-type]
     ) as engine:
-        expected = await said(engine)
+        expected = await generate(engine)
     async with opened(path, cpu_kernels, shape) as engine:
-        assert await said(engine) == expected
+        assert await generate(engine) == expected
         free = engine.stats().blocks_used
         with trio.CancelScope() as scope:
             async with engine.generate("The sea", SAMPLING) as stream:
                 async for _delta in stream:
                     scope.cancel()
-        assert await said(engine) == expected
+        assert await generate(engine) == expected
         assert engine.stats().blocks_used == free == 0
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (2, 1)])
-async def test_one_that_was_killed_comes_again_and_the_stream_goes_on(
+async def test_killed_remote_rank_reconnects_and_the_stream_resumes(
     shape: tuple[int, int], tiny_model: Callable[[str], Path], rank_pids: Callable[[], list[int]]
 ) -> None:
     async with opened(tiny_model("llama"), "native", shape) as engine:
-        expected = await said(engine)
+        expected = await generate(engine)
         before = rank_pids()
         assert len(before) == 2
         tokens: list[int] = []

@@ -1,4 +1,4 @@
-"""Ranks that somebody else places: here a process of the tests does what trioserve.commands.ray_place does with Ray."""
+"""Tests of ranks that Ray places. The process fake_placer.py stands in for Ray."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Placer:
         return [sys.executable, str(Path(__file__).with_name("fake_placer.py")), how, str(self._log)]
 
     def starts(self) -> list[tuple[int, dict[str, Any]]]:
-        """The process of each, and what it was told to place."""
+        """Return the process id of each start, and the ranks that it had to place."""
         lines = self._log.read_text(encoding="utf-8").splitlines() if self._log.exists() else []
         return [(int(pid), json.loads(wanted)) for pid, _, wanted in (line.partition(" ") for line in lines)]
 
     def ranks(self) -> list[int]:
-        """Process ids, of the last start."""
+        """Return the process ids of the ranks of the last start."""
         pid, _ = self.starts()[-1]
         tasks = Path(f"/proc/{pid}/task").iterdir()
         return sorted(int(child) for task in tasks for child in (task / "children").read_text().split())
@@ -57,7 +57,7 @@ def placer(tmp_path: Path) -> Placer:
 
 @pytest.fixture
 def ray(placer: Placer, monkeypatch: pytest.MonkeyPatch) -> Placer:
-    """In the place of Ray, for an engine."""
+    """Let engines use the stand-in instead of Ray."""
     monkeypatch.setattr(placed, "COMMAND", placer.command("places"))
     monkeypatch.setattr("trioserve.assemble.check_ray_is_installed", lambda: None)
     return placer
@@ -68,7 +68,7 @@ def opened(path: Path, **options: Any) -> Any:
     return trioserve.open_engine(str(path), **{"dtype": "float32", "kv_cache_memory": 0.01, **given, **options})
 
 
-async def said(engine: trioserve.Engine, at_ten: Callable[[], None] = lambda: None) -> list[int]:
+async def generate(engine: trioserve.Engine, at_ten: Callable[[], None] = lambda: None) -> list[int]:
     tokens: list[int] = []
     async with engine.generate("Once upon a time", SAMPLING) as stream:
         async for delta in stream:
@@ -78,42 +78,40 @@ async def said(engine: trioserve.Engine, at_ten: Callable[[], None] = lambda: No
     return tokens
 
 
-async def test_they_say_what_one_process_says_and_when_one_is_killed_all_are_placed_anew(
+async def test_placed_ranks_match_one_process_and_are_placed_again_after_a_kill(
     tiny_model: Callable[[str], Path], ray: Placer, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tiny_model("llama")
     async with opened(path, tensor_parallel_size=1, distributed_executor_backend="mp") as engine:
-        expected = await said(engine)
+        expected = await generate(engine)
     with trio.fail_after(SECONDS_MAX):
         async with opened(path, threads=5) as engine:
-            assert await said(engine) == expected
-            assert await said(engine, lambda: os.kill(ray.ranks()[0], signal.SIGKILL)) == expected
+            assert await generate(engine) == expected
+            assert await generate(engine, lambda: os.kill(ray.ranks()[0], signal.SIGKILL)) == expected
     assert "(on 127.0.0.1) " in caplog.text
     wanted = {"count": 2, "model": str(path), "revision": None, "cpus": 2, "gpus": 0, "address": "10.0.0.7:6379"}
-    assert [told for _, told in ray.starts()] == [wanted, wanted]
+    assert [start for _, start in ray.starts()] == [wanted, wanted]
     ray.check_nobody_is_left()
 
 
 async def test_stages_are_placed_as_ranks_are(tiny_model: Callable[[str], Path], ray: Placer) -> None:
     path = tiny_model("llama")
     async with opened(path, tensor_parallel_size=1, distributed_executor_backend="mp") as engine:
-        expected = await said(engine)
+        expected = await generate(engine)
     with trio.fail_after(SECONDS_MAX):
         async with opened(path, tensor_parallel_size=1, pipeline_parallel_size=2, threads=2) as engine:
-            assert await said(engine) == expected
-    assert [(told["count"], told["cpus"]) for _, told in ray.starts()] == [(2, 2)]
+            assert await generate(engine) == expected
+    assert [(start["count"], start["cpus"]) for _, start in ray.starts()] == [(2, 2)]
 
 
-async def test_what_cannot_be_divided_is_said_before_anything_is_placed(
-    tiny_model: Callable[[str], Path], ray: Placer
-) -> None:
+async def test_too_many_ranks_are_refused_before_placing(tiny_model: Callable[[str], Path], ray: Placer) -> None:
     with pytest.raises(StartupError, match="60 ranks are to share"):
         async with opened(tiny_model("llama"), tensor_parallel_size=60):
             pass
     assert not ray.starts()
 
 
-async def test_without_ray_it_is_said_what_to_install(
+async def test_error_without_ray_names_the_package(
     tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
@@ -128,17 +126,17 @@ async def test_without_ray_it_is_said_what_to_install(
     ("how", "expect"),
     [
         ("fails", "^there is no Ray here$"),
-        ("ends", "^the process that has Ray place ranks has ended: its last word$"),
+        ("ends", "^the process that asks Ray to place ranks has ended: its last word$"),
     ],
 )
-async def test_why_they_cannot_be_placed_is_said(how: str, expect: str, placer: Placer) -> None:
+async def test_error_has_the_reason_why_ranks_cannot_be_placed(how: str, expect: str, placer: Placer) -> None:
     with trio.fail_after(SECONDS_MAX), pytest.raises(StartupError, match=expect):
         async with placed_ranks(WANTED, command=placer.command(how)):
             pass
     placer.check_nobody_is_left()
 
 
-async def test_one_that_dies_while_it_is_awaited_is_said(placer: Placer) -> None:
+async def test_error_if_a_rank_dies_before_it_connects(placer: Placer) -> None:
     awaited: list[list[int]] = []
     with trio.fail_after(SECONDS_MAX), pytest.raises(StartupError, match="the actor of rank 1 is gone: it was killed"):
         async with placed_ranks(WANTED, command=placer.command("loses")) as ranks:
@@ -148,7 +146,7 @@ async def test_one_that_dies_while_it_is_awaited_is_said(placer: Placer) -> None
 
 
 @pytest.mark.parametrize("how", ["waits", "stays"])
-async def test_whoever_waits_for_room_can_leave(
+async def test_waiting_for_resources_can_be_cancelled(
     how: str, placer: Placer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -169,11 +167,11 @@ async def test_whoever_waits_for_room_can_leave(
     placer.check_nobody_is_left()
 
 
-def test_ranks_share_what_their_own_node_has() -> None:
+def test_count_beside_counts_ranks_of_one_node() -> None:
     ranks = PlacedRanks(process=None)  # type: ignore[arg-type]
     ranks.nodes = tuple(RankNode(id, "10.0.0.1", 1) for id in ("a", "b", "a"))
     assert [ranks.count_beside(rank) for rank in range(3)] == [2, 1, 2]
 
 
-def test_nobody_here_gets_no_share() -> None:
+def test_no_cpu_shares_without_ranks() -> None:
     assert cpu_shares(0) == ()

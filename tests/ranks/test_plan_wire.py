@@ -1,4 +1,4 @@
-"""A plan goes over the wire and comes out as what a step looks at."""
+"""Tests of plans as messages: a decoded plan has all that its step reads."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def request(**fields: object) -> EngineRequest:
 
 def chunk_of(asked: EngineRequest, *, start: int, count: int, tokens: list[int], **fields: object) -> ScheduledChunk:
     end = start + count + len(fields.get("draft", ()))  # type: ignore[arg-type]
-    table = list(range(50, 50 + -(-end // BLOCK_SIZE) + 1))  # one block more than the chunk reaches
+    table = list(range(50, 50 + -(-end // BLOCK_SIZE) + 1))  # one block more than the chunk needs
     return ScheduledChunk(asked, tokens, start, count, table, True, **fields)  # type: ignore[arg-type]
 
 
@@ -47,12 +47,12 @@ def sent(chunk: ScheduledChunk) -> ScheduledChunk:
     return found
 
 
-def test_a_decode_brings_its_own_token_and_the_length_of_all() -> None:
+def test_decode_sends_one_token_and_the_sequence_length() -> None:
     tokens = [*PROMPT, 7, 8, 9]
     found = sent(chunk_of(request(), start=12, count=1, tokens=tokens))
     assert len(found.tokens) == 13
     assert list(found.row_tokens) == [9]
-    assert list(found.tokens[:12]) == [0] * 12  # nobody looks there
+    assert list(found.tokens[:12]) == [0] * 12  # not sent, because the step does not read them
     assert list(found.block_table) == [50, 51, 52, 53]
     assert found.request.seed == 2**64 - 1
     assert len(found.request.prompt_token_ids) == len(PROMPT)
@@ -66,14 +66,14 @@ def test_a_decode_brings_its_own_token_and_the_length_of_all() -> None:
         (SamplingParams(presence_penalty=0.5), len(PROMPT)),
     ],
 )
-def test_what_penalties_count_is_there(sampling: SamplingParams, first: int) -> None:
+def test_tokens_that_penalties_count_are_sent(sampling: SamplingParams, first: int) -> None:
     tokens = [*PROMPT, 7, 8, 9]
     found = sent(chunk_of(request(sampling=sampling), start=12, count=1, tokens=tokens))
     assert list(found.tokens[first:]) == tokens[first:]
     assert found.request.sampling == sampling
 
 
-def test_a_draft_and_the_tokens_of_a_draft_model_are_there() -> None:
+def test_draft_and_draft_model_tokens_are_sent() -> None:
     tokens = [*PROMPT, 7, 8, 9]
     found = sent(chunk_of(request(), start=12, count=1, tokens=tokens, draft=(4, 5), draft_task=DraftTask(11, None, 2)))
     assert list(found.row_tokens) == [9, 4, 5]
@@ -82,26 +82,26 @@ def test_a_draft_and_the_tokens_of_a_draft_model_are_there() -> None:
     assert len([*found.tokens, *found.draft]) == 15
 
 
-def test_prompt_logprobs_bring_the_tokens_that_follow() -> None:
+def test_prompt_logprobs_send_the_following_tokens() -> None:
     asked = request(sampling=SamplingParams(prompt_logprobs=1))
     found = sent(chunk_of(asked, start=2, count=4, tokens=list(PROMPT)))
     assert list(found.request.prompt_token_ids[3:7]) == list(PROMPT[3:7])
 
 
-def test_the_last_tokens_of_a_prompt_are_followed_by_fewer() -> None:
+def test_end_of_prompt_sends_fewer_following_tokens() -> None:
     asked = request(sampling=SamplingParams(prompt_logprobs=1))
     found = sent(chunk_of(asked, start=8, count=2, tokens=list(PROMPT)))
     assert list(found.request.prompt_token_ids[9:11]) == [PROMPT[9]]
 
 
-def test_a_token_that_is_awaited_is_not_sent() -> None:
+def test_awaited_token_is_not_sent() -> None:
     tokens = list(PROMPT)
     found = sent(chunk_of(request(), start=10, count=1, tokens=tokens, awaits_token=True))
     assert found.awaits_token
     assert len(found.tokens) == 10
 
 
-def test_what_else_a_chunk_has_comes_along() -> None:
+def test_other_fields_of_a_chunk_are_sent() -> None:
     sampling = SamplingParams(min_tokens=3, max_tokens=9, logit_bias={3: -1.5}, temperature=0.7, top_k=5, logprobs=2)
     asked = request(
         sampling=sampling,
@@ -119,7 +119,7 @@ def test_what_else_a_chunk_has_comes_along() -> None:
     assert list(found.row_tokens) == list(PROMPT)
 
 
-def test_of_given_rows_those_of_the_chunk_come_along() -> None:
+def test_only_given_rows_of_the_chunk_are_sent() -> None:
     values = np.arange(24, dtype=np.float32).reshape(4, 6)
     asked = request(given=(GivenRows(1, 4, b"c" * 16, values),))
     found = sent(chunk_of(asked, start=3, count=4, tokens=list(PROMPT)))
@@ -128,7 +128,7 @@ def test_of_given_rows_those_of_the_chunk_come_along() -> None:
     assert np.array_equal(np.frombuffer(rows.values, dtype=np.float32).reshape(2, 6), values[2:4])  # type: ignore[call-overload]
 
 
-def test_the_plan_says_where_it_stands() -> None:
+def test_fields_of_the_plan_are_sent() -> None:
     chunk = chunk_of(request(), start=0, count=10, tokens=list(PROMPT))
     found = over_the_wire(StepPlan(7, (chunk,), 10, is_ahead=True))
     assert (found.step_index, found.token_count, found.is_ahead) == (7, 10, True)

@@ -1,4 +1,4 @@
-"""The KV cache of several ranks, seen as that of one process."""
+"""Tests of reading and writing the KV caches of several ranks as one."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ def descriptors() -> Iterator[list[int]]:
 
 
 def written(heads: Sequence[HeadRange], descriptors: Sequence[int]) -> list[np.ndarray]:
-    """As ranks would: what each layer [BLOCKS, block_size, 2, all heads, head_dim] holds is put where each has its part
-    of it."""
+    """Fill the KV caches of all ranks with random values.
+
+    Returns:
+        For each layer, float32 [BLOCKS, block_size, 2, heads of the model, head_dim].
+    """
     count = max(own.end for own in heads)
     shape = (BLOCKS, LAYOUT.block_size, 2, count, LAYOUT.head_dim)
     layers = [np.random.default_rng(layer).standard_normal(shape, np.float32) for layer in range(LAYOUT.layer_count)]
@@ -44,13 +47,13 @@ SPLITS = [
     [HeadRange(0, 3)],
     [HeadRange(0, 2), HeadRange(2, 1)],
     [HeadRange(0, 1), HeadRange(1, 1), HeadRange(2, 1)],
-    [HeadRange(0, 1), HeadRange(0, 1), HeadRange(1, 2)],  # two ranks have the same head
-    [HeadRange(0, 3), HeadRange(0, 3)],  # all have all of them
+    [HeadRange(0, 1), HeadRange(0, 1), HeadRange(1, 2)],  # the first two ranks have copies of a head
+    [HeadRange(0, 3), HeadRange(0, 3)],  # every rank has all heads
 ]
 
 
 @pytest.mark.parametrize("heads", SPLITS)
-def test_a_block_is_what_it_is_in_one_process(heads: list[HeadRange], descriptors: list[int]) -> None:
+def test_block_has_the_layout_of_one_process(heads: list[HeadRange], descriptors: list[int]) -> None:
     layers = written(heads, descriptors)
     pages = RankPages(LAYOUT, BLOCKS, heads, descriptors[: len(heads)])
     assert pages.layout.kv_head_count == 3
@@ -61,9 +64,7 @@ def test_a_block_is_what_it_is_in_one_process(heads: list[HeadRange], descriptor
 
 @pytest.mark.parametrize("heads", SPLITS)
 @pytest.mark.parametrize("part", ["all", "middle"])
-def test_what_is_written_is_in_every_rank_that_has_it(
-    heads: list[HeadRange], part: str, descriptors: list[int]
-) -> None:
+def test_write_reaches_every_rank_that_has_the_head(heads: list[HeadRange], part: str, descriptors: list[int]) -> None:
     layers = written(heads, descriptors)
     pages = RankPages(LAYOUT, BLOCKS, heads, descriptors[: len(heads)])
     content = np.random.default_rng(9).integers(0, 256, layers[0][0].nbytes, np.uint8)
@@ -83,7 +84,7 @@ def test_what_is_written_is_in_every_rank_that_has_it(
         assert np.array_equal(found[2], by_head[:, :, own.first : own.end], equal_nan=True)
 
 
-def test_stages_have_their_layers_one_behind_the_other(descriptors: list[int]) -> None:
+def test_layers_of_stages_follow_one_another(descriptors: list[int]) -> None:
     halves = [HeadRange(0, 1), HeadRange(1, 1)]
     layers = written(halves, descriptors)
     one = RankPages(LAYOUT, BLOCKS, halves, descriptors[:2])
@@ -100,7 +101,7 @@ def test_stages_have_their_layers_one_behind_the_other(descriptors: list[int]) -
     assert bytes(pages.read(1, BlockIndex(2))) == layers[1][2].tobytes()
 
 
-def test_a_head_that_several_ranks_have_is_read_from_the_first() -> None:
+def test_shared_head_is_read_from_the_first_rank() -> None:
     found, count = head_ranges([HeadRange(0, 2), HeadRange(1, 2), HeadRange(2, 1), HeadRange(3, 1)])
     assert found == (HeadRange(0, 2), HeadRange(2, 1), HeadRange(3, 0), HeadRange(3, 1))
     assert count == 4

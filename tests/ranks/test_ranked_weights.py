@@ -1,4 +1,4 @@
-"""What ranks are told of new weights, one after the other, and what becomes of what they say."""
+"""Tests of weight replacement in ranks: the orders that are sent, and how answers are handled."""
 
 from __future__ import annotations
 
@@ -22,35 +22,42 @@ from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
 from .test_failures import step
 
-LARGE = PART_BYTES // 2 + 3  # numbers in a tensor that takes three parts
+LARGE = PART_BYTES // 2 + 3  # float32 numbers: the tensor is sent in three parts
 SENT = BroadcastWeights(names=("a", "b", "c"), dtypes=("float32", "bfloat16", "float32"), shapes=((LARGE,), (2, 3), ()))
 
 
 class Ranks:
-    """Three, that answer what they are to; to the order with this index they are lost."""
+    """Three ranks with given answers.
 
-    def __init__(self, said: Mapping[int, object] | None = None, *, are_apart: bool = False, lost_at: int = -1) -> None:
+    Args:
+        values: the values of the answers to orders of the type `answered_type`.
+        lost_at: index of the order at which the group breaks.
+    """
+
+    def __init__(
+        self, values: Mapping[int, object] | None = None, *, are_apart: bool = False, lost_at: int = -1
+    ) -> None:
         self.are_apart = are_apart
         self.orders: list[Any] = []
         self.while_asked: Callable[[], object] = lambda: None
-        self.said = said or {}
-        self.said_of: type[Any] = CheckWeights
+        self.values = values or {}
+        self.answered_type: type[Any] = CheckWeights
         self._lost_at = lost_at
 
     async def ask(self, make: Callable[[int], Any], **options: bool) -> dict[int, Answer]:
-        assert options.pop("is_timed") is False, "what is read takes as long as files do"
+        assert options.pop("is_timed") is False, "reading weights has no time limit"
         order = make(7)
         assert options == ({"may_leave": True, "is_beside": True} if isinstance(order, CheckWeights) else {})
         self.orders.append(order)
         self.while_asked()
         if len(self.orders) - 1 == self._lost_at:
             raise RankLost("rank 1 is gone")
-        said = self.said if isinstance(order, self.said_of) else {}
-        return {rank: Answer(7, said.get(rank)) for rank in (2, 0, 1)}  # type: ignore[arg-type]
+        values = self.values if isinstance(order, self.answered_type) else {}
+        return {rank: Answer(7, values.get(rank)) for rank in (2, 0, 1)}  # type: ignore[arg-type]
 
 
 class Trainer:
-    """Groups of one that sends tensors of ones, so many."""
+    """A group with a trainer, which sends `count` tensors of ones and then stops."""
 
     def __init__(self, count: int = 100) -> None:
         self.left = count
@@ -73,7 +80,7 @@ def place(ranks: Ranks, trainer: Trainer | None = None, **options: Any) -> Ranke
     return RankedWeights(ranks, trainer or Trainer(), **options)  # type: ignore[arg-type]
 
 
-async def test_all_look_and_then_all_write() -> None:
+async def test_all_ranks_check_before_any_writes() -> None:
     ranks = Ranks()
     weights = place(ranks)
     replacement = await weights.check("new")
@@ -89,11 +96,11 @@ async def test_all_look_and_then_all_write() -> None:
     ]
 
 
-async def test_what_is_another_by_now_is_not_written() -> None:
+async def test_weights_changed_since_the_check_are_not_written() -> None:
     ranks = Ranks()
     replacement = await place(ranks).check("new")
-    ranks.said_of = ConfirmWeights
-    ranks.said = {1: Refusal("written anew", "model_path")}
+    ranks.answered_type = ConfirmWeights
+    ranks.values = {1: Refusal("written anew", "model_path")}
     with pytest.raises(InvalidRequest, match=r"^rank 1: written anew$"):
         await replacement.replace()
     assert replacement.state is ReplacementState.CHECKED
@@ -101,40 +108,40 @@ async def test_what_is_another_by_now_is_not_written() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "message"),
+    ("reasons", "message"),
     [
         ({0: "no", 1: "no", 2: "no"}, "no"),
         ({2: "no"}, "rank 2: no"),
         ({0: "no", 1: "no", 2: "not so"}, "rank 0: no; rank 1: no; rank 2: not so"),
     ],
 )
-async def test_one_that_refuses_refuses_for_all(said: dict[int, str], message: str) -> None:
-    ranks = Ranks({rank: Refusal(sentence, "model_path") for rank, sentence in said.items()})
+async def test_refusal_of_one_rank_refuses_the_update(reasons: dict[int, str], message: str) -> None:
+    ranks = Ranks({rank: Refusal(sentence, "model_path") for rank, sentence in reasons.items()})
     with pytest.raises(InvalidRequest) as refusal:
         await place(ranks).check("new")
     assert (str(refusal.value), refusal.value.param) == (message, "model_path")
     assert len(ranks.orders) == 1
 
 
-async def test_machines_that_have_other_files_are_refused() -> None:
-    for said, is_refused in (({0: "x", 1: "x", 2: "x"}, False), ({0: "x", 1: "x", 2: "y"}, True)):
-        ranks = Ranks(said, are_apart=True)
+async def test_different_files_on_machines_are_refused() -> None:
+    for names, is_refused in (({0: "x", 1: "x", 2: "x"}, False), ({0: "x", 1: "x", 2: "y"}, True)):
+        ranks = Ranks(names, are_apart=True)
         if is_refused:
-            with pytest.raises(InvalidRequest, match="other weights for ranks 2 than for rank 0"):
+            with pytest.raises(InvalidRequest, match="ranks 2 find other weights in /new than rank 0"):
                 await place(ranks).check("/new")
         else:
             await place(ranks).check("/new")
         assert ranks.orders == [CheckWeights(serial=7, offer=1, path="/new", is_named=True)]
 
 
-async def test_a_model_that_sees_images_keeps_its_weights() -> None:
+async def test_weights_of_a_model_with_images_are_not_replaced() -> None:
     ranks = Ranks()
     with pytest.raises(InvalidRequest, match="cannot be replaced: it sees images"):
         await place(ranks, why_fixed="it sees images").check("new")
     assert not ranks.orders
 
 
-async def test_what_is_sent_goes_on_part_by_part() -> None:
+async def test_sent_tensors_are_forwarded_in_parts() -> None:
     ranks, trainer = Ranks(), Trainer()
     replacement = await place(ranks, trainer).check(SENT)
     await replacement.replace()
@@ -152,7 +159,7 @@ async def test_what_is_sent_goes_on_part_by_part() -> None:
 
 
 @pytest.mark.parametrize(("count", "state"), [(0, ReplacementState.CHECKED), (1, ReplacementState.BEGUN)])
-async def test_a_trainer_that_stops_is_waited_for_no_more(count: int, state: ReplacementState) -> None:
+async def test_trainer_that_stops_ends_the_update(count: int, state: ReplacementState) -> None:
     ranks, trainer = Ranks(), Trainer(count)
     replacement = await place(ranks, trainer).check(SENT)
     with pytest.raises(WeightsLost, match="sends nothing"):
@@ -161,11 +168,11 @@ async def test_a_trainer_that_stops_is_waited_for_no_more(count: int, state: Rep
     assert trainer.forgotten == [SENT.group_name]
 
 
-async def test_whoever_leaves_leaves_behind_whole_tensors() -> None:
+async def test_cancelled_update_ends_after_a_whole_tensor() -> None:
     ranks, trainer = Ranks(), Trainer()
     replacement = await place(ranks, trainer).check(SENT)
     with trio.CancelScope() as scope:
-        ranks.while_asked = scope.cancel  # with the first part
+        ranks.while_asked = scope.cancel  # while the first part is sent
         await replacement.replace()
     assert scope.cancelled_caught
     assert [put.is_last for put in ranks.orders[1:]] == [False, False, True]
@@ -174,7 +181,7 @@ async def test_whoever_leaves_leaves_behind_whole_tensors() -> None:
 
 
 @pytest.mark.parametrize(("source", "lost_at"), [("new", 1), ("new", 2), (SENT, 1)])
-async def test_what_was_written_is_gone_with_the_ranks(source: Any, lost_at: int) -> None:
+async def test_lost_ranks_lose_the_written_weights(source: Any, lost_at: int) -> None:
     ranks = Ranks(lost_at=lost_at)
     replacement = await place(ranks).check(source)
     with pytest.raises(RankLost):
@@ -182,7 +189,7 @@ async def test_what_was_written_is_gone_with_the_ranks(source: Any, lost_at: int
     assert replacement.state is ReplacementState.GONE
 
 
-async def test_what_one_real_rank_refuses_changes_nothing_in_the_other(
+async def test_refusal_of_one_real_rank_changes_no_weights(
     tiny_model: Callable[[str], Path], real_ranks: Any, tmp_path: Path
 ) -> None:
     old = tiny_model("llama")

@@ -1,4 +1,4 @@
-"""What stages hand on arrives whole, step by step, and a lost neighbour is said."""
+"""Tests of hidden states that stages send over sockets, and of lost peers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def stages() -> Iterator[tuple[StageSockets, StageSockets]]:
         stage.close()
 
 
-def test_each_step_arrives_in_its_turn_whatever_its_size(stages: tuple[StageSockets, StageSockets]) -> None:
+def test_steps_of_any_size_arrive_in_order(stages: tuple[StageSockets, StageSockets]) -> None:
     rng = np.random.default_rng(0)
     steps = [rng.standard_normal((rows, 64), dtype=np.float32) for rows in (1, 9000, 3)]
     sent = [steps[0], None, *steps[1:], None]
@@ -40,16 +40,14 @@ def test_each_step_arrives_in_its_turn_whatever_its_size(stages: tuple[StageSock
     sender.join()
 
 
-def test_a_neighbour_that_is_gone_is_said(
-    stages: tuple[StageSockets, StageSockets], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_error_if_a_peer_is_lost(stages: tuple[StageSockets, StageSockets], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage_sockets, "LOST_SECONDS", 0.0)
     stages[0].close()
-    with pytest.raises(ConnectionError, match="the rank of the stage before this one is gone"):
+    with pytest.raises(ConnectionError, match="the rank of the previous stage is lost"):
         stages[1].receive(1, 64)
     stages[1].close()
     first, second = socket.socketpair()
     second.close()
-    with pytest.raises(ConnectionError, match="the rank of the stage behind this one is gone"):
+    with pytest.raises(ConnectionError, match="the rank of the next stage is lost"):
         StageSockets(None, first).send(None)
     first.close()

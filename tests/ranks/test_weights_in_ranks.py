@@ -1,5 +1,7 @@
-"""Weights of a model in ranks, that are replaced while it computes: all ranks take their parts, or none does, and who
-cannot write to the end ends with all the others."""
+"""Tests of replacing the weights of a running model in ranks.
+
+Either all ranks take their shards, or none does. A rank that fails while it writes ends the group.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,11 @@ LONG = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
 
 @asynccontextmanager
 async def opened(path: Path, shape: tuple[int, int] = (2, 1), **options: Any) -> AsyncIterator[Any]:
-    """shape: ranks of a stage, and stages."""
+    """Open an engine.
+
+    Args:
+        shape: ranks of each stage, and number of stages.
+    """
     with trio.fail_after(SECONDS_MAX):
         async with trioserve.open_engine(
             str(path),
@@ -45,13 +51,13 @@ async def opened(path: Path, shape: tuple[int, int] = (2, 1), **options: Any) ->
             yield engine
 
 
-async def said_when_opened(path: Path, shape: tuple[int, int] = (2, 1), **options: Any) -> Any:
+async def generated_when_opened(path: Path, shape: tuple[int, int] = (2, 1), **options: Any) -> Any:
     async with opened(path, shape, **options) as engine:
         return await said(engine)
 
 
-def when_told(patch: pytest.MonkeyPatch, order: Any, do: Callable[[RankGroup], object]) -> None:
-    """Something happens when the ranks are about to be told this."""
+def before_order(patch: pytest.MonkeyPatch, order: Any, do: Callable[[RankGroup], object]) -> None:
+    """Call a function before an order of this type is sent."""
     ask = RankGroup.ask
 
     async def asked(self: RankGroup, make: Callable[[int], Any], **options: Any) -> Any:
@@ -79,12 +85,12 @@ def cut_short(path: Path) -> None:
     ],
     ids=str,
 )
-async def test_ranks_compute_as_those_that_were_opened_with_the_new_weights(
+async def test_replaced_weights_compute_like_loaded_ones(
     kind: str, shape: tuple[int, int], options: dict[str, Any], tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     old = tiny_model(kind)
     new = changed(old, tmp_path / "new")
-    expected = await said_when_opened(new, shape, **options)
+    expected = await generated_when_opened(new, shape, **options)
     async with opened(old, shape, **options) as engine:
         before = await said(engine)
         assert before != expected
@@ -96,13 +102,13 @@ async def test_ranks_compute_as_those_that_were_opened_with_the_new_weights(
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
-async def test_each_rank_takes_its_part_of_shared_memory(
+async def test_each_rank_reads_its_shards_from_shared_memory(
     shape: tuple[int, int], tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     old = tiny_model("llama-tied")
     new = changed(old, tmp_path / "new")
     tensors = load_file(new / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]  # as a state_dict of a tied model has it
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]  # a state_dict of tied weights has both
     async with opened(old, shape) as engine:
         with publish_weights(tensors) as published:
             await engine.update_weights(SharedWeights(published.name), version="shared")
@@ -115,11 +121,11 @@ async def test_each_rank_takes_its_part_of_shared_memory(
             await engine.update_weights(SharedWeights(lacking.name))
         assert engine.weight_version == "shared"
         assert await said(engine) == after
-    assert after == await said_when_opened(new, shape)
+    assert after == await generated_when_opened(new, shape)
 
 
 @pytest.mark.parametrize(("kind", "shape"), [("llama", (2, 1)), ("llama-tied", (2, 2))])
-async def test_what_a_trainer_sends_once_comes_to_all(
+async def test_tensors_of_a_trainer_reach_all_ranks(
     kind: str, shape: tuple[int, int], tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     old = tiny_model(kind)
@@ -142,19 +148,19 @@ async def test_what_a_trainer_sends_once_comes_to_all(
             await engine.update_weights(of(new), version="sent")
         assert engine.weight_version == "sent"
         after = await said(engine)
-    assert after == await said_when_opened(new, shape)
+    assert after == await generated_when_opened(new, shape)
 
 
-async def test_a_trainer_that_dies_leaves_all_ranks_with_the_same_part(
+async def test_trainer_that_dies_leaves_equal_tensors_in_all_ranks(
     tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in one process: nothing is computed until an update is whole."""
+    """The engine computes nothing until an update is complete, as in one process."""
     old = tiny_model("llama")
     new = changed(old, tmp_path / "new")
     async with opened(old) as engine:
         before = await said(engine)
         async with sender(new, engine, count=1, seconds_max=20.0) as trainer:
-            when_told(monkeypatch, PutWeights, lambda _group: trainer.kill())
+            before_order(monkeypatch, PutWeights, lambda _group: trainer.kill())
             with pytest.raises(WeightsLost, match="sends nothing"):
                 await engine.update_weights(of(new))
         assert engine.has_half_weights
@@ -178,7 +184,7 @@ async def test_a_bad_directory_changes_nothing(
             save_file(tensors, bad / "model.safetensors")
             with pytest.raises(InvalidRequest, match=named) as refusal:
                 await engine.update_weights(bad)
-            assert "rank" not in str(refusal.value)  # they all say what one process does
+            assert "rank" not in str(refusal.value)  # all ranks give the reason that one process gives
             assert refusal.value.param == "model_path"
         for path in (tiny_model("qwen3"), tmp_path / "nowhere"):
             with pytest.raises(InvalidRequest):
@@ -187,12 +193,12 @@ async def test_a_bad_directory_changes_nothing(
         assert await said(engine) == before
 
 
-async def test_files_that_become_others_before_one_rank_writes_change_nothing(
+async def test_files_changed_after_the_check_change_no_weights(
     tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = tiny_model("llama")
     new = changed(old, tmp_path / "new")
-    when_told(monkeypatch, ConfirmWeights, lambda _group: os.utime(new / "model.safetensors", ns=(0, 0)))
+    before_order(monkeypatch, ConfirmWeights, lambda _group: os.utime(new / "model.safetensors", ns=(0, 0)))
     async with opened(old) as engine:
         before = await said(engine)
         with pytest.raises(InvalidRequest, match="written anew since the update began") as refusal:
@@ -203,28 +209,28 @@ async def test_files_that_become_others_before_one_rank_writes_change_nothing(
 
 
 @pytest.mark.parametrize("in_flight", ["keep", "recompute", "abort"])
-async def test_what_has_begun_goes_on_or_ends_as_it_was_asked(
+async def test_in_flight_option_decides_about_running_requests(
     in_flight: Any, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     old = tiny_model("llama")
     new = changed(old, tmp_path / "new")
     prompt: list[int] = [*PROMPTS[0]]
     tokens: list[int] = []
-    told: list[tuple[str, int]] = []
+    versions: list[tuple[str, int]] = []
     async with opened(old) as engine:
         async with engine.generate(prompt, LONG) as stream:
             async for delta in stream:
                 end = delta.finish_reason, delta.stop_reason
                 tokens += delta.token_ids
-                told += delta.weight_versions or [("default", len(delta.token_ids))]
+                versions += delta.weight_versions or [("default", len(delta.token_ids))]
                 if len(tokens) >= 20 and engine.weight_version == "default":
                     await engine.update_weights(new, version="new", in_flight=in_flight)
-        count = sum(count for version, count in told if version == "default")
+        count = sum(count for version, count in versions if version == "default")
         assert 20 <= count < 60
         if in_flight == "abort":
             assert end == (FinishReason.ABORT, "weights_replaced")
             return
-        assert sum(count for version, count in told if version == "new") == 60 - count
+        assert sum(count for version, count in versions if version == "new") == 60 - count
         assert engine.stats().blocks_used == 0
     if in_flight == "recompute":
         rest = SamplingParams(max_tokens=60 - count, temperature=0.0, ignore_eos=True)
@@ -232,11 +238,11 @@ async def test_what_has_begun_goes_on_or_ends_as_it_was_asked(
             assert [token async for delta in stream for token in delta.token_ids] == tokens[count:]
 
 
-@pytest.mark.parametrize("way", ["killed while it looks", "killed while it writes", "cut short"])
-async def test_a_rank_that_ends_meanwhile_ends_the_opening_and_not_the_stream(
+@pytest.mark.parametrize("way", ["killed while it checks", "killed while it writes", "cut short"])
+async def test_stream_resumes_after_a_rank_ends_during_an_update(
     way: str, tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is opened anew has the weights that it was opened with, and no rank has others."""
+    """All ranks of the next group have the weights of the start."""
     old = tiny_model("llama")
     new, newer = changed(old, tmp_path / "new"), changed(old, tmp_path / "newer", seed=8)
     sampling = SamplingParams(max_tokens=40, temperature=0.9, seed=5, ignore_eos=True)
@@ -255,7 +261,7 @@ async def test_a_rank_that_ends_meanwhile_ends_the_opening_and_not_the_stream(
             async for delta in stream:
                 if len(tokens) < 10 <= len(tokens) + len(delta.token_ids):
                     with monkeypatch.context() as patch:
-                        when_told(patch, CheckWeights if way == "killed while it looks" else WriteWeights, harm)
+                        before_order(patch, CheckWeights if way == "killed while it checks" else WriteWeights, harm)
                         with pytest.raises(WeightsLost, match="the engine ended meanwhile"):
                             await engine.update_weights(new, version="new")
                 tokens += delta.token_ids
@@ -269,12 +275,12 @@ async def test_a_rank_that_ends_meanwhile_ends_the_opening_and_not_the_stream(
             assert [token async for delta in stream for token in delta.token_ids] != expected
 
 
-async def test_who_cannot_write_is_named_with_the_file(
+async def test_error_names_the_rank_and_file_that_failed(
     tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = tiny_model("llama")
     new = changed(old, tmp_path / "new")
-    when_told(monkeypatch, WriteWeights, lambda _group: cut_short(new))
+    before_order(monkeypatch, WriteWeights, lambda _group: cut_short(new))
     with pytest.raises(EngineFault, match=r"rank \d \(process \d+\) failed at work: WeightsLost: .*written anew"):
         async with opened(old, engine_restarts=0) as engine:
             with pytest.raises(WeightsLost, match="the engine ended meanwhile"):

@@ -17,7 +17,7 @@ import msgspec
 
 from trioserve.commands.program_end import EXIT_FAILED
 from trioserve.contracts.errors import StartupError
-from trioserve.ranks.placed import LEAVE_SECONDS_MAX, RankDoor, RankNode, RanksTold, RanksWanted
+from trioserve.ranks.placed import LEAVE_SECONDS_MAX, RankDoor, RankNode, RanksUpdate, RanksWanted
 
 __all__ = ["RankPlaces", "keep_placed", "main"]
 
@@ -54,7 +54,7 @@ class RankPlaces(Protocol):
 
 
 def keep_placed(
-    places: RankPlaces, doors: queue.SimpleQueue[RankDoor | None], tell: Callable[[RanksTold], None]
+    places: RankPlaces, doors: queue.SimpleQueue[RankDoor | None], tell: Callable[[RanksUpdate], None]
 ) -> None:
     """Until there is None among the doors. Nothing is left in the cluster then, whatever happened."""
     server = _Server(doors)
@@ -62,26 +62,26 @@ def keep_placed(
         try:
             _keep_placed(places, server, tell)
         except StartupError as error:
-            tell(RanksTold(failure=str(error)))
+            tell(RanksUpdate(failure=str(error)))
             server.wait_for_end()  # who takes the others away before its end seems to be the cause
     finally:
         places.remove()
 
 
-def _keep_placed(places: RankPlaces, server: _Server, tell: Callable[[RanksTold], None]) -> None:
+def _keep_placed(places: RankPlaces, server: _Server, tell: Callable[[RanksUpdate], None]) -> None:
     places.reserve()
     look_count = 0
     while not places.has_room(LOOK_SECONDS):
         look_count += 1
         if look_count == LOOKS_UNTOLD:
-            tell(RanksTold(waits=places.shortage()))
+            tell(RanksUpdate(waits=places.shortage()))
         if server.is_over():
             return
     places.start()
     while (nodes := places.nodes(LOOK_SECONDS)) is None:
         if server.is_over():
             return
-    tell(RanksTold(nodes=tuple(nodes)))
+    tell(RanksUpdate(nodes=tuple(nodes)))
     if (door := server.wait_for_door()) is None:
         return
     places.send(door)
@@ -125,7 +125,7 @@ def main() -> int:
         with connected(wanted.address):
             keep_placed(RayPlaces(wanted), doors, lambda told: _write(lines, told))
     except StartupError as error:
-        _write(lines, RanksTold(failure=str(error)))
+        _write(lines, RanksUpdate(failure=str(error)))
         return EXIT_FAILED
     return 0
 
@@ -139,7 +139,7 @@ def _hear(doors: queue.SimpleQueue[RankDoor | None]) -> None:
     os._exit(EXIT_FAILED)
 
 
-def _write(lines: BinaryIO, told: RanksTold) -> None:
+def _write(lines: BinaryIO, told: RanksUpdate) -> None:
     try:
         lines.write(msgspec.json.encode(told) + b"\n")
         lines.flush()

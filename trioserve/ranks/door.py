@@ -1,4 +1,4 @@
-"""Where ranks of other machines come to their server."""
+"""Connections between ranks on other machines and their server: both ends, up to the end of the handshake."""
 
 from __future__ import annotations
 
@@ -26,17 +26,30 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T", bound=msgspec.Struct)
 
 HANDSHAKE_SECONDS_MAX = 10.0
-HANDSHAKES_MAX = 64  # at a time; for another one, the oldest of the address that has most ends
-HANDSHAKES_OF_ADDRESS_MAX = 32  # of these: all ranks of a machine come at once
+HANDSHAKES_MAX = 64  # at a time. A further one ends the oldest of the address with the most connections
+HANDSHAKES_OF_ADDRESS_MAX = 32  # at a time: all ranks of a machine connect at once
 HANDSHAKE_BYTES_MAX = 4096
 
 
 async def wait_for_ranks(
     host: str, port: int, ranks: Collection[int], key: str, *, on_wait: Callable[[list[int]], None]
 ) -> dict[int, socket.socket]:
-    """Connections of all of these ranks, the caller's to close. host: by what they find this machine; it listens there
-    if that is an address of its own, and everywhere if it is a name. on_wait: is told who is still awaited, at first
-    and whenever that changes. Raises StartupError if nobody can listen there."""
+    """Listen until all ranks of other machines have connected.
+
+    Args:
+        host: address or name by which the ranks reach this machine. The server listens only there if it is an address,
+            and at all addresses if it is a name.
+        port: TCP port to listen at.
+        ranks: ranks to wait for.
+        key: the shared key, `--ranks-key`.
+        on_wait: called with the missing ranks, at the start and after each change.
+
+    Returns:
+        A connection to each rank. The caller closes it.
+
+    Raises:
+        StartupError: this machine cannot listen at the address.
+    """
     found: dict[int, socket.socket] = {}
     strangers = Places(
         places_max=HANDSHAKES_MAX, strangers_max=HANDSHAKES_MAX, per_address_max=HANDSHAKES_OF_ADDRESS_MAX
@@ -44,23 +57,23 @@ async def wait_for_ranks(
     is_complete = trio.Event()
 
     async def greet(stream: trio.SocketStream, place: Place) -> None:
-        """Nothing that a stranger sends gets out of here."""
+        """Handle one connection. No exception that a stranger can cause leaves this function."""
         rank = None
         try:
             with trio.CancelScope() as scope, trio.fail_after(HANDSHAKE_SECONDS_MAX):
                 place.may_end_at, place.end = _at_any_time, scope.cancel
                 rank = await _greeted(stream, ranks, found, key)
             if scope.cancelled_caught:
-                logger.warning("a connection for ranks was given up error=others came before it said who it is")
+                logger.warning("a connection for ranks was closed error=replaced by a newer one during its handshake")
             if rank is not None and rank not in found:
                 found[rank] = _taken_out(stream)
                 on_wait([rank for rank in ranks if rank not in found])
                 if len(found) == len(ranks):
                     is_complete.set()
         except (trio.TooSlowError, trio.BrokenResourceError, EOFError, ValueError, OSError, RecursionError) as error:
-            logger.warning("a connection for ranks was given up error=%s", str(error)[:200] or type(error).__name__)
+            logger.warning("a connection for ranks was closed error=%s", str(error)[:200] or type(error).__name__)
         except Exception:
-            logger.exception("a connection for ranks failed")  # a fault of ours, and one connection's alone
+            logger.exception("a connection for ranks failed")  # our bug, which must not end the other connections
         finally:
             strangers.leave(place)
             stream.socket.close()
@@ -69,7 +82,7 @@ async def wait_for_ranks(
         while True:
             stream = await strangers.accept(listener)
             place = strangers.enter(remote_address(stream))
-            if place is None:  # the others of its address are ending
+            if place is None:  # all places of its address belong to connections that are ending
                 stream.socket.close()
             else:
                 nursery.start_soon(greet, stream, place)
@@ -78,8 +91,8 @@ async def wait_for_ranks(
         listeners = await trio.open_tcp_listeners(port, host=host if _is_address(host) else None)
     except OSError as error:
         raise StartupError(
-            f"nobody can listen for ranks at --master-addr {host}, --master-port {port}: {error.strerror or error}; an "
-            "address has to be this machine's, and with a name it listens at all that this machine has"
+            f"cannot listen for ranks at --master-addr {host}, --master-port {port}: {error.strerror or error}; give "
+            "an address of this machine, or a name to listen at all addresses of this machine"
         ) from error
     try:
         async with trio.open_nursery() as nursery:
@@ -103,8 +116,11 @@ def _at_any_time() -> float:
 
 
 def _is_address(host: str) -> bool:
-    """Or a name, which says nothing of where to listen: in a new pod it is not known yet, Debian's /etc/hosts makes it
-    127.0.1.1, and it may be that of something which passes connections on."""
+    """Return whether a host is an address, not a name.
+
+    A name does not determine where to listen. A new pod cannot resolve its own name yet, Debian's /etc/hosts resolves
+    it to 127.0.1.1, and a name may belong to a load balancer.
+    """
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -118,9 +134,9 @@ async def _greeted(stream: trio.SocketStream, ranks: Collection[int], found: Col
     hello = await _heard(stream, Hello)
     given = verdict(asked, hello, key)
     if given.refused is None and hello.rank not in ranks:
-        given = Verdict(refused=f"rank {hello.rank} is none of those that are awaited from elsewhere: {list(ranks)}")
+        given = Verdict(refused=f"rank {hello.rank} is not expected from another machine, expected are {list(ranks)}")
     elif given.refused is None and hello.rank in found:
-        given = Verdict(refused=f"rank {hello.rank} is there already")
+        given = Verdict(refused=f"rank {hello.rank} is connected already")
     await _say(stream, given)
     if given.refused is None:
         return hello.rank
@@ -129,8 +145,21 @@ async def _greeted(stream: trio.SocketStream, ranks: Collection[int], found: Col
 
 
 async def connect_rank(host: str, port: int, rank: int, key: str) -> socket.socket:
-    """A connection of this rank to its server, the caller's to close. Raises OSError if nobody listens there yet, or
-    the connection ends, and StartupError if the two do not suit each other."""
+    """Connect a rank to its server.
+
+    Args:
+        host: address of the server.
+        port: port of the server.
+        rank: number of the rank.
+        key: the shared key, `--ranks-key`.
+
+    Returns:
+        The connection after the handshake. The caller closes it.
+
+    Raises:
+        OSError: the server does not listen yet, or the connection has ended. A retry may help.
+        StartupError: the server refuses the rank, has another version, or does not know the key.
+    """
     stream = await connect_tcp(host, port, vanished_seconds=RANK_VANISHED_SECONDS)
     try:
         with trio.fail_after(HANDSHAKE_SECONDS_MAX):
@@ -147,17 +176,17 @@ async def connect_rank(host: str, port: int, rank: int, key: str) -> socket.sock
     if given.refused is not None or not is_server(asked, hello, given, key):
         await trio.aclose_forcefully(stream)
         raise StartupError(
-            f"the server at {host}:{port} does not take rank {rank}: "
-            f"{given.refused or 'it does not know the key, so it is somebody else'}"
+            f"the server at {host}:{port} does not accept rank {rank}: "
+            f"{given.refused or 'it does not know the key, so it is another server'}"
         )
     return _taken_out(stream)
 
 
 def _taken_out(stream: trio.SocketStream) -> socket.socket:
-    """The connection, without Trio, with what shows that the other side is gone."""
+    """Detach the socket of a stream from Trio, and let it break soon after its peer's machine vanishes."""
     connection = socket.socket(fileno=stream.socket.detach())
     try:
-        make_blocking(connection)  # whichever process has it
+        make_blocking(connection)  # O_NONBLOCK is shared by all processes that have the socket
     except BaseException:
         connection.close()
         raise
@@ -169,10 +198,15 @@ async def _say(stream: trio.SocketStream, message: Any) -> None:
 
 
 async def _heard(stream: trio.SocketStream, kind: type[T]) -> T:
-    """One message and no byte more: what follows is for somebody else. Raises EOFError and ValueError."""
+    """Receive one message. Reads no byte after it, because other code reads the rest of the stream.
+
+    Raises:
+        EOFError: the stream ended.
+        ValueError: the message is too long or has another type.
+    """
     (length,) = struct.unpack("<I", await _exactly(stream, 4))
     if length > HANDSHAKE_BYTES_MAX:
-        raise ValueError(f"a greeting is to have {length} bytes")
+        raise ValueError(f"a handshake message announces {length} bytes, {HANDSHAKE_BYTES_MAX} are allowed")
     return msgspec.msgpack.decode(await _exactly(stream, length), type=kind)
 
 

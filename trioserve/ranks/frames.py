@@ -1,4 +1,4 @@
-"""Messages on a stream of bytes: each behind its length, four bytes, the lowest first."""
+"""Framing of messages on a byte stream: a length of four bytes, little-endian, then the message."""
 
 from __future__ import annotations
 
@@ -7,36 +7,50 @@ from collections.abc import Iterator
 
 __all__ = ["FRAME_BYTES_MAX", "FrameReader", "framed"]
 
-FRAME_BYTES_MAX = 2**31 - 1  # an adapter is the largest, and has hundreds of megabytes at most
+FRAME_BYTES_MAX = 2**31 - 1  # the largest message is an adapter, with some hundred megabytes
 LENGTH = struct.Struct("<I")
 
 
 def framed(message: bytes) -> bytes:
-    """As it goes over the wire. Raises ValueError if it is too long."""
+    """Return a message with its length before it.
+
+    Args:
+        message: at most FRAME_BYTES_MAX bytes.
+
+    Raises:
+        ValueError: the message is too long.
+    """
     if len(message) > FRAME_BYTES_MAX:
-        raise ValueError(f"a message has {len(message)} bytes, allowed are {FRAME_BYTES_MAX}")
+        raise ValueError(f"a message has {len(message)} bytes, {FRAME_BYTES_MAX} are allowed")
     return LENGTH.pack(len(message)) + message
 
 
 class FrameReader:
-    """Told what comes, it gives the messages that are complete."""
+    """Splits a byte stream into messages, and keeps the incomplete last one."""
 
     def __init__(self) -> None:
-        self._held = bytearray()
+        self._unread = bytearray()
 
     def feed(self, received: bytes) -> Iterator[bytes]:
-        """Raises ValueError for a length that no message has: whoever speaks is not one of ours."""
-        held = self._held
-        held += received
+        """Yield the messages that are complete now.
+
+        Args:
+            received: the next bytes of the stream.
+
+        Raises:
+            ValueError: a length is above FRAME_BYTES_MAX. The peer does not use this protocol.
+        """
+        unread = self._unread
+        unread += received
         first = 0
-        while len(held) - first >= LENGTH.size:
-            (length,) = LENGTH.unpack_from(held, first)
+        while len(unread) - first >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(unread, first)
             if length > FRAME_BYTES_MAX:
-                raise ValueError(f"a message is to have {length} bytes, allowed are {FRAME_BYTES_MAX}")
+                raise ValueError(f"a message announces {length} bytes, {FRAME_BYTES_MAX} are allowed")
             end = first + LENGTH.size + length
-            if len(held) < end:
+            if len(unread) < end:
                 break
-            message = bytes(memoryview(held)[first + LENGTH.size : end])
+            message = bytes(memoryview(unread)[first + LENGTH.size : end])
             first = end
             yield message
-        del held[:first]
+        del unread[:first]

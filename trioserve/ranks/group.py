@@ -1,9 +1,11 @@
-"""The ranks of one model, from the server's side: a StepRunner whose steps are computed by several processes together.
+"""The ranks of one model, from the server's side: a StepRunner whose steps several processes compute together.
 
-Each gets the same orders in the same order, and answers each. The answer of the last stage's first rank to a step is
-the response; the others of that stage say that they have chosen the same. A rank that ends, that cannot go on, that
-chooses something else or that answers nothing for too long takes all of them with it: what is left cannot compute
-without it. Then whoever waits is told which one it was, and every process is gone before anything is opened anew.
+All ranks get the same orders in the same order, and each answers every order. The first rank of the last stage sends
+the result of a step. The other ranks of that stage send a checksum of the tokens that they chose, and all must agree.
+
+The group breaks if a rank ends, fails, chooses other tokens, or does not answer in time, because the others cannot
+compute without it. Then every caller that waits gets an error that names the rank, and all processes have ended before
+a new group is opened.
 """
 
 from __future__ import annotations
@@ -57,31 +59,36 @@ __all__ = ["RankGroup", "open_ranks"]
 logger = logging.getLogger(__name__)
 
 PING_SECONDS = 1.0
-SIGNS_SECONDS = 0.02  # from the first sign that something is wrong until it is judged: the cause may come second
-ANSWER_SECONDS_MAX = 60.0  # see StepWatch, whose limits these are
+SIGNS_SECONDS = 0.02  # from the first sign of a failure to the decision about its cause, which may arrive second
+ANSWER_SECONDS_MAX = 60.0  # this limit and the next one are those of StepWatch
 LONGEST_ANSWERS_MAX = 10.0
 
 OnProgress = Callable[[Progress], None]
 FindMissing = Callable[[], Sequence[int]]
-"""The ranks that have not come to where the others wait for them."""
+"""Returns the ranks that the others wait for inside a collective."""
 WaitForMasks = Callable[[TokenMasks], Awaitable[None]]
-"""Returns when they are filled; may be cancelled."""
+"""Waits until token masks are filled. It can be cancelled."""
 
 
 async def _wait_in_thread(masks: TokenMasks) -> None:
-    await call_abandonable(masks.wait, thread_name="trioserve-masks")  # it writes nothing, and so may be left
+    await call_abandonable(masks.wait, thread_name="trioserve-masks")  # the thread only reads, so it may be abandoned
 
 
 @uninterrupted
 class _Order:
-    """An order that is out. waiting: the ranks that have not answered. Whoever waits is told when all have, or, of a
-    step, when the one has whose answer is the response. is_timed: it has a time that it may take; reading has none.
-    is_beside: it holds up none of the others, which are obeyed one after the other."""
+    """An order that was sent. The caller resumes when all ranks have answered, or for a step when its responder has.
+
+    Args:
+        ranks: ranks that must answer.
+        begun_at: when the order was sent, seconds of Trio's clock.
+        responder: the rank that answers a step with its result. None: the order is not a step.
+        is_timed: the time limit for answers applies. Reading weights has no limit.
+        is_beside: ranks execute the order in parallel to others. All other orders are executed one after the other.
+    """
 
     def __init__(
         self, ranks: Sequence[int], begun_at: float, responder: int | None, *, is_timed: bool, is_beside: bool
     ) -> None:
-        """responder: of a step; None: of any other order."""
         self.waiting = set(ranks)
         self.answers: dict[int, Answer] = {}
         self.begun_at = begun_at
@@ -93,19 +100,18 @@ class _Order:
 
     @property
     def is_step(self) -> bool:
-        """Whose end is waited for in any case."""
         return self.responder is not None
 
     @property
     def ready(self) -> outcome.Value[Any] | None:
-        """None: it is not there yet."""
+        """The result, if its answers have arrived."""
         if self.responder is None:
             return None if self.waiting else outcome.Value(self.answers)
         answer = self.answers.get(self.responder)
         return None if answer is None else outcome.Value(answer.result)
 
-    def tell(self, result: outcome.Outcome[Any]) -> None:
-        """Once; what comes later is not heard."""
+    def finish(self, result: outcome.Outcome[Any]) -> None:
+        """Resume the caller with a result. Later results are ignored."""
         if self.result is not None:
             return
         self.result = result
@@ -113,8 +119,11 @@ class _Order:
             trio.lowlevel.reschedule(self.task)
 
     async def wait(self, *, may_leave: bool = False) -> Any:
-        """Also when cancelled, unless it may leave: a step reads memory until it is over. A rank that hangs ends that,
-        too."""
+        """Wait for the result.
+
+        By default a cancelled caller waits to the end, because the ranks read the KV cache until the step has ended.
+        The wait has an end: a rank that hangs breaks the group.
+        """
 
         def leave(_raise_cancel: object) -> trio.lowlevel.Abort:
             if not may_leave:
@@ -127,13 +136,19 @@ class _Order:
             await trio.lowlevel.wait_task_rescheduled(leave)
         else:
             await trio.lowlevel.cancel_shielded_checkpoint()
-        assert self.result is not None, "it was told before it was woken"
+        assert self.result is not None, "finish sets the result before it resumes the task"
         return self.result.unwrap()
 
 
 class _Sign(NamedTuple):
-    """Something is wrong. error: what is to be raised of it as it is; None: that the rank is lost. is_end: its
-    connection has ended; otherwise it has said what is wrong."""
+    """A sign of a failure.
+
+    Attributes:
+        rank: the rank that the sign came from.
+        how: the failure, as the end of a sentence about the rank.
+        error: an exception to raise unchanged. None: raise RankLost.
+        is_end: the connection has ended. Otherwise the rank reported a fault.
+    """
 
     rank: int
     how: str
@@ -142,8 +157,10 @@ class _Sign(NamedTuple):
 
     @property
     def doubt(self) -> int:
-        """How likely it is that this came of something else; 0: it did not. One that says what is wrong may speak of
-        another, which has ended without a word."""
+        """The likelihood that another rank's failure caused this sign. 0: this sign is the cause.
+
+        A reported fault ranks last: the rank may report that it lost another rank, which ended without a report.
+        """
         if self.error is not None or KILLED in self.how:
             return 0
         return 1 if self.is_end else 2
@@ -151,9 +168,23 @@ class _Sign(NamedTuple):
 
 @uninterrupted
 class RankGroup:
-    """What EngineParts and assemble ask of what computes. Made by open_ranks.
+    """Sends orders to the ranks of one model and collects their answers. Made by open_ranks.
 
-    loaded: what the ranks say of themselves, with the sizes that suit all. ranks: what each says, in their order.
+    Args:
+        block_size: tokens per block.
+        stage_size: ranks of each stage.
+        answer_seconds_max: longest time for an answer. None: adapt to the longest step so far, but at least
+            ANSWER_SECONDS_MAX. 0: no limit.
+        find_missing: returns the ranks that the others wait for.
+        wait_for_masks: waits for token masks that are still being filled.
+        on_progress: called with the progress of loading.
+
+    Attributes:
+        loaded: the summary of all ranks, with the sizes that fit all of them.
+        ranks: the report of each rank, in order. Empty until all have loaded.
+        step_seconds: for each rank, the duration of its last step and the part of it spent in collectives.
+        rank_seconds: for each rank, the sums of step_seconds.
+        failure: what broke the group. None: it works.
     """
 
     loaded: Loaded
@@ -169,38 +200,46 @@ class RankGroup:
         wait_for_masks: WaitForMasks,
         on_progress: OnProgress,
     ) -> None:
-        """stage_size: ranks of each stage. answer_seconds_max: as EngineSettings.step_seconds_max: so long a rank may
-        owe an answer."""
         self._block_size = block_size
         self._stage_size = stage_size
         self._fixed_seconds_max = answer_seconds_max
         self._longest_seconds = 0.0
-        self._answered_at = -math.inf  # when the last order was over in all ranks
+        self._answered_at = -math.inf  # when all ranks had answered the last order
         self._find_missing = find_missing
         self._wait_for_masks = wait_for_masks
         self._on_progress = on_progress
         self._links: list[RankLink] = []
-        self._orders: OrderedDict[int, _Order] = OrderedDict()  # by their serials, the oldest first
+        self._orders: OrderedDict[int, _Order] = OrderedDict()  # by serial, oldest first
         self._serial = 0
         self._loaded: dict[int, Loaded] = {}
         self._all_loaded = trio.Event()
         self._progress: dict[int, tuple[float, int | None]] = {}
-        self._pings: dict[int, tuple[int, float]] = {}  # by rank, of the oldest that is not answered
+        self._pings: dict[int, tuple[int, float]] = {}  # by rank: serial and time of the oldest ping without an answer
         self._signs: list[_Sign] = []
         self._has_sign, self._has_cause = trio.Event(), trio.Event()
         self._is_closed = False
-        self._is_step_told = False  # that it has failed
+        self._is_step_failure_raised = False
         self.step_seconds: dict[int, tuple[float, float]] = {}
-        """Of each rank, what its last step took, and how much of that the ranks did together."""
         self.rank_seconds: list[tuple[float, float]] = []
-        """The same of all steps so far."""
         self.failure: Exception | None = None
         self._failed = trio.Event()
 
-    # --- what others ask for ---
+    # --- operations ---
 
     def run_step(self, plan: StepPlan, is_abandoned: IsAbandoned) -> Coroutine[Any, Any, StepResult | None]:
-        """See StepRunner. Raises RankLost."""
+        """Send a step to all ranks, see StepRunner.
+
+        Args:
+            plan: the step.
+            is_abandoned: when it becomes true, the ranks are notified.
+
+        Returns:
+            A coroutine that waits for the result. The step runs even if the coroutine is not awaited yet. Result None:
+            the step was abandoned.
+
+        Raises:
+            RankLost: the group broke. Raised by the coroutine.
+        """
         order, serial = self._begin(lambda serial: Run(serial, plan_to_wire(plan, self._block_size)), is_step=True)
         if is_abandoned():
             self._send(Abandon(serial))
@@ -213,7 +252,7 @@ class RankGroup:
             result: StepResult | None = await order.wait()
             return result
         async with trio.open_nursery() as nursery:
-            nursery.cancel_scope.shield = True  # as the step is: without its masks it never ends
+            nursery.cancel_scope.shield = True  # the wait for the step is shielded too, and needs the masks to end
             nursery.start_soon(self._send_masks, serial, plan)
             result = await order.wait()
             nursery.cancel_scope.cancel()
@@ -228,8 +267,13 @@ class RankGroup:
         self._send(Masks(serial, ctypes.string_at(masks.address, byte_count)))
 
     async def load(self) -> None:
-        """Have all ranks read their weights, make KV caches of one size, and compute a few steps. Raises ModelLoadError
-        and StartupError as loading in this process would, and RankLost."""
+        """Wait until all ranks have loaded, allocate KV caches of one size, and compute a few steps.
+
+        Raises:
+            ModelLoadError: a rank cannot load the model.
+            StartupError: the settings or the machines do not allow the start.
+            RankLost: the group broke for another reason.
+        """
         await self._wait_until_loaded()
         loaded = self.loaded
         sizes = {
@@ -246,17 +290,26 @@ class RankGroup:
         await self.ask(WarmUp, may_leave=True, is_timed=False)
 
     def _next_stages(self) -> tuple[tuple[str, int] | None, ...]:
-        """By rank, where the one in its place of the next stage waits for it."""
+        """Return for each rank where its peer in the next stage listens. None: that is on the same machine."""
         ports = [rank.stage_port for rank in self.ranks[self._stage_size :]]
         links = self._links[self._stage_size :]
         return tuple(None if port is None else (link.host, port) for link, port in zip(links, ports, strict=True))
 
     async def claim_memory(self) -> bool:
-        """See ModelRunner.claim_memory."""
+        """Claim a small part of each rank's KV cache ahead of its use. Return False when nothing is left to claim."""
         return any(answer.value for answer in (await self.ask(Claim, may_leave=True)).values())
 
     async def add(self, id: AdapterId, content: Any) -> None:
-        """See AdapterPlace. Raises MemoryError, and no rank has it then."""
+        """Load an adapter into all ranks, see AdapterPlace.
+
+        Args:
+            id: number of the adapter.
+            content: the whole adapter, an AdapterWeights.
+
+        Raises:
+            MemoryError: a rank has no memory for it. No rank keeps it.
+            RankLost: the group broke.
+        """
         matrices = tuple(
             WireMatrix(name, matrix.a.tobytes(), matrix.a.shape, matrix.b.tobytes(), matrix.b.shape)
             for name, matrix in content.matrices.items()
@@ -271,19 +324,19 @@ class RankGroup:
         await self.ask(lambda serial: RemoveAdapter(serial, id))
 
     async def guard(self) -> None:
-        """Waits until the group is broken, and raises what has broken it."""
+        """Wait until the group breaks, then raise the cause."""
         await self._failed.wait()
         assert self.failure is not None
         raise self.failure
 
     @property
     def pids(self) -> list[int]:
-        """Of the ranks on this machine."""
+        """Process ids of the ranks on this machine."""
         return [link.process.pid for link in self._links if link.process is not None]
 
     @property
     def are_apart(self) -> bool:
-        """Whether some are on other machines than this one."""
+        """True if some ranks are on other machines."""
         return any(link.process is None for link in self._links)
 
     # --- orders and answers ---
@@ -295,7 +348,7 @@ class RankGroup:
         responder = len(self._links) - self._stage_size if is_step else None
         order = _Order(range(len(self._links)), trio.current_time(), responder, is_timed=is_timed, is_beside=is_beside)
         if self.failure is not None:
-            self._tell_failure(order, self.failure)
+            self._fail_order(order, self.failure)
             return order, self._serial
         self._orders[self._serial] = order
         self._send(make(self._serial))
@@ -304,9 +357,20 @@ class RankGroup:
     async def ask(
         self, make: Callable[[int], Any], *, may_leave: bool = False, is_timed: bool = True, is_beside: bool = False
     ) -> dict[int, Answer]:
-        """Give all ranks an order, made for its serial, and wait for their answers: also when cancelled, unless it may
-        be left. is_timed: it has the time of a step. is_beside: ranks obey it while they obey others. Raises
-        RankLost."""
+        """Send an order to all ranks and wait for their answers.
+
+        Args:
+            make: returns the order for a serial.
+            may_leave: a cancelled caller leaves at once. Otherwise it waits for the answers.
+            is_timed: the time limit of a step applies.
+            is_beside: ranks execute the order in parallel to others.
+
+        Returns:
+            The answer of each rank.
+
+        Raises:
+            RankLost: the group broke.
+        """
         order, _ = self._begin(make, is_timed=is_timed, is_beside=is_beside)
         answers: dict[int, Answer] = await order.wait(may_leave=may_leave)
         return answers
@@ -349,7 +413,7 @@ class RankGroup:
             return
         ready = order.ready
         if ready is not None:
-            order.tell(ready)
+            order.finish(ready)
         if not order.waiting:
             del self._orders[answer.serial]
             now = trio.current_time()
@@ -359,14 +423,17 @@ class RankGroup:
                 self._answered_at = now
 
     def _compare(self, order: _Order, rank: int, answer: Answer) -> None:
-        """A step that was abandoned may have ended in one rank before it heard of it."""
-        digests = {other: said.digest for other, said in order.answers.items() if said.digest is not None}
+        """Break the group if ranks chose different tokens.
+
+        An abandoned step may have a digest in one rank and none in another, because one rank finished it earlier.
+        """
+        digests = {other: their.digest for other, their in order.answers.items() if their.digest is not None}
         if answer.digest is not None and any(digest != answer.digest for digest in digests.values()):
             ranks = " and ".join(map(str, sorted(digests)))
             self._break(
                 RankLost(
                     f"ranks {ranks} have chosen different tokens in one step: they compute with different weights, "
-                    "versions or processors; none can be right"
+                    "versions or processors. Use the same on all machines"
                 )
             )
 
@@ -380,7 +447,7 @@ class RankGroup:
         if len(self._progress) == len(self._links):
             self._on_progress(Progress("", done, total))
 
-    # --- what goes wrong ---
+    # --- failures ---
 
     def _note_fault(self, rank: int, fault: Fault) -> None:
         error: Exception | None = None
@@ -403,8 +470,11 @@ class RankGroup:
             self._has_cause.set()
 
     async def judge(self) -> None:
-        """Waits for a sign that something is wrong, and a moment longer: a rank that has lost another one may say so
-        before that one's end is seen."""
+        """Wait for a sign of a failure, then break the group with its most likely cause.
+
+        Waits SIGNS_SECONDS for further signs: a rank that lost another rank may report that before the end of the other
+        one is seen.
+        """
         await self._has_sign.wait()
         with trio.move_on_after(SIGNS_SECONDS):
             await self._has_cause.wait()
@@ -417,27 +487,27 @@ class RankGroup:
         for link in self._links:
             if link.process is not None:
                 link.process.kill()
-        self._tell_lost(error)
+        self._fail_orders(error)
         self._failed.set()
 
-    def _tell_lost(self, error: Exception) -> None:
-        """Whoever waits, and whoever asks from here on."""
+    def _fail_orders(self, error: Exception) -> None:
+        """Fail the orders that wait, and all later ones."""
         self.failure = error
         for order in self._orders.values():
             if order.result is None:
-                self._tell_failure(order, error)
+                self._fail_order(order, error)
         self._orders.clear()
 
-    def _tell_failure(self, order: _Order, error: Exception) -> None:
-        """The first step has it; one behind that just does not happen."""
-        if order.is_step and self._is_step_told:
-            order.tell(outcome.Value(None))
+    def _fail_order(self, order: _Order, error: Exception) -> None:
+        """Fail an order. Only the first step raises the error. A step behind it returns None, as if abandoned."""
+        if order.is_step and self._is_step_failure_raised:
+            order.finish(outcome.Value(None))
             return
-        self._is_step_told = self._is_step_told or order.is_step
-        order.tell(outcome.Error(error))
+        self._is_step_failure_raised = self._is_step_failure_raised or order.is_step
+        order.finish(outcome.Error(error))
 
     async def watch(self) -> None:
-        """Asks each rank whether it is there, and how long it has owed an answer."""
+        """Send pings, and break the group if an answer or a pong takes too long."""
         serial, ping_at = 0, -math.inf
         while True:
             now = trio.current_time()
@@ -455,7 +525,7 @@ class RankGroup:
             await trio.sleep_until(min(ping_at, self._waited_since(now) + self._seconds_max))
 
     def _waited_since(self, now: float) -> float:
-        """For an answer to an order, or to a ping; now: for none."""
+        """Return since when the group waits for the oldest answer or pong. Return `now` if it waits for none."""
         since = [asked_at for _, asked_at in self._pings.values()]
         if self._oldest_timed is not None:
             since.append(self._owed_since(self._oldest_timed))
@@ -463,12 +533,15 @@ class RankGroup:
 
     @property
     def _oldest_timed(self) -> _Order | None:
-        """None: nothing that has a time is obeyed now, though it may wait for what has none."""
+        """The order that the ranks execute now, if it has a time limit.
+
+        None if they execute an order without limit, even if orders with a limit wait behind it.
+        """
         oldest = next((order for order in self._orders.values() if not order.is_beside), None)
         return oldest if oldest is not None and oldest.is_timed else None
 
     def _owed_since(self, order: _Order) -> float:
-        """A step that was handed over behind another one begins when that is over."""
+        """Return when ranks began an order: when it was sent, or when the order before it ended."""
         return max(order.begun_at, self._answered_at)
 
     @property
@@ -477,12 +550,15 @@ class RankGroup:
             return max(ANSWER_SECONDS_MAX, LONGEST_ANSWERS_MAX * self._longest_seconds)
         if not self._fixed_seconds_max:
             return math.inf
-        # Before a process hears anything, its interpreter has to start, and that is no step.
+        # A new process answers no ping until its interpreter has started, which may take longer than a step.
         return max(self._fixed_seconds_max, 0.0 if self._all_loaded.is_set() else ANSWER_SECONDS_MAX)
 
     def _hanging(self, seconds: float) -> RankLost:
-        """Who holds the others up: one that does not even answer a ping, or has not come to where they meet, or alone
-        has not said that it is done."""
+        """Return the error for answers that take too long. It names the ranks that block the others.
+
+        In this order: ranks that do not answer pings, unless all or none do. Ranks that are missing in a collective.
+        Ranks that have not answered the order.
+        """
         frozen = [link for link in self._links if link.rank in self._pings]
         missing = self._find_missing()
         late = [link for link in self._links if link.rank in missing]
@@ -491,8 +567,10 @@ class RankGroup:
         return RankLost(f"{names} has not answered for {seconds:.1f} s, {self._seconds_max:g} s are allowed")
 
     def _owing(self) -> list[RankLink]:
-        """Who has not answered the oldest order. Of several stages it is the first such one: those behind it wait for
-        it."""
+        """Return the ranks that have not answered the oldest order.
+
+        For a step, only those of the first such stage, because later stages wait for it.
+        """
         oldest = self._oldest_timed
         if oldest is None:
             return []
@@ -500,7 +578,7 @@ class RankGroup:
         stage = min(oldest.waiting) // self._stage_size
         return [link for link in owing if link.rank // self._stage_size == stage] if oldest.is_step else owing
 
-    # --- from the beginning to the end ---
+    # --- start and end ---
 
     def _take_links(self, links: Sequence[RankLink]) -> None:
         self._links.extend(links)
@@ -519,7 +597,7 @@ class RankGroup:
         if self.failure is not None:
             raise self.failure
         self.ranks = ranks = tuple(self._loaded[link.rank] for link in self._links)
-        with_states = [rank for rank in ranks if rank.state_slot_count]  # a stage may have no such layers
+        with_states = [rank for rank in ranks if rank.state_slot_count]  # a stage may have no layers with states
         self.loaded = msgspec.structs.replace(
             ranks[0],
             computed_by=_joined(rank.computed_by for rank in ranks),
@@ -545,15 +623,15 @@ class RankGroup:
 
     def _close(self) -> None:
         self._is_closed = True
-        if self.failure is None:  # somebody may still be loading an adapter
-            self._tell_lost(RankLost("the ranks have been let go of"))
+        if self.failure is None:  # another task may still load an adapter
+            self._fail_orders(RankLost("the ranks were stopped"))
         for link in self._links:
             link.close()
 
 
-def _joined(said: Iterable[str]) -> str:
-    """What ranks say of what they compute with; one may have layers that another kind of kernels computes."""
-    return ", and ".join(dict.fromkeys(said))
+def _joined(names: Iterable[str]) -> str:
+    """Join different names of kernels. Ranks differ if the layers of one stage need another kind of kernel."""
+    return ", and ".join(dict.fromkeys(names))
 
 
 @uninterrupted_context
@@ -566,11 +644,16 @@ async def open_ranks(
     wait_for_masks: WaitForMasks = _wait_in_thread,
     on_progress: OnProgress = lambda progress: None,
 ) -> AsyncIterator[RankGroup]:
-    """A group that is told to load its model. Leaving ends every process, and waits for that.
+    """Start a group that loads its model, and end all its processes at the end of the block.
 
-    setups: of each rank. make_links: given what their on_report and on_end call, it starts the processes and gives a
-    link to each, in the order of the ranks. answer_seconds_max: see RankGroup. wait_for_masks: those of a step that are
-    still being filled.
+    Args:
+        setups: the setup of each rank, in order.
+        make_links: starts the processes and returns their links, in order. Its arguments are on_report and on_end of
+            RankLink.
+        answer_seconds_max: see RankGroup.
+        find_missing: see RankGroup.
+        wait_for_masks: see RankGroup.
+        on_progress: see RankGroup.
     """
     group = RankGroup(
         block_size=setups[0].settings.block_size,
@@ -584,7 +667,7 @@ async def open_ranks(
         group._take_links(make_links(group._on_report, group._on_end))
         with errors_unwrapped():
             async with trio.open_nursery() as nursery:
-                # Who is cancelled waits for the step in flight, and so for what ranks say.
+                # A cancelled caller waits for the running step, so reports must be received until then.
                 listening = trio.CancelScope(shield=True)
                 nursery.start_soon(group._listen, setups, listening)
                 try:

@@ -1,8 +1,8 @@
-"""How a rank of another machine and its server find out that both know the same key, before either believes a word.
+"""Handshake of a server and a rank on another machine: each proves to the other that it knows the shared key.
 
-Each sends a number that it has drawn, and gets both numbers back under the key (HMAC-SHA-256, RFC 2104); so nothing of
-an earlier connection is of use. What follows is not encrypted: ranks belong into a network of their own, as the sums of
-torch.distributed do, which know no key at all.
+Both sides send a random nonce. The proof is an HMAC-SHA-256 (RFC 2104) of both nonces under the key, so a recorded
+handshake cannot be replayed. Later messages are not encrypted, and torch.distributed does not authenticate at all.
+Ranks therefore need a private network.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ RANK_MAX = 2**31 - 1
 
 
 class Challenge(msgspec.Struct, frozen=True, tag=True):
-    """From the server, first."""
+    """The first message, from the server."""
 
     nonce: bytes
     version: str = VERSION
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """From a rank."""
+    """The reply of a rank."""
 
     rank: int
     nonce: bytes
@@ -38,7 +38,12 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, tag=True):
-    """From the server. proof: that it knows the key, too; refused: why the rank is not taken, if it is not."""
+    """The decision of the server.
+
+    Attributes:
+        proof: proof that the server knows the key.
+        refused: why the rank is refused. None: it is accepted.
+    """
 
     proof: bytes = b""
     refused: str | None = None
@@ -49,7 +54,16 @@ def challenge() -> Challenge:
 
 
 def answered(asked: Challenge, rank: int, key: str) -> Hello:
-    """Raises StartupError if the server is of another version: what it says would not be understood."""
+    """Return the rank's reply to a challenge.
+
+    Args:
+        asked: the server's challenge.
+        rank: number of the rank.
+        key: the shared key, `--ranks-key`.
+
+    Raises:
+        StartupError: the server has another version, so later messages could not be decoded.
+    """
     if asked.version != VERSION:
         raise StartupError(
             f"the server is trioserve {asked.version}, and this is {VERSION}: all machines need the same version"
@@ -59,9 +73,15 @@ def answered(asked: Challenge, rank: int, key: str) -> Hello:
 
 
 def verdict(asked: Challenge, hello: Hello, key: str) -> Verdict:
-    """What a server says to a rank. Never raises: whoever sends this may be a stranger."""
+    """Return the server's decision about a rank. Never raises, because the sender may be a stranger.
+
+    Args:
+        asked: the challenge that the server sent.
+        hello: the reply to it.
+        key: the shared key, `--ranks-key`.
+    """
     if not 0 <= hello.rank <= RANK_MAX:
-        return Verdict(refused=f"its rank is {hello.rank}, a rank is 0 to {RANK_MAX}")
+        return Verdict(refused=f"its rank is {hello.rank}, allowed are 0 to {RANK_MAX}")
     if len(hello.nonce) != NONCE_BYTES:
         return Verdict(refused=f"its nonce has {len(hello.nonce)} bytes instead of {NONCE_BYTES}")
     if not hmac.compare_digest(hello.proof, _proof(b"rank", key, asked.nonce, hello.nonce, hello.rank)):
@@ -72,11 +92,18 @@ def verdict(asked: Challenge, hello: Hello, key: str) -> Verdict:
 
 
 def is_server(asked: Challenge, hello: Hello, given: Verdict, key: str) -> bool:
-    """Whether who has given this verdict knows the key."""
+    """Return whether the sender of a verdict knows the key.
+
+    Args:
+        asked: the challenge that arrived.
+        hello: the reply that was sent.
+        given: the verdict that arrived.
+        key: the shared key, `--ranks-key`.
+    """
     return hmac.compare_digest(given.proof, _proof(b"server", key, asked.nonce, hello.nonce, hello.rank))
 
 
-def _proof(who: bytes, key: str, server_nonce: bytes, rank_nonce: bytes, rank: int) -> bytes:
-    # Lengths are fixed, so that no two proofs are of the same bytes.
-    message = b"trioserve ranks " + who.ljust(8) + server_nonce[:NONCE_BYTES].ljust(NONCE_BYTES) + rank_nonce
+def _proof(side: bytes, key: str, server_nonce: bytes, rank_nonce: bytes, rank: int) -> bytes:
+    # All fields have a fixed length, so that different proofs never cover the same bytes.
+    message = b"trioserve ranks " + side.ljust(8) + server_nonce[:NONCE_BYTES].ljust(NONCE_BYTES) + rank_nonce
     return hmac.digest(key.encode(), message + rank.to_bytes(8, "little", signed=True), "sha256")

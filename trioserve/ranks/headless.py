@@ -1,7 +1,7 @@
-"""The ranks of one machine whose server is on another: each comes to it, is started, and comes again when it has ended.
+"""Run the ranks of one machine whose server is on another machine.
 
-Nothing is served here, and nothing is decided: a rank ends with its connection, and the server says when there is to be
-a new one by listening again.
+For each rank, this process connects to the server, starts the rank's process on that connection, and connects again
+when the process has ended. It serves and decides nothing. A server that needs new ranks listens again.
 """
 
 from __future__ import annotations
@@ -27,8 +27,18 @@ RETRY_SECONDS = 1.0
 async def keep_ranks(
     ranks: Sequence[int], *, path: Path, host: str, port: int, key: str, at_once: int | None = None
 ) -> None:
-    """Until it is cancelled; every process is gone then. ranks: those of this machine. path: where the model lies here.
-    at_once: how many of them compute at the same time; None: all. Raises StartupError if the server does not take them.
+    """Run ranks until cancelled. All their processes have ended on return.
+
+    Args:
+        ranks: numbers of this machine's ranks.
+        path: the model's directory on this machine.
+        host: address of the server, `--master-addr`.
+        port: port of the server, `--master-port`.
+        key: the shared key, `--ranks-key`.
+        at_once: how many ranks compute at the same time, and share the CPUs. None: all.
+
+    Raises:
+        StartupError: the server refuses a rank, or does not know the key.
     """
     shares = cpu_shares(at_once or len(ranks))
     async with trio.open_nursery() as nursery:
@@ -38,17 +48,17 @@ async def keep_ranks(
 
 
 async def _keep_rank(rank: int, place: RankPlace, host: str, port: int, key: str) -> None:
-    is_told = False
+    is_logged = False
     while True:
         try:
             connection = await connect_rank(host, port, rank, key)
         except OSError as error:
-            if not is_told:
-                logger.info("waits for its server rank=%d server=%s:%d error=%s", rank, host, port, error)
-            is_told = True
+            if not is_logged:
+                logger.info("the rank waits for its server rank=%d server=%s:%d error=%s", rank, host, port, error)
+            is_logged = True
             await trio.sleep(RETRY_SECONDS)
             continue
-        is_told = False
+        is_logged = False
         process = RankProcess(connection, place)
         try:
             logger.info("the rank runs rank=%d pid=%d", rank, process.pid)

@@ -1,4 +1,4 @@
-"""Ranks that are child processes on this machine: their connections, their memory and their CPUs."""
+"""Start the ranks of this machine as child processes, with their connections, shared memory and CPUs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,17 @@ __all__ = ["HostRanks", "cpu_shares", "free_port", "host_ranks"]
 
 
 class HostRanks:
-    """memories: of each stage the descriptor of what its ranks share; empty: some of them are elsewhere. kv_memories:
-    those of where each has its KV cache, for whoever reads it from here; empty: nobody does. elsewhere: connections of
-    the ranks of other machines, which come behind those of this one."""
+    """Starts ranks on this machine, and sees which of them the others wait for. Made by host_ranks.
+
+    Args:
+        size: number of ranks on this machine. They are the first ranks.
+        stage_size: ranks of each stage.
+        memories: for each stage, the descriptor of the memory that its ranks share. Only stages that are complete on
+            this machine are included.
+        kv_memories: for each rank, the descriptor of its KV cache. Empty: this process reads no KV cache.
+        elsewhere: connections of the ranks on other machines, by rank.
+        at_once: how many ranks compute at the same time, and share the CPUs.
+    """
 
     def __init__(
         self,
@@ -34,16 +42,21 @@ class HostRanks:
         self._stage_size = stage_size
         self._memories, self._elsewhere = memories, elsewhere
         self._cpus = cpu_shares(at_once)
-        from trioserve.model.parallel.shared_memory import Arrivals  # late: see host_ranks
+        from trioserve.model.parallel.shared_memory import Arrivals  # imported late, see host_ranks
 
         self._arrivals = [Arrivals(memory, stage_size) for memory in memories]
 
     def make_links(
         self, on_report: Callable[[int, Report], None], on_end: Callable[[int, str], None]
     ) -> list[RankLink]:
-        """Starts the processes. See open_ranks."""
+        """Start the processes and return a link to each rank, in the order of the ranks.
+
+        Args:
+            on_report: see RankLink.
+            on_end: see RankLink.
+        """
         links: list[RankLink] = []
-        # From each rank to the one in its place of the next stage.
+        # One pair for each rank and its peer in the next stage.
         between = [socket.socketpair() for _ in range(max(0, self.size - self._stage_size))]
         try:
             for rank in range(self.size):
@@ -78,7 +91,7 @@ class HostRanks:
         )
 
     def find_missing(self) -> Sequence[int]:
-        """The ranks that others wait for, as far as that is to be seen: where they meet in shared memory."""
+        """Return the ranks that others wait for in shared memory. Empty where ranks share none."""
         return [
             stage * self._stage_size + missing
             for stage, arrivals in enumerate(self._arrivals)
@@ -99,14 +112,20 @@ def host_ranks(
     stage_count: int = 1,
     at_once: int | None = None,
 ) -> Iterator[HostRanks]:
-    """For a group that is opened and left inside of this. size: of this machine's ranks. shows_kv: KV caches can be
-    read from here, if all ranks are here. stage_count: see RankSetup. at_once: how many compute at the same time, and
-    share the CPUs; None: all."""
-    # Late: it needs the kernels, which a process that has no ranks loads beside other things.
+    """Allocate the shared memory of a group, and free it at the end of the block. The group must end before.
+
+    Args:
+        size: number of ranks on this machine.
+        elsewhere: connections of the ranks on other machines, by rank.
+        shows_kv: True if this process reads the KV caches. Ignored if some ranks are on other machines.
+        stage_count: see RankSetup.
+        at_once: how many ranks compute at the same time, and share the CPUs. None: all.
+    """
+    # Imported late: the module loads the kernels, and a process without ranks loads those in parallel to other work.
     from trioserve.model.parallel.shared_memory import make_shared_memory
 
     stage_size = (size + len(elsewhere)) // stage_count
-    stages_here = size // stage_size  # as wholes: of one that is on several machines none
+    stages_here = size // stage_size  # a stage on several machines shares no memory
     descriptors: list[int] = []
     try:
         for _ in range(stages_here):
@@ -126,8 +145,17 @@ def host_ranks(
 
 
 def cpu_shares(size: int, root: Path = Path("/")) -> tuple[tuple[int, ...], ...]:
-    """The CPUs that this process may use, dealt out to so many ranks, those of a core together: two ranks that wait for
-    each other on one CPU wait for milliseconds. All are empty where there are fewer cores than ranks."""
+    """Divide the CPUs of this process among ranks, whole cores at a time.
+
+    Two ranks that wait for each other on one core lose milliseconds per step.
+
+    Args:
+        size: number of shares.
+        root: directory that contains `sys`, for tests.
+
+    Returns:
+        CPUs of each share. All shares are empty if there are fewer cores than shares.
+    """
     cores: dict[str, list[int]] = {}
     for cpu in sorted(os.sched_getaffinity(0)):
         cores.setdefault(_siblings(cpu, root), []).append(cpu)
@@ -139,7 +167,11 @@ def cpu_shares(size: int, root: Path = Path("/")) -> tuple[tuple[int, ...], ...]
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port of this machine that nobody has right now. host: an address of it."""
+    """Return a TCP port that is free now. Another process may take it before it is used.
+
+    Args:
+        host: an address of this machine.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as listener:
         return int(listener.getsockname()[1])

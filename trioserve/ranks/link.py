@@ -1,4 +1,4 @@
-"""One rank, as its server sees it: a process, and a connection on which orders go out and reports come in."""
+"""The server's side of one rank: a process, and a connection that carries orders to it and reports from it."""
 
 from __future__ import annotations
 
@@ -23,36 +23,52 @@ __all__ = ["KILLED", "Connection", "Process", "RankLink", "RankProcess", "Socket
 
 logger = logging.getLogger(__name__)
 
-KILLED = "was killed"  # what is a cause; everything else may be what came of it
+KILLED = "was killed"  # always a cause. Any other end may follow from the loss of another rank
 RECEIVE_BYTES = 1 << 16
-EXIT_SECONDS_MAX = 0.05  # from the end of its connection to that of a process: the kernel closes the one in the other
-REAP_SECONDS_MAX = 5.0  # of a process that was killed: what a driver does with its memory may take a while
+EXIT_SECONDS_MAX = 0.05  # from the end of its connection: an exiting process closes its files before it ends
+REAP_SECONDS_MAX = 5.0  # from SIGKILL to the end of the process: a GPU driver may need time to free memory
 
 
 class Connection(Protocol):
-    """Bytes to a rank, and from it."""
+    """A byte stream to a rank and from it."""
 
     @property
     def peer_host(self) -> str:
-        """The address of a rank that came from another machine."""
+        """Address of the machine of a rank that connected from elsewhere."""
         ...
 
     async def wait_readable(self) -> None: ...
     async def wait_writable(self) -> None: ...
 
     def receive(self, byte_count_max: int) -> bytes:
-        """What has come; empty when nothing comes any more. Raises BlockingIOError if nothing has, and OSError."""
+        """Return the bytes that have arrived, or no bytes at the end of the stream.
+
+        Args:
+            byte_count_max: most bytes to return.
+
+        Raises:
+            BlockingIOError: nothing has arrived yet.
+            OSError: the connection is lost.
+        """
         ...
 
     def send(self, content: bytes | bytearray) -> int:
-        """Returns how many bytes were taken. Raises BlockingIOError if none can be now, and OSError."""
+        """Send without waiting, and return the number of bytes that the kernel accepted.
+
+        Args:
+            content: bytes to send.
+
+        Raises:
+            BlockingIOError: the send buffer is full.
+            OSError: the connection is lost.
+        """
         ...
 
     def close(self) -> None: ...
 
 
 class Process(Protocol):
-    """What a link asks of the process of a rank on this machine. See RankProcess."""
+    """The process of a rank on this machine. See RankProcess."""
 
     @property
     def pid(self) -> int: ...
@@ -64,7 +80,11 @@ class Process(Protocol):
 
 @uninterrupted
 class SocketConnection:
-    """socket: its own from then on."""
+    """A Connection on a socket.
+
+    Args:
+        socket: a connected socket, which this object owns and closes.
+    """
 
     def __init__(self, socket: socket.socket) -> None:
         socket.setblocking(False)
@@ -90,19 +110,25 @@ class SocketConnection:
 
 @uninterrupted
 class RankProcess:
-    """A child process, from its start to its end. It is started in the calling thread, so that the kernel kills it with
-    that thread, which is the event loop's: see rank_process."""
+    """A child process that computes one rank.
+
+    The calling thread starts it, and must be the event loop's thread: the kernel kills the process when that thread
+    ends, see rank_process.
+
+    Args:
+        connection: the process's end of its connection, which is closed here.
+        place: passed on the command line.
+    """
 
     def __init__(self, connection: socket.socket, place: RankPlace) -> None:
-        """connection: its end of it, which it alone has from then on."""
         others = (place.memory, place.kv_memory, place.before, place.behind)
-        told = msgspec.json.encode(place).decode()
+        place_json = msgspec.json.encode(place).decode()
         with connection:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "trioserve.ranks.rank_process", str(connection.fileno()), told],
+                [sys.executable, "-m", "trioserve.ranks.rank_process", str(connection.fileno()), place_json],
                 pass_fds=(connection.fileno(), *(other for other in others if other is not None)),
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C in a terminal is for the server
+                start_new_session=True,  # Ctrl-C in a terminal must reach only the server
             )
         self._exit_file = os.pidfd_open(self._process.pid)
 
@@ -111,26 +137,26 @@ class RankProcess:
         return self._process.pid
 
     def kill(self) -> None:
-        """Whatever it is doing, also if it is stopped."""
+        """Send SIGKILL, which also ends a stopped process."""
         self._process.kill()
 
     async def exited(self) -> None:
-        """Waits for its end."""
+        """Wait until the process has ended."""
         await trio.lowlevel.wait_readable(self._exit_file)
 
     def how_ended(self) -> str | None:
-        """In words that follow its name; None: it has not."""
+        """Return how the process ended, as the end of a sentence about it. None: it runs."""
         code = self._process.poll()
         if code is None:
             return None
         return f"{KILLED} by {_signal_name(-code)}" if code < 0 else f"ended with code {code}"
 
     def close(self) -> None:
-        """It is killed, and waited for. A second call does nothing."""
+        """Kill the process and wait until it has ended. A second call does nothing."""
         if self._exit_file < 0:
             return
         self.kill()
-        # Here and now, so that nobody is left however this scope is left: a killed process is gone within milliseconds.
+        # Blocks the thread, because no process may remain however the scope ends. SIGKILL takes milliseconds.
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(REAP_SECONDS_MAX)
         os.close(self._exit_file)
@@ -139,7 +165,15 @@ class RankProcess:
 
 @uninterrupted
 class RankLink:
-    """rank: its number. on_report, on_end: what it says, and that it says no more, with how it ended."""
+    """The connection to one rank, and its process if that is on this machine.
+
+    Args:
+        rank: number of the rank.
+        connection: owned by the link, which closes it.
+        on_report: called with the rank and each report.
+        on_end: called once with the rank and how it ended, when the connection has ended.
+        process: the rank's process. None: it runs on another machine.
+    """
 
     def __init__(
         self,
@@ -149,11 +183,10 @@ class RankLink:
         on_end: Callable[[int, str], None],
         process: Process | None = None,
     ) -> None:
-        """process: None: it runs where the connection comes from."""
         self.rank = rank
         self.process = process
         self.host = connection.peer_host
-        """The address of a rank that came from another machine."""
+        """Address of the machine of a rank that connected from elsewhere."""
         self._connection = connection
         self._on_report, self._on_end = on_report, on_end
         self._unsent = bytearray()
@@ -164,8 +197,13 @@ class RankLink:
         return f"rank {self.rank} ({place})"
 
     def send(self, message: bytes) -> None:
-        """Never waits. What the kernel does not take at once follows; a rank that reads nothing is noticed by its
-        answers, which do not come."""
+        """Send a message without waiting. Bytes that the kernel does not accept are kept, and sent later in order.
+
+        Nothing bounds the kept bytes. A rank that reads nothing also answers nothing, so RankGroup.watch ends it.
+
+        Args:
+            message: one encoded order.
+        """
         frame = framed(message)
         if self._unsent:
             self._unsent += frame
@@ -176,7 +214,7 @@ class RankLink:
             self._has_unsent.set()
 
     async def run(self) -> None:
-        """Until its connection ends; then on_end was called."""
+        """Receive reports and send kept bytes until the connection ends, then call on_end."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._send_rest)
             how = await self._receive()
@@ -203,7 +241,7 @@ class RankLink:
                 for message in reader.feed(received):
                     self._on_report(self.rank, decode_report(message))
             except (ValueError, msgspec.MsgspecError) as error:
-                return f"said what nobody understands ({error})"
+                return f"sent an invalid message ({error})"
 
     async def _send_rest(self) -> None:
         while True:
@@ -220,10 +258,10 @@ class RankLink:
         except BlockingIOError:
             return 0
         except OSError:
-            return len(content)  # it is gone, as whoever reads notices
+            return len(content)  # the connection is lost, which _receive notices
 
     def close(self) -> None:
-        """The process ends with its connection, if it has not been killed."""
+        """Close the connection, which ends a rank on another machine, and kill a process on this one."""
         self._connection.close()
         if self.process is not None:
             self.process.close()
@@ -232,7 +270,7 @@ class RankLink:
 def _peer(connection: socket.socket) -> str:
     try:
         return str(connection.getpeername()[0])
-    except (OSError, IndexError):  # it is gone already, or has no address
+    except (OSError, IndexError):  # it is closed already, or has no address
         return "another machine"
 
 

@@ -1,4 +1,7 @@
-"""What a server and its ranks say to each other. An order goes to every rank, and each answers it, in order."""
+"""The messages between a server and its ranks.
+
+The server sends every order to all ranks. Each rank answers its orders one after the other.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,14 @@ __all__ = [
 
 
 class DraftSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """A draft model, see runner.DraftSource. path: None for the model's own further layer."""
+    """A draft model, see runner.DraftSource.
+
+    Attributes:
+        name: the method of speculative decoding.
+        path: the directory of the draft model. None: the further layer of the model itself.
+        settings: how the draft model computes.
+        token_count: draft tokens per step.
+    """
 
     name: str
     path: str | None
@@ -61,12 +71,17 @@ class DraftSetup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank is told of its machine, by whoever starts it there. path: of the model; None: as the server says.
-    local_rank: among the ranks of this machine, which is its GPU's index. memory: the file descriptor of what all ranks
-    of its stage share; None: they meet over torch.distributed. before, behind: those of its sockets to the stages
-    before and behind its own; None: there is none, or it is on another machine. kv_memory: of the memory in which its
-    KV cache lies, so that the server reads it; None: nobody does. cpus: that it may use; empty: all that its parent
-    may."""
+    """The place of a rank on its machine, passed by the process that starts it there.
+
+    Attributes:
+        local_rank: number among the ranks of this machine, and index of its GPU.
+        path: the model's directory on this machine. None: the path in RankSetup.
+        memory: file descriptor of the memory that all ranks of its stage share. None: they use torch.distributed.
+        before: file descriptor of the socket to the previous stage. None: there is none, or it is on another machine.
+        behind: file descriptor of the socket to the next stage. None: there is none, or it is on another machine.
+        kv_memory: file descriptor of the memory of its KV cache, which the server reads too. None: private memory.
+        cpus: CPUs that the rank may use. Empty: all that its parent may use.
+    """
 
     local_rank: int
     path: str | None = None
@@ -78,10 +93,22 @@ class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankSetup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """All that a rank is told by its server. context_tokens, uses_further_layers: see open_checkpoint. settings: with
-    the threads and the memory that this rank may have. draft: for rank 0 alone. meeting_host, meeting_port: where ranks
-    that share no memory find each other. stage_count: of the stages that compute one after the other; the first ranks
-    are those of the first stage."""
+    """The first message of the server to a rank: which part of which model to load.
+
+    Attributes:
+        rank: number of the rank, from 0. The first ranks belong to the first stage.
+        size: number of all ranks.
+        path: the model's directory, unless RankPlace has one.
+        settings: how the rank computes, with its own share of threads and memory.
+        context_tokens: see open_checkpoint.
+        uses_further_layers: see open_checkpoint.
+        expert_parallel: each rank has whole experts instead of a part of each expert.
+        stage_count: number of stages, which compute one after the other.
+        meeting_host: address where torch.distributed connects ranks that share no memory.
+        meeting_port: port for meeting_host.
+        draft: the draft model, for rank 0 only.
+        log_level: level of the logging module.
+    """
 
     rank: int
     size: int
@@ -98,7 +125,7 @@ class RankSetup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     @property
     def stage_size(self) -> int:
-        """How many ranks divide the layers of a stage among them."""
+        """Number of ranks that divide the weights of one stage."""
         return self.size // self.stage_count
 
     @property
@@ -111,8 +138,16 @@ class RankSetup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Allocate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Make the KV cache: the least that any rank has room for. behind: by rank, the address of the one in its place of
-    the next stage, if that is on another machine; both meet by stage_key, see stage_meeting."""
+    """Allocate the KV cache. The counts are the smallest that any rank reported.
+
+    Attributes:
+        serial: number of the order.
+        block_count: blocks of the KV cache.
+        state_slot_count: states of running sequences. 0: the model has none.
+        snapshot_slot_count: saved states.
+        behind: for each rank, host and port of its peer in the next stage. None: no next stage on another machine.
+        stage_key: secret that both peers must know, see stage_meeting.
+    """
 
     serial: int
     block_count: int
@@ -127,13 +162,13 @@ class WarmUp(msgspec.Struct, frozen=True, tag=True):
 
 
 class Claim(msgspec.Struct, frozen=True, tag=True):
-    """See ModelRunner.claim_memory."""
+    """Claim a part of the memory, see ModelRunner.claim_memory."""
 
     serial: int
 
 
 class WireMatrix(msgspec.Struct, frozen=True, array_like=True):
-    """An AdapterMatrix: the bytes of a and b, and their shapes."""
+    """The bytes and shapes of both parts of an AdapterMatrix."""
 
     name: str
     a: bytes
@@ -143,7 +178,7 @@ class WireMatrix(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AddAdapter(msgspec.Struct, frozen=True, tag=True):
-    """The whole adapter, of which each rank takes its part."""
+    """Load an adapter. The order contains all of it, and each rank keeps its own shard."""
 
     serial: int
     id: AdapterId
@@ -158,9 +193,18 @@ class RemoveAdapter(msgspec.Struct, frozen=True, tag=True):
 
 
 class CheckWeights(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Look at new weights while steps go on, and keep what was found: nothing changes. offer: a number by which they
-    are known from then on, until others are looked at. One of these says where they are: path, of files; shared; or
-    sent, by PutWeights. is_named: what stands in the files is told, by the name of weights_name."""
+    """Check new weights while steps continue, and remember them. The model does not change yet.
+
+    Exactly one of path, shared and sent is set.
+
+    Attributes:
+        serial: number of the order.
+        offer: number of these weights in later orders, until the next check.
+        path: directory of a checkpoint.
+        shared: weights in shared memory.
+        sent: names and shapes of weights that follow in PutWeights.
+        is_named: the answer contains the name of the weights, see weights_name.
+    """
 
     serial: int
     offer: int
@@ -171,22 +215,29 @@ class CheckWeights(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class ConfirmWeights(msgspec.Struct, frozen=True, tag=True):
-    """Look whether those that were looked at still are what they were: all are about to be told to write."""
+    """Check again that the checked weights have not changed. WriteWeights follows if all ranks agree."""
 
     serial: int
     offer: int
 
 
 class WriteWeights(msgspec.Struct, frozen=True, tag=True):
-    """Put those that were looked at into the places of the old ones."""
+    """Replace the model's weights by the checked ones."""
 
     serial: int
     offer: int
 
 
 class PutWeights(msgspec.Struct, frozen=True, tag=True):
-    """The next bytes of a tensor that is sent. With the last ones it is put into its places, as far as they are
-    here."""
+    """The next bytes of a tensor that a trainer sends. After the last bytes, each rank stores its shard of the tensor.
+
+    Attributes:
+        serial: number of the order.
+        offer: number of the weights in CheckWeights.
+        name: name of the tensor.
+        part: bytes that continue the previous part.
+        is_last: the tensor is complete.
+    """
 
     serial: int
     offer: int
@@ -203,14 +254,19 @@ class Run(msgspec.Struct, frozen=True, tag=True):
 
 
 class Masks(msgspec.Struct, frozen=True, tag=True):
-    """Of the step with this serial. bits: uint32 [mask_rows, mask_words]."""
+    """The token masks of a step, sent after its plan.
+
+    Attributes:
+        serial: number of the Run.
+        bits: uint32 [mask_rows, mask_words].
+    """
 
     serial: int
     bits: bytes
 
 
 class Abandon(msgspec.Struct, frozen=True, tag=True):
-    """Nobody waits for the step with this serial."""
+    """Stop computing the step with this serial, because its result is not needed."""
 
     serial: int
 
@@ -241,7 +297,13 @@ Order = (
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
-    """Of loading, see LoadProgress. total: None: `done` counts seconds."""
+    """Progress of loading, see LoadProgress.
+
+    Attributes:
+        what: what is being done. Empty while weights are read.
+        done: bytes read so far, or seconds if total is None.
+        total: bytes of all weights. None: the work has no known size.
+    """
 
     what: str
     done: float
@@ -249,11 +311,17 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The weights are there. What there is of a ModelRunner that others ask for; block_count, state_slot_count and
-    snapshot_slot_count: as many as this rank has room for. block_bytes: of a block, in this rank. layout: of its part
-    of the KV cache, without the model's name; None: it keeps none. kv_heads: of all heads of keys and values the first
-    that is here, and how many are. stage_port: where it waits for the rank of the stage before, if that is on another
-    machine."""
+    """The rank has read its weights. The fields have the meaning of ModelRunner's, except for those listed here.
+
+    Attributes:
+        block_count: blocks that fit into this rank's memory.
+        state_slot_count: states that fit into this rank's memory.
+        snapshot_slot_count: saved states that fit into this rank's memory.
+        block_bytes: bytes of a block in this rank.
+        layout: layout of this rank's part of the KV cache, without the model's name. None: its layers have no KV.
+        kv_heads: index of the first KV head of this rank, and its number of KV heads.
+        stage_port: port where it listens for its peer of the previous stage. None: that is on the same machine.
+    """
 
     device: Literal["cpu", "cuda"]
     dtype: Dtype
@@ -275,16 +343,22 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """An InvalidRequest: what was asked for cannot be, and nothing has changed."""
+    """The text of an InvalidRequest. The rank refuses the order, and nothing has changed."""
 
     message: str
     param: str | None
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
-    """The order with this serial is done. value: what came of it. result: of a step, in the first rank of the last
-    stage; None: it was abandoned. digest: of a step, in all ranks of that stage, what they have to agree about.
-    seconds: of a step, what it took, and how much of that the ranks did together, waiting for each other included."""
+    """The rank has finished the order with this serial.
+
+    Attributes:
+        serial: number of the order.
+        value: the order's own result: a name, an error text, a flag or a refusal.
+        result: the step's result, from the first rank of the last stage only. None: the step was abandoned.
+        digest: checksum of the chosen tokens, from all ranks of the last stage. It must be equal in all of them.
+        seconds: duration of the step, and the part of it spent in collectives, waiting included.
+    """
 
     serial: int
     value: bool | str | Refusal | None = None
@@ -298,7 +372,13 @@ class Pong(msgspec.Struct, frozen=True, tag=True):
 
 
 class Fault(msgspec.Struct, frozen=True, tag=True):
-    """It cannot go on, and ends. kind: the name of the exception's class."""
+    """The rank has failed, and its process ends.
+
+    Attributes:
+        doing: when it failed, as the end of a sentence: "while it loaded".
+        kind: class name of the exception.
+        message: text of the exception.
+    """
 
     doing: str
     kind: str
@@ -324,9 +404,24 @@ def encode(message: Any) -> bytes:
 
 
 def decode_order(message: bytes) -> Order:
-    """Raises msgspec.ValidationError, as decode_report does."""
+    """Decode a message to a rank.
+
+    Args:
+        message: bytes of one frame.
+
+    Raises:
+        msgspec.ValidationError: the bytes are no order.
+    """
     return _order_decoder.decode(message)
 
 
 def decode_report(message: bytes) -> Report:
+    """Decode a message from a rank.
+
+    Args:
+        message: bytes of one frame.
+
+    Raises:
+        msgspec.ValidationError: the bytes are no report.
+    """
     return _report_decoder.decode(message)

@@ -1,7 +1,7 @@
-"""New weights in a rank: looked at in threads of their own, beside the steps, and written in the one that computes.
+"""New weights in a rank: a thread of their own checks them during steps, and the computing thread writes them.
 
-Each of them finds for itself what of the whole model it has. Until it is told to write, nothing has changed, and
-whoever is told nothing more forgets what it has found with the next ones.
+Each rank selects its own shards from the whole model. Nothing changes until the order to write. Without that order, the
+next check replaces what this one found.
 """
 
 from __future__ import annotations
@@ -37,22 +37,33 @@ class _Sent(NamedTuple):
 
 
 class OfferedWeights:
-    """divided, context_tokens: see StoredWeights."""
+    """The new weights that this rank has checked last.
+
+    Args:
+        runner: the model whose weights are replaced.
+        divided: selects this rank's shards, see StoredWeights.
+        context_tokens: see StoredWeights.
+    """
 
     def __init__(self, runner: ModelRunner, divided: DividedModel, context_tokens: int | None) -> None:
         self._runner = runner
         self._context_tokens = context_tokens
         self._divided = divided
         self._lock = threading.Lock()
-        self._offer = 0  # the last one: of others nothing is kept
+        self._offer = 0  # number of the last check, the only one that is kept
         self._found: StoredWeights | _Sent | None = None
-        self._bytes = bytearray()  # of the tensor that is coming
+        self._bytes = bytearray()  # received so far of the current tensor
 
-    # To be called where the model computes:
+    # Called in the thread that computes:
 
     def look(self, order: CheckWeights, on_found: OnFound, on_broken: OnBroken) -> None:
-        """Begin to. One of them is called in the thread that looks: with what is to be answered, or with what nobody
-        has foreseen."""
+        """Start a thread that checks new weights. That thread calls one of the two functions.
+
+        Args:
+            order: which weights.
+            on_found: called with the answer to the order.
+            on_broken: called with an unexpected exception.
+        """
         with self._lock:
             self._offer, self._found = order.offer, None
         self._bytes = bytearray()
@@ -66,24 +77,31 @@ class OfferedWeights:
         return None
 
     def write(self, order: WriteWeights) -> None:
-        """Raises WeightsLost if what was there cannot be read any more, or is something else by now."""
+        """Replace the model's weights by the checked ones.
+
+        Args:
+            order: names the last check.
+
+        Raises:
+            WeightsLost: the weights cannot be read any more, or have changed. Other ranks may have written theirs.
+        """
         found = self._stored(order.offer)
         self._found = None
         try:
             found.replace()
         except (InvalidRequest, ModelLoadError) as error:
-            raise WeightsLost(f"the new weights came only in part: {error}") from error  # other ranks write theirs
+            raise WeightsLost(f"the new weights were written only in part: {error}") from error
 
     def _stored(self, offer: int) -> StoredWeights:
         found = self._found
-        assert offer == self._offer, "what is written was looked at last"
-        assert isinstance(found, StoredWeights), "what is written was found"
+        assert offer == self._offer, "only the last check can be written"
+        assert isinstance(found, StoredWeights), "weights are written after their check has ended"
         return found
 
     def put(self, order: PutWeights) -> None:
         found = self._found
-        assert order.offer == self._offer, "what is put was looked at last"
-        assert isinstance(found, _Sent), "what is put was found"
+        assert order.offer == self._offer, "only tensors of the last check can arrive"
+        assert isinstance(found, _Sent), "tensors arrive after their check has ended"
         self._bytes += order.part
         if not order.is_last:
             return
@@ -91,35 +109,35 @@ class OfferedWeights:
         content, self._bytes = np.frombuffer(self._bytes, dtype=np.uint8), bytearray()
         found.weights.put(order.name, values_of(content, tensor.dtype).reshape(tensor.shape))
 
-    # In a thread that looks:
+    # Called in a thread that checks:
 
     def _look(self, order: CheckWeights, on_found: OnFound, on_broken: OnBroken) -> None:
-        said: str | Refusal | None
+        answer: str | Refusal | None
         try:
-            found = self._looked_at(order)
-            said = _name(found) if order.is_named else None
+            found = self._checked(order)
+            answer = _name(found) if order.is_named else None
             with self._lock:
                 if self._offer == order.offer:
                     self._found = found
         except InvalidRequest as error:
-            said = Refusal(str(error), error.param)
+            answer = Refusal(str(error), error.param)
         except BaseException as error:
             on_broken(error)
             return
-        on_found(said)
+        on_found(answer)
 
-    def _looked_at(self, order: CheckWeights) -> StoredWeights | _Sent:
-        """Raises InvalidRequest."""
+    def _checked(self, order: CheckWeights) -> StoredWeights | _Sent:
+        """Check the weights, or raise InvalidRequest."""
         if order.sent is not None:
             tensors = arriving_tensors(order.sent)
             return _Sent(ArrivingWeights(self._runner, tensors, divided=self._divided), tensors)
         source = order.shared if order.path is None else Path(order.path)
-        assert source is not None, "one of them says where they are"
+        assert source is not None, "an order has a path or shared weights"
         return StoredWeights(self._runner, source, context_tokens=self._context_tokens, divided=self._divided)
 
 
 def _name(found: StoredWeights | _Sent) -> str | None:
-    """Of what stands in the files. Raises InvalidRequest if they cannot be read."""
+    """Return the name of weights in files. Raise InvalidRequest if the files cannot be read."""
     if not isinstance(found, StoredWeights) or found.checkpoint is None:
         return None
     try:

@@ -1,9 +1,9 @@
-"""Ranks that Ray places, as their server sees it: where they are, and how they come to it.
+"""Ranks on the nodes of a Ray cluster, from the server's side: where they run, and their connections.
 
-Who speaks with Ray is a process of its own, trioserve/commands/ray_place.py, which says in lines of JSON what becomes
-of the ranks, and ends them when its standard input ends. Ray's client ends the process that it is in, when the
-cluster's head has been gone for a minute; its calls wait in threads that nobody can cancel; and a process has one
-connection, which may be somebody else's.
+Only a separate process, trioserve/commands/ray_place.py, talks to Ray. It reports about the ranks in lines of JSON, and
+ends them when its standard input ends. There are three reasons for a process: Ray's client ends its own process if the
+cluster's head has been away for a minute, its calls block threads that cannot be cancelled, and it allows one
+connection per process.
 """
 
 from __future__ import annotations
@@ -26,20 +26,28 @@ from trioserve.ranks.host import free_port
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 from trioserve.trio_tools.interrupts import uninterrupted, uninterrupted_context
 
-__all__ = ["PlacedRanks", "RankDoor", "RankNode", "RanksTold", "RanksWanted", "placed_ranks"]
+__all__ = ["PlacedRanks", "RankDoor", "RankNode", "RanksUpdate", "RanksWanted", "placed_ranks"]
 
 logger = logging.getLogger(__name__)
 
 COMMAND = (sys.executable, "-m", "trioserve.commands.ray_place")
-LEAVE_SECONDS_MAX = 10.0  # in which ranks and their room are given back; then the process is killed, and Ray does it
-REMARK_SECONDS_MAX = 1.0
-REMARK_BYTES_MAX = 2000  # of what Ray says as its process ends
+LEAVE_SECONDS_MAX = 10.0  # to end the ranks and release their resources. After SIGKILL, Ray releases them
+STDERR_SECONDS_MAX = 1.0
+STDERR_BYTES_MAX = 2000  # kept from the end of what the process wrote to stderr
 RECEIVE_BYTES = 65536
 
 
 class RanksWanted(msgspec.Struct, frozen=True, kw_only=True):
-    """The first line to the process. model, revision: which each rank's node finds by itself. cpus, gpus: of one rank.
-    address: of the cluster, as ray.init takes it; None: what RAY_ADDRESS says, or this machine's."""
+    """The first line to the process.
+
+    Attributes:
+        count: number of ranks.
+        model: path or name of the model, which each node resolves itself.
+        revision: revision of the model. None: the default one.
+        cpus: CPUs of each rank.
+        gpus: GPUs of each rank.
+        address: the cluster's address, as ray.init accepts it. None: RAY_ADDRESS, or a cluster on this machine.
+    """
 
     count: int
     model: str
@@ -50,27 +58,44 @@ class RanksWanted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankDoor(msgspec.Struct, frozen=True):
-    """The second line: where the ranks are to come, and what they have to know there."""
+    """The second line to the process: where the ranks connect to the server.
+
+    Attributes:
+        host: address of this machine.
+        port: port where the server listens.
+        key: the shared key of the handshake.
+    """
 
     host: str
     port: int
     key: str = ""
 
     def __repr__(self) -> str:
-        return f"RankDoor({self.host}:{self.port})"  # the key is for no log
+        return f"RankDoor({self.host}:{self.port})"  # no log may contain the key
 
 
 class RankNode(msgspec.Struct, frozen=True):
-    """Where Ray has placed a rank. id: the node's, which may share its address with others. port: a free one there."""
+    """The node where Ray has placed a rank.
+
+    Attributes:
+        id: the node's id. Several nodes may share one address.
+        address: address of the node.
+        port: a port that is free on the node.
+    """
 
     id: str
     address: str
     port: int
 
 
-class RanksTold(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A line from the process, one of these: what it waits for, in words; where the ranks are, in their order; why
-    they cannot be, or are no more."""
+class RanksUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A line from the process. Exactly one field is set.
+
+    Attributes:
+        waits: a sentence about what the process waits for.
+        nodes: the node of each rank, in the order of the ranks.
+        failure: why the ranks cannot start, or have ended.
+    """
 
     waits: str | None = None
     nodes: tuple[RankNode, ...] = ()
@@ -79,7 +104,11 @@ class RanksTold(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @uninterrupted
 class PlacedRanks:
-    """nodes: of each rank, in their order."""
+    """Ranks that Ray has placed. Made by placed_ranks.
+
+    Attributes:
+        nodes: the node of each rank, in the order of the ranks.
+    """
 
     def __init__(self, process: trio.Process) -> None:
         self.nodes: tuple[RankNode, ...] = ()
@@ -87,16 +116,29 @@ class PlacedRanks:
         self._failure: str | None = None
         self._have_come = False
         self._is_placed, self._has_failed = trio.Event(), trio.Event()
-        self._remark = bytearray()
-        self._has_said_all = trio.Event()
+        self._stderr = bytearray()
+        self._has_read_stderr = trio.Event()
 
     def count_beside(self, rank: int) -> int:
-        """Ranks on the node of this one, itself among them."""
+        """Return the number of ranks on the node of a rank, that rank included.
+
+        Args:
+            rank: number of the rank.
+        """
         return sum(node.id == self.nodes[rank].id for node in self.nodes)
 
     async def come(self, *, on_wait: Callable[[list[int]], None]) -> dict[int, socket.socket]:
-        """Connections of all ranks, the caller's to close. on_wait: see wait_for_ranks. Raises StartupError with Ray's
-        reason if one of them dies before."""
+        """Let all ranks connect to this process.
+
+        Args:
+            on_wait: see wait_for_ranks.
+
+        Returns:
+            A connection to each rank. The caller closes it.
+
+        Raises:
+            StartupError: a rank ended before it connected. The message has Ray's reason.
+        """
         host = _address_towards(self.nodes[0].address)
         door = RankDoor(host, free_port(host), secrets.token_hex(32))
         found: dict[int, socket.socket] = {}
@@ -107,14 +149,14 @@ class PlacedRanks:
             is_open.set()
             on_wait(awaited)
 
-        async def tell() -> None:
-            await is_open.wait()  # else a rank might come too early, and again only a second later
+        async def announce() -> None:
+            await is_open.wait()  # a rank that connects before that retries only after a second
             await self._say(door)
 
         async def wait() -> None:
             ranks = range(len(self.nodes))
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(tell)
+                nursery.start_soon(announce)
                 found.update(await wait_for_ranks(door.host, door.port, ranks, door.key, on_wait=note))
 
         try:
@@ -139,11 +181,11 @@ class PlacedRanks:
 
     async def _say(self, message: RanksWanted | RankDoor) -> None:
         assert self._process.stdin is not None
-        with suppress(trio.BrokenResourceError):  # it has ended, and whoever reads says why
+        with suppress(trio.BrokenResourceError):  # the process has ended, and _read reports why
             await self._process.stdin.send_all(msgspec.json.encode(message) + b"\n")
 
     async def _read(self) -> None:
-        """What the process tells, until it ends."""
+        """Handle the lines of the process until it ends."""
         assert self._process.stdout is not None
         held = bytearray()
         async for data in self._process.stdout:
@@ -151,48 +193,55 @@ class PlacedRanks:
             held = bytearray(rest)
             for line in lines:
                 self._note(bytes(line))
-        with trio.move_on_after(REMARK_SECONDS_MAX):
-            await self._has_said_all.wait()
-        said = self._remark.decode(errors="replace").strip().rpartition("\n")[2]
-        self._fail(f"the process that has Ray place ranks has ended: {said}")
+        with trio.move_on_after(STDERR_SECONDS_MAX):
+            await self._has_read_stderr.wait()
+        last_line = self._stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        self._fail(f"the process that asks Ray to place ranks has ended: {last_line}")
 
-    async def _keep_remark(self) -> None:
+    async def _read_stderr(self) -> None:
         assert self._process.stderr is not None
         async for data in self._process.stderr:
-            self._remark[:] = (self._remark + data)[-REMARK_BYTES_MAX:]
-        self._has_said_all.set()
+            self._stderr[:] = (self._stderr + data)[-STDERR_BYTES_MAX:]
+        self._has_read_stderr.set()
 
     def _note(self, line: bytes) -> None:
         try:
-            told = msgspec.json.decode(line, type=RanksTold)
+            update = msgspec.json.decode(line, type=RanksUpdate)
         except msgspec.DecodeError as error:
-            self._fail(f"what the process that has Ray place ranks says cannot be read: {error}")
+            self._fail(f"the process that asks Ray to place ranks wrote an invalid line: {error}")
             return
-        if told.failure is not None:
-            self._fail(told.failure)
-        elif told.waits is not None:
-            logger.info("%s", told.waits)
+        if update.failure is not None:
+            self._fail(update.failure)
+        elif update.waits is not None:
+            logger.info("%s", update.waits)
         else:
-            self.nodes = told.nodes
+            self.nodes = update.nodes
             for rank, node in enumerate(self.nodes):
                 logger.info("Ray has placed a rank rank=%d node=%s address=%s", rank, node.id, node.address)
             self._is_placed.set()
 
     def _fail(self, why: str) -> None:
-        """The first time counts: what comes later may come of it."""
+        """Keep the first failure, because later ones may follow from it."""
         if self._failure is None:
             self._failure = why
             self._has_failed.set()
-            if self._have_come:  # otherwise somebody waits, and raises it
-                logger.warning("of ranks that Ray has placed: %s", why)
+            if self._have_come:  # before that, _unless_failed raises it
+                logger.warning("ranks that Ray has placed have failed: %s", why)
 
 
 @uninterrupted_context
 async def placed_ranks(wanted: RanksWanted, *, command: Sequence[str] | None = None) -> AsyncIterator[PlacedRanks]:
-    """Ranks, each in its place on a node, that are still to come. It waits until Ray has room for them, however long
-    that takes. Leaving ends them and gives their room back, also when cancelled, within LEAVE_SECONDS_MAX.
+    """Let Ray place ranks, and end them at the end of the block.
 
-    command: what speaks with Ray, for tests. Raises StartupError if Ray cannot be asked, or a rank cannot be started.
+    Waits without limit until the cluster has resources for them. Leaving the block ends the ranks and releases their
+    resources within LEAVE_SECONDS_MAX, also when cancelled.
+
+    Args:
+        wanted: how many ranks, and what each needs.
+        command: the command line of the process that talks to Ray, for tests.
+
+    Raises:
+        StartupError: Ray cannot be reached, or a rank cannot start.
     """
     with errors_unwrapped():
         async with trio.open_nursery() as nursery:
@@ -200,17 +249,17 @@ async def placed_ranks(wanted: RanksWanted, *, command: Sequence[str] | None = N
                 partial(
                     trio.run_process,
                     command or COMMAND,
-                    stdin=subprocess.PIPE,  # it ends when this is closed, by whatever ends this process
+                    stdin=subprocess.PIPE,  # closed with this process however that ends, and then the child ends
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     check=False,
                     deliver_cancel=_leave,
-                    start_new_session=True,  # Ctrl-C in a terminal is for the server
+                    start_new_session=True,  # Ctrl-C in a terminal must reach only the server
                 )
             )
             placed = PlacedRanks(process)
             nursery.start_soon(placed._read)
-            nursery.start_soon(placed._keep_remark)
+            nursery.start_soon(placed._read_stderr)
             await placed._say(wanted)
             await placed._unless_failed(placed._is_placed.wait)
             yield placed
@@ -226,11 +275,15 @@ async def _leave(process: trio.Process) -> None:
 
 
 def _address_towards(node: str) -> str:
-    """That of this machine by which a node reaches it. Raises StartupError."""
+    """Return the address by which a node reaches this machine.
+
+    Raises:
+        StartupError: there is no route to the node.
+    """
     try:
         family, kind, _, _, address = socket.getaddrinfo(node, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(address)  # of datagrams, which sends nothing
+            probe.connect(address)  # a UDP socket: connect sends nothing
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise StartupError(f"this machine does not reach the node {node} of Ray, where a rank is: {error}") from None
+        raise StartupError(f"this machine cannot reach the Ray node {node}, where a rank runs: {error}") from None

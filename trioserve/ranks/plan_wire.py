@@ -1,7 +1,7 @@
-"""A step's plan as bytes, and back: all that computing needs, and nothing that it does not.
+"""Conversion of a step's plan to a message and back. The message has only what the computation needs.
 
-Of a request's tokens only those go that the step looks at: its own, and what penalties count. What comes back out has
-the length of the whole, and zeros where nobody looks. So a rank keeps nothing of a request from one step to the next.
+Only the tokens that a step reads are sent: those it computes, and those that penalties count. The decoded sequences
+have their full length, with zeros for tokens that were not sent. So a rank keeps no state of a request between steps.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SAMPLINGS_KEPT = 4096
 
 
 class WireSampling(msgspec.Struct, frozen=True, array_like=True):
-    """What of SamplingParams chooses a token."""
+    """The fields of SamplingParams that influence which token is chosen."""
 
     temperature: float
     top_p: float
@@ -44,7 +44,7 @@ class WireSampling(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WireGiven(msgspec.Struct, frozen=True, array_like=True):
-    """GivenRows, of the chunk's positions alone."""
+    """GivenRows, reduced to the positions of a chunk."""
 
     start: int
     count: int
@@ -53,8 +53,17 @@ class WireGiven(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WireChunk(msgspec.Struct, frozen=True, array_like=True):
-    """A ScheduledChunk. sampling: a WireSampling. tokens, followers, block_table: int32 one behind the other; tokens
-    are the known ones from first_token on, of token_count, and followers those of the prompt from start + 1 on."""
+    """A ScheduledChunk. Fields that are not listed here are copies of the fields of the chunk or its request.
+
+    Attributes:
+        prompt_count: tokens of the prompt.
+        sampling: an encoded WireSampling.
+        first_token: position of the first token in `tokens`.
+        token_count: known tokens of the sequence.
+        tokens: int32, the known tokens from first_token to token_count.
+        followers: int32, prompt tokens from start + 1 to start + count. Empty: no prompt logprobs are requested.
+        block_table: int32, the blocks that the step uses.
+    """
 
     request_id: RequestId
     prompt_count: int
@@ -80,7 +89,12 @@ class WireChunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WirePlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
-    """A StepPlan. mask_rows, mask_words: of its masks, which come behind it when they are filled."""
+    """A StepPlan. Its token masks follow in Masks, when they are filled.
+
+    Attributes:
+        mask_rows: rows of the token masks. 0: there are none.
+        mask_words: 32-bit words per row.
+    """
 
     step_index: int
     token_count: int
@@ -159,14 +173,19 @@ def _given_to_wire(given: Sequence[GivenRows], start: int, end: int) -> Iterator
         first, last = max(rows.start, start), min(rows.end, end)
         if first >= last:
             continue
-        values = memoryview(rows.values).cast("B")  # type: ignore[arg-type]  # it has a buffer
+        values = memoryview(rows.values).cast("B")  # type: ignore[arg-type]  # values support the buffer protocol
         row_bytes = len(values) // rows.count
         own = values[(first - rows.start) * row_bytes : (last - rows.start) * row_bytes]
         yield WireGiven(first, last - first, rows.content, own.tobytes())
 
 
 def plan_from_wire(wire: WirePlan, masks: TokenMasks | None) -> StepPlan:
-    """masks: of those that come behind it; None where there are none."""
+    """Return the plan of a message.
+
+    Args:
+        wire: the message.
+        masks: the step's token masks, which may be filled later. None: it has none.
+    """
     return StepPlan(
         wire.step_index,
         tuple(map(_chunk_from_wire, wire.chunks)),
@@ -221,7 +240,13 @@ def _unpacked(content: bytes) -> array.array[int]:
 
 
 class PartialTokens(Sequence[int]):
-    """`count` tokens, of which those from `first` on are known; the others are zeros."""
+    """A sequence of tokens of which only a part is known. The others read as 0.
+
+    Args:
+        count: length of the sequence.
+        first: position of the first known token.
+        known: the known tokens.
+    """
 
     __slots__ = ("_count", "_first", "_known")
 
@@ -244,5 +269,5 @@ class PartialTokens(Sequence[int]):
             if stride == 1 and begin >= first:
                 return self._known[begin - first : max(end - first, 0)].tolist()  # type: ignore[attr-defined]
             return [self[place] for place in range(begin, end, stride)]
-        place = range(self._count)[index] - self._first  # from the end, too; raises IndexError
+        place = range(self._count)[index] - self._first  # range handles negative indices, and raises IndexError
         return self._known[place] if 0 <= place < len(self._known) else 0

@@ -1,5 +1,7 @@
-"""The KV cache of a group as one, in the layout that it has in one process: each block is put together of what the
-ranks have of it, head by head. So engines exchange KV whatever their numbers of ranks are."""
+"""The KV caches of a group as one KV cache, in the layout of a single process.
+
+A block is assembled from the heads that each rank has. So engines with different numbers of ranks can exchange KV.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ __all__ = ["HeadRange", "RankPages", "StagePages", "head_ranges"]
 
 
 class HeadRange(msgspec.Struct, frozen=True):
-    """The heads of keys and values that a rank has."""
+    """The KV heads of a rank.
+
+    Attributes:
+        first: index of the first head in the whole model.
+        count: number of heads.
+    """
 
     first: int
     count: int
@@ -28,12 +35,18 @@ class HeadRange(msgspec.Struct, frozen=True):
 
 
 def head_ranges(ranks: Sequence[HeadRange]) -> tuple[tuple[HeadRange, ...], int]:
-    """Of each rank the heads that are read from it, so that each is read once: where several have a head, from the
-    first of them. And how many there are in all."""
+    """Select a rank for each head, so that every head is read once. Several ranks may have copies of a head.
+
+    Args:
+        ranks: the heads of each rank, in ascending order.
+
+    Returns:
+        The heads to read from each rank (the first rank that has a head), and the number of heads of the model.
+    """
     found: list[HeadRange] = []
     end = 0
     for rank in ranks:
-        assert rank.first <= end, "the ranks have all heads, in their order"
+        assert rank.first <= end, "the ranks together have all heads, in ascending order"
         first = min(max(rank.first, end), rank.end)
         found.append(HeadRange(first, rank.end - first))
         end = max(end, rank.end)
@@ -41,7 +54,14 @@ def head_ranges(ranks: Sequence[HeadRange]) -> tuple[tuple[HeadRange, ...], int]
 
 
 class RankPages:
-    """KVPages of ranks on this machine's CPUs. What is read is a copy."""
+    """The KVPages of the ranks of one stage, on CPUs of this machine. Reading returns copies.
+
+    Args:
+        layout: layout of a rank. The number of heads is replaced by that of the model.
+        block_count: blocks of the KV cache.
+        heads: heads of each rank.
+        descriptors: file descriptor of each rank's KVMemory.
+    """
 
     def __init__(
         self,
@@ -50,13 +70,12 @@ class RankPages:
         heads: Sequence[HeadRange],
         descriptors: Sequence[int],
     ) -> None:
-        """layout: of a rank, but for its number of heads. descriptors: of each rank's KVMemory."""
         self._read_from, head_count = head_ranges(heads)
         self._heads = tuple(heads)
         self.layout = msgspec.structs.replace(layout, kv_head_count=head_count)
         self.block_count = block_count
         self._block_bytes = layout.block_size * self.layout.token_bytes
-        # Of each rank and layer [blocks, block_size * part_count, heads, bytes of a head].
+        # By rank and layer: [blocks, block_size * part_count, heads, bytes of a head].
         self._pages: list[list[npt.NDArray[np.uint8]]] = []
         for descriptor, own in zip(descriptors, heads, strict=True):
             memory = KVMemory(descriptor)
@@ -89,10 +108,13 @@ class RankPages:
 
 
 class StagePages:
-    """KVPages of stages, whose layers lie one behind the other."""
+    """The KVPages of all stages, whose layers follow one another.
+
+    Args:
+        stages: the stages whose layers have KV, in order, at least one.
+    """
 
     def __init__(self, stages: Sequence[RankPages]) -> None:
-        """stages: those whose layers keep anything, in their order; one at least."""
         self._places = [(stage, layer) for stage in stages for layer in range(stage.layout.layer_count)]
         self.layout = msgspec.structs.replace(stages[0].layout, layer_count=len(self._places))
         self.block_count = stages[0].block_count

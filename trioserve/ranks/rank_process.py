@@ -1,9 +1,10 @@
-"""One rank of a group: `python -m trioserve.ranks.rank_process FD PLACE`, where FD is its connection to the server, and
-PLACE a RankPlace in JSON; whoever starts it on its machine does it so. It computes what it is told and ends with its
-server.
+"""The process of one rank: `python -m trioserve.ranks.rank_process FD PLACE`.
 
-One thread reads orders, also while the other computes: so it hears that a step is abandoned, and that the server is
-gone. Nothing about a request is kept from one step to the next.
+FD is the file descriptor of its connection to the server, and PLACE a RankPlace in JSON. The process executes orders,
+and ends when the connection ends.
+
+One thread reads orders while another one computes. So the process notices during a step that the step is abandoned, or
+that the server has ended. No state of a request is kept between steps.
 """
 
 from __future__ import annotations
@@ -84,14 +85,14 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 RECEIVE_BYTES = 1 << 20
-STEPS_BEGUN_MAX = 2  # as LaunchingExecutor has it
-MEETING_SECONDS_MAX = 1800.0  # far more than the server waits for an answer, and it is who ends a rank that waits
+STEPS_BEGUN_MAX = 2  # same as in LaunchingExecutor
+MEETING_SECONDS_MAX = 1800.0  # of torch.distributed. Far longer than the server waits, which ends a rank that hangs
 ENDED_WITH_SERVER, FAILED = 0, 1
 PR_SET_PDEATHSIG = 1
 
 
 class _Connection:
-    """To the server. Any thread may say something."""
+    """The connection to the server. Any thread may send reports."""
 
     def __init__(self, server: socket.socket) -> None:
         self._server = server
@@ -100,11 +101,11 @@ class _Connection:
 
     def say(self, report: Report) -> None:
         message = framed(encode(report))
-        with self._lock, contextlib.suppress(OSError):  # that it is gone, the reading thread notices
+        with self._lock, contextlib.suppress(OSError):  # the reading thread handles the end of the connection
             self._server.sendall(message)
 
     def orders(self) -> Iterator[Order]:
-        """Until the server is gone."""
+        """Yield orders until the connection ends."""
         while received := self._received():
             yield from map(decode_order, self._reader.feed(received))
 
@@ -112,11 +113,11 @@ class _Connection:
         try:
             return self._server.recv(RECEIVE_BYTES)
         except OSError:
-            return b""  # it is reset where something was on its way
+            return b""  # reset: the server ended while bytes were on their way
 
 
 class _WireMasks:
-    """The TokenMasks of a step, which come behind its plan."""
+    """The TokenMasks of a step, which arrive after its plan."""
 
     def __init__(self, row_count: int, words_per_row: int) -> None:
         self.row_count, self.words_per_row = row_count, words_per_row
@@ -136,7 +137,7 @@ class _WireMasks:
 
 
 class _Step:
-    """A step that was ordered, for both threads."""
+    """A step that the server ordered. Both threads use it."""
 
     def __init__(self, run: Run) -> None:
         wire = run.plan
@@ -147,7 +148,7 @@ class _Step:
 
 
 class _ServerLog(logging.Handler):
-    """What is logged here, the server logs."""
+    """Sends log records to the server, which logs them."""
 
     def __init__(self, connection: _Connection) -> None:
         super().__init__()
@@ -158,7 +159,7 @@ class _ServerLog(logging.Handler):
 
 
 class _Rank:
-    """What computes, in the thread that calls it."""
+    """Loads the model and executes orders, in the calling thread."""
 
     def __init__(self, setup: RankSetup, place: RankPlace, connection: _Connection) -> None:
         self._setup, self._place = setup, place
@@ -168,7 +169,7 @@ class _Rank:
         self._checkpoint: RankCheckpoint | None = None
         self._stage: StageCheckpoint | None = None
         self._handover: StageSockets | None = None
-        self._listener: StageListener | None = None  # until the rank of the stage before has come
+        self._listener: StageListener | None = None  # until the peer of the previous stage has connected
         self._offered: OfferedWeights | None = None
         self._begun: deque[tuple[_Step, Callable[[], StepResult | None]]] = deque()
 
@@ -227,8 +228,8 @@ class _Rank:
         )
 
     def _part_of(self, tensors: Iterable[StoredTensor]) -> Iterable[StoredTensor]:
-        """Of those of the whole model, what this rank computes with."""
-        assert self._checkpoint is not None, "asked of a rank that is loaded"
+        """Select this rank's shards of the tensors of the whole model."""
+        assert self._checkpoint is not None, "weights are replaced after loading"
         return self._checkpoint.part_of(tensors if self._stage is None else self._stage.part_of(tensors))
 
     def _draft(self, whole: Checkpoint) -> DraftSource | None:
@@ -239,10 +240,16 @@ class _Rank:
         return draft_source(draft.name, path, whole, draft.settings, draft.token_count)
 
     def obey(self, orders: queue.SimpleQueue[Order | _Step]) -> None:
-        """One order, and whatever has to come before it; or, of a device that computes by itself, the end of a step
-        that was begun."""
+        """Execute the next order, or finish a step that was launched on a GPU.
+
+        A launched step is finished when no order waits, or when STEPS_BEGUN_MAX steps are running. All other orders,
+        except CheckWeights, first finish the running steps.
+
+        Args:
+            orders: filled by the reading thread.
+        """
         begun, runner = self._begun, self._runner
-        assert runner is not None, "a rank computes when it is loaded"
+        assert runner is not None, "orders are executed after loading"
         if begun and (orders.empty() or len(begun) == STEPS_BEGUN_MAX):
             self._finish()
             return
@@ -255,20 +262,20 @@ class _Rank:
                 self._finish()
             return
         if isinstance(order, CheckWeights):
-            self._look(order)
+            self._check_weights(order)
             return
         while begun:
             self._finish()
         self._connection.say(Answer(order.serial, self._done(order, runner)))  # type: ignore[union-attr]
 
-    def _look(self, order: CheckWeights) -> None:
-        """At new weights, beside the steps."""
-        assert self._offered is not None, "a rank is told of others when it is loaded"
+    def _check_weights(self, order: CheckWeights) -> None:
+        """Check new weights in a thread, in parallel to steps."""
+        assert self._offered is not None, "weights are replaced after loading"
         say = self._connection.say
 
         def end(error: BaseException) -> None:
             traceback.print_exception(error)
-            say(Fault("while it looked at new weights", type(error).__name__, str(error)))
+            say(Fault("while it checked new weights", type(error).__name__, str(error)))
             sys.stderr.flush()
             os._exit(FAILED)
 
@@ -281,7 +288,7 @@ class _Rank:
         seconds = time.perf_counter() - begun_at, self._together() - together
         setup = self._setup
         if setup.stage < setup.stage_count - 1:
-            result = None  # the last stage has it
+            result = None  # only the last stage has one
         response = result if setup.rank_in_stage == 0 else None
         self._connection.say(Answer(step.serial, None, response, _digest(result), seconds))
 
@@ -305,10 +312,10 @@ class _Rank:
             try:
                 runner.add_adapter(order.id, self._adapter(order))
             except MemoryError as error:
-                return str(error) or "no memory is left for it"
+                return str(error) or "no memory is left for the adapter"
             return None
         if isinstance(order, ConfirmWeights | WriteWeights | PutWeights):
-            assert self._offered is not None, "a rank is told of others when it is loaded"
+            assert self._offered is not None, "weights are replaced after loading"
             if isinstance(order, ConfirmWeights):
                 return self._offered.confirm(order)
             if isinstance(order, WriteWeights):
@@ -316,16 +323,16 @@ class _Rank:
             else:
                 self._offered.put(order)
             return None
-        assert isinstance(order, RemoveAdapter), f"no order: {order}"
+        assert isinstance(order, RemoveAdapter), f"unknown order: {order}"
         runner.remove_adapter(order.id)
         return None
 
     def _meet_stages(self, order: Allocate) -> None:
-        """Those on other machines. Raises StartupError."""
+        """Connect to the peers of neighbor stages on other machines. Raise StartupError if that fails."""
         handover, listener, rank = self._handover, self._listener, self._setup.rank
         if handover is None:
             return
-        # First towards the next one: whoever comes to a listener need not be awaited there.
+        # Connect before listening: connecting succeeds although the peer does not accept yet, so no rank deadlocks.
         address = order.behind[rank] if rank < len(order.behind) else None
         if address is not None:
             handover.take_behind(connect_stage(*address, order.stage_key))
@@ -343,22 +350,30 @@ class _Rank:
             for wire in order.matrices
         }
         whole = AdapterWeights(order.digest, order.dtype, matrices)
-        assert self._checkpoint is not None, "adapters come to a model"
+        assert self._checkpoint is not None, "adapters are loaded after the model"
         return rank_adapter(whole if self._stage is None else stage_adapter(whole, self._stage), self._checkpoint)
 
 
 def main(file_descriptor: int, place: RankPlace) -> int:
-    """Compute until the server is gone. Returns the exit code."""
-    _outlive_signals()
+    """Execute orders until the server ends.
+
+    Args:
+        file_descriptor: the connection to the server.
+        place: the place of this rank on its machine.
+
+    Returns:
+        The exit code, if the server ended before its first message. Otherwise the process exits by itself.
+    """
+    _ignore_stop_signals()
     server = socket.socket(fileno=file_descriptor)
     server.set_inheritable(False)
     connection = _Connection(server)
     orders = connection.orders()
     setup = next(orders, None)
     if not isinstance(setup, RankSetup):
-        return ENDED_WITH_SERVER  # it has gone already
+        return ENDED_WITH_SERVER
     if place.cpus:
-        os.sched_setaffinity(0, place.cpus)  # before there are other threads, which have their own
+        os.sched_setaffinity(0, place.cpus)  # before other threads start: they inherit the affinity
     logging.basicConfig(level=setup.log_level, handlers=[_ServerLog(connection)])
     waiting: queue.SimpleQueue[Order | _Step] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(orders, waiting, connection), name="orders", daemon=True).start()
@@ -373,15 +388,18 @@ def main(file_descriptor: int, place: RankPlace) -> int:
         if not isinstance(error, TrioserveError):
             traceback.print_exc()
         connection.say(Fault(doing, type(error).__name__, str(error)))
-    # What holds the others is not waited for.
+    # Not sys.exit: other threads may block, and would delay the exit.
     sys.stderr.flush()
     os._exit(FAILED)
 
 
-def _outlive_signals() -> None:
-    """The server is told to stop, and its ranks stop with it, when the last step is over. Where the server ends without
-    a word and this process is stopped (SIGSTOP), only the kernel can end it; its promise follows the thread that
-    started this process, and the server starts its ranks in the thread of its event loop."""
+def _ignore_stop_signals() -> None:
+    """Ignore the signals that stop a server, and let the kernel kill this process if the server dies.
+
+    Signals are for the server, whose ranks end with their connections after the last step. A stopped process (SIGSTOP)
+    does not notice the end of its connection, so only PR_SET_PDEATHSIG can end it. The kernel then sends SIGKILL when
+    the thread ends that started this process, which is the server's event loop thread.
+    """
     with contextlib.suppress(OSError, AttributeError):  # not on Linux
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -389,8 +407,8 @@ def _outlive_signals() -> None:
 
 
 def _read(orders: Iterator[Order], waiting: queue.SimpleQueue[Order | _Step], connection: _Connection) -> None:
-    """In a thread of its own, so that it hears what comes while a step is computed."""
-    steps: deque[_Step] = deque(maxlen=2 * STEPS_BEGUN_MAX)  # of those before them nobody speaks any more
+    """Read orders in a thread of its own, so that Abandon, Masks and Ping are handled during a step."""
+    steps: deque[_Step] = deque(maxlen=2 * STEPS_BEGUN_MAX)  # the server sends nothing about older steps
     try:
         for order in orders:
             if isinstance(order, Run):
@@ -399,7 +417,7 @@ def _read(orders: Iterator[Order], waiting: queue.SimpleQueue[Order | _Step], co
             elif isinstance(order, Ping):
                 connection.say(Pong(order.serial))
             elif isinstance(order, Abandon | Masks):
-                _tell_step(steps, order)
+                _apply_to_step(steps, order)
             else:
                 waiting.put(order)
     except BaseException:
@@ -408,7 +426,7 @@ def _read(orders: Iterator[Order], waiting: queue.SimpleQueue[Order | _Step], co
     os._exit(ENDED_WITH_SERVER)
 
 
-def _tell_step(steps: deque[_Step], order: Abandon | Masks) -> None:
+def _apply_to_step(steps: deque[_Step], order: Abandon | Masks) -> None:
     for step in steps:
         if step.serial != order.serial:
             continue
@@ -419,14 +437,14 @@ def _tell_step(steps: deque[_Step], order: Abandon | Masks) -> None:
 
 
 def _digest(result: StepResult | None) -> int | None:
-    """Of what all ranks have to agree about."""
+    """Return the checksum of the choices that all ranks must agree on."""
     if result is None:
         return None
     return zlib.crc32(encode((result.token_ids, sorted(result.draft_token_ids.items()), sorted(result.errors))))
 
 
 def _collectives(setup: RankSetup, place: RankPlace) -> Collectives:
-    """Raises StartupError if the ranks do not find each other."""
+    """Connect the ranks of a stage. Raise StartupError if they cannot connect."""
     device = pick_device(setup.settings)
     if place.memory is not None and device == "cpu":
         with contextlib.suppress(NoNativeKernels):

@@ -1,4 +1,4 @@
-"""What of a ModelRunner is asked for while an engine is put together, where ranks compute."""
+"""The part of ModelRunner's interface that assembling an engine needs, for a model in ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,16 @@ __all__ = ["RankedRunner"]
 
 
 class RankedRunner:
-    """The sizes and names of ModelRunner; see there. Of a model that is in several processes, which outlive it."""
+    """The sizes and names of a model that several processes compute. The attributes are those of ModelRunner.
+
+    Args:
+        loaded: the summary of all ranks.
+        ranks: the report of each rank, in their order.
+        kv_memories: see HostRanks.
+        vision: computes image rows in this process. None: the model accepts no images.
+        block_size: tokens per block.
+        stage_size: ranks of each stage.
+    """
 
     def __init__(
         self,
@@ -32,8 +41,6 @@ class RankedRunner:
         block_size: int,
         stage_size: int,
     ) -> None:
-        """loaded: what suits all ranks; ranks: what each says. kv_memories: see HostRanks. vision: makes rows of images
-        in this process. stage_size: ranks that divide the same layers."""
         self.vision = vision
         self._in_ranks = f", in {len(ranks)} ranks"
         self._ranks, self._kv_memories, self._stage_size = ranks, kv_memories, stage_size
@@ -55,22 +62,29 @@ class RankedRunner:
         self.attended_token_flops = loaded.attended_token_flops
 
     def kv_pages(self, model_name: str) -> KVPages:
-        """See ModelRunner.kv_pages. Raises StartupError where the KV cache cannot be read from here."""
+        """Return access to the KV cache of all ranks, see ModelRunner.kv_pages.
+
+        Args:
+            model_name: name that engines compare before they exchange KV.
+
+        Raises:
+            StartupError: this process cannot read the ranks' KV caches.
+        """
         if not self._kv_memories or self.device != "cpu":
             raise StartupError(
-                "the model's ranks are on GPUs or on other machines, whose KV cache no connector reads: leave out "
-                "--kv-transfer-config"
+                "the model's ranks are on GPUs or on other machines, and connectors cannot read their KV caches: "
+                "remove --kv-transfer-config"
             )
         stages = []
         for first in range(0, len(self._ranks), self._stage_size):
             ranks = self._ranks[first : first + self._stage_size]
             layout = ranks[0].layout
             if layout is None:
-                continue  # none of its layers keeps anything of a token
-            like = layout.model and layout.model + self._in_ranks
+                continue  # no layer of this stage has KV
+            suffix = layout.model and layout.model + self._in_ranks
             heads = [HeadRange(*rank.kv_heads) for rank in ranks]
             memories = self._kv_memories[first : first + self._stage_size]
-            layout = msgspec.structs.replace(layout, model=model_name + like)
+            layout = msgspec.structs.replace(layout, model=model_name + suffix)
             stages.append(RankPages(layout, self.block_count, heads, memories))
         assert stages, "a model without KV has no connector"
         return stages[0] if len(stages) == 1 else StagePages(stages)

@@ -1,9 +1,8 @@
-"""New weights for a model in ranks. First all of them look at what is offered, each for its own part, and nothing has
-changed while one may still refuse. Then all write, between two steps.
+"""Weight replacement for a model in ranks. First every rank checks its own part, and then all write, between two steps.
 
-A rank that cannot write to the end ends the group, as whatever else breaks it: what is opened anew has the weights that
-it was opened with. What a trainer sends comes here, once, and goes to all of them tensor by tensor. So where it stops,
-all ranks have the same part of it, and the group lives.
+Nothing changes while a rank may still refuse. A rank that fails while it writes breaks the group, and the group that is
+opened next has the weights of the start. A trainer sends its tensors once, to this process, which forwards each tensor
+to all ranks. If the trainer stops, all ranks have the same tensors, and the group survives.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from trioserve.trio_tools.daemon_thread import call_abandonable
 
 __all__ = ["RankedWeights"]
 
-PART_BYTES = 2**20  # of a tensor that is sent on, at a time: so much is on its way to each rank
+PART_BYTES = 2**20  # of a tensor, forwarded at a time: bounds the bytes on their way to each rank
 LOOK_THREAD = "trioserve-weights"
 
 
 class Ranks(Protocol):
-    """See RankGroup."""
+    """The methods of RankGroup that are used here."""
 
     @property
     def are_apart(self) -> bool: ...
@@ -37,8 +36,13 @@ class Ranks(Protocol):
 
 
 class RankedWeights:
-    """A WeightPlace. groups: in which this process, for all ranks, is one member. why_fixed: see ModelRunner; what the
-    ranks do not know."""
+    """The WeightPlace of a model in ranks.
+
+    Args:
+        ranks: the group.
+        groups: groups with trainers. This process joins as one member for all ranks.
+        why_fixed: why the weights cannot be replaced, see ModelRunner. The ranks do not know it. None: they can.
+    """
 
     def __init__(self, ranks: Ranks, groups: TrainerGroups, *, why_fixed: str | None = None) -> None:
         self._ranks = ranks
@@ -47,7 +51,18 @@ class RankedWeights:
         self._offer_count = 0
 
     async def check(self, source: WeightSource) -> _Stored | _Sent:
-        """Raises InvalidRequest, and RankLost."""
+        """Let all ranks check new weights.
+
+        Args:
+            source: where the weights are, or which tensors a trainer will send.
+
+        Returns:
+            The replacement, which has not begun.
+
+        Raises:
+            InvalidRequest: the weights do not fit the model, or the ranks find different ones.
+            RankLost: the group broke.
+        """
         if self._why_fixed is not None:
             raise InvalidRequest(f"the weights of this model cannot be replaced: {self._why_fixed}")
         self._offer_count += 1
@@ -60,7 +75,7 @@ class RankedWeights:
         if isinstance(source, SharedWeights):
             await self._look(lambda serial: CheckWeights(serial=serial, offer=offer, shared=source))
         else:
-            path = _from_here(source)
+            path = _absolute(source)
             is_named = self._ranks.are_apart
             names = await self._look(
                 lambda serial: CheckWeights(serial=serial, offer=offer, path=path, is_named=is_named)
@@ -69,7 +84,7 @@ class RankedWeights:
         return _Stored(self._ranks, offer)
 
     async def _look(self, make: Callable[[int], CheckWeights]) -> Mapping[int, object]:
-        """What each of them has found. Raises InvalidRequest."""
+        """Return what each rank has found, or raise InvalidRequest."""
         return _found(await self._ranks.ask(make, may_leave=True, is_timed=False, is_beside=True))
 
     async def join_group(self, group: WeightGroup) -> None:
@@ -80,7 +95,7 @@ class RankedWeights:
 
 
 class _Stored:
-    """A Replacement by what each rank reads itself."""
+    """A Replacement whose weights each rank reads itself."""
 
     def __init__(self, ranks: Ranks, offer: int) -> None:
         self._ranks = ranks
@@ -88,7 +103,12 @@ class _Stored:
         self.state = ReplacementState.CHECKED
 
     async def replace(self) -> None:
-        """Ends also when cancelled. Raises RankLost, and InvalidRequest where what was looked at is another by now."""
+        """Let all ranks write, to the end, also when cancelled.
+
+        Raises:
+            InvalidRequest: the weights have changed since the check. Nothing was written.
+            RankLost: the group broke.
+        """
         try:
             answers = await self._ranks.ask(lambda serial: ConfirmWeights(serial, self._offer), is_timed=False)
             _found(answers)
@@ -101,7 +121,7 @@ class _Stored:
 
 
 class _Sent:
-    """A Replacement by what a trainer sends. As with one process, nothing is written once the caller is gone."""
+    """A Replacement whose weights a trainer sends. A cancelled caller stops it between two tensors."""
 
     def __init__(self, ranks: Ranks, offer: int, source: BroadcastWeights, groups: TrainerGroups) -> None:
         self._ranks = ranks
@@ -111,7 +131,12 @@ class _Sent:
         self.state = ReplacementState.CHECKED
 
     async def replace(self) -> None:
-        """Raises WeightsLost if the trainer stops, and RankLost."""
+        """Receive all tensors and forward them to the ranks.
+
+        Raises:
+            WeightsLost: the trainer stopped.
+            RankLost: the group broke.
+        """
         source, group_name = self._source, self._source.group_name
         try:
             for name, shape, dtype in zip(source.names, source.shapes, source.dtypes, strict=True):
@@ -124,11 +149,11 @@ class _Sent:
             self.state = ReplacementState.GONE
             raise
         finally:
-            if self.state is not ReplacementState.WHOLE:  # nobody knows any more what the trainer sends next
+            if self.state is not ReplacementState.WHOLE:  # the position in the trainer's stream is unknown now
                 self._groups.forget(group_name)
 
     async def _put(self, name: str, values: Any) -> None:
-        """One tensor, to the end."""
+        """Forward one tensor to all ranks, also when cancelled."""
         content = values.reshape(-1).view("uint8")
         for first in range(0, max(1, content.size), PART_BYTES):
             part = content[first : first + PART_BYTES].tobytes()
@@ -139,8 +164,8 @@ class _Sent:
             await self._ranks.ask(order, is_timed=False)
 
 
-def _from_here(path: str) -> str:
-    """As one process would find it, whose folder of now a rank elsewhere does not have."""
+def _absolute(path: str) -> str:
+    """Return an absolute path, because a rank elsewhere has another working directory."""
     return os.path.abspath(path)
 
 
@@ -149,7 +174,7 @@ def _part(serial: int, *, offer: int, name: str, part: bytes, is_last: bool) -> 
 
 
 def _found(answers: Mapping[int, Answer]) -> Mapping[int, object]:
-    """What each rank says. Raises InvalidRequest if one of them refuses."""
+    """Return the value of each rank, in order, or raise InvalidRequest if a rank refuses."""
     found = {rank: answers[rank].value for rank in sorted(answers)}
     refusals = {rank: value for rank, value in found.items() if isinstance(value, Refusal)}
     if refusals:
@@ -158,7 +183,7 @@ def _found(answers: Mapping[int, Answer]) -> Mapping[int, object]:
 
 
 def _refused(refusals: Mapping[int, Refusal], rank_count: int) -> InvalidRequest:
-    """As one process would say it, where all say the same."""
+    """Return the error for refusals. It is that of a single process if all ranks give the same reason."""
     first = next(iter(refusals.values()))
     if len(refusals) == rank_count and all(refusal == first for refusal in refusals.values()):
         return InvalidRequest(first.message, param=first.param)
@@ -167,12 +192,12 @@ def _refused(refusals: Mapping[int, Refusal], rank_count: int) -> InvalidRequest
 
 
 def _check_equal(path: str, names: Mapping[int, object]) -> None:
-    """names: of the weights that each rank finds there. Raises InvalidRequest if they are not the same."""
+    """Raise InvalidRequest if ranks on different machines found weights with different names."""
     others = [rank for rank, name in names.items() if name != names[0]]
     if others:
         ranks = ", ".join(map(str, others))
         raise InvalidRequest(
-            f"{path} has other weights for ranks {ranks} than for rank 0: they are on different machines, copy the "
-            "same files to each",
+            f"ranks {ranks} find other weights in {path} than rank 0: they are on different machines, copy the same "
+            "files to each",
             param="model_path",
         )

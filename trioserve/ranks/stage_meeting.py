@@ -1,7 +1,7 @@
-"""How ranks of two stages on different machines find each other: the one behind listens, and the one before it comes.
+"""Connect ranks of two stages on different machines: the rank of the later stage listens, its peer connects.
 
-Where to, the server says, and with which key. It has that from nobody and tells it to all ranks, so who knows it is one
-of them. It is sent as it is: like everything that ranks say, in a network of their own.
+The server sends the address and a key to the ranks. The key is random and new, so only a rank of this group knows it.
+It is sent as plain bytes, because ranks need a private network anyway.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from trioserve.trio_tools.tcp_options import end_when_vanished
 __all__ = ["KEY_BYTES", "RANK_VANISHED_SECONDS", "StageListener", "connect_stage", "make_blocking"]
 
 KEY_BYTES = 32
-MEETING_SECONDS_MAX = 60.0  # all ranks are told to meet when the last one has read its weights
-STRANGERS_MAX = 64  # connections that have not shown the key, at a time
+MEETING_SECONDS_MAX = 60.0  # enough: the server sends Allocate after all ranks have read their weights
+STRANGERS_MAX = 64  # connections that have not sent the key yet
 RETRY_SECONDS = 0.1
-RANK_VANISHED_SECONDS = 12.0  # a rank holds up all others: sooner than other connections
+RANK_VANISHED_SECONDS = 12.0  # shorter than for other connections: a lost rank blocks all others
 
 
 class StageListener:
-    """Of a rank whose stage is behind one on another machine. Closed once somebody has come, or with its process."""
+    """Listens at a free port for the peer of the previous stage. Closed by wait, or with the process."""
 
     def __init__(self) -> None:
         has_both = socket.has_dualstack_ipv6()
@@ -36,16 +36,22 @@ class StageListener:
         return int(self._listener.getsockname()[1])
 
     def wait(self, key: bytes) -> socket.socket:
-        """Wait until the rank of the stage before has come and shown the key.
+        """Wait until the peer of the previous stage has connected and sent the key.
 
-        All that connect are listened to at the same time, so a silent stranger keeps nobody out. There are at most
-        STRANGERS_MAX of them: for another one, the oldest ends.
+        Reads all connections at the same time, so a silent stranger does not block the peer. At most STRANGERS_MAX
+        connections wait at a time. A further connection closes the oldest one.
+
+        Args:
+            key: KEY_BYTES, from the server.
+
+        Returns:
+            The blocking connection to the peer. The caller closes it.
 
         Raises:
-            StartupError: it has not come within MEETING_SECONDS_MAX.
+            StartupError: the peer has not connected within MEETING_SECONDS_MAX.
         """
         until = time.monotonic() + MEETING_SECONDS_MAX
-        said: dict[socket.socket, bytes] = {}  # in the order in which they came
+        received: dict[socket.socket, bytes] = {}  # oldest connection first
         self._listener.setblocking(False)
         found: socket.socket | None = None
         with self._listener, selectors.DefaultSelector() as selector:
@@ -55,81 +61,100 @@ class StageListener:
                     ready = selector.select(max(0.0, until - time.monotonic()))
                     if not ready and time.monotonic() >= until:
                         raise StartupError(
-                            f"the rank of the stage before has not come within {MEETING_SECONDS_MAX:g} s to port "
-                            f"{self.port}, which has to be reachable for it"
+                            f"the rank of the previous stage has not connected to port {self.port} within "
+                            f"{MEETING_SECONDS_MAX:g} s; let its machine reach all TCP ports of this one"
                         )
                     for selected, _ in ready:
                         if selected.fileobj is self._listener:
-                            self._accept(said, selector)
+                            self._accept(received, selector)
                             continue
                         connection = selected.fileobj
                         assert isinstance(connection, socket.socket)
-                        if connection not in said:
-                            continue  # it has ended for another one
-                        if not _hear(connection, said):
-                            _end(connection, said, selector)
-                        elif len(said[connection]) == KEY_BYTES:
-                            if secrets.compare_digest(said[connection], key):
+                        if connection not in received:
+                            continue  # _accept has closed it for a newer one
+                        if not _receive_key(connection, received):
+                            _end(connection, received, selector)
+                        elif len(received[connection]) == KEY_BYTES:
+                            if secrets.compare_digest(received[connection], key):
                                 selector.unregister(connection)
-                                del said[connection]
+                                del received[connection]
                                 found = connection
                                 break
-                            _end(connection, said, selector)
+                            _end(connection, received, selector)
             finally:
-                for connection in list(said):
-                    _end(connection, said, selector)
+                for connection in list(received):
+                    _end(connection, received, selector)
         make_blocking(found)
         return found
 
-    def _accept(self, said: dict[socket.socket, bytes], selector: selectors.BaseSelector) -> None:
+    def _accept(self, received: dict[socket.socket, bytes], selector: selectors.BaseSelector) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # it has gone already, or there are no files: another one may end
-            if len(said) > 1:
-                _end(next(iter(said)), said, selector)
+        except OSError:  # it is closed already, or no file descriptor is free: close the oldest
+            if len(received) > 1:
+                _end(next(iter(received)), received, selector)
             else:
                 time.sleep(RETRY_SECONDS)
             return
         connection.setblocking(False)
-        if len(said) >= STRANGERS_MAX:
-            _end(next(iter(said)), said, selector)
-        said[connection] = b""
+        if len(received) >= STRANGERS_MAX:
+            _end(next(iter(received)), received, selector)
+        received[connection] = b""
         selector.register(connection, selectors.EVENT_READ)
 
 
-def _hear(connection: socket.socket, said: dict[socket.socket, bytes]) -> bool:
-    """Take what has come of the key. False: nothing more will."""
+def _receive_key(connection: socket.socket, received: dict[socket.socket, bytes]) -> bool:
+    """Receive more of the key. Return False if the connection has ended."""
     try:
-        part = connection.recv(KEY_BYTES - len(said[connection]))
+        part = connection.recv(KEY_BYTES - len(received[connection]))
     except BlockingIOError:
         return True
     except OSError:
         return False
-    said[connection] += part
+    received[connection] += part
     return bool(part)
 
 
-def _end(connection: socket.socket, said: dict[socket.socket, bytes], selector: selectors.BaseSelector) -> None:
-    del said[connection]
+def _end(connection: socket.socket, received: dict[socket.socket, bytes], selector: selectors.BaseSelector) -> None:
+    del received[connection]
     selector.unregister(connection)
     connection.close()
 
 
 def connect_stage(host: str, port: int, key: bytes) -> socket.socket:
-    """To the rank of the next stage, which listens there. Raises StartupError if it cannot be reached."""
+    """Connect to the peer of the next stage and send the key.
+
+    Args:
+        host: address of the peer's machine.
+        port: port of its StageListener.
+        key: KEY_BYTES, from the server.
+
+    Returns:
+        A blocking connection. The caller closes it.
+
+    Raises:
+        StartupError: the peer cannot be reached.
+    """
     try:
         connection = socket.create_connection((host, port), MEETING_SECONDS_MAX)
         connection.sendall(key)
     except OSError as error:
         raise StartupError(
-            f"the next stage cannot be reached at {host}:{port}, a port that it has chosen: {error.strerror or error}"
+            f"the next stage cannot be reached at {host}:{port}: {error.strerror or error}; let this machine reach all "
+            "TCP ports of that one"
         ) from error
     make_blocking(connection)
     return connection
 
 
 def make_blocking(connection: socket.socket) -> None:
-    """Make a connection to another rank's machine blocking and without delay, and have it break when that vanishes."""
+    """Set the options of a connection to another rank's machine.
+
+    Its calls block, small messages are sent at once, and it breaks RANK_VANISHED_SECONDS after the machine vanishes.
+
+    Args:
+        connection: a TCP connection.
+    """
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     end_when_vanished(connection, RANK_VANISHED_SECONDS)

@@ -1,7 +1,7 @@
-"""How stages hand on hidden states: on sockets, from each rank of a stage to the rank in the same place of the next.
+"""Send hidden states from stage to stage over sockets: each rank sends to its peer, the same place in the next stage.
 
-All ranks of a stage have the same hidden states, so each sends its own, and none has to ask another what came. What
-lies in a socket is for one step behind the other; a thread that waits there holds no GIL.
+All ranks of a stage compute the same hidden states. So each rank sends its own copy, and no rank has to distribute what
+it received. A socket carries the steps in order. A thread that waits for a socket holds no GIL.
 """
 
 from __future__ import annotations
@@ -16,16 +16,20 @@ from trioserve.model.number_formats import Float32Array
 
 __all__ = ["StageSockets"]
 
-HEADER = struct.Struct("=?II")  # whether the step is abandoned, and else how many rows of how many numbers follow
-BUFFER_BYTES = 1 << 20  # a decode step's, so that whoever sends is free for the next step
+HEADER = struct.Struct("=?II")  # is the step abandoned, rows, numbers per row
+BUFFER_BYTES = 1 << 20  # holds a decode step, so that the sender need not wait for the receiver
 LOST_SECONDS = 1.0  # see _lost
 
 
 class StageSockets:
-    """A Handover. Its sockets, connected and blocking, are its own from then on."""
+    """A Handover over connected, blocking sockets, which it owns.
+
+    Args:
+        before: socket to the previous stage. None: there is none, or take_before follows.
+        behind: socket to the next stage. None: there is none, or take_behind follows.
+    """
 
     def __init__(self, before: socket.socket | None, behind: socket.socket | None) -> None:
-        """before: to the stage before; None: there is none, or it is taken later. behind: to the stage behind."""
         self._before = before
         self._behind: socket.socket | None = None
         if behind is not None:
@@ -39,7 +43,18 @@ class StageSockets:
         self._behind = behind
 
     def receive(self, row_count: int, hidden_size: int) -> Float32Array | None:
-        """See Handover. Raises ConnectionError, later than whoever sees the other one's end by itself."""
+        """Receive the hidden states of a step. Blocks the thread.
+
+        Args:
+            row_count: rows of the step.
+            hidden_size: numbers per row.
+
+        Returns:
+            float32 [row_count, hidden_size]. None: the previous stage abandoned the step.
+
+        Raises:
+            ConnectionError: the peer is lost. Raised with a delay, see _lost.
+        """
         header = bytearray(HEADER.size)
         self._fill(memoryview(header))
         is_abandoned, rows, columns = HEADER.unpack(header)
@@ -51,27 +66,34 @@ class StageSockets:
         return hidden
 
     def _fill(self, content: memoryview) -> None:
-        assert self._before is not None, "the first stage is given nothing"
+        assert self._before is not None, "the first stage receives nothing"
         received = 0
         while received < len(content):
             try:
                 count = self._before.recv_into(content[received:], 0, socket.MSG_WAITALL)
             except OSError as error:
-                raise _lost("before", error.strerror) from error
+                raise _lost("previous", error.strerror) from error
             if count == 0:
-                raise _lost("before", None)
+                raise _lost("previous", None)
             received += count
 
     def send(self, hidden: Float32Array | None) -> None:
-        """See Handover. Raises ConnectionError, as above."""
-        assert self._behind is not None, "the last stage gives nothing"
+        """Send the hidden states of a step. Blocks the thread while the socket's buffer is full.
+
+        Args:
+            hidden: float32 [rows, hidden_size]. None: the step is abandoned.
+
+        Raises:
+            ConnectionError: the peer is lost. Raised with a delay, see _lost.
+        """
+        assert self._behind is not None, "the last stage sends nothing"
         rows, columns = (0, 0) if hidden is None else hidden.shape
         try:
             self._behind.sendall(HEADER.pack(hidden is None, rows, columns))
             if hidden is not None:
                 self._behind.sendall(hidden.reshape(-1).view(np.uint8).data)
         except OSError as error:
-            raise _lost("behind", error.strerror) from error
+            raise _lost("next", error.strerror) from error
 
     def close(self) -> None:
         for own in (self._before, self._behind):
@@ -80,9 +102,10 @@ class StageSockets:
 
 
 def _lost(which: str, reason: str | None) -> ConnectionError:
-    """Slowly: a process that has ended tells the server why, or the server sees it; what is said here is no more than
-    what came of it, unless it is the connection that is lost."""
+    """Return the error for a lost peer, after a delay.
+
+    The delay lets the server see the cause first: the peer reports its own fault, or its process ends. Only if the
+    connection alone is lost, this error is the cause.
+    """
     time.sleep(LOST_SECONDS)
-    return ConnectionError(
-        f"the rank of the stage {which} this one is gone ({reason or 'it has closed its connection'})"
-    )
+    return ConnectionError(f"the rank of the {which} stage is lost ({reason or 'it has closed its connection'})")

@@ -277,7 +277,7 @@ class PlayedOpening:
             if is_gone
             else ("was killed by SIGKILL",),
             "end": ("has closed its connection", "cannot be reached any more") if is_gone else ("ended with code 3",),
-            "garble": ("said what nobody understands",),
+            "garble": ("sent an invalid message",),
         }.get(harm.kind, ("has not answered for",) if harm.kind in ("stop", "hang") else ("failed ",))
         return said.startswith(tuple(f"{name} {one}" for one in how))
 
