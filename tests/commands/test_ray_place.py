@@ -9,7 +9,7 @@ import pytest
 
 from trioserve.commands.ray_place import LOOKS_UNTOLD, keep_placed
 from trioserve.contracts.errors import StartupError
-from trioserve.ranks.placed import RankDoor, RankNode, RanksTold
+from trioserve.ranks.placed import RankDoor, RankNode, RanksUpdate
 
 DOOR = RankDoor("10.0.0.1", 4711, "secret")
 NODES = (RankNode("a", "10.0.0.1", 1), RankNode("b", "10.0.0.2", 2))
@@ -22,7 +22,7 @@ class FakePlaces:
     def __init__(self, *, room_after: int = 0, started_after: int = 0, lost: str = "", looks_max: int = 99) -> None:
         self.doors: queue.SimpleQueue[RankDoor | None] = queue.SimpleQueue()
         self.calls: list[str] = []
-        self.told: list[RanksTold] = []
+        self.told: list[RanksUpdate] = []
         self._room_after, self._started_after, self._lost = room_after, started_after, lost
         self._looks_left = looks_max
 
@@ -31,7 +31,7 @@ class FakePlaces:
         keep_placed(self, self.doors, self._tell)
         return self.calls
 
-    def _tell(self, told: RanksTold) -> None:
+    def _tell(self, told: RanksUpdate) -> None:
         self.told.append(told)
         if told.nodes:
             self.doors.put(DOOR)
@@ -83,13 +83,13 @@ class FakePlaces:
 def test_they_are_placed_sent_to_their_server_and_removed_when_it_goes():
     places = FakePlaces(looks_max=6)
     assert places.keep() == ["reserve", "start", "send", "remove"]
-    assert places.told == [RanksTold(nodes=NODES)]
+    assert places.told == [RanksUpdate(nodes=NODES)]
 
 
 def test_that_there_is_no_room_is_told_once_and_they_are_placed_when_there_is():
     places = FakePlaces(room_after=3 * LOOKS_UNTOLD)
     assert places.keep() == ["reserve", "start", "send", "remove"]
-    assert places.told == [RanksTold(waits="waiting for room"), RanksTold(nodes=NODES)]
+    assert places.told == [RanksUpdate(waits="waiting for room"), RanksUpdate(nodes=NODES)]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_server_that_goes_meanwhile_leaves_nothing(places, expect):
 def test_one_that_is_lost_is_told_and_the_others_stay_until_the_server_goes(lost, sent):
     places = FakePlaces(lost=lost)
     assert places.keep() == ["reserve", "start", *sent, "remove"]
-    assert places.told[-1] == RanksTold(failure="the actor of rank 1 is gone")
+    assert places.told[-1] == RanksUpdate(failure="the actor of rank 1 is gone")
 
 
 def test_a_bug_leaves_nothing_either():

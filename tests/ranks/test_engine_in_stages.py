@@ -218,7 +218,7 @@ async def test_a_stage_that_hangs_is_named(
 
 
 async def test_more_stages_than_a_model_has_layers_are_refused(tiny_model: Callable[[str], Path]) -> None:
-    with pytest.raises(StartupError, match="60 stages are to share"):
+    with pytest.raises(StartupError, match="60 stages cannot share"):
         async with opened(tiny_model("llama"), 60):
             pass
 

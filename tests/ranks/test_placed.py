@@ -105,7 +105,7 @@ async def test_stages_are_placed_as_ranks_are(tiny_model: Callable[[str], Path],
 
 
 async def test_too_many_ranks_are_refused_before_placing(tiny_model: Callable[[str], Path], ray: Placer) -> None:
-    with pytest.raises(StartupError, match="60 ranks are to share"):
+    with pytest.raises(StartupError, match="60 ranks cannot share"):
         async with opened(tiny_model("llama"), tensor_parallel_size=60):
             pass
     assert not ray.starts()

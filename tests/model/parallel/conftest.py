@@ -1,4 +1,4 @@
-"""Groups of real processes for the tests of this room."""
+"""Fixtures: helper modules, and groups of real processes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ SECONDS_MAX = 120
 
 @pytest.fixture(scope="session")
 def thread_ranks() -> ModuleType:
-    """The module thread_ranks itself: RankGroup, thread_group."""
-    # pytest's importlib mode leaves sys.path alone, so a neighbouring helper is loaded by its path.
+    """Return the module thread_ranks."""
+    # pytest's importlib mode leaves sys.path alone, so helper modules are loaded by path.
     spec = importlib.util.spec_from_file_location("thread_ranks", Path(__file__).with_name("thread_ranks.py"))
     assert spec is not None
     assert spec.loader is not None
@@ -35,7 +35,7 @@ def thread_ranks() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def rank_program() -> ModuleType:
-    """The module rank_program itself: rank_runner, history."""
+    """Return the module rank_program."""
     spec = importlib.util.spec_from_file_location("rank_program", PROGRAM)
     assert spec is not None
     assert spec.loader is not None
@@ -46,9 +46,9 @@ def rank_program() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def group() -> Callable[..., list[Any]]:
-    """group(case, size, *arguments) -> what rank_program's case gives in each rank, a process of its own each."""
+    """Return a function that runs a case of rank_program in one process per rank and returns all results."""
     try:
-        load_library()  # compiled here, if need be
+        load_library()  # compiles the kernels if necessary
     except NoNativeKernels as error:
         pytest.skip(f"no native kernels: {error}")
     return run_group
@@ -72,10 +72,10 @@ def run_group(case: str, size: int, *arguments: Any) -> list[Any]:
             process.stdin.write(pickle.dumps(arguments))
             process.stdin.close()
             process.stdin = None
-        told = [process.communicate(timeout=SECONDS_MAX)[0] for process in processes]
+        outputs = [process.communicate(timeout=SECONDS_MAX)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
             process.communicate()
     assert [process.returncode for process in processes] == [0] * size, "a rank failed: see its stderr"
-    return [pickle.loads(answer) for answer in told]
+    return [pickle.loads(answer) for answer in outputs]

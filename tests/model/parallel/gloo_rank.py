@@ -1,5 +1,7 @@
-"""One rank of a group over gloo, in a process of its own: python gloo_rank.py PORT RANK SIZE CHECKPOINT. Prints what it
-found as JSON. Run by test_torch_collectives.py."""
+"""Process of one rank that uses gloo: `python gloo_rank.py PORT RANK SIZE CHECKPOINT`.
+
+It prints its results as JSON. test_torch_collectives.py runs it.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def settings() -> ModelSettings:
 
 
 def generated(runner: ModelRunner) -> dict[str, list[int]]:
-    """A greedy request and a sampled one that begin alike, by name."""
+    """Generate tokens for a greedy and a sampled request with the same prompt. Return them by name."""
     runner.allocate_kv(BLOCK_COUNT)
     core = EngineCore(
         CoreSettings(block_count=BLOCK_COUNT, block_size=4, context_tokens_max=256, max_num_seqs=4, step_tokens_max=16)
@@ -61,7 +63,7 @@ def generated(runner: ModelRunner) -> dict[str, list[int]]:
 
 
 def called(collectives: Collectives) -> dict[str, object]:
-    """What each call gives, of numbers whose sum depends on their order."""
+    """Call each collective, with numbers whose sum depends on the order. Return the results."""
     rank = collectives.rank
     numbers = np.array([[1e8, 1.0, -1e8][rank % 3], rank], dtype=np.float32)
     votes = [collectives.sum_(numbers, vote) for vote in (False,)]
@@ -87,7 +89,7 @@ def main() -> None:
         checkpoint = RankCheckpoint(open_checkpoint(Path(sys.argv[4])), rank, size)
         runner = ModelRunner.load(checkpoint, settings(), collectives=collectives)
         found["tokens"] = generated(runner)
-        # An abandoned step is one for all ranks, whoever says so.
+        # Only rank 1 abandons this step, which all ranks must abandon.
         core = EngineCore(CoreSettings(block_count=BLOCK_COUNT, block_size=4, context_tokens_max=256))
         core.add(
             EngineRequest(

@@ -1,5 +1,8 @@
-"""One rank of a group, as a process: rank_program.py CASE RANK SIZE DESCRIPTOR. Arguments come pickled from stdin, and
-what the case gives goes to stdout the same way. The tests use its functions for ranks that are threads, too."""
+"""Process of one rank: `rank_program.py CASE RANK SIZE DESCRIPTOR`.
+
+Arguments of the case are read pickled from stdin, and its result is written pickled to stdout. Tests also call its
+functions in threads.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ def step_driver() -> ModuleType:
 def rank_runner(
     path: Path, collectives: Collectives | None, *, expert_parallel: bool = False, **fields: Any
 ) -> ModelRunner:
-    """Of the whole model, without collectives."""
+    """Load a rank's model, or the whole model if there are no collectives."""
     settings = ModelSettings(
         **{"dtype": "float32", "device": "cpu", "block_size": 4, "kv_cache_bytes": 2**24, "threads": 1, **fields}
     )
@@ -60,7 +63,7 @@ def rank_runner(
 
 
 def history(runner: ModelRunner, steps: int = 5) -> dict[str, Any]:
-    """Prompts in pieces beside decodes, each sampled in another way; and the probabilities of labels."""
+    """Compute steps of prompt chunks and decodes, with different samplings and one request for label probabilities."""
     driver = step_driver().StepDriver(runner)
     rng = np.random.default_rng(0)
     names = []
@@ -93,7 +96,7 @@ def steps(collectives: SharedMemoryCollectives, path: Path, **options: Any) -> d
 
 
 def sums(collectives: SharedMemoryCollectives, shapes: list[tuple[int, ...]], times: int) -> list[float]:
-    """The total of all sums, and of all ranks' numbers."""
+    """Return the total of all summed values, and the total of the gathered rank numbers."""
     total, ranks = 0.0, 0
     for _ in range(times):
         for shape in shapes:

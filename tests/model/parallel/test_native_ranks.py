@@ -1,6 +1,8 @@
-"""Ranks whose parts the native kernels compute, beside one process that has the whole model: the same tokens and, up to
-the order of sums in float32, the same logprobs. They meet in shared memory, which has room for their parts;
-test_ranks.py has every family, through Python."""
+"""Tests of ranks with native kernels and shared memory.
+
+They compute the tokens of one process. Logprobs differ only by the order of float32 sums. test_ranks.py tests every
+model family, with collectives in Python.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from trioserve.model.runner import ModelRunner
 from trioserve_kernels.native import NoNativeKernels, load_library
 
 SECONDS_MAX = 120.0
-# Sums of some hundred products of size 1 in another order; logprobs are of size 1 to 10.
+# For sums of some hundred products of about 1 in another order, and logprobs between 1 and 10.
 TOLERANCE = 2e-4
 
 KINDS: tuple[tuple[str, int, dict[str, Any]], ...] = (
@@ -63,7 +65,7 @@ def library() -> None:
 
 
 class Group:
-    """Ranks as threads of this process."""
+    """Ranks in threads of this process, with native kernels and shared memory."""
 
     def __init__(
         self,
@@ -129,7 +131,7 @@ def check_equal(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     ("kind", "size", "options"),
     (*KINDS, *(pytest.param(*further, marks=pytest.mark.slow) for further in FURTHER_KINDS)),
 )
-def test_ranks_give_what_one_process_gives(
+def test_ranks_compute_what_one_process_computes(
     kind: str,
     size: int,
     options: dict[str, Any],
@@ -143,11 +145,11 @@ def test_ranks_give_what_one_process_gives(
     whole.close()
     first, *others = grouped(path, size, **options).each(lambda runner, rank: rank_program.history(runner))
     check_equal(first, wanted)
-    assert all(other == first for other in others), "what ranks find has the same bits"
+    assert all(other == first for other in others), "all ranks must have the same bits"
 
 
 @pytest.mark.slow
-def test_ranks_are_processes(
+def test_ranks_in_processes_compute_what_one_process_computes(
     tiny_checkpoint: Callable[..., Path], rank_program: ModuleType, group: Callable[..., list[Any]]
 ) -> None:
     path = tiny_checkpoint("llama")
@@ -159,10 +161,10 @@ def test_ranks_are_processes(
     check_equal(first, wanted)
 
 
-def test_whoever_leaves_a_step_ends_it_for_all(
+def test_step_abandoned_by_one_rank_ends_in_all(
     tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, grouped: Callable[..., Group]
 ) -> None:
-    """Whichever rank it is, and the next step is computed."""
+    """The next step is computed again."""
     runners = grouped(tiny_checkpoint("llama"), 2)
 
     def work(runner: ModelRunner, rank: int) -> list[bool]:
@@ -175,10 +177,10 @@ def test_whoever_leaves_a_step_ends_it_for_all(
     assert runners.each(work) == [[False, True, True, True, False]] * 2
 
 
-def test_whoever_leaves_while_masks_are_waited_for_ends_the_step_for_all(
+def test_step_abandoned_during_the_wait_for_masks_ends_in_all(
     tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, grouped: Callable[..., Group]
 ) -> None:
-    """The masks of the second rank are never filled, and it leaves when the first one waits for it alone."""
+    """The masks of rank 1 are never filled. It abandons the step while rank 0 waits only for it."""
     group = grouped(tiny_checkpoint("llama"), 2)
     never = np.zeros(1, dtype=np.int32)
     leaves = IsAbandoned(1)
@@ -197,7 +199,7 @@ def test_whoever_leaves_while_masks_are_waited_for_ends_the_step_for_all(
     for _ in range(2):
         assert group.each(lambda runner, rank: work(runner, rank, False)) == [(4,)] * 2
         meetings.append(group.arrivals.counts()[0])
-    vote = 2 * meetings[1] - meetings[0] - 1  # behind the masks; only the exchange of what was sampled comes after it
+    vote = 2 * meetings[1] - meetings[0] - 1  # the vote after the masks. Only the exchange of sampled tokens follows it
     runs = group.begin(lambda runner, rank: work(runner, rank, True))
     give_up_at = time.monotonic() + SECONDS_MAX
     while group.arrivals.counts() != (vote, vote - 1) and time.monotonic() < give_up_at:
@@ -209,7 +211,12 @@ def test_whoever_leaves_while_masks_are_waited_for_ends_the_step_for_all(
 
 
 class Distant:
-    """Collectives that kernels cannot call without Python. fails_at: from this sum on the others are gone."""
+    """Collectives that kernels can only call through Python.
+
+    Args:
+        near: the collectives that do the work.
+        fails_at: number of sums before the first failure. None: no failure.
+    """
 
     native = None
 
@@ -232,16 +239,16 @@ class Distant:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "cohere2", "qwen2-moe", "falcon-h1"])
-def test_ranks_may_meet_through_python(
+def test_collectives_in_python_give_the_same_results(
     kind: str, tiny_checkpoint: Callable[..., Path], rank_program: ModuleType, grouped: Callable[..., Group]
 ) -> None:
-    """Where there is no room for a rank's part but that of the total."""
+    """NativeCallbacks provide no separate buffer for a rank's own part."""
     near, distant = (grouped(tiny_checkpoint(kind), 2, wrapped_by=wrap) for wrap in (lambda near: near, Distant))
     wanted, found = (group.each(lambda runner, rank: rank_program.history(runner)) for group in (near, distant))
     assert found == wanted
 
 
-def test_what_goes_wrong_between_ranks_comes_out_of_the_step(
+def test_error_in_a_collective_is_raised_by_the_step(
     tiny_checkpoint: Callable[..., Path], rank_program: ModuleType, grouped: Callable[..., Group]
 ) -> None:
     group = grouped(tiny_checkpoint("llama"), 2, wrapped_by=lambda near: Distant(near, fails_at=7))

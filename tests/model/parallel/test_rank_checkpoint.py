@@ -1,4 +1,4 @@
-"""What a rank reads of a checkpoint: the rows and columns of its share, and no others."""
+"""Tests of RankCheckpoint: it reads the rows and columns of a rank's share, and no others."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def values_of(tensor: StoredTensor) -> Float32Array:
 
 
 def numbers(tensor: StoredTensor) -> Float32Array:
-    """What its blocks stand for."""
+    """Return the dequantized values of a tensor's blocks."""
     assert tensor.block_type is not None
     assert tensor.read_blocks is not None
     return dequantize(tensor.block_type, tensor.read_blocks()).reshape(tensor.shape)
@@ -40,7 +40,7 @@ def numbers(tensor: StoredTensor) -> Float32Array:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("expert_parallel", [False, True])
-def test_every_tensor_of_every_family_has_the_shape_of_the_share(
+def test_tensors_of_every_family_have_the_shapes_of_the_share(
     tiny_checkpoint: Checkpoints, tiny_checkpoints: ModuleType, size: int, expert_parallel: bool
 ) -> None:
     for kind in {**tiny_checkpoints.KINDS, **tiny_checkpoints.FAMILY_KINDS}:
@@ -58,7 +58,7 @@ def test_every_tensor_of_every_family_has_the_shape_of_the_share(
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_together_have_everything_once(tiny_checkpoint: Checkpoints, size: int) -> None:
+def test_shards_of_all_ranks_make_up_the_whole(tiny_checkpoint: Checkpoints, size: int) -> None:
     whole = open_checkpoint(tiny_checkpoint("llama-wide"))
     parts = [named(rank) for rank in ranks_of(whole, size)]
     for name, tensor in named(whole).items():
@@ -68,11 +68,11 @@ def test_ranks_together_have_everything_once(tiny_checkpoint: Checkpoints, size:
             assert (np.concatenate(own, 1) == values_of(tensor)).all(), name
         elif module.endswith("norm"):
             assert all((each == values_of(tensor)).all() for each in own), name
-        elif module not in ("k_proj", "v_proj") or size == 2:  # three ranks share two heads of them
+        elif module not in ("k_proj", "v_proj") or size == 2:  # three ranks share two KV heads
             assert (np.concatenate(own) == values_of(tensor)).all(), name
 
 
-def test_a_bias_of_a_sum_is_in_the_first_rank_alone(tiny_checkpoint: Checkpoints) -> None:
+def test_bias_of_a_summed_product_is_only_in_rank_0(tiny_checkpoint: Checkpoints) -> None:
     whole = open_checkpoint(tiny_checkpoint("llama-biased"))
     first, second = (named(rank) for rank in ranks_of(whole, 2))
     for name in ("layers.0.o_proj.bias", "layers.1.down_proj.bias"):
@@ -84,7 +84,7 @@ def test_a_bias_of_a_sum_is_in_the_first_rank_alone(tiny_checkpoint: Checkpoints
     assert (np.concatenate([values_of(part["layers.0.q_proj.bias"]) for part in (first, second)]) == bias).all()
 
 
-def test_a_bias_of_what_is_whole_in_each_rank_is_there_too(tiny_checkpoint: Checkpoints) -> None:
+def test_bias_of_whole_experts_is_in_their_rank(tiny_checkpoint: Checkpoints) -> None:
     whole = open_checkpoint(tiny_checkpoint("gpt-oss"))
     for rank in ranks_of(whole, 3, expert_parallel=True):
         own = named(rank)
@@ -94,7 +94,7 @@ def test_a_bias_of_what_is_whole_in_each_rank_is_there_too(tiny_checkpoint: Chec
             assert values_of(own[name]).any()
 
 
-def test_rows_are_read_where_they_lie(tiny_checkpoint: Checkpoints) -> None:
+def test_consecutive_rows_are_read_in_place(tiny_checkpoint: Checkpoints) -> None:
     whole = open_checkpoint(tiny_checkpoint("llama"))
     second = named(RankCheckpoint(whole, 1, 2))
     for name, first_row in (("layers.0.gate_proj.weight", 48), ("embed.weight", 160), ("layers.1.v_proj.weight", 16)):
@@ -104,11 +104,11 @@ def test_rows_are_read_where_they_lie(tiny_checkpoint: Checkpoints) -> None:
         assert rows.row_bytes == of_whole.row_bytes
         assert rows.offset == of_whole.offset + first_row * rows.row_bytes
         assert (values_of(rows.part(3, 4)) == values_of(named(whole)[name])[first_row + 3 : first_row + 7]).all()
-    assert second["layers.0.down_proj.weight"].rows is None  # columns of it do not lie one behind the other
+    assert second["layers.0.down_proj.weight"].rows is None  # columns are not contiguous in the file
 
 
 @pytest.mark.parametrize("quant_type", ["Q8_0", "Q4_0", "Q4_K", "Q6_K", "IQ4_XS"])
-def test_blocks_stay_as_they_are_unless_a_cut_goes_through_some(tiny_gguf: Checkpoints, quant_type: str) -> None:
+def test_blocks_are_kept_unless_a_cut_goes_through_one(tiny_gguf: Checkpoints, quant_type: str) -> None:
     whole = open_checkpoint(tiny_gguf("llama-wide", quant_type))
     has_large_blocks = quant_type not in ("Q8_0", "Q4_0")
     for rank in ranks_of(whole, 2):
@@ -117,8 +117,8 @@ def test_blocks_stay_as_they_are_unless_a_cut_goes_through_some(tiny_gguf: Check
                 assert (numbers(tensor) == values_of(tensor)).all(), name
         kept = {name for name, tensor in named(rank).items() if tensor.block_type == quant_type}
         assert {"embed.weight", "layers.0.q_proj.weight", "layers.0.gate_proj.weight"} <= kept
-        assert "layers.0.down_proj.weight" in kept  # of 512 inputs each has 256
-        # Of 4 heads of 64 each has 128 inputs.
+        assert "layers.0.down_proj.weight" in kept  # each rank has 256 of 512 inputs
+        # 4 heads of 64: each rank has 128 inputs, so a cut goes through blocks of 256.
         assert ("layers.0.o_proj.weight" in kept) != has_large_blocks
         o_proj = named(rank)["layers.0.o_proj.weight"]
         assert rank.config.part is not None

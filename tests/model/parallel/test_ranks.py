@@ -1,4 +1,4 @@
-"""Ranks together compute what one model does: the same tokens and logprobs, in float32, of every family."""
+"""Tests of tensor parallelism: ranks compute the tokens and logprobs of one process, for every model family."""
 
 from __future__ import annotations
 
@@ -71,8 +71,11 @@ def settings(kernels: str = "torch", dtype: str = "float32", quantization: str =
 
 @pytest.fixture(scope="module")
 def play(draft_driver: ModuleType) -> Callable[..., list[StepResult]]:
-    """play(runner) -> the results of a few dozen steps: prompts in chunks, greedy and sampled with all that sampling
-    has, masks, logprobs, a second round of requests that begin as the first ones did, and greedy ones alone."""
+    """Return a function that computes a few dozen steps with a runner and returns their results.
+
+    They have prompt chunks, all sampling options, masks, logprobs, requests that hit the prefix cache, and finally
+    greedy requests alone.
+    """
 
     def play(runner: Any) -> list[StepResult]:
         changes = {"state_slot_count": 8, "snapshot_slot_count": 4} if runner.config.state_bytes else {}
@@ -87,7 +90,7 @@ def play(draft_driver: ModuleType) -> Callable[..., list[StepResult]]:
             driver.add(f"{name} again", [*prompt, 9, 8, 7], replace(sampling, prompt_logprobs=None), tokens=6)
         driver.run()
         assert driver.core.stats().prefix_hit_tokens_total > hit_tokens
-        for number in (1, 2):  # by themselves, so that nobody needs all logits
+        for number in (1, 2):  # greedy alone, so that no rank needs all logits
             driver.add(f"plain {number}", draft_driver.prompt_of(9, number), SamplingParams(temperature=0.0), tokens=12)
         driver.run()
         assert len(driver.results) > 48
@@ -98,7 +101,7 @@ def play(draft_driver: ModuleType) -> Callable[..., list[StepResult]]:
 
 @pytest.fixture(scope="module")
 def expected(play: Callable[..., list[StepResult]]) -> Callable[..., list[StepResult]]:
-    """expected(path, settings) -> what one model gives, computed once."""
+    """Return a function that computes the results of a single process, once for each model and kernels."""
     found: dict[tuple[Path, str], list[StepResult]] = {}
 
     def of(path: Path, settings: ModelSettings) -> list[StepResult]:
@@ -136,7 +139,7 @@ def check_logprobs(mine: Any, other: Any) -> None:
 def check(
     thread_ranks: ModuleType, play: Callable[..., list[StepResult]], expected: Callable[..., list[StepResult]]
 ) -> Callable[..., None]:
-    """check(path, size, kernels): so many ranks give what one model does."""
+    """Return a function that checks that ranks have the results of a single process."""
 
     def check(path: Path, size: int, kernels: str, *, expert_parallel: bool = False) -> None:
         group = thread_ranks.RankGroup(path, size, settings(kernels), expert_parallel=expert_parallel)
@@ -174,7 +177,7 @@ def test_other_numbers_of_ranks_give_the_same_tokens(
 
 
 def written(tiny_checkpoints: ModuleType, directory: Path, kind: str, **changes: Any) -> Path:
-    """A checkpoint of a kind with other fields."""
+    """Write a checkpoint of a kind, with some fields changed."""
     model_type, fields = {**tiny_checkpoints.KINDS, **tiny_checkpoints.FAMILY_KINDS}[kind]
     tiny_checkpoints.KINDS["changed"] = (model_type, {**fields, **changes})
     try:
@@ -186,13 +189,13 @@ def written(tiny_checkpoints: ModuleType, directory: Path, kind: str, **changes:
 
 @pytest.fixture(scope="module")
 def nine_heads(tiny_checkpoints: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The default model's shape: 9 heads, of which 3 each share keys and values."""
+    """Write a checkpoint in the default model's shape: 9 query heads and 3 KV heads."""
     shape = {"hidden_size": 144, "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}
     return written(tiny_checkpoints, tmp_path_factory.mktemp("nine-heads"), "llama", **shape)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 9])
-def test_heads_that_do_not_divide_give_the_same_tokens(
+def test_unevenly_divided_heads_give_the_same_tokens(
     nine_heads: Path, check: Callable[..., None], cpu_kernels: str, size: int
 ) -> None:
     check(nine_heads, size, cpu_kernels)
@@ -202,9 +205,9 @@ def test_divided_delta_rules_give_the_same_tokens(
     tiny_checkpoints: ModuleType, check: Callable[..., None], cpu_kernels: str, tmp_path: Path
 ) -> None:
     (tmp_path / "wide").mkdir()
-    # So many heads that two ranks have 16 each.
+    # Enough heads to give each of two ranks 16.
     wide = written(tiny_checkpoints, tmp_path / "wide", "qwen3.5", linear_num_value_heads=32)
-    in_turn = tmp_path / "in-turn.gguf"  # llama.cpp's converter puts the heads of values in turn
+    in_turn = tmp_path / "in-turn.gguf"  # llama.cpp's converter interleaves the value heads
     tiny_checkpoints.write_family_gguf(wide, in_turn)
     for path in (wide, in_turn):
         share = share_of(open_checkpoint(path).config, 0, 2)
@@ -214,15 +217,15 @@ def test_divided_delta_rules_give_the_same_tokens(
 
 
 @pytest.mark.parametrize("quant_type", ["Q8_0", "Q4_0", "Q4_K", "Q6_K", "IQ4_XS"])
-def test_what_quantized_files_stand_for_gives_the_same_tokens(
+def test_quantized_files_give_the_same_tokens(
     tiny_gguf: Checkpoints, check: Callable[..., None], cpu_kernels: str, quant_type: str
 ) -> None:
     check(tiny_gguf("llama-wide", quant_type), 3, cpu_kernels)
 
 
-@pytest.mark.parametrize("cpu_kernels", ["native"], indirect=True)  # torch keeps no blocks on a CPU
+@pytest.mark.parametrize("cpu_kernels", ["native"], indirect=True)  # torch dequantizes blocks on a CPU
 @pytest.mark.parametrize("quant_type", ["Q8_0", "Q4_0", "Q4_K", "Q6_K", "IQ4_XS"])
-def test_blocks_that_are_kept_are_computed_with_alike(
+def test_kept_blocks_give_the_same_results(
     tiny_checkpoints: ModuleType,
     thread_ranks: ModuleType,
     step_driver: ModuleType,
@@ -231,7 +234,7 @@ def test_blocks_that_are_kept_are_computed_with_alike(
     quant_type: str,
 ) -> None:
     (tmp_path / "wide").mkdir()
-    # Heads so wide that no cut goes through a block of 256.
+    # The heads are so wide that no cut goes through a block of 256.
     wide = written(tiny_checkpoints, tmp_path / "wide", "llama-wide", head_dim=128)
     path = tmp_path / "wide.gguf"
     tiny_checkpoints.write_gguf(wide, path, quant_type=quant_type)
@@ -246,8 +249,8 @@ def test_blocks_that_are_kept_are_computed_with_alike(
         results.append(runner.execute(StepPlan(0, (driver.chunk("a", 60),), 60)).prompt_logprobs["a"])
     one, several = ([entry.logprob for entry in entries] for entries in results)
     assert len(one) == 59
-    # Keys and values are rounded to bfloat16, so that a sum's last bit may become a 256th of a number; logprobs of
-    # these weights are 5 on the average, and a column that is another's changes them by 1.
+    # Keys and values are rounded to bfloat16, so the last bit of a sum may change a number by 1/256. Logprobs of these
+    # weights are about 5, and a wrong column changes them by about 1.
     assert several == pytest.approx(one, abs=0.05)
     assert all("weights kept as file" in runner.computed_by for runner in group.runners)
     group.close()
@@ -270,7 +273,7 @@ def llama_group(tiny_checkpoint: Checkpoints, thread_ranks: ModuleType, cpu_kern
     group.close()
 
 
-def test_what_is_asked_beside_tokens_is_the_same(
+def test_pooling_gives_the_same_results(
     llama_group: Any, step_driver: ModuleType, tiny_checkpoint: Checkpoints
 ) -> None:
     runner = ModelRunner.load(open_checkpoint(tiny_checkpoint("llama")), settings())
@@ -285,7 +288,7 @@ def test_what_is_asked_beside_tokens_is_the_same(
     runner.close()
 
 
-@pytest.mark.parametrize("kind", ["llama", "olmo2"])  # of which ranks have a part of attention, and the whole
+@pytest.mark.parametrize("kind", ["llama", "olmo2"])  # ranks divide attention of llama, and have all of it for olmo2
 def test_adapters_are_divided_as_their_matrices_are(
     tiny_checkpoint: Checkpoints, thread_ranks: ModuleType, step_driver: ModuleType, cpu_kernels: str, kind: str
 ) -> None:
@@ -318,18 +321,16 @@ def test_adapters_are_divided_as_their_matrices_are(
 
 
 @pytest.mark.parametrize("leaver", [0, 1])
-def test_a_step_that_one_rank_abandons_is_abandoned_by_all(
-    llama_group: Any, step_driver: ModuleType, leaver: int
-) -> None:
+def test_step_abandoned_by_one_rank_is_abandoned_by_all(llama_group: Any, step_driver: ModuleType, leaver: int) -> None:
     plan = plan_of(step_driver, llama_group, step_driver.GREEDY)
     votes = [IsAbandoned(0 if rank == leaver else 1) for rank in range(2)]
     sums = llama_group.collectives[0].calls["sum"]
     assert llama_group.execute_with_votes(plan, votes) is None
-    assert llama_group.collectives[0].calls["sum"] == sums + 1  # that of the embedding: nobody went further
+    assert llama_group.collectives[0].calls["sum"] == sums + 1  # only the sum of the embedding: all ranks stopped there
     assert llama_group.execute_with_votes(plan, [IsAbandoned(1)] * 2) is not None
 
 
-def test_steps_that_are_launched_are_launched_by_all_ranks(
+def test_launched_steps_give_the_same_tokens(
     tiny_checkpoint: Checkpoints,
     thread_ranks: ModuleType,
     step_driver: ModuleType,
@@ -337,14 +338,14 @@ def test_steps_that_are_launched_are_launched_by_all_ranks(
     expected: Callable[..., list[StepResult]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With the plain kernels in the part of fused ones: decodes are steps of fixed shape then."""
+    """Reference kernels stand in for fused ones, so that decodes are launched as steps of fixed shape."""
     path = tiny_checkpoint("llama")
     with monkeypatch.context() as patch:
         patch.setattr(torch_step_model, "pick_kernels", lambda *_, **__: reference_fused)
         group = thread_ranks.RankGroup(path, 2, settings())
     assert all(runner.launches for runner in group.runners)
     check_alike(play(group), expected(path, settings()))
-    # Nobody can take part of it back, so whoever would abandon one computes it, too.
+    # A launched step cannot be stopped, so a rank that abandons it still computes it.
     driver = step_driver.StepDriver(group)
     driver.add("a", [5, 6, 7], step_driver.GREEDY)
     plan = StepPlan(0, (driver.chunk("a", 3),), 3)
@@ -368,7 +369,7 @@ def test_the_largest_logit_is_found_without_gathering_all(
     assert sum(sent) >= 4 * 160
 
 
-def test_of_equal_logits_the_first_token_is_taken_whoever_has_it(
+def test_first_token_of_equal_logits_is_chosen_across_ranks(
     tiny_checkpoint: Checkpoints, thread_ranks: ModuleType, step_driver: ModuleType, cpu_kernels: str, tmp_path: Path
 ) -> None:
     path = _changed_head(tiny_checkpoint("llama"), tmp_path, lambda head: head.mul_(0.0))
@@ -377,7 +378,7 @@ def test_of_equal_logits_the_first_token_is_taken_whoever_has_it(
     group.close()
 
 
-def test_a_number_that_is_none_in_one_rank_is_an_error_in_all(
+def test_nan_in_one_rank_is_an_error_in_all(
     tiny_checkpoint: Checkpoints, thread_ranks: ModuleType, step_driver: ModuleType, cpu_kernels: str, tmp_path: Path
 ) -> None:
     path = _changed_head(tiny_checkpoint("llama"), tmp_path, lambda head: head[300].fill_(float("nan")))
@@ -407,14 +408,14 @@ def test_ranks_have_their_share_of_weights_and_kv(
     whole.allocate_kv(llama_group.block_count)
     for runner in llama_group.runners:
         assert runner.kv_cache_bytes * 2 == whole.kv_cache_bytes
-        # The native kernels fill some matrices up with zeros.
+        # Native kernels pad some matrices with zeros.
         assert runner.step_weight_bytes * 2 == pytest.approx(whole.step_weight_bytes, rel=0.1)
     whole.close()
 
 
-def test_weights_in_half_formats_are_summed_alike_in_all_ranks(
+def test_sums_in_bfloat16_are_equal_in_all_ranks(
     tiny_checkpoint: Checkpoints, thread_ranks: ModuleType, play: Callable[..., list[StepResult]], cpu_kernels: str
 ) -> None:
     group = thread_ranks.RankGroup(tiny_checkpoint("llama"), 3, settings(cpu_kernels, "bfloat16"))
-    assert play(group)  # the group compares what its ranks give
+    assert play(group)  # the group compares the results of its ranks
     group.close()

@@ -1,4 +1,4 @@
-"""Ranks that meet in shared memory: what comes of a sum, a vote and a gather, in threads and in real processes."""
+"""Tests of collectives in shared memory: sums, votes and gathers, in threads and in real processes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def ranks(request: pytest.FixtureRequest, library: Library) -> Iterator[list[Sha
 
 
 def together(ranks: list[Any], work: Callable[[Any], Any]) -> list[Any]:
-    """What each rank's work gives; each has a thread of its own."""
+    """Run a function for each rank in its own thread, and return the results."""
     with ThreadPoolExecutor(len(ranks)) as pool:
         return [run.result(DEADLINE_SECONDS) for run in [pool.submit(work, rank) for rank in ranks]]
 
@@ -49,10 +49,10 @@ def drawn(rank: int, *shape: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("shape", [(1,), (3, 5), (16, 576), (2, 65536), (3, 70001)])
-def test_a_sum_is_in_the_order_of_the_ranks_and_the_same_everywhere(
+def test_sum_uses_rank_order_and_is_equal_everywhere(
     ranks: list[SharedMemoryCollectives], shape: tuple[int, ...]
 ) -> None:
-    """Of less than a vector, and of more than a slot holds."""
+    """Sizes are smaller than a SIMD vector and larger than a slot."""
     wanted = drawn(0, *shape)
     for rank in range(1, len(ranks)):
         wanted += drawn(rank, *shape)
@@ -66,7 +66,7 @@ def test_a_sum_is_in_the_order_of_the_ranks_and_the_same_everywhere(
         assert values.tobytes() == wanted.tobytes()
 
 
-def test_numbers_behind_the_last_one_stay(ranks: list[SharedMemoryCollectives]) -> None:
+def test_sum_writes_only_its_values(ranks: list[SharedMemoryCollectives]) -> None:
     def work(rank: SharedMemoryCollectives) -> np.ndarray:
         memory = np.ones(40, dtype=np.float32)
         rank.sum_(memory[:19])
@@ -94,7 +94,7 @@ def test_tensors_of_half_formats_are_added_in_float32_and_rounded_once(
         assert torch.equal(values, wanted.to(dtype))
 
 
-def test_bfloat16_of_numpy_is_its_bits(ranks: list[SharedMemoryCollectives]) -> None:
+def test_uint16_arrays_contain_bfloat16(ranks: list[SharedMemoryCollectives]) -> None:
     def work(rank: SharedMemoryCollectives) -> int:
         ones = np.full(3, 0x3F80, dtype=np.uint16)
         rank.sum_(ones)
@@ -103,8 +103,8 @@ def test_bfloat16_of_numpy_is_its_bits(ranks: list[SharedMemoryCollectives]) -> 
     assert together(ranks, work) == [{2: 0x4000, 3: 0x4040}[len(ranks)]] * len(ranks)
 
 
-def test_whoever_abandons_abandons_for_all(ranks: list[SharedMemoryCollectives]) -> None:
-    """In this sum, and not in the next ones; a vote may be without numbers."""
+def test_vote_of_one_rank_counts_for_all(ranks: list[SharedMemoryCollectives]) -> None:
+    """A vote is valid for one sum only, and may come with an empty array."""
 
     def work(rank: SharedMemoryCollectives) -> list[bool]:
         said = [(0, 1), (-1, 4), (len(ranks) - 1, 0), (-1, 0), (-1, 0)]
@@ -115,7 +115,7 @@ def test_whoever_abandons_abandons_for_all(ranks: list[SharedMemoryCollectives])
 
 @pytest.mark.parametrize("make", [np.array, torch.tensor])
 @pytest.mark.parametrize("count", [0, 1, 100_000])
-def test_a_gather_has_what_each_gave(ranks: list[SharedMemoryCollectives], make: Any, count: int) -> None:
+def test_gather_has_the_values_of_all_ranks(ranks: list[SharedMemoryCollectives], make: Any, count: int) -> None:
     def work(rank: SharedMemoryCollectives) -> list[list[int]]:
         found: list[list[int]] = rank.gather(make([rank.rank * 7 - 1] * count)).tolist()
         return found
@@ -124,7 +124,7 @@ def test_a_gather_has_what_each_gave(ranks: list[SharedMemoryCollectives], make:
     assert together(ranks, work) == [wanted] * len(ranks)
 
 
-def test_who_is_missing_is_seen_from_outside(library: Library) -> None:
+def test_arrivals_show_the_missing_ranks(library: Library) -> None:
     descriptor = make_shared_memory(3)
     arrivals = Arrivals(descriptor, 3)
     ranks = [SharedMemoryCollectives(library, descriptor, rank, 3) for rank in range(3)]
@@ -148,8 +148,8 @@ def test_who_is_missing_is_seen_from_outside(library: Library) -> None:
 
 
 @pytest.mark.slow
-def test_processes_get_what_threads_get(group: Callable[..., list[Any]]) -> None:
-    """A hundred sums of sizes that change, and gathers between them; the processes start when they please."""
+def test_processes_get_the_results_of_threads(group: Callable[..., list[Any]]) -> None:
+    """The processes start at different times, and make a hundred sums of different sizes with gathers between."""
     shapes = [(16, 576), (1, 1), (5, 30_000), (0, 3)]
     first, second, third = group("sums", 3, shapes, 25)
     assert first == second == third
@@ -160,7 +160,7 @@ def test_processes_get_what_threads_get(group: Callable[..., list[Any]]) -> None
     assert first == pytest.approx([expect, 25 * (0 + 1 + 2)], rel=1e-4)
 
 
-def test_kernels_call_what_is_written_in_python(ranks: list[SharedMemoryCollectives]) -> None:
+def test_kernels_call_collectives_in_python(ranks: list[SharedMemoryCollectives]) -> None:
     callbacks = [NativeCallbacks(rank) for rank in ranks]
 
     def work(mine: NativeCallbacks) -> tuple[bool, list[float], list[int]]:
@@ -183,7 +183,7 @@ def test_kernels_call_what_is_written_in_python(ranks: list[SharedMemoryCollecti
 
 
 class Broken:
-    """Of a group whose connection is gone."""
+    """Collectives whose connection is lost."""
 
     rank, size, native = 0, 2, None
 
@@ -197,7 +197,7 @@ class Broken:
         pass
 
 
-def test_what_a_callback_raises_ends_the_step_and_comes_out_behind_it() -> None:
+def test_exception_in_a_callback_ends_the_step_and_is_raised_by_check() -> None:
     callbacks = NativeCallbacks(Broken())
     struct = CollectivesStruct.from_address(callbacks.native)
     assert struct.sum(None, None, 0, False, None)

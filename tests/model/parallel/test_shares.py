@@ -1,4 +1,4 @@
-"""How a model is divided among ranks: who has which heads, how wide, and what is refused."""
+"""Tests of the division of models among ranks: heads, widths, and refused numbers of ranks."""
 
 from __future__ import annotations
 
@@ -61,15 +61,13 @@ def shares(config: ModelConfig, size: int, **options: bool) -> list[ModelConfig]
         (8, 1, 2, "0-3/0-0 4-7/0-0"),
     ],
 )
-def test_heads_go_by_their_keys_and_values_and_these_are_repeated_where_ranks_are_more(
-    heads: int, groups: int, size: int, expect: str
-) -> None:
+def test_query_heads_follow_kv_heads_which_may_be_copied(heads: int, groups: int, size: int, expect: str) -> None:
     found = [head_runs(heads, groups, rank, size) for rank in range(size)]
     shown = [f"{runs.heads[0]}-{sum(runs.heads) - 1}/{runs.groups[0]}-{sum(runs.groups) - 1}" for runs in found if runs]
     assert " ".join(shown) == expect
 
 
-def test_more_ranks_than_heads_have_none() -> None:
+def test_more_ranks_than_heads_are_impossible() -> None:
     assert head_runs(9, 3, 0, 10) is None
 
 
@@ -77,15 +75,15 @@ def test_more_ranks_than_heads_have_none() -> None:
     ("middle", "size", "counts"),
     [
         (1536, 2, (768, 768)),  # multiples of 256
-        (4864, 2, (2560, 2304)),  # uneven, for the sake of K quants
-        (1536, 4, (384, 384, 384, 384)),  # in 256 two ranks would have a third more than the average
+        (4864, 2, (2560, 2304)),  # uneven, to keep the blocks of K quants whole
+        (1536, 4, (384, 384, 384, 384)),  # in multiples of 256, two ranks would have a third more than the average
         (2880, 2, (1440, 1440)),  # multiples of 32
         (80, 3, (32, 32, 16)),
         (50, 3, (17, 17, 16)),
         (32, 3, None),
     ],
 )
-def test_middles_are_divided_in_blocks_where_that_costs_little(
+def test_mlp_widths_are_divided_in_blocks_if_nearly_even(
     middle: int, size: int, counts: tuple[int, ...] | None
 ) -> None:
     runs = wide_runs(middle, size)
@@ -94,7 +92,7 @@ def test_middles_are_divided_in_blocks_where_that_costs_little(
 
 @pytest.mark.parametrize("count", [1, 7, 320, 1000])
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
-def test_runs_cover_everything_once_and_none_is_longer_than_the_first(count: int, size: int) -> None:
+def test_even_runs_cover_all_and_none_exceeds_the_first(count: int, size: int) -> None:
     runs = even_runs(count, size, 16)
     assert [index for first, length in runs for index in range(first, first + length)] == list(range(count))
     assert max(length for _, length in runs) == runs[0][1]
@@ -117,7 +115,7 @@ def test_the_default_models_shape_is_divided_unevenly() -> None:
     assert (second.part.rank, second.part.size, second.part.vocab_first) == (1, 2, 24_576)
 
 
-def test_a_group_of_one_has_the_whole_and_sums_nothing() -> None:
+def test_single_rank_has_the_whole_and_sums_nothing() -> None:
     config = model_config_from(SMOLLM2, {}, dtype_name="bfloat16")
     share = share_of(config, 0, 1)
     assert replace(share, part=None) == config
@@ -134,7 +132,7 @@ def test_latents_are_in_every_rank_and_heads_are_divided(tiny_checkpoint: Checkp
         assert share.kv_entries == config.kv_entries
 
 
-def test_of_a_mixture_there_is_a_part_of_each_expert_or_some_as_wholes(tiny_checkpoint: Checkpoints) -> None:
+def test_rank_has_parts_of_experts_or_whole_experts(tiny_checkpoint: Checkpoints) -> None:
     config = config_of(tiny_checkpoint, "mixtral")
     for share in shares(config, 2):
         mlp = share.layers[0].mlp
@@ -148,8 +146,8 @@ def test_of_a_mixture_there_is_a_part_of_each_expert_or_some_as_wholes(tiny_chec
         assert share.experts_of(0) == (range(2), range(2, 3), range(3, 4))[rank]
 
 
-def test_what_every_token_goes_through_besides_may_be_in_some_ranks_only(tiny_checkpoint: Checkpoints) -> None:
-    config = config_of(tiny_checkpoint, "qwen2-moe")  # of 48, with a gate
+def test_shared_experts_may_be_in_some_ranks_only(tiny_checkpoint: Checkpoints) -> None:
+    config = config_of(tiny_checkpoint, "qwen2-moe")  # shared experts of 48, with a gate
     found = [share.layers[0].mlp for share in shares(config, 4, expert_parallel=True)]
     assert [(mlp.shared_size, mlp.has_shared_gate) for mlp in found if isinstance(mlp, ExpertsConfig)] == [
         (16, True),
@@ -162,17 +160,17 @@ def test_what_every_token_goes_through_besides_may_be_in_some_ranks_only(tiny_ch
 @pytest.mark.parametrize(
     ("kind", "size", "expect"),
     [
-        ("olmo2", 2, "mlp mlp"),  # norms of all heads of a row
-        ("gemma3n", 2, "attention attention attention+mlp attention+mlp attention attention+mlp"),  # gates are cut off
-        ("falcon-h1", 3, "mlp mlp"),  # two groups that are normed, and what is beside must be a part of the same sum
+        ("olmo2", 2, "mlp mlp"),  # norms over all heads of a row
+        ("gemma3n", 2, "attention attention attention+mlp attention+mlp attention attention+mlp"),  # gate cutoff
+        ("falcon-h1", 3, "mlp mlp"),  # norms over two groups, and attention is in the same sum
         ("falcon-h1-unnormed", 3, "attention+mlp attention+mlp"),
         ("mamba2", 2, "attention attention attention"),
         ("mamba2", 3, "- - -"),
         ("qwen2-moe", 3, "attention attention+mlp attention"),  # experts of 32
-        ("qwen3.5", 2, "mlp attention+mlp mlp"),  # of 16 heads, each rank would have 8
+        ("qwen3.5", 2, "mlp attention+mlp mlp"),  # each rank would have 8 of 16 heads
     ],
 )
-def test_what_is_not_worth_it_is_whole_in_each_rank(
+def test_layers_that_cannot_be_divided_are_whole_in_each_rank(
     tiny_checkpoint: Checkpoints, kind: str, size: int, expect: str
 ) -> None:
     for share in shares(config_of(tiny_checkpoint, kind), size):
@@ -190,11 +188,11 @@ def test_ranks_agree_on_what_is_summed(tiny_checkpoint: Checkpoints) -> None:
             assert len(sums) == 1
 
 
-def test_delta_rules_are_divided_by_keys_with_the_heads_that_share_them(tiny_checkpoint: Checkpoints) -> None:
+def test_delta_rules_are_divided_by_key_heads(tiny_checkpoint: Checkpoints) -> None:
     config = config_of(tiny_checkpoint, "qwen3.5")
     net = config.layers[0].attention
     assert isinstance(net, DeltaNetConfig)
-    wide = replace(net, head_count=32)  # four of each key
+    wide = replace(net, head_count=32)  # four value heads for each key head
     for has_heads_in_turn, heads in ((False, ((16, 16),)), (True, tuple((8 * index + 4, 4) for index in range(4)))):
         layers = (replace(config.layers[0], attention=replace(wide, has_heads_in_turn=has_heads_in_turn)),)
         share = divide(replace(config, layers=(*layers, *config.layers[1:])), 1, 2)
@@ -209,32 +207,37 @@ def test_state_spaces_are_divided_by_groups(tiny_checkpoint: Checkpoints) -> Non
     space = share.config.layers[0].attention
     assert isinstance(space, StateSpaceConfig)
     assert (space.head_count, space.group_count) == (3, 1)
-    # Of 6 heads of 32 and 2 groups of 16: z, x, b, c and time steps.
+    # 6 heads of 32, and 2 groups of 16: z, x, b, c and time steps.
     assert share.layers[0]["in_proj"].rows == ((96, 96), (288, 96), (400, 16), (432, 16), (451, 3))
 
 
 @pytest.mark.parametrize(
     ("kind", "size", "options", "sentence"),
     [
-        ("llama-padded", 4, {}, "4 ranks are to share attention of 3 heads, and each needs one: at most 3 ranks can"),
-        ("mamba2", 21, {}, "21 ranks are to share a vocabulary of 320 tokens, in multiples of 16: at most 20 can"),
-        ("mixtral", 5, {"expert_parallel": True}, "5 ranks are to share attention of 4 heads"),
-        ("minimax-m2", 9, {"expert_parallel": True}, "9 ranks are to share a mixture of 8 experts, and each needs one"),
+        ("llama-padded", 4, {}, "4 ranks cannot share attention of 3 heads, because each needs one: use at most 3"),
+        ("mamba2", 21, {}, "21 ranks cannot share a vocabulary of 320 tokens in multiples of 16: use at most 20"),
+        ("mixtral", 5, {"expert_parallel": True}, "5 ranks cannot share attention of 4 heads"),
+        (
+            "minimax-m2",
+            9,
+            {"expert_parallel": True},
+            "9 ranks cannot share a mixture of 8 experts, because",
+        ),
     ],
 )
-def test_what_cannot_be_divided_is_refused(
+def test_too_many_ranks_are_refused(
     tiny_checkpoint: Checkpoints, kind: str, size: int, options: dict[str, bool], sentence: str
 ) -> None:
     with pytest.raises(StartupError, match=sentence):
         share_of(config_of(tiny_checkpoint, kind), 0, size, **options)
 
 
-def test_an_mlp_beside_attention_is_divided_as_that_is(tiny_checkpoint: Checkpoints) -> None:
+def test_narrow_mlp_beside_attention_is_refused(tiny_checkpoint: Checkpoints) -> None:
     config = config_of(tiny_checkpoint, "cohere")
     mlp = config.layers[0].mlp
     assert isinstance(mlp, MlpConfig)
     narrow = replace(config.layers[0], mlp=replace(mlp, intermediate_size=32))
-    with pytest.raises(StartupError, match="3 ranks are to share MLPs with a middle of 32"):
+    with pytest.raises(StartupError, match="3 ranks cannot share MLPs with an intermediate size of 32"):
         share_of(replace(config, layers=(narrow, *config.layers[1:])), 0, 3)
 
 

@@ -1,4 +1,4 @@
-"""A model cut into stages, beside one process that has the whole model: the same tokens, and the same bits."""
+"""Tests of stages: they compute the same bits as one process with the whole model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BLOCK_COUNT = 400
 
 
 class Passed:
-    """Between two stages of one process: what the first has sent, the second takes."""
+    """Handover between stages in one process."""
 
     def __init__(self, before: deque[Any], behind: deque[Any]) -> None:
         self._before, self._behind = before, behind
@@ -44,7 +44,7 @@ class Passed:
 
 
 class Stages:
-    """A runner's part for StepDriver, played by stages that compute one after the other."""
+    """All stages with the interface of one runner, for StepDriver. They compute one after the other."""
 
     def __init__(self, path: Path, count: int, **fields: Any) -> None:
         settings = ModelSettings(
@@ -60,7 +60,7 @@ class Stages:
             runner.allocate_kv(BLOCK_COUNT)
             runner.warm_up()
             self.runners.append(runner)
-        assert not any(between), "a stage that warms up says nothing to the others"
+        assert not any(between), "warm-up sends nothing to other stages"
         self.between = between[1:-1]
         self.config = whole.config
         self.block_size, self.block_count = 4, BLOCK_COUNT
@@ -104,7 +104,7 @@ KINDS = (
 
 @pytest.mark.parametrize("cpu_kernels", ["native", "torch"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_stages_compute_what_the_whole_model_does(
+def test_stages_compute_what_one_process_computes(
     kind: str, cpu_kernels: str, tiny_checkpoint: Callable[[str], Path], rank_program: ModuleType
 ) -> None:
     path = tiny_checkpoint(kind)
@@ -118,7 +118,7 @@ def test_stages_compute_what_the_whole_model_does(
         stages.close()
 
 
-def test_each_stage_has_its_own_weights_and_kv_alone(tiny_checkpoint: Callable[[str], Path]) -> None:
+def test_each_stage_has_only_its_weights_and_kv(tiny_checkpoint: Callable[[str], Path]) -> None:
     for kind, in_both in (("llama", False), ("llama-tied", True)):
         whole = open_checkpoint(tiny_checkpoint(kind))
         names = [[tensor.name for tensor in StageCheckpoint(whole, stage, 2).tensors()] for stage in range(2)]
@@ -134,7 +134,7 @@ def test_each_stage_has_its_own_weights_and_kv_alone(tiny_checkpoint: Callable[[
 
 
 class Sized:
-    """A checkpoint whose layers have so many numbers, behind an embedding and before a head."""
+    """Checkpoint with given sizes of embedding, layers and head."""
 
     def __init__(self, config: ModelConfig, layer_sizes: Sequence[int], embedding: int, head: int) -> None:
         self.config = structs.replace(
@@ -145,7 +145,7 @@ class Sized:
 
     def tensors(self) -> list[StoredTensor]:
         def nothing(*_: object) -> Any:
-            raise AssertionError("only sizes are asked for")
+            raise AssertionError("only sizes are read")
 
         return [StoredTensor(name, (size,), "float32", nothing, nothing) for name, size in self._sizes.items()]
 
@@ -162,7 +162,7 @@ class Sized:
         ([1, 1, 1, 1], 0, 0, 4, [1, 1, 1, 1]),
     ],
 )
-def test_stages_are_as_even_as_they_get(
+def test_stages_are_as_even_as_possible(
     layer_sizes: list[int],
     embedding: int,
     head: int,
@@ -187,12 +187,12 @@ def test_layers_that_share_keys_and_values_stay_together(tiny_checkpoint: Callab
     assert stage_runs(checkpoint, 3) == ((0, 1), (1, 3), (4, 1))
     of_stage = stage_config(shared, (1, 3))
     assert of_stage.kv_layers == (0, 1, 0)
-    with pytest.raises(StartupError, match="5 layers, some of which share keys and values, which give 3 at most"):
+    with pytest.raises(StartupError, match="5 layers, some of which share keys and values: 3 stages are possible"):
         stage_runs(checkpoint, 4)
 
 
-def test_what_cannot_be_cut_is_refused(tiny_checkpoint: Callable[[str], Path]) -> None:
-    with pytest.raises(StartupError, match=r"9 stages are to share \d layers, which give \d at most"):
+def test_too_many_stages_are_refused(tiny_checkpoint: Callable[[str], Path]) -> None:
+    with pytest.raises(StartupError, match=r"9 stages cannot share \d layers: \d stages are possible"):
         StageCheckpoint(open_checkpoint(tiny_checkpoint("llama")), 0, 9)
     with pytest.raises(StartupError, match="several streams"):
         StageCheckpoint(open_checkpoint(tiny_checkpoint("gemma3n")), 0, 2)
@@ -200,7 +200,7 @@ def test_what_cannot_be_cut_is_refused(tiny_checkpoint: Callable[[str], Path]) -
 
 @pytest.mark.parametrize("cpu_kernels", ["native", "torch"])
 @pytest.mark.parametrize("abandoned_in", [0, 1])
-def test_an_abandoned_step_is_abandoned_in_all_that_follow(
+def test_abandoned_step_is_abandoned_in_later_stages(
     abandoned_in: int, cpu_kernels: str, tiny_checkpoint: Callable[[str], Path], rank_program: ModuleType
 ) -> None:
     path = tiny_checkpoint("llama")

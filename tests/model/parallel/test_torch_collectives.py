@@ -1,4 +1,4 @@
-"""Ranks that are processes, by gloo. NCCL needs two GPUs, and is not run here."""
+"""Tests of ranks in processes that use gloo. NCCL needs two GPUs, and is not tested."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def free_port() -> int:
 
 
 def in_processes(size: int, checkpoint: Path) -> list[dict[str, Any]]:
-    """What each rank printed."""
+    """Run a process for each rank, and return what each printed."""
     port = free_port()
     command = [sys.executable, str(SCRIPT), str(port)]
     processes = [
@@ -62,7 +62,7 @@ def in_processes(size: int, checkpoint: Path) -> list[dict[str, Any]]:
     return [json.loads(out.splitlines()[-1]) for out, _ in ended]
 
 
-def test_processes_compute_what_one_does(tiny_checkpoint: Checkpoints, gloo_rank: ModuleType) -> None:
+def test_gloo_ranks_compute_what_one_process_computes(tiny_checkpoint: Checkpoints, gloo_rank: ModuleType) -> None:
     path = tiny_checkpoint("llama")
     first, second = in_processes(2, path)
     runner = ModelRunner.load(open_checkpoint(path), gloo_rank.settings())
@@ -80,13 +80,13 @@ def test_processes_compute_what_one_does(tiny_checkpoint: Checkpoints, gloo_rank
     assert first["halves"] == [3.0, 1.0]
 
 
-def test_a_sum_is_added_up_in_the_order_of_the_ranks(tiny_checkpoint: Checkpoints) -> None:
+def test_sum_uses_rank_order(tiny_checkpoint: Checkpoints) -> None:
     found = in_processes(3, tiny_checkpoint("llama"))
-    # 1e8 + 1 is 1e8 in float32; in another order 1 would be left.
+    # 1e8 + 1 is 1e8 in float32. Another order would leave 1.
     assert [rank["sum"] for rank in found] == [[0.0, 3.0]] * 3
 
 
-def test_a_rank_that_does_not_find_the_others_says_where_it_looked() -> None:
+def test_connection_error_names_the_address() -> None:
     port = free_port()
-    with pytest.raises(StartupError, match=f"rank 1 of 2 does not find the others by 127.0.0.1:{port} within 0.2 s"):
+    with pytest.raises(StartupError, match=f"rank 1 of 2 cannot connect to the others at 127.0.0.1:{port} within"):
         TorchCollectives(master_addr="127.0.0.1", master_port=port, rank=1, size=2, timeout_seconds=0.2)

@@ -1,5 +1,7 @@
-"""A group of ranks in one process, a thread each: every rank's model is a real one, and what they do together goes
-through memory that all see."""
+"""A group of ranks in one process, with one thread per rank.
+
+Each rank has a real model. Collectives exchange Python objects between the threads.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +24,24 @@ from trioserve.model.settings import ModelSettings
 __all__ = ["RankGroup", "ThreadCollectives", "thread_group"]
 
 Result = TypeVar("Result")
-WAIT_SECONDS_MAX = 60.0  # then a rank is gone, or called something else than the others
+WAIT_SECONDS_MAX = 60.0  # then a rank has failed, or made another call than the others
 
 
 class _Meeting:
-    """Where all ranks put something, and see what all have put."""
+    """Exchanges values between the threads of all ranks."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=WAIT_SECONDS_MAX)
         self._given: list[Any] = [None] * size
 
     def exchange(self, rank: int, own: Any, take: Callable[[list[Any]], Result]) -> Result:
-        """take: makes of what all gave what this rank gets, before anybody can change it."""
+        """Wait for the values of all ranks and return a result of them.
+
+        Args:
+            rank: the calling rank.
+            own: its value.
+            take: computes the result from all values, before any rank can change its value.
+        """
         self._given[rank] = own
         self.barrier.wait()
         result = take(self._given)
@@ -42,7 +50,11 @@ class _Meeting:
 
 
 class ThreadCollectives:
-    """One rank's. Checks that all ranks call the same. calls: how often they summed and gathered."""
+    """Collectives of one rank. They check that all ranks make the same calls.
+
+    Attributes:
+        calls: number of sums and gathers.
+    """
 
     native: int | None = None
 
@@ -76,13 +88,13 @@ class ThreadCollectives:
         pass
 
     def abort(self) -> None:
-        """The others are to fail, too, rather than to wait."""
+        """Let the other ranks fail instead of waiting."""
         self._meeting.barrier.abort()
 
     def _checked(self, call: str, given: list[Any]) -> list[Any]:
-        assert {name for name, _, _ in given} == {call}, "ranks called different things"
+        assert {name for name, _, _ in given} == {call}, "ranks made different calls"
         arrays = [array for _, array, _ in given]
-        assert len({(tuple(array.shape), str(array.dtype)) for array in arrays}) == 1, "of different shapes"
+        assert len({(tuple(array.shape), str(array.dtype)) for array in arrays}) == 1, "ranks passed different shapes"
         for array in arrays:
             assert array.is_contiguous() if isinstance(array, torch.Tensor) else array.flags.c_contiguous
         return arrays
@@ -98,7 +110,16 @@ def thread_group(size: int) -> list[ThreadCollectives]:
 
 
 class RankGroup:
-    """The runners of all ranks, as one: each executes every plan, and all must give the same result."""
+    """The runners of all ranks, with the interface of one runner. It checks that all ranks return the same result.
+
+    Args:
+        path: directory of the checkpoint.
+        size: number of ranks.
+        settings: settings of each runner.
+        expert_parallel: see share_of.
+        collectives: one for each rank. None: ThreadCollectives.
+        block_count: most blocks of the KV cache.
+    """
 
     def __init__(
         self,
@@ -110,7 +131,6 @@ class RankGroup:
         collectives: Sequence[Collectives] | None = None,
         block_count: int = 200,
     ) -> None:
-        """collectives: None makes those of threads."""
         self.collectives: Sequence[Any] = thread_group(size) if collectives is None else collectives
         self._pools = [ThreadPoolExecutor(1, f"rank-{rank}") for rank in range(size)]
 
@@ -130,7 +150,7 @@ class RankGroup:
         return self.execute_with_votes(plan, [is_abandoned] * len(self.runners))
 
     def execute_with_votes(self, plan: StepPlan, votes: Sequence[IsAbandoned]) -> StepResult | None:
-        """votes: each rank's own view."""
+        """Execute a step in which each rank has its own abandonment."""
         results = self._each(lambda rank: self.runners[rank].execute(plan, votes[rank]))
         for result in results[1:]:
             assert result == results[0], "ranks disagree"

@@ -1,4 +1,4 @@
-"""What the ranks of a group do together in a step: sum, and gather. Each of them calls the same in the same order."""
+"""Collective operations of ranks within a step: sum and gather. All ranks make the same calls in the same order."""
 
 from __future__ import annotations
 
@@ -10,35 +10,56 @@ __all__ = ["Collectives", "Lonely", "RankSums"]
 
 
 class Collectives(Protocol):
-    """One rank's door to the others. Used by the thread that computes, alone. Where another rank is gone, a call may
-    wait for ever, or raise: whoever started the ranks ends all of them then."""
+    """Connection of one rank to the other ranks. Only the thread that computes uses it.
+
+    If another rank is lost, a call may block for ever or raise. The process that started the ranks ends all of them in
+    that case.
+
+    Attributes:
+        rank: number of this rank.
+        size: number of ranks.
+        native: address of a CollectivesStruct, through which native kernels make the same calls without Python. It is
+            valid as long as this object. None: kernels need NativeCallbacks.
+    """
 
     rank: int
     size: int
     native: int | None
-    """The address of a CollectivesStruct, through which the native kernels do the same without Python, valid as long
-    as this object."""
 
     @property
     def seconds(self) -> float:
-        """That sums and gatherings took so far, waiting for others included."""
+        """Seconds spent in sum_ and gather so far, including the wait for other ranks."""
         ...
 
     def sum_(self, values: Any, is_abandoned: bool = False) -> bool:
-        """values: a contiguous array of numpy's or tensor of torch's, of the same shape and dtype in every rank. It
-        becomes the sum of all of them, added up in the order of the ranks, so that it has the same bits in each.
-        Returns whether any rank said is_abandoned: the same everywhere."""
+        """Replace values by the sum over all ranks, with the same bits in every rank.
+
+        Args:
+            values: contiguous numpy array or torch tensor, with the same shape and dtype in every rank. It is summed in
+                the order of the ranks.
+            is_abandoned: this rank wants to abandon the step.
+
+        Returns:
+            True if any rank passed is_abandoned. Every rank gets the same answer.
+        """
         ...
 
     def gather(self, own: Any) -> Any:
-        """own: as above. Returns [size, *own.shape], what each rank gave, in the order of the ranks."""
+        """Collect the values of all ranks.
+
+        Args:
+            own: contiguous numpy array or torch tensor, with the same shape and dtype in every rank.
+
+        Returns:
+            [size, *own.shape], in the order of the ranks.
+        """
         ...
 
     def close(self) -> None: ...
 
 
 class Lonely:
-    """A group of one."""
+    """The Collectives of a single rank."""
 
     rank: int = 0
     size: int = 1
@@ -60,7 +81,7 @@ class RankSums:
 
     Args:
         collectives: connection to the other ranks.
-        is_abandoned: this rank's own view. Either all ranks pass `never_abandoned`, and then ask nobody, or none does.
+        is_abandoned: this rank's own view. Either all ranks pass `never_abandoned`, which exchanges no votes, or none.
     """
 
     def __init__(self, collectives: Collectives, is_abandoned: IsAbandoned) -> None:

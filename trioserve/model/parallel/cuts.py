@@ -1,4 +1,4 @@
-"""How what is counted is divided among ranks, and which rows or columns of a tensor one of them has."""
+"""Division of counts among ranks, and the rows or columns of a tensor that a rank has."""
 
 from __future__ import annotations
 
@@ -22,19 +22,23 @@ __all__ = [
 ]
 
 Run: TypeAlias = tuple[int, int]
-"""The first, and how many."""
+"""Index of the first item, and number of items."""
 Runs: TypeAlias = tuple[Run, ...]
 
 UNITS = (256, 32, 16)
-"""What the middles of MLPs are divided in: the blocks of ggml's K quants, those of its other formats, and what the
-native kernels ask for. A cut within a block costs the block."""
-UNEVENNESS_MAX = 1 / 8  # by which the widest part may be wider than the average, for the sake of larger units
+"""Units in which MLPs are divided: the blocks of ggml's K quants, the blocks of its other formats, and the unit of the
+native kernels. A tensor that is cut within a block is stored without blocks."""
+UNEVENNESS_MAX = 1 / 8  # the widest part may exceed the average by this ratio, to use a larger unit
 
 
 class Cut(NamedTuple):
-    """What a rank has of a module's tensors. rows: these rows of its weight and of its bias; columns: these columns of
-    its weight, whose products are parts of a sum, so that its bias is there once; None: all of them. has_bias: False:
-    another rank has it, and zeros are here."""
+    """The part of a module's tensors that a rank has.
+
+    Attributes:
+        rows: rows of the weight and of the bias. None: all.
+        columns: columns of the weight. The ranks' products are summed, so only one rank may add the bias. None: all.
+        has_bias: False: another rank adds the bias, and this rank has zeros.
+    """
 
     rows: Runs | None = None
     columns: Runs | None = None
@@ -53,12 +57,22 @@ def columns(rank: int, *runs: Run) -> Cut:
 
 
 def times(run: Run, size: int, start: int = 0) -> Run:
-    """A run of things as one of their numbers, of which each has `size`; the first of all is `start`."""
+    """Convert a run of items, such as heads, to a run of rows.
+
+    Args:
+        run: the items.
+        size: rows of each item.
+        start: row of the first item.
+    """
     return start + run[0] * size, run[1] * size
 
 
 def runs_of(indices: Iterable[int]) -> Runs:
-    """Neighbours become one run."""
+    """Combine indices into runs. Consecutive indices become one run.
+
+    Args:
+        indices: items, in order.
+    """
     found: list[Run] = []
     for index in indices:
         if found and index == sum(found[-1]):
@@ -69,16 +83,34 @@ def runs_of(indices: Iterable[int]) -> Runs:
 
 
 def even_runs(count: int, size: int, unit: int = 1) -> Runs:
-    """One for each rank, in multiples of unit but for the end of the last. None has more than the first. Where there
-    are fewer units than ranks, some are empty."""
+    """Divide a count evenly among ranks. No rank has more than the first one.
+
+    Args:
+        count: items to divide.
+        size: number of ranks.
+        unit: runs have multiples of this, except for the last one.
+
+    Returns:
+        One run for each rank. Some are empty if there are fewer units than ranks.
+    """
     units = -(-count // unit)
     ends = [min(count, (units * rank + size - 1) // size * unit) for rank in range(size + 1)]
     return tuple((first, end - first) for first, end in itertools.pairwise(ends))
 
 
 def wide_runs(count: int, size: int) -> Runs | None:
-    """The same in the largest unit of UNITS that divides it without making one rank's part much wider; where 16 does
-    not divide it, in any number. None: there are fewer units than ranks."""
+    """Divide the width of an MLP among ranks, in a unit that suits blocks and kernels.
+
+    Uses the largest of UNITS that divides the width, unless the widest part would exceed the average by more than
+    UNEVENNESS_MAX. A width that 16 does not divide is divided without a unit.
+
+    Args:
+        count: the width.
+        size: number of ranks.
+
+    Returns:
+        One run for each rank. None: there are fewer units than ranks.
+    """
     units = [unit for unit in UNITS if count % unit == 0] or [1]
     for unit in units:
         widest = -(-count // unit // size) * unit
@@ -88,14 +120,27 @@ def wide_runs(count: int, size: int) -> Runs | None:
 
 
 class HeadRuns(NamedTuple):
+    """The heads of a rank, and the groups of these heads."""
+
     heads: Run
     groups: Run
 
 
 def head_runs(head_count: int, group_count: int, rank: int, size: int) -> HeadRuns | None:
-    """A rank's heads and the groups that they belong to, such as the heads of keys and values: whole groups, uneven
-    where they do not divide; with more ranks than groups one group, which several ranks have, and some of its heads.
-    None: there are more ranks than heads."""
+    """Select the heads of a rank and their groups. For attention, a group is a KV head and the query heads that use it.
+
+    A rank gets whole groups, as evenly as possible. If there are more ranks than groups, a rank gets one group and some
+    of its heads, and other ranks have copies of that group.
+
+    Args:
+        head_count: heads of the whole model.
+        group_count: groups of the whole model.
+        rank: number of the rank.
+        size: number of ranks.
+
+    Returns:
+        The rank's heads and groups. None: there are more ranks than heads.
+    """
     each = head_count // group_count
     if size > head_count:
         return None

@@ -1,4 +1,4 @@
-"""Collectives of Python for the native kernels: their step calls back, where ranks are not on one host."""
+"""Let native kernels call Collectives that are written in Python. Used if ranks are on several hosts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ __all__ = ["NativeCallbacks"]
 
 
 class NativeCallbacks:
-    """Kept as long as a step may call them; each call takes the GIL, in the thread that computes."""
+    """C functions that call a Collectives. Keep the object as long as a step may run.
+
+    Each call takes the GIL, in the thread that computes.
+
+    Args:
+        collectives: the object to call.
+    """
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
@@ -28,12 +34,15 @@ class NativeCallbacks:
 
     @property
     def native(self) -> int:
-        """As of Collectives."""
+        """Address of the CollectivesStruct, see Collectives."""
         return ctypes.addressof(self._struct)
 
     def check(self) -> None:
-        """Raises what a call has raised since the last check. From then on nothing was sent or received: the step was
-        told that it is abandoned, and what it gave means nothing."""
+        """Raise the exception of a call since the last check, if there was one.
+
+        After that exception, further calls sent nothing. They reported the step as abandoned, so its results are
+        meaningless.
+        """
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -45,7 +54,7 @@ class NativeCallbacks:
             values = _floats(total, count)
             values[:] = _floats(own, count)
             return self._collectives.sum_(values, bool(is_abandoned))
-        except BaseException as error:  # it cannot pass through C: check raises it
+        except BaseException as error:  # exceptions cannot pass through C, so check raises it
             self._error = error
             return True
 
@@ -56,12 +65,12 @@ class NativeCallbacks:
             found = self._collectives.gather(_bytes(own, byte_count))
             if everything is not None:
                 _bytes(everything, self._collectives.size * byte_count)[:] = found.reshape(-1)
-        except BaseException as error:  # as above
+        except BaseException as error:  # same as in _sum
             self._error = error
 
 
 def _floats(address: int | None, count: int) -> np.ndarray:
-    """Of so many float32 there, seen as they are."""
+    """Return float32 numbers at an address, as a view."""
     if address is None or count == 0:
         return np.empty(0, dtype=np.float32)
     return np.ctypeslib.as_array((ctypes.c_float * count).from_address(address))

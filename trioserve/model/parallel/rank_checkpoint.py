@@ -1,8 +1,7 @@
-"""A checkpoint as one rank of a group sees it: of each tensor the rows or columns that it has, by the names that all
-have, so that a model is loaded as ever.
+"""The shards of a checkpoint that one rank has. Tensors keep their names, so a model loads them as usual.
 
-Rows are read alone where a file has them one behind the other; of columns, rows are read a few at a time, and cut.
-Blocks stay as they are but where a cut goes through some: such a matrix is given as the numbers that it stands for.
+Consecutive rows are read from the file alone. For columns, a few rows are read at a time and cut. Quantized blocks are
+kept, unless a cut goes through a block: then the matrix is dequantized.
 """
 
 from __future__ import annotations
@@ -26,16 +25,25 @@ from trioserve.model.parallel.shares import Cuts, divide
 
 __all__ = ["RankCheckpoint"]
 
-SLICE_VALUES = 2**20  # of the rows that columns are cut from
-BLOCK_VALUES = 32  # of the types that are not ggml's
+SLICE_VALUES = 2**20  # values that are read at a time to cut columns
+BLOCK_VALUES = 32  # per block, in block types that are not from ggml
 _BLOCK_VALUES = {storage.name: storage.block_values for storage in STORAGE_TYPES.values()}
 
 
 class RankCheckpoint:
-    """A Checkpoint. What is not the weights is the whole's: vision, for one."""
+    """The Checkpoint of one rank. Everything except the weights is that of the whole model, such as vision.
+
+    Args:
+        checkpoint: the whole model, or a stage of it.
+        rank: number of the rank.
+        size: number of ranks.
+        expert_parallel: see share_of.
+
+    Raises:
+        StartupError: the model cannot be divided among so many ranks.
+    """
 
     def __init__(self, checkpoint: Checkpoint, rank: int, size: int, *, expert_parallel: bool = False) -> None:
-        """checkpoint: of the whole model. For the others, and what is raised, see share_of."""
         self.whole = checkpoint
         self._place = rank, size
         self._share = divide(checkpoint.config, rank, size, expert_parallel=expert_parallel)
@@ -50,7 +58,7 @@ class RankCheckpoint:
 
     @property
     def kv_heads(self) -> Run:
-        """Which of the whole model's heads of keys and values are here."""
+        """The KV heads of this rank, numbered as in the whole model."""
         whole, own = self.whole.config.kv_attention, self.config.kv_attention.kv_entry.head_count
         count = whole.kv_entry.head_count
         runs = None if own == count else head_runs(whole.head_count, count, *self._place)
@@ -60,15 +68,25 @@ class RankCheckpoint:
         return self.part_of(self.whole.tensors())
 
     def part_of(self, tensors: Iterable[StoredTensor]) -> Iterator[StoredTensor]:
-        """Of those of a whole model like this one, what would be in here."""
+        """Select this rank's shards from another whole model of this shape.
+
+        Args:
+            tensors: tensors of the whole model.
+        """
         for tensor in tensors:
             cut = self.cut_of(tensor.name)
             if cut is not None:
                 yield _cut_tensor(tensor, cut)
 
     def cut_of(self, name: str) -> Cut | None:
-        """name: of a tensor. None: it is not in this rank. Raises KeyError for one of which nobody said how it is
-        divided."""
+        """Return the part of a tensor that this rank has. None: it has no part.
+
+        Args:
+            name: name of the tensor.
+
+        Raises:
+            KeyError: shares.py defines no cut for this tensor.
+        """
         path = name.split(".")
         cuts = self._share.cuts
         if path[0] == "layers":
@@ -78,15 +96,15 @@ class RankCheckpoint:
                 return None
             if path[0].startswith("shared") and not self._has_shared(layer):
                 return None
-        return _found(cuts, path)
+        return _cut_named(cuts, path)
 
     def _has_shared(self, layer: int) -> bool:
-        """Whether anything is here of what every token goes through besides."""
+        """Return whether the rank has a part of a layer's shared experts."""
         return "shared.down_proj" in self._share.layers[layer]
 
 
-def _found(cuts: Cuts, path: list[str]) -> Cut:
-    """path: of a name without its layer."""
+def _cut_named(cuts: Cuts, path: list[str]) -> Cut:
+    """Return the cut of a tensor. The path is its name without the layer."""
     if path[0] in ("experts", "streams") and path[1].isdecimal():
         path = [path[0], *path[2:]]
     *module, kind = path
@@ -113,14 +131,14 @@ def _is_all(runs: Runs, count: int) -> bool:
 def _zeros(tensor: StoredTensor) -> StoredTensor:
     def read(wanted: Dtype) -> Values:
         zeros = empty_values(tensor.shape, wanted)
-        zeros[...] = 0  # of every format
+        zeros[...] = 0  # 0 has the same bits in every dtype
         return zeros
 
     return StoredTensor(tensor.name, tensor.shape, tensor.dtype, read, tensor.sample)
 
 
 def _some_rows(tensor: StoredTensor, runs: Runs) -> StoredTensor:
-    """sample is the whole's: what a rank computes is a part of it."""
+    """Select rows. `sample` stays that of the whole tensor."""
     shape = (sum(count for _, count in runs), *tensor.shape[1:])
     if tensor.rows is not None and len(runs) == 1:
         return tensor.rows.part(*runs[0])._replace(name=tensor.name, sample=tensor.sample)
@@ -145,7 +163,7 @@ def _some_columns(tensor: StoredTensor, runs: Runs) -> StoredTensor:
     shape = (row_count, sum(count for _, count in runs))
 
     def cut(read: Callable[[StoredTensor], npt.NDArray[Any]], runs: Runs) -> npt.NDArray[Any]:
-        """runs: of the numbers in a row of what is read."""
+        """Cut what is read. The runs count values or blocks of a row."""
         return _joined([_taken(read(part), runs, axis=1) for part in _slices(tensor)])
 
     found = StoredTensor(
@@ -169,7 +187,7 @@ def _some_columns(tensor: StoredTensor, runs: Runs) -> StoredTensor:
 
 
 def _slices(tensor: StoredTensor) -> Iterator[StoredTensor]:
-    """Some rows at a time, where they can be read alone: little is held beside what they are cut to."""
+    """Yield a few rows at a time if they can be read alone, to hold little memory besides the result."""
     if tensor.rows is None:
         yield tensor
         return
@@ -180,7 +198,7 @@ def _slices(tensor: StoredTensor) -> Iterator[StoredTensor]:
 
 
 def _blocks_of(tensor: StoredTensor) -> Bytes:
-    assert tensor.read_blocks is not None, "asked of what lies in blocks"
+    assert tensor.read_blocks is not None, "only tensors with a block type have blocks"
     return tensor.read_blocks()
 
 
@@ -214,7 +232,7 @@ def rank_adapter(whole: AdapterWeights, checkpoint: RankCheckpoint) -> AdapterWe
 
 
 def _taken(values: npt.NDArray[Any], runs: Runs, axis: int = 0) -> npt.NDArray[Any]:
-    """A copy, so that what was read beside it can go."""
+    """Copy the runs of an axis, so that the rest of the values can be freed."""
     if _is_all(runs, values.shape[axis]):
         return values
     places = np.concatenate([np.arange(first, first + count) for first, count in runs])

@@ -1,4 +1,4 @@
-"""Rows of the head that are in several ranks: each has the logits of some tokens, and what is chosen depends on all."""
+"""A head whose rows are divided among ranks: each rank has the logits of some tokens, and sampling needs all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ __all__ = ["RankVocabulary"]
 
 
 class RankVocabulary:
-    """What a rank finds out about the tokens of all. Every rank has to ask for the same."""
+    """Exchanges logits between ranks. All ranks must make the same calls.
+
+    Args:
+        part: the part of the model that this rank has.
+        vocab_size: tokens of the whole vocabulary.
+        collectives: connection to the other ranks.
+    """
 
     def __init__(self, part: RankPart, vocab_size: int, collectives: Collectives) -> None:
         self._runs = vocab_runs(vocab_size, part.size)
@@ -22,18 +28,32 @@ class RankVocabulary:
         self._collectives = collectives
 
     def logits(self, own: Tensor) -> Tensor:
-        """own: [n, vocab_count], those of the rank's tokens. Returns [n, vocab_size]."""
-        # All ranks give as many, and the first has most.
+        """Collect the logits of all tokens.
+
+        Args:
+            own: [n, vocab_count], logits of this rank's tokens.
+
+        Returns:
+            [n, vocab_size].
+        """
+        # All ranks must send the same size. The first rank has the most tokens.
         padded = functional.pad(own, (0, self._runs[0][1] - own.shape[1]))
         gathered: Tensor = self._collectives.gather(padded.contiguous())
         return torch.cat([logits[:, :count] for logits, (_, count) in zip(gathered, self._runs, strict=True)], -1)
 
     def largest(self, own: Tensor) -> tuple[Tensor, Tensor]:
-        """own: as above. Of each row the token with the largest logit, of equals the first, int64 [n], and whether all
-        its logits are numbers, bool [n]. Less is sent for them than for logits."""
+        """Find the token with the largest logit in each row. Sends less than `logits`.
+
+        Args:
+            own: [n, vocab_count], logits of this rank's tokens.
+
+        Returns:
+            The token of each row, int64 [n]: the smallest number if logits are equal. And whether all logits of the row
+            are finite, bool [n].
+        """
         best = own.max(-1)
         finite = own.isfinite().all(-1)
-        # A float32 holds the logits of every format exactly, and all numbers of tokens.
+        # float32 represents logits of every dtype exactly, and token numbers below 2**24.
         found = torch.stack((best.values.float(), (best.indices + self._first).float(), finite.float()), -1)
         values, ids, are_finite = self._collectives.gather(found).unbind(-1)
         rank = values.argmax(0)

@@ -1,6 +1,6 @@
-"""Collectives of ranks on one host, through memory that their processes share; cpu/shared_memory.h says how they meet.
+"""Collectives of ranks on one host, in memory that their processes share. cpu/shared_memory.h describes the protocol.
 
-A rank that waits spins for some microseconds and then sleeps. The kernels' own step uses it without Python.
+A rank that waits spins for some microseconds and then sleeps. Native kernels use these collectives without Python.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from trioserve_kernels.native import SUM_DTYPES, Library
 
 __all__ = ["Arrivals", "SharedMemoryCollectives", "make_shared_memory"]
 
-SLOT_BYTES = 1 << 22  # as in cpu/shared_memory.h
+SLOT_BYTES = 1 << 22  # same as in cpu/shared_memory.h
 ARRIVALS_BYTES = 128
-DTYPES_OF_ARRAYS = {"float32": "float32", "float16": "float16", "uint16": "bfloat16"}  # numpy knows no bfloat16
+DTYPES_OF_ARRAYS = {"float32": "float32", "float16": "float16", "uint16": "bfloat16"}  # numpy has no bfloat16
 
 
 def _byte_count(size: int) -> int:
@@ -27,8 +27,15 @@ def _byte_count(size: int) -> int:
 
 
 def make_shared_memory(size: int) -> int:
-    """The descriptor of zeroed memory for a group of this size. It is not inherited unless it is passed on; when the
-    last process has closed and unmapped it, the memory is gone."""
+    """Allocate zeroed memory for a group.
+
+    Args:
+        size: number of ranks.
+
+    Returns:
+        Its file descriptor, which child processes inherit only if it is passed to them. The kernel frees the memory
+        when the last process has closed and unmapped it.
+    """
     descriptor = os.memfd_create("trioserve-ranks", os.MFD_CLOEXEC)
     try:
         os.ftruncate(descriptor, _byte_count(size))
@@ -39,19 +46,23 @@ def make_shared_memory(size: int) -> int:
 
 
 class Arrivals:
-    """How often each rank has arrived where all meet, seen from outside: who is behind is who the others wait for."""
+    """Read-only view of the number of collectives that each rank has entered. Others wait for ranks that are behind.
+
+    Args:
+        descriptor: from make_shared_memory. It may be closed afterwards.
+        size: number of ranks.
+    """
 
     def __init__(self, descriptor: int, size: int) -> None:
-        """descriptor: of make_shared_memory; it may be closed afterwards."""
         self._memory = mmap.mmap(descriptor, size * ARRIVALS_BYTES, prot=mmap.PROT_READ)
         self._size = size
 
     def counts(self) -> tuple[int, ...]:
-        """By rank; they wrap around at 2**32."""
+        """Return the count of each rank, modulo 2**32."""
         return tuple(struct.unpack_from("=I", self._memory, rank * ARRIVALS_BYTES)[0] for rank in range(self._size))
 
     def missing(self) -> tuple[int, ...]:
-        """The ranks that others wait for, or may be about to; none where all have arrived equally often."""
+        """Return the ranks that are behind, which others wait for now or soon. Empty if all counts are equal."""
         counts = self.counts()
         most = max(counts, key=lambda count: (count - counts[0] + 2**31) % 2**32)
         return tuple(rank for rank, count in enumerate(counts) if count != most)
@@ -61,12 +72,21 @@ class Arrivals:
 
 
 class SharedMemoryCollectives:
-    """One rank's, of numpy's arrays and of torch's tensors on the CPU. Closed once, when nothing computes any more."""
+    """Collectives of one rank, for numpy arrays and CPU tensors of torch. Close it after the last step.
+
+    Args:
+        library: the native kernels.
+        descriptor: from make_shared_memory(size), unused by other groups. It may be closed afterwards.
+        rank: number of this rank.
+        size: number of ranks.
+
+    Raises:
+        MemoryError: no memory for the rank's own state.
+    """
 
     def __init__(self, library: Library, descriptor: int, rank: int, size: int) -> None:
-        """descriptor: of make_shared_memory(size), which no other group has used; it may be closed afterwards."""
         assert 0 <= rank < size
-        assert library.shared_memory_bytes(size) == _byte_count(size), "both sides lay it out alike"
+        assert library.shared_memory_bytes(size) == _byte_count(size), "Python and C++ use the same layout"
         self.rank, self.size = rank, size
         self._library = library
         self._memory = mmap.mmap(descriptor, _byte_count(size))
@@ -78,11 +98,19 @@ class SharedMemoryCollectives:
 
     @property
     def seconds(self) -> float:
-        assert self._handle is not None, "asked after close"
+        assert self._handle is not None, "seconds after close"
         return float(self._library.shared_seconds(self._handle))
 
     def sum_(self, values: Any, is_abandoned: bool = False) -> bool:
-        """float32, bfloat16 or float16; a uint16 array of numpy's is bfloat16. Added in float32 and rounded once."""
+        """Replace values by the sum over all ranks, see Collectives. Sums are in float32 and rounded once.
+
+        Args:
+            values: contiguous float32, bfloat16 or float16. A numpy array of uint16 contains bfloat16.
+            is_abandoned: this rank wants to abandon the step.
+
+        Returns:
+            True if any rank passed is_abandoned.
+        """
         dtype, address = _name_and_address(values)
         number = SUM_DTYPES[DTYPES_OF_ARRAYS.get(dtype, dtype)]
         count = values.nbytes // values.itemsize
@@ -92,15 +120,15 @@ class SharedMemoryCollectives:
         _, address = _name_and_address(own)
         shape = (self.size, *own.shape)
         if isinstance(own, np.ndarray):
-            all_of_them: Any = np.empty(shape, dtype=own.dtype)
+            gathered: Any = np.empty(shape, dtype=own.dtype)
         else:
-            all_of_them = own.new_empty(shape)
-        _, to = _name_and_address(all_of_them)
+            gathered = own.new_empty(shape)
+        _, to = _name_and_address(gathered)
         self._library.shared_gather(self._handle, address, own.nbytes, to)
-        return all_of_them
+        return gathered
 
     def close(self) -> None:
-        """A second call does nothing."""
+        """Leave the group. A second call does nothing."""
         handle, self._handle = self._handle, None
         if handle is not None:
             self.native = None
@@ -109,7 +137,7 @@ class SharedMemoryCollectives:
 
 
 def _name_and_address(values: Any) -> tuple[str, int]:
-    """Of an array's or a tensor's numbers, which lie one behind the other."""
+    """Return dtype name and address of contiguous values."""
     if isinstance(values, np.ndarray):
         assert values.flags.c_contiguous
         return str(values.dtype), values.ctypes.data

@@ -1,13 +1,16 @@
-"""What one rank of a group has of a model: a config of fewer heads and narrower MLPs, and of each tensor which rows or
-columns.
+"""Tensor parallelism: the share of a model that one rank has.
 
-Of attention each rank has some heads of keys and values, and the heads of queries that see them; of an MLP a part of
-its middle; of a mixture a part of each expert's middle, or whole experts; of embedding and head the rows of some
-tokens. What is left whole in each rank: norms, routers, streams and what comes in beside attention (LAuReL), which are
-small. Attention whose norm is over all heads of a row, MLPs whose gates are cut off by their row's mean and deviation,
-state spaces whose norms are over more heads than a rank would have: to divide these would take one sum more in each
-layer. Then what is too narrow to be divided, and delta rules where a rank would have other than a multiple of 16 heads,
-which the native kernels ask for.
+A share is a config with fewer heads and narrower MLPs, and the rows or columns of each tensor. A rank has:
+- attention: some KV heads, and the query heads that read them.
+- MLP: a part of its intermediate size.
+- mixture of experts: a part of the intermediate size of each expert, or some whole experts.
+- embedding and head: the rows of some tokens.
+
+Every rank has these as a whole:
+- norms, routers, streams and LAuReL, because they are small.
+- attention with a norm over all heads of a row, MLPs with a gate cutoff from mean and deviation of the row, and state
+  spaces with a norm over more heads than a rank would have. Dividing them would need a further sum in each layer.
+- MLPs that are too narrow, and delta rules whose ranks would not have a multiple of 16 heads, as native kernels need.
 """
 
 from __future__ import annotations
@@ -49,15 +52,15 @@ from trioserve.model.parallel.cuts import (
 
 __all__ = ["Cuts", "Share", "divide", "share_of", "vocab_runs"]
 
-VOCAB_UNIT = 16  # rows that the native kernels compute together
-HEADS_UNIT = 16  # of delta rules, as the native kernels take them
-CHANNELS_UNIT = 16  # of convolutions, as the native kernels take them
+VOCAB_UNIT = 16  # native kernels compute so many rows together
+HEADS_UNIT = 16  # native kernels need multiples of this for delta rules
+CHANNELS_UNIT = 16  # native kernels need multiples of this for convolutions
 
 Cuts: TypeAlias = Mapping[str, Cut]
-"""By what a tensor is called in here, without its layer's, expert's or stream's number and without ".weight" and
-".bias". What is not here is not in this rank."""
+"""Cut of each tensor by name. Names have no numbers of layers, experts or streams, and no ".weight" or ".bias".
+The rank does not have tensors that are missing."""
 Place: TypeAlias = tuple[int, int]
-"""A rank, and of how many."""
+"""Number of a rank, and number of ranks."""
 ALONE: Place = (0, 1)
 
 OUTSIDE_LAYERS = ("layer_inputs.embed", "layer_inputs.proj", "layer_inputs.norm", "streams.in_proj", "streams.out_proj")
@@ -81,7 +84,13 @@ WHOLE_OF_LAYERS = (
 
 
 class Share(NamedTuple):
-    """config: the rank's, with its part. cuts: of what is in no layer; layers: of each layer."""
+    """The share of a rank.
+
+    Attributes:
+        config: the rank's config, with its `part`.
+        cuts: cuts of tensors outside of layers.
+        layers: cuts of the tensors of each layer.
+    """
 
     config: ModelConfig
     cuts: Cuts
@@ -89,28 +98,49 @@ class Share(NamedTuple):
 
 
 def share_of(config: ModelConfig, rank: int, size: int, *, expert_parallel: bool = False) -> ModelConfig:
-    """The config of a rank's model, with its part. config: of the whole. expert_parallel: of mixtures a rank has whole
-    experts, and not a part of each.
+    """Return the config of a rank's share.
 
-    Raises StartupError if the model cannot be divided so, with what can be.
+    Args:
+        config: the whole model.
+        rank: number of the rank.
+        size: number of ranks.
+        expert_parallel: a rank has whole experts of a mixture, not a part of each expert.
+
+    Raises:
+        StartupError: the model cannot be divided among so many ranks. The message has the largest number.
     """
     return divide(config, rank, size, expert_parallel=expert_parallel).config
 
 
 def vocab_runs(vocab_size: int, size: int) -> tuple[Run, ...]:
-    """Whose rows of embedding and head each rank has."""
+    """Return the tokens of each rank: their rows of embedding and head.
+
+    Args:
+        vocab_size: tokens of the whole vocabulary.
+        size: number of ranks.
+    """
     return even_runs(vocab_size, size, VOCAB_UNIT)
 
 
 def divide(config: ModelConfig, rank: int, size: int, *, expert_parallel: bool = False) -> Share:
-    """As share_of, and which part of each tensor that is."""
-    assert config.part is None, "a part is divided"
+    """Return a rank's share: its config, and its part of each tensor.
+
+    Args:
+        config: the whole model.
+        rank: number of the rank.
+        size: number of ranks.
+        expert_parallel: see share_of.
+
+    Raises:
+        StartupError: the model cannot be divided among so many ranks.
+    """
+    assert config.part is None, "the config is a share already"
     assert 0 <= rank < size, f"rank {rank} of {size}"
     vocab_first, vocab_count = vocab_runs(config.vocab_size, size)[rank]
     if size > -(-config.vocab_size // VOCAB_UNIT):
         raise StartupError(
-            f"{size} ranks are to share a vocabulary of {config.vocab_size} tokens, in multiples of {VOCAB_UNIT}: at "
-            f"most {-(-config.vocab_size // VOCAB_UNIT)} can"
+            f"{size} ranks cannot share a vocabulary of {config.vocab_size} tokens in multiples of {VOCAB_UNIT}: use "
+            f"at most {-(-config.vocab_size // VOCAB_UNIT)} ranks"
         )
     divider = _Divider(config, (rank, size), expert_parallel)
     layers = [divider.layer(layer) for layer in config.layers]
@@ -127,7 +157,7 @@ def divide(config: ModelConfig, rank: int, size: int, *, expert_parallel: bool =
         "norm": WHOLE,
         **dict.fromkeys(OUTSIDE_LAYERS, WHOLE),
     }
-    # What the checkpoint's rows are multiplied by is in the values that are divided.
+    # row_factors are empty: values are multiplied by them before they are divided.
     share = replace(config, layers=tuple(layer for layer, _, _ in layers), row_factors=(), part=part)
     return Share(share, cuts, tuple(of_layer for _, _, of_layer in layers))
 
@@ -141,15 +171,15 @@ class _Divider:
     def __init__(self, config: ModelConfig, place: Place, expert_parallel: bool) -> None:
         self._place, self._expert_parallel = place, expert_parallel
         besides = [layer.beside for layer in config.layers if layer.beside is not None]
-        # The heads of all layers have one shape, and what is beside attention is a part of the same sum.
+        # All layers need heads of one shape. A state space beside attention is part of the same sum.
         self._divides_attention = not _has_row_norms(config) and all(
             _state_space(beside, place) is not None for beside in besides
         )
         size = place[1]
         if self._divides_attention and config.has_attention and size > config.kv_attention.head_count:
             raise StartupError(
-                f"{size} ranks are to share attention of {config.kv_attention.head_count} heads, and each needs one: "
-                f"at most {config.kv_attention.head_count} ranks can"
+                f"{size} ranks cannot share attention of {config.kv_attention.head_count} heads, because each "
+                f"needs one: use at most {config.kv_attention.head_count} ranks"
             )
 
     def layer(self, layer: LayerConfig) -> tuple[LayerConfig, LayerPart, Cuts]:
@@ -162,7 +192,7 @@ class _Divider:
         beside = layer.beside
         if beside is not None:
             divided = _state_space(beside, place)
-            assert divided is not None, "asked before"
+            assert divided is not None, "checked in __init__"
             beside, of_beside = divided
             cuts |= of_beside
         mlp, of_mlp, sums_mlp, experts = self._mlp(layer, divides_mixer)
@@ -179,12 +209,12 @@ class _Divider:
     def _mlp(
         self, layer: LayerConfig, divides_mixer: bool
     ) -> tuple[MlpConfig | ExpertsConfig | None, Cuts, bool, Run | None]:
-        """With its cuts, whether it is divided, and which experts are here, if these are whole."""
+        """Return an MLP's share, its cuts, whether it is divided, and the rank's experts if experts are whole."""
         mlp, place = layer.mlp, self._place
         if mlp is None:
             return None, {}, False, None
         if isinstance(mlp, ExpertsConfig):
-            assert not layer.is_parallel, "no family has such layers"
+            assert not layer.is_parallel, "no model family has parallel layers with experts"
             experts = None
             if self._expert_parallel:
                 experts = _experts_of(mlp, place)
@@ -192,20 +222,20 @@ class _Divider:
             if found is not None:
                 return *found, True, experts
             whole = _mixture(mlp, ALONE, None)
-            assert whole is not None, "it is not divided"
+            assert whole is not None, "an undivided mixture is always possible"
             return *whole, False, None
-        # What reads the same as attention is added to the same sum.
+        # A parallel MLP is added to the same sum as attention, so both are divided or none is.
         divides = divides_mixer if layer.is_parallel else mlp.cutoff is None
         divided = _plain_mlp(mlp, place if divides else ALONE)
         if divided is not None:
             return *divided, divides, None
         if layer.is_parallel:
             raise StartupError(
-                f"{place[1]} ranks are to share MLPs with a middle of {mlp.intermediate_size}, which are computed "
-                "beside attention and must be divided as that is, in multiples of 16: take fewer ranks"
+                f"{place[1]} ranks cannot share MLPs with an intermediate size of {mlp.intermediate_size}, which must "
+                "be divided like the attention beside them, in multiples of 16: use fewer ranks"
             )
         whole_mlp = _plain_mlp(mlp, ALONE)
-        assert whole_mlp is not None, "it is not divided"
+        assert whole_mlp is not None, "an undivided MLP is always possible"
         return *whole_mlp, False, None
 
 
@@ -217,13 +247,13 @@ def _mixer(
     if isinstance(mixer, LatentAttentionConfig):
         return _latent_attention(mixer, place)
     found = _recurrent(mixer, place)
-    assert found is not None, "asked before"
+    assert found is not None, "the caller has checked that it can be divided"
     return found
 
 
 def _attention(attention: AttentionConfig, place: Place) -> tuple[AttentionConfig, Cuts]:
     found = head_runs(attention.head_count, attention.kv_head_count, *place)
-    assert found is not None, "checked before"
+    assert found is not None, "_Divider.__init__ has checked the number of heads"
     heads, groups = found
     queries, keys = times(heads, attention.head_dim), times(groups, attention.head_dim)
     has_norms_of_heads = attention.qk_norm in ("heads", "row")
@@ -241,7 +271,7 @@ def _attention(attention: AttentionConfig, place: Place) -> tuple[AttentionConfi
 
 
 def _latent_attention(attention: LatentAttentionConfig, place: Place) -> tuple[LatentAttentionConfig, Cuts]:
-    """By heads. Each rank has all latents, which every head reads."""
+    """Divide by heads. Each rank has all latents, because every head reads them."""
     rank, size = place
     heads = even_runs(attention.head_count, size)[rank]
     queries = rows(times(heads, attention.plain_dim + attention.turned_dim))
@@ -260,7 +290,7 @@ def _latent_attention(attention: LatentAttentionConfig, place: Place) -> tuple[L
     return replace(attention, head_count=heads[1]), cuts
 
 
-# --- what keeps a state; None: it cannot be divided so ---------------------------------------------------------------
+# --- layers with states. None: the layer cannot be divided among so many ranks ---------------------------------------
 
 
 def _recurrent(mixer: Recurrent, place: Place) -> tuple[Recurrent, Cuts] | None:
@@ -272,7 +302,7 @@ def _recurrent(mixer: Recurrent, place: Place) -> tuple[Recurrent, Cuts] | None:
 
 
 def _short_conv(conv: ShortConvConfig, place: Place) -> tuple[ShortConvConfig, Cuts] | None:
-    """By channels: each rank has some of all three projections."""
+    """Divide by channels. Each rank has a part of all three projections."""
     runs = wide_runs(conv.channel_count, place[1])
     if runs is None:
         return None
@@ -286,7 +316,7 @@ def _short_conv(conv: ShortConvConfig, place: Place) -> tuple[ShortConvConfig, C
 
 
 def _state_space(space: StateSpaceConfig, place: Place) -> tuple[StateSpaceConfig, Cuts] | None:
-    """By groups of heads, and where nothing is normed by groups, by heads of a group, too."""
+    """Divide by groups of heads. Without a norm, several ranks may divide the heads of one group."""
     found = [head_runs(space.head_count, space.group_count, rank, place[1]) for rank in range(place[1])]
     if found[0] is None or (space.norm != "none" and place[1] > space.group_count):
         return None
@@ -295,10 +325,10 @@ def _state_space(space: StateSpaceConfig, place: Place) -> tuple[StateSpaceConfi
     if space.convolved_size % CHANNELS_UNIT == 0 and any(size % CHANNELS_UNIT for size in sizes):
         return None
     runs = found[place[0]]
-    assert runs is not None, "so are the first rank's"
+    assert runs is not None, "head_runs succeeds for all ranks or none"
     heads, groups = runs
     inner, vectors = times(heads, space.head_dim), space.group_count * space.vector_size
-    # What is projected: z, and x, b and c, which are convolved, and time steps.
+    # Rows of in_proj: z, then x, b and c, which are convolved, then time steps.
     of_b, of_c = (times(groups, space.vector_size, space.inner_size + start) for start in (0, vectors))
     convolved = (inner, of_b, of_c)
     behind_z = (times(run, 1, space.inner_size) for run in convolved)
@@ -314,7 +344,7 @@ def _state_space(space: StateSpaceConfig, place: Place) -> tuple[StateSpaceConfi
 
 
 def _delta_net(net: DeltaNetConfig, place: Place) -> tuple[DeltaNetConfig, Cuts] | None:
-    """By groups: some of the keys, and the heads of values that share them."""
+    """Divide by groups: a key head, and the value heads that use it."""
     runs, of_each = even_runs(net.group_count, place[1]), net.head_count // net.group_count
     if place[1] > net.group_count:
         return None
@@ -339,7 +369,7 @@ def _delta_net(net: DeltaNetConfig, place: Place) -> tuple[DeltaNetConfig, Cuts]
         "delta_share": rows(*heads),
         "conv": rows(*convolved),
         "out_proj": columns(place[0], *inner),
-        "gate_norm": WHOLE,  # all heads have one
+        "gate_norm": WHOLE,  # one norm for all heads
         **dict.fromkeys(("state.rates", "state.time_step_bias"), rows(*heads)),
     }
     return replace(net, head_count=own.size, group_count=count), cuts
@@ -357,7 +387,7 @@ def _gated(prefix: str, rank: int, middle: Run) -> Cuts:
 
 
 def _plain_mlp(mlp: MlpConfig, place: Place) -> tuple[MlpConfig, Cuts] | None:
-    """None: it is too narrow."""
+    """Divide an MLP. None: it is too narrow."""
     runs = wide_runs(mlp.intermediate_size, place[1])
     if runs is None:
         return None
@@ -368,14 +398,23 @@ def _plain_mlp(mlp: MlpConfig, place: Place) -> tuple[MlpConfig, Cuts] | None:
 def _experts_of(mlp: ExpertsConfig, place: Place) -> Run:
     if place[1] > mlp.expert_count:
         raise StartupError(
-            f"{place[1]} ranks are to share a mixture of {mlp.expert_count} experts, and each needs one: take at most "
-            f"{mlp.expert_count} ranks, or have each expert divided"
+            f"{place[1]} ranks cannot share a mixture of {mlp.expert_count} experts, because each needs one: use at "
+            f"most {mlp.expert_count} ranks, or leave out --enable-expert-parallel to divide each expert"
         )
     return even_runs(mlp.expert_count, place[1])[place[0]]
 
 
 def _mixture(mlp: ExpertsConfig, place: Place, experts: Run | None) -> tuple[ExpertsConfig, Cuts] | None:
-    """experts: those that are here as wholes; None: there is a part of each. None: experts are too narrow for that."""
+    """Divide a mixture of experts.
+
+    Args:
+        mlp: the whole mixture.
+        place: the rank.
+        experts: the rank's whole experts. None: the rank has a part of each expert.
+
+    Returns:
+        The share and its cuts. None: the experts are too narrow to be divided.
+    """
     rank, size = place
     middle = (0, mlp.intermediate_size)
     if experts is None:
@@ -385,7 +424,7 @@ def _mixture(mlp: ExpertsConfig, place: Place, experts: Run | None) -> tuple[Exp
         middle = runs[rank]
     cuts: dict[str, Cut] = {"router": WHOLE, "router.score_bias": WHOLE}
     cuts |= _gated("experts.", 0 if experts else rank, middle)
-    # What all tokens go through may be too narrow for every rank to have some of it.
+    # Shared experts may be too narrow to give every rank a part.
     shared = (wide_runs(mlp.shared_size, size) or even_runs(mlp.shared_size, size, CHANNELS_UNIT))[rank]
     if shared[1]:
         cuts |= _gated("shared.", rank, shared)

@@ -1,8 +1,7 @@
-"""A model cut between its layers into stages, which compute one after the other: which layers each has, and the
-checkpoint as it sees it.
+"""Pipeline parallelism: division of a model's layers into stages, which compute one after the other.
 
-Each has a run of layers, the first one also the embedding, and the last one the last norm and the head. A head that is
-the embedding is in both.
+Each stage has consecutive layers. The first stage also has the embedding, and the last stage has the final norm and the
+head. With tied weights, both have the embedding.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ __all__ = [
     "stage_runs",
 ]
 
-EMBEDDING, HEAD = ("embed",), ("norm", "lm_head")  # beginnings of names
+EMBEDDING, HEAD = ("embed",), ("norm", "lm_head")  # first parts of tensor names
 
 
 class Handover(Protocol):
@@ -78,10 +77,18 @@ class NoNeighbours:
 
 
 class StageCheckpoint:
-    """A Checkpoint of some of the layers, which are counted from 0 in here."""
+    """The Checkpoint of one stage. Its layers are numbered from 0.
+
+    Args:
+        checkpoint: the whole model.
+        stage: number of the stage.
+        stage_count: number of stages.
+
+    Raises:
+        StartupError: the model cannot be divided into so many stages.
+    """
 
     def __init__(self, checkpoint: Checkpoint, stage: int, stage_count: int) -> None:
-        """checkpoint: of the whole model. Raises StartupError if it cannot be cut so."""
         runs = stage_runs(checkpoint, stage_count)
         self._checkpoint = checkpoint
         self._run = runs[stage]
@@ -98,39 +105,67 @@ class StageCheckpoint:
         return self.part_of(self._checkpoint.tensors())
 
     def part_of(self, tensors: Iterable[StoredTensor]) -> Iterator[StoredTensor]:
-        """Of those of a whole model like this one, what would be in here."""
+        """Select this stage's tensors from another whole model of this shape.
+
+        Args:
+            tensors: tensors of the whole model.
+        """
         for tensor in tensors:
             name = self.own_name(tensor.name)
             if name is not None:
                 yield tensor._replace(name=name)
 
     def own_name(self, name: str) -> str | None:
-        """What a tensor of the whole model, or a matrix, is called in here; None: another stage has it."""
+        """Return the name of a tensor or matrix in this stage. None: another stage has it.
+
+        Args:
+            name: name in the whole model.
+        """
         path = name.split(".")
         if path[0] == "layers":
             index = int(path[1]) - self._run[0]
             return ".".join(("layers", str(index), *path[2:])) if 0 <= index < self._run[1] else None
         is_tied = self.config.tie_word_embeddings
         in_first, in_last = path[0] in EMBEDDING, path[0] in HEAD or (path[0] in EMBEDDING and is_tied)
-        assert in_first or in_last, f"nobody said which stage has {name}"
+        assert in_first or in_last, f"no stage is defined for {name}"
         return name if (in_first and self.config.has_embedding) or (in_last and self.config.has_head) else None
 
 
 def stage_adapter(whole: AdapterWeights, checkpoint: StageCheckpoint) -> AdapterWeights:
-    """What of a LoRA adapter belongs to the stage's layers."""
+    """Select the matrices of an adapter that belong to a stage.
+
+    Args:
+        whole: the adapter of the whole model.
+        checkpoint: the stage.
+    """
     named = ((checkpoint.own_name(name), matrix) for name, matrix in whole.matrices.items())
     return AdapterWeights(whole.digest, whole.dtype, {name: matrix for name, matrix in named if name is not None})
 
 
 def stage_configs(checkpoint: Checkpoint, stage_count: int) -> tuple[ModelConfig, ...]:
-    """Of each stage; of one, the whole model's. Raises StartupError if it cannot be cut so."""
+    """Return the config of each stage.
+
+    Args:
+        checkpoint: the whole model.
+        stage_count: number of stages. 1: the result is the config of the whole model.
+
+    Raises:
+        StartupError: the model cannot be divided into so many stages.
+    """
     if stage_count == 1:
         return (checkpoint.config,)
     return tuple(stage_config(checkpoint.config, run) for run in stage_runs(checkpoint, stage_count))
 
 
 def cache_shares(stages: Sequence[ModelConfig]) -> tuple[float, ...]:
-    """How much of the memory for KV and states each of them should have, so that all can keep as much."""
+    """Return the share of the memory for KV and states that each stage needs, so that all can keep as many tokens.
+
+    Args:
+        stages: the config of each stage.
+
+    Returns:
+        Fractions whose sum is 1. A fraction is the mean of the stage's shares of KV bytes and of state bytes.
+    """
     kinds = [
         [sum(entry.size for entry in stage.kv_entries if entry is not None) for stage in stages],
         [stage.state_bytes for stage in stages],
@@ -140,7 +175,12 @@ def cache_shares(stages: Sequence[ModelConfig]) -> tuple[float, ...]:
 
 
 def stage_config(config: ModelConfig, run: Run) -> ModelConfig:
-    """Of a stage with these layers of the model."""
+    """Return the config of a stage.
+
+    Args:
+        config: the whole model.
+        run: the stage's layers.
+    """
     first, count = run
     return replace(
         config,
@@ -157,29 +197,46 @@ def _moved(layer: LayerConfig, first: int) -> LayerConfig:
 
 
 def stage_runs(checkpoint: Checkpoint, stage_count: int) -> Runs:
-    """The layers of each stage, so that their weights are as even as they get: the sum of the squares of their sizes is
-    the least. Layers that see another one's keys and values are in its stage. Raises StartupError if there is no way.
+    """Divide the layers among stages, so that the sum of the squares of the stages' sizes is smallest.
+
+    A layer that reads the keys and values of another layer is in the same stage as that layer.
+
+    Args:
+        checkpoint: the whole model.
+        stage_count: number of stages.
+
+    Returns:
+        The layers of each stage.
+
+    Raises:
+        StartupError: the model cannot be divided into so many stages.
     """
     config = checkpoint.config
     if config.streams is not None:
         raise StartupError(
-            f"{stage_count} stages are to share a model whose hidden state has several streams, which go through all "
-            "of its layers: take one stage, and divide layers instead (--tensor-parallel-size)"
+            f"{stage_count} stages cannot share a model whose hidden state has several streams, which all of its "
+            "layers use: use one stage, and divide each layer instead (--tensor-parallel-size)"
         )
     cuts = [0, *(index for index in range(1, config.layer_count) if _can_cut(config, index)), config.layer_count]
     if stage_count > len(cuts) - 1:
         shared = "" if len(cuts) > config.layer_count else ", some of which share keys and values"
         raise StartupError(
-            f"{stage_count} stages are to share {config.layer_count} layers{shared}, which give {len(cuts) - 1} at "
-            "most: take fewer, and divide layers besides (--tensor-parallel-size)"
+            f"{stage_count} stages cannot share {config.layer_count} layers{shared}: {len(cuts) - 1} stages are "
+            "possible. Use fewer stages, and divide each layer too (--tensor-parallel-size)"
         )
     ends = _even_ends(cuts, [0, *itertools.accumulate(_layer_sizes(checkpoint))], stage_count)
     return tuple((first, end - first) for first, end in itertools.pairwise((0, *ends)))
 
 
 def _even_ends(cuts: Sequence[int], sums: Sequence[int], stage_count: int) -> list[int]:
-    """Which of the cuts end stages, the last of all among them. sums: of the sizes of all layers before each."""
-    # For so many stages up to a cut: the least sum of squares, and where they end.
+    """Choose the cuts that end stages, including the end of the last one. This is dynamic programming.
+
+    Args:
+        cuts: layers before which a cut is possible, with 0 and the number of layers.
+        sums: for each layer, the sum of the sizes of all layers before it.
+        stage_count: number of stages.
+    """
+    # By cut: for the stages so far, up to this cut, the smallest sum of squares and the ends of these stages.
     best: dict[int, tuple[int, list[int]]] = {0: (0, [])}
     for _ in range(stage_count):
         best = {
@@ -195,12 +252,12 @@ def _even_ends(cuts: Sequence[int], sums: Sequence[int], stage_count: int) -> li
 
 
 def _can_cut(config: ModelConfig, index: int) -> bool:
-    """Before this layer."""
+    """Return whether a cut before a layer separates no layer from the keys and values that it reads."""
     return all(source >= index for source in config.kv_layers[index:])
 
 
 def _layer_sizes(checkpoint: Checkpoint) -> Sequence[int]:
-    """Numbers in the weights of each layer, with those of embedding and head where they are."""
+    """Count the weights of each layer. The first layer includes the embedding, and the last one the head."""
     config = checkpoint.config
     sizes = [0] * config.layer_count
     for tensor in checkpoint.tensors():

@@ -1,10 +1,11 @@
-"""What ranks do together, by torch.distributed: gloo between CPUs, NCCL between GPUs.
+"""Collectives over torch.distributed: gloo between CPUs, NCCL between GPUs.
 
-On a CPU a sum is made of what all ranks gather, in their order, since gloo's own has an order of its own. It takes some
-hundred microseconds, so it is for ranks that share no memory. NCCL's sum has the same bits in every rank. It is
-captured in CUDA graphs as torch's documents ask for it: the communicator is made before any capture, other threads may
-use CUDA during one (see cuda_graphs.py), and nothing waits for the host in between. What goes through NCCL was written
-by those documents, and has not run on any machine with two GPUs.
+On a CPU, sum_ gathers the values of all ranks and adds them in rank order, because gloo's own sum uses another order.
+That takes some hundred microseconds, so only ranks without shared memory use it.
+
+NCCL's sum has the same bits in every rank. CUDA graphs capture it under the conditions of torch's documentation: the
+communicator exists before any capture, other threads may use CUDA during a capture (see cuda_graphs.py), and no call
+waits for the host in between. The NCCL code follows that documentation. It has not run on a machine with two GPUs.
 """
 
 from __future__ import annotations
@@ -27,12 +28,26 @@ __all__ = ["TorchCollectives"]
 
 
 class TorchCollectives:
-    """A Collectives. A process has one at most, since torch's group is the process's. If a rank is gone, gloo raises
-    RuntimeError in the others at once, or when the time is over; NCCL ends their processes."""
+    """Collectives over torch.distributed. A process has at most one, because torch has one default group per process.
+
+    The constructor waits until all ranks have connected. If a rank is lost, gloo raises RuntimeError in the others, at
+    once or after the timeout. NCCL ends their processes.
+
+    Args:
+        master_addr: address where rank 0 listens.
+        master_port: port where rank 0 listens.
+        rank: number of this rank.
+        size: number of ranks.
+        timeout_seconds: longest time to connect, and for each call.
+        device: where models compute. "cuda" is torch's current device.
+
+    Raises:
+        StartupError: the ranks could not connect.
+    """
 
     native: int | None = None
     seconds: float = 0.0
-    """On a GPU, that asking for them took."""
+    """Time spent in calls. On a GPU this is only the time to launch them."""
 
     def __init__(
         self,
@@ -44,9 +59,6 @@ class TorchCollectives:
         timeout_seconds: float,
         device: DeviceType = "cpu",
     ) -> None:
-        """Waits until all ranks are here. Rank 0 listens at this address, and the others connect to it.
-        timeout_seconds: how long that may take, and every call. device: where models compute; on a GPU it is torch's
-        current one. Raises StartupError if the ranks do not find each other."""
         self.rank, self.size = rank, size
         self._is_on_gpu = device == "cuda"
         timeout = timedelta(seconds=timeout_seconds)
@@ -60,19 +72,30 @@ class TorchCollectives:
                 rank=rank,
                 world_size=size,
                 timeout=timeout,
-                # Makes NCCL's communicator here; made by the first sum, it would be captured with it.
+                # Creates NCCL's communicator now. The first sum would otherwise create it, during a capture.
                 device_id=torch.device("cuda", torch.cuda.current_device()) if self._is_on_gpu else None,
             )
         except (RuntimeError, ValueError) as error:
             reason = str(error).partition("\n")[0]
             raise StartupError(
-                f"rank {rank} of {size} does not find the others by {master_addr}:{master_port} within "
-                f"{timeout_seconds:g} s: {reason}; is rank 0 running there, and the port free and reachable?"
+                f"rank {rank} of {size} cannot connect to the others at {master_addr}:{master_port} within "
+                f"{timeout_seconds:g} s: {reason}; is rank 0 running there, and is the port free and reachable?"
             ) from error
 
     def sum_(self, values: Any, is_abandoned: bool | None = None) -> bool:
-        """See Collectives. On a GPU is_abandoned is exchanged between the hosts, which costs some hundred microseconds:
-        None, which all ranks have to give then, exchanges nothing, and is what a CUDA graph can capture."""
+        """Replace values by the sum over all ranks, see Collectives.
+
+        Args:
+            values: contiguous array or tensor.
+            is_abandoned: this rank wants to abandon the step. None, in all ranks: exchange no votes. Only that can be
+                captured in a CUDA graph.
+
+        Returns:
+            True if any rank passed is_abandoned.
+
+        Cost:
+            On a GPU, votes cost some hundred microseconds, because the hosts exchange them.
+        """
         with self._timed():
             return self._sum(values, is_abandoned)
 
@@ -111,27 +134,27 @@ class TorchCollectives:
         return gathered.numpy() if isinstance(own, np.ndarray) else gathered
 
     def close(self) -> None:
-        """A second call does nothing."""
+        """Leave the group. A second call does nothing."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
     def _gathered(self, own: Tensor) -> Tensor:
-        """own: uint8 [n], on the CPU. Returns [size, n]. Bytes are what gloo has of every format."""
+        """Gather uint8 [n] on the CPU into [size, n]. Bytes, because gloo does not support every dtype."""
         result = own.new_empty(self.size, own.shape[0])
         dist.all_gather(list(result.unbind(0)), own)
         return result
 
     def _any(self, vote: bool) -> bool:
-        """Through gloo, whatever the device does meanwhile."""
+        """Return whether any rank votes True. Uses gloo, so it does not wait for the GPU."""
         votes = torch.tensor([int(vote)])
         dist.all_reduce(votes, dist.ReduceOp.MAX)
         return bool(votes.item())
 
 
 def _as_tensor(values: Any) -> Tensor:
-    """In the same memory."""
+    """Return a tensor that shares the memory of an array or tensor."""
     tensor: Tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
-    assert tensor.is_contiguous(), "see Collectives"
+    assert tensor.is_contiguous(), "Collectives need contiguous values"
     return tensor
 
 

@@ -1,9 +1,9 @@
-"""A torch.distributed group of a trainer and the engines that it sends weights to: gloo, beside whatever default group
-a process has.
+"""A torch.distributed group of a trainer and the engines that it sends weights to. It uses gloo.
 
-It is made as SGLang and the trainers that know it make theirs (init_custom_process_group), so that both sides meet: by
-a store at an address, below the group's name. torch has no public call for a second group that is not a part of the
-first one, so this uses what init_process_group itself does, and the tests say if that has changed.
+The group is independent of a default group of the process. It is created like in SGLang and in trainers that support
+SGLang (init_custom_process_group), so that both sides connect: through a store at an address, with the group's name as
+prefix. torch has no public function for a second group that is not a part of the default one. So this module calls the
+private functions that init_process_group uses. Tests fail if a torch release changes them.
 """
 
 from __future__ import annotations
@@ -18,14 +18,26 @@ __all__ = ["TrainerGroup"]
 
 
 class TrainerGroup:
-    """Calls wait for the others, in any one thread at a time. leave it when it is of no use any more, and whenever a
-    call has raised: who sends what would not be known from then on."""
+    """A group of a trainer, rank 0, and engines. Only one thread at a time may call it.
+
+    The constructor waits until all members have connected. Call leave at the end, and after any call that raised,
+    because the position in the trainer's stream is unknown then.
+
+    Args:
+        master_address: address where the trainer listens.
+        master_port: port where the trainer listens.
+        rank: number of this member.
+        world_size: number of members.
+        group_name: name that all members use.
+        seconds_max: longest time to connect, and for each tensor.
+
+    Raises:
+        StartupError: the members could not connect.
+    """
 
     def __init__(
         self, *, master_address: str, master_port: int, rank: int, world_size: int, group_name: str, seconds_max: float
     ) -> None:
-        """Waits until all are here. Rank 0, the trainer, listens at this address. seconds_max: how long that may take,
-        and every tensor. Raises StartupError if they do not find each other."""
         torch_now("a group that weights come from")
         import torch.distributed as dist
         from torch.distributed import distributed_c10d as c10d
@@ -47,16 +59,23 @@ class TrainerGroup:
                 timeout=timeout,
             )
             c10d._world.pg_group_ranks[self._group] = {index: index for index in range(world_size)}
-            self._store = store  # rank 0 serves it to the others as long as it lives
+            self._store = store  # in rank 0 the others need this object, so it must not be freed
         except (RuntimeError, ValueError) as error:
             reason = str(error).partition("\n")[0]
             raise StartupError(
-                f"rank {rank} of {world_size} does not find the others by {master_address}:{master_port} within "
+                f"rank {rank} of {world_size} cannot connect to the others at {master_address}:{master_port} within "
                 f"{seconds_max:g} s: {reason}"
             ) from error
 
     def broadcast(self, tensor: Any) -> None:
-        """From rank 0, in place. Raises RuntimeError if one of them is gone, or the time is over."""
+        """Send a tensor from rank 0 to the other members, who receive it in place.
+
+        Args:
+            tensor: CPU tensor, with the same shape and dtype in all members.
+
+        Raises:
+            RuntimeError: a member is lost, or the time is over.
+        """
         import torch.distributed as dist
 
         if self._is_left:
@@ -64,8 +83,10 @@ class TrainerGroup:
         dist.broadcast(tensor, src=0, group=self._group)
 
     def leave(self) -> None:
-        """Waits for nobody, and whoever waits in it still does so until its time is over: but its name is free for
-        another group of this process. A second call does nothing."""
+        """Leave the group without waiting. A second call does nothing.
+
+        The name is free for another group of this process. Members that wait in a call do so until their timeout.
+        """
         import torch.distributed as dist
 
         is_left, self._is_left = self._is_left, True
