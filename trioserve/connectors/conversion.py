@@ -1,9 +1,8 @@
-"""Whether KV of one engine can be used by another, and how its numbers become the other's.
+"""Check that an engine can use the KV of another engine, and convert its dtype.
 
-Block sizes may differ, since whoever carries KV counts in tokens. Formats of numbers may, too: bfloat16, float16 and
-float32 are rounded to the nearest number, to the even one of two that are equally near, as the model room does it when
-it reads a checkpoint. KV in 8 bits stays as it is, since rounding it once more would change responses. Everything else
-has to be equal: another model's KV means nothing here.
+Block sizes may differ, because connectors count in tokens. The dtypes bfloat16, float16 and float32 may differ, too.
+Values are rounded to the nearest value, and ties to the even value, as the model package does for checkpoints. KV in 8
+bits is never converted, because a second rounding would change responses. All other fields of the layout must be equal.
 """
 
 from __future__ import annotations
@@ -23,7 +22,15 @@ _NAN_BITS = 0x7FC0
 
 
 def objection_to(theirs: KVLayout, ours: KVLayout) -> str | None:
-    """Why their KV cannot be used here, as a sentence; None: it can."""
+    """Check that this engine can use KV of another engine.
+
+    Args:
+        theirs: KV layout of the other engine.
+        ours: KV layout of this engine.
+
+    Returns:
+        A sentence with the reason why not, or None if it can.
+    """
     if theirs.model != ours.model:
         return f'its KV is of the model "{theirs.model[:200]}", and this engine has "{ours.model[:200]}"'
     for name, what in (
@@ -49,10 +56,16 @@ def objection_to(theirs: KVLayout, ours: KVLayout) -> str | None:
 
 
 def convert(content: memoryview | bytearray | bytes, dtype: str, wanted: str) -> memoryview:
-    """The same numbers in the wanted format, one behind the other; the content itself where nothing changes.
+    """Convert KV to another dtype.
 
-    content: contiguous, a whole number of numbers. What is too large for the wanted format becomes infinite; what is no
-    number stays none.
+    Args:
+        content: Contiguous values in `dtype`.
+        dtype: Dtype of the content.
+        wanted: Dtype of the result.
+
+    Returns:
+        Contiguous values in `wanted`. Values that are too large become infinite, and NaN stays NaN. A view of the
+        content if the dtypes are equal, else a copy.
     """
     view = memoryview(content).cast("B")
     if dtype == wanted:
@@ -69,7 +82,7 @@ def convert(content: memoryview | bytearray | bytes, dtype: str, wanted: str) ->
 
 
 def _singles(view: memoryview, dtype: str) -> npt.NDArray[np.float32]:
-    """As float32, which holds the numbers of every format exactly."""
+    """Return the values as float32, which represents each of the dtypes exactly."""
     if dtype == "float32":
         return np.frombuffer(view, np.float32)
     if dtype == "float16":
@@ -78,10 +91,10 @@ def _singles(view: memoryview, dtype: str) -> npt.NDArray[np.float32]:
 
 
 def _to_bfloat16(singles: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """As their 16 bits, since numpy knows no bfloat16."""
+    """Return bfloat16 values as uint16 bits, because numpy has no bfloat16."""
     bits = singles.view(np.uint32)
-    # Half of the last kept place is added, or just less where the kept part is even; the carry may reach the exponent,
-    # as it should. That of a NaN may overflow, so these are written anew.
+    # Add half of the last kept bit, or slightly less if that bit is 0. The carry may correctly reach the exponent. The
+    # sum of a NaN may overflow, so NaNs are set afterwards.
     rounded = ((bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16).astype(np.uint16)
     rounded[np.isnan(singles)] = _NAN_BITS
     return rounded

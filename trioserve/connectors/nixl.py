@@ -1,4 +1,4 @@
-"""KV by NIXL, for machines with a network that reads memory by itself (and, to be tried out, for any other)."""
+"""Connector `nixl`, which moves KV with NIXL. It is meant for networks with RDMA, and also works on other networks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ __all__ = ["NixlConnector", "make_connector"]
 
 
 class NixlConnector(StreamPolicy):
-    """A RunningConnector (contracts.kv_transfer)."""
+    """RunningConnector (see contracts.kv_transfer) that moves KV with NIXL.
+
+    Args:
+        setup: Engine id, KV cache and wake function of the engine.
+        options: Options of the connector.
+    """
 
     def __init__(self, setup: ConnectorSetup, options: NixlOptions) -> None:
         super().__init__(setup, options, lambda: self._transport.wake(), key=signing_key(options))
@@ -28,7 +33,14 @@ class NixlConnector(StreamPolicy):
 
 
 def make_connector(setup: ConnectorSetup) -> NixlConnector:
-    """The ConnectorFactory of `nixl`. Options: NixlOptions."""
+    """Make the connector `nixl`. This function is its ConnectorFactory.
+
+    Args:
+        setup: Setup of the engine. Its options must match NixlOptions.
+
+    Raises:
+        StartupError: an option is unknown, its value is not allowed, or the package nixl is not installed.
+    """
     options = read_options(NixlOptions, setup.options)
     if find_spec("nixl") is None:
         raise StartupError('the connector "nixl" needs the package nixl: pip install "trioserve[nixl]"')

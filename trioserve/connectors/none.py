@@ -1,4 +1,4 @@
-"""The connector that carries nothing, correctly: the reference for what the contract demands at least."""
+"""Connector that moves nothing. It is the smallest correct implementation of the contract."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ __all__ = ["NoConnector"]
 
 
 class NoConnector:
-    """A KVConnector (contracts.kv_transfer) that matches nothing and holds nothing, and so is never told of a load or a
-    hold: these calls assert. An EngineCore without a connector behaves the same and saves the calls."""
+    """KVConnector (see contracts.kv_transfer) that matches no tokens and holds no blocks.
+
+    The core must never call the methods for loads and holds. They raise AssertionError. An EngineCore without a
+    connector behaves the same way, but makes no calls.
+    """
 
     knows_windows = True
 

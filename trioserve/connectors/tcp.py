@@ -1,4 +1,4 @@
-"""KV over TCP, between engines in two processes or on two machines: the connector that needs nothing but a network."""
+"""Connector `tcp`, which moves KV between engines over TCP. The engines may run on different machines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ __all__ = ["TcpConnector", "make_connector"]
 
 
 class TcpConnector(StreamPolicy):
-    """A RunningConnector (contracts.kv_transfer)."""
+    """RunningConnector (see contracts.kv_transfer) that moves KV over TCP.
+
+    Args:
+        setup: Engine id, KV cache and wake function of the engine.
+        options: Options of the connector.
+    """
 
     def __init__(self, setup: ConnectorSetup, options: StreamOptions) -> None:
         super().__init__(setup, options, lambda: self._transport.wake(), key=signing_key(options))
@@ -26,5 +31,12 @@ class TcpConnector(StreamPolicy):
 
 
 def make_connector(setup: ConnectorSetup) -> TcpConnector:
-    """The ConnectorFactory of `tcp`. Options: StreamOptions."""
+    """Make the connector `tcp`. This function is its ConnectorFactory.
+
+    Args:
+        setup: Setup of the engine. Its options must match StreamOptions.
+
+    Raises:
+        StartupError: an option is unknown, or its value is not allowed.
+    """
     return TcpConnector(setup, read_options(StreamOptions, setup.options))

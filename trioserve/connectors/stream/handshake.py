@@ -1,10 +1,11 @@
-"""How two engines show each other that they have the same key, which never crosses the wire.
+"""Handshake in which two engines prove that they have the same key, without sending it.
 
-Each proves it by an HMAC-SHA256 (RFC 2104) over both greetings, in which each has put a nonce of its own: an overheard
-proof is worth nothing on another connection. The proofs of the two sides begin with different words, so that none can
-be handed back to whom it came from. The reader goes first: whoever connects without the key gets nothing to guess with.
+Each engine sends an HMAC-SHA256 (RFC 2104) over both greetings. Each greeting contains a nonce, so a recorded proof is
+useless on another connection. The proofs of reader and holder start with different words, so neither engine can send
+back the proof that it received. The reader sends its proof first. A peer without the key gets no proof, and so no data
+from which it could guess the key.
 
-What follows is neither hidden nor signed: on a network that is not trusted, it wants TLS.
+The handshake does not encrypt or sign the rest of the connection. Networks that are not trusted need TLS.
 """
 
 from __future__ import annotations
@@ -27,9 +28,16 @@ def make_greeting(engine_id: str, layout: KVLayout) -> Greeting:
 
 
 def check_greeting(greeting: Greeting) -> None:
-    """Raises BadFrame if this cannot be an engine that we understand."""
+    """Check that a peer uses the same protocol.
+
+    Args:
+        greeting: Greeting of the peer.
+
+    Raises:
+        BadFrame: the version differs, or a field is not valid.
+    """
     if greeting.version != VERSION:
-        raise BadFrame(f"it speaks version {greeting.version} of the protocol, and this engine version {VERSION}")
+        raise BadFrame(f"it uses protocol version {greeting.version}, and this engine uses {VERSION}")
     if len(greeting.nonce) != NONCE_BYTES:
         raise BadFrame(f"its nonce has {len(greeting.nonce)} bytes instead of {NONCE_BYTES}")
     if not 0 < len(greeting.engine_id) <= ID_LENGTH_MAX:
@@ -37,7 +45,14 @@ def check_greeting(greeting: Greeting) -> None:
 
 
 def make_proof(key: bytes, side: Side, hello: bytes, challenge: bytes) -> bytes:
-    """hello, challenge: both greetings as they went over the wire."""
+    """Compute the proof that one engine sends.
+
+    Args:
+        key: Key of the group.
+        side: Engine that sends the proof.
+        hello: Encoded greeting of the reader.
+        challenge: Encoded greeting of the holder.
+    """
     made = hmac.new(key, b"trioserve kv " + side.encode(), hashlib.sha256)
     for greeting in (hello, challenge):
         made.update(len(greeting).to_bytes(8, "big"))
@@ -46,5 +61,13 @@ def make_proof(key: bytes, side: Side, hello: bytes, challenge: bytes) -> bytes:
 
 
 def is_proof(proof: bytes, key: bytes, side: Side, hello: bytes, challenge: bytes) -> bool:
-    """Compared in a time that tells nothing."""
+    """Compare a proof with the expected proof in constant time.
+
+    Args:
+        proof: Proof that was received.
+        key: Key of the group.
+        side: Engine that sent the proof.
+        hello: Encoded greeting of the reader.
+        challenge: Encoded greeting of the holder.
+    """
     return hmac.compare_digest(proof, make_proof(key, side, hello, challenge))

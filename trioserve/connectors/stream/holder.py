@@ -1,4 +1,4 @@
-"""The holder's half of the transport: answers those who come for its blocks."""
+"""Holder's part of the transport: serves the connections of readers."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ __all__ = [
     "MoreFrames",
 ]
 
-GREETING_SECONDS_MAX = 5.0  # for a stranger to show the key
-GREETINGS_MAX = 64  # strangers at a time; for another one, the oldest of the address that has most ends
-GREETINGS_OF_ADDRESS_MAX = 16  # of these: engines behind one address connect a few at a time
-SILENCE_SECONDS_MAX = 4.0  # in the middle of something; one more try fits into what a hold lasts without a sign of life
-IDLE_SECONDS_MAX = 60.0  # of a reader that asks for nothing
+GREETING_SECONDS_MAX = 5.0  # time in which a new peer must prove that it knows the key
+GREETINGS_MAX = 64  # handshakes at a time; one more ends the oldest handshake of the address that has most
+GREETINGS_OF_ADDRESS_MAX = 16  # handshakes per address; engines behind one address open only a few at a time
+SILENCE_SECONDS_MAX = 4.0  # time without progress in a transfer; short enough for one retry before a hold ends
+IDLE_SECONDS_MAX = 60.0  # time after which a connection without requests is closed
 
 MoreFrames = Callable[[PeerConnection, Head], Awaitable[bool]]
-"""Answers a frame of a kind that is not of this protocol, and says whether it is one of its own."""
+"""Handles a frame of a kind that this file does not know. Returns False if the function does not know it either."""
 
 Note = Callable[[str, str], None]
-"""Logs a trouble once. The peer, and what it was."""
+"""Logs a problem once. The arguments are the peer and the message."""
 
 
 def _at_any_time() -> float:
@@ -63,13 +63,25 @@ def _at_any_time() -> float:
 
 
 class Holder:
+    """Server for the readers of this engine's holds.
+
+    Args:
+        policy: Holds, loads and totals of this engine.
+        identity: Identity of this engine.
+        note: Logs a problem with a peer.
+        more_frames: Handles frames of another connector. None if there are none.
+
+    Attributes:
+        strangers: Limits for the peers that have not proved yet that they know the key.
+    """
+
     def __init__(self, policy: StreamPolicy, identity: Identity, note: Note, more_frames: MoreFrames | None) -> None:
         self._policy = policy
         self._identity = identity
         self._note = note
         self._more_frames = more_frames
         self._pages = policy.setup.pages
-        self._reader_count = 0  # connections that have shown the key
+        self._reader_count = 0  # connections whose handshake has succeeded
         self.strangers = Places(
             places_max=GREETINGS_MAX, strangers_max=GREETINGS_MAX, per_address_max=GREETINGS_OF_ADDRESS_MAX
         )
@@ -77,11 +89,12 @@ class Holder:
     async def serve(self, open_wire: Callable[[], Awaitable[Wire]], peer: str) -> None:
         """Serve one connection until its end.
 
-        Strangers have places of their own: those that say nothing take none of the readers', and end when others come.
+        Peers without a finished handshake have a separate limit. They cannot use up the connections of readers, and new
+        peers replace the oldest ones.
 
         Args:
-            open_wire: opens the connection, which may wait for a TLS handshake. What it returns is closed at the end.
-            peer: the connection's address, which is counted and logged.
+            open_wire: Opens the connection. It may wait for a TLS handshake. The connection is closed at the end.
+            peer: Address of the peer, for limits and log lines.
         """
         wires: list[Wire] = []
         connection = None
@@ -89,12 +102,12 @@ class Holder:
         try:
             connection = await self._greet(open_wire, wires, peer)
             if self._reader_count >= self._policy.options.connections_max:
-                self._refused(peer, "too many connections of readers are open")
+                self._refused(peer, "connections_max connections of readers are open")
                 return
             self._reader_count += 1
             is_reader = True
             while True:
-                # A reader that always has another question would never let others run.
+                # A reader that always sends another frame would never let other tasks run.
                 await trio.lowlevel.checkpoint()
                 await self._respond(connection)
         except (*BROKEN, Refused) as error:
@@ -106,16 +119,18 @@ class Holder:
                 wire.close()
 
     async def _greet(self, open_wire: Callable[[], Awaitable[Wire]], wires: list[Wire], peer: str) -> PeerConnection:
-        """Greet a stranger.
+        """Run the handshake with a new peer.
 
         Args:
-            wires: gets the connection as soon as there is one, however the greeting ends.
+            open_wire: Opens the connection.
+            wires: Receives the connection once it is open, also if the handshake fails.
+            peer: Address of the peer.
 
         Raises:
-            Refused: it does not know the key, or others came before it has shown it.
+            Refused: the peer does not know the key, or newer peers took its place before the handshake ended.
         """
         place = self.strangers.crowd_in(peer)
-        if place is None:  # the others of its address are ending
+        if place is None:  # all places of its address are taken by handshakes that are ending
             raise Refused("too many connections of its address have not shown the key")
         try:
             with trio.CancelScope() as scope, trio.fail_after(GREETING_SECONDS_MAX):
@@ -123,7 +138,7 @@ class Holder:
                 wire = await open_wire()
                 wires.append(wire)
                 return await greet_reader(wire, self._identity)
-            raise Refused("it had not shown the key when others came")
+            raise Refused("newer connections took its place before it had shown the key")
         finally:
             self.strangers.leave(place)
 
@@ -132,7 +147,7 @@ class Holder:
         self._note(peer, why)
 
     async def _respond(self, connection: PeerConnection) -> None:
-        """One thing that the reader asks or tells."""
+        """Receive one frame from the reader and answer it."""
         connection.wire.silence_seconds = IDLE_SECONDS_MAX
         head = await receive_head(connection.wire)
         connection.wire.silence_seconds = SILENCE_SECONDS_MAX
@@ -141,11 +156,13 @@ class Holder:
         elif head.kind is Kind.TELL:
             await self._told(connection, await receive_body(connection.wire, head, Tell))
         elif self._more_frames is None or not await self._more_frames(connection, head):
-            raise BadFrame(f"{head.kind.name} came where a question is due")
+            raise BadFrame(f"{head.kind.name} arrived instead of READ or TELL")
 
     async def _told(self, connection: PeerConnection, tell: Tell) -> None:
         if len(tell.keep) + len(tell.release) > TELL_IDS_MAX:
-            raise BadFrame(f"{len(tell.keep) + len(tell.release)} requests are told of at a time")
+            raise BadFrame(
+                f"{len(tell.keep) + len(tell.release)} requests are in a TELL, at most {TELL_IDS_MAX} are allowed"
+            )
         sends = self._policy.sends
         self._policy.totals["heartbeats_received_total"] += 1
         sends.released(tell.release)
@@ -154,7 +171,7 @@ class Holder:
 
     async def _send(self, connection: PeerConnection, transfer: int, read: Read) -> None:
         if not 0 < read.chunk_bytes <= CHUNK_BYTES_MAX:
-            raise BadFrame(f"chunks of {read.chunk_bytes} bytes are asked for")
+            raise BadFrame(f"a READ has chunk_bytes {read.chunk_bytes}: it must be 1 to {CHUNK_BYTES_MAX}")
         sends = self._policy.sends
         send = sends.asked(read.request_id, read.token_start, read.token_count, read.proof, trio.current_time())
         if isinstance(send, str):
@@ -162,18 +179,18 @@ class Holder:
             return
         chunks = Chunks(self._pages.layout, read.token_start, read.token_count, read.chunk_bytes)
         if not 0 <= read.first_chunk <= len(chunks):
-            raise BadFrame(f"chunk {read.first_chunk} is asked for, and there are {len(chunks)}")
+            raise BadFrame(f"a READ starts at chunk {read.first_chunk} of {len(chunks)}")
         in_frame = False
         with trio.CancelScope() as scope:
             send.stops[connection] = scope.cancel
             try:
                 for index in range(read.first_chunk, len(chunks)):
-                    await trio.lowlevel.checkpoint()  # a socket that takes all at once would never let others run
+                    await trio.lowlevel.checkpoint()  # a fast socket would never let other tasks run
                     in_frame = True
                     await self._send_chunk(connection, transfer, send, chunks[index])
                     in_frame = False
                     sends.sign_of_life(send, trio.current_time())
-                # The look at the hold and the first byte of this are one step: whoever gets it has got what was held.
+                # Nothing runs between the check of the hold and the first byte: END proves that the hold was alive.
                 await connection.wire.send([frame(Kind.END, transfer=transfer)], lambda: send.is_alive)
                 self.was_read(send, read.token_start, read.token_count)
                 return
@@ -182,8 +199,8 @@ class Holder:
             finally:
                 del send.stops[connection]
         if in_frame:
-            raise trio.BrokenResourceError("the hold has ended in the middle of a chunk")
-        await self.refuse(connection, transfer, "the hold has ended while it was read")
+            raise trio.BrokenResourceError("the hold ended in the middle of a chunk")
+        await self.refuse(connection, transfer, "the hold ended while it was read")
 
     async def _send_chunk(self, connection: PeerConnection, transfer: int, send: Send, chunk: Chunk) -> None:
         if not send.is_alive:
@@ -210,12 +227,24 @@ class Holder:
         ]
 
     async def refuse(self, connection: PeerConnection, transfer: int, message: str) -> None:
-        """A sentence instead of a response."""
+        """Refuse a READ with a message.
+
+        Args:
+            connection: Connection of the reader.
+            transfer: Number of the READ.
+            message: Reason.
+        """
         self._policy.totals["transfers_refused_total"] += 1
         await connection.wire.send([frame(Kind.ABORT, Abort(message), transfer=transfer)])
 
     def was_read(self, send: Send, token_start: int, token_count: int) -> None:
-        """A reader has got these positions."""
+        """Record that a reader received positions of a hold.
+
+        Args:
+            send: Hold that was read.
+            token_start: First position.
+            token_count: Number of positions.
+        """
         send.was_read = True
         size = self._pages.layout.block_size
         self._policy.totals["blocks_sent_total"] += (token_start + token_count - 1) // size - token_start // size + 1

@@ -1,4 +1,4 @@
-"""A connection between two engines that have shown each other the key, and frames over it."""
+"""Connection between two engines that have proved that they know the key, with functions for its frames."""
 
 from __future__ import annotations
 
@@ -40,12 +40,16 @@ __all__ = [
 SENTENCE_LENGTH_MAX = 1_000
 
 BROKEN = (OSError, trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError, BadFrame)
-"""What may become of a connection. Errors of TLS are OSErrors."""
+"""Errors that mean that a connection cannot be used any more. TLS errors are OSErrors."""
 
 
 class Refused(Exception):
-    """The other side has said no, or is not whom it should be: trying again would not help. can_go_on: the connection
-    is still good for something else."""
+    """The peer refused, or did not prove that it knows the key. A retry would not help.
+
+    Args:
+        message: Reason.
+        can_go_on: True if the connection can still be used for other transfers.
+    """
 
     def __init__(self, message: str, *, can_go_on: bool = False) -> None:
         super().__init__(message)
@@ -53,7 +57,7 @@ class Refused(Exception):
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """Who we are, and the key."""
+    """Id and KV layout of this engine, and the key of its group."""
 
     engine_id: str
     layout: KVLayout
@@ -61,7 +65,15 @@ class Identity(msgspec.Struct, frozen=True):
 
 
 class PeerConnection(msgspec.Struct, eq=False):
-    """transfer_count: reads asked for over it; each has its number. idle_since: when the last one ended."""
+    """Connection after a successful handshake.
+
+    Attributes:
+        wire: Connection to the peer.
+        engine_id: Id of the peer.
+        layout: KV layout of the peer.
+        transfer_count: Number of READ frames sent so far. Each READ gets the next number.
+        idle_since: Time in seconds when the last transfer ended.
+    """
 
     wire: Wire
     engine_id: str
@@ -71,7 +83,15 @@ class PeerConnection(msgspec.Struct, eq=False):
 
 
 async def greet_holder(wire: Wire, identity: Identity) -> PeerConnection:
-    """Show a holder the key, and see that it has it. Raises Refused, or one of BROKEN."""
+    """Run the reader's part of the handshake.
+
+    Args:
+        wire: Connection to the holder.
+        identity: Identity of this engine.
+
+    Raises:
+        Refused: the holder refused, or does not know the key. The function may also raise the errors in BROKEN.
+    """
     hello = msgspec.msgpack.encode(make_greeting(identity.engine_id, identity.layout))
     await wire.send([frame(Kind.HELLO, hello)])
     challenge = await _receive_greeting(wire, Kind.CHALLENGE)
@@ -84,14 +104,22 @@ async def greet_holder(wire: Wire, identity: Identity) -> PeerConnection:
 
 
 async def greet_reader(wire: Wire, identity: Identity) -> PeerConnection:
-    """See that whoever has connected knows the key, and show that we do. Raises Refused, or one of BROKEN."""
+    """Run the holder's part of the handshake.
+
+    Args:
+        wire: Connection to the reader.
+        identity: Identity of this engine.
+
+    Raises:
+        Refused: the reader refused, or does not know the key. The function may also raise the errors in BROKEN.
+    """
     hello = await _receive_greeting(wire, Kind.HELLO)
     reader = _greeting_of(hello)
     challenge = msgspec.msgpack.encode(make_greeting(identity.engine_id, identity.layout))
     await wire.send([frame(Kind.CHALLENGE, challenge)])
     response = await _receive_small(wire, Kind.PROOF, Proof)
     if not is_proof(response.proof, identity.key, "reader", hello, challenge):
-        await wire.send([frame(Kind.ABORT, Abort("the key is another one here"))])
+        await wire.send([frame(Kind.ABORT, Abort("the key is another one here: give both engines the same key"))])
         raise Refused("it does not know the key of this engine")
     await wire.send([frame(Kind.WELCOME, Proof(make_proof(identity.key, "holder", hello, challenge)))])
     return PeerConnection(wire, reader.engine_id, reader.layout)
@@ -106,12 +134,20 @@ async def receive_body(wire: Wire, head: Head, kind: type[Body], bytes_max: int 
 
 
 def sentence_of(abort: Abort) -> str:
-    """What the other side says, as far as it fits into a log: a line, and no longer than a sentence may be."""
+    """Return the message of a peer as one printable line of at most SENTENCE_LENGTH_MAX characters.
+
+    Args:
+        abort: Message of the peer.
+    """
     return "".join(letter if letter.isprintable() else "?" for letter in abort.message[:SENTENCE_LENGTH_MAX])
 
 
 def describe(error: BaseException) -> str:
-    """What happened to a connection, for the log and for the client."""
+    """Describe the error of a connection for the log and the client.
+
+    Args:
+        error: Error that ended the connection.
+    """
     if isinstance(error, trio.TooSlowError):
         return "nothing came for too long"
     return str(error) or type(error).__name__
@@ -130,15 +166,13 @@ async def _receive_kind(wire: Wire, kind: Kind) -> Head:
     if head.kind is Kind.ABORT:
         raise Refused(sentence_of(await receive_body(wire, head, Abort, GREETING_BYTES_MAX)))
     if head.kind is not kind:
-        raise BadFrame(f"{head.kind.name} came where {kind.name} is due")
+        raise BadFrame(f"{head.kind.name} arrived instead of {kind.name}")
     return head
 
 
 async def _receive_content(wire: Wire, head: Head, bytes_max: int) -> bytes:
     if head.body_bytes > bytes_max:
-        raise BadFrame(
-            f"the body of a {head.kind.name} is said to have {head.body_bytes} bytes, allowed are {bytes_max}"
-        )
+        raise BadFrame(f"the body of a {head.kind.name} has {head.body_bytes} bytes, at most {bytes_max} are allowed")
     return await wire.receive(head.body_bytes)
 
 

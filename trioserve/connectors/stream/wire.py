@@ -1,8 +1,9 @@
-"""A connection that reads and writes KV blocks only while it may.
+"""Connections that read from and write to KV blocks only while the blocks may be used.
 
-Every byte is preceded by a look at whether it may still be moved, with nothing awaited in between. Trio's own recv_into
-may complete and be cancelled in the same pass of its loop, and would then have written to blocks that are not ours any
-more; so here it only says when a socket is ready, and the moving is a call that does not wait.
+Before each piece, the connection checks that the blocks may still be used. Nothing is awaited between the check and the
+copy. Trio's recv_into cannot be used for this: it can complete and be cancelled in the same pass of the event loop, and
+could write to blocks that now belong to another request. Trio therefore only waits until the socket is ready. The copy
+is a call that does not wait.
 """
 
 from __future__ import annotations
@@ -15,16 +16,19 @@ import trio
 
 __all__ = ["MayNot", "SocketWire", "StreamWire", "Wire", "always"]
 
-PIECES_MAX = 512  # in one call; the kernel takes 1,024
-PART_BYTES = 65_536  # of a stream, at a time: it is silent when not even so much goes
+PIECES_MAX = 512  # per call; the limit of the kernel is 1,024
+PART_BYTES = 65_536  # bytes per call on a stream; a call that takes longer than silence_seconds fails
 
 
 class MayNot(Exception):
-    """What was to be moved must not be touched any more. has_begun: some bytes of it went over the connection, which is
-    of no use then."""
+    """The blocks of a transfer must not be used any more.
+
+    Args:
+        has_begun: True if some bytes went over the connection. The connection cannot be used any more then.
+    """
 
     def __init__(self, *, has_begun: bool) -> None:
-        super().__init__("it must not be touched any more")
+        super().__init__("the blocks must not be used any more")
         self.has_begun = has_begun
 
 
@@ -33,34 +37,64 @@ def always() -> bool:
 
 
 class Wire(Protocol):
-    """silence_seconds: how long nothing may move while something should; after that trio.TooSlowError. A connection
-    that broke raises trio.BrokenResourceError, or trio.ClosedResourceError after close(). Where everything can be moved
-    at once, nobody else gets to run in between."""
+    """Connection that moves bytes between a peer and KV blocks.
+
+    All methods that wait raise trio.TooSlowError after `silence_seconds` without progress, trio.BrokenResourceError if
+    the connection fails, and trio.ClosedResourceError after close(). A call that can move all bytes at once does not
+    yield to other tasks.
+
+    Attributes:
+        silence_seconds: Time without progress after which a call fails.
+    """
 
     silence_seconds: float
 
     async def send(self, pieces: Sequence[memoryview | bytes], may: Callable[[], bool] = always) -> None:
-        """All of it, in order. Raises MayNot."""
+        """Send all pieces in order.
+
+        Args:
+            pieces: Bytes to send.
+            may: Returns True while the pieces may be read. Called before each read.
+
+        Raises:
+            MayNot: `may` returned False.
+        """
         ...
 
     async def receive(self, byte_count: int) -> bytes:
-        """Exactly so many."""
+        """Receive an exact number of bytes.
+
+        Args:
+            byte_count: Number of bytes.
+        """
         ...
 
     async def receive_into(self, pieces: Sequence[memoryview], may: Callable[[], bool] = always) -> None:
-        """Fill them all, in order. Raises MayNot."""
+        """Fill all pieces in order.
+
+        Args:
+            pieces: Memory to fill.
+            may: Returns True while the pieces may be written. Called before each write.
+
+        Raises:
+            MayNot: `may` returned False.
+        """
         ...
 
     def close(self) -> None:
-        """At once. Whoever waits for it gets an error."""
+        """Close the connection without waiting. Tasks that wait for it get an error."""
         ...
 
 
 class SocketWire:
-    """A plain TCP connection: blocks are sent from where they lie, and arrive where they belong."""
+    """Plain TCP connection that sends from and receives into blocks without a copy.
+
+    Args:
+        stream: Stream whose socket is taken over. The caller must not use it any more.
+        silence_seconds: Time without progress after which a call fails.
+    """
 
     def __init__(self, stream: trio.SocketStream, silence_seconds: float) -> None:
-        """Takes the socket over."""
         self._socket = socket.socket(fileno=stream.socket.detach())
         self._socket.setblocking(False)
         self.silence_seconds = silence_seconds
@@ -102,7 +136,7 @@ class SocketWire:
             except OSError as error:
                 raise trio.BrokenResourceError(f"the connection is broken: {error}") from error
             if not received_bytes:
-                raise trio.BrokenResourceError("the other side has closed the connection")
+                raise trio.BrokenResourceError("the peer has closed the connection")
             has_begun = True
             _advance(rest, received_bytes)
 
@@ -113,14 +147,21 @@ class SocketWire:
 
 
 class StreamWire:
-    """Over any stream of Trio's, TLS above all. What is sent is copied first, since a stream may look at it later; what
-    arrives is copied where it belongs."""
+    """Connection over any Trio stream, mostly TLS.
+
+    It copies the blocks before it sends, because a stream may read its argument later. It copies received bytes into
+    the blocks.
+
+    Args:
+        stream: Stream to use.
+        silence_seconds: Time without progress after which a call fails.
+        close: Closes the stream, or the socket below it, without waiting.
+    """
 
     def __init__(self, stream: trio.abc.Stream, silence_seconds: float, close: Callable[[], None]) -> None:
-        """close: closes the stream, or what is below it, without waiting."""
         self._stream = stream
         self._close = close
-        self._early = b""  # received, and not asked for yet
+        self._early = b""  # received bytes that no call has asked for yet
         self.silence_seconds = silence_seconds
 
     async def send(self, pieces: Sequence[memoryview | bytes], may: Callable[[], bool] = always) -> None:
@@ -144,7 +185,7 @@ class StreamWire:
                 with trio.fail_after(self.silence_seconds):
                     self._early = bytes(await self._stream.receive_some(PART_BYTES))
                 if not self._early:
-                    raise trio.BrokenResourceError("the other side has closed the connection")
+                    raise trio.BrokenResourceError("the peer has closed the connection")
             if not may():
                 raise MayNot(has_begun=has_begun)
             has_begun = True
@@ -158,7 +199,7 @@ class StreamWire:
 
 
 def _advance(rest: list[memoryview], byte_count: int) -> None:
-    """Take what has been moved off the front."""
+    """Remove the bytes that have been moved from the front of `rest`."""
     done = 0
     while done < len(rest) and byte_count >= len(rest[done]):
         byte_count -= len(rest[done])
