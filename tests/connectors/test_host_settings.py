@@ -46,7 +46,7 @@ def test_limits_are_bytes_or_gib(options, expect):
         ({"memory_gib": float("inf")}, "is inf"),
         ({"memory_bytes": 127}, "may use 127 bytes of memory, and one block of small needs 128"),
         ({"memory_gib": 1, "directory": "/kv"}, "give directory_gib or directory_bytes"),
-        ({"memory_gib": 1, "directory_gib": 1}, "got a limit for a directory, and no directory"),
+        ({"memory_gib": 1, "directory_gib": 1}, "got a limit for a directory, but no directory"),
         ({"memory_gib": 1, "directory": 3, "directory_gib": 1}, "directory of the host connector is 3"),
         ({"memory_gib": 1, "directory": "", "directory_gib": 1}, "directory of the host connector is ''"),
         ({"memory_gib": 1, "directory": "a\0b", "directory_gib": 1}, "give the path of a directory"),

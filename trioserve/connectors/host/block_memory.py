@@ -1,5 +1,7 @@
-"""Where blocks lie in host memory: in slabs, since memory that the system has to find page by page costs more than the
-copy into it does."""
+"""Host memory for blocks, allocated in large slabs.
+
+With small allocations, the page faults would cost more time than the copies.
+"""
 
 from __future__ import annotations
 
@@ -12,30 +14,41 @@ import numpy.typing as npt
 __all__ = ["SLAB_BYTES", "BlockMemory", "Content"]
 
 SLAB_BYTES = 64 * 2**20
-"""numpy asks for huge pages from 4 MiB on. A slab is filled before there is another, and kept until the end."""
+"""Maximum size of a slab. numpy asks for huge pages from 4 MiB on. A slab is never freed before its owner."""
 
 Content = npt.NDArray[np.uint8]
-"""One block: its layers, one behind the other."""
+"""Content of one block, layer by layer."""
 
 
 class BlockMemory:
-    """Hands out memory for blocks, from any thread. It comes back by itself when nobody has a reference to it any more:
-    to the array that was handed out, which whoever reads or writes a part of it has to keep."""
+    """Allocator of host memory for blocks. Any thread may use it.
+
+    The memory of a block is free again once no reference to its array exists. Code that uses a part of the array must
+    keep a reference to the whole array.
+
+    Args:
+        block_bytes: Size of a block.
+        memory_bytes: Limit that the caller enforces. It only bounds the size of a slab.
+    """
 
     def __init__(self, block_bytes: int, memory_bytes: int) -> None:
         self.block_bytes = block_bytes
         self._slab_block_count = max(1, min(SLAB_BYTES, memory_bytes) // block_bytes)
-        self._free: deque[Content] = deque()  # its own calls are atomic
+        self._free: deque[Content] = deque()  # append and pop are atomic
         self.slab_count = 0
 
     def take(self) -> Content:
-        """What stands in it means nothing. Raises MemoryError."""
+        """Return memory for one block. Its content is undefined.
+
+        Raises:
+            MemoryError: the system has no memory for another slab.
+        """
         try:
             place = self._free.pop()
         except IndexError:
             place = self._first_of_slab()
         content = place.view()
-        # A view's base is the slab, and not the place, so the place is free when this view is gone.
+        # The base of a view is the slab, not the place. So no other reference exists when this view is collected.
         weakref.finalize(content, self._free.append, place).atexit = False
         return content
 

@@ -1,7 +1,8 @@
-"""How a request's blocks are named, and what shows that a stored block belongs to them.
+"""Names of a request's blocks, and proofs that a stored block belongs to the request.
 
-A name is 16 bytes and finds a block. What is found is believed only if its proof is right, too: the block's own tokens,
-and 32 bytes of another hash of the salt and all tokens before them. So two prefixes under one name cost a miss.
+A block is found by its name, a hash of 16 bytes. A stored block is used only if its proof is also right. The proof
+contains the tokens of the block, and 32 bytes of another hash of the salt and all tokens before the block. If two
+prefixes have the same name, the result is a miss.
 """
 
 from __future__ import annotations
@@ -20,7 +21,15 @@ _BEFORE_BYTES = 32
 
 
 class BlockChain:
-    """The names of one request's full blocks; each is made once, when it is asked for. About 1 us a block."""
+    """Names of one request's full blocks. Each name is computed once, when it is first needed.
+
+    Cost: about 1 us per block.
+
+    Args:
+        salt: Cache salt of the request.
+        block_size: Tokens per block.
+        hash_block: Hash function. Tests may pass another one.
+    """
 
     __slots__ = ("_block_size", "_hash_block", "_names", "salt")
 
@@ -31,7 +40,12 @@ class BlockChain:
         self._names: list[BlockHash] = []
 
     def name(self, index: int, tokens: Sequence[int]) -> BlockHash:
-        """Of the full block `index`. tokens: of the request; they may only grow between two calls."""
+        """Return the name of a full block.
+
+        Args:
+            index: Index of the block.
+            tokens: Tokens of the request. Between two calls, tokens may only be appended.
+        """
         names = self._names
         while len(names) <= index:
             start = len(names) * self._block_size
@@ -41,7 +55,15 @@ class BlockChain:
 
 
 class Proofs:
-    """The proofs of one request's full blocks, to be asked for in ascending order. About 2 us a block."""
+    """Proofs of one request's full blocks. They must be requested in ascending order.
+
+    Cost: about 2 us per block.
+
+    Args:
+        salt: Cache salt of the request.
+        tokens: Tokens of the request.
+        block_size: Tokens per block.
+    """
 
     def __init__(self, salt: str | None, tokens: Sequence[int], block_size: int) -> None:
         self._tokens = tokens
@@ -52,7 +74,7 @@ class Proofs:
 
     def of(self, index: int) -> bytes:
         start = index * self._block_size
-        assert start >= self._hashed_count, f"block {index} is asked for after a later one"
+        assert start >= self._hashed_count, f"block {index} is requested after a later block"
         self._before.update(pack_tokens(self._tokens[self._hashed_count : start]))
         self._hashed_count = start
         return self._before.digest() + pack_tokens(self._tokens[start : start + self._block_size])
@@ -63,5 +85,9 @@ def proof_bytes(block_size: int) -> int:
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
-    """4 bytes each, the lowest first, on every machine."""
+    """Pack tokens as 4 bytes each, little-endian on every machine.
+
+    Args:
+        tokens: Token ids, each 0 <= id < 2**32.
+    """
     return struct.pack(f"<{len(tokens)}I", *tokens)

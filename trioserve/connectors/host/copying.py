@@ -1,7 +1,7 @@
-"""Copies blocks between an engine's KV cache and host memory, in a thread that is not the event loop's.
+"""Copies of blocks between an engine's KV cache and host memory, made in a worker thread.
 
-numpy lets go of the GIL for a copy, and an assignment to a memoryview does not: the event loop would have to ask for it
-back, and wait for a switch interval, whenever it wakes up. So copies are numpy's wherever the blocks can be addressed.
+numpy releases the GIL during a copy. An assignment to a memoryview does not: the event loop would wait for a switch
+interval each time it wakes up. So numpy makes the copies if the CPU can address the blocks.
 """
 
 from __future__ import annotations
@@ -16,16 +16,30 @@ from trioserve.contracts.kv_transfer import KVLayout, KVPages
 __all__ = ["PIECE_BYTES", "block_bytes", "copy_in", "copy_out"]
 
 PIECE_BYTES = 256 * 1024
-"""Some 30 us at 10 GB/s: so long whoever closes a gate waits at most."""
+"""Bytes per piece. A copy takes about 30 us at 10 GB/s. Closing a gate waits at most this long."""
 
 
 def block_bytes(layout: KVLayout) -> int:
-    """Of one block in all layers."""
+    """Return the size of one block in all layers, in bytes.
+
+    Args:
+        layout: KV layout of the engine.
+    """
     return layout.layer_count * layout.block_size * layout.token_bytes
 
 
 def copy_out(pages: KVPages, block: BlockIndex, content: Content, gate: Gate) -> bool:
-    """From the engine. False: the gate was closed, and content is worth nothing."""
+    """Copy a block from the engine to host memory.
+
+    Args:
+        pages: KV cache of the engine.
+        block: Block to copy.
+        content: Host memory for the block.
+        gate: Gate to enter for each piece.
+
+    Returns:
+        False if the gate was closed before the end. The content is not valid then.
+    """
     layout = pages.layout
     size = layout.block_size * layout.token_bytes
     for layer in range(layout.layer_count):
@@ -36,14 +50,25 @@ def copy_out(pages: KVPages, block: BlockIndex, content: Content, gate: Gate) ->
             with gate as is_open:
                 if not is_open:
                     return False
-                if here is None:  # of a device, this is the copy
+                if here is None:  # for a device, this call makes the copy
                     here = np.frombuffer(pages.read(layer, block), np.uint8)
                 np.copyto(there[start:end], here[start:end])
     return True
 
 
 def copy_in(pages: KVPages, block: BlockIndex, content: Content, token_count: int, gate: Gate) -> bool:
-    """To the engine, the block's first token_count tokens. False: the gate was closed, and it is not all there."""
+    """Copy the first tokens of a block from host memory to the engine.
+
+    Args:
+        pages: KV cache of the engine.
+        block: Block to fill.
+        content: Host memory with the block.
+        token_count: Number of tokens to copy.
+        gate: Gate to enter for each piece.
+
+    Returns:
+        False if the gate was closed before the end. The block is not complete then.
+    """
     layout = pages.layout
     size = layout.block_size * layout.token_bytes
     wanted = token_count * layout.token_bytes

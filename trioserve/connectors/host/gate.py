@@ -1,9 +1,9 @@
-"""The right to touch an engine's blocks from another thread, which can be taken back at any moment.
+"""Gate that lets a thread use an engine's blocks, and that the engine can close at any time.
 
-A thread reads and writes blocks in pieces of at most PIECE_BYTES (copying.py), each with the gate entered. Closing it
-waits for the piece at hand, some 30 us at memory speed or one transfer to a device, and from then on no block is
-touched: that is what hold_expired has to promise when it returns, and no flag that the thread looks at could. So
-threads may be left to themselves when their engine goes, even one that a dead disk keeps for ever.
+A thread copies blocks in pieces of at most PIECE_BYTES (copying.py), and enters the gate for each piece. Closing the
+gate waits for the current piece: about 30 us for host memory, or one transfer for a device. Afterwards the thread
+cannot use the blocks. hold_expired must guarantee this when it returns. A plain flag could not. The engine can end
+without waiting for its threads, even if a broken disk blocks a thread forever.
 """
 
 from __future__ import annotations
@@ -16,10 +16,16 @@ __all__ = ["Gate"]
 
 
 class Gate:
-    """`with gate as is_open: if is_open: ...touch a piece...`. One thread goes through it at a time.
+    """Lock that can be closed for good. Use: `with gate as is_open: if is_open: ...copy a piece...`.
 
-    is_wanted: set to False from any thread to have the work behind it stop soon; that waits for nothing, and promises
-    nothing."""
+    One thread at a time is inside of the gate.
+
+    Args:
+        lock: Lock to use. None makes a new lock.
+
+    Attributes:
+        is_wanted: Any thread may set it to False to stop the work soon. This does not wait, and guarantees nothing.
+    """
 
     def __init__(self, lock: AbstractContextManager[object] | None = None) -> None:
         self._lock = threading.Lock() if lock is None else lock
@@ -40,7 +46,7 @@ class Gate:
         self._lock.__exit__(kind, error, traceback)
 
     def close(self) -> None:
-        """When this returns, nobody touches a block behind it, and nobody will."""
-        self.is_wanted = False  # so that no further piece begins while this waits for the one at hand
+        """Wait for the current piece, then close the gate. After the return, no thread uses the blocks."""
+        self.is_wanted = False  # prevents that another piece starts while this waits for the current piece
         with self._lock:
             self._is_open = False

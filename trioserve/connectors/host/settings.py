@@ -1,4 +1,4 @@
-"""The limits of the host store, each with its unit and its reason."""
+"""Options of the connector `host`: limits for memory and files."""
 
 from __future__ import annotations
 
@@ -15,13 +15,18 @@ from trioserve.contracts.kv_transfer import KVLayout
 __all__ = ["HostSettings", "host_settings_from"]
 
 GIB = 2**30
-FILE_OVERHEAD_BYTES_MAX = 4096  # what a file has besides KV and tokens
+FILE_OVERHEAD_BYTES_MAX = 4096  # upper limit for head and checksum of a file, without its tokens
 OPTIONS = ("memory_gib", "memory_bytes", "directory", "directory_gib", "directory_bytes")
 
 
 class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """memory_bytes: for blocks, and what is being copied into them. directory: None keeps nothing on disk.
-    directory_bytes: for all files that any trioserve left in it."""
+    """Limits of the host store.
+
+    Attributes:
+        memory_bytes: Limit for blocks in memory, including blocks that are being copied.
+        directory: Directory for files. None stores no files.
+        directory_bytes: Limit for all files in the directory, including files of other models and earlier starts.
+    """
 
     memory_bytes: int
     directory: Path | None = None
@@ -29,25 +34,31 @@ class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def host_settings_from(options: Mapping[str, Any], layout: KVLayout) -> HostSettings:
-    """Raises StartupError for an option that is not known, or a limit that cannot hold a single block."""
+    """Check the options of the connector `host`.
+
+    Args:
+        options: Content of kv_connector_extra_config.
+        layout: KV layout of the engine.
+
+    Raises:
+        StartupError: an option is unknown or not allowed, or a limit is smaller than one block.
+    """
     unknown = sorted(str(name) for name in options if name not in OPTIONS)
     if unknown:
         raise StartupError(f"the host connector has no option {unknown[0]!r}: it has {', '.join(OPTIONS)}")
     memory_bytes = _size(options, "memory")
     if memory_bytes is None:
-        raise StartupError("the host connector has to know how much memory it may use: give memory_gib or memory_bytes")
+        raise StartupError("the host connector needs a limit for its memory: give memory_gib or memory_bytes")
     _check_holds_a_block("memory", memory_bytes, layout)
     directory, directory_bytes = options.get("directory"), _size(options, "directory")
     if directory is None:
         if directory_bytes is not None:
-            raise StartupError("the host connector got a limit for a directory, and no directory: give both or none")
+            raise StartupError("the host connector got a limit for a directory, but no directory: give both or none")
         return HostSettings(memory_bytes=memory_bytes)
     if not isinstance(directory, str) or not directory or "\0" in directory:
         raise StartupError(f"directory of the host connector is {directory!r}: give the path of a directory")
     if directory_bytes is None:
-        raise StartupError(
-            "the host connector has to know how much of its directory it may use: give directory_gib or directory_bytes"
-        )
+        raise StartupError("the host connector needs a limit for its directory: give directory_gib or directory_bytes")
     _check_holds_a_block("directory", directory_bytes, layout)
     return HostSettings(memory_bytes=memory_bytes, directory=Path(directory), directory_bytes=directory_bytes)
 

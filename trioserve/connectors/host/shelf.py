@@ -1,4 +1,4 @@
-"""What is kept within a number of bytes, and what has to go first. Knows keys and sizes; holds nothing itself."""
+"""Least recently used order and byte limit of a cache. It knows keys and sizes, and does not store the values."""
 
 from __future__ import annotations
 
@@ -12,13 +12,19 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Shelf(Generic[Key]):
-    """Least recently used goes first. What is pinned stays. bytes_used counts what is kept and what is reserved, and is
-    never more than bytes_max."""
+    """Keys with sizes, from which the least recently used keys are evicted. Pinned keys are never evicted.
+
+    Args:
+        bytes_max: Limit for kept and reserved bytes.
+
+    Attributes:
+        bytes_used: Kept and reserved bytes. Never more than `bytes_max`.
+    """
 
     def __init__(self, bytes_max: int) -> None:
         self.bytes_max = bytes_max
         self.bytes_used = 0
-        self._sizes: OrderedDict[Key, int] = OrderedDict()  # the first one to go comes first
+        self._sizes: OrderedDict[Key, int] = OrderedDict()  # in order of eviction
         self._pins: Counter[Key] = Counter()
 
     def __contains__(self, key: object) -> bool:
@@ -28,14 +34,26 @@ class Shelf(Generic[Key]):
         return len(self._sizes)
 
     def touch(self, keys: Sequence[Key]) -> None:
-        """They are used now. The first of them goes last: without its beginning, a prefix is worth nothing."""
+        """Mark keys as used now.
+
+        Args:
+            keys: Blocks of a prefix, in order. The first block is evicted last. A prefix without its first block is
+                useless.
+        """
         for key in reversed(keys):
             if key in self._sizes:
                 self._sizes.move_to_end(key)
 
     def reserve(self, byte_count: int, keep: Container[Key] = ()) -> list[Key] | None:
-        """Make room for so many bytes, which count from now on: put or release them. Returns what had to go for it, and
-        is kept no longer; None: it cannot be, and nothing has changed. keep: what must not go."""
+        """Reserve bytes, and evict keys if necessary. The caller must pass the bytes to `put` or `release`.
+
+        Args:
+            byte_count: Bytes to reserve.
+            keep: Keys that must not be evicted.
+
+        Returns:
+            Evicted keys. None if too few bytes can be freed. Nothing changes then.
+        """
         missing = self.bytes_used + byte_count - self.bytes_max
         leaving = []
         if missing > 0:
@@ -53,11 +71,20 @@ class Shelf(Generic[Key]):
         return leaving
 
     def release(self, byte_count: int) -> None:
-        """They were reserved, and nothing came of it."""
+        """Return reserved bytes that are not needed.
+
+        Args:
+            byte_count: Bytes that were reserved.
+        """
         self.bytes_used -= byte_count
 
     def put(self, key: Key, byte_count: int) -> None:
-        """Bytes that were reserved are this from now on; it is the last one to go."""
+        """Add a key that uses reserved bytes, as the most recently used key.
+
+        Args:
+            key: Key to add.
+            byte_count: Bytes that were reserved for it.
+        """
         assert key not in self._sizes, f"{key!r} is kept already"
         self._sizes[key] = byte_count
 
@@ -65,7 +92,11 @@ class Shelf(Generic[Key]):
         self.bytes_used -= self._sizes.pop(key)
 
     def pin(self, keys: Iterable[Key]) -> None:
-        """They do not go to make room until they are unpinned as often; drop() takes them all the same."""
+        """Protect keys from eviction until `unpin` is called as often as `pin`. `drop` still removes them.
+
+        Args:
+            keys: Keys to protect.
+        """
         self._pins.update(keys)
 
     def unpin(self, key: Key) -> None:
@@ -74,7 +105,7 @@ class Shelf(Generic[Key]):
             del self._pins[key]
 
     def sizes(self) -> dict[Key, int]:
-        """Bytes of each key that is kept. A copy."""
+        """Return a copy of the sizes of all keys, in bytes."""
         return dict(self._sizes)
 
     @property
@@ -82,6 +113,12 @@ class Shelf(Generic[Key]):
         return set(self._pins)
 
     def check(self, reserved_bytes: int) -> None:
-        """Assert that the books agree. O(keys): for tests."""
+        """Assert that the byte counts are consistent. For tests.
+
+        Args:
+            reserved_bytes: Bytes that are reserved now.
+
+        Cost: O(keys).
+        """
         assert self.bytes_used == sum(self._sizes.values()) + reserved_bytes <= self.bytes_max
         assert all(count > 0 for count in self._pins.values())
