@@ -56,17 +56,17 @@ async def wait_for_ranks(
     )
     is_complete = trio.Event()
 
-    async def greet(stream: trio.SocketStream, place: Place) -> None:
+    async def handle(stream: trio.SocketStream, place: Place) -> None:
         """Handle one connection. No exception that a stranger can cause leaves this function."""
         rank = None
         try:
             with trio.CancelScope() as scope, trio.fail_after(HANDSHAKE_SECONDS_MAX):
                 place.may_end_at, place.end = _at_any_time, scope.cancel
-                rank = await _greeted(stream, ranks, found, key)
+                rank = await _handshake(stream, ranks, found, key)
             if scope.cancelled_caught:
                 logger.warning("a connection for ranks was closed error=replaced by a newer one during its handshake")
             if rank is not None and rank not in found:
-                found[rank] = _taken_out(stream)
+                found[rank] = _detached(stream)
                 on_wait([rank for rank in ranks if rank not in found])
                 if len(found) == len(ranks):
                     is_complete.set()
@@ -85,7 +85,7 @@ async def wait_for_ranks(
             if place is None:  # all places of its address belong to connections that are ending
                 stream.socket.close()
             else:
-                nursery.start_soon(greet, stream, place)
+                nursery.start_soon(handle, stream, place)
 
     try:
         listeners = await trio.open_tcp_listeners(port, host=host if _is_address(host) else None)
@@ -128,16 +128,16 @@ def _is_address(host: str) -> bool:
     return True
 
 
-async def _greeted(stream: trio.SocketStream, ranks: Collection[int], found: Collection[int], key: str) -> int | None:
+async def _handshake(stream: trio.SocketStream, ranks: Collection[int], found: Collection[int], key: str) -> int | None:
     asked = challenge()
-    await _say(stream, asked)
-    hello = await _heard(stream, Hello)
+    await _send_message(stream, asked)
+    hello = await _receive_message(stream, Hello)
     given = verdict(asked, hello, key)
     if given.refused is None and hello.rank not in ranks:
         given = Verdict(refused=f"rank {hello.rank} is not expected from another machine, expected are {list(ranks)}")
     elif given.refused is None and hello.rank in found:
         given = Verdict(refused=f"rank {hello.rank} is connected already")
-    await _say(stream, given)
+    await _send_message(stream, given)
     if given.refused is None:
         return hello.rank
     logger.warning("a rank is refused rank=%d reason=%s", hello.rank, given.refused[:200])
@@ -163,10 +163,10 @@ async def connect_rank(host: str, port: int, rank: int, key: str) -> socket.sock
     stream = await connect_tcp(host, port, vanished_seconds=RANK_VANISHED_SECONDS)
     try:
         with trio.fail_after(HANDSHAKE_SECONDS_MAX):
-            asked = await _heard(stream, Challenge)
+            asked = await _receive_message(stream, Challenge)
             hello = answered(asked, rank, key)
-            await _say(stream, hello)
-            given = await _heard(stream, Verdict)
+            await _send_message(stream, hello)
+            given = await _receive_message(stream, Verdict)
     except (trio.TooSlowError, trio.BrokenResourceError, EOFError) as error:
         await trio.aclose_forcefully(stream)
         raise ConnectionError(f"the server at {host}:{port} has not answered") from error
@@ -179,10 +179,10 @@ async def connect_rank(host: str, port: int, rank: int, key: str) -> socket.sock
             f"the server at {host}:{port} does not accept rank {rank}: "
             f"{given.refused or 'it does not know the key, so it is another server'}"
         )
-    return _taken_out(stream)
+    return _detached(stream)
 
 
-def _taken_out(stream: trio.SocketStream) -> socket.socket:
+def _detached(stream: trio.SocketStream) -> socket.socket:
     """Detach the socket of a stream from Trio, and let it break soon after its peer's machine vanishes."""
     connection = socket.socket(fileno=stream.socket.detach())
     try:
@@ -193,24 +193,24 @@ def _taken_out(stream: trio.SocketStream) -> socket.socket:
     return connection
 
 
-async def _say(stream: trio.SocketStream, message: Any) -> None:
+async def _send_message(stream: trio.SocketStream, message: Any) -> None:
     await stream.send_all(framed(msgspec.msgpack.encode(message)))
 
 
-async def _heard(stream: trio.SocketStream, kind: type[T]) -> T:
+async def _receive_message(stream: trio.SocketStream, kind: type[T]) -> T:
     """Receive one message. Reads no byte after it, because other code reads the rest of the stream.
 
     Raises:
         EOFError: the stream ended.
         ValueError: the message is too long or has another type.
     """
-    (length,) = struct.unpack("<I", await _exactly(stream, 4))
+    (length,) = struct.unpack("<I", await _receive_exactly(stream, 4))
     if length > HANDSHAKE_BYTES_MAX:
         raise ValueError(f"a handshake message announces {length} bytes, {HANDSHAKE_BYTES_MAX} are allowed")
-    return msgspec.msgpack.decode(await _exactly(stream, length), type=kind)
+    return msgspec.msgpack.decode(await _receive_exactly(stream, length), type=kind)
 
 
-async def _exactly(stream: trio.SocketStream, byte_count: int) -> bytes:
+async def _receive_exactly(stream: trio.SocketStream, byte_count: int) -> bytes:
     received = b""
     while len(received) < byte_count:
         part = await stream.receive_some(byte_count - len(received))

@@ -56,7 +56,7 @@ class OfferedWeights:
 
     # Called in the thread that computes:
 
-    def look(self, order: CheckWeights, on_found: OnFound, on_broken: OnBroken) -> None:
+    def begin_check(self, order: CheckWeights, on_found: OnFound, on_broken: OnBroken) -> None:
         """Start a thread that checks new weights. That thread calls one of the two functions.
 
         Args:
@@ -67,7 +67,7 @@ class OfferedWeights:
         with self._lock:
             self._offer, self._found = order.offer, None
         self._bytes = bytearray()
-        threading.Thread(target=self._look, args=(order, on_found, on_broken), name="weights", daemon=True).start()
+        threading.Thread(target=self._check, args=(order, on_found, on_broken), name="weights", daemon=True).start()
 
     def confirm(self, order: ConfirmWeights) -> Refusal | None:
         try:
@@ -111,7 +111,7 @@ class OfferedWeights:
 
     # Called in a thread that checks:
 
-    def _look(self, order: CheckWeights, on_found: OnFound, on_broken: OnBroken) -> None:
+    def _check(self, order: CheckWeights, on_found: OnFound, on_broken: OnBroken) -> None:
         answer: str | Refusal | None
         try:
             found = self._checked(order)

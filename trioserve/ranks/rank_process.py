@@ -279,7 +279,7 @@ class _Rank:
             sys.stderr.flush()
             os._exit(FAILED)
 
-        self._offered.look(order, lambda found: say(Answer(order.serial, found)), end)
+        self._offered.begin_check(order, lambda found: say(Answer(order.serial, found)), end)
 
     def _finish(self) -> None:
         step, finish = self._begun.popleft()
