@@ -1,4 +1,4 @@
-"""The commands. Parsing is all that happens here; what a command needs is imported when it runs."""
+"""Parses the command line. Each command imports its modules only when it runs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,14 @@ Three things people do with trioserve:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code. Errors that a user can mend are one sentence on stderr, no traceback."""
+    """Run one command. Errors that a user can correct appear as one sentence on stderr, without a traceback.
+
+    Args:
+        argv: arguments without the program's name. None for those of the process.
+
+    Returns:
+        Exit code of the program.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments:
         print(WELCOME)
@@ -54,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.insert(0, "serve")
     if arguments[0] not in SERVING_COMMANDS:
         hang_up_as_before()
-    if arguments[0] == "bench":  # has commands of its own, with a parser that no other command should wait for
+    if arguments[0] == "bench":  # its parser takes long to import, and no other command needs it
         run = functools.partial(_bench, arguments[1:])
     else:
         run = functools.partial(_run_parsed, arguments)
@@ -63,9 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TrioserveError as error:
         print(f"trioserve: {error}", file=sys.stderr)
         return EXIT_FAILED
-    except BrokenPipeError:  # whoever read our output has left
+    except BrokenPipeError:  # the reader of the output has closed the pipe
         return EXIT_FAILED
-    except KeyboardInterrupt:  # before or after the time in which a command listens to signals itself
+    except KeyboardInterrupt:  # outside of the command's own signal handling
         return EXIT_INTERRUPTED
     except BaseException as error:
         message = limit_message(error)
@@ -84,12 +91,12 @@ def _run_parsed(arguments: list[str]) -> int:
 
 
 def run_program() -> None:
-    """The whole program: main, and the end of the process with its exit code."""
+    """Run `main`, and end the process with its exit code."""
     prepare_program()
     exit_code = main()
     if any(thread.name == DOWNLOAD_THREAD for thread in threading.enumerate()):
-        # Whoever waited for this download has left. It has threads of its own, for which Python would wait until every
-        # file had come; what is on the disk by then is taken up by the next attempt.
+        # The command no longer needs this download, but Python would wait for the downloading threads until all files
+        # are complete. The next attempt resumes from the files on disk.
         with contextlib.suppress(OSError):
             sys.stdout.flush()
         os._exit(exit_code)
@@ -216,7 +223,7 @@ def _add_disagg(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_operating(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """Commands that ask a running server."""
+    """Add commands that call a running server."""
     top = subparsers.add_parser("top", help="watch a running server or router in the terminal")
     top.add_argument("url", nargs="?", metavar="URL", help="(default: TRIOSERVE_URL, or http://127.0.0.1:8000)")
     top.add_argument(
@@ -237,7 +244,7 @@ def _add_operating(subparsers: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _add_ray(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """Engines that Ray places. Their options are those of `serve`."""
+    """Add the commands for engines that Ray places. Their options are those of `serve`."""
     parser = subparsers.add_parser("ray", help="have Ray place engines, for `route --endpoints-ray`; or end them")
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     up = actions.add_parser("up", help="start a group of engines, wherever Ray has room; it stays when this ends")
@@ -360,7 +367,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     if arguments.served is not None:
         if arguments.model not in (None, arguments.served):
             raise StartupError(
-                f"the model is named twice, {arguments.served} and --model {arguments.model}: leave one of them out"
+                f"the model is named twice, {arguments.served} and --model {arguments.model}: remove one of them"
             )
         arguments.model = arguments.served
     config = config_from(arguments, kind=Config)

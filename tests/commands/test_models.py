@@ -32,7 +32,7 @@ def test_a_model_that_is_here_is_not_fetched(cache: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["pull", "llama"], "nothing to pull by the name 'llama'"),
+        (["pull", "llama"], "there is no model 'llama' to download"),
         (["pull", "smollm2", "--revision", "main"], "smollm2 has no revisions"),
     ],
 )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from trioserve.commands.ray_place import LOOKS_UNTOLD, keep_placed
+from trioserve.commands.ray_place import LOOKS_UNREPORTED, keep_placed
 from trioserve.contracts.errors import StartupError
 from trioserve.ranks.placed import RankDoor, RankNode, RanksUpdate
 
@@ -87,7 +87,7 @@ def test_they_are_placed_sent_to_their_server_and_removed_when_it_goes():
 
 
 def test_that_there_is_no_room_is_told_once_and_they_are_placed_when_there_is():
-    places = FakePlaces(room_after=3 * LOOKS_UNTOLD)
+    places = FakePlaces(room_after=3 * LOOKS_UNREPORTED)
     assert places.keep() == ["reserve", "start", "send", "remove"]
     assert places.told == [RanksUpdate(waits="waiting for room"), RanksUpdate(nodes=NODES)]
 

@@ -1,4 +1,4 @@
-"""Which processes of one router end when, and what is said of it; and what cannot be several processes."""
+"""Stopping a router of several processes, its failure messages, and options that do not allow several processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from trioserve.commands.router_processes import Ended, Late, Lives, Order, Serving, Signalled, check_processes
+from trioserve.commands.router_processes import Ended, Late, Order, ProcessStates, Serving, Signalled, check_processes
 from trioserve.config import Config, RouteConfig, add_arguments, config_from
 from trioserve.contracts.errors import StartupError
 
@@ -17,84 +17,84 @@ def configured(*flags: str, kind: type[RouteConfig] = RouteConfig) -> RouteConfi
     return config_from(parser.parse_args(flags), {}, kind=kind)
 
 
-def serving(count: int = 2) -> Lives:
-    lives = Lives(count)
+def serving(count: int = 2) -> ProcessStates:
+    states = ProcessStates(count)
     for number in range(1, count + 1):
-        assert lives.note(Serving(number)) == []
-    assert lives.all_serve
-    return lives
+        assert states.note(Serving(number)) == []
+    assert states.all_serve
+    return states
 
 
-def test_a_signal_stops_all_and_it_is_over_when_the_last_one_has_ended():
-    lives = serving()
-    assert lives.note(Signalled()) == [Order("stop", 1), Order("stop", 2)]
-    assert lives.note(Ended(2, 0)) == []
-    assert not lives.is_over
-    assert lives.note(Signalled()) == [Order("stop", 1)], "a second one shortens what the rest is given"
-    assert lives.note(Ended(1, 0)) == []
-    assert (lives.is_over, lives.exit_code, lives.failures) == (True, 0, [])
+def test_signal_stops_all_processes_and_router_ends_after_the_last():
+    states = serving()
+    assert states.note(Signalled()) == [Order("stop", 1), Order("stop", 2)]
+    assert states.note(Ended(2, 0)) == []
+    assert not states.is_over
+    assert states.note(Signalled()) == [Order("stop", 1)], "a second signal shortens the drain of the rest"
+    assert states.note(Ended(1, 0)) == []
+    assert (states.is_over, states.exit_code, states.failures) == (True, 0, [])
 
 
 @pytest.mark.parametrize(
     ("code", "how"), [(-9, "was killed by SIGKILL"), (1, "ended with code 1"), (0, "ended with code 0")]
 )
-def test_a_process_that_ends_unasked_is_named_and_the_others_are_stopped(code, how):
-    lives = serving(3)
-    assert lives.note(Ended(2, code)) == [Order("stop", 1), Order("stop", 3)]
-    assert lives.failures == [f"process 2 of this router {how}; the others drain and end, too"]
-    assert [lives.note(Ended(number, 0)) for number in (1, 3)] == [[], []]
-    assert (lives.is_over, lives.exit_code) == (True, 1)
+def test_unexpected_end_of_a_process_is_reported_and_stops_the_others(code, how):
+    states = serving(3)
+    assert states.note(Ended(2, code)) == [Order("stop", 1), Order("stop", 3)]
+    assert states.failures == [f"process 2 of this router {how}; the other processes drain and end"]
+    assert [states.note(Ended(number, 0)) for number in (1, 3)] == [[], []]
+    assert (states.is_over, states.exit_code) == (True, 1)
 
 
 def test_only_processes_that_serve_are_asked_to_reload():
-    lives = Lives(3)
-    assert lives.serving == []
-    lives.note(Serving(1))
-    lives.note(Serving(3))
-    assert lives.serving == [1, 3]
-    lives.note(Ended(1, 0))
-    assert lives.serving == [3]
+    states = ProcessStates(3)
+    assert states.serving == []
+    states.note(Serving(1))
+    states.note(Serving(3))
+    assert states.serving == [1, 3]
+    states.note(Ended(1, 0))
+    assert states.serving == [3]
 
 
 def test_a_process_that_fails_while_it_drains_is_a_failure():
-    lives = serving()
-    lives.note(Signalled())
-    lives.note(Ended(1, -11))
-    lives.note(Ended(2, 0))
-    assert (lives.failures, lives.exit_code) == (["process 1 of this router was killed by SIGSEGV"], 1)
+    states = serving()
+    states.note(Signalled())
+    states.note(Ended(1, -11))
+    states.note(Ended(2, 0))
+    assert (states.failures, states.exit_code) == (["process 1 of this router was killed by SIGSEGV"], 1)
 
 
 def test_a_signal_before_all_serve_ends_the_start():
-    lives = Lives(2)
-    lives.note(Serving(1))
-    assert lives.note(Signalled()) == [Order("stop", 1), Order("stop", 2)]
-    lives.note(Ended(1, 0))
-    lives.note(Ended(2, -15))  # it listened to no signals yet
-    assert (lives.is_over, lives.exit_code, lives.failures) == (True, 130, [])
+    states = ProcessStates(2)
+    states.note(Serving(1))
+    assert states.note(Signalled()) == [Order("stop", 1), Order("stop", 2)]
+    states.note(Ended(1, 0))
+    states.note(Ended(2, -15))  # it had no signal handlers yet
+    assert (states.is_over, states.exit_code, states.failures) == (True, 130, [])
 
 
-def test_who_does_not_stop_is_killed_by_the_fourth_signal_or_when_it_is_late():
-    lives = serving()
+def test_process_that_does_not_stop_is_killed_by_fourth_signal_or_deadline():
+    states = serving()
     for _ in range(3):
-        assert lives.note(Signalled())[0].what == "stop"
-    assert lives.note(Signalled()) == [Order("kill", 1), Order("kill", 2)]
-    lives = serving()
-    lives.note(Signalled())
-    lives.note(Ended(1, 0))
-    assert lives.note(Late()) == [Order("kill", 2)]
-    lives.note(Ended(2, -9))
-    assert lives.exit_code == 1
-    assert "process 2" in lives.failures[0]
+        assert states.note(Signalled())[0].what == "stop"
+    assert states.note(Signalled()) == [Order("kill", 1), Order("kill", 2)]
+    states = serving()
+    states.note(Signalled())
+    states.note(Ended(1, 0))
+    assert states.note(Late()) == [Order("kill", 2)]
+    states.note(Ended(2, -9))
+    assert states.exit_code == 1
+    assert "process 2" in states.failures[0]
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--uds", "/tmp/x"], ["--router-processes is 2", "leave out --uds"]),
-        (["--router-peers", "http://10.0.0.1:8000"], ["--router-processes is 2", "leave out --router-peers"]),
+        (["--uds", "/tmp/x"], ["--router-processes is 2", "remove --uds"]),
+        (["--router-peers", "http://10.0.0.1:8000"], ["--router-processes is 2", "remove --router-peers"]),
     ],
 )
-def test_what_cannot_be_shared_by_processes_is_refused_by_name(flags, words, monkeypatch):
+def test_options_that_processes_cannot_share_are_refused(flags, words, monkeypatch):
     monkeypatch.setattr("sys.platform", "linux")
     with pytest.raises(StartupError) as refusal:
         check_processes(configured("--router-processes", "2", *flags))
@@ -102,7 +102,7 @@ def test_what_cannot_be_shared_by_processes_is_refused_by_name(flags, words, mon
         assert word in str(refusal.value)
 
 
-def test_only_linux_spreads_connections(monkeypatch):
+def test_several_processes_need_linux(monkeypatch):
     monkeypatch.setattr("sys.platform", "darwin")
     with pytest.raises(StartupError, match="only Linux"):
         check_processes(configured("--router-processes", "2"))

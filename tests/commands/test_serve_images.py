@@ -1,4 +1,4 @@
-"""`serve` of a model that makes pictures: which options it takes, and that it drains as every server does."""
+"""`serve` with an image model: accepted options, and drain."""
 
 from __future__ import annotations
 
@@ -37,21 +37,25 @@ def test_every_option_has_a_meaning_here_or_is_named() -> None:
     [{"tensor_parallel_size": 2}, {"endpoint": ("http://a:1",)}, {"quantization": "int8"}, {"batch_invariant": True}],
     ids=lambda options: next(iter(options)),
 )
-def test_what_pictures_cannot_do_is_refused_by_its_flag(options: dict[str, Any]) -> None:
+def test_options_that_image_models_cannot_fulfil_are_refused(options: dict[str, Any]) -> None:
     (name,) = options
-    with pytest.raises(StartupError, match="makes pictures") as refused:
+    with pytest.raises(StartupError, match="generates images") as refused:
         check_options(make_config(model="dit", **options))
     assert "--" + name.replace("_", "-") in str(refused.value)
 
 
-def test_what_is_of_texts_alone_is_told_and_ignored(caplog: pytest.LogCaptureFixture) -> None:
+def test_options_of_language_models_are_logged_and_ignored(caplog: pytest.LogCaptureFixture) -> None:
     check_options(make_config(model="dit", block_size=32, chat_template="x", port=1, api_key=("k",), max_images=2))
     [record] = caplog.records
     assert record.getMessage().endswith("options=block_size,chat_template")
 
 
 class Served:
-    """engine: what it serves; known once it does."""
+    """A server with a fake engine.
+
+    Attributes:
+        engine: set once the server accepts requests.
+    """
 
     engine: FakeImageEngine
 

@@ -102,7 +102,7 @@ def router(start_server, endpoint):
 
 
 def pids_of(router) -> list[int]:
-    [told] = [line for line in router.lines if line.startswith("the router is 2 processes: ")]
+    [told] = [line for line in router.lines if line.startswith("the router runs in 2 processes: ")]
     return [int(pid) for pid in told.rpartition(":")[2].split(",")]
 
 
@@ -197,7 +197,7 @@ def test_a_process_that_dies_is_named_and_the_other_one_drains(router):
         stream.join(WAIT_SECONDS_MAX)
     assert 0 < sum(stream.is_whole for stream in streams) < CONNECTIONS
     router.stop()
-    told = "trioserve: process 1 of this router was killed by SIGKILL; the others drain and end, too\n"
+    told = "trioserve: process 1 of this router was killed by SIGKILL; the other processes drain and end\n"
     assert told in router.lines
 
 

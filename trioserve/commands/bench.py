@@ -1,4 +1,4 @@
-"""`python -m trioserve bench`: servers measured from outside, and parts of this program from inside."""
+"""`python -m trioserve bench`: measures servers over HTTP, and parts of this program in the process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,17 @@ __all__ = ["run_bench"]
 
 
 def run_bench(arguments: Sequence[str]) -> int:
-    """arguments: what comes after `bench`. Returns the exit code. Raises StartupError."""
+    """Run a benchmark.
+
+    Args:
+        arguments: of the command line after `bench`.
+
+    Returns:
+        Exit code of the program.
+
+    Raises:
+        StartupError: an argument is wrong.
+    """
     return main(arguments, run_inside=_run_inside)
 
 
@@ -22,7 +32,7 @@ def _run_inside(arguments: Sequence[str]) -> int:
 
 
 def _open_engine(*options: Any, **more: Any) -> Any:
-    from trioserve.assemble import open_engine  # late: kernels are measured on machines without trio
+    from trioserve.assemble import open_engine  # imported late: kernels are also measured on machines without trio
 
     return open_engine(*options, **more)
 

@@ -1,5 +1,4 @@
-"""`trioserve doctor`: what this machine can do, and what is missing for more, on one page. Loads neither torch nor a
-model."""
+"""`trioserve doctor`: checks this machine and lists missing parts. It imports no torch and loads no model."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from trioserve.model.loading.default_model import find_default_model
 __all__ = ["Finding", "findings", "run_doctor"]
 
 PORT = 8000
-MEMORY_BYTES_MIN = 2 * 2**30  # the bundled model with a small KV cache takes less than one
+MEMORY_BYTES_MIN = 2 * 2**30  # the bundled model with a small KV cache takes less than 1 GiB
 EXTRAS = {
     "huggingface_hub": ("models by their hub names", "hub"),
     "hypercorn": ("the front end hypercorn, and mounting as ASGI", "asgi"),
@@ -33,7 +32,14 @@ EXTRAS = {
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """state: missing is what cannot be done without, absent what more could be done with. mend: what to do."""
+    """Result of one check.
+
+    Attributes:
+        name: of the checked part.
+        state: "missing" if nothing can be served without the part, "absent" if it is optional.
+        what: description.
+        mend: command or advice to get the part. None if nothing needs to be done.
+    """
 
     name: str
     state: Literal["ok", "absent", "missing"]
@@ -42,7 +48,14 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def run_doctor(*, as_json: bool) -> int:
-    """Print the page. Returns 1 if something is missing without which nothing can be served."""
+    """Print the results of all checks.
+
+    Args:
+        as_json: True prints JSON instead of a table.
+
+    Returns:
+        1 if a part is missing without which nothing can be served, otherwise 0.
+    """
     found = list(findings())
     if as_json:
         print(msgspec.json.encode(found).decode())

@@ -1,4 +1,4 @@
-"""What a server tells its live page, put together again: a snapshot, and the changes made to it since."""
+"""Rebuilds the state of a server from the events for its live page: a snapshot, then changes to it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,19 @@ from typing import Any
 __all__ = ["BLOCK_STATES", "FeedState"]
 
 BLOCK_STATES = ("free", "cached", "used", "held")
-POINTS_MAX = 180  # as the server keeps: 15 minutes
+POINTS_MAX = 180  # the same as in the server: 15 minutes
 
 
 class FeedState:
-    """fields: of the snapshot but blocks, requests, endpoints and history. blocks: the state of each, an index into
-    BLOCK_STATES. requests, endpoints: by id. series: the latest points by name, oldest first."""
+    """State of a server after the events so far.
+
+    Attributes:
+        fields: fields of the snapshot, without blocks, requests, endpoints and history.
+        blocks: state of each block, as an index into BLOCK_STATES.
+        requests: by id.
+        endpoints: by id.
+        series: latest points of each series by name, oldest first.
+    """
 
     def __init__(self) -> None:
         self.fields: dict[str, Any] = {}

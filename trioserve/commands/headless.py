@@ -1,4 +1,4 @@
-"""`serve --headless`: the ranks of a machine whose server is on another one."""
+"""`serve --headless`: runs the ranks of one machine for a server on another machine."""
 
 from __future__ import annotations
 
@@ -18,14 +18,24 @@ __all__ = ["run_headless"]
 
 
 def run_headless(config: Config) -> int:
-    """Until Ctrl-C or SIGTERM, which ends the ranks at once: their server is who drains. Returns the exit code; raises
-    StartupError and ModelLoadError."""
+    """Run ranks until Ctrl-C or SIGTERM, which ends them at once. To drain, stop their server first.
+
+    Args:
+        config: options of the server, of which each machine has the same.
+
+    Returns:
+        Exit code of the program.
+
+    Raises:
+        StartupError: an option is wrong, or the ranks cannot start.
+        ModelLoadError: the model cannot be found.
+    """
 
     async def serve(orders: trio.MemoryReceiveChannel[object], announce: Callable[[list[str]], None]) -> None:
         resolve = functools.partial(resolve_model, revision=config.revision)
         path = await call_abandonable(resolve, config.model, thread_name=DOWNLOAD_THREAD)
-        here = config.rank_count // config.nnodes
-        ranks = range(config.node_rank * here, (config.node_rank + 1) * here)
+        ranks_here = config.rank_count // config.nnodes
+        ranks = range(config.node_rank * ranks_here, (config.node_rank + 1) * ranks_here)
         assert config.ranks_key is not None, "checked by Config"
         async with trio.open_nursery() as nursery:
             nursery.start_soon(

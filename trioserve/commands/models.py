@@ -1,4 +1,4 @@
-"""`python -m trioserve pull NAME` and `models`: getting a model ahead of the first start, and which are here."""
+"""`python -m trioserve pull NAME` and `models`: download a model before the first start, and list local models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ __all__ = ["ModelHere", "models_here", "run_models", "run_pull"]
 
 
 class ModelHere(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that can be served by its name. path, byte_count: None for one that would be fetched first."""
+    """A model that can be served by its name.
+
+    Attributes:
+        name: for `trioserve serve`.
+        about: short description.
+        path: None if the model is not downloaded yet.
+        byte_count: size on disk. None if the model is not downloaded yet.
+    """
 
     name: str
     about: str
@@ -25,11 +32,21 @@ class ModelHere(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_pull(name: str, *, revision: str | None = None) -> int:
-    """Fetch it, if it is not here, and print where it is. An interrupt keeps what has come for the next time. Raises
-    ModelLoadError."""
+    """Download a model if it is missing, and print its path. An interrupted download resumes at the next call.
+
+    Args:
+        name: of a bundled model, or of a model at the hub, such as org/name.
+        revision: branch, tag or commit at the hub. None for the main branch.
+
+    Returns:
+        0.
+
+    Raises:
+        ModelLoadError: the name is unknown, or the download failed.
+    """
     if name in PACKAGED_MODELS:
         if revision is not None:
-            raise ModelLoadError(f"{name} has no revisions: leave --revision out")
+            raise ModelLoadError(f"{name} has no revisions: remove --revision")
         path = find_packaged(name)
         if path is None:
             with ProgressBar(f"fetching {name}") as bar:
@@ -39,7 +56,7 @@ def run_pull(name: str, *, revision: str | None = None) -> int:
             path = download_from_hub(name, revision=revision, progress=bar.show_share)
     else:
         raise ModelLoadError(
-            f"there is nothing to pull by the name {name!r}: name a model of the hub like org/name, or "
+            f"there is no model {name!r} to download: use the name of a model at the hub, such as org/name, or "
             f"{', '.join(PACKAGED_MODELS)}"
         )
     print(path)
@@ -47,7 +64,14 @@ def run_pull(name: str, *, revision: str | None = None) -> int:
 
 
 def run_models(*, as_json: bool) -> int:
-    """Print which models are here."""
+    """Print the models that can be served by name.
+
+    Args:
+        as_json: True prints JSON instead of a table.
+
+    Returns:
+        0.
+    """
     models = models_here()
     if as_json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(models)).decode() + "\n")
@@ -63,7 +87,7 @@ def run_models(*, as_json: bool) -> int:
 
 
 def models_here() -> list[ModelHere]:
-    """The packaged ones first, then those of the hub's cache."""
+    """Return the bundled models, then the models in the hub's cache."""
     return [*(_packaged(name) for name in PACKAGED_MODELS), *_of_hub()]
 
 

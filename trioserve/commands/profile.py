@@ -1,4 +1,4 @@
-"""Files with the last steps, one for each SIGUSR2: what GET /debug/steps answers, for a server that cannot be asked."""
+"""Writes a file with the latest steps at each SIGUSR2, with the content of GET /debug/steps, if HTTP is not usable."""
 
 from __future__ import annotations
 
@@ -29,19 +29,33 @@ logger = logging.getLogger(__name__)
 
 
 def check_profile_directory(directory: str | None) -> Path | None:
-    """None: nothing is to be written. Raises StartupError."""
+    """Check that step files can be written.
+
+    Args:
+        directory: value of --profile. None writes no files.
+
+    Returns:
+        The directory, or None.
+
+    Raises:
+        StartupError: the directory does not exist, or is not writable.
+    """
     if directory is None:
         return None
     path = Path(directory)
     if not (path.is_dir() and os.access(path, os.W_OK)):
-        raise StartupError(f'--profile is "{directory}", which is no directory that can be written to')
+        raise StartupError(f'--profile is "{directory}", which is not a writable directory')
     return path
 
 
 @asynccontextmanager
 async def profiling(directory: Path | None, steps: StepTimes) -> AsyncIterator[None]:
-    """Inside, each SIGUSR2 writes a file there; None: nothing is done. For the main thread, which alone gets
-    signals."""
+    """Write a step file at each SIGUSR2 inside of the scope. Works only in the main thread.
+
+    Args:
+        directory: for the files. None ignores the signal.
+        steps: times of the latest steps.
+    """
     if directory is None:
         yield
         return
@@ -68,7 +82,7 @@ async def _write_at_signals(
 
 
 def _write(path: Path, steps: Iterable[StepTime]) -> None:
-    """Whole, or not at all under this name."""
+    """Write the file under another name, then rename it, so that readers never see an incomplete file."""
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_bytes(step_trace(steps))
     unfinished.replace(path)

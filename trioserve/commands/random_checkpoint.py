@@ -1,7 +1,7 @@
-"""`python -m trioserve random-checkpoint`: a model to be served, of a real one's shape, that says nothing: a directory,
-or a GGUF file.
+"""`python -m trioserve random-checkpoint`: writes a model with the shape of a real one and random weights.
 
-Its tokenizer has a token for each byte, so that any text is a prompt, and names the rest of the vocabulary by numbers.
+The model is a directory or a GGUF file. Its tokenizer has a token for each byte, so that any text can be a prompt. The
+names of all other tokens are numbers.
 """
 
 from __future__ import annotations
@@ -21,12 +21,24 @@ from trioserve.trio_tools.progress import ProgressBar
 
 __all__ = ["run_random_checkpoint"]
 
-SPARE_BYTES = 2**26  # for the tokenizer, whose vocabulary is written out, and the headers
+SPARE_BYTES = 2**26  # for the tokenizer and the headers
 
 
 def run_random_checkpoint(shape: str, path: Path, *, seed: int, gguf_type: GgufType | None = None) -> int:
-    """What is written is there whole, or not at all. path: a directory, or a file whose name ends in .gguf. gguf_type:
-    of a file's matrices; None is bfloat16. Raises StartupError if something else is there, or no room."""
+    """Write a random checkpoint, complete or not at all.
+
+    Args:
+        shape: name of a shape in SHAPES.
+        path: new or empty directory, or new file whose name ends in .gguf.
+        seed: of the weights, at least 0.
+        gguf_type: type of the matrices in a GGUF file. None for bfloat16.
+
+    Returns:
+        0.
+
+    Raises:
+        StartupError: an option is wrong, `path` exists, or the disk has not enough space.
+    """
     config = SHAPES[shape]
     if seed < 0:
         raise StartupError(f"--seed is {seed}; it must be at least 0")
@@ -40,7 +52,7 @@ def run_random_checkpoint(shape: str, path: Path, *, seed: int, gguf_type: GgufT
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
             raise StartupError(f"{directory} is there already and not empty: name a new directory, or remove it")
         directory.parent.mkdir(parents=True, exist_ok=True)
-        _check_room(config, directory.parent)
+        _check_disk_space(config, directory.parent)
         unfinished.mkdir()
         try:
             _write(config, unfinished, seed=seed)
@@ -63,7 +75,7 @@ def _run_gguf(shape: str, config: ModelConfig, path: Path, gguf_type: GgufType, 
         if path.exists():
             raise StartupError(f"{path} is there already: name a new file, or remove it")
         path.parent.mkdir(parents=True, exist_ok=True)
-        _check_room(config, path.parent)
+        _check_disk_space(config, path.parent)
         try:
             with ProgressBar("writing random weights") as bar:
                 write_gguf(config, unfinished, gguf_type, tokens, seed=seed, progress=bar.show_share)
@@ -77,12 +89,12 @@ def _run_gguf(shape: str, config: ModelConfig, path: Path, gguf_type: GgufType, 
     return 0
 
 
-def _check_room(config: ModelConfig, parent: Path) -> None:
+def _check_disk_space(config: ModelConfig, parent: Path) -> None:
     needed, free = checkpoint_bytes(config) + SPARE_BYTES, shutil.disk_usage(parent).free
     if needed > free:
         raise StartupError(
             f"the checkpoint takes {needed / 1e9:.1f} GB, and {parent} has {free / 1e9:.1f} GB left: "
-            "make room, or name a directory on another disk"
+            "free some space, or use a directory on another disk"
         )
 
 

@@ -1,4 +1,4 @@
-"""`trioserve ray up`, `down` and `list`: a group of engines that Ray places. trioserve/ray_engines.py tells Ray so."""
+"""`trioserve ray up`, `down` and `list`: groups of engines that Ray places. trioserve/ray_engines.py calls Ray."""
 
 from __future__ import annotations
 
@@ -21,7 +21,17 @@ __all__ = ["plan_of", "run_ray"]
 
 
 def run_ray(arguments: argparse.Namespace) -> int:
-    """Returns the exit code; raises StartupError."""
+    """Run the action that the command line names.
+
+    Args:
+        arguments: of the command line.
+
+    Returns:
+        Exit code of the program.
+
+    Raises:
+        StartupError: Ray is not installed, cannot be reached, or refuses the action.
+    """
     check_ray_is_installed()
     if arguments.action == "up":
         return _up(arguments)
@@ -29,10 +39,17 @@ def run_ray(arguments: argparse.Namespace) -> int:
 
 
 def plan_of(arguments: argparse.Namespace) -> tuple[GroupPlan, Config]:
-    """What Ray is to place, and what each engine is told. Raises StartupError."""
+    """Return the plan of the group for Ray, and the options of each engine.
+
+    Args:
+        arguments: of `trioserve ray up`.
+
+    Raises:
+        StartupError: an option is wrong.
+    """
     from trioserve.ray_engines import GroupPlan
 
-    # What counts for an engine. The rest may be in the environment for a router that is started there, too.
+    # Keep only options of engines. The environment may also have options for a router on the same machine.
     given = config_from(arguments, kind=Config)
     config = Config(**{name: getattr(given, name) for name in PLACED_OPTIONS})
     ranks = float(config.rank_count)
@@ -41,7 +58,7 @@ def plan_of(arguments: argparse.Namespace) -> tuple[GroupPlan, Config]:
     if gpus is None:
         gpus = ranks if config.device == "cuda" else 0.0
     if config.threads is None and not gpus:
-        config = msgspec.structs.replace(config, threads=max(1, int(cpus)))  # Ray counts CPUs and does not enforce them
+        config = msgspec.structs.replace(config, threads=max(1, int(cpus)))  # Ray does not limit the CPUs of an actor
     plan = GroupPlan(
         name=arguments.name, replicas=arguments.replicas, cpus=cpus, gpus=gpus, placement=arguments.placement
     )
@@ -54,7 +71,7 @@ def _up(arguments: argparse.Namespace) -> int:
     plan, config = plan_of(arguments)
     with connected(_address(arguments)):
         urls = start_engines(plan, config, seconds_max=arguments.timeout, tell=_tell)
-    _tell(f"{engines_in_words(len(urls))} of {plan.name} can be had with: trioserve route --endpoints-ray {plan.name}")
+    _tell(f"{plan.name} has {engines_in_words(len(urls))}. To use them: trioserve route --endpoints-ray {plan.name}")
     return 0
 
 

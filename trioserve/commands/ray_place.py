@@ -1,6 +1,7 @@
-"""`python -m trioserve.commands.ray_place`: has Ray place the ranks of one model, for as long as its standard input is
-open. `serve --distributed-executor-backend ray` starts it so; trioserve/ranks/placed.py has the lines that go in and
-come out.
+"""`python -m trioserve.commands.ray_place`: places the ranks of one model with Ray while standard input is open.
+
+`serve --distributed-executor-backend ray` starts this process. trioserve/ranks/placed.py defines the lines of its input
+and output.
 """
 
 from __future__ import annotations
@@ -21,49 +22,66 @@ from trioserve.ranks.placed import LEAVE_SECONDS_MAX, RankDoor, RankNode, RanksU
 
 __all__ = ["RankPlaces", "keep_placed", "main"]
 
-LOOK_SECONDS = 0.2  # in a call of Ray's, before it is looked whether the server still wants its ranks
+LOOK_SECONDS = 0.2  # maximum time of one call to Ray. After it, this process checks whether the server has left.
 
-LOOKS_UNTOLD = 10  # for room, which also takes a moment where there is enough
+LOOKS_UNREPORTED = 10  # failed checks for free resources before a report: even an idle cluster needs some time
 
 
 class RankPlaces(Protocol):
-    """What is asked of Ray. Each that takes seconds_max returns sooner if there is something to say, and raises
-    StartupError with Ray's reason if a rank is gone."""
+    """The calls to Ray that place ranks.
+
+    Methods with `seconds_max` return early if there is news. They raise StartupError with Ray's reason if a rank has
+    ended.
+    """
 
     def reserve(self) -> None:
-        """Ask for room for all ranks."""
+        """Request resources for all ranks."""
 
     def has_room(self, seconds_max: float) -> bool: ...
 
     def shortage(self) -> str:
-        """What there is no room for, in words."""
+        """Describe the resources that the cluster lacks."""
 
     def start(self) -> None:
-        """Where there is room."""
+        """Start the ranks on the reserved resources."""
 
     def nodes(self, seconds_max: float) -> Sequence[RankNode] | None:
-        """None: not all have been started yet."""
+        """Return the node of each rank, or None if some ranks have not started yet.
+
+        Args:
+            seconds_max: time to wait for the ranks.
+        """
 
     def send(self, door: RankDoor) -> None:
-        """All ranks to their server."""
+        """Send the server's address to all ranks.
+
+        Args:
+            door: address and key of the server.
+        """
 
     def watch(self, seconds_max: float) -> None: ...
 
     def remove(self) -> None:
-        """The ranks, and their room."""
+        """End the ranks and release their resources."""
 
 
 def keep_placed(
     places: RankPlaces, doors: queue.SimpleQueue[RankDoor | None], tell: Callable[[RanksUpdate], None]
 ) -> None:
-    """Until there is None among the doors. Nothing is left in the cluster then, whatever happened."""
+    """Place the ranks and watch them until `doors` yields None. Always remove them from the cluster at the end.
+
+    Args:
+        places: calls to Ray.
+        doors: yields the address of the server, and None when the server has left.
+        tell: reports progress or a failure to the server.
+    """
     server = _Server(doors)
     try:
         try:
             _keep_placed(places, server, tell)
         except StartupError as error:
             tell(RanksUpdate(failure=str(error)))
-            server.wait_for_end()  # who takes the others away before its end seems to be the cause
+            server.wait_for_end()  # if the ranks ended before the server, their end would look like the cause
     finally:
         places.remove()
 
@@ -73,7 +91,7 @@ def _keep_placed(places: RankPlaces, server: _Server, tell: Callable[[RanksUpdat
     look_count = 0
     while not places.has_room(LOOK_SECONDS):
         look_count += 1
-        if look_count == LOOKS_UNTOLD:
+        if look_count == LOOKS_UNREPORTED:
             tell(RanksUpdate(waits=places.shortage()))
         if server.is_over():
             return
@@ -90,7 +108,11 @@ def _keep_placed(places: RankPlaces, server: _Server, tell: Callable[[RanksUpdat
 
 
 class _Server:
-    """What it has said."""
+    """Messages from the server.
+
+    Args:
+        doors: yields the address of the server, and None when the server has left.
+    """
 
     def __init__(self, doors: queue.SimpleQueue[RankDoor | None]) -> None:
         self._doors = doors
@@ -102,7 +124,7 @@ class _Server:
         return self._is_over
 
     def wait_for_door(self) -> RankDoor | None:
-        """None: it is over."""
+        """Return the address of the server, or None if the server has left."""
         door = self._doors.get()
         self._is_over = door is None
         return door
@@ -113,38 +135,38 @@ class _Server:
 
 
 def main() -> int:
-    """Until the standard input ends. Returns an exit code if Ray cannot be asked."""
+    """Place ranks until standard input ends. Return the exit code, which is EXIT_FAILED if Ray cannot be reached."""
     wanted = msgspec.json.decode(sys.stdin.buffer.readline(), type=RanksWanted)
     doors: queue.SimpleQueue[RankDoor | None] = queue.SimpleQueue()
-    threading.Thread(target=_hear, args=(doors,), name="server", daemon=True).start()
+    threading.Thread(target=_receive_doors, args=(doors,), name="server", daemon=True).start()
     from trioserve.ray_engines import connected
     from trioserve.ray_ranks import RayPlaces
 
     lines = sys.stdout.buffer
     try:
         with connected(wanted.address):
-            keep_placed(RayPlaces(wanted), doors, lambda told: _write(lines, told))
+            keep_placed(RayPlaces(wanted), doors, lambda report: _write(lines, report))
     except StartupError as error:
         _write(lines, RanksUpdate(failure=str(error)))
         return EXIT_FAILED
     return 0
 
 
-def _hear(doors: queue.SimpleQueue[RankDoor | None]) -> None:
+def _receive_doors(doors: queue.SimpleQueue[RankDoor | None]) -> None:
     for line in sys.stdin.buffer:
         doors.put(msgspec.json.decode(line, type=RankDoor))
     doors.put(None)
-    # A call of Ray's that hangs is to end, too. What this process has in the cluster goes with it then, later.
+    # A call to Ray may hang, so end the process. Ray removes its ranks some time later.
     time.sleep(LEAVE_SECONDS_MAX)
     os._exit(EXIT_FAILED)
 
 
-def _write(lines: BinaryIO, told: RanksUpdate) -> None:
+def _write(lines: BinaryIO, report: RanksUpdate) -> None:
     try:
-        lines.write(msgspec.json.encode(told) + b"\n")
+        lines.write(msgspec.json.encode(report) + b"\n")
         lines.flush()
     except BrokenPipeError:
-        pass  # the server is gone, as the standard input says
+        pass  # the server has left: the end of standard input reports it, too
 
 
 if __name__ == "__main__":

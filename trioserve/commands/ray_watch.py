@@ -1,9 +1,10 @@
-"""`python -m trioserve.commands.ray_watch GROUP ADDRESS`: writes where the engines of a group serve, a line of JSON for
-each change and now and then. `trioserve route --endpoints-ray` starts it so; it ends when its standard input does.
-ADDRESS may be empty, for the cluster of this machine.
+"""`python -m trioserve.commands.ray_watch GROUP ADDRESS`: reports the URLs of a group's engines in lines of JSON.
 
-An actor is asked for its state once, and answers when that changes. So a new place is known when it is there, and an
-actor that dies when its answer fails; nothing is asked again and again but which actors there are.
+It writes a line for each change, and one every few seconds as a sign of life. `trioserve route --endpoints-ray` starts
+this process, which ends when its standard input ends. An empty ADDRESS means the cluster of this machine.
+
+This process calls each actor once, and the actor answers when its state changes (long polling). So a new URL is known
+at once, and a dead actor is known when its call fails. Only the list of actors is polled.
 """
 
 from __future__ import annotations
@@ -23,34 +24,58 @@ from trioserve.proxy.discovery.ray import SIGN_SECONDS, GroupTold
 
 __all__ = ["GroupWatch", "Lost", "PlacedEngines", "main"]
 
-LOOK_SECONDS = 1.0  # between two questions for the names
-AGAIN_SECONDS = 0.25  # before an actor that is lost is asked again; Ray answers at once that it is
-UNHEARD_SECONDS_MAX = 10.0  # then those that do not answer, such as a process that stands still, are left out
-POLL_SECONDS = 30.0  # an actor answers by then in any case: who asked may be gone, and is not to be waited for for ever
+LOOK_SECONDS = 1.0  # interval at which the list of actors is polled
+AGAIN_SECONDS = 0.25  # delay before a lost actor is called again, because Ray fails such calls at once
+UNHEARD_SECONDS_MAX = 10.0  # the first report waits this long for actors that do not answer, then omits them
+POLL_SECONDS = 30.0  # an actor answers within this time even without a change, since the caller may have ended
 
 
 class Lost(Exception):
-    """There is no such actor now. There may be again."""
+    """The actor does not exist at the moment. Ray may start it again."""
 
 
 class PlacedEngines(Protocol):
-    """What Ray knows of a group. A question is an object that is told apart from others."""
+    """The calls to Ray about one group. A question is a hashable handle of a running call."""
 
     def names(self) -> Sequence[str]:
-        """Of the actors that are there, or are to be again."""
+        """Return the names of actors that run, or that Ray will start again."""
 
     def ask(self, name: str, known: object) -> Hashable:
-        """For the state of an actor that is other than `known`, or after a while the same. Raises Lost."""
+        """Ask an actor for its next state, without waiting for the answer.
+
+        Args:
+            name: of the actor.
+            known: last known state. The actor answers when its state differs, or after POLL_SECONDS.
+
+        Raises:
+            Lost: the actor does not exist.
+        """
 
     def wait(self, questions: Sequence[Hashable], seconds_max: float) -> Sequence[Hashable]:
-        """Those that are answered, as soon as one is; maybe none."""
+        """Wait until a question is answered, and return the answered questions.
+
+        Args:
+            questions: running calls.
+            seconds_max: time to wait. After it, the result may be empty.
+        """
 
     def answer(self, question: Hashable) -> tuple[object, str | None]:
-        """The state, and the URL in it; None: it does not serve. Raises Lost."""
+        """Return the state that an actor answered, and its URL, which is None if the engine accepts no requests.
+
+        Args:
+            question: an answered question.
+
+        Raises:
+            Lost: the actor has ended.
+        """
 
 
 class GroupWatch:
-    """Which engines of a group serve, and where."""
+    """Tracks the URLs of a group's engines.
+
+    Args:
+        engines: calls to Ray.
+    """
 
     def __init__(self, engines: PlacedEngines) -> None:
         self._engines = engines
@@ -67,11 +92,15 @@ class GroupWatch:
 
     @property
     def knows_all(self) -> bool:
-        """Whether all of them have been heard of. Before that, who is not among the urls may well serve."""
+        """True once each actor has answered or is lost. Before that, `urls` may lack engines that accept requests."""
         return self._names is not None and self._names <= self._heard
 
     def look(self, now: float) -> None:
-        """Returns when something is other than it was, and after LOOK_SECONDS at most."""
+        """Poll the list of actors and wait for answers. Return after a change, or after LOOK_SECONDS at most.
+
+        Args:
+            now: monotonic time in seconds.
+        """
         self._names = names = set(self._engines.names())
         self._heard &= names
         for name in {*self._urls, *self._known} - names:
@@ -110,7 +139,11 @@ class GroupWatch:
 
 
 class RayEngines:
-    """The group as Ray really has it. To be made inside of a connection."""
+    """Calls to a real Ray cluster. Needs an open connection.
+
+    Args:
+        group: name of the group.
+    """
 
     def __init__(self, group: str) -> None:
         import ray
@@ -147,9 +180,17 @@ class RayEngines:
 
 
 def main(group: str, address: str) -> int:
-    """Until the standard input ends; then the process is over. Returns an exit code if Ray cannot be asked."""
+    """Report the URLs of a group until standard input ends, which ends the process.
+
+    Args:
+        group: name of the group.
+        address: of the cluster, or empty for the cluster of this machine.
+
+    Returns:
+        EXIT_FAILED, only if Ray cannot be reached.
+    """
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
-    # Ray waits so long for the reason of an actor's death before it tells of it. Nobody asks for the reason here.
+    # Ray delays the report of a dead actor by this time, to find the reason. The reason is not needed here.
     os.environ.setdefault("RAY_timeout_ms_task_wait_for_death_info", "50")
     from trioserve.ray_engines import connected
 
@@ -163,26 +204,29 @@ def main(group: str, address: str) -> int:
 
 
 def _watch(watch: GroupWatch, lines: BinaryIO) -> None:
-    told: tuple[str, ...] | None = None
-    told_at = 0.0
+    reported: tuple[str, ...] | None = None
+    reported_at = 0.0
     unheard_until = time.monotonic() + UNHEARD_SECONDS_MAX
     while True:
         watch.look(time.monotonic())
-        # The reader believes that who is not named is gone. When Ray is asked anew, those whom it knows still serve.
-        if not watch.knows_all and told is None and time.monotonic() < unheard_until:
+        # The router removes engines that a report omits, so the first report waits until all actors have answered.
+        if not watch.knows_all and reported is None and time.monotonic() < unheard_until:
             continue
-        if watch.urls != told or time.monotonic() >= told_at + SIGN_SECONDS:
-            told, told_at = watch.urls, time.monotonic()
-            _write(lines, GroupTold(urls=told))
+        if watch.urls != reported or time.monotonic() >= reported_at + SIGN_SECONDS:
+            reported, reported_at = watch.urls, time.monotonic()
+            _write(lines, GroupTold(urls=reported))
 
 
-def _write(lines: BinaryIO, told: GroupTold) -> None:
-    lines.write(msgspec.json.encode(told) + b"\n")
+def _write(lines: BinaryIO, report: GroupTold) -> None:
+    lines.write(msgspec.json.encode(report) + b"\n")
     lines.flush()
 
 
 def _end_with_parent() -> None:
-    """In a thread: a call of Ray's that hangs is to end, too. The kernel tells of the parent's end, even by SIGKILL."""
+    """End this process when the parent ends. The kernel closes standard input even if the parent is killed.
+
+    Runs in a thread, so that it works even if a call to Ray hangs.
+    """
     while os.read(sys.stdin.fileno(), 1024):
         pass
     os._exit(EXIT_FAILED)

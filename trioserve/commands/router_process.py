@@ -1,5 +1,8 @@
-"""One of the processes of `route --router-processes`: `python -m trioserve.commands.router_process FD`, where FD is its
-connection to the parent, which starts it so. It is told what it is, says when it serves, and ends with its parent."""
+"""One process of `route --router-processes`. The parent starts it.
+
+Usage: `python -m trioserve.commands.router_process FD`, where FD is a socket that is connected to the parent. The
+process reads its start message, reports when it accepts requests, and ends when the parent ends.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +27,21 @@ RECEIVE_BYTES = 65536
 
 
 def main(file_descriptor: int) -> int:
-    """Route until SIGTERM, then drain; at once over when the parent is. Returns the exit code."""
+    """Route until SIGTERM, then drain. End at once when the parent ends.
+
+    Args:
+        file_descriptor: socket that is connected to the parent.
+
+    Returns:
+        Exit code of the process.
+    """
     parent = socket.socket(fileno=file_descriptor)
     parent.set_inheritable(False)
-    told = _line(parent)
-    if told is None:
-        return EXIT_FAILED  # the parent has gone already
+    message = _line(parent)
+    if message is None:
+        return EXIT_FAILED  # the parent has already ended
     threading.Thread(target=_end_with, args=(parent,), name="parent", daemon=True).start()
-    start = msgspec.json.decode(told, type=ProcessStart)
+    start = msgspec.json.decode(message, type=ProcessStart)
 
     async def serve(orders: trio.MemoryReceiveChannel[object], announce: Callable[[list[str]], None]) -> None:
         await serve_router(start.config, orders, on_serving=announce, inherited=start.inherited)
@@ -54,12 +64,15 @@ def _line(connection: socket.socket) -> bytes | None:
 
 
 def _end_with(parent: socket.socket) -> None:
-    """In a thread: an event loop that hangs is to end, too. The kernel tells of the parent's end, even by SIGKILL."""
+    """End this process when the parent ends. The kernel closes the connection even if the parent is killed.
+
+    Runs in a thread, so that it works even if the event loop hangs.
+    """
     try:
         while parent.recv(RECEIVE_BYTES):
             pass
     except OSError:
-        pass  # it is reset where something was on its way
+        pass  # the connection is reset if the parent had not read everything
     os._exit(EXIT_FAILED)
 
 

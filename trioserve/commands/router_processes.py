@@ -1,14 +1,15 @@
-"""`route --router-processes N`: the parent of several processes that are one router. It starts them, passes signals on,
-and ends when they have ended. It serves nobody itself.
+"""`route --router-processes N`: the parent of N processes that together are one router.
 
-It opens the listening sockets, one for each process at the same port, and leaves them to the processes. So the port is
-known, and anything wrong with it is said, before there is a process; and the kernel stops giving connections to a
-process in the moment in which it ends.
+The parent starts the processes, forwards signals, and ends after the last process has ended. It serves no requests.
 
-None is started anew. A process that ends unasked has a reason, which a new one would hide, and has lost its streams; so
-the others drain, and whoever watches the router (systemd, Kubernetes) sees that it failed and starts all of it.
+The parent opens one listening socket per process at the same port, and the processes inherit them. So the port is
+known, and errors with it are reported, before a process starts. When a process ends, its socket closes, and the kernel
+sends no more connections to it.
 
-A process ends when its connection to the parent does: then the parent is gone, whatever has ended it.
+The parent does not restart a process that fails: its streams are lost, and a restart would hide the cause. Instead the
+other processes drain, and the parent fails. Its supervisor (systemd, Kubernetes) then restarts the whole router.
+
+Each process ends as soon as its connection to the parent closes, because then the parent has ended, for any reason.
 """
 
 from __future__ import annotations
@@ -38,88 +39,118 @@ from trioserve.proxy.peers.processes import ProcessPlace
 __all__ = [
     "SERVING",
     "Ended",
-    "Happening",
-    "Lives",
     "Order",
+    "ProcessEvent",
     "ProcessStart",
+    "ProcessStates",
     "Serving",
     "Signalled",
     "check_processes",
     "run_router_processes",
 ]
 
-HAPPENINGS_MAX = 256  # each process causes two; a signal too many says nothing new
+EVENTS_MAX = 256  # waiting events. Each process causes two. Further signals would repeat earlier ones and are dropped.
 LINE_BYTES_MAX = 1024
-LATE_SECONDS = 5.0  # beyond its own bounds a process that stops is taken for one that hangs
-SIGNALS_OBEYED = 3  # drain, end the draining, end the grace; the next one kills
+LATE_SECONDS = 5.0  # a process that has not stopped this long after its own deadline hangs, and is killed
+SIGNALS_FORWARDED = 3  # drain, end the drain, end the grace period. The fourth signal kills.
 
 SERVING = b"serving\n"
-"""What a process says to its parent."""
+"""Line that a process sends to its parent once it accepts requests."""
 
 
 class ProcessStart(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a process is told, in one line of JSON."""
+    """Start message from the parent to a process: one line of JSON."""
 
     config: RouteConfig
     inherited: InheritedPlace
 
 
 def check_processes(config: RouteConfig) -> None:
-    """Whether this router can be several processes. Raises StartupError."""
+    """Check that this router can run as several processes.
+
+    Args:
+        config: options of the router.
+
+    Raises:
+        StartupError: the system or another option does not allow several processes.
+    """
     asked = f"--router-processes is {config.router_processes}"
     if not sys.platform.startswith("linux"):
-        raise StartupError(f"{asked}, and only Linux spreads connections over them: leave it out")
+        raise StartupError(f"{asked}, but only Linux distributes connections over processes: remove it")
     if config.uds is not None:
         raise StartupError(
-            f"{asked}, and a Unix domain socket cannot be shared by several processes: leave out --uds, or have one"
+            f"{asked}, but several processes cannot share a Unix domain socket: remove --uds, or use one process"
         )
     if config.router_peers:
         raise StartupError(
-            f"{asked}, and other routers would find another process at each question: leave out --router-peers, or "
-            "start a router of one process for each of them"
+            f"{asked}, but each call of another router would reach a random process: remove --router-peers, or "
+            "start several routers of one process each"
         )
 
 
-# --- what decides ---
+# --- decisions, without waiting ---
 
 
 class Serving(msgspec.Struct, frozen=True):
-    """It says that it serves. number: of the process, from 1."""
+    """A process accepts requests.
+
+    Attributes:
+        number: of the process, from 1.
+    """
 
     number: int
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """It is over. code: as Popen has it, below 0 for a signal."""
+    """A process has ended.
+
+    Attributes:
+        number: of the process, from 1.
+        code: exit code, or the negative number of the signal that killed the process.
+    """
 
     number: int
     code: int
 
 
 class Signalled(msgspec.Struct, frozen=True):
-    """A signal that stops the program: SIGINT or SIGTERM."""
+    """The parent received a signal that stops the program.
+
+    Attributes:
+        number: SIGINT or SIGTERM.
+    """
 
     number: int = signal.SIGINT
 
 
 class Late(msgspec.Struct, frozen=True):
-    """Whoever was to stop has had time enough."""
+    """The deadline for all processes to stop has passed."""
 
 
-Happening = Serving | Ended | Signalled | Late
+ProcessEvent = Serving | Ended | Signalled | Late
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What to do with a process: ask it to stop (once more), or kill it."""
+    """An order for one process.
+
+    Attributes:
+        what: "stop" sends the stop signal, also repeatedly. "kill" sends SIGKILL.
+        number: of the process, from 1.
+    """
 
     what: Literal["stop", "kill"]
     number: int
 
 
-class Lives:
-    """Which processes live, and what is to become of them. Told what happens, it says what to do.
+class ProcessStates:
+    """Tracks the processes and decides when to stop or kill them.
 
-    failures: what went wrong, a sentence each. is_stopping: they are to end. all_serve: all of them do.
+    Args:
+        count: number of processes.
+
+    Attributes:
+        failures: one sentence for each failure so far.
+        is_stopping: True once the processes must end.
     """
 
     def __init__(self, count: int) -> None:
@@ -134,11 +165,12 @@ class Lives:
 
     @property
     def all_serve(self) -> bool:
+        """True if all processes accept requests and none of them must end."""
         return len(self._serving) == self._count and not self.is_stopping
 
     @property
     def serving(self) -> list[int]:
-        """The processes that serve, in order."""
+        """Numbers of the processes that accept requests, sorted."""
         return sorted(self._serving & self._living)
 
     @property
@@ -151,27 +183,35 @@ class Lives:
             return EXIT_FAILED
         return 0 if self._was_ready else self._early_exit_code
 
-    def note(self, happening: Happening) -> list[Order]:
-        if isinstance(happening, Serving):
-            self._serving.add(happening.number)
+    def note(self, event: ProcessEvent) -> list[Order]:
+        """Update the states after an event.
+
+        Args:
+            event: the latest event.
+
+        Returns:
+            Orders for processes, which the caller must send now.
+        """
+        if isinstance(event, Serving):
+            self._serving.add(event.number)
             self._was_ready = self._was_ready or self.all_serve
             return []
-        if isinstance(happening, Ended):
-            return self._note_end(happening)
-        if isinstance(happening, Signalled):
+        if isinstance(event, Ended):
+            return self._note_end(event)
+        if isinstance(event, Signalled):
             self._signal_count += 1
             if self._signal_count == 1:
-                self._early_exit_code = 128 + happening.number
-            return self._stop() if self._signal_count <= SIGNALS_OBEYED else self._all("kill")
+                self._early_exit_code = 128 + event.number
+            return self._stop() if self._signal_count <= SIGNALS_FORWARDED else self._all("kill")
         self.failures.append(f"did not stop in time and is killed: process {self._named()}")
         return self._all("kill")
 
     def _note_end(self, ended: Ended) -> list[Order]:
         self._living.discard(ended.number)
-        if self.is_stopping and (ended.code == 0 or not self._was_ready or self._signal_count > SIGNALS_OBEYED):
+        if self.is_stopping and (ended.code == 0 or not self._was_ready or self._signal_count > SIGNALS_FORWARDED):
             return []
         how = f"was killed by {_signal_name(-ended.code)}" if ended.code < 0 else f"ended with code {ended.code}"
-        rest = "" if self.is_stopping or not self._living else "; the others drain and end, too"
+        rest = "" if self.is_stopping or not self._living else "; the other processes drain and end"
         self.failures.append(f"process {ended.number} of this router {how}{rest}")
         return [] if self.is_stopping else self._stop()
 
@@ -193,64 +233,74 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-# --- what waits ---
+# --- the Trio shell ---
 
 
 def run_router_processes(config: RouteConfig) -> int:
-    """Until Ctrl-C or SIGTERM, or one of them ends. Returns the exit code; raises StartupError."""
+    """Run the processes of a router until Ctrl-C, SIGTERM, or the end of one process. Then stop all of them.
+
+    Args:
+        config: options of the router.
+
+    Returns:
+        Exit code of the program.
+
+    Raises:
+        StartupError: an option is wrong, or the router cannot listen.
+    """
     check_processes(config)
     with StopSignals() as signals:
         return trio.run(_run, config, signals)
 
 
 async def _run(config: RouteConfig, signals: StopSignals) -> int:
-    checked_routing(config)  # what is wrong is said once, and not by each process
+    checked_routing(config)  # so that errors appear once, not once per process
     server_tls(config)
     limits = frontend_limits(config)
     count = config.router_processes
-    lives = Lives(count)
-    sender, happenings = trio.open_memory_channel[Happening](HAPPENINGS_MAX)
+    states = ProcessStates(count)
+    sender, events = trio.open_memory_channel[ProcessEvent](EVENTS_MAX)
     settings = engine_settings(config)
     stop_seconds_max = settings.drain_seconds_max + settings.grace_seconds_max + LATE_SECONDS
 
-    async def wait_for_the_late() -> None:
+    async def report_late() -> None:
         await trio.sleep(stop_seconds_max)
         await sender.send(Late())
 
-    async with trio.open_nursery() as nursery, sender, happenings:
+    async with trio.open_nursery() as nursery, sender, events:
         processes: dict[int, trio.Process] = {}
-        await nursery.start(_relay_signals, signals, processes, lives, sender)
+        await nursery.start(_relay_signals, signals, processes, states, sender)
         shared = await open_shared_listeners(config.host, config.port, count, limits=limits)
         urls = server_urls(config, shared[0])
         doors = [(await open_listeners("127.0.0.1", 0))[0] for _ in range(count)]
         for number, start in enumerate(_starts(config, shared, doors), start=1):
             processes[number] = await nursery.start(_serve, number, start, sender)
-            # Theirs alone from now on: what nobody listens to any more takes no connections.
+            # Only the process keeps these sockets: once it ends, the kernel sends no connections to them.
             for listener in (*shared[number - 1], doors[number - 1]):
                 listener.socket.close()
-        is_told = is_late_awaited = False
-        failures_told = 0
+        is_announced = has_stop_deadline = False
+        failures_announced = 0
         stop_signal: int = signal.SIGTERM
-        while not lives.is_over:
-            happening = await happenings.receive()
-            if isinstance(happening, Signalled):
-                stop_signal = happening.number  # SIGINT skips the least time of a drain
-            for order in lives.note(happening):
+        while not states.is_over:
+            event = await events.receive()
+            if isinstance(event, Signalled):
+                stop_signal = event.number  # SIGINT skips the minimum time of a drain
+            for order in states.note(event):
                 processes[order.number].send_signal(stop_signal if order.what == "stop" else signal.SIGKILL)
-            for sentence in lives.failures[failures_told:]:
+            for sentence in states.failures[failures_announced:]:
                 announce(f"trioserve: {sentence}")
-            failures_told = len(lives.failures)
-            if lives.all_serve and not is_told:
-                is_told = True
+            failures_announced = len(states.failures)
+            if states.all_serve and not is_announced:
+                is_announced = True
                 pids = ", ".join(str(process.pid) for process in processes.values())
-                announce(f"the router is {count} processes: {pids}")
+                announce(f"the router runs in {count} processes: {pids}")
                 announce_serving("a router", urls, config)
-            if lives.is_stopping and not is_late_awaited:
-                is_late_awaited = True
-                nursery.start_soon(wait_for_the_late)
+            if states.is_stopping and not has_stop_deadline:
+                has_stop_deadline = True
+                nursery.start_soon(report_late)
         nursery.cancel_scope.cancel()
     announce("stopped")
-    return lives.exit_code
+    return states.exit_code
 
 
 def _starts(
@@ -272,14 +322,14 @@ def _starts(
 async def _relay_signals(
     signals: StopSignals,
     processes: dict[int, trio.Process],
-    lives: Lives,
-    sender: trio.MemorySendChannel[Happening],
+    states: ProcessStates,
+    sender: trio.MemorySendChannel[ProcessEvent],
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     async for number in signals.receive(task_status=task_status):
         if number == signal.SIGHUP:
-            for name in lives.serving:  # the signal would end a process whose Python is just starting
-                processes[name].send_signal(number)
+            for process_number in states.serving:  # SIGHUP would end a process that is still starting
+                processes[process_number].send_signal(number)
             continue
         with contextlib.suppress(trio.WouldBlock):
             sender.send_nowait(Signalled(number))
@@ -288,23 +338,26 @@ async def _relay_signals(
 async def _serve(
     number: int,
     start: ProcessStart,
-    sender: trio.MemorySendChannel[Happening],
+    sender: trio.MemorySendChannel[ProcessEvent],
     task_status: trio.TaskStatus[trio.Process] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """One process, from its start to its end; cancelling this kills it."""
-    ours, its = socket.socketpair()
+    """Start a process, report its events, and wait for its end. Cancelling this function kills the process."""
+    ours, theirs = socket.socketpair()
     inherited = start.inherited
-    async with trio.open_nursery() as nursery, trio.SocketStream(trio.socket.from_stdlib_socket(ours)) as connection:
-        with its:
+    async with (
+        trio.open_nursery() as nursery,
+        trio.SocketStream(trio.socket.from_stdlib_socket(ours)) as connection,
+    ):
+        with theirs:
             process: trio.Process = await nursery.start(
                 partial(
                     trio.run_process,
-                    [sys.executable, "-m", "trioserve.commands.router_process", str(its.fileno())],
-                    pass_fds=(its.fileno(), *inherited.listeners, inherited.door),
+                    [sys.executable, "-m", "trioserve.commands.router_process", str(theirs.fileno())],
+                    pass_fds=(theirs.fileno(), *inherited.listeners, inherited.door),
                     stdin=subprocess.DEVNULL,
                     check=False,
                     deliver_cancel=_kill,
-                    # Ctrl-C in a terminal is for the parent, which passes it on.
+                    # In its own session, Ctrl-C in a terminal reaches only the parent, which forwards it.
                     start_new_session=True,
                 )
             )

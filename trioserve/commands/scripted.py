@@ -1,5 +1,7 @@
-"""`python -m trioserve scripted`: the whole server, whose model says what a script tells it to. For clients that are
-to be tried without weights: everything is real but the model, and bytes are tokens, so prompts are long ones."""
+"""`python -m trioserve scripted`: the real server with a fake model, which gives the responses of a script.
+
+It lets developers try clients without weights. Each byte is a token, so prompts have many tokens.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,20 @@ from trioserve.testing.scripted_chat import FAMILIES, Rule, ScriptedChat, chat_t
 
 __all__ = ["run_scripted", "scripted_engine"]
 
-CONTEXT_TOKENS = 1_000_000  # an agent's instructions and tools are 50,000 bytes, and each byte is a token
+CONTEXT_TOKENS = 1_000_000  # instructions and tools of an agent take about 50,000 bytes, each a token
 BLOCK_SIZE = 256
 BLOCK_COUNT = 4 * CONTEXT_TOKENS // BLOCK_SIZE
 STEP_TOKENS = 262_144
 
 
 def scripted_engine(chat: ScriptedChat, template: str, *, name: str = "scripted") -> OpenEngine:
-    """What opens the engine of such a server."""
+    """Make a function that opens an engine with a scripted model.
+
+    Args:
+        chat: the script.
+        template: chat template of the model.
+        name: served model name, unless the options set one.
+    """
 
     @asynccontextmanager
     async def open_engine(
@@ -60,7 +68,18 @@ def scripted_engine(chat: ScriptedChat, template: str, *, name: str = "scripted"
 
 
 def run_scripted(arguments: argparse.Namespace, config: Config) -> int:
-    """Serve until Ctrl-C or SIGTERM. Returns the exit code; raises StartupError."""
+    """Serve a script until Ctrl-C or SIGTERM, then drain.
+
+    Args:
+        arguments: of `trioserve scripted`.
+        config: options of the server.
+
+    Returns:
+        Exit code of the program.
+
+    Raises:
+        StartupError: an option is wrong, or the script cannot be read.
+    """
     if arguments.family not in FAMILIES:
         raise StartupError(f"--family is {arguments.family!r}, allowed are {', '.join(sorted(FAMILIES))}")
     chat = ScriptedChat(arguments.family, _rules(arguments.script), thinks=arguments.thinks)

@@ -1,4 +1,4 @@
-"""`python -m trioserve serve` of a model that makes pictures: its engine and a front end before it."""
+"""`python -m trioserve serve` for a model that generates images: an engine behind an HTTP front end."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ REFUSED = (
     "lora_modules",
     "batch_invariant",
 )
-"""Options whose silent loss would be missed: a model that makes pictures cannot do what they ask for."""
+"""Options that an image model cannot fulfil. They are errors, because users would miss their effect."""
 NO_USE = (
     *(set(GROUPS["model"]) - {"model", "dtype", "image_decode_timeout"}),
     *(set(GROUPS["computing"]) - {"device", "threads"}),
@@ -63,11 +63,14 @@ NO_USE = (
     "max_queued_tokens",
     "profile",
 )
-"""Options of texts: a file or an environment for several servers may have them, so that they are named in the log."""
+"""Options of language models that have no effect here.
+
+They are only logged, because several servers may share one configuration file or environment.
+"""
 
 
 class OpenImageEngine(Protocol):
-    """As open_configured_image_engine."""
+    """Opens the engine, with the signature of `open_configured_image_engine`."""
 
     def __call__(self, config: Config, *, on_progress: LoadReport) -> AbstractAsyncContextManager[ImageEngine]: ...
 
@@ -79,8 +82,19 @@ async def serve_images(
     on_serving: Callable[[list[str]], None] = lambda urls: None,
     open_engine: OpenImageEngine = open_configured_image_engine,
 ) -> None:
-    """The whole server in the caller's scope, as serve_configured is. open_engine: makes the engine, where it is not to
-    be the configured one. Raises StartupError."""
+    """Run the whole server in the caller's scope, until `orders` yields an item and the server has drained.
+
+    Installs no signal handlers. Cancelling this function ends everything at once.
+
+    Args:
+        config: options of the server.
+        orders: stops the server. See `Service.run` for its items.
+        on_serving: receives the URLs once the server accepts requests.
+        open_engine: opens the engine. Tests replace it.
+
+    Raises:
+        StartupError: an option is wrong, or the model or the address cannot be used.
+    """
     check_front(config)
     check_front_end(config)
     check_options(config)
@@ -90,7 +104,7 @@ async def serve_images(
         tracing = await scopes.enter_async_context(open_tracing(config))
         with closing(LoadingBar(config.model)) as bar:
             engine = await scopes.enter_async_context(open_engine(config, on_progress=bar.progress))
-        # What is to be changed may be as large as what is made: it is kept until it has been.
+        # An image to edit may be as large as a generated image.
         uploads = ImageLimits(pixels_max=engine.limits.pixels_max, decode_seconds_max=config.image_decode_timeout)
         app = ImageApp(
             engine,
@@ -116,17 +130,24 @@ async def serve_images(
 
 
 def check_options(config: Config) -> None:
-    """Refuses options that nothing here can do, and tells which of the others have no use. Raises StartupError."""
+    """Refuse options that an image model cannot fulfil, and log options without effect.
+
+    Args:
+        config: options of the server.
+
+    Raises:
+        StartupError: names the refused options.
+    """
     given = {field.name for field in msgspec.structs.fields(Config) if getattr(config, field.name) != field.default}
     refused = sorted(given.intersection(REFUSED))
     if refused:
         raise StartupError(
-            f"{config.model} makes pictures, which {_flags(refused)} cannot be given for: leave "
-            f"{'it' if len(refused) == 1 else 'them'} out"
+            f"{config.model} generates images, and image models do not support {_flags(refused)}: remove "
+            f"{'it' if len(refused) == 1 else 'them'}"
         )
     unused = sorted(given.intersection(NO_USE))
     if unused:
-        logger.warning("options without use for a model that makes pictures options=%s", ",".join(unused))
+        logger.warning("options without effect for an image model options=%s", ",".join(unused))
 
 
 def _flags(names: list[str]) -> str:

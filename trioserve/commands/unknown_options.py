@@ -1,4 +1,4 @@
-"""What a person may have meant who misspelt a command or a flag."""
+"""An argument parser that suggests the right spelling of commands and flags."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ CHOICE = re.compile(r"argument (?P<name>\S+): invalid choice: '(?P<written>[^']*
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one sentence with a suggestion. It accepts no abbreviated flags.
+    """An argument parser whose errors are one sentence with a suggestion. It refuses abbreviated flags.
 
-    An abbreviation that works today means something else, or nothing, as soon as an option is added.
+    A new option could change the meaning of an abbreviation, or make it ambiguous.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -28,14 +28,26 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # argparse has overloads for namespaces of other types
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Raises StartupError for what the command does not take, instead of giving it back."""
+        """Parse arguments, and refuse unknown ones instead of returning them.
+
+        Args:
+            args: arguments without the program's name. None for those of the process.
+            namespace: receives the values. None for a new namespace.
+
+        Raises:
+            StartupError: the command does not accept one of the arguments.
+        """
         found, unknown = super().parse_known_args(args, namespace)
         if unknown and getattr(found, "command", None):
             _refuse(self, found.command, unknown)
         return found, unknown
 
     def error(self, message: str) -> NoReturn:
-        """Leaves the program with 2, as argparse does."""
+        """Print an error and exit with code 2, as argparse does.
+
+        Args:
+            message: of argparse.
+        """
         found = CHOICE.fullmatch(message)
         if found is not None:
             known = [name.strip("'\" ") for name in found["known"].split(",")]
@@ -47,7 +59,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _refuse(parser: argparse.ArgumentParser, command: str, unknown: Sequence[str]) -> NoReturn:
-    """unknown: what the command's parser did not take."""
+    """Raise StartupError for the first unknown flag, or for all unknown words if none of them is a flag."""
     flag = next((word for word in unknown if word.startswith("-")), None)
     if flag is None:
         raise StartupError(
