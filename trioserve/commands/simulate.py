@@ -1,7 +1,7 @@
-"""`python -m trioserve simulate`: many seeds until one fails, or one of them once more with everything that happens.
+"""`python -m trioserve simulate`: runs seeds until one fails, or replays one seed with a trace of all events.
 
-The figure of requests per second is that of the processor time of the processes that simulate, so that it speaks of one
-core, whatever else the machine does. Every contract is checked while it is taken.
+The printed requests per second are per second of CPU time of the simulating processes. So the number is for one core,
+and does not depend on other programs. All contracts are checked during the measurement.
 """
 
 from __future__ import annotations
@@ -42,9 +42,15 @@ EXIT_FAILED = 1
 
 
 class SimulateSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """seeds: the first, and the one after the last. step_count: events of a history of a core, of routers or a pair,
-    or clients of one of the whole stack. job_count: processes. shrinks: whether a failing history is cut down before it
-    is shown."""
+    """Settings of a simulation run.
+
+    Attributes:
+        seeds: first seed, and the seed after the last.
+        step_count: length of a history, in events or clients. STEPS has the unit of each mode.
+        job_count: number of processes.
+        shrinks: True shortens a failing history before it is shown.
+        mode: the simulated part of the program.
+    """
 
     seeds: tuple[int, int]
     step_count: int = STEPS["core"]
@@ -54,7 +60,14 @@ class SimulateSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_arguments(cls, arguments: argparse.Namespace) -> SimulateSettings:
-        """Raises StartupError for what is out of range."""
+        """Make settings from command line arguments.
+
+        Args:
+            arguments: of `trioserve simulate`.
+
+        Raises:
+            StartupError: a value is out of range, or two modes are chosen.
+        """
         is_of_several = arguments.routers is not None
         named: dict[Mode, bool] = {
             "stack": arguments.stack,

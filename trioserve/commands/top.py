@@ -1,4 +1,4 @@
-"""`trioserve top`: the live page's feed as a view in the terminal."""
+"""`trioserve top`: shows the events of the live page in the terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["run_top", "states", "view"]
 
-CELLS = 64  # of the block map in a line
+CELLS = 64  # per line of the block map
 LINES_MAX = 8
 REQUESTS_MAX = 20
 BARS = " ▁▂▃▄▅▆▇█"
@@ -25,7 +25,20 @@ COLOURS = ("bright_black", "blue", "green", "yellow")
 
 
 def run_top(server: RemoteServer, *, interval: float, as_json: bool) -> int:
-    """Until Ctrl-C or the server's end. as_json: the first snapshot, for scripts."""
+    """Show the state of a server until Ctrl-C, or until the server ends the event stream.
+
+    Args:
+        server: running server or router.
+        interval: seconds between two updates.
+        as_json: True prints the first snapshot as JSON and returns.
+
+    Returns:
+        0.
+
+    Raises:
+        StartupError: rich is not installed.
+        ServerFailed: the server cannot be reached, or has ended the event stream.
+    """
     if as_json:
         with closing(server.events("GET", _path(interval))) as events:
             print(next(events).data)
@@ -41,7 +54,12 @@ def run_top(server: RemoteServer, *, interval: float, as_json: bool) -> int:
 
 
 def states(server: RemoteServer, interval: float) -> Generator[FeedState, None, None]:
-    """The state after each event."""
+    """Yield the state after each event. All items are the same object, which changes.
+
+    Args:
+        server: running server or router.
+        interval: seconds between two events.
+    """
     state = FeedState()
     with closing(server.events("GET", _path(interval))) as events:
         for event in events:
@@ -53,7 +71,12 @@ def states(server: RemoteServer, interval: float) -> Generator[FeedState, None, 
 
 
 def view(state: FeedState, url: str) -> RenderableType:
-    """One screen."""
+    """Draw one screen.
+
+    Args:
+        state: of the server.
+        url: of the server, for the first line.
+    """
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -129,7 +152,7 @@ def _spark(points: Sequence[float | None]) -> str:
 
 
 def _blocks(blocks: bytearray) -> RenderableType:
-    """Each cell stands for as many blocks as are needed to fit, in the colour of the most of them that are not free."""
+    """Draw the block map. A cell shows a group of blocks in the colour of its most common state other than free."""
     from rich.text import Text
 
     share = max(1, -(-len(blocks) // (CELLS * LINES_MAX)))

@@ -125,7 +125,7 @@ def _gibibytes(value: str) -> str:
 
 
 def _quantization(value: str) -> str:
-    # The methods that a checkpoint has stored: what vLLM asks for with them is what its files say.
+    # vLLM users name the method of a quantized checkpoint. Here, the files of the checkpoint decide.
     return "auto" if value.lower() in CHECKPOINT_QUANTIZATIONS else value
 
 
@@ -142,6 +142,9 @@ def without_vllm_flags(arguments: Sequence[str]) -> list[str]:
     """Translate a command line that may have been written for vLLM.
 
     Flags may be spelled with `_` instead of `-`, as vLLM allows.
+
+    Args:
+        arguments: of the command line.
 
     Returns:
         The arguments that are options of trioserve.
