@@ -1,15 +1,15 @@
-"""One file a block: where it is, what is in it, and whether it can be believed. Blocks its thread; waits for disks.
+"""Files of the host store, one per block. All operations wait for the disk and block their thread.
 
-    DIRECTORY/lock                   held by whoever uses the directory: there is one at a time
-    DIRECTORY/kv-LAYOUT/NAME.kv      LAYOUT: a digest of the layout; NAME: the block's
+    DIRECTORY/lock                   locked by the engine that uses the directory, one engine at a time
+    DIRECTORY/kv-LAYOUT/NAME.kv      LAYOUT is a digest of the KV layout, NAME is the name of the block
 
-A file is head, checksum (of head and content) and content. The head says the layout, the name and the proof (chain.py).
-Whoever reads a file knows what its head has to be, byte for byte, so there is nothing to parse in what others may have
-written. A file gets its name when it is complete, and is not flushed to the disk: after a power failure it may be
-damaged, which the checksum tells. Files that go missing, or stand in the way, cost a miss.
+A file contains a head, a checksum of head and content, and the content. The head contains the layout, the name and the
+proof (see chain.py). A reader knows every byte of the expected head and compares it. It parses nothing that other
+programs may have written. A file gets its final name once it is complete. It is not flushed to the disk, so a power
+failure may damage it. The checksum detects this. A missing or blocked file causes a miss.
 
-Files of other layouts (another model, another dtype) count, too, and go when they are the oldest. What is not named
-like this is left alone.
+Files of other layouts (another model or dtype) also count for the limit, and are removed when they are the oldest.
+Files with other names are never touched.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from trioserve.contracts.kv_transfer import KVLayout
 
 __all__ = ["FILES_MAX", "BlockFiles", "Differences", "FileUnusable", "FoundFile"]
 
-FILES_MAX = 1_000_000  # that are kept: each costs some 300 bytes of memory
+FILES_MAX = 1_000_000  # limit for the files; each needs about 300 bytes of memory
 
 _MAGIC = b"trioserve kv 1\n"
 _CHECKSUM_BYTES = 16
@@ -44,11 +44,17 @@ _FILE = re.compile(r"[0-9a-f]+\.(?P<end>kv|tmp)")
 
 
 class FileUnusable(Exception):
-    """The file is there and cannot be believed; the message says why."""
+    """A file exists, but its content is wrong. The message gives the reason."""
 
 
 class FoundFile(msgspec.Struct, frozen=True):
-    """key: its path in the directory. used_at: seconds of the file system's clock."""
+    """File in the directory.
+
+    Attributes:
+        key: Path relative to the directory.
+        byte_count: Size of the file.
+        used_at: Time of the last use in seconds, by the clock of the file system.
+    """
 
     key: str
     byte_count: int
@@ -56,12 +62,13 @@ class FoundFile(msgspec.Struct, frozen=True):
 
 
 class Differences(msgspec.Struct, frozen=True, kw_only=True):
-    """How the directory differs from what is known of it.
+    """Differences between the directory and the records.
 
-    Args:
-        file_count: how many files there are.
-        gone, changed: keys of files that are not there, or have another size.
-        unknown: files that are there.
+    Attributes:
+        file_count: Number of files in the directory.
+        gone: Keys of recorded files that do not exist.
+        changed: Keys of recorded files that have another size.
+        unknown: Files that exist but are not recorded.
     """
 
     file_count: int
@@ -71,14 +78,19 @@ class Differences(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlockFiles:
-    """All calls but `key` belong into a thread."""
+    """Files of one engine's blocks. All methods except `key` wait for the disk, so call them in a worker thread.
+
+    Args:
+        directory: Directory of the files.
+        layout: KV layout of the engine.
+    """
 
     def __init__(self, directory: Path, layout: KVLayout) -> None:
         self._directory = directory
         described = msgspec.json.encode({"names": HASH_SCHEME, **msgspec.to_builtins(layout)})
         self._head = _MAGIC + len(described).to_bytes(4, "little") + described
         self._folder = f"kv-{blake2b(described, digest_size=8).hexdigest()}"
-        self._lock: IO[bytes] | None = None  # an object, so that the lock ends with the last reference at the latest
+        self._lock: IO[bytes] | None = None  # the lock ends at the latest when this object is collected
         head_bytes = len(self._head) + _NAME_BYTES + proof_bytes(layout.block_size)
         self.file_bytes = head_bytes + _CHECKSUM_BYTES + block_bytes(layout)
 
@@ -86,8 +98,17 @@ class BlockFiles:
         return f"{self._folder}/{name.hex()}.kv"
 
     def open(self, bytes_max: int) -> list[FoundFile]:
-        """Make the directory if need be, lock it, and tidy up: half-written files, and the oldest ones above the limit,
-        are removed. Returns the rest, oldest first. Raises StartupError if it cannot be used."""
+        """Create the directory if necessary, lock it, and remove incomplete files and the oldest files above the limit.
+
+        Args:
+            bytes_max: Limit for all files.
+
+        Returns:
+            The remaining files, oldest first.
+
+        Raises:
+            StartupError: the directory cannot be used, or another engine uses it.
+        """
         try:
             (self._directory / self._folder).mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = _locked(self._directory / "lock")
@@ -112,14 +133,13 @@ class BlockFiles:
             self._lock = None
 
     def compare(self, known: Mapping[str, int]) -> Differences:
-        """Compare what the directory holds at this moment with what is known; nothing is changed. A directory that is
-        gone holds nothing.
+        """Compare the directory with the records, and change nothing. A missing directory counts as empty.
 
         Args:
-            known: bytes by key.
+            known: Sizes of the recorded files in bytes, by key.
 
         Raises:
-            OSError: it cannot be read.
+            OSError: the directory cannot be read.
         """
         found: list[FoundFile] = []
         with contextlib.suppress(FileNotFoundError):
@@ -141,22 +161,27 @@ class BlockFiles:
         )
 
     def write(self, name: BlockHash, proof: bytes, content: Content) -> bool:
-        """Write a block's file.
+        """Write the file of a block.
+
+        Args:
+            name: Name of the block.
+            proof: Proof of the block's tokens (see chain.py).
+            content: KV of the block.
 
         Returns:
-            False if its folder was gone, and had to be made: all other files of it are gone, too.
+            False if the folder was missing and had to be created. All other files of the folder are then missing, too.
 
         Raises:
-            OSError: nothing is left of it.
+            OSError: the disk refused the file. No part of it remains.
         """
         head, body = self._head_of(name, proof), content.data
         path = self._directory / self.key(name)
         is_there = path.parent.is_dir()
-        if not is_there:  # somebody has tidied up
+        if not is_there:  # another program has removed the folder
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         unfinished = path.with_suffix(".tmp")
         try:
-            # Prompts can be guessed from their KV, so it is the owner's alone.
+            # KV reveals its prompt, so only the owner may read the file.
             with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb", buffering=0) as file:
                 for part in (head, _checksum(head, body), body):
                     _write_all(file, part)
@@ -168,7 +193,17 @@ class BlockFiles:
         return is_there
 
     def read(self, name: BlockHash, proof: bytes, content: Content) -> None:
-        """Fill content. Raises FileUnusable or OSError, and content is worth nothing then."""
+        """Read the file of a block.
+
+        Args:
+            name: Name of the block.
+            proof: Proof of the block's tokens (see chain.py).
+            content: Memory to fill. It is not valid after an error.
+
+        Raises:
+            FileUnusable: the content of the file is wrong.
+            OSError: the file cannot be read.
+        """
         head, body = self._head_of(name, proof), content.data
         path = self._directory / self.key(name)
         with open(path, "rb", buffering=0) as file:
@@ -180,10 +215,17 @@ class BlockFiles:
             if checksum != _checksum(head, body):
                 raise FileUnusable("its checksum is wrong")
             with contextlib.suppress(OSError):
-                os.utime(file.fileno())  # so that the next start knows which are the oldest
+                os.utime(file.fileno())  # the next start removes the oldest files first
 
     def remove(self, keys: Iterable[str]) -> None:
-        """Raises OSError; missing ones are no error."""
+        """Remove files. Missing files are ignored.
+
+        Args:
+            keys: Keys of the files.
+
+        Raises:
+            OSError: a file cannot be removed.
+        """
         for key in keys:
             (self._directory / key).unlink(missing_ok=True)
 
@@ -202,7 +244,7 @@ class BlockFiles:
                 if named is None:
                     continue
                 status = entry.stat(follow_symlinks=False)
-                # Nobody writes now, so what is half-written stays so.
+                # No engine writes now, so an incomplete file stays incomplete.
                 is_whole = named["end"] == "kv" and (folder.name != self._folder or status.st_size == self.file_bytes)
                 kept_count += is_whole
                 if is_whole and kept_count <= FILES_MAX:
@@ -212,7 +254,7 @@ class BlockFiles:
 
 
 def _status(entry: os.DirEntry[str]) -> os.stat_result | None:
-    """None: it is no file, or gone by now."""
+    """Return the status of a file. None if the entry is not a regular file, or was removed."""
     try:
         return entry.stat(follow_symlinks=False) if entry.is_file(follow_symlinks=False) else None
     except FileNotFoundError:
@@ -220,7 +262,7 @@ def _status(entry: os.DirEntry[str]) -> os.stat_result | None:
 
 
 def _locked(path: Path) -> IO[bytes]:
-    """A lock ends with its process, however that ends. It holds between programs of one machine."""
+    """Open and lock a file. The lock excludes processes of this machine, and ends with the process in any case."""
     file = open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b")  # noqa: SIM115 - it stays open
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -248,10 +290,10 @@ def _write_all(file: IO[bytes], content: bytes | memoryview) -> None:
 
 
 def _read_up_to(file: IO[bytes], into: memoryview) -> memoryview:
-    """As much as there is, at most all of it."""
+    """Read until the buffer is full or the file ends. Return the filled part."""
     count = 0
     while count < len(into):
-        got = file.readinto(into[count:])  # type: ignore[attr-defined]  # a raw file has it
+        got = file.readinto(into[count:])  # type: ignore[attr-defined]  # raw files have readinto
         if not got:
             break
         count += got

@@ -1,4 +1,4 @@
-"""Which blocks are kept, where, and which go to make room. Knows names and bytes; waits for nothing."""
+"""Records of the host store: which blocks are in memory or in files, and which are evicted. It never waits."""
 
 from __future__ import annotations
 
@@ -13,24 +13,36 @@ from trioserve.contracts.block_hash import BlockHash
 
 __all__ = ["BlockStore", "Counts", "KeptBlock"]
 
-SURPRISES_SHARE = 64  # one in so many files has to be a surprise before all of them are counted again
+SURPRISES_SHARE = 64  # the files are counted again after one surprise per this many files
 
 
 class KeptBlock(msgspec.Struct, frozen=True):
-    """In memory. proof: what shows whose it is (chain.py)."""
+    """Block in memory.
+
+    Attributes:
+        content: KV of the block.
+        proof: Proof of the tokens that the block belongs to (see chain.py).
+    """
 
     content: Content
     proof: bytes
 
 
 class Counts(msgspec.Struct):
-    """Totals since the start, in blocks unless they say otherwise.
+    """Totals since the start, in blocks unless a field says otherwise.
 
-    saved: copied into memory. unsaved: that were not, since there was no room for them, or too much was being copied.
-    loaded, loaded_from_files: copied to the engine, and how many of them had to be read. written: into files.
-    unwritten: that left memory, or could not be written, before they were in a file. evicted, files_evicted: that went
-    to make room in memory, or in the directory. dropped: that were damaged, gone, or not what their name said.
-    write_failures: what the disk refused; failures, not blocks. read_failures: files that could not be read or trusted.
+    Attributes:
+        saved: Blocks copied into memory.
+        unsaved: Blocks not copied into memory, because it was full or too many copies were waiting.
+        loaded: Blocks copied to the engine.
+        loaded_from_files: Blocks of `loaded` that were read from files.
+        written: Blocks written to files.
+        unwritten: Blocks that were evicted from memory before they were written, or whose write failed.
+        evicted: Blocks evicted from memory.
+        files_evicted: Files evicted from the directory.
+        dropped: Blocks that were damaged, missing, or stored under a wrong name.
+        write_failures: Failed operations on the disk, not blocks.
+        read_failures: Files that could not be read or had a wrong content.
     """
 
     saved: int = 0
@@ -47,10 +59,17 @@ class Counts(msgspec.Struct):
 
 
 class BlockStore:
-    """Each block is in memory, in a file, or in both. Bytes for a block that is on its way into memory are reserved
-    under its name: exactly one of put and give_up follows.
+    """Records of all blocks in memory and in files.
 
-    file_of: the key of a block's file (block_files.py); None: there are no files. file_bytes: of one.
+    A block may be in memory, in a file, or in both. `reserve` reserves bytes for a block that is being copied into
+    memory. Exactly one call of `put` or `give_up` must follow.
+
+    Args:
+        block_bytes: Size of a block in memory.
+        memory_bytes: Limit for blocks in memory.
+        file_of: Returns the key of a block's file (see block_files.py). None if there are no files.
+        file_bytes: Size of a file.
+        directory_bytes: Limit for all files.
     """
 
     def __init__(
@@ -71,13 +90,17 @@ class BlockStore:
         self._file_of = file_of
         self._kept: dict[BlockHash, KeptBlock] = {}
         self._arriving: set[BlockHash] = set()
-        self._unwritten: dict[BlockHash, None] = {}  # in memory, and their turn to be written comes in this order
-        self._surplus: list[str] = []  # files that are not kept, and are still there
-        self._surprises = 0  # since the files were counted
+        self._unwritten: dict[BlockHash, None] = {}  # blocks in memory that wait to be written, in this order
+        self._surplus: list[str] = []  # files to remove from the directory
+        self._surprises = 0  # number since the last count of the files
         self._surprises_allowed = 0
 
     def found(self, files: Iterable[FoundFile]) -> None:
-        """They were there at the start, the least recently used one first; together they are within the limit."""
+        """Add the files that exist at the start.
+
+        Args:
+            files: Files, least recently used first. Their total size is within the limit.
+        """
         for file in files:
             if self.files.reserve(file.byte_count) is not None:
                 self.files.put(file.key, file.byte_count)
@@ -88,18 +111,33 @@ class BlockStore:
         return self._kept.get(name)
 
     def file(self, name: BlockHash) -> str | None:
-        """The key of its file, if there is one."""
+        """Return the key of a block's file.
+
+        Args:
+            name: Name of the block.
+
+        Returns:
+            The key, or None if the block has no file.
+        """
         if self._file_of is None:
             return None
         key = self._file_of(name)
         return key if key in self.files else None
 
     def is_known(self, name: BlockHash) -> bool:
-        """Whether it is kept, or on its way."""
+        """Return True if a block is in memory, in a file, or being copied into memory.
+
+        Args:
+            name: Name of the block.
+        """
         return name in self._kept or name in self._arriving or self.file(name) is not None
 
     def touch(self, names: Sequence[BlockHash]) -> None:
-        """A request used these, which are its first ones, in order."""
+        """Mark blocks as used now.
+
+        Args:
+            names: First blocks of a request, in order.
+        """
         self.memory.touch(names)
         if self._file_of is not None:
             self.files.touch([self._file_of(name) for name in names])
@@ -107,8 +145,15 @@ class BlockStore:
     # --- memory ---
 
     def reserve(self, name: BlockHash, keep: Container[BlockHash]) -> bool:
-        """Bytes for one block on its way, if need be those of others, but not of `keep`. False: there is no room, or it
-        is kept or on its way already."""
+        """Reserve memory for a block, and evict other blocks if necessary.
+
+        Args:
+            name: Name of the block.
+            keep: Blocks that must not be evicted.
+
+        Returns:
+            False if there is not enough memory, or the block is already in memory or being copied.
+        """
         if name in self._kept or name in self._arriving:
             return False
         evicted = self.memory.reserve(self.block_bytes, keep)
@@ -131,7 +176,11 @@ class BlockStore:
         self.memory.release(self.block_bytes)
 
     def drop(self, name: BlockHash) -> None:
-        """What was kept under this name is not to be believed, or is gone."""
+        """Remove a block that is damaged or missing.
+
+        Args:
+            name: Name of the block.
+        """
         self.counts.dropped += 1
         if self._kept.pop(name, None) is not None:
             self.memory.drop(name)
@@ -156,33 +205,38 @@ class BlockStore:
         return bool(self._unwritten or self._surplus or self.wants_count)
 
     def note_surprise(self) -> None:
-        """The directory is not as it is known: a file is gone or damaged, a write has failed."""
+        """Record that the directory differs from these records: a file is missing or damaged, or a write failed."""
         if self._file_of is not None:
             self._surprises += 1
 
     @property
     def wants_count(self) -> bool:
-        """Whether the files should be counted: at the first surprise, and then after some more, since it takes a look
-        at every file."""
+        """True if the files should be counted again.
+
+        The first surprise triggers a count. Later counts need more surprises, because a count reads every entry.
+        """
         return self._surprises > self._surprises_allowed
 
     def counted_not(self) -> None:
-        """The directory cannot be read: it is counted at a later surprise."""
+        """Record that a count failed. It is repeated after further surprises."""
         self.counts.write_failures += 1
         self._surprises = 0
         self._surprises_allowed = max(1, len(self.files) // SURPRISES_SHARE)
 
     def counted(self, differences: Differences) -> None:
-        """What the directory really holds. Nobody has written since the count began.
+        """Correct the records after a count. No file may have been written since the count began.
 
-        What is gone or has another size is dropped. Files that are not known, as after a removal that failed, count
-        from now on.
+        Missing files and files with another size are dropped. Unknown files, for example after a failed removal, are
+        added.
+
+        Args:
+            differences: Result of the count.
         """
         self._surprises = 0
         self._surprises_allowed = differences.file_count // SURPRISES_SHARE
         for keys, is_there in ((differences.gone, False), (differences.changed, True)):
             for key in keys:
-                if key not in self.files:  # dropped meanwhile
+                if key not in self.files:  # dropped during the count
                     continue
                 self.files.drop(key)
                 self.counts.dropped += 1
@@ -200,18 +254,24 @@ class BlockStore:
             self.files.put(file.key, file.byte_count)
 
     def take_surplus(self) -> list[str]:
-        """Files to be removed."""
+        """Return the keys of the files to remove, and clear the list."""
         surplus, self._surplus = self._surplus, []
         return surplus
 
     def next_to_write(self) -> BlockHash | None:
-        """A block that is in memory and should be in a file; bytes are reserved for it and it is pinned, until wrote or
-        not_written. Files that have to go for it are surplus."""
+        """Select the next block to write.
+
+        The block is pinned and bytes for its file are reserved, until `wrote` or `not_written` is called. Files
+        that are evicted for it must be removed (see `take_surplus`).
+
+        Returns:
+            Name of the block, or None if no block waits.
+        """
         while self._unwritten:
             name = next(iter(self._unwritten))
             del self._unwritten[name]
             if self.file(name) is not None:
-                continue  # of what was dropped and came back while it was written
+                continue  # the block was dropped and saved again while its file was written
             evicted = self.files.reserve(self.file_bytes)
             if evicted is None:
                 self.counts.unwritten += 1
@@ -229,7 +289,11 @@ class BlockStore:
         self.counts.written += 1
 
     def not_written(self, name: BlockHash) -> None:
-        """The disk refuses; nothing else that waits to be written is tried, either."""
+        """Record a failed write. All other waiting blocks are skipped, because the disk probably refuses them, too.
+
+        Args:
+            name: Name of the block.
+        """
         self.memory.unpin(name)
         self.note_surprise()
         self.files.release(self.file_bytes)

@@ -1,4 +1,4 @@
-"""The host store's life: its directory, and one task a lane that has the jobs done in threads."""
+"""Connector `host`: opens the directory, and runs one task per lane that does the jobs in worker threads."""
 
 from __future__ import annotations
 
@@ -15,12 +15,22 @@ from trioserve.contracts.kv_transfer import ConnectorSetup, KVPages, Started
 __all__ = ["HostConnector", "RunInThread", "make_connector"]
 
 RunInThread = Callable[[Callable[[], Any]], Awaitable[Any]]
-"""Calls it in a thread, and returns or raises what that does. A caller who is cancelled may leave the thread alone."""
+"""Runs a function in a worker thread, and returns its result or raises its error.
+
+If the caller is cancelled, it may return before the thread ends.
+"""
 
 
 class HostConnector(HostPolicy):
-    """A RunningConnector (contracts.kv_transfer). window_tokens: as in ConnectorSetup. run_in_thread: None: Trio's
-    threads, one for each lane."""
+    """RunningConnector (see contracts.kv_transfer) that keeps blocks in host memory and files.
+
+    Args:
+        settings: Limits of the host store.
+        pages: KV cache of the engine.
+        wake: Called when the core should ask for progress.
+        run_in_thread: Runs a job in a thread. None uses Trio's threads, one per lane.
+        window_tokens: Sliding window of the model (see ConnectorSetup).
+    """
 
     knows_windows = True
 
@@ -72,7 +82,15 @@ class HostConnector(HostPolicy):
 
 
 def make_connector(setup: ConnectorSetup) -> HostConnector:
-    """A ConnectorFactory. Options: memory_gib or memory_bytes; directory, with directory_gib or directory_bytes."""
+    """Make the connector `host`. This function is its ConnectorFactory.
+
+    Args:
+        setup: Setup of the engine. Its options are `memory_gib` or `memory_bytes`, and optionally `directory` with
+            `directory_gib` or `directory_bytes`.
+
+    Raises:
+        StartupError: an option is unknown or not allowed, or a limit is smaller than one block.
+    """
     settings = host_settings_from(setup.options, setup.pages.layout)
     return HostConnector(settings, setup.pages, setup.wake, window_tokens=setup.window_tokens)
 
@@ -81,8 +99,8 @@ def _threads() -> RunInThread:
     limiter = trio.CapacityLimiter(len(Lane))
 
     async def run_in_thread(work: Callable[[], Any]) -> Any:
-        # Left alone when cancelled: closed gates keep it from the engine's blocks, and what it writes into a file
-        # becomes one only when it is complete.
+        # A cancelled caller abandons the thread. Closed gates keep the thread away from the engine's blocks, and a file
+        # gets its final name only when it is complete.
         return await trio.to_thread.run_sync(work, limiter=limiter, abandon_on_cancel=True)
 
     return run_in_thread
