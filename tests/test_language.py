@@ -30,6 +30,7 @@ PLAIN_FOLDERS: tuple[str, ...] = (
     "tests/vision",
     "trioserve/admission",
     "trioserve/asyncio",
+    "trioserve/connectors/stream",
     "trioserve/contracts",
     "trioserve/core",
     "trioserve/http",

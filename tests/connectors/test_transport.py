@@ -17,7 +17,7 @@ from trio.testing import MockClock, memory_stream_pair
 
 from trioserve.connectors.stream import frames
 from trioserve.connectors.stream.chunks import Chunk
-from trioserve.connectors.stream.frames import Abort, BadFrame, Kind, Proof, Read, Tell, Told, frame, head_of
+from trioserve.connectors.stream.frames import Abort, BadFrame, Kind, Proof, Read, Tell, TellReply, frame, head_of
 from trioserve.connectors.stream.handshake import is_proof, make_greeting, make_proof
 from trioserve.connectors.stream.holder import GREETINGS_MAX, GREETINGS_OF_ADDRESS_MAX, Holder
 from trioserve.connectors.stream.options import StreamOptions
@@ -669,7 +669,7 @@ async def test_silent_strangers_keep_no_reader_out(autojump_clock, address_count
         assert side.holder.strangers.count <= GREETINGS_MAX
         _, wire = await greeted(side, nursery)
         await wire.send([frame(Kind.TELL, Tell(keep=("held",)))])
-        assert (await receive_head(wire)).kind is Kind.TOLD
+        assert (await receive_head(wire)).kind is Kind.TELL_REPLY
         wire.close()
         nursery.cancel_scope.cancel()
     assert side.holder.strangers.count == 0
@@ -682,7 +682,7 @@ async def test_readers_have_places_that_strangers_do_not_take(autojump_clock):
         assert side.holder.strangers.count == 0
         for wire in wires:
             await wire.send([frame(Kind.TELL, Tell())])
-            assert (await receive_head(wire)).kind is Kind.TOLD
+            assert (await receive_head(wire)).kind is Kind.TELL_REPLY
             wire.close()
 
 
@@ -779,7 +779,7 @@ async def test_a_reader_that_talks_nonsense_loses_its_connection_and_nothing_els
         _, wire = await greeted(there, nursery)
         await wire.send([frame(Kind.TELL, Tell(keep=("held", "other")))])
         head = await receive_head(wire)
-        assert frames.body_of(Told, await wire.receive(head.body_bytes)) == Told(("other",))
+        assert frames.body_of(TellReply, await wire.receive(head.body_bytes)) == TellReply(("other",))
         wire.close()
 
 
@@ -882,7 +882,7 @@ def data(layer: int, start: int, count: int, body: bytes, *, transfer: int = 1, 
         (responses(frame(Kind.ABORT, b"\xff")), "cannot be read"),
         (responses(b"garbage" * 10), "this is not the protocol of an engine"),
         (responses(frame(Kind.END, transfer=1)), "is due"),  # before anything came
-        (responses(frame(Kind.TOLD, Told())), "is due"),
+        (responses(frame(Kind.TELL_REPLY, TellReply())), "is due"),
         (responses(data(0, 0, 2, bytes(32), transfer=2)), "of transfer 2"),
         (responses(data(1, 0, 2, bytes(32))), "is due"),
         (responses(data(0, 2, 2, bytes(32))), "is due"),
@@ -987,7 +987,7 @@ def test_any_bytes_are_a_frame_or_a_bad_one():
             content = b"TK" + content[2:]
         with suppress(BadFrame):
             head_of(content)
-        for kind in (Read, Tell, Told, Proof, Abort, frames.Greeting):
+        for kind in (Read, Tell, TellReply, Proof, Abort, frames.Greeting):
             with suppress(BadFrame):
                 frames.body_of(kind, source.randbytes(source.randrange(60)))
 

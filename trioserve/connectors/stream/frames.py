@@ -9,7 +9,7 @@
                ◄──  DATA ...      one chunk each, in the order of chunks.Chunks
                ◄──  END           the hold was alive when its last byte was read
     TELL       requests that the reader still needs, and requests to release  ──►
-               ◄──  TOLD          requests that the holder does not hold, or no longer holds
+               ◄──  TELL_REPLY    requests that the holder does not hold, or no longer holds
 
 A holder that refuses a frame or stops a transfer sends ABORT with a sentence. READ and TELL may follow each other in
 any order, one at a time. The receiver checks the head and the size of a frame before it reads the body.
@@ -43,7 +43,7 @@ __all__ = [
     "Proof",
     "Read",
     "Tell",
-    "Told",
+    "TellReply",
     "body_of",
     "data_head",
     "frame",
@@ -77,7 +77,7 @@ class Kind(enum.IntEnum):
     END = 7
     ABORT = 8
     TELL = 9
-    TOLD = 10
+    TELL_REPLY = 10
     PLACES_ASKED = 11  # from here on: kinds of connectors/nixl_transport.py
     PLACES = 12
     HAVE_READ = 13
@@ -159,8 +159,8 @@ class Tell(msgspec.Struct, frozen=True):
     release: tuple[str, ...] = ()
 
 
-class Told(msgspec.Struct, frozen=True):
-    """Body of TOLD, the answer to TELL.
+class TellReply(msgspec.Struct, frozen=True):
+    """Body of TELL_REPLY, the answer to TELL.
 
     Attributes:
         gone: Ids in `keep` that the holder does not hold, or no longer holds.

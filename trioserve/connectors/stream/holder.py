@@ -17,7 +17,7 @@ from trioserve.connectors.stream.frames import (
     Kind,
     Read,
     Tell,
-    Told,
+    TellReply,
     data_head,
     frame,
 )
@@ -167,7 +167,7 @@ class Holder:
         self._policy.totals["heartbeats_received_total"] += 1
         sends.released(tell.release)
         gone = sends.still_wanted(tell.keep, trio.current_time())
-        await connection.wire.send([frame(Kind.TOLD, Told(gone))])
+        await connection.wire.send([frame(Kind.TELL_REPLY, TellReply(gone))])
 
     async def _send(self, connection: PeerConnection, transfer: int, read: Read) -> None:
         if not 0 < read.chunk_bytes <= CHUNK_BYTES_MAX:

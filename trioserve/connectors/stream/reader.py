@@ -1,4 +1,4 @@
-"""The reader's half of the transport: brings what loads ask for, and tells holders what is still wanted."""
+"""Reader's part of the transport: transfers the chunks of loads, and sends heartbeats and releases to holders."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import trio
 
 from trioserve.connectors.conversion import convert, objection_to
 from trioserve.connectors.stream.chunks import Chunk, Chunks, places, views
-from trioserve.connectors.stream.frames import Abort, BadFrame, Head, Kind, Read, Tell, Told, frame
+from trioserve.connectors.stream.frames import Abort, BadFrame, Head, Kind, Read, Tell, TellReply, frame
 from trioserve.connectors.stream.holder import SILENCE_SECONDS_MAX, Note
 from trioserve.connectors.stream.loads import Load
 from trioserve.connectors.stream.peer_connection import (
@@ -30,21 +30,33 @@ from trioserve.connectors.stream.wire import MayNot, Wire
 
 __all__ = ["MakeReader", "Reader"]
 
-CONNECT_SECONDS_MAX = 4.0  # a holder that is stopped takes connections and says nothing: it gets one more try in a hold
-KEPT_SECONDS_MAX = 30.0  # of idle connections: less than the other side waits
-HEARTBEAT_SECONDS = 2.5  # a quarter of a hold: two may get lost
-TELL_FAILURES_MAX = 3  # in a row; after that a holder learns by its deadlines
+CONNECT_SECONDS_MAX = 4.0  # a stopped process accepts connections but never answers; leaves time for one retry
+KEPT_SECONDS_MAX = 30.0  # time to keep an idle connection; shorter than IDLE_SECONDS_MAX of the holder
+HEARTBEAT_SECONDS = 2.5  # a quarter of the lifetime of a hold, so two heartbeats may get lost
+TELL_FAILURES_MAX = 3  # failures in a row; afterwards the holds end by their deadlines
 PEER_CONNECTIONS_MAX = 4
 PEERS_MAX = 64
 BROKE_OFF = "this engine cannot be reached, or broke off"
-"""All that a client learns of a connection that failed; the log has the rest. Another program may listen there now."""
-TOLD_LATER_MAX = 1_000  # that wait until one of these has been told; beyond, holders learn by their deadlines
+"""Message for the client after a connection failed. It has no details, because another program may listen there now.
+
+The log has the details.
+"""
+TOLD_LATER_MAX = 1_000  # holders that wait for a free task; further holds end by their deadlines
 
 log = logging.getLogger(__name__)
 
 
 class Peer:
-    """A holder. slots: transfers from it at a time. user_count: loads that have it, whether they wait or not."""
+    """Holder that this engine reads from.
+
+    Args:
+        source: Address and id of the holder.
+
+    Attributes:
+        idle: Open connections without a transfer.
+        slots: Limit for transfers from this holder at a time.
+        user_count: Number of loads from this holder, including waiting loads.
+    """
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -54,7 +66,14 @@ class Peer:
 
 
 class Reader:
-    """open_wire: connects to a holder and takes a TLS handshake, if there is one."""
+    """Client of the holders.
+
+    Args:
+        policy: Holds, loads and totals of this engine.
+        identity: Identity of this engine.
+        note: Logs a problem with a peer.
+        open_wire: Connects to a holder, including the TLS handshake if there is TLS.
+    """
 
     def __init__(
         self, policy: StreamPolicy, identity: Identity, note: Note, open_wire: Callable[[Source], Awaitable[Wire]]
@@ -67,14 +86,18 @@ class Reader:
         self._pages = policy.setup.pages
         self._slots = trio.CapacityLimiter(policy.options.reads_max)
         self._peers: dict[Source, Peer] = {}
-        self._told_again: dict[Source, trio.Event] = {}  # of those that a task tells what they have to know
-        self._told_later: dict[Source, None] = {}  # those for whom no task was left
+        self._told_again: dict[Source, trio.Event] = {}  # wakes the task that sends messages to a holder
+        self._told_later: dict[Source, None] = {}  # holders for which no task was free
 
     # --- one load ---
 
     @trio.lowlevel.enable_ki_protection
     async def bring(self, load: Load) -> None:
-        """Until the load has ended, one way or another."""
+        """Transfer a load until it has ended.
+
+        Args:
+            load: Load to transfer.
+        """
         with trio.CancelScope() as scope:
             load.stop = scope.cancel
             peer = self._peer(load.origin.source)
@@ -87,7 +110,7 @@ class Reader:
                     self._loads.begun(load, trio.current_time())
                     await self._bring_from(peer, load)
             except Exception as error:
-                # A fault of ours, and still one transfer's alone: its engine computes what did not come.
+                # Our bug. It fails only this transfer, and this engine computes the missing KV.
                 log.exception("kv transfer failed request=%s", load.request_id)
                 self._loads.failed(load, f"a fault in this engine's connector: {error!r}")
             finally:
@@ -103,14 +126,14 @@ class Reader:
                 return
             except BROKEN as error:
                 self._note(str(peer.source), describe(error))
-                _close_all(peer.idle)  # where one broke, the others are hardly better
+                _close_all(peer.idle)  # the other connections have probably failed, too
                 is_deaf = isinstance(error, ConnectionRefusedError)
                 seconds = self._loads.broken(load, BROKE_OFF, trio.current_time(), is_deaf=is_deaf)
                 if seconds is not None:
                     await trio.sleep(seconds)
 
     async def _attempt(self, peer: Peer, load: Load) -> None:
-        """What is missing, over one connection."""
+        """Transfer the missing chunks over one connection."""
         connection = peer.idle.pop() if peer.idle else await self.connect(peer.source)
         can_go_on = False
         try:
@@ -127,8 +150,16 @@ class Reader:
                 connection.wire.close()
 
     async def read_over(self, connection: PeerConnection, load: Load) -> None:
-        """Bring what is missing of a load. Raises Refused, MayNot, or one of BROKEN; load.next_chunk says how far it
-        came."""
+        """Transfer the missing chunks of a load. After an error, load.next_chunk is the first missing chunk.
+
+        Args:
+            connection: Connection to the holder.
+            load: Load to transfer.
+
+        Raises:
+            Refused: the holder refused the transfer.
+            MayNot: the load has ended. The function may also raise the errors in BROKEN.
+        """
         connection.transfer_count += 1
         chunk_bytes = self._policy.options.chunk_bytes
         ask = Read(load.origin.request_id, load.start, load.token_count, load.proof, chunk_bytes, load.next_chunk)
@@ -139,12 +170,16 @@ class Reader:
             await self._take_chunk(connection, head, load, chunks[load.next_chunk])
             self._loads.came(load, trio.current_time())
             self._policy.totals["bytes_received_total"] += head.body_bytes
-            await trio.lowlevel.checkpoint()  # a socket that has more at once would never let others run
+            await trio.lowlevel.checkpoint()  # a fast socket would never let other tasks run
         await self.receive_response(connection, Kind.END)
         self.complete(load)
 
     def complete(self, load: Load) -> None:
-        """All of it is in its blocks, and was held when its last byte was read."""
+        """Count and end a load whose chunks are all in its blocks.
+
+        Args:
+            load: Load to end. The holder has confirmed that the hold was alive to the end.
+        """
         if load.is_alive:
             size = self._pages.layout.block_size
             block_count = (load.start + load.token_count - 1) // size - load.start // size + 1
@@ -153,7 +188,16 @@ class Reader:
         self._loads.complete(load)
 
     async def receive_response(self, connection: PeerConnection, kind: Kind) -> Head:
-        """The head of what answers the last question. Raises Refused."""
+        """Receive the head of the next frame of the current transfer.
+
+        Args:
+            connection: Connection to the holder.
+            kind: Kind of frame that must follow.
+
+        Raises:
+            Refused: the holder sent ABORT.
+            BadFrame: another frame arrived.
+        """
         head = await receive_head(connection.wire)
         if head.kind is Kind.ABORT:
             raise Refused(sentence_of(await receive_body(connection.wire, head, Abort)), can_go_on=True)
@@ -181,7 +225,17 @@ class Reader:
             _check(pieces, head)
 
     def put(self, load: Load, chunk: Chunk, landed: memoryview, dtype: str) -> None:
-        """Write what has landed, in numbers of dtype, to where it belongs. Raises MayNot."""
+        """Convert a received chunk and write it to its blocks.
+
+        Args:
+            load: Load of the chunk.
+            chunk: Layer and positions of the chunk.
+            landed: Content that was received.
+            dtype: Dtype of the content.
+
+        Raises:
+            MayNot: the load has ended.
+        """
         if not load.is_alive:
             raise MayNot(has_begun=True)
         content = convert(landed, dtype, self._pages.layout.dtype)
@@ -195,14 +249,24 @@ class Reader:
     # --- connections ---
 
     async def connect(self, source: Source) -> PeerConnection:
-        """Raises Refused if it is not the engine that is meant, or one whose KV is of no use here; or one of BROKEN."""
+        """Connect to a holder and run the handshake.
+
+        Args:
+            source: Address and id of the holder.
+
+        Raises:
+            Refused: another engine listens at the address, or its KV cannot be used here. The function may also raise
+                the errors in BROKEN.
+        """
         with trio.fail_after(CONNECT_SECONDS_MAX):
             wire = await self._open_wire(source)
             is_welcome = False
             try:
                 connection = await greet_holder(wire, self._identity)
                 if connection.engine_id != source.engine_id:
-                    raise Refused("another engine listens there than the one that held the blocks: it was restarted")
+                    raise Refused(
+                        "another engine listens there: the engine that held the blocks is gone, or it was restarted"
+                    )
                 objection = objection_to(connection.layout, self._pages.layout)
                 if objection is not None:
                     raise Refused(objection)
@@ -214,7 +278,11 @@ class Reader:
         return connection
 
     def close_idle(self, now: float) -> None:
-        """Those that nobody has used for a while, and what is known of holders that nobody reads from."""
+        """Close connections that are idle for KEPT_SECONDS_MAX, and forget holders without connections and loads.
+
+        Args:
+            now: Current time in seconds.
+        """
         for source, peer in tuple(self._peers.items()):
             while peer.idle and now - peer.idle[0].idle_since >= KEPT_SECONDS_MAX:
                 peer.idle.pop(0).wire.close()
@@ -231,7 +299,7 @@ class Reader:
         return bool(self._peers)
 
     def _peer(self, source: Source) -> Peer | None:
-        """None: there are too many that are in use."""
+        """Return the state of a holder. None if PEERS_MAX other holders are in use."""
         peer = self._peers.get(source)
         if peer is None:
             if len(self._peers) >= PEERS_MAX:
@@ -241,10 +309,17 @@ class Reader:
             peer = self._peers[source] = Peer(source)
         return peer
 
-    # --- what holders have to be told ---
+    # --- messages to holders ---
 
     def tell_now(self, source: Source, nursery: trio.Nursery) -> None:
-        """At once, and from then on as often as it has to hear that somebody waits; by a task that ends by itself."""
+        """Send the due messages to a holder now, and heartbeats while loads need its holds.
+
+        A task sends the messages, and ends when nothing is due any more.
+
+        Args:
+            source: Holder.
+            nursery: Nursery for the task.
+        """
         again = self._told_again.get(source)
         if again is not None:
             again.set()
@@ -280,7 +355,7 @@ class Reader:
                         self._note(str(source), describe(error))
                         self._loads.cannot_tell(source)
                         if not self._loads.tells(source):
-                            return  # places for those who tell are few
+                            return  # frees this task for another holder, because PEERS_MAX tasks may run
                     else:
                         seconds = 0.1 * failure_count
                 with trio.move_on_after(seconds):
@@ -288,8 +363,8 @@ class Reader:
                 if not tells and not again.is_set():
                     return
         except Exception:
-            # A fault of ours, and still one holder's alone: it learns by its deadlines.
-            log.exception("kv holder cannot be told source=%s", source)
+            # Our bug. It affects only this holder, whose holds end by their deadlines.
+            log.exception("kv holder cannot be notified source=%s", source)
             self._loads.cannot_tell(source)
         finally:
             del self._told_again[source]
@@ -301,11 +376,11 @@ class Reader:
     async def _tell(self, connection: PeerConnection, source: Source, tell: Tell) -> None:
         await connection.wire.send([frame(Kind.TELL, tell)])
         head = await receive_head(connection.wire)
-        if head.kind is not Kind.TOLD:
-            raise BadFrame(f"{head.kind.name} came where TOLD is due")
-        told = await receive_body(connection.wire, head, Told)
+        if head.kind is not Kind.TELL_REPLY:
+            raise BadFrame(f"{head.kind.name} arrived instead of TELL_REPLY")
+        reply = await receive_body(connection.wire, head, TellReply)
         self._policy.totals["heartbeats_sent_total"] += 1
-        self._loads.told(source, tell, told.gone)
+        self._loads.told(source, tell, reply.gone)
 
 
 MakeReader = Callable[[StreamPolicy, Identity, Note, Callable[[Source], Awaitable[Wire]]], Reader]
@@ -322,4 +397,4 @@ def _check(pieces: list[memoryview], head: Head) -> None:
     for piece in pieces:
         checksum = zlib.crc32(piece, checksum)
     if checksum != head.checksum:
-        raise BadFrame(f"what came for layer {head.layer}, tokens from {head.token_start} on is not what was sent")
+        raise BadFrame(f"the content of layer {head.layer}, tokens from {head.token_start} on, is not what was sent")

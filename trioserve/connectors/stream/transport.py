@@ -1,9 +1,9 @@
-"""The bytes between two engines: listens for readers, connects to holders, and runs both halves as one task.
+"""Transport between engines: listens for readers, connects to holders, and runs both parts in one task.
 
-One connection carries one transfer at a time, so that a slow reader slows nobody but itself, and each has no more
-memory than a chunk. What holders have to be told goes over a connection of its own: a heartbeat does not queue behind
-data. Whatever a peer does (garbage, silence, an end in the middle) ends its connection and perhaps its transfer; it is
-counted, and logged once for each peer and kind.
+One connection carries one transfer at a time, so a slow reader slows down only itself. A transfer needs memory for one
+chunk. Heartbeats to a holder use a separate connection, so they do not wait behind data. If a peer sends garbage, stops
+sending or disconnects, only its connection and its transfer fail. The failure is counted, and logged once per peer and
+message.
 """
 
 from __future__ import annotations
@@ -32,15 +32,23 @@ from trioserve.trio_tools.tcp_stream import connect_tcp
 
 __all__ = ["StreamTransport", "dual_listener"]
 
-LOGGED_MAX = 200  # kinds of trouble; beyond that they are counted only
+LOGGED_MAX = 200  # pairs of peer and message; further problems are counted only
 TIDY_SECONDS = 10.0
 
 log = logging.getLogger(__name__)
 
 
 class StreamTransport:
-    """Raises StartupError for a key or certificates that cannot be used. more_frames: see holder. make_reader: for one
-    that brings loads in another way."""
+    """Network side of a connector.
+
+    Args:
+        policy: Holds, loads and totals of this engine.
+        more_frames: Handles frames of another connector (see Holder). None if there are none.
+        make_reader: Makes the reader. Another connector may pass its own reader.
+
+    Raises:
+        StartupError: the key or the certificates cannot be used.
+    """
 
     def __init__(
         self, policy: StreamPolicy, more_frames: MoreFrames | None = None, make_reader: MakeReader = Reader
@@ -56,11 +64,19 @@ class StreamTransport:
         self.reader = make_reader(policy, identity, self._note, self._connect)
 
     def wake(self) -> None:
-        """There is something to do."""
+        """Notify the transport that there are new loads or messages."""
         self._has_work.set()
 
     async def run(self, *, task_status: Started, beside: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Until it is cancelled; see RunningConnector. beside: a task that lives as long."""
+        """Listen and transfer until cancelled (see RunningConnector).
+
+        Args:
+            task_status: Receives the address once the engine listens.
+            beside: Second task to run for the same time. None runs no second task.
+
+        Raises:
+            StartupError: the address cannot be used.
+        """
         listener = await self._listen()
         try:
             async with trio.open_nursery() as nursery:
@@ -93,7 +109,7 @@ class StreamTransport:
             raise StartupError(
                 f"KV connector: {options.host}:{options.port} cannot be listened on: {error.strerror or error}"
             ) from error
-        for other in others:  # a name with several addresses; readers are told one port
+        for other in others:  # a name with several addresses; readers can use only one port
             other.socket.close()
         return first
 
@@ -105,13 +121,13 @@ class StreamTransport:
 
     @trio.lowlevel.enable_ki_protection
     async def _accepted(self, stream: trio.SocketStream) -> None:
-        address = remote_address(stream) or "?"  # it has gone already
+        address = remote_address(stream) or "?"  # the peer has already disconnected
         with contextlib.suppress(OSError):
             end_when_vanished(stream)
         try:
             await self.holder.serve(partial(self._shake_hands, stream), address)
         except Exception:
-            log.exception("kv connection failed peer=%s", address)  # a fault of ours, and one connection's alone
+            log.exception("kv connection failed peer=%s", address)  # our bug; it ends only this connection
         finally:
             stream.socket.close()
 
@@ -119,13 +135,17 @@ class StreamTransport:
         return await _wire_over(stream, self._listen_tls, None)
 
     async def _connect(self, source: Source) -> Wire:
-        """Raises Refused where another attempt would end the same way."""
+        """Connect to a holder.
+
+        Raises:
+            Refused: a retry would fail the same way. Other errors are in BROKEN.
+        """
         try:
             stream = await connect_tcp(source.host, source.port)
-        except ValueError as error:  # such as a label of a name that is too long
+        except ValueError as error:  # for example a host name with a label that is too long
             raise Refused(f"its host cannot be looked up: {error}") from error
         except OSError as error:
-            cause = error.__cause__  # of a name with several addresses, a group of causes
+            cause = error.__cause__  # a group if the name has several addresses
             causes = cause.exceptions if isinstance(cause, BaseExceptionGroup) else (cause,)
             if all(isinstance(one, ConnectionRefusedError) for one in causes):
                 raise ConnectionRefusedError("nobody listens there") from error
@@ -138,11 +158,11 @@ class StreamTransport:
             if isinstance(cause, ssl.SSLError) and not isinstance(cause, ssl.SSLEOFError):
                 raise Refused(f"TLS: {cause.reason or cause}") from error
             if isinstance(error, ValueError):
-                raise Refused(f"TLS: its host is no name for a certificate: {error}") from error
+                raise Refused(f"TLS: its host is not a valid name for a certificate: {error}") from error
             raise
 
     def _note(self, peer: str, trouble: str) -> None:
-        """Log it, once."""
+        """Log a problem once per peer and message."""
         what = (peer, trouble)
         if what not in self._logged and len(self._logged) < LOGGED_MAX:
             self._logged.add(what)
@@ -150,7 +170,13 @@ class StreamTransport:
 
 
 async def _wire_over(stream: trio.SocketStream, tls: ssl.SSLContext | None, peer_host: str | None) -> Wire:
-    """peer_host: whom to expect, on the side that has connected."""
+    """Wrap a stream, after a TLS handshake if there is TLS.
+
+    Args:
+        stream: TCP connection.
+        tls: TLS settings, or None for plain TCP.
+        peer_host: Host name that the certificate must have. None on the side that accepted the connection.
+    """
     if tls is None:
         return SocketWire(stream, GREETING_SECONDS_MAX)
     stream_over_tls = trio.SSLStream(stream, tls, server_hostname=peer_host, server_side=peer_host is None)
@@ -159,7 +185,7 @@ async def _wire_over(stream: trio.SocketStream, tls: ssl.SSLContext | None, peer
 
 
 def _make_tls(options: StreamOptions) -> tuple[ssl.SSLContext | None, ssl.SSLContext | None]:
-    """For those who connect to us, and for whom we connect to."""
+    """Return the TLS settings for accepted connections and for our connections to holders. None without TLS."""
     if options.certfile is None:
         return None, None
     try:
@@ -175,7 +201,14 @@ def _make_tls(options: StreamOptions) -> tuple[ssl.SSLContext | None, ssl.SSLCon
 
 
 def dual_listener(port: int) -> trio.SocketListener:
-    """Listen on all interfaces for IPv6 and IPv4 with one socket, so that both have the same port. Raises OSError."""
+    """Listen on all interfaces for IPv6 and IPv4 with one socket, so that both use the same port.
+
+    Args:
+        port: Port to listen on. 0 picks a free port.
+
+    Raises:
+        OSError: the port cannot be used.
+    """
     listening = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
     try:
         listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
