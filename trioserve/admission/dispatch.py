@@ -5,8 +5,8 @@
         with admission.attempt():
             ...                                     # send the request; admission.first_token() once it answers
 
-The core makes all decisions, see router/core. A disaggregated request has two leases, one after the other.
-admission.stage says what the current lease is for, and admission.prefilled() returns the first lease.
+The router core makes all decisions (router/core). A disaggregated request has two leases, one after the other.
+admission.stage says what the current lease is for. admission.prefilled() returns the first lease to the router.
 """
 
 from __future__ import annotations
@@ -59,13 +59,15 @@ class Dispatch:
         rng: Source of random numbers. Default: a new one.
 
     Attributes:
-        on_gone: Called with an endpoint that was drained and has no request left.
-        on_move: Called with a request that has a lease at another endpoint. Its endpoint may hand it over. The callee
-            must make sure that `admission.withdraw()` is called, unless the attempt ends earlier.
-        on_drain: Called when the router accepts no new requests any more.
+        on_gone: Called with the id of an endpoint that was drained and has no request left.
+        on_move: Called with a request that runs at one endpoint and now also has a lease at a second endpoint. The
+            first endpoint may hand the request over. The callee must make sure that `admission.withdraw()` is called,
+            unless the attempt ends earlier.
+        on_drain: Called when the router begins to drain.
         on_wait_over: Called with the seconds that a request waited, when it gets its lease or is refused in the queue.
         on_paired: Called with the seconds between the end of a disaggregated request's prompt and its first token.
-        load_reports_total: Load reports by how they came: "asked" or "pushed".
+        load_reports_total: Number of load reports by kind: "asked" (the router requested the report) or "pushed" (the
+            endpoint sent the report by itself).
     """
 
     def __init__(self, settings: RouterSettings, policy: PolicyFactory, *, rng: Rng | None = None) -> None:
@@ -91,11 +93,11 @@ class Dispatch:
         self._idle = trio.Event()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Do the work that depends on time: end waits at their deadlines, and allow probes of endpoints. Runs until
-        cancelled.
+        """Do the work that depends on time: refuse requests at their queue deadlines, and allow probes of endpoints.
+        Runs until cancelled.
 
         Args:
-            task_status: Reports the start.
+            task_status: `started` is called when the loop runs.
         """
         task_status.started()
         while True:
@@ -119,13 +121,13 @@ class Dispatch:
 
     @contextmanager
     def preparing(self, request: RoutedRequest) -> Iterator[None]:
-        """Count a request while its body is read, before it enters.
+        """Count a request while the server reads its body, before the request enters the queue.
 
         Args:
-            request: The request as far as it is known.
+            request: The properties of the request that are known before its body is read.
 
         Raises:
-            Overloaded: see `enter`. The request is then not counted.
+            Overloaded: see `enter`. A refused request is not counted.
         """
         self.core.prepare(request, trio.current_time())
         try:
@@ -137,15 +139,17 @@ class Dispatch:
     def enter(
         self, request: RoutedRequest, *, id: str | None = None, owner: str | None = None
     ) -> Iterator[AdmissionScope]:
-        """Put a request into the queue, or give it a lease at once. Leaving the scope returns the place or the lease.
+        """Put a request into the queue, or give it a lease at once. Leaving the scope frees the queue position, or
+        returns the lease.
 
         Args:
             request: The request.
-            id: Id under which its owner, or an operator, may see and abort it.
+            id: Id under which the owner or an operator may see and abort the request. None for a request without an id.
             owner: Owner of the request. None if clients are not distinguished.
 
         Raises:
-            Overloaded: a limit is reached. Draining and NoEndpoint are kinds of it. The request then holds nothing.
+            Overloaded: a limit is reached. Draining and NoEndpoint are subclasses. A refused request keeps no queue
+                position and no lease.
         """
         admission = self.begin(request, id=id, owner=owner)
         try:
@@ -167,11 +171,11 @@ class Dispatch:
         ticket = self.core.enter(request, trio.current_time())
         admission = self._admissions[ticket.index] = AdmissionScope(self, self.core, ticket, id=id, owner=owner)
         if ticket.state is TicketState.WAITING:
-            self.retime()  # its queue deadline may be the next tick
+            self.retime()  # the request's queue deadline may be earlier than the next tick
         return admission
 
     def leave(self, admission: AdmissionScope) -> None:
-        """Return everything that a request holds. Has no effect if it has left already.
+        """Remove a request: free its queue position, or return its lease. A second call has no effect.
 
         Args:
             admission: Result of `begin`.
@@ -184,11 +188,12 @@ class Dispatch:
                 self._idle.set()
 
     def abort(self, ids: Iterable[str], *, owner: str | None = None) -> dict[str, AbortOutcome]:
-        """End requests by their ids, in the queue or at their endpoints. Never raises.
+        """Abort requests by their ids, in the queue or at their endpoints. Never raises.
 
         Args:
             ids: Ids to abort.
-            owner: Abort only requests of this owner. Other requests count as unknown. None for all owners.
+            owner: Abort only requests of this owner. Ids of other owners' requests are reported as unknown. None for
+                all owners.
 
         Returns:
             The outcome of each id.
@@ -211,7 +216,7 @@ class Dispatch:
         return outcomes
 
     def live_admissions(self, *, owner: str | None = None) -> list[AdmissionScope]:
-        """Return all requests that have entered and not left, oldest first.
+        """Return all requests that are in the queue or at an endpoint, oldest first.
 
         Args:
             owner: Return only requests of this owner. None for all owners.
@@ -223,7 +228,7 @@ class Dispatch:
         self._sent_times.note(trio.current_time())
 
     def sent_total_at(self, moment: float) -> int:
-        """Return the value that `sent_total` had at an earlier time.
+        """Return the number of requests that were sent to endpoints until an earlier time.
 
         Args:
             moment: Time on Trio's clock.
@@ -236,8 +241,9 @@ class Dispatch:
         Args:
             id: The endpoint.
             load: Its load.
-            sent_when_asked: Value of sent_total when the endpoint was asked, or when it measured a pushed report.
-            is_pushed: True if the endpoint sent the report without being asked.
+            sent_when_asked: Value of sent_total when the router asked for the load, or when the endpoint measured the
+                load of a pushed report.
+            is_pushed: True if the endpoint sent the report by itself.
         """
         self.load_reports_total["pushed" if is_pushed else "asked"] += 1
         self.core.note_load(id, load, trio.current_time(), sent_when_asked=sent_when_asked)
@@ -284,7 +290,8 @@ class Dispatch:
         return self.core.is_endpoint_draining(id)
 
     def is_pair_there(self, model: str) -> bool:
-        """Return True if requests for a model can be disaggregated: both stages have an endpoint.
+        """Return True if requests for a model can be disaggregated: there is an endpoint for prefill and an endpoint
+        for decode.
 
         Args:
             model: Name of the model.
@@ -303,9 +310,9 @@ class Dispatch:
 
         Args:
             id: Name of the endpoint.
-            models: Models that it serves. Empty if not known yet.
-            leases_max: Most leases. None for the router's default.
-            role: Role in disaggregated requests.
+            models: Names of the models that the endpoint serves. Empty if not known yet.
+            leases_max: Most leases that the endpoint may have at a time. None for the router's default.
+            role: Role of the endpoint in disaggregated requests. None if not known.
 
         Raises:
             StartupError: the id is in use.
@@ -319,7 +326,9 @@ class Dispatch:
 
     @property
     def sent_total(self) -> int:
-        """Return the number of requests sent to endpoints. Note it when asking an endpoint for its load."""
+        """Return the number of requests sent to endpoints. A caller that asks an endpoint for its load passes this
+        number to `note_load`.
+        """
         return self.core.sent_total
 
     def set_lease_share(self, id: EndpointId, share: int) -> None:
@@ -327,9 +336,9 @@ class Dispatch:
         self.retime()
 
     def lend(self, id: EndpointId, sequences: int) -> None:
-        """Grant leases beyond the endpoint's share to the head of the queue, up to the endpoint's limit.
+        """Grant extra leases at an endpoint to the first requests of the queue, up to the endpoint's own limit.
 
-        The share itself does not change.
+        Several routers may share an endpoint. This router's share of the leases does not change.
 
         Args:
             id: The endpoint.
@@ -354,8 +363,9 @@ class Dispatch:
 
         Args:
             id: The endpoint.
-            move_seconds: Also move its streams: a stream that can resume moves when another endpoint has a free lease.
-                After this time, all remaining streams that can resume leave the endpoint. None to let them finish.
+            move_seconds: Seconds for moving the endpoint's streams. A stream that can resume moves when another
+                endpoint has a free lease. After this time, all remaining streams that can resume leave the endpoint.
+                None: no stream moves, and all requests finish at the endpoint.
         """
         self.core.drain_endpoint(id, trio.current_time(), move_seconds=move_seconds)
         self.retime()
@@ -363,15 +373,14 @@ class Dispatch:
     def note_health(self, id: EndpointId, is_well: bool, *, hangs: bool, is_hung: bool = False) -> None:
         """Note the result of a health check.
 
-        An endpoint that is ejected because it hangs loses its requests that have no response yet. They are retried. If
-        another endpoint is available, it also loses the streams that can resume, even if that endpoint becomes
-        available only at a later check.
+        An endpoint that is ejected because it hangs loses its requests that have no response yet. The router retries
+        these requests. The endpoint also loses its streams that can resume, as soon as another endpoint is available.
 
         Args:
             id: The endpoint.
             is_well: True if the check succeeded.
-            hangs: True if the check got no response, or the response that a step does not end.
-            is_hung: True if the endpoint hangs for so long that it is ejected at once.
+            hangs: True if the check got no response, or if the endpoint reported that its current step does not end.
+            is_hung: True if the endpoint hangs for so long that the router ejects it at once.
         """
         was_given = self._is_given(id)
         self.core.note_health(id, is_well, trio.current_time(), is_hung=is_hung)
@@ -382,8 +391,8 @@ class Dispatch:
         self.retime()
 
     def note_leaving(self, id: EndpointId, *, move_seconds: float | None) -> None:
-        """Note that an endpoint will stop. It gets no requests and is drained as by drain_endpoint, until a health
-        check succeeds.
+        """Note that an endpoint will stop. The router drains it as drain_endpoint does, and sends it no requests until
+        a health check succeeds.
 
         Args:
             id: The endpoint.
@@ -420,7 +429,7 @@ class Dispatch:
         self.on_drain()
 
     def abort_all(self, message: str) -> None:
-        """End all requests, also those at an endpoint.
+        """End all requests, in the queue and at endpoints.
 
         Args:
             message: Explanation for each client.
@@ -436,7 +445,7 @@ class Dispatch:
             await self._idle.wait()
 
     def retime(self) -> None:
-        """Wake `run` if the next tick is earlier than before. Call it after changes that may make the next tick
+        """Wake `run` if its next tick is now earlier than before. Call this method after changes that may make the tick
         earlier.
         """
         if self.core.next_tick(trio.current_time()) < self._ticks_at:
@@ -473,18 +482,19 @@ class Dispatch:
 
 @uninterrupted
 class AdmissionScope:
-    """One request, from entering the queue to leaving it.
+    """One request, from its entry into the queue until its response is complete.
 
     Attributes:
-        ticket: The core's state of the request.
-        id: Id under which the request may be seen and aborted. None if it has none.
-        owner: Owner of the request.
+        ticket: State of the request in the router core.
+        id: Id under which the request may be seen and aborted. None for a request without an id.
+        owner: Owner of the request. None if clients are not distinguished.
         can_go_on: Called after the first token. True if another endpoint could resume the stream.
-        note_reasoning_ended: Called when the endpoint has ended the reasoning by hand.
-        headers: Returns headers to ask the endpoint about the request, in the client's name.
+        note_reasoning_ended: Called when the endpoint has ended the reasoning at the client's request.
+        headers: Returns the HTTP headers with which the router asks the endpoint about this request on behalf of the
+            client.
         gives_partial: True if the client wants the partial result, also after an abort by another party.
-        withdrawn_for: Reason why the current attempt must end. None if it may continue.
-        is_telling: True while data is sent to the client. The attempt ends only afterwards, see `tell`.
+        withdrawn_for: Reason why the current attempt must end. None if the attempt may continue.
+        is_telling: True while data is sent to the client. A withdrawn attempt ends only after that, see `tell`.
         attempts: Number of attempts that have begun.
     """
 
@@ -546,7 +556,7 @@ class AdmissionScope:
 
     @property
     def tenant(self) -> str:
-        """Return the tenant. Requests of one tenant share one turn in the queue."""
+        """Return the tenant. All requests of one tenant share one turn in the queue."""
         return self.ticket.request.tenant
 
     @property
@@ -569,7 +579,7 @@ class AdmissionScope:
 
     @property
     def leased_at(self) -> float:
-        """Return when the current lease was granted."""
+        """Return the time at which the current lease was granted, in seconds of Trio's clock."""
         return self.ticket.leased_at
 
     @property
@@ -594,15 +604,17 @@ class AdmissionScope:
 
     @property
     def stage(self) -> Stage | None:
-        """Return the purpose of the current lease. None for the whole request. May change with each `lease`."""
+        """Return the part of a disaggregated request that the current lease is for. None if the lease is for the whole
+        request. The value may change with each call of `lease`.
+        """
         return self.ticket.stage
 
     @property
     def state(self) -> str:
         """Return the progress of the request in one word.
 
-        Usually "waiting" or "running". For a disaggregated request: "waiting", "prefill", "handover" (it waits for its
-        decode endpoint), "decode".
+        Usually "waiting" or "running". For a disaggregated request: "waiting", "prefill", "handover" (the request waits
+        for its decode endpoint) or "decode".
         """
         if self.ticket.stage is Stage.DECODE:
             return "handover" if self.is_queued else "decode"
@@ -617,7 +629,7 @@ class AdmissionScope:
 
     @property
     def is_queued(self) -> bool:
-        """Return True if the request waits, or has not used its lease yet."""
+        """Return True if the request waits for a lease, or has a lease and was not sent yet."""
         ticket = self.ticket
         return ticket.state in (TicketState.WAITING, TicketState.LEASED) and not ticket.is_sent
 
@@ -658,7 +670,8 @@ class AdmissionScope:
             await self._is_attempt_over.wait()
 
     def check_withdrawn(self) -> None:
-        """Check that data from the endpoint may still be passed on. Call it for all data that arrives.
+        """Check that data from the endpoint may still be passed to the client. Call this method for all data that
+        arrives.
 
         Raises:
             Withdrawn: the data must be discarded.
@@ -667,15 +680,15 @@ class AdmissionScope:
             raise self._withdrawn()
 
     async def tell(self, telling: Awaitable[None], *, is_last: bool = False) -> None:
-        """Send data to the client. The request is not withdrawn in the meantime, so the client never gets half of an
+        """Send data to the client. The attempt does not end while the data is sent, so the client never gets half of an
         event.
 
         Args:
-            telling: The sending.
-            is_last: True if no more data follows. Then the request is not withdrawn afterwards either.
+            telling: Awaitable that sends the data.
+            is_last: True if no more data follows. Then the attempt does not end after the sending either.
 
         Raises:
-            Withdrawn: the request was withdrawn in the meantime.
+            Withdrawn: the request was withdrawn while the data was sent.
         """
         self.is_telling = True
         await telling
@@ -705,13 +718,14 @@ class AdmissionScope:
         response.
 
         Args:
-            outcome: Why one endpoint must serve the rest alone. None if the blocks are held for a decode endpoint.
+            outcome: Why the request can no longer be disaggregated, so that one endpoint serves the rest. None if the
+                blocks are held for a decode endpoint.
         """
         self._core.prefilled(self.ticket, trio.current_time(), outcome=outcome)
         self._dispatch.retime()
 
     def hold_lost(self) -> None:
-        """Note that the blocks are no longer held. May be called at any time."""
+        """Note that the prefill endpoint no longer holds the request's blocks. Legal at any time."""
         self._core.hold_lost(self.ticket, trio.current_time())
         self._dispatch.retime()
 
@@ -728,13 +742,13 @@ class AdmissionScope:
 
         Args:
             fault: Kind of the failure.
-            busy_seconds: How long a busy or leaving endpoint gets no requests.
+            busy_seconds: Seconds for which a busy or leaving endpoint gets no requests.
             token_count: Tokens that the client has received.
             is_certain: True if the endpoint itself reported that the failure is its fault.
             reason: Label of the failure for metrics. None for the default of the fault.
 
         Returns:
-            True if the caller may call `lease` again. False if the request has ended here, see `refusal`.
+            True if the caller may call `lease` again. False if the router does not continue the request, see `refusal`.
         """
         if fault is Fault.LEAVING and self.ticket.next_lease is not None:
             self._core.moved(self.ticket, trio.current_time())
@@ -753,7 +767,7 @@ class AdmissionScope:
         return is_waiting
 
     def note_client_fault(self) -> bool:
-        """Note that the endpoint refused the request as the client's fault.
+        """Note that the endpoint refused the request and blamed the client.
 
         Returns:
             True if another endpoint must confirm the refusal.
@@ -769,8 +783,8 @@ class AdmissionScope:
         Args:
             id: The endpoint.
             fault: Why the attempt ends.
-            unbegun: True to end an attempt without a response so far.
-            streams: True to end a stream that another endpoint can resume.
+            unbegun: True to end the attempt if it has no response yet.
+            streams: True to end the attempt if it is a stream that another endpoint can resume.
         """
         if self._attempt is None or self.ticket.endpoint != id:
             return
@@ -778,7 +792,8 @@ class AdmissionScope:
             self.withdraw(fault)
 
     def withdraw(self, fault: Fault = Fault.LEAVING) -> None:
-        """End the attempt with Withdrawn, as soon as no data is on its way to the client. No effect without an attempt.
+        """End the attempt with Withdrawn, as soon as no data is being sent to the client. Without an attempt, this call
+        has no effect.
 
         Args:
             fault: Why the attempt ends.
@@ -790,24 +805,25 @@ class AdmissionScope:
 
     @property
     def refusal(self) -> TrioserveError | None:
-        """Return why the router does not continue the request. None if it does."""
+        """Return why the router does not continue the request, or None if the router continues it."""
         return self.ticket.refusal
 
     @property
     def end_reason(self) -> TrioserveError | None:
-        """Return why the request was ended from outside. None if it was not."""
+        """Return the reason with which `end` was called, or None if it was not called."""
         return self._end
 
     @property
     def is_ended(self) -> bool:
-        """Return True if the request was ended from outside, or refused in the queue."""
+        """Return True if `end` was called, or if the request was refused in the queue."""
         return self._end is not None or self.ticket.state is TicketState.ENDED
 
     def end(self, reason: TrioserveError) -> None:
-        """End the request. In the queue, its place is free at once. At an endpoint, the attempt is cancelled.
+        """End the request. If it is in the queue, its queue position is free at once. If it is at an endpoint, the
+        attempt is cancelled.
 
         Args:
-            reason: Raised in the request's task.
+            reason: Error that is raised in the request's task.
         """
         self._end = reason
         if self._attempt is not None:

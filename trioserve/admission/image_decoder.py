@@ -1,7 +1,8 @@
-"""Decodes images of clients in processes that can be killed, see ProcessPool.
+"""Decodes clients' images in separate processes (ProcessPool), which can be killed.
 
-Decoders are C code that reads untrusted bytes. They cannot be interrupted, and an image's header does not predict their
-time and memory. So each image has a time limit and a memory limit. An image beyond a limit fails only its own request.
+Decoders are C code that reads untrusted bytes. A decoder cannot be interrupted, and an image's header does not predict
+the time and memory of decoding. So each image has a time limit and a memory limit. An image that exceeds a limit fails
+only its own request.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from trioserve.vision.tiles import tiles_from
 
 __all__ = ["ImageDecoder"]
 
-PROCESSES_MAX = 3  # one tenant uses at most two, so one is left for others. An idle process takes about 50 MB.
+# One tenant uses at most two processes, so that one is left for other tenants. An idle process takes about 50 MB.
+PROCESSES_MAX = 3
 RETRY_SECONDS = 5.0
 
 
@@ -47,7 +49,8 @@ class ImageDecoder:
         )
 
     def turn(self, tenant: str) -> AbstractAsyncContextManager[None]:
-        """Return a scope that holds a place in the pool. Tenants take turns, and no tenant holds all places.
+        """Return a scope that reserves one process of the pool. Tenants take turns, and no tenant can reserve all
+        processes.
 
         Args:
             tenant: Owner of the image.
@@ -60,7 +63,7 @@ class ImageDecoder:
         Args:
             content: The encoded image.
             processing: Preprocessing of the model.
-            place: Name of the image in errors.
+            place: Name of the image in error messages.
 
         Raises:
             InvalidRequest: the image is damaged, or takes too much time or memory.
@@ -79,7 +82,7 @@ class ImageDecoder:
 
         Args:
             content: The encoded image.
-            place: Name of the image in errors.
+            place: Name of the image in error messages.
 
         Raises:
             InvalidRequest: see `tiles`.

@@ -1,4 +1,4 @@
-"""The local engine as the only endpoint of a router, which keeps its queue."""
+"""The local engine as the only endpoint of a router, so that the router's queue is also the queue of the engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ LOCAL_ENDPOINT = EndpointId("local")
 LOCAL_MODEL = "local"
 """The only model name in this router: an engine has one queue for all names of its model."""
 
-WAITING_DEPTH_MAX = 4  # requests that are tokenized before the batch has space, so that a free place is used at once
+# Requests that are tokenized before the batch has space, so that a free batch slot is used at once.
+WAITING_DEPTH_MAX = 4
 TOKEN_CHARACTERS = 4  # average of English text
 IMAGE_CHARACTERS = 4000  # a thousand tokens: twelve tiles and the whole image in small models
 
@@ -28,7 +29,7 @@ IMAGE_CHARACTERS = 4000  # a thousand tokens: twelve tiles and the whole image i
 def local_dispatch(max_num_seqs: int, settings: AdmissionSettings, *, lent_max: int = 0) -> Dispatch:
     """Make a router with the local engine as its endpoint.
 
-    Its limits allow max_num_seqs + waiting_requests_max requests of one sequence, at the engine and in the queue
+    The router accepts max_num_seqs + waiting_requests_max requests of one sequence, counting the engine and the queue
     together.
 
     Args:
@@ -66,7 +67,7 @@ def local_request(
         tenant: Tenant of the request.
         priority: A lower number runs sooner.
         sequences: Sequences of the request.
-        known_tokens: Output tokens of a resumed response, which are computed like a prompt.
+        known_tokens: Output tokens of a resumed response, which are computed like a prompt. 0 for a new response.
     """
     return RoutedRequest(
         model=LOCAL_MODEL,

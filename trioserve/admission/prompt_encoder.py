@@ -31,15 +31,16 @@ __all__ = ["NO_IMAGES", "EncodedPrompt", "PromptEncoder"]
 
 # Work is measured in characters. One character takes about a microsecond.
 INLINE_CHARACTERS_MAX = 1000  # under a millisecond. More work in the event loop would add to every request's latency.
-TOKEN_CHARACTERS = 1  # work of checking one token id
-VALUE_CHARACTERS = 8  # work of a value that is not text
+TOKEN_CHARACTERS = 1  # work of checking one token id, in characters
+VALUE_CHARACTERS = 8  # work of a JSON value that is not text, in characters
 CHAT_VALUES_MAX = 8192  # values to count in a chat, which takes up to 2 ms. A chat with more counts as LONGEST.
 LONGEST = LONG_CHARACTERS_MAX + 1
-IMAGE_CHARACTERS = 2000  # work of an image, in addition to the work of its bytes
+IMAGE_CHARACTERS = 2000  # work of an image, in characters, in addition to the work of its bytes
 IMAGE_BYTES_PER_CHARACTER = 200  # bytes decoded in a microsecond
 NO_IMAGES = "is an image, and this model accepts only text: send text"
 INPUT_CHARACTERS = 30  # least work of one of many inputs
-PIECE_CHARACTERS = 32_768  # work of one piece of many inputs. A cancelled caller's piece occupies the thread this long.
+# Work of one piece of many inputs. After its caller was cancelled, a piece still occupies the thread until it ends.
+PIECE_CHARACTERS = 32_768
 
 T = TypeVar("T")
 
@@ -59,17 +60,18 @@ class EncodedPrompt(NamedTuple):
 class PromptEncoder:
     """Encodes the prompts of one model.
 
-    A prompt that cannot fit is refused before it is tokenized. A prompt that may fit is encoded, and the caller
-    compares its tokens with the context. So texts up to context_tokens_max times the longest token can be counted, and
-    a text that fits is never refused.
+    A prompt that cannot fit the model's context is refused before it is tokenized. A prompt that may fit is encoded,
+    and the caller compares its token count with the context. The check assumes that every token of a text is as long as
+    the longest token of the vocabulary. So a text that fits is never refused.
 
     Args:
         tokenizer: The model's tokenizer.
-        texts: Runs long texts.
+        texts: Runs the work of long texts in threads.
         vocab_size: Number of token ids.
         context_tokens_max: The model's context, in tokens.
-        tool_family: Format of tools and tool calls if the chat template does not render them. None for a common format.
-        images: Reads the images of chats. None if the model has no images.
+        tool_family: Format of tools and tool calls if the chat template does not render them. None for the common
+            format.
+        images: Reads the images of chats. None if the model takes no images.
         media: Fetches images by URL. None if this is not allowed.
     """
 
@@ -93,22 +95,22 @@ class PromptEncoder:
         self._tool_family = tool_family or COMMON_TOOL_FAMILY
 
     def within(self, texts: TextRunner) -> PromptEncoder:
-        """Return a copy of this encoder that runs long texts elsewhere.
+        """Return a copy of this encoder that uses another TextRunner for long texts.
 
         Args:
-            texts: Runs long texts.
+            texts: Runs the work of long texts.
         """
         encoder = copy(self)
         encoder._texts = texts
         return encoder
 
     async def encode(self, prompt: Prompt, *, add_special_tokens: bool = True, cut: Cut | None = None) -> list[int]:
-        """Return the token ids of a prompt. A cancelled caller leaves at once.
+        """Return the token ids of a prompt. A cancelled caller returns at once.
 
         Args:
             prompt: Text, token ids or a chat.
             add_special_tokens: True to add the tokenizer's special tokens to a text.
-            cut: Truncation of a longer prompt. None to refuse it.
+            cut: Truncation of a prompt that is too long. None to refuse such a prompt.
 
         Raises:
             InvalidRequest: the prompt is not valid.
@@ -119,7 +121,7 @@ class PromptEncoder:
     async def encode_prompt(
         self, prompt: Prompt, *, add_special_tokens: bool = True, cut: Cut | None = None
     ) -> EncodedPrompt:
-        """Return the token ids and images of a prompt. A cancelled caller leaves at once.
+        """Return the token ids and images of a prompt. A cancelled caller returns at once.
 
         Only the headers of images are read. Damage behind a header is found when the image is decoded.
 
@@ -172,7 +174,7 @@ class PromptEncoder:
         add_special_tokens: bool = True,
         cut: Cut | None = None,
     ) -> list[EncodedInput]:
-        """Encode many inputs, in pieces that are short enough to let other texts in between.
+        """Encode many inputs, in short pieces. Between two pieces, the thread can process texts of other requests.
 
         Args:
             inputs: Prompts, pairs of texts, or prompts with labels.
@@ -181,8 +183,8 @@ class PromptEncoder:
             cut: See `encode`.
 
         Raises:
-            InvalidRequest: an input is not valid. Names it.
-            ContextTooLong: an input cannot fit the model's context. Names it.
+            InvalidRequest: an input is not valid. The message names the input.
+            ContextTooLong: an input cannot fit the model's context. The message names the input.
         """
         encoded: list[EncodedInput] = []
 
@@ -250,7 +252,8 @@ class PromptEncoder:
         chat = self._chat_text(prompt)
         if not is_cut:
             self._check_length(chat.plain, param="messages")
-        # The template writes the special tokens itself. Only its text counts: it may leave out parts of the messages.
+        # The template writes the special tokens itself. Only the rendered text counts, because the template may leave
+        # out parts of the messages.
         return self._tokenizer.encode_chat(chat)
 
     def _readable(self, sources: Sequence[ImageSource], cut: Cut | None) -> ImageReader:
@@ -303,7 +306,8 @@ class PromptEncoder:
 
     def _checked(self, token_ids: Sequence[int]) -> list[int]:
         try:
-            checked = list(map(operator.index, token_ids))  # a float would pass the range check, and break a step
+            # A float would pass the range check and make a later step fail.
+            checked = list(map(operator.index, token_ids))
         except TypeError:
             wrong = next((token_id for token_id in token_ids if not _is_whole(token_id)), token_ids)
             refuse("prompt", wrong, "a list of token ids (int)", verb="holds")
@@ -349,8 +353,8 @@ def _is_whole(value: object) -> bool:
 
 
 def _chat_size(prompt: ChatPrompt) -> int:
-    """Return the work of rendering a chat, in characters. LONGEST if counting would take too long, or if the request
-    has its own chat template, whose work cannot be predicted.
+    """Return the work of rendering a chat, in characters. Return LONGEST if counting would take too long, or if the
+    request has its own chat template, whose work cannot be predicted.
     """
     if prompt.chat_template is not None:
         return LONGEST

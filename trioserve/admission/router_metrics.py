@@ -47,7 +47,8 @@ def show_router(metrics: Metrics, dispatch: Dispatch) -> None:
             metrics.pairs_total.labels(outcome.value).inc(total - seen.pairs_total[outcome])
         seen = stats
         for name in ENDPOINT_METRICS:
-            getattr(metrics, name).clear()  # forget removed endpoints: a fleet may add and remove any number
+            # Remove the series of removed endpoints: a fleet may add and remove any number of endpoints.
+            getattr(metrics, name).clear()
         for state in dispatch.endpoints:
             metrics.endpoint_leases.labels(state.id).set(state.leases)
             metrics.endpoint_in_flight.labels(state.id).set(state.in_flight)

@@ -6,7 +6,7 @@ import bisect
 
 __all__ = ["SentTimes"]
 
-KEPT_SECONDS = 10.0  # a load report is used for two seconds
+KEPT_SECONDS = 10.0  # the router uses a load report for two seconds
 
 
 class SentTimes:
@@ -14,7 +14,7 @@ class SentTimes:
 
     def __init__(self) -> None:
         self._times: list[float] = []
-        self._before = 0  # requests sent before the first of these times
+        self._before = 0  # requests that were sent before the first time in the deque
 
     def note(self, now: float) -> None:
         """Note that a request is sent.
@@ -32,7 +32,7 @@ class SentTimes:
         """Return the number of requests sent until a moment.
 
         Args:
-            moment: A recent time. For a time before all times that are kept, the count is unknown and 0 is returned.
+            moment: A recent time. If the moment is earlier than all kept times, the count is unknown and 0 is returned.
         """
         if self._before and self._times and moment < self._times[0]:
             return 0

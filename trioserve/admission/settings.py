@@ -15,7 +15,7 @@ class AdmissionSettings(StoppingSettings, frozen=True, kw_only=True):
     Attributes:
         waiting_requests_max: Requests that may wait in addition to the running requests. Further requests are refused.
         waiting_prompt_tokens_max: Prompt tokens of all waiting requests together.
-        waiting_seconds_max: Longest wait of a request.
+        waiting_seconds_max: Longest wait of a request in the queue.
         deadlines: Deadlines of requests that set none.
         deadlines_max: Largest deadlines that a request may have.
 

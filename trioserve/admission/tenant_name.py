@@ -17,7 +17,7 @@ def tenant_name(owner: str | None, tenant: str) -> str | None:
         tenant: Tenant in the queue. Begins with the owner if there is one.
 
     Returns:
-        A name of a hash and the tenant's own part. None if there is neither.
+        A hash of the owner, followed by the tenant's own part. None if there is neither an owner nor a tenant's part.
     """
     if owner is None:
         return tenant[:CHARACTERS_MAX] or None

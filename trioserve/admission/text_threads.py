@@ -1,15 +1,15 @@
 """Threads that tokenize, detokenize and compile, in which a long text does not delay shorter texts.
 
-One call tokenizes a text. It cannot be interrupted, and takes about a microsecond per character. So each order of size
-has its own thread. A short text never waits for a long text. A long text waits only for texts of its own order of size.
-Tokenizing releases the GIL, so the operating system shares the cores between these threads.
+One call tokenizes a whole text. The call cannot be interrupted, and takes about a microsecond per character. So texts
+of each size class have their own thread. A short text never waits for a long text. A long text waits only for texts of
+its own size class. Tokenizing releases the GIL, so the operating system shares the cores between these threads.
 
 Schemas and grammars are compiled in their own thread, which has a larger stack.
 
-Before each thread, tenants take turns (FairPlaces). A tenant's text waits for at most one text of each other tenant.
+At each thread, tenants take turns (FairPlaces). A tenant's text waits for at most one text of each other tenant.
 
-Work that is not part of a request in the queue, such as /tokenize, runs in one more thread with its own limit. So it
-delays no request.
+Work that is not part of a request in the queue, such as /tokenize, runs in one more thread with its own limit. Such
+work is called "aside", and it delays no request.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ __all__ = [
 
 SHORT_CHARACTERS_MAX = 65_536  # under 100 ms with the slowest known tokenizer. More than most contexts hold.
 LONG_CHARACTERS_MAX = 1_048_576  # about a second. Longer texts are books.
-ASIDE_JOBS_MAX = 16  # jobs aside that run or wait. Each keeps its text in memory.
-ASIDE_JOBS_OF_ONE_MAX = 4  # jobs aside of one owner, so that other owners can have some
+ASIDE_JOBS_MAX = 16  # jobs aside that run or wait. Each job keeps its text in memory.
+ASIDE_JOBS_OF_ONE_MAX = 4  # jobs aside of one owner, so that other owners can also have jobs
 ASIDE_CHARACTERS_MAX = 8_388_608  # characters of all jobs aside, about ten seconds. A single job may be longer.
 CHARACTERS_PER_SECOND = 800_000  # speed of a slow tokenizer, to compute retry times
 TEXT_QUEUE_FULL = "text_queue_full"
@@ -53,11 +53,11 @@ class TextRunner(Protocol):
     """Runs functions on texts outside of the event loop."""
 
     async def run(self, function: Callable[[], T], *, size: int) -> T:
-        """Call a function in a thread. A cancelled caller leaves at once, and the function's result is discarded.
+        """Call a function in a thread. A cancelled caller returns at once, and the function's result is discarded.
 
         Args:
             function: Must not use state of the event loop.
-            size: Characters of its text, or an equal number of microseconds.
+            size: Estimated work in microseconds. For a text, its number of characters.
         """
 
 
@@ -74,7 +74,7 @@ class TextThreads:
         self._longest = WorkerThread("text-longest")
         self._aside = WorkerThread("text-aside")
         self._compiling = WorkerThread("forms", stack_bytes=COMPILE_STACK_BYTES)
-        # A place admits one job at a time, so a thread needs no queue of its own.
+        # FairPlaces admits one job at a time, so a thread needs no queue of its own.
         self._places = {
             thread: FairPlaces(1, what=what)
             for thread, what in (
@@ -86,7 +86,7 @@ class TextThreads:
             )
         }
         self._scopes = AsyncExitStack()
-        self._aside_jobs: Counter[str | None] = Counter()  # by owner
+        self._aside_jobs: Counter[str | None] = Counter()  # number of jobs aside by owner
         self._aside_characters = 0
 
     async def __aenter__(self) -> TextThreads:
@@ -127,7 +127,8 @@ class TextThreads:
         return await self._run_in_turn(thread, tenant, function)
 
     async def run_cancellable(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function in a text thread without a turn. For loading, before the first request.
+        """Call a function in a text thread without waiting for a turn. For use while the server loads, before the first
+        request.
 
         Args:
             function: Function to call.
@@ -136,11 +137,11 @@ class TextThreads:
         return await self._short.run_cancellable(function, *arguments)
 
     async def run_compile(self, function: Callable[[Callable[[], None]], T], *, tenant: str | None) -> T:
-        """Compile a schema or grammar. A cancelled caller leaves at once.
+        """Compile a schema or grammar. A cancelled caller returns at once.
 
         Args:
-            function: Gets a check function to call often. The check raises when the caller has left, which ends the
-                work.
+            function: Gets a check function, which it must call often. The check raises if the caller was cancelled,
+                which ends the work.
             tenant: Owner of the request.
 
         Raises:
@@ -197,7 +198,7 @@ class _TenantTexts:
 
 
 class _AsideJob:
-    """A TextRunner that counts as one job aside."""
+    """A TextRunner whose calls together count as one job aside."""
 
     def __init__(self, threads: TextThreads, owner: str | None) -> None:
         self._threads = threads
@@ -232,7 +233,7 @@ class _AsideJob:
         if self._is_counted:
             threads = self._threads
             threads._aside_jobs[self._owner] -= 1
-            threads._aside_jobs += Counter()  # removes owners with a count of 0
+            threads._aside_jobs += Counter()  # adding an empty Counter removes owners with a count of 0
             threads._aside_characters -= self._characters
 
     def _refusal(self, message: str) -> Overloaded:

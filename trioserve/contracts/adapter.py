@@ -19,7 +19,7 @@ class AdapterRef(msgspec.Struct, frozen=True):
     """A loaded adapter.
 
     Attributes:
-        id: Number of this load.
+        id: Number of this load of the adapter, unique in the engine.
         digest: Hash of the adapter's content, in hexadecimal. Equal content has an equal digest on every machine, under
             any name.
     """
@@ -46,8 +46,8 @@ def adapter_salt(salt: str | None, digest: str | None) -> str | None:
 
     Args:
         salt: Salt that the caller chose. None if there is none.
-        digest: Digest of the adapter. None without an adapter. Then a salt stays as it is, unless it looks like an
-            adapter's.
+        digest: Digest of the adapter. None without an adapter: the salt is then returned unchanged, unless it looks
+            like the salt of an adapter.
     """
     if digest is None:
         return f"{_ADAPTER}{_NONE}{salt}" if salt is not None and salt.startswith(_ADAPTER) else salt

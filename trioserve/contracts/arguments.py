@@ -141,14 +141,14 @@ def is_list(value: object) -> TypeGuard[Sequence[object]]:
     """Return True if the value is an ordered collection with a length.
 
     Args:
-        value: Any object. False for text, bytes, dicts, sets, and arrays without a dimension.
+        value: Any object. The result is False for text, bytes, dicts, sets, and arrays without a dimension.
     """
     is_other = isinstance(value, str | bytes | bytearray | memoryview | Mapping | Set)
     if is_other or not isinstance(value, Sized) or not isinstance(value, Iterable):
         return False
     try:
         len(value)
-    except TypeError:  # numpy's array without a dimension has __len__, but it raises
+    except TypeError:  # a numpy array without a dimension has __len__, but calling __len__ raises
         return False
     return True
 
@@ -162,7 +162,7 @@ def check_count(param: str, value: Sized, count_max: int) -> None:
         count_max: Most entries that are allowed.
 
     Raises:
-        InvalidRequest: there are more entries.
+        InvalidRequest: the value has more entries.
     """
     if len(value) > count_max:
         raise InvalidRequest(f"{param} has {len(value)} entries, at most {count_max} are allowed", param=param)

@@ -22,7 +22,7 @@ def root_hash(salt: str | None) -> BlockHash:
     """Return the parent hash of every first block.
 
     Args:
-        salt: Separates the blocks of one salt from all others. None and "" differ.
+        salt: Requests with different salts share no blocks. None and "" are different salts.
     """
     seed = b"" if salt is None else b"salt:" + salt.encode("utf-8", "surrogatepass")
     return BlockHash(blake2b(seed, digest_size=_DIGEST_BYTES).digest())
@@ -31,11 +31,11 @@ def root_hash(salt: str | None) -> BlockHash:
 def with_material(parent: BlockHash, material: bytes) -> BlockHash:
     """Return a parent hash that depends on more than tokens.
 
-    It replaces the parent of one block whose embeddings are given, or the root hash of a whole request.
+    The result replaces the parent hash of a block with given embeddings, or the root hash of a whole request.
 
     Args:
-        parent: Hash of the block before, or the root hash.
-        material: Bytes to mix in. With b"", the parent is returned unchanged.
+        parent: Hash of the previous block, or the root hash.
+        material: Bytes to include in the hash. With b"", the parent is returned unchanged.
     """
     return (
         BlockHash(blake2b(parent + b"material:" + material, digest_size=_DIGEST_BYTES).digest()) if material else parent
@@ -46,7 +46,7 @@ def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
     """Return the hash of a full block.
 
     Args:
-        parent: Hash of the block before, or the root hash.
+        parent: Hash of the previous block, or the root hash.
         token_ids: The block's tokens, each 0 <= id < 2**32.
 
     Cost:

@@ -12,7 +12,7 @@ from trioserve.contracts.errors import InvalidRequest
 
 __all__ = ["DEADLINE_SECONDS_MAX", "NO_DEADLINES", "Deadline", "Deadlines", "passed_message"]
 
-DEADLINE_SECONDS_MAX = 7 * 24 * 3600.0  # use no deadline for requests that may take longer
+DEADLINE_SECONDS_MAX = 7 * 24 * 3600.0  # a request that may take longer must set no deadline
 
 
 class Deadline(enum.Enum):
@@ -27,12 +27,13 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that a request may take, from the moment it enters the server.
 
     Attributes:
-        queue_timeout: Until it begins to run. None is no deadline, here and below.
-        ttft_timeout: Until its first token.
-        timeout: Until its response is complete.
+        queue_timeout: Seconds until the request begins to run. None means no deadline, also in the next fields.
+        ttft_timeout: Seconds until the first token.
+        timeout: Seconds until the response is complete.
 
     Raises:
-        InvalidRequest: a value is not a number, or not above 0 and at most DEADLINE_SECONDS_MAX. Names the field.
+        InvalidRequest: a value is not a number, or not above 0 and at most DEADLINE_SECONDS_MAX. The message names the
+            field.
     """
 
     queue_timeout: float | None = None
@@ -61,7 +62,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
         """Return these deadlines with defaults filled in, and cut to the limits.
 
         Args:
-            defaults: Used for each deadline that the request did not set.
+            defaults: Values for the deadlines that the request did not set.
             limits: Largest allowed values. A request without a deadline gets the limit.
         """
         if self == defaults == limits == NO_DEADLINES:
@@ -88,8 +89,9 @@ def passed_message(deadline: Deadline, seconds: float, limits: Deadlines) -> str
 
     Args:
         deadline: The deadline that passed.
-        seconds: Seconds that the request had.
-        limits: Largest values that the server allows. If the limit decided, the message names its option.
+        seconds: Length of the deadline in seconds.
+        limits: Largest deadlines that the server allows. If such a limit set this deadline, the message names the
+            server option.
     """
     message = f"the request's {deadline.value} of {seconds:g} s has passed"
     limit = limits.seconds(deadline)

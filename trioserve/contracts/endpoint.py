@@ -57,24 +57,24 @@ Small enough to match a common system prompt, large enough that a long prompt ha
 
 
 class Stage(enum.Enum):
-    """Part of a request that runs at two endpoints: one computes the prompt, the other the response."""
+    """Part of a disaggregated request: one endpoint computes the prompt, and another endpoint computes the response."""
 
     PREFILL = "prefill"
     DECODE = "decode"
 
 
 class PairOutcome(enum.Enum):
-    """Outcome of a request that was meant for two endpoints. The label of `pairs_total`.
+    """Outcome of a request that should run at two endpoints. The label of the metric `pairs_total`.
 
     After every outcome except PAIRED and LEFT, one endpoint serves the request alone.
     """
 
     PAIRED = "paired"  # the second endpoint began to answer
-    NO_ENDPOINT = "no_endpoint"  # no endpoint was left for the next part
+    NO_ENDPOINT = "no_endpoint"  # no endpoint was available for the next part
     PREFILL_FAILED = "prefill_failed"
     NOT_HELD = "not_held"  # the prompt was computed, but the endpoint did not hold its blocks
     FINISHED = "finished"  # the response ended with its first token
-    HOLD_LOST = "hold_lost"  # the hold ended before the second endpoint read the blocks
+    HOLD_LOST = "hold_lost"  # the blocks were released before the second endpoint read them
     DECODE_FAILED = "decode_failed"
     TRANSFER_FAILED = "transfer_failed"  # the second endpoint could not read the blocks
     LEFT = "left"  # the request ended earlier: the client left, or the request was refused
@@ -88,17 +88,18 @@ class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True):
         tenant: Requests of one tenant share one turn in the queue.
         priority: A lower number runs sooner.
         sequences: Number of sequences that the request runs as.
-        prompt_tokens: Counted, or estimated from the prompt's length.
-        session: The client's key of a conversation.
+        prompt_tokens: Number of prompt tokens, counted, or estimated from the prompt's length.
+        session: Conversation key that the client set. None without a session.
         pinned: The only endpoint where the request may run. None if any may serve it.
         prefix: Hashes of the prompt's leading blocks of text, first block first, for estimates of cache hits. A block
             has about PREFIX_BLOCK_TOKENS tokens.
-        blocks: By block size in tokens, the hashes of the prompt's leading KV blocks (contracts/block_hash), as many as
-            can be cache hits. A missing size was not asked for or is not known.
+        blocks: Hashes of the prompt's leading KV blocks (contracts/block_hash), by block size in tokens. Includes only
+            blocks that can be cache hits. A block size is missing if the policy did not need it or its hashes are not
+            known.
         queue_deadline: Time at which the request stops waiting in the queue. Default: never.
         can_be_disaggregated: True if one endpoint may compute the prompt and another the response.
-        running_at: Endpoint where the request runs already, sent there by a router that has ended. The request gets a
-            lease there even above the limit, because it already has a slot.
+        running_at: Endpoint where the request runs already, because a previous router process sent it there. The
+            request gets a lease there even above the limit, because it already has a batch slot.
     """
 
     model: str
@@ -122,17 +123,18 @@ class EndpointLoad(msgspec.Struct, frozen=True, kw_only=True):
         running: Running sequences.
         waiting: Waiting sequences.
         max_num_seqs: Most sequences that may run at once, "seats" in JSON. None if the endpoint does not report it.
-        kv_usage: Share of the KV cache in use, 0 to 1.
+        kv_usage: Used fraction of the KV cache, 0 to 1.
         role: Role of the engine, if it can send KV to other engines or load it from them. Unset otherwise.
-        fingerprint: Identifies everything that decides about output tokens. A response can resume at an endpoint with
-            an equal fingerprint. Unset if not computed.
-        weight_version: Version of the weights, once they were replaced.
-        routers: Routers that identify themselves when they ask, with the seconds since each asked last.
-        clock: Name of the endpoint's clock. Two reports with the same clock can be compared in time.
+        fingerprint: Identifies all properties of the engine that determine output tokens. A response can resume at an
+            endpoint with an equal fingerprint. Unset if not computed.
+        weight_version: Version of the weights. Unset until the weights are replaced for the first time.
+        routers: Ids of the routers that requested load reports, each with the seconds since its last request. Routers
+            that send no id are not included.
+        clock: Name of the endpoint's clock. The times of two reports can be compared if the clock is the same.
         told_at: Time of the report, in seconds of that clock.
-        instance: Identifies the process, from its start to its end.
-        generated: Output tokens of all responses since the start. Other servers report it. Ours send heartbeats
-            instead.
+        instance: Identifies the endpoint's process. A restart changes it.
+        generated: Output tokens of all responses since the start. Reported by servers of other projects. Trioserve
+            sends heartbeats instead.
     """
 
     running: int

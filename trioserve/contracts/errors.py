@@ -1,4 +1,4 @@
-"""All exceptions. The type says whose fault it is. The message says what was received, what is allowed, what to do."""
+"""All exceptions. The type says whose fault the error is. The message says what was received and what is allowed."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class InvalidRequest(TrioserveError):
 class ContextTooLong(InvalidRequest):
     """The prompt, or prompt and response together, do not fit the model's context.
 
-    The message begins as OpenAI's does, "This model's maximum context length is". Clients search for this text, and
-    then shorten the request.
+    The message begins like OpenAI's message, "This model's maximum context length is". Clients search for this text to
+    know that they must shorten the request.
     """
 
 
@@ -84,7 +84,7 @@ class AdapterRefused(InvalidRequest):
     Args:
         message: What was received, what is allowed and what to do.
         reason: Short machine-readable code.
-        param: Name of the wrong field.
+        param: Name of the wrong field. None if no single field is wrong.
     """
 
     def __init__(self, message: str, *, reason: str, param: str | None = "lora_name") -> None:
@@ -123,7 +123,7 @@ class Overloaded(TrioserveError):
     Args:
         message: The limit, its value, and what to do.
         reason: Short machine-readable code.
-        retry_after_seconds: When a retry may succeed.
+        retry_after_seconds: Seconds after which a retry may succeed.
     """
 
     def __init__(self, message: str, *, reason: str, retry_after_seconds: float) -> None:
@@ -141,7 +141,7 @@ class StepOverdue(Overloaded):
 
 
 class EngineReopening(Overloaded):
-    """A request was refused because the engine broke and is being restarted."""
+    """A request was refused because the engine failed and is being restarted."""
 
 
 class NoEndpoint(Overloaded):
@@ -168,7 +168,7 @@ class WeightsLost(TrioserveError):
 
 
 class StoreFull(TrioserveError):
-    """An object cannot be stored: a limit is reached, or the disk is full. Nothing of it was stored."""
+    """An object cannot be stored: a limit is reached, or the disk is full. No part of the object was stored."""
 
 
 class DiskFull(StoreFull):
@@ -180,8 +180,8 @@ class EndpointLost(TrioserveError):
 
 
 class RequestPoisoned(EndpointLost):
-    """Several endpoints in a row, or one engine several times, broke while they served this request. There is no
-    retry.
+    """Several endpoints in a row, or one engine several times, broke while serving this request. The request is not
+    retried.
     """
 
 
@@ -197,11 +197,11 @@ class StoreFault(TrioserveError):
 
 
 class RankLost(TrioserveError):
-    """One of the ranks has ended, hangs, or has results that differ from the other ranks."""
+    """A rank has ended, hangs, or returned results that differ from those of the other ranks."""
 
 
 class EngineFault(TrioserveError):
-    """The engine itself broke. The error leaves the engine's own task and ends every request with an error."""
+    """The engine itself failed. The error leaves the engine's own task and ends every request with an error."""
 
 
 # --- faults in libraries --------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ def is_library_panic(error: BaseException) -> bool:
     """Return True for a panic in a library's Rust code (tokenizers, llguidance, safetensors).
 
     PyO3 derives its PanicException from BaseException, so `except Exception` does not catch it. Each library has its
-    own class, and none exports a name to catch it by.
+    own PanicException class, and no library exports this class.
 
     Args:
         error: The exception that was caught.

@@ -29,7 +29,7 @@ __all__ = [
 class FinishReason(enum.Enum):
     """Why a request ended."""
 
-    STOP = "stop"  # an end token, a stop token or a stop string. Also a pooling request that is complete.
+    STOP = "stop"  # an end token, a stop token or a stop string. Also used for a pooling request that is complete.
     LENGTH = "length"  # output_tokens_max is reached, or the model's context is full
     ABORT = "abort"  # the client left, or the request was aborted by its id
     DEADLINE = "deadline"
@@ -41,7 +41,7 @@ class HandOverOutcome(enum.Enum):
     """Outcome of moving a request to another engine."""
 
     HANDED_OVER = "handed_over"
-    NOT_POSSIBLE = "not_possible"  # the request does not run, or no engine could resume it
+    NOT_POSSIBLE = "not_possible"  # the request does not run, or no other engine could resume the request
     UNKNOWN = "unknown"
 
 
@@ -67,7 +67,7 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 
     Attributes:
         token_id: The token.
-        logprob: Its natural logarithm of probability, before temperature and filters.
+        logprob: Natural logarithm of the token's probability, before temperature and filters.
         top: The most probable tokens with their log probabilities, best first.
     """
 
@@ -81,8 +81,8 @@ class TokensReady(msgspec.Struct, frozen=True):
 
     Attributes:
         request_id: The sequence.
-        token_ids: In order.
-        logprobs: One for each token. None if not requested.
+        token_ids: The tokens, in order.
+        logprobs: One entry for each token. None if not requested.
     """
 
     request_id: RequestId
@@ -95,7 +95,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True):
 
     Attributes:
         request_id: The sequence.
-        logprobs: One for each token. None for the first prompt token.
+        logprobs: One entry for each token. The entry of the first prompt token is None.
     """
 
     request_id: RequestId
@@ -103,7 +103,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True):
 
 
 class PooledReady(msgspec.Struct, frozen=True):
-    """The result of a pooling request. Sent once, before RequestFinished."""
+    """The result of a pooling request. The core sends it once, before RequestFinished."""
 
     request_id: RequestId
     pooled: Pooled
@@ -112,17 +112,19 @@ class PooledReady(msgspec.Struct, frozen=True):
 class RequestFinished(msgspec.Struct, frozen=True, kw_only=True):
     """The last event of a request.
 
-    The request's blocks are free when this event is returned, with two exceptions. A connector may hold them. Or the
-    next step was planned ahead and still contains the request: then the blocks are free after that step.
+    The request's blocks are free when this event is returned, with two exceptions. A connector may hold the blocks. Or
+    a step that was planned ahead still contains the request: then the blocks are free after that step.
 
     Attributes:
         request_id: The sequence.
-        reason: Why it ended.
-        phase: Its progress when it ended.
-        stop_token_id: The end token or stop token that ended it, which is also its last token.
-        cached_token_count: Prompt tokens found in the prefix cache when it first ran.
-        message: Explanation for the client.
-        kv_transfer: How another engine can read the blocks that a connector holds.
+        reason: Why the request ended.
+        phase: Progress of the request when it ended.
+        stop_token_id: The end token or stop token that ended the request, which is also its last token. None if no such
+            token ended it.
+        cached_token_count: Prompt tokens found in the prefix cache when the request first ran.
+        message: Explanation for the client. None if there is nothing to explain.
+        kv_transfer: Parameters with which another engine reads the blocks that a connector holds. None if no blocks are
+            held.
     """
 
     request_id: RequestId
@@ -150,8 +152,8 @@ class AbortResult(msgspec.Struct, frozen=True):
 
     Attributes:
         outcome: Outcome for this id.
-        finished: Set if the sequence's blocks are free already. Otherwise a step in flight still reads them, and the
-            update of the last such step returns RequestFinished.
+        finished: The end of the sequence, if its blocks are free already. Otherwise None: a step in flight still reads
+            the blocks, and the update of the last such step returns RequestFinished.
     """
 
     outcome: AbortOutcome

@@ -16,8 +16,10 @@ class GivenRows(msgspec.Struct, frozen=True):
     Attributes:
         start: First position.
         count: Number of positions.
-        content: 16 bytes that identify the embeddings: equal only for equal numbers, on every machine.
-        values: Buffer of float32 [count, hidden_size]. Must not change. Kept as long as a request uses it.
+        content: 16 bytes that identify the embeddings. Two contents are equal only if all numbers are equal, also
+            across machines.
+        values: Buffer of float32 [count, hidden_size]. Its numbers must not change. The buffer is kept as long as a
+            request uses it.
     """
 
     start: int
@@ -39,7 +41,7 @@ def rows_material(given: Sequence[GivenRows], start: int, end: int) -> bytes:
         end: Position after the block.
 
     Returns:
-        Bytes for with_material. Empty if all embeddings of the block are looked up by token.
+        Bytes for with_material, or b"" if all embeddings of the block are looked up by token.
     """
     return b"".join(_overlaps(given, start, end))
 

@@ -22,10 +22,10 @@ class Guide(Protocol):
 
     @property
     def is_free_ahead(self) -> bool:
-        """Return True if the token after the next is free, whatever the next token is.
+        """Return True if the grammar allows every token at the position after the next one, whatever the next token is.
 
-        Then that token can be sampled before accept is called for the next token. The guide lags one token behind in
-        the meantime.
+        Then the later token can be sampled before accept is called for the next token. Until that call, the guide is
+        one token behind.
         """
         ...
 
@@ -36,17 +36,17 @@ class Guide(Protocol):
 
     @property
     def fault(self) -> str | None:
-        """Return why the sequence cannot continue, as a sentence for the client. None if it can."""
+        """Return why the sequence cannot continue, as a sentence for the client, or None if it can continue."""
         ...
 
     def accept(self, token_id: int) -> bool:
-        """Advance by one sampled token.
+        """Advance the guide by one sampled token.
 
         Args:
             token_id: The token.
 
         Returns:
-            False if the grammar does not allow the token. From then on, `fault` is set.
+            False if the grammar does not allow the token. After that, `fault` is set.
         """
         ...
 
@@ -61,7 +61,8 @@ class Guide(Protocol):
         ...
 
     def acceptable_count(self, token_ids: Sequence[int]) -> int:
-        """Return how many of these tokens the grammar allows next, one after the other. Does not advance the guide.
+        """Return the length of the longest prefix of `token_ids` that the grammar allows next. Does not advance the
+        guide.
 
         Args:
             token_ids: Tokens in order, such as draft tokens.
@@ -69,7 +70,7 @@ class Guide(Protocol):
         ...
 
     def wants_mask(self, draft: Sequence[int]) -> bool:
-        """Return True if the next token, or a token after one of the draft tokens, is restrained.
+        """Return True if the grammar restrains the next token, or a token that follows one of the draft tokens.
 
         Args:
             draft: Draft tokens after the last accepted token.
@@ -79,12 +80,12 @@ class Guide(Protocol):
     def fill_masks(self, address: int, words_per_row: int, draft: Sequence[int]) -> None:
         """Write the masks of the next token and of the token after each draft token. Does not advance the guide.
 
-        Runs in a separate thread without a time limit. A row that cannot be filled is left without any bit.
+        Runs in a separate thread without a time limit. If a row cannot be filled, all of its bits stay 0.
 
         Args:
             address: Memory of the first row, see TokenMasks. The rows are consecutive.
             words_per_row: uint32 words in a row.
-            draft: Draft tokens, which take one more row each.
+            draft: Draft tokens. Each draft token needs one more row, after the row of the next token.
         """
         ...
 
@@ -116,9 +117,9 @@ class MaskMaker(Protocol):
         ...
 
     def end(self, masks: TokenMasks) -> None:
-        """Release the masks of a step that has returned or was abandoned. Nothing reads them any more.
+        """Release the masks of a step that has returned or was abandoned. The caller no longer reads the masks.
 
-        If they are still being filled, the memory stays until that is complete.
+        If the masks are still being filled, their memory is kept until the filling is complete.
 
         Args:
             masks: Result of `begin`.

@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 GUIDANCE_MAX = 100.0  # images are saturated long before this
-PARTIAL_IMAGES_MAX = 16  # decoding one costs as much as decoding a finished image
+PARTIAL_IMAGES_MAX = 16  # decoding a partial image costs as much as decoding a finished image
 PNDM = "pndm"
 PROMPT_CHARACTERS_MAX = 32_000  # as in OpenAI's API. The text encoder truncates longer prompts to its own limit.
 
@@ -39,7 +39,7 @@ PROMPT_CHARACTERS_MAX = 32_000  # as in OpenAI's API. The text encoder truncates
 def network_steps(sampler: str, steps: int) -> int:
     """Return the number of times that a sampler calls the network for one image.
 
-    PNDM repeats the first step if there are several.
+    The sampler PNDM calls the network twice in the first step if there are several steps.
 
     Args:
         sampler: Name of the sampler.
@@ -49,7 +49,8 @@ def network_steps(sampler: str, steps: int) -> int:
 
 
 class Picture(msgspec.Struct, frozen=True):
-    """An RGB image. Checks its values, because programs construct it and the executor relies on them.
+    """An RGB image. The constructor checks the values, because programs construct pictures and the executor relies on
+    the values.
 
     Attributes:
         width: In pixels, 1 or more.
@@ -81,29 +82,31 @@ class Picture(msgspec.Struct, frozen=True):
 
 
 class ImageParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Parameters of an image generation request. None selects the model's default.
+    """Parameters of an image generation request. A parameter that is None has the model's default.
 
     Values that no model supports are refused here. Values that the loaded model does not support are refused when the
     request enters the engine.
 
     Attributes:
-        width: In pixels. None with an image: the image's own width, rounded to a size that the model supports.
-        height: In pixels. None with an image: as width.
+        width: In pixels. If it is None and `image` is set, the image's own width is used, rounded to a size that the
+            model supports.
+        height: In pixels. If it is None and `image` is set, the image's own height is used in the same way.
         steps: Denoising steps.
         guidance: Weight of the prompt against the negative or empty prompt. At 1 or less, only the prompt is used.
         negative_prompt: Content to avoid. Has an effect only with guidance above 1.
         n: Number of images.
         seed: Seed of the first image. Image i has the seed plus i. None draws one.
         sampler: Name of one of the model's samplers.
-        partial_images: Number of partial images to return of each image, at even distances. Fewer if there are fewer
-            steps.
+        partial_images: Number of partial images to return for each image, after equal numbers of steps. A request with
+            fewer steps gets fewer partial images.
         image: Image to change.
-        mask: Image of equal size. A pixel may change where the mean of its colors is 128 or more. None: everywhere.
-        strength: Above 0 to 1: share of the image that is replaced by noise first. Only that share of the steps is
-            computed. None: 0.8 without a mask, 1 with a mask.
+        mask: Mask of the same size as `image`. The model changes only pixels where the mean of the mask's colors is 128
+            or more. None: all pixels may change.
+        strength: Fraction of the image that is replaced by noise first, above 0 to 1. Only that fraction of the steps
+            is computed. None: 0.8 without a mask, 1 with a mask.
 
     Raises:
-        InvalidRequest: a value has a wrong type or is out of range. Names the field.
+        InvalidRequest: a value has a wrong type or is out of range. The message names the field.
     """
 
     width: int | None = None
@@ -156,7 +159,7 @@ class ImageParams(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def _keep(self, name: str, to_number: Callable[[str, object], int | float]) -> None:
-        """Replace a number of another library by Python's own. Keep None if the field may be left out."""
+        """Replace another library's number by Python's own int or float. None is kept if the field may be None."""
         value = getattr(self, name)
         if value is not None or name in ("n", "partial_images"):
             number = to_number(name, value)
@@ -168,16 +171,16 @@ class ImageTask(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters of one image that the executor needs in addition to seed and steps. See ImageParams.
 
     Attributes:
-        prompt: Text, or the index of a class for a model with classes instead of prompts.
+        prompt: Text of the prompt. For a model with classes instead of prompts, the index of a class.
         negative_prompt: Content to avoid. None if there is none.
         width: In pixels.
         height: In pixels.
         step_count: Steps of the whole schedule, counted by network_steps. With an image and a strength below 1, the
-            request leaves out the first of them.
+            request skips the first steps.
         guidance: Weight of the prompt.
         sampler: Name of the sampler.
         image: Image to change. None to start from noise.
-        mask: Mask of the image. None if all of it may change.
+        mask: Mask of the image. None if all pixels may change.
     """
 
     prompt: str | int
@@ -197,11 +200,12 @@ class ImageDelta(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         index: Image 0 .. n - 1.
         steps_done: Denoising steps that are done.
-        step_count: All denoising steps.
-        picture: The image, if finish_reason is STOP. Before that, a partial image if requested. None if nothing is new.
+        step_count: Number of all denoising steps.
+        picture: The image, if finish_reason is STOP. Before that, a partial image if requested. None if there is no new
+            image.
         finish_reason: Set on the last delta of the image.
         message: Explanation of an early end.
-        stop_reason: Machine-readable reason of an early end.
+        stop_reason: Machine-readable reason of an early end. None without an early end.
     """
 
     index: int
@@ -214,7 +218,7 @@ class ImageDelta(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unread_size(self) -> int:
-        """Return 0: joining two deltas copies nothing, so they are joined at once and only one image is kept."""
+        """Return 0: joining two deltas copies nothing. So unread deltas are joined at once, and one image is kept."""
         return 0
 
     @property
@@ -227,7 +231,7 @@ class ImageModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     """Properties, defaults and limits of an image model.
 
     Attributes:
-        served_names: Names in the API. The first is the main name.
+        served_names: Names of the model in the API. The first name is the main name.
         source: Path or name that the model was loaded from.
         family: For example "dit", "stable-diffusion" or "flux".
         width: Default width in pixels.
@@ -235,14 +239,14 @@ class ImageModelDescription(msgspec.Struct, frozen=True, kw_only=True):
         steps: Default number of denoising steps.
         guidance: Default guidance.
         samplers: Supported samplers. The first is the default.
-        side_multiple: Width and height must be multiples of it.
+        side_multiple: Width and height must be multiples of this number of pixels.
         side_min: Smallest width and height.
         side_max: Largest width and height.
         steps_max: Number of noise levels in training.
         classes: Names of the classes that the model can draw. None: the model takes text prompts.
         takes_guidance: True if guidance has an effect.
-        has_guided_rows: True if guidance computes a second row in each step. False if the network gets guidance as an
-            input.
+        has_guided_rows: True if guidance computes a second row in each step. False if the network takes the guidance
+            weight as an input.
         takes_negative: True if the model takes a negative prompt.
         takes_images: True if the model can change an image.
         created_at: Seconds since 1970.

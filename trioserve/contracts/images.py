@@ -20,12 +20,12 @@ class ImageProcessing(msgspec.Struct, frozen=True, kw_only=True):
         tile_size: Pixels of each side of a tile.
         splits: True to cut an image into tiles, followed by one tile of the whole image. False for one tile.
         resample: Pillow's number of the resampling filter.
-        mean: For each color. A pixel value becomes (value * rescale_factor - mean) / std.
-        std: For each color.
-        rescale_factor: Factor of the formula above.
+        mean: Mean for each color. A pixel value becomes (value * rescale_factor - mean) / std.
+        std: Standard deviation for each color.
+        rescale_factor: Factor in the formula of `mean`.
         tile_tokens: Rows of one tile in the prompt.
-        embedding_size: Numbers in a row.
-        image_token_id: Placeholder token in the prompt for each row.
+        embedding_size: Numbers in one embedding row.
+        image_token_id: Placeholder token that stands in the prompt once for each row.
     """
 
     longest_edge: int
@@ -51,11 +51,11 @@ class ImageLimits(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         images_max: Images of one prompt, 0 to 1000.
         image_bytes_max: Bytes of an encoded image.
-        pixels_max: Width times height. Sets the memory limit of the decoder processes.
+        pixels_max: Largest width times height. This limit determines the memory limit of the decoder processes.
         side_max: Pixels of each side.
         decode_seconds_max: Time for one image. The largest images take about three seconds on a slow core.
-        outputs_bytes_max: Bytes of encoder output kept for all requests together. Unused output stays until the space
-            is needed.
+        outputs_bytes_max: Bytes of encoder output kept for all requests together. Output that no request uses is kept
+            until its memory is needed.
 
     Raises:
         StartupError: a limit is out of range.
@@ -88,13 +88,13 @@ class Tiles(Protocol):
 
 
 class ImageEncoder(Protocol):
-    """Turns tiles into embedding rows. Called from the event loop."""
+    """Turns tiles into embedding rows. Its methods are called from the event loop."""
 
     def encode(self, tiles: Tiles) -> Coroutine[Any, Any, object]:
         """Compute the embeddings of an image's tiles.
 
-        The work is split into pieces that take about as long as a step, with steps in between. A cancelled caller
-        leaves at once.
+        The work is split into pieces that take about as long as a step. The engine runs steps between two pieces. A
+        cancelled caller returns at once.
 
         Args:
             tiles: Tiles of one image.

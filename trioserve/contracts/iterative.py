@@ -32,12 +32,12 @@ class IterativeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One object to generate, such as an image.
 
     Attributes:
-        id: The engine's own name of the request.
+        id: Id that the engine gave to the request.
         step_count: Denoising steps, at least 1.
         seed: 0 <= seed < 2**64. Seed and step determine all randomness, regardless of other requests.
         priority: PRIORITY_MIN to PRIORITY_MAX. A lower number runs sooner.
         is_guided: True if a denoising step computes two rows in one forward pass: with the prompt and without.
-        encode_work: Work of encoding, at least 1. The unit is that of IterativeSettings.step_work_max.
+        encode_work: Work of encoding, at least 1, in the unit of IterativeSettings.step_work_max.
         denoise_work: Work of each row in a denoising step, at least 1.
         decode_work: Work of decoding, at least 1.
         partial_every: Denoising steps between two partial results. None for no partial results.
@@ -74,7 +74,7 @@ class LatentWork(msgspec.Struct, frozen=True):
 
     Attributes:
         request: The request.
-        slot: Its latent slot.
+        slot: Latent slot of the request.
         step: Denoising step, 0 to step_count - 1. 0 in the other phases.
         wants_partial: True if a partial result is needed after this step.
     """
@@ -103,14 +103,14 @@ class IterativePlan(msgspec.Struct, frozen=True):
     Slots of running requests have the lowest numbers. Slots of kept latents follow.
 
     Attributes:
-        step_index: Counts from 0.
+        step_index: Number of the step, counted from 0.
         phase: Phase of all works.
         works: Requests to compute.
         work_count: Sum of their work.
-        moves: Done in this order before the computation, even if the step is abandoned.
+        moves: Moves to do in this order before the computation, even if the step is abandoned.
         admitted: Requests that got a slot when this plan was made.
         preempted: Requests that lost their slot when this plan was made.
-        freed: Slots that were freed since the previous plan. Their content is dropped first.
+        freed: Slots that were freed since the previous plan. The executor drops their content before the moves.
     """
 
     step_index: int
@@ -146,14 +146,14 @@ class IterativeExecutor(Protocol):
     def execute(self, plan: IterativePlan, is_abandoned: IsAbandoned = never_abandoned) -> IterativeResult | None:
         """Drop the freed slots, do the moves, and compute the works.
 
-        A result does not depend on the other works of the plan: in float32, its bytes are equal.
+        The result of one work does not depend on the other works of the plan. In float32, the bytes are equal.
 
         Args:
             plan: The forward pass.
-            is_abandoned: True once no request waits for the result. Its writes are then never read.
+            is_abandoned: True once no request waits for the result. The writes of an abandoned plan are never read.
 
         Returns:
-            The results. May be None for an abandoned plan, after the moves are done.
+            The results. For an abandoned plan, the executor may return None after it did the moves.
 
         Raises:
             Exception: a fault of the engine itself. A fault of one request goes into `errors`.
@@ -176,7 +176,7 @@ class StepDone(msgspec.Struct, frozen=True):
 
 
 class OutputReady(msgspec.Struct, frozen=True):
-    """The output of a request. Sent once, before RequestFinished."""
+    """The output of a request. The core sends it once, before RequestFinished."""
 
     request_id: RequestId
     output: object
@@ -190,14 +190,14 @@ class IterativeStats(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         running_count: Requests with a slot.
-        waiting_count: Requests without one.
+        waiting_count: Requests that wait for a slot.
         slots_total: Slots for running requests.
         slots_used: Slots of running requests in use.
         kept_total: Slots for the latents of preempted requests.
-        kept_used: Those slots in use.
-        steps_total: Steps.
+        kept_used: Used slots among kept_total.
+        steps_total: Number of steps.
         denoised_total: Denoising steps, summed over requests.
-        preemptions_total: Preemptions.
+        preemptions_total: Number of preemptions.
     """
 
     running_count: int

@@ -1,8 +1,8 @@
 """The connector contract: which calls the core makes, how often and in which order, while KV blocks move between
 engines.
 
-A connector is the synchronous half of a transport. The core calls it, and the connector answers at once and moves data
-elsewhere. It reports later, by TransferEvents that `progress` returns.
+A connector is the synchronous half of a transport. When the core calls it, the connector answers at once and moves the
+data in another task or thread. Later, the connector reports by TransferEvents, which `progress` returns.
 
     the core calls                      how often, per request
     num_matched_tokens                  any number of times before it runs for the first time
@@ -26,8 +26,8 @@ still write an abandoned load. Every hold ends by its report or by its deadline,
 report extends the deadline of a SEND. A connector that breaks a rule does not raise an error: the core counts a
 TransferFault, logs it once, and continues.
 
-If every layer of the model has a sliding window (ConnectorSetup.window_tokens), a request has no blocks behind the
-window: the first entries of a block table may be NO_BLOCK. A connector that follows the rules below sets
+If every layer of the model has a sliding window (ConnectorSetup.window_tokens), a request frees the blocks that its
+window has passed: the first entries of a block table may be NO_BLOCK. A connector that follows the rules below sets
 `knows_windows`. An engine with such a model refuses to start with any other connector.
 
     request_finished    The block table has a block for each position that the token before the last of `tokens` sees.
@@ -82,7 +82,7 @@ An engine of any role can do everything, so a failed transfer costs time but no 
 
 
 class HoldKind(enum.Enum):
-    """Why the blocks of a request are held."""
+    """Reason why a connector holds the blocks of a request."""
 
     SEND = "send"  # the connector reads blocks of a finished request
     LOAD = "load"  # the connector may still write into blocks whose load was abandoned
@@ -103,12 +103,12 @@ class StillRead(msgspec.Struct, frozen=True):
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """A load has ended. Nothing more is written.
+    """A load has ended. The connector writes nothing more.
 
     Attributes:
         request_id: The request.
-        token_count: Tokens that arrived, in order and without gaps from the start of the load. At most the requested
-            count. The engine computes the missing tokens.
+        token_count: Number of tokens that arrived, in order and without gaps from the start of the load. It is at most
+            the requested count. The engine computes the missing tokens.
     """
 
     request_id: RequestId
@@ -116,7 +116,7 @@ class Loaded(msgspec.Struct, frozen=True):
 
 
 class LoadFailed(msgspec.Struct, frozen=True):
-    """A load has failed. Its content is not used, and nothing more is written.
+    """A load has failed. Its content is not used, and the connector writes nothing more.
 
     Attributes:
         request_id: The request.
@@ -146,8 +146,8 @@ class TransferFault(enum.Enum):
 class KVConnector(Protocol):
     """The calls that the core makes to a connector.
 
-    Every call is synchronous and short, and must not call the core. A request is named by its id, which is not reused
-    while one of its transfers is out.
+    Every call is synchronous and short, and must not call the core. A request is named by its id. The id is not reused
+    until all transfers of the request have ended.
     """
 
     def num_matched_tokens(self, request: EngineRequest, computed_count: int) -> int:
@@ -160,8 +160,9 @@ class KVConnector(Protocol):
             computed_count: First position to load. Earlier positions are computed already.
 
         Returns:
-            Tokens from position computed_count on. 0 if none. The core reduces too large a count, because it always
-            computes the last token itself. It treats a result that is not a count as 0.
+            Number of tokens that can be loaded from position computed_count on, or 0 if there are none. The core
+            reduces a count that is too large, because it always computes the last token itself. The core treats a
+            result that is not a count as 0.
         """
         ...
 
@@ -199,10 +200,10 @@ class KVConnector(Protocol):
         tokens: Sequence[int],
         reason: FinishReason,
     ) -> bool:
-        """Accept or decline the blocks of a request that has ended.
+        """Decide whether to hold the blocks of a request that has ended.
 
-        The core calls it for every request and every reason, also for a request that never ran. A load that was still
-        out was abandoned before.
+        The core calls it for every request and every reason, also for a request that never ran. If a load of the
+        request was still pending, the core has called load_abandoned before.
 
         Args:
             request: The request.
@@ -225,7 +226,7 @@ class KVConnector(Protocol):
             request_id: The request.
 
         Returns:
-            None if no other engine needs parameters.
+            The parameters, or None if no other engine needs them.
         """
         ...
 
@@ -263,7 +264,8 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     token in one layer are token_bytes consecutive bytes.
 
     Attributes:
-        model: Distinguishes models with equal shapes. Engines exchange KV only if it is equal.
+        model: Identifies the model. It distinguishes models with equal shapes. Engines exchange KV only if this name is
+            equal.
         layer_count: Layers that store KV. A layer that reuses the KV of another layer does not count.
         block_size: Tokens in a block.
         kv_head_count: KV heads.
@@ -290,7 +292,9 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KVPages(Protocol):
-    """The KV cache of an engine as bytes. Readers and writers of a block must hold it by the rules of this module."""
+    """The KV cache of an engine as bytes. A connector may read or write a block only while it holds the block by the
+    rules of this module.
+    """
 
     @property
     def layout(self) -> KVLayout: ...
@@ -306,7 +310,7 @@ class KVPages(Protocol):
             block: Index of the block.
 
         Returns:
-            block_size * token_bytes bytes. None if the host cannot address the device's memory.
+            block_size * token_bytes bytes, or None if the host cannot address the device's memory.
         """
         ...
 
@@ -353,8 +357,8 @@ class RunningConnector(KVConnector, Protocol):
         """Run the connector as a task of the engine, from before the first step until it is cancelled after the last
         step.
 
-        The synchronous calls may come at any time in between, from the same thread. An exception after the start is a
-        fault of the engine. So a fault of one transfer or one peer must be handled inside.
+        Meanwhile, the core may make its synchronous calls at any time, from the same thread. An exception after the
+        start is a fault of the engine. So `run` must itself handle the fault of a single transfer or peer.
 
         Args:
             task_status: `started` is called when other engines can reach the connector.
@@ -376,13 +380,13 @@ class ConnectorSetup(msgspec.Struct, frozen=True, kw_only=True):
     """Arguments of a connector factory.
 
     Attributes:
-        engine_id: Changes with each start of the engine.
+        engine_id: Id of the engine, which changes with each start.
         role: Purpose of the engine.
         pages: KV cache of the engine.
         options: Value of kv_connector_extra_config.
-        wake: Call it in the engine's thread when `progress` has events.
-        window_tokens: Largest sliding window, if every layer of the model has one. None otherwise. The token at p sees
-            positions p - window_tokens + 1 to p.
+        wake: Function that the connector calls in the engine's thread when `progress` has events.
+        window_tokens: Largest sliding window in tokens, if every layer of the model has one. None otherwise. The token
+            at p sees positions p - window_tokens + 1 to p.
     """
 
     engine_id: str

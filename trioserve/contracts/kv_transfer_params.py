@@ -17,14 +17,14 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     Attributes:
         do_remote_prefill: True if another engine holds the blocks of the prompt.
         do_remote_decode: True to compute the prompt and hold its blocks for another engine.
-        remote_engine_id: Engine that holds the blocks. Changes with each start.
-        remote_request_id: That engine's name of the request.
-        remote_block_ids: Blocks in that engine, in order. 2147483647 for a block that a sliding window no longer needs.
-            A list for each cache group if there are groups.
+        remote_engine_id: Id of the engine that holds the blocks. The id changes with each start of that engine.
+        remote_request_id: Id of the request in that engine.
+        remote_block_ids: Indices of the blocks in that engine, in order. 2147483647 stands for a block that a sliding
+            window no longer needs. A list for each cache group if there are groups.
         remote_host: Host where that engine's connector listens.
         remote_port: Port where that engine's connector listens.
         remote_block_size: Tokens in a block of that engine.
-        remote_num_tokens: Tokens whose KV is in the blocks.
+        remote_num_tokens: Number of tokens whose KV is in the blocks.
         tp_size: Machines that share that engine's attention heads.
         traceparent: Trace of the request in that engine (W3C Trace Context), so that the transfer joins the trace.
         remote_signature: Proof that an engine of the same group set host, port, engine and request. See

@@ -13,12 +13,12 @@ class LiveRequestView(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot of one request, with all of its choices.
 
     Attributes:
-        id: The caller's id.
+        id: Id that the caller gave to the request.
         state: "preparing" (tokenization), "waiting", "running" (at least one choice computes), "finished" (complete,
             but its reader has not left) or "held" (complete, and its blocks are held for another engine).
-        phase: Phase of the choice that is furthest.
+        phase: Phase of the most advanced choice.
         priority: A lower number runs sooner.
-        age_seconds: Since the request entered.
+        age_seconds: Seconds since the request entered the engine.
         prompt_token_count: Tokens of the prompt.
         completion_token_count: Output tokens of all choices so far.
         block_count: KV blocks in use or held. A block that choices share counts once for each choice.
@@ -38,11 +38,11 @@ class LiveImageView(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot of one image request, with all of its images.
 
     Attributes:
-        id: The caller's id.
+        id: Id that the caller gave to the request.
         state: See LiveRequestView.
-        phase: Phase of the image that is furthest.
+        phase: Phase of the most advanced image.
         priority: A lower number runs sooner.
-        age_seconds: Since the request entered.
+        age_seconds: Seconds since the request entered the engine.
         picture_count: Number of images.
         steps_done: Denoising steps done, summed over images.
         step_count: All denoising steps, summed over images.

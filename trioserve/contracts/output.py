@@ -53,16 +53,16 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         index: Choice 0 .. n - 1.
-        text: New text. The texts of all deltas join to the whole response. Empty while a character is incomplete, or
-            while the text may be the start of a stop string.
-        token_ids: Tokens since the last delta, including the end token.
-        logprobs: One for each token. None if not requested.
+        text: New text. The concatenated texts of all deltas are the whole response. Empty while a character is
+            incomplete, or while the text may be the start of a stop string.
+        token_ids: Tokens sampled since the previous delta, including the end token.
+        logprobs: One entry for each token. None if not requested.
         finish_reason: Set only on the last delta of the choice.
-        stop_reason: More about the end. The stop string or the stop token id, or the name of the deadline that passed.
+        stop_reason: Details about the end: the stop string, the stop token id, or the name of the deadline that passed.
             "server_stopping" if another server may resume the choice. REQUEST_POISONED if the request must not be
             retried. None for the model's own end token.
         message: Explanation for the client if finish_reason is ERROR, ABORT or DEADLINE.
-        kv_transfer: Set on the last delta if KV is held: how another engine reads it.
+        kv_transfer: Parameters with which another engine reads the held KV. Set on the last delta, if KV is held.
         weight_versions: Versions of the weights that sampled token_ids. Empty while the engine has its initial weights.
     """
 
@@ -93,9 +93,9 @@ DeltaT = TypeVar("DeltaT", bound=AnyDelta)
 def hold_unread(held: list[DeltaT], delta: DeltaT, merge: Callable[[DeltaT, DeltaT], DeltaT]) -> None:
     """Add a delta to the unread deltas of its choice, for a reader that is slower than the model.
 
-    A delta is joined only to smaller or equal deltas. So the number of copies of a token grows with the logarithm of
-    the token count, not with the count. The list has about as many items as that logarithm, plus one for every
-    EVENT_ALTERNATIVES_MAX log probabilities.
+    A new delta is joined with the delta before it only if that delta is not larger. So each token is copied only about
+    log(token count) times. The list has about log(token count) items, plus one item for every EVENT_ALTERNATIVES_MAX
+    log probabilities.
 
     Args:
         held: Unread deltas, earliest first. Changed in place.
@@ -108,7 +108,7 @@ def hold_unread(held: list[DeltaT], delta: DeltaT, merge: Callable[[DeltaT, Delt
 
 
 def take_unread(held: list[DeltaT], merge: Callable[[DeltaT, DeltaT], DeltaT]) -> DeltaT:
-    """Remove the first deltas and join as many as fit into one event.
+    """Remove as many of the first deltas as fit into one event, and return them joined.
 
     Args:
         held: Unread deltas, earliest first, not empty. Changed in place.
@@ -128,7 +128,7 @@ def join_unread(held: list[DeltaT] | None, merge: Callable[[DeltaT, DeltaT], Del
         merge: Joins two consecutive deltas.
 
     Returns:
-        None if there are no deltas.
+        The joined delta, or None if there are no deltas.
     """
     if not held:
         return None

@@ -24,8 +24,8 @@ __all__ = [
 HISTORY_POINTS_MAX = 180
 """Points of a quarter of an hour, with one point in 5 seconds."""
 
-REQUESTS_SHOWN_MAX = 512  # the newest requests, about 150 KB of JSON
-ENDED_SECONDS = 30.0  # an ended request stays visible for this time
+REQUESTS_SHOWN_MAX = 512  # shown requests, the newest first. They take about 150 KB of JSON.
+ENDED_SECONDS = 30.0  # seconds for which the page shows a request after its end
 
 
 class BlockState(enum.IntEnum):
@@ -41,9 +41,9 @@ class Freed(msgspec.Struct, frozen=True):
     """Effect of cancelling a request.
 
     Attributes:
-        blocks: Blocks of the request that became unused. Shared blocks stay in use and do not count.
-        steps: Engine steps until then.
-        seconds: Seconds until then.
+        blocks: Number of the request's blocks that became unused. Blocks that other requests share do not count.
+        steps: Engine steps between the cancellation and the moment at which the blocks were free.
+        seconds: Seconds between the same two moments.
     """
 
     blocks: int
@@ -52,28 +52,29 @@ class Freed(msgspec.Struct, frozen=True):
 
 
 class RequestShown(msgspec.Struct, frozen=True, kw_only=True):
-    """One request, with all of its choices. Times are seconds of the server's clock, None if not reached yet.
+    """One request, with all of its choices. Times are seconds of the server's clock. A time is None if the request has
+    not reached that point.
 
     Attributes:
-        id: The caller's id. Other requests may have the same id.
+        id: Id that the caller gave to the request. Other requests may have the same id.
         state: "queued" (waits for a lease), "preparing", "waiting", "running", "held" or "finished".
-        phase: Phase of the choice that is furthest.
-        entered_at: Time of entering.
-        running_at: Time at which it began to run.
+        phase: Phase of the most advanced choice.
+        entered_at: Time at which the request entered the server.
+        running_at: Time at which the request began to run.
         first_token_at: Time of its first token.
         ended_at: Time of its end.
         outcome: "finished", "cancelled", "deadline", "handed_over" or "error". None before the end.
         prompt_tokens: Tokens of the prompt.
         completion_tokens: Output tokens of all choices.
         cached_tokens: Prompt tokens found in the prefix cache.
-        deadline_at: The next of its deadlines.
-        tenant: Short name of its tenant.
+        deadline_at: Time of the request's next deadline. None without a deadline.
+        tenant: Short name of the request's tenant.
         priority: A lower number runs sooner.
         choices: Number of choices.
         blocks: Runs of block indices (first, count). Each block appears once. For a held request: the held blocks.
-        held_until: End of its hold.
-        endpoint: Endpoint to which a router sent it.
-        freed: Effect of its cancellation, once it was cancelled.
+        held_until: Time at which the hold of its blocks expires. None if no blocks are held.
+        endpoint: Endpoint to which a router sent the request.
+        freed: Effect of the cancellation. None if the request was not cancelled.
     """
 
     id: str
@@ -104,12 +105,13 @@ class ServerShown(msgspec.Struct, frozen=True, kw_only=True):
         kind: "engine" or "router".
         model: Name of the model.
         version: Version of this program.
-        executor: Code that computes steps. None if there is none, or if it is not known.
+        executor: Name of the code that computes steps. None if the server computes no steps, or if the name is not
+            known.
         max_num_seqs: Most sequences that run at once.
         max_model_len: Most tokens of prompt and output.
         block_size: Tokens in a block.
         block_count: Blocks in the pool.
-        role: Role of the engine in transfers of KV.
+        role: Role of the engine in KV transfers.
         is_draining: True while the server drains.
         restarts: Number of engine restarts.
         sees: Whether the reader may see all requests, or only the reader's own.
@@ -135,7 +137,7 @@ class ServerShown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepsShown(msgspec.Struct, frozen=True, kw_only=True):
-    """The steps of about the last second, and the time of their parts."""
+    """The steps of about the last second, and the time that each part of a step took."""
 
     count: int
     schedule_seconds: float
@@ -148,10 +150,10 @@ class HistoryShown(msgspec.Struct, frozen=True, kw_only=True):
     """Measurements at regular intervals, oldest first.
 
     Attributes:
-        interval_seconds: Between two points.
+        interval_seconds: Seconds between two points.
         at: Time of the last point.
-        number: Number of the last point, counted from the first point since the start.
-        series: Points by name. None if there was no measurement.
+        number: Number of the last point. The first point after the start of the server has number 0.
+        series: Points of each series, by its name. A point is None if there was no measurement.
     """
 
     interval_seconds: float
@@ -161,15 +163,15 @@ class HistoryShown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PageSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """All values of the page at one moment. Parts that do not exist, or that the reader may not see, are None.
+    """All values of the page at one moment. A part is None if it does not exist, or if the reader may not see it.
 
     Attributes:
         now: Time of the snapshot.
         server: Properties of the server.
-        blocks: One byte for each block, a BlockState.
+        blocks: The BlockState of each block, one byte per block.
         requests: The newest requests that the reader may see, by a unique name.
         request_count: All live requests that the reader may see.
-        stats: Numbers by name.
+        stats: Statistics, by name.
         steps: Recent steps.
         history: Measurements of the last minutes.
         transfers: Transfers of KV.

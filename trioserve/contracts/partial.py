@@ -12,11 +12,11 @@ __all__ = ["CutOff", "Partial", "PartialChoice"]
 
 
 class PartialChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """All deltas of one choice joined, including those that were not read yet.
+    """All deltas of one choice joined, including deltas that the reader has not read yet.
 
     Attributes:
         token_ids: Output tokens.
-        logprobs: One for each token. None if not requested, or not kept.
+        logprobs: One entry for each token. None if they were not requested, or not kept.
         weight_versions: See Delta.
         finish_reason: STOP or LENGTH for a complete choice. None if the request failed.
     """
@@ -44,8 +44,8 @@ class CutOff(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         outcome: Outcome for the id.
-        partials: One for each request with this id whose reader has not left, in order of arrival. Pooling requests
-            have none.
+        partials: One partial result for each request with this id whose reader has not left, in order of arrival.
+            Pooling requests have no partial result.
     """
 
     outcome: AbortOutcome

@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 INPUTS_MAX = 2048  # inputs of one request, as in OpenAI's API
-DIMENSIONS_MAX = 2**24  # above all models. The engine checks the limit of its model.
+DIMENSIONS_MAX = 2**24  # more than any model has. The engine checks the limit of its own model.
 
 PoolingMethod = Literal["last", "mean", "cls"]
 PoolingTask = Literal["embed", "score", "labels"]
@@ -42,7 +42,7 @@ class TextPair(msgspec.Struct, frozen=True):
 
 
 class LabelledPrompt(msgspec.Struct, frozen=True):
-    """A prompt, and the labels that may come next.
+    """A prompt, and the labels that may follow it.
 
     Attributes:
         prompt: The prompt.
@@ -62,8 +62,8 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         task: "embed" returns a vector for each prompt. "score" returns the score of a pair of texts, for models with a
             scoring head. "labels" returns the natural logarithm of each label's probability among all tokens.
-        method: Which hidden states become the vector: "last" token, "cls" (first token), or the "mean" of all. None for
-            the model's own method.
+        method: Which hidden states become the vector: "last" (last token), "cls" (first token) or "mean" (the mean of
+            all tokens). None for the model's own method.
         normalize: True to scale the vector to length 1. None for the model's own setting.
         dimensions: Number of leading vector entries to keep, for models that support it. None for all.
 
@@ -93,7 +93,7 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pooling(msgspec.Struct, frozen=True, kw_only=True):
-    """Pooling of one sequence, with the model's defaults filled in. Read by the core and the executor.
+    """Pooling of one sequence, with the model's defaults filled in. The core and the executor read it.
 
     Attributes:
         task: See PoolingParams.

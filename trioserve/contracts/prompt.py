@@ -20,7 +20,7 @@ class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
         continue_final_message: True if the last message is the beginning of the response. add_generation_prompt must be
             False.
         chat_template: Template to use instead of the model's own.
-        template_arguments: Further variables for the template.
+        template_arguments: Further variables for the template. None for no further variables.
     """
 
     messages: list[dict[str, Any]]
@@ -40,7 +40,7 @@ class Cut(NamedTuple):
 
     Attributes:
         tokens_max: Tokens to keep.
-        side: Side where tokens are removed.
+        side: Side at which tokens are removed: "left" or "right".
     """
 
     tokens_max: int

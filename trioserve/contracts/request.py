@@ -22,24 +22,26 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence. A request with n choices is n sequences.
 
     Attributes:
-        id: The engine's own name of the sequence.
+        id: Id that the engine gave to the sequence.
         prompt_token_ids: At least one token.
         sampling: Sampling parameters.
         output_tokens_max: At least 1, or 0 for pooling. Prompt and output must fit the model's context.
-        stop_token_ids: All tokens that end the sequence. Includes the model's end tokens unless they are ignored.
+        stop_token_ids: All tokens that end the sequence. The model's end tokens are included, unless the request
+            ignores them.
         seed: 0 <= seed < 2**64. Seed and position determine the randomness of each token, regardless of other requests.
         priority: PRIORITY_MIN to PRIORITY_MAX. A lower number runs sooner.
-        cache_salt: Requests share cached prefix blocks only if their salts are equal. Includes the adapter's content
-            (adapter_salt).
-        kv_transfer: Task for the connector. None if there is none.
-        guide: Restrains the tokens of this sequence only. None without a grammar.
-        known_output: First output tokens of a resumed response. Computed like the prompt, but counted as output. Fewer
-            than output_tokens_max, and no end token. The guide has accepted them.
-        pooling: The last chunk of the prompt gives a vector or scores instead of a token, and the sequence ends.
-            sampling and seed have no effect. None to continue the prompt.
-        given: Prompt rows with given embeddings, ordered by position, without overlap. Blocks are shared only if these
-            are equal too. Connectors do not see such a request.
-        adapter: Adapter to add to the model's weights. None for none.
+        cache_salt: Requests share cached prefix blocks only if their salts are equal. The salt depends on the content
+            of the adapter (adapter_salt).
+        kv_transfer: Parameters of a KV transfer, for the connector. None without a transfer.
+        guide: Guide that restrains the tokens of this sequence. None without a grammar.
+        known_output: First output tokens of a resumed response. They are computed like the prompt, but count as output.
+            There are fewer than output_tokens_max of them, and none is an end token. The guide has already accepted
+            them.
+        pooling: Parameters of a pooling request. Its last prompt chunk returns a vector or scores instead of a token,
+            and then the sequence ends. sampling and seed have no effect. None for a request that samples tokens.
+        given: Prompt rows with given embeddings, ordered by position, without overlap. Requests share blocks only if
+            these rows are equal too. Connectors do not see a request with given rows.
+        adapter: Adapter whose weights are added to the model's weights. None for the model alone.
     """
 
     id: RequestId

@@ -29,24 +29,25 @@ _VERSIONS = "a list of lists of pairs: a version (str), and how many tokens it s
 
 
 class Resume(msgspec.Struct, frozen=True, kw_only=True):
-    """The response so far, added to an otherwise unchanged request. RequestStream.resume_state() returns one.
+    """The response so far. A client sends it with its otherwise unchanged request. RequestStream.resume_state() returns
+    this state.
 
-    The engine computes known output like a prompt. But it counts, stops and penalizes that output as output. The next
-    tokens are those of an uninterrupted response, because a token's randomness depends only on the seed and its
-    position.
+    The engine computes the known output like a prompt. For token counts, stop conditions and penalties, it treats the
+    known output as output. The next tokens are those of an uninterrupted response, because a token's randomness depends
+    only on the seed and its position.
 
     Attributes:
         token_ids: Output tokens of each choice, by index, including tokens whose text was not shown.
-        finished: For each choice, True if it has ended. It gets no more tokens.
+        finished: For each choice, True if the choice has ended. A choice that has ended gets no more tokens.
         prompt_digest: Digest of the prompt's tokens (digest_of). The engine refuses the request if its prompt has
             another digest. None to skip the check.
-        seed: Seed of the response. None: the seed in the sampling parameters, or a new one.
-        end_thinking: True if the reasoning was ended by hand (Engine.end_thoughts). Reasoning that is still open ends
-            with the next token.
-        logprobs: Log probabilities of the output tokens of each choice. The response then includes them. None: only new
-            tokens have log probabilities.
+        seed: Seed of the response. None for the seed of the sampling parameters, or a new seed if they have none.
+        end_thinking: True if the client ended the reasoning (Engine.end_thoughts). If the reasoning is still open, it
+            ends with the next token.
+        logprobs: Log probabilities of the output tokens of each choice. The response then includes these log
+            probabilities. None: only new tokens have log probabilities.
         weight_versions: For each choice, the versions of the weights that sampled its tokens (see Delta). The versions
-            of new tokens are appended. None if not known, or if the weights were never replaced.
+            of new tokens are appended. None if the versions are not known, or if the weights were never replaced.
 
     Raises:
         InvalidRequest: a value has a wrong type or is out of range. Names the field.
@@ -95,7 +96,8 @@ class Resume(msgspec.Struct, frozen=True, kw_only=True):
         Args:
             index: The choice.
             count: Tokens to remove.
-            has_end: True if the removed part includes the end of a finished choice, which then counts as unfinished.
+            has_end: True if the removed part includes the end of a finished choice. That choice then counts as
+                unfinished.
         """
         kept = len(self.token_ids[index]) - count
         logprobs, versions = self.logprobs, self.weight_versions

@@ -14,18 +14,20 @@ from trioserve.contracts.thinking import Thinking
 __all__ = ["CHOICES_MAX", "SAMPLING_RANGES", "Range", "SamplingParams"]
 
 CHOICES_MAX = 128  # n, as in OpenAI's API. Each choice is one sequence in the batch.
-STOP_STRINGS_MAX = 16  # each delta is searched for each of them
-STOP_STRING_CHARACTERS_MAX = 256  # the server may delay this much text of a response
+STOP_STRINGS_MAX = 16  # each delta is searched for every stop string
+STOP_STRING_CHARACTERS_MAX = 256  # the server may hold back this much text of a response
 STOP_TOKENS_MAX = 128
-ALLOWED_TOKENS_MAX = 65_536  # half of a large vocabulary, one bit each
+ALLOWED_TOKENS_MAX = 65_536  # half of a large vocabulary. Each allowed token takes one bit.
 BAD_WORDS_MAX = 1024
 BAD_WORD_CHARACTERS_MAX = 256
-BAD_WORDS_CHARACTERS_MAX = 32_768  # sum of all texts. Preparing them takes a tenth of a second, once per request.
+# Total length of all bad words. Preparing so much text takes a tenth of a second, once per request.
+BAD_WORDS_CHARACTERS_MAX = 32_768
 LOGIT_BIAS_MAX = 1024  # entries are copied into the logits at every step
 LOGPROBS_MAX = 20  # as in OpenAI's API
-TEMPERATURE_MAX = 100.0  # above this every distribution is flat in practice
+TEMPERATURE_MAX = 100.0  # at a higher temperature, every distribution is practically uniform
 TOKEN_ID_MAX = 2**31 - 1
-TEMPERATURE_MIN = 0.01  # smaller positive temperatures are raised to this: they differ from greedy only by rounding
+# Smaller positive temperatures are raised to this value, because they differ from greedy only by rounding errors.
+TEMPERATURE_MIN = 0.01
 
 
 class Range(msgspec.Struct, frozen=True):
@@ -86,15 +88,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         n: Number of choices.
-        temperature: 0 is greedy.
+        temperature: Sampling temperature. 0 for greedy sampling.
         top_p: Keep the most probable tokens up to this total probability.
         top_k: Keep this many of the most probable tokens. 0 or -1 for all.
         min_p: Keep tokens with at least this share of the highest probability.
-        presence_penalty: Subtracted once from the logit of each token that the output contains.
-        frequency_penalty: Subtracted for each occurrence in the output.
-        repetition_penalty: Factor against tokens of prompt and output. 1 is off.
-        seed: None draws a seed when the request enters.
-        max_tokens: Most output tokens. None for as many as fit the context.
+        presence_penalty: Number that is subtracted once from the logit of each token that the output contains.
+        frequency_penalty: Number that is subtracted from a token's logit for each occurrence in the output.
+        repetition_penalty: Factor that makes tokens of prompt and output less probable. 1 turns it off.
+        seed: Seed of the request. None: the engine draws a seed when the request enters.
+        max_tokens: Most output tokens. None for as many tokens as fit the context.
         clamp_max_tokens: True to reduce max_tokens to the rest of the context. False to refuse the request instead.
         min_tokens: Before this number of output tokens, no end token is sampled and no stop condition applies.
         stop: Strings that end the text. The output includes them only with include_stop_str_in_output.
@@ -102,14 +104,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         include_stop_str_in_output: True to keep the stop string in the output.
         ignore_eos: True to ignore the model's own end tokens. stop_token_ids still apply.
         skip_special_tokens: True to leave special tokens out of the text.
-        logit_bias: Added to the logits of these tokens.
+        logit_bias: Numbers that are added to logits, by token id.
         logprobs: Number of alternatives with log probabilities. 0 for the sampled token only. None for off.
-        prompt_logprobs: As logprobs, for the prompt's tokens. Such a request does not use the prefix cache.
+        prompt_logprobs: As logprobs, for the prompt's tokens. A request with prompt_logprobs does not use the prefix
+            cache.
         structured: Grammar or schema of the output. The request ends when the output is complete, also with ignore_eos.
         allowed_token_ids: The only tokens that may be sampled. They must include end tokens if the output may end
             early.
-        bad_words: Texts that the output must not contain. Each is matched as its own tokens, with and without a space
-            before.
+        bad_words: Texts that the output must not contain. Each text is tokenized alone, with and without a space before
+            it, and these token sequences are not sampled.
         thinking: Markers and budget of the reasoning.
 
     Raises:

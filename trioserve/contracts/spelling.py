@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 __all__ = ["closest_name"]
 
-LIKENESS_MIN = 0.7  # of 1. Finds a name with every fourth letter wrong, but no unrelated word.
+# Similarity from 0 to 1. At this value, a name with every fourth letter wrong is found, and unrelated words are not.
+LIKENESS_MIN = 0.7
 
 
 def closest_name(written: str, known: Iterable[str]) -> str | None:
@@ -19,7 +20,7 @@ def closest_name(written: str, known: Iterable[str]) -> str | None:
         known: Valid names.
 
     Returns:
-        None if no name is similar.
+        The similar name, or None if no name is similar.
     """
     import difflib  # imported late: only errors need it
 

@@ -19,27 +19,28 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         waiting_count: Waiting sequences.
         blocks_total: Blocks in the pool.
         blocks_free: Blocks without content.
-        blocks_cached: Blocks in the prefix cache that no request uses. Can be reused at once.
+        blocks_cached: Blocks in the prefix cache that no request uses. They can be reused at once.
         blocks_used: Blocks of live requests.
         blocks_held: Blocks of ended requests that a connector may still read or write.
         remote_kv_count: Waiting sequences that wait for KV from another engine or a file.
-        preemptions_total: Preemptions.
-        blocks_given_back_total: Blocks that running requests freed because every layer's sliding window had passed
-            them.
-        steps_total: Steps.
+        preemptions_total: Number of preemptions.
+        blocks_given_back_total: Blocks that running requests freed because the sliding windows of all layers had passed
+            these blocks.
+        steps_total: Number of steps.
         prefix_query_tokens_total: Prompt tokens looked up in the prefix cache.
         prefix_hit_tokens_total: Prompt tokens found there.
         loaded_tokens_total: Prompt tokens loaded by the connector.
         drafts_total: Drafts that were verified.
-        draft_tokens_total: Their draft tokens.
+        draft_tokens_total: Draft tokens of these drafts.
         accepted_tokens_total: Draft tokens that the model accepted.
-        forced_tokens_total: Tokens that a grammar forced, so that they were not sampled.
-        holds_refused_total: Requests that asked for a hold, and did not get one because too many blocks were held.
+        forced_tokens_total: Output tokens that were not sampled, because a grammar forced them.
+        holds_refused_total: Requests whose blocks were not held for another engine, because too many blocks were held
+            already.
         transfer_faults_total: Faults of the connector by kind. Empty without a connector.
         states_total: Slots for the state of recurrent layers. 0 for models without such layers, here and below.
-        states_used: Those slots in use by requests.
+        states_used: State slots that requests use.
         snapshots_total: Slots for copies of such states.
-        snapshots_kept: Those slots with a copy that the prefix cache can find.
+        snapshots_kept: Snapshot slots whose copy the prefix cache can find.
     """
 
     running_count: int

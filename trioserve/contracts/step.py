@@ -49,8 +49,8 @@ class DraftTask(msgspec.Struct, frozen=True):
 
     Attributes:
         start: First position to compute.
-        end: Compute the KV of known tokens before this position, and propose nothing. None: compute the KV of all
-            tokens that are known after sampling, and propose draft tokens.
+        end: Position before which to stop: compute the KV of known tokens up to there, and propose nothing. None:
+            compute the KV of all tokens that are known after sampling, and propose draft tokens.
         token_count: Most draft tokens to propose.
     """
 
@@ -77,30 +77,31 @@ class ScheduledChunk(msgspec.Struct, frozen=True):
     """Computation of one request in one step: the tokens at positions start .. start + count - 1.
 
     A decode is a chunk with count 1 that samples. After a prefix cache hit, the first chunk has a start above 0.
-    `tokens` and `block_table` are views of the core's own lists. They are stable until update_from_output, and must not
-    be changed.
+    `tokens` and `block_table` are views of the core's own lists. These lists do not change until update_from_output. An
+    executor must not change them.
 
     Attributes:
         request: The request.
         tokens: Every known token of the request: the prompt, then the output.
         start: First position.
         count: Number of known tokens to compute.
-        block_table: Blocks of all positions so far, including the draft. Position p is in block_table[p // block_size]
-            at offset p % block_size. If every layer of the model has a sliding window, the first entries may be
+        block_table: Blocks of all positions so far, including the draft. The KV of position p is in block_table[p //
+            block_size] at offset p % block_size. If every layer of the model has a sliding window, the first entries
+            may be
             NO_BLOCK: no token from `start` on sees them.
-        samples: True if the chunk includes the last known token, so that its last row gives the next token. Never for
-            pooling.
-        draft: Draft tokens after the last known token, computed in this step at the positions after it. Only for a
-            decode. The step samples a token after the last known token and after each draft token, as if the tokens
-            before it were right.
+        samples: True if the chunk includes the last known token, so that its last row gives the next token. False for
+            pooling requests.
+        draft: Draft tokens after the last known token, computed in this step at the positions after it. Empty unless
+            the chunk is a decode. The step samples a token after the last known token and after each draft token, as if
+            the tokens before it were right.
         awaits_token: True if the chunk's one token, at `start`, is sampled by the previous step, which was in flight
             when the plan was made. Then `tokens` ends before it. The core appends this token, and no other, when that
             step's result arrives.
-        mask_row: Row of the plan's masks for the next token. Each draft token has one more row after it. None if every
-            token is allowed.
+        mask_row: Index of the row in the plan's masks for the next token. The rows of the draft tokens follow. None if
+            every token is allowed.
         states: For models with recurrent layers: all tokens of the chunk, in consecutive spans. No other chunk of the
             plan reads or writes a slot that one of these spans writes.
-        draft_task: Work of the draft model. None if there is none.
+        draft_task: Work of the draft model. None without such work.
     """
 
     request: EngineRequest
@@ -128,7 +129,7 @@ class ScheduledChunk(msgspec.Struct, frozen=True):
 
     @property
     def row_tokens(self) -> Sequence[int]:
-        """Return the tokens to compute. Not reliable if the chunk awaits its token."""
+        """Return the tokens to compute. If the chunk awaits its token, this value is not reliable."""
         known = self.tokens[self.start : self.start + self.count]
         return [*known, *self.draft] if self.draft else known
 
@@ -137,7 +138,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     """One forward pass.
 
     Attributes:
-        step_index: Counts from 0.
+        step_index: Number of the step, counted from 0.
         chunks: Computations of the requests.
         token_count: Tokens of all chunks, including draft tokens.
         admitted: Requests that started when this plan was made.
@@ -161,15 +162,15 @@ class StepResult(msgspec.Struct, frozen=True):
     """The results of a plan.
 
     Attributes:
-        token_ids: For each chunk, in the plan's order, the token after its last known token. None if the chunk does not
-            sample or failed, or if its request failed in the previous step.
+        token_ids: For each chunk, in the plan's order, the token after its last known token. An entry is None if the
+            chunk does not sample or failed, or if its request failed in the previous step.
         logprobs: By request, if requested.
         prompt_logprobs: By request, if requested: log probabilities of the tokens at positions start + 1 .. start +
             count that are prompt tokens.
         errors: Requests that cannot continue, each with a sentence for the client. Other requests are not affected.
         draft_token_ids: By request with a draft: the token after each draft token, if the draft is right up to there.
-            Shorter than the draft if no token could be sampled.
-        draft_logprobs: One for each of draft_token_ids, if requested.
+            The tuple is shorter than the draft if no token could be sampled at some position.
+        draft_logprobs: Log probabilities of draft_token_ids, if requested.
         pooled: By request, for chunks that pool.
         proposed: By request with a draft_task: the draft tokens of the draft model.
         draft_times: None without a draft model.
@@ -187,14 +188,14 @@ class StepResult(msgspec.Struct, frozen=True):
 
 
 class IsAbandoned:
-    """Reports to the executor whether a step was abandoned. May be called at any time, in any thread.
+    """Reports to the executor whether a step was abandoned. An executor may call it at any time, in any thread.
 
     Args:
-        request_count: Requests of the step.
+        request_count: Number of requests in the step.
 
     Attributes:
-        waited_for: Array of one C int: requests that still wait for the step. Native code reads it without the GIL,
-            because taking the GIL costs more.
+        waited_for: Array of one C int: the number of requests that still wait for the step. Native code reads this
+            array without the GIL, because acquiring the GIL is slow.
         on_abandoned: Called once when the count reaches 0, to notify other ranks. None if not needed.
     """
 
@@ -225,10 +226,10 @@ never_abandoned = IsAbandoned(1)
 class Executor(Protocol):
     """Computes plans, one at a time, in the thread that calls it.
 
-    Between two plans, an executor keeps only necessary state of a request: a request that is missing in the next plan
-    may have ended. It keeps the last result, because the next plan may be made before that result is known. In such a
-    plan, the executor fills in the awaited tokens. It skips a request that failed or was abandoned in the last plan,
-    without an error.
+    Between two plans, an executor keeps little state of a request, because a request that is missing in the next plan
+    may have ended. The executor keeps the last result, because the core may make the next plan before it knows that
+    result. In such a plan, the executor fills in the awaited tokens. If a request failed or was abandoned in the last
+    plan, the executor skips its chunk without an error.
     """
 
     def execute(self, plan: StepPlan, is_abandoned: IsAbandoned = never_abandoned) -> StepResult | None:
@@ -239,7 +240,7 @@ class Executor(Protocol):
             is_abandoned: True once no request waits for the result. The writes of an abandoned step are never read.
 
         Returns:
-            The results. May be None for an abandoned plan.
+            The results. For an abandoned plan, the executor may return None.
 
         Raises:
             Exception: a fault of the engine itself. A fault of one request goes into StepResult.errors.
@@ -253,8 +254,8 @@ class LaunchingExecutor(Executor, Protocol):
     def launch(self, plan: StepPlan, is_abandoned: IsAbandoned = never_abandoned) -> Callable[[], StepResult | None]:
         """Begin to execute a plan.
 
-        Steps are finished in the order in which they began. At most two are unfinished. An implementation may do all
-        work in the returned function, if the step needs the tokens of the previous step.
+        Steps finish in the order in which they began. At most two steps are unfinished. If a step needs the tokens of
+        the previous step, an implementation may do all work in the returned function.
 
         Args:
             plan: The forward pass.

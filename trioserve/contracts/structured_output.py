@@ -25,18 +25,18 @@ class FormKind(enum.Enum):
     REGEX = "regex"
     CHOICE = "choice"  # one of several texts
     GRAMMAR = "grammar"  # Lark in llguidance's dialect, or GBNF
-    TOOL_CALLS = "grammar of tool calls"  # Lark. The server makes it, clients cannot send it.
+    TOOL_CALLS = "grammar of tool calls"  # Lark grammar that the server makes. Clients cannot send this kind.
     STRUCTURAL_TAG = "structural_tag"  # free text, with a schema after each trigger
 
 
-# Compiling takes up to 10 microseconds per character, and one level of the compiler's stack per rule.
+# Compiling takes up to 10 microseconds per character. Each rule takes one level of the compiler's stack.
 SOURCE_CHARACTERS_MAX = {
     FormKind.JSON_OBJECT: 0,
     FormKind.JSON_SCHEMA: 262_144,
     FormKind.REGEX: 8192,
     FormKind.CHOICE: 262_144,
     FormKind.GRAMMAR: 65_536,
-    FormKind.TOOL_CALLS: 262_144,  # mostly schemas, few rules
+    FormKind.TOOL_CALLS: 262_144,  # tool calls consist mostly of schemas, with few rules
     FormKind.STRUCTURAL_TAG: 262_144,
 }
 
@@ -49,17 +49,17 @@ class HasJsonSchema(Protocol):
 
 
 class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """One schema or grammar. Hashable: equal values share one compiled grammar.
+    """One schema or grammar. Values are hashable: equal values share one compiled grammar.
 
     Constructors check only lengths. Compile errors are found when the request enters.
 
     Attributes:
-        kind: Kind of `source`.
+        kind: Kind of structured output that `source` describes.
         source: Schema or structural tag as JSON text, the regex or grammar itself, or the choices as a JSON array.
             Empty for JSON_OBJECT.
         free_until: The output is unrestrained until it contains this text, such as the end of reasoning. Empty to
             restrain it from the first token.
-        param: Field of the request that errors name.
+        param: Name of the request's field in error messages.
         strict: True to refuse a JSON schema with keywords that a grammar cannot express. False to ignore such keywords.
 
     Raises:
@@ -129,7 +129,7 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True):
         """Return the structured output for text that matches a regular expression as a whole.
 
         Args:
-            pattern: Syntax of Rust's regex crate.
+            pattern: Regular expression in the syntax of Rust's regex crate.
             free_until: See StructuredOutput.
             param: See StructuredOutput.
         """
@@ -176,7 +176,7 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True):
         param: str = "structured",
         strict: bool = True,
     ) -> Self:
-        """Return the structured output for free text with restrained parts. A trigger begins each part.
+        """Return the structured output for free text with restrained parts. Each restrained part begins with a trigger.
 
         Args:
             tag: {"structures": [{"begin", "schema", "end"}], "triggers": [...]}, as a dict or JSON text.
@@ -189,7 +189,7 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _as_json(name: str, value: object, param: str) -> str:
-    """Encode as JSON. Keeps the order of keys, which becomes the order of the response."""
+    """Encode a value as JSON. The order of keys is kept, because the response has the same order."""
     try:
         return msgspec.json.encode(value).decode()
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:

@@ -15,7 +15,7 @@ THINKING_TOKENS_MAX = 2**31 - 1
 
 
 class ThoughtOutcome(enum.Enum):
-    """Outcome of ending a request's reasoning by hand."""
+    """Outcome of a call that ends a request's reasoning."""
 
     ENDING = "ending"  # the end marker comes next
     NO_THOUGHT = "no_thought"  # the request has no open reasoning, or has ended
@@ -23,17 +23,18 @@ class ThoughtOutcome(enum.Enum):
 
 
 class Thinking(msgspec.Struct, frozen=True, kw_only=True):
-    """Markers and budget of the reasoning. A budget, or a call while the request runs, can end it early.
+    """Markers and budget of the reasoning. A token budget, or a call while the request runs, can end the reasoning
+    early.
 
-    With structured output that is free until the reasoning ends: a response that begins without reasoning is restrained
-    from its first token.
+    Structured output may be unrestrained until the reasoning ends (free_until). A response that begins without
+    reasoning is then restrained from its first token.
 
     Attributes:
         end: Text that ends the reasoning ("</think>"). If it is the last marker in the prompt's last turn, the
             reasoning is over.
         begin: Text that begins the reasoning, in the prompt's last turn or at the start of the response. Empty if the
             response begins inside of the reasoning.
-        tokens_max: Most tokens of reasoning. Then the server forces the end marker. None for no limit.
+        tokens_max: Most tokens of reasoning. At this limit the server forces the end marker. None for no limit.
 
     Raises:
         InvalidRequest: a value is out of range.

@@ -12,15 +12,17 @@ BITS = 32  # bits in a word
 class TokenMasks(Protocol):
     """One bit for each token of the vocabulary, in each restrained row of a step.
 
-    A thread without the GIL may still fill the masks while the step is computed. The sampler waits for it.
+    A thread without the GIL may still fill the masks while the step is computed. The sampler waits until that thread is
+    done.
 
     Attributes:
         row_count: Number of rows.
         words_per_row: uint32 words in a row.
         address: Address of uint32 [row_count, words_per_row], contiguous. Token i of a row is allowed if bit i % 32 of
-            word i // 32 is set. Bits above the vocabulary are 0. A row without any bit could not be filled, and its
-            request must fail. Valid while this object exists.
-        filled_address: Address of one C int: 0 until all rows are filled, then 1. Valid while this object exists.
+            word i // 32 is set. Bits above the vocabulary are 0. If all bits of a row are 0, the row could not be
+            filled, and its request must fail. The address is valid while this object exists.
+        filled_address: Address of one C int: 0 until all rows are filled, then 1. The address is valid while this
+            object exists.
     """
 
     row_count: int

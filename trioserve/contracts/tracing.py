@@ -17,13 +17,15 @@ SpanKind = Literal["server", "client", "internal"]
 
 
 class Span:
-    """A span that records nothing. Every method may be called at any time. After the end, calls have no effect."""
+    """A span that records nothing. Every method may be called at any time. After the span has ended, calls have no
+    effect.
+    """
 
     __slots__ = ()
 
     @property
     def trace_id(self) -> str | None:
-        """Return 32 hexadecimal digits. None without a trace."""
+        """Return the trace id as 32 hexadecimal digits, or None without a trace."""
         return None
 
     @property
@@ -52,13 +54,13 @@ class Span:
         Args:
             name: Name of the child span.
             kind: Kind of the child span.
-            attributes: First attributes.
+            attributes: Initial attributes. None for no attributes.
         """
         return self
 
     def headers(self) -> list[tuple[str, str]]:
-        """Return HTTP headers that make another server's work part of this span (W3C Trace Context). Empty without a
-        trace.
+        """Return HTTP headers that make another server's work part of this span (W3C Trace Context). The list is empty
+        without a trace.
         """
         return []
 
@@ -88,10 +90,11 @@ class Tracer:
         Args:
             name: Name of the span.
             kind: Kind of the span.
-            parent: Parent span in this process. A span without a trace counts as None.
-            traceparent: Header of another server. It becomes the parent if `parent` is None, and a link otherwise.
-            tracestate: Header of another server.
-            attributes: First attributes.
+            parent: Parent span in this process. None if there is no parent. A span without a trace counts as None.
+            traceparent: Header that another server sent. If `parent` is None, the span in this header becomes the
+                parent. Otherwise it becomes a link.
+            tracestate: Header that another server sent with `traceparent`.
+            attributes: Initial attributes. None for no attributes.
         """
         return NO_SPAN
 

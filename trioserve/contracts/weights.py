@@ -1,5 +1,5 @@
-"""Versions of model weights. Each token records the version that sampled it. Requests find only KV blocks of their
-version.
+"""Versions of model weights. Each token records the version that sampled it. A request finds only KV blocks that were
+computed with its own version.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ReplacementState(enum.Enum):
 
 
 class SharedWeights(msgspec.Struct, frozen=True):
-    """Weights in a segment of shared memory on this machine. trioserve.rollouts.publish_weights makes it.
+    """Weights in a segment of shared memory on this machine. trioserve.rollouts.publish_weights creates the segment.
 
     Attributes:
         name: Name of the segment.
@@ -65,7 +65,7 @@ class BroadcastWeights(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         names: Names in the model's checkpoint, in the order of sending.
-        dtypes: For each tensor: bfloat16, float16 or float32.
+        dtypes: dtype of each tensor: bfloat16, float16 or float32.
         shapes: Shape of each tensor.
         group_name: Name of the group.
     """
@@ -77,7 +77,7 @@ class BroadcastWeights(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """A group for weight transfers that the engine is to join. Rank 0 is the trainer, which listens at the address.
+    """A group for weight transfers, which the engine must join. Rank 0 is the trainer, which listens at the address.
 
     Attributes:
         master_address: Host of the trainer.
@@ -119,7 +119,7 @@ def joined_versions(
 
 
 def add_versions(runs: list[tuple[str, int]], count: int, more: WeightVersions, more_count: int) -> None:
-    """Append the versions of more tokens, in place.
+    """Append the versions of more tokens to `runs`, in place.
 
     Args:
         runs: Versions of the tokens so far.
@@ -148,8 +148,8 @@ def weights_salt(salt: str | None, version: str | None) -> str | None:
 
     Args:
         salt: Salt that the caller chose. None if there is none.
-        version: Version of the weights. None for the initial weights. Then a salt stays as it is, unless it looks like
-            a version's.
+        version: Version of the weights. None for the initial weights: the salt is then returned unchanged, unless it
+            looks like the salt of a version.
     """
     if version is None:
         return f"{_WEIGHTS}none:{salt}" if salt is not None and salt.startswith(_WEIGHTS) else salt
@@ -158,10 +158,11 @@ def weights_salt(salt: str | None, version: str | None) -> str | None:
 
 
 def kept_salt(request_id: str) -> str:
-    """Return the salt of blocks that several versions of weights computed for one request. No other request finds them.
+    """Return the salt of blocks that several versions of weights computed for one request. No other request finds these
+    blocks.
 
     Args:
-        request_id: The engine's own name of the request.
+        request_id: Id that the engine gave to the request.
     """
     return f"{_WEIGHTS}kept:{request_id}"
 
