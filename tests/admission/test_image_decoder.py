@@ -66,7 +66,7 @@ async def test_damaged_file_is_refused_and_the_process_decodes_the_next_file() -
         assert (await picture(decoder, content)).width == 40
 
 
-async def test_largest_image_fits_the_memory_limit_in_every_mode() -> None:
+async def test_largest_allowed_image_fits_the_memory_limit_in_every_mode() -> None:
     side = 1500
     with decoding(msgspec.structs.replace(LIMITS, pixels_max=side * side)) as decoder:
         for mode in ("RGB", "RGBA", "P", "I;16"):
@@ -78,7 +78,7 @@ async def test_largest_image_fits_the_memory_limit_in_every_mode() -> None:
             assert (await picture(decoder, file.getvalue())).width == side
 
 
-async def test_a_process_has_a_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_decoder_process_has_a_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trioserve.admission.image_decoder.memory_bytes_max", lambda limits: 2**26)
     file = io.BytesIO()
     Image.new("RGB", (6000, 6000)).save(file, "PNG")

@@ -86,7 +86,7 @@ async def test_known_output_of_a_resumed_response_counts_as_prompt_tokens(autoju
         fake.steps.release()
 
 
-async def test_requests_are_refused_after_the_longest_wait(autojump_clock, caplog):
+async def test_waiting_requests_are_refused_after_waiting_seconds_max(autojump_clock, caplog):
     caplog.set_level("INFO", logger="trioserve.engine")
     async with open_memory_server(max_num_seqs=1, max_queued_requests=1, max_queue_wait=5.0) as server:
         server.engine.steps.hold()
@@ -102,7 +102,7 @@ async def test_requests_are_refused_after_the_longest_wait(autojump_clock, caplo
         await server.assert_all_free()
 
 
-async def test_lease_passes_on_only_when_the_blocks_are_free(autojump_clock):
+async def test_next_request_gets_the_lease_only_when_the_blocks_are_free(autojump_clock):
     """The client leaves while a step reads its blocks. The next request waits until that step has ended."""
     async with open_fake_engine(max_num_seqs=1, max_queued_requests=1, max_model_len=128) as fake:
         fake.steps.hold()
@@ -120,7 +120,7 @@ async def test_lease_passes_on_only_when_the_blocks_are_free(autojump_clock):
             nursery.cancel_scope.cancel()
 
 
-async def test_header_sets_the_tenant(autojump_clock):
+async def test_request_header_sets_the_tenant(autojump_clock):
     async with open_memory_server(max_num_seqs=1, max_queued_requests=20) as server:
         tenants: list[str] = []
         begin = server.engine.dispatch.begin

@@ -55,7 +55,7 @@ async def test_long_prompts_and_chats_are_encoded_in_the_text_thread(times, thre
     ],
 )
 async def test_long_chat_is_rendered_in_a_text_thread(options, thread, calls):
-    """A template of the request's own may compute, whatever its length."""
+    """The request's own template may need much time, whatever its length."""
     async with open_fake_engine(max_model_len=4096, block_count=1024, new_text_threads=TextThreads) as fake:
         seen = calls(fake)
         await fake.encode(ChatPrompt(**{"messages": [{"role": "user", "content": "x"}], **options}))

@@ -34,7 +34,7 @@ WAIT_SECONDS_MAX = 60  # ends a failing test. Long enough for a busy machine.
 
 
 class Gate:
-    """Jobs that stay in their threads until the gate opens."""
+    """Makes jobs that block their threads until the gate opens."""
 
     def __init__(self) -> None:
         self._open = threading.Event()

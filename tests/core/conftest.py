@@ -1,6 +1,7 @@
-"""Driver of a core with a fake model, controlled by one line of text, so that a test case is data.
+"""Driver of a core with a fake model. One line of text (a script) controls it, so that test cases are data.
 
-A script is a list of steps divided by "|". The words of a step happen before the step, unless noted otherwise:
+A script is a list of steps divided by "|". The events that the words describe happen before the step, unless noted
+otherwise:
 
     a:12       request a arrives with a prompt of 12 tokens of its own
     a:b8+4     ... with the first 8 tokens of b's prompt and 4 tokens of its own
@@ -60,12 +61,13 @@ def own_tokens(name: str, count: int) -> tuple[int, ...]:
 
 
 class Driver:
-    """Drives a core, checks it after every event, and records its events. Responses are compared with the reference.
+    """Drives a core, checks the core after every event, and records the core's events. Compares responses with the
+    reference.
 
     Args:
         core: the core.
-        executor: computes the plans.
-        connector: matches the tokens in `remote` and holds the requests in `holds`. None: the core has no connector.
+        executor: computes the plans. connector: matches the tokens in `remote` and holds the requests in `holds`. None:
+            the core has no connector.
     """
 
     def __init__(self, core: EngineCore, executor: FakeExecutor, connector: FakeConnector | None = None) -> None:
@@ -85,7 +87,7 @@ class Driver:
         self.finished: dict[str, RequestFinished] = {}
 
     def add(self, name: str, prompt: Sequence[int], output_tokens_max: int = 1, **more: object) -> None:
-        # seed and stop_token_ids exist in both: here they go to the engine request
+        # seed and stop_token_ids exist in both structs: here they are set in the engine request
         of_sampling = more.keys() & set(SamplingParams.__struct_fields__) - set(EngineRequest.__struct_fields__)
         sampling = SamplingParams(temperature=0.0, **{key: more.pop(key) for key in of_sampling})
         request = EngineRequest(
@@ -120,7 +122,7 @@ class Driver:
 
     @property
     def faults(self) -> dict[str, int]:
-        """Counts of faults so far, without zeros."""
+        """Return the counts of faults so far, without zeros."""
         totals: dict[TransferFault, int] = self.core.stats().transfer_faults_total
         return {fault.value: total for fault, total in totals.items() if total}
 
@@ -140,7 +142,9 @@ class Driver:
         return preempted
 
     def step(self, *, abort: Iterable[str] = (), fail: Iterable[str] = ()) -> StepPlan | None:
-        """Do one whole step. `abort` happens while the step runs."""
+        """Do one whole step. Requests in `abort` are aborted while the step runs, and requests in `fail` fail in the
+        step.
+        """
         plan = self.core.schedule(self.now)
         self.check()
         if plan is None:
@@ -164,7 +168,9 @@ class Driver:
         return events
 
     def run(self, steps_max: int = 10_000) -> None:
-        """Run to the end. Then nothing is left, and every response that was not aborted equals the reference."""
+        """Run all requests to their end. Check that no request or block is left, and that every response that was not
+        aborted equals the reference.
+        """
         for _ in range(steps_max):
             if self.step() is None:
                 deadline = self.core.next_deadline()

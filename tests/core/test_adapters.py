@@ -1,4 +1,4 @@
-"""Tests of the adapter book: a name stands for one load, and a load stays until its last lease is released."""
+"""Tests of the adapter book: a name refers to one load, and a load is kept until its last lease is released."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_retired_adapter_is_idle_after_its_last_release():
     assert book.retire("a") == []
 
 
-def test_a_lease_is_released_once():
+def test_second_release_of_a_lease_is_refused():
     book = AdapterBook(1)
     loaded(book, "a")
     lease = book.acquire("a")
@@ -185,7 +185,7 @@ def play(seed: int, book: AdapterBook, steps: int = 300) -> None:
     assert book.count_of(AdapterState.RETIRED) == len(known)
 
 
-def test_random_histories_leave_nothing():
+def test_random_histories_leave_no_adapter_and_no_lease():
     for seed in range(150):
         play(seed, AdapterBook(random.Random(seed).randint(1, 3)))
 

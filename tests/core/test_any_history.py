@@ -1,7 +1,8 @@
 """Random histories of arrivals, aborts, failures and steps, in pools that are too small.
 
-They run with and without a connector that reports late, twice, never, or for unknown requests. After every event the
-invariants hold. Every response equals that of the same request alone. When all requests are gone, nothing is left.
+The histories run with and without a connector that reports late, twice, never, or for unknown requests. The invariants
+hold after every event. Every response equals the response of the same request alone. When all requests have ended, no
+block is in use.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ VOCAB_SIZE = 4  # small, so that prompts share prefixes and responses repeat pro
 CALLS = [name for name in vars(KVConnector) if not name.startswith("_")]
 HoldKey = tuple[str, HoldKind]
 HOLD_SECONDS_MAX, REMOTE_KV_SECONDS_MAX = 8.0, 4.0
-STEPS_MAX = 5_000  # far more than any history needs: a request that is not done then never ends
+STEPS_MAX = 5_000  # far more steps than any history needs: a request that has not ended after them never ends
 
 tokens = st.integers(0, VOCAB_SIZE - 1)
 
@@ -90,7 +91,7 @@ class ExpectedSequence:
 
 
 class CoreHistory(RuleBasedStateMachine):
-    """A core with random requests, and the events that are expected of it."""
+    """A core with random requests, and the events that the core must return."""
 
     plan: StepPlan | None = None
     now = 0.0
@@ -311,13 +312,17 @@ class CoreHistory(RuleBasedStateMachine):
         check_idle(self.core)
 
     def advance_wait(self) -> bool:
-        """Let time pass or a report come when no step can be planned. Returns False if nothing is awaited."""
+        """If no step can be planned, let time pass or send a report. Returns False if no report and no deadline is
+        pending.
+        """
         assert self.core.next_deadline() is None
         return False
 
 
 class ConnectedHistory(CoreHistory):
-    """A history with a connector. Holds and loads end in any order, and reports come for any of them, or never."""
+    """A history with a connector. Holds and loads end in any order, and the connector reports for any of them, or
+    never.
+    """
 
     def make_connector(self) -> FakeConnector | None:
         self.matches: dict[str, int] = {}
@@ -352,7 +357,7 @@ class ConnectedHistory(CoreHistory):
         self.report_end(data.draw(st.sampled_from(out), label="report"), token_count, fails=fails)
 
     def pending(self) -> list[HoldKey]:
-        """Holds and loads whose end the connector may report."""
+        """Return the holds and loads whose end the connector may report."""
         return [
             *((name, HoldKind.SEND) for name in sorted(self.connector.sends)),
             *((name, HoldKind.LOAD) for name in sorted(self.connector.loads)),
@@ -387,7 +392,9 @@ class ConnectedHistory(CoreHistory):
         assert self.faults() - before == Counter(expected)
 
     def lacks_a_block(self, load: FakeLoad, token_count: int) -> bool:
-        """Return True if the window behind a partly loaded prompt reaches back to blocks that the request never had."""
+        """Return True if the window at the end of a partly loaded prompt reaches back to blocks that the request never
+        had.
+        """
         window = self.core.settings.window_tokens
         first = 0 if window is None else max(0, load.start + token_count - window + 1)
         return NO_BLOCK in load.block_table[first // self.core.settings.block_size :]
@@ -432,7 +439,7 @@ class ConnectedHistory(CoreHistory):
         return TransferFault.DOUBLE if self.by_report[key] else TransferFault.LATE
 
     def faults(self) -> Counter[TransferFault]:
-        """Counts of faults that come from reports."""
+        """Return the counts of faults that reports have caused."""
         totals = Counter(self.core.stats().transfer_faults_total)
         assert totals.pop(TransferFault.RAISED) == self.connector.raised_count
         return totals
@@ -446,7 +453,7 @@ class ConnectedHistory(CoreHistory):
 
     @invariant()
     def note_pending(self):
-        """Check that core and connector agree on pending holds, loads and ends, and note when each began."""
+        """Check that core and connector agree on pending holds, loads and ends, and record when each of them began."""
         if not hasattr(self, "core"):
             return
         self.connector.check()

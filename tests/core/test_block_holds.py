@@ -1,4 +1,4 @@
-"""Tests of holds on blocks of finished requests: each ends once, by a report or at its deadline."""
+"""Tests of holds on blocks of finished requests: each hold ends once, by a report or at its deadline."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Books:
 # --- the pool -------------------------------------------------------------------------------------------------------
 
 
-def test_a_held_block_is_used_as_long_as_it_has_a_user():
+def test_held_block_counts_as_used_while_it_has_a_user():
     books = Books()
     blocks = books.pool.allocate(2)
     books.holds.add(RequestId("a"), SEND, blocks, 0.0)
@@ -59,7 +59,7 @@ def test_a_held_block_is_not_allocated():
         books.pool.allocate(1)
 
 
-def test_a_held_published_block_can_be_shared_and_is_cached_at_the_end():
+def test_held_block_in_the_prefix_cache_can_be_shared_and_is_cached_after_release():
     books = Books()
     blocks = books.pool.allocate(1)
     books.pool.publish(blocks[0])
@@ -74,7 +74,7 @@ def test_a_held_published_block_can_be_shared_and_is_cached_at_the_end():
     books.check(free=3, cached=1, held=0)
 
 
-def test_a_second_release_does_not_take_the_holders_claim():
+def test_second_release_of_a_user_does_not_remove_the_hold():
     books = Books()
     blocks = books.hold("a", 1)
     with pytest.raises(AssertionError, match="without a user"):
@@ -118,7 +118,7 @@ def test_send_and_load_holds_of_a_request_end_independently():
     books.check(free=4, held=0, double=1)
 
 
-def test_a_second_report_counts_as_double_and_changes_nothing():
+def test_second_report_is_counted_as_duplicate_and_changes_nothing():
     books = Books()
     books.hold("a", 2)
     books.hold("b", 1)
@@ -127,7 +127,7 @@ def test_a_second_report_counts_as_double_and_changes_nothing():
         books.check(free=3, held=1, **({"double": double} if double else {}))
 
 
-def test_a_report_without_a_hold_counts_as_unknown():
+def test_report_without_a_hold_is_counted_as_unknown():
     books = Books()
     books.hold("a", 2)
     for name, kind in [("A", SEND), ("a ", SEND), ("", SEND), ("a", LOAD)]:
@@ -135,7 +135,7 @@ def test_a_report_without_a_hold_counts_as_unknown():
     books.check(free=2, held=2, unknown=4)
 
 
-def test_a_report_after_the_deadline_counts_as_late_then_as_double():
+def test_report_after_the_deadline_is_counted_as_late_and_a_second_one_as_duplicate():
     books = Books()
     books.hold("a", 2)
     assert [hold.request_id for hold in books.holds.expire(10.0)] == ["a"]
@@ -183,7 +183,7 @@ def test_holds_expire_in_order_and_not_before_their_time():
     assert books.holds.expire(99.0) == []
 
 
-def test_a_sign_of_life_restarts_the_deadline_and_holds_still_expire_in_order():
+def test_still_read_report_restarts_the_deadline_and_holds_still_expire_in_order():
     books = Books()
     books.hold("a", 1, now=1.0)
     books.hold("b", 1, now=2.0)
@@ -195,7 +195,7 @@ def test_a_sign_of_life_restarts_the_deadline_and_holds_still_expire_in_order():
     assert [hold.request_id for hold in books.holds.expire(15.0)] == ["a"]
 
 
-def test_a_sign_of_life_counts_if_unknown_and_not_after_the_end():
+def test_still_read_report_is_counted_for_an_unknown_hold_and_ignored_for_an_ended_hold():
     books = Books()
     books.hold("a", 1)
     books.hold("b", 1)
@@ -248,7 +248,7 @@ def test_an_abort_after_the_end_notifies_the_connector_once(drive):
     assert driver.faults == {}
 
 
-def test_progress_takes_pending_reports(drive):
+def test_progress_handles_pending_connector_reports(drive):
     driver = finished_and_held(drive, hold_seconds_max=3.0)
     connector, name = driver.connector, RequestId("a")
     driver.wait(2.0)
@@ -265,7 +265,7 @@ def test_progress_takes_pending_reports(drive):
     driver.run()
 
 
-def test_the_connector_sees_no_hold_request_beyond_the_held_share(drive):
+def test_connector_is_not_asked_to_hold_blocks_beyond_the_held_share(drive):
     driver = drive(connected=True, block_count=8, held_share_max=0.25)
     seen: dict[str, KVTransferParams] = {}
 
@@ -295,7 +295,7 @@ def test_the_end_of_a_held_request_carries_transfer_params(drive):
     assert driver.connector.calls["transfer_params"] == 1
 
 
-def test_no_notification_of_an_abort_without_a_hold(drive):
+def test_connector_is_not_notified_of_an_abort_without_a_hold(drive):
     driver = drive(connected=True)
     driver.add("a", range(6))
     driver.run()
@@ -303,7 +303,7 @@ def test_no_notification_of_an_abort_without_a_hold(drive):
     assert driver.connector.calls["request_aborted_after_finish"] == 0
 
 
-def test_a_hold_whose_release_never_comes_ends_at_its_deadline(drive):
+def test_hold_without_a_release_report_ends_at_its_deadline(drive):
     """Scenario S07 of tests/README.md: the reader of the blocks may have crashed."""
     driver = finished_and_held(drive, hold_seconds_max=3.0)
     assert driver.core.next_deadline() == 3.0
@@ -320,7 +320,7 @@ def test_a_hold_whose_release_never_comes_ends_at_its_deadline(drive):
 
 
 @pytest.mark.parametrize("event", [Released("z"), Loaded("z", 4), LoadFailed("z")], ids=lambda event: type(event))
-def test_a_report_about_an_unknown_request_is_counted_only(drive, event):
+def test_report_about_an_unknown_request_is_counted_and_ignored(drive, event):
     """Scenario S05 of tests/README.md."""
     driver = finished_and_held(drive)
     driver.report(event)
@@ -422,6 +422,6 @@ def test_a_connector_that_raises_at_the_end_holds_nothing(drive):
     assert "request_finished is broken" in next(iter(driver.core.transfers.faults.latest.values()))
 
 
-def test_held_blocks_count_as_used_up(drive):
+def test_held_blocks_count_in_kv_usage(drive):
     driver = finished_and_held(drive, block_count=4)
     assert driver.core.stats().kv_usage == 0.5

@@ -28,7 +28,7 @@ def judge(*, pass_seconds: float, row_seconds: float = 0.0, requests: int = 1) -
     return made
 
 
-def test_the_maximum_is_tried_before_anything_is_measured():
+def test_maximum_draft_count_is_tried_before_anything_is_measured():
     assert DraftJudge().token_count([0.7], TOKENS_MAX) == TOKENS_MAX
     assert DraftJudge().token_count([0.7], 0) == 0
     assert DraftJudge().token_count([], TOKENS_MAX) == 0
@@ -47,7 +47,7 @@ def test_the_maximum_is_tried_before_anything_is_measured():
         (0.0, 0.001, 0),
     ],
 )
-def test_the_count_gives_the_most_tokens_per_second(acceptance, pass_seconds, count):
+def test_chosen_draft_count_gives_the_most_tokens_per_second(acceptance, pass_seconds, count):
     def speed(tokens: int) -> float:
         return sum(acceptance**place for place in range(tokens + 1)) / (1.0 + tokens * pass_seconds)
 
@@ -84,7 +84,7 @@ def test_a_trial_finds_drafts_that_became_profitable():
     assert count > TRIAL_TOKENS
 
 
-def test_one_delayed_step_changes_little():
+def test_one_delayed_step_hardly_changes_the_measured_times():
     made = judge(pass_seconds=0.1)
     made.note(7, 1, DraftTimes(50.0, 600.0, 6), is_usual=True)
     assert made.token_count([0.8], TOKENS_MAX) > 2
@@ -98,14 +98,14 @@ def test_profitable_drafts_pause_for_a_plain_step_now_and_then():
     assert counts[OTHER_PERIOD - 1] == 7
 
 
-def test_catching_up_does_not_count_as_a_pass():
+def test_time_of_catching_up_is_not_measured_as_a_pass():
     made = judge(pass_seconds=0.1)
     for _ in range(100):
         made.note(2, 1, DraftTimes(1.0, 50.0, 1), is_usual=False)
     assert made.token_count([0.8], TOKENS_MAX) == 6
 
 
-def test_a_machine_that_becomes_slow_is_noticed():
+def test_judge_notices_that_the_machine_became_slow():
     made = judge(pass_seconds=0.1)
     for _ in range(100):
         made.note(2, 1, DraftTimes(1.0, 5.0, 1), is_usual=True)
@@ -132,7 +132,7 @@ def test_wrong_drafts_lead_to_pauses_and_right_ones_end_them():
     assert not draft.is_paused
 
 
-def test_the_acceptance_follows_recent_drafts():
+def test_acceptance_rate_follows_recent_drafts():
     draft = ModelDraft()
     for _ in range(60):
         draft.learn(4, 4)

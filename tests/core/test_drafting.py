@@ -24,7 +24,7 @@ from trioserve.testing.fake_executor import FakeModel
 def drafter(draft_tokens_max: int = 16) -> Drafter:
     made = Drafter(draft_tokens_max, 4096)
     for _ in range(5):
-        made.learn(16, 16)  # now its drafts have the maximum length
+        made.learn(16, 16)  # now the drafter's drafts have the maximum length
     return made
 
 
@@ -44,7 +44,7 @@ def draft_token(text: str, count: int = 16, *, draft_tokens_max: int = 16) -> st
         ("ab ab", ""),  # two equal tokens are too few
         ("abc-abc", "-abc-abc-abc-abc"),  # the draft repeats itself
         ("aaaa", "aaaaaaaaaaaaaaaa"),
-        ("axyz1bxyz2cxyz", "2cxyz2cxyz2cxyz2"),  # the latest of equal places
+        ("axyz1bxyz2cxyz", "2cxyz2cxyz2cxyz2"),  # of equal places, the latest place wins
         ("wxyz1 xyz2 wxyz", "1 xyz2 wxyz1 xyz"),  # the place with more equal tokens wins
     ],
 )
@@ -130,16 +130,16 @@ def lengths(one: Drafter, accepted: list[int]) -> list[int]:
     return found
 
 
-def test_right_draft_tokens_are_followed_by_longer_drafts_up_to_the_limit():
+def test_drafts_become_longer_after_right_draft_tokens_up_to_the_limit():
     assert lengths(Drafter(20, 100), [100] * 5) == [4, 8, 16, 20, 20]
     assert lengths(Drafter(3, 100), [100] * 3) == [3, 3, 3]
 
 
-def test_a_draft_that_is_right_in_part_is_followed_by_one_of_that_length():
+def test_next_draft_has_the_length_of_the_right_part_of_the_last_draft():
     assert lengths(Drafter(20, 100), [100, 100, 3, 100, 1, 1]) == [4, 8, 16, 3, 6, 1]
 
 
-def test_wrong_draft_tokens_are_followed_by_ever_longer_pauses():
+def test_pauses_become_longer_after_wrong_draft_tokens():
     found = lengths(Drafter(8, 100), [0] * 200)
     assert found[:14] == [4, 2, 1, 0, 1, 0, 0, 1, 0, 0, 0, 0, 1, 0]
     assert max("".join(map(str, found)).split("1"), key=len).count("0") == PAUSE_MAX
@@ -190,7 +190,7 @@ def test_wrong_draft_tokens_cost_no_token_and_no_block(drive):
     assert stats.steps_total == 30 - stats.accepted_tokens_total
 
 
-def test_without_the_setting_nothing_is_drafted(drive):
+def test_no_tokens_are_drafted_without_the_setting(drive):
     driver = drive(model=repeating(5), step_tokens_max=64)
     driver.add("a", (1, 2, 3, 4, 5) * 2, 20)
     driver.run()
@@ -207,7 +207,7 @@ def test_a_stop_token_ends_a_request_in_the_middle_of_its_draft(drive):
     assert (driver.finished["a"].reason, driver.finished["a"].stop_token_id) == (FinishReason.STOP, 3)
 
 
-def test_a_stop_token_in_a_draft_before_min_tokens_ends_nothing(drive):
+def test_stop_token_in_a_draft_before_min_tokens_does_not_end_the_request(drive):
     driver = drive(draft_tokens_max=8, step_tokens_max=64, model=FakeModel(vocab_size=2, stop_token_id=0))
     driver.add("a", (1, 1, 1, 1, 1, 1), 30, stop_token_ids=frozenset({0}), min_tokens=25)
     driver.run()
@@ -216,7 +216,7 @@ def test_a_stop_token_in_a_draft_before_min_tokens_ends_nothing(drive):
 
 
 @pytest.mark.parametrize("output_tokens_max", range(1, 14))
-def test_nothing_is_drafted_beyond_the_last_token(drive, output_tokens_max):
+def test_no_tokens_are_drafted_beyond_max_tokens(drive, output_tokens_max):
     driver = drive(model=repeating(2), draft_tokens_max=8, step_tokens_max=64, context_tokens_max=8 + output_tokens_max)
     driver.add("a", (1, 2) * 4, output_tokens_max)
     count = 0
@@ -253,11 +253,11 @@ def test_drafts_share_the_tokens_that_a_step_has_left(drive):
     driver.run()
 
 
-def test_drafts_have_no_more_blocks_than_are_left(drive):
-    """The pool has three blocks of four tokens: space for one token beside the known ones."""
+def test_drafts_use_only_blocks_that_are_left(drive):
+    """The pool has three blocks of four tokens: space for one token in addition to the known tokens."""
     driver = drive(model=repeating(2), draft_tokens_max=8, step_tokens_max=64, block_count=3, block_size=4)
     driver.add("a", (1, 2) * 3, 5)
-    driver.add("b", (3, 3), 1)  # its block stays cached, and can be evicted
+    driver.add("b", (3, 3), 1)  # b's block stays cached, and can be evicted
     driver.step()
     plan = driver.step()
     assert len(plan.chunks[0].draft) == 3
@@ -299,7 +299,9 @@ def test_an_abandoned_step_with_drafts_frees_every_block(drive):
 
 
 def test_only_accepted_draft_tokens_are_found_in_the_cache(drive):
-    """Another request starts with the first one's text. The fake KV shows what a block really holds."""
+    """A second request starts with the text of the first request. The fake KV shows which tokens a block really
+    contains.
+    """
     driver = drive(model=FakeModel(vocab_size=2), draft_tokens_max=8, block_size=1, block_count=80, step_tokens_max=80)
     driver.add("a", (0, 1, 0, 0, 1, 1, 0, 1), 30)
     driver.run()
@@ -324,8 +326,10 @@ def test_a_preempted_request_drafts_again(drive):
     assert stats.accepted_tokens_total > 0
 
 
-def test_fewer_sampled_tokens_than_draft_tokens_end_the_run():
-    """The executor returns fewer tokens than there are draft tokens. The request continues behind the last one."""
+def test_draft_ends_where_the_executor_sampled_no_token():
+    """The executor returns fewer tokens than there are draft tokens. The request continues after the last sampled
+    token.
+    """
     core = EngineCore(CoreSettings(block_count=16, context_tokens_max=64, draft_tokens_max=4))
     core.add(_request((1, 2) * 4, 20))
     plan = core.schedule(0.0)

@@ -1,4 +1,6 @@
-"""Tests of encoder outputs: limits and order hold in random histories, and faulty variants are detected."""
+"""Tests of encoder outputs: random histories respect the limits and the order of claims, and faulty variants are
+detected.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ SIZES = dict(zip(NAMES, (1, 2, 3, 4, 5, 2, 1, 7), strict=True))
 
 
 def play(seed: int, make: Callable[[int], EncoderOutputs] = EncoderOutputs, events: int = 120) -> None:
-    """Claim, encode and release outputs in random order, and compare with a simple book."""
+    """Claim, encode and release outputs in random order, and compare the states with a simple model."""
     rng = random.Random(seed)
     outputs = make(BYTES_MAX)
     granted_order: list[OutputClaim] = []

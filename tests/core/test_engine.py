@@ -98,7 +98,7 @@ def test_schedule_is_refused_while_a_step_is_in_flight(drive):
         driver.core.schedule(driver.now)
 
 
-def test_only_the_plan_in_flight_is_accepted_and_once(drive):
+def test_only_the_plan_in_flight_is_accepted_and_only_once(drive):
     driver = drive()
     driver.add("a", [1], 3)
     first = driver.core.schedule(driver.now)
@@ -124,7 +124,7 @@ def test_a_result_of_wrong_size_is_refused_before_any_change(drive):
 # --- abort ----------------------------------------------------------------------------------------------------------
 
 
-def test_abort_of_an_unknown_id_says_so(drive):
+def test_abort_of_an_unknown_id_returns_unknown(drive):
     driver = drive()
     driver.add("a", [1])
     assert driver.abort("A", "a ", "") == {"A": UNKNOWN, "a ": UNKNOWN, "": UNKNOWN}
@@ -193,7 +193,7 @@ def test_abort_while_a_step_runs_that_does_not_compute_the_request_ends_it_at_on
     driver.core.update_from_output(plan, driver.executor.execute(plan), driver.now)
 
 
-def test_the_first_reason_stays_and_a_token_that_came_meanwhile_is_dropped(drive):
+def test_first_abort_reason_is_reported_and_the_token_of_the_running_step_is_dropped(drive):
     driver = drive()
     driver.add("a", [1, 2], 1)
     plan = driver.core.schedule(driver.now)
@@ -237,8 +237,8 @@ def test_requests_of_one_step_can_be_aborted_in_any_number(drive):
 def test_any_set_of_requests_can_be_aborted_at_any_time(drive, moment):
     """Scenario S19 of tests/README.md: abort every subset of five requests.
 
-    Two decode, one computes its prompt, one was preempted, and one waits. One abort call yields one event per request,
-    and the others get their whole responses.
+    Two requests decode, one computes its prompt, one was preempted, and one waits. One abort call yields one event per
+    aborted request, and the other requests get their whole responses.
     """
     names = "abcde"
     for subset in range(2 ** len(names)):
@@ -274,7 +274,7 @@ def test_any_set_of_requests_can_be_aborted_at_any_time(drive, moment):
         assert {name for name, event in driver.finished.items() if event.reason is FinishReason.ABORT} == set(chosen)
 
 
-def test_one_of_two_requests_with_a_shared_prefix_can_end(drive):
+def test_request_continues_when_another_request_with_its_prefix_ends(drive):
     driver = drive()
     driver.add("a", range(9), 6)
     driver.step()
@@ -321,7 +321,7 @@ def test_blocks_of_a_failed_chunk_cannot_be_found(drive):
     driver.run()
 
 
-def test_a_stop_token_is_the_last_token_and_named(drive):
+def test_stop_token_is_the_last_token_and_is_reported(drive):
     driver = drive(model=FakeModel(vocab_size=16, stop_token_id=3, stop_period=4))
     for index in range(8):
         driver.add(f"r{index}", [index, index + 1], 32, stop_token_ids=frozenset({3}))
@@ -334,14 +334,14 @@ def test_a_stop_token_is_the_last_token_and_named(drive):
 
 
 @pytest.mark.parametrize("min_tokens", [0, 1, 5, 32])
-def test_nothing_stops_before_min_tokens(drive, min_tokens):
+def test_no_stop_token_ends_a_request_before_min_tokens(drive, min_tokens):
     driver = drive(model=FakeModel(vocab_size=8, stop_token_id=3, stop_period=2))
     driver.add("a", [1, 2], 32, stop_token_ids=frozenset({3}), min_tokens=min_tokens)
     driver.run()
     assert len(driver.tokens["a"]) >= min(32, min_tokens + 1)
 
 
-def test_cached_tokens_are_counted_when_it_runs_for_the_first_time(drive):
+def test_cached_tokens_are_counted_when_a_request_first_runs(drive):
     driver = drive()
     driver.add("a", range(9), 1)
     driver.run()
@@ -372,7 +372,7 @@ def test_output_tokens_are_found_as_a_prefix_too(drive):
     assert driver.finished["b"].cached_token_count == 8
 
 
-def test_logprobs_come_with_their_tokens(drive):
+def test_logprobs_are_delivered_with_their_tokens(drive):
     driver = drive()
     driver.add("a", range(6), 6, logprobs=3)
     driver.add("b", range(9), 6)

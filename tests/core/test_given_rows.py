@@ -52,7 +52,7 @@ def drawn(rng: random.Random, name: str) -> EngineRequest:
 
 
 def alone(model: FakeModel, asked: EngineRequest) -> list[int]:
-    """Return the response that the request gets in an engine of its own."""
+    """Return the response that the request gets in an engine without other requests."""
     core = EngineCore(CoreSettings(block_count=32, block_size=4, context_tokens_max=128, enable_prefix_caching=False))
     executor = FakeExecutor(block_count=32, block_size=4, model=model)
     core.add(asked)
@@ -117,7 +117,7 @@ def test_random_histories_hit_the_cache() -> None:
 
 
 @pytest.mark.parametrize("bug", ["no material", "no place", "not compared"])
-def test_a_cache_that_mixes_up_images_is_detected(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefix_cache_that_confuses_images_is_detected(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if bug == "no material":
         monkeypatch.setattr(prefix_cache, "rows_material", lambda given, start, end: b"")
     elif bug == "no place":
@@ -134,7 +134,7 @@ def test_a_cache_that_mixes_up_images_is_detected(bug: str, monkeypatch: pytest.
             play(seed)
 
 
-def test_material_names_what_overlaps_a_block() -> None:
+def test_block_material_depends_on_the_given_rows_that_overlap_the_block() -> None:
     given = (rows(3, 6, 1), rows(20, 4, 2))
     assert rows_material(given, 0, 3) == b""
     assert rows_material(given, 0, 4) != rows_material(given, 4, 8) != b""

@@ -14,7 +14,9 @@ from trioserve.testing.fake_executor import FakeModel
 
 
 def chain(*parts: tuple[int, ...], ends: bool = True) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Return an automaton of states in a row, each with its allowed tokens. At the end it is over, or starts again."""
+    """Return an automaton with consecutive states, each with its allowed tokens. After the last state, the automaton
+    ends if `ends` is True, and starts again otherwise.
+    """
     states = [tuple((token, index + 1) for token in tokens) for index, tokens in enumerate(parts)]
     if ends:
         return (*states, ())
@@ -51,7 +53,7 @@ def test_an_allowed_stop_token_ends_a_guided_request(drive):
     assert driver.finished["a"].stop_token_id == 39
 
 
-def test_forced_tokens_cost_one_step(drive):
+def test_forced_tokens_are_computed_in_one_step(drive):
     driver = drive(model=model(), step_tokens_max=16)
     add(driver, automaton=chain(ANY, (11,), (12,), (13,), ANY, (14,)))
     driver.step()
@@ -82,7 +84,7 @@ def test_forced_tokens_end_at_max_tokens(drive, output):
     assert driver.finished["a"].reason is (FinishReason.STOP if is_whole else FinishReason.LENGTH)
 
 
-def test_a_forced_stop_token_ends_it(drive):
+def test_forced_stop_token_ends_the_request(drive):
     driver = drive(model=model())
     add(driver, automaton=chain(ANY, (11,), (39,), (12,), ANY), stop_token_ids=frozenset((39,)))
     driver.run()
@@ -105,7 +107,7 @@ def test_a_long_forced_run_is_computed_within_the_budget_of_a_step(drive):
     assert len(driver.tokens["a"]) == 42
 
 
-def test_with_logprobs_every_token_is_sampled_and_has_one(drive):
+def test_every_token_of_a_request_with_logprobs_is_sampled_and_has_a_logprob(drive):
     driver = drive(model=model())
     add(driver, automaton=chain(ANY, (11,), (12,), ANY), logprobs=1)
     driver.run()
@@ -161,7 +163,7 @@ def test_forced_tokens_are_cached_for_the_next_request(drive):
     assert driver.finished["d"].cached_token_count == 6
 
 
-def test_a_guide_that_fails_ends_its_request_alone(drive):
+def test_failed_guide_ends_only_its_own_request(drive):
     driver = drive(model=model())
     driver.add("a", (9, 8), 9, guide=AutomatonGuide(chain(*[ANY] * 8), fails_after=3))
     driver.add("b", (3, 3, 3), 8)
@@ -263,7 +265,9 @@ def test_a_forced_token_that_the_guide_rejects_is_not_in_the_response(drive):
 
 
 class EndOfReasoning(AutomatonGuide):
-    """Allows any token, then forces its end behind two. A token that was sampled ahead belongs to the reasoning too."""
+    """Allows any token, and forces the end of the reasoning after two tokens. A token that was sampled ahead belongs to
+    the reasoning too.
+    """
 
     is_free_ahead = True
 
@@ -284,7 +288,7 @@ class EndOfReasoning(AutomatonGuide):
         return (11, 12)[:count_max] if len(self.taken) >= 2 and 12 not in self.taken else ()
 
 
-def test_nothing_is_forced_while_the_next_token_is_being_sampled(drive):
+def test_no_token_is_forced_while_the_next_token_is_being_sampled(drive):
     driver = drive(model=model(), overlap_steps=True)
     guide = EndOfReasoning()
     driver.add("a", (9, 8), 8, guide=guide)

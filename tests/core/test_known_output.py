@@ -41,7 +41,9 @@ def response_to(output_tokens_max: int, **more: Any) -> ReferenceResponse:
         {"seed": 7},
     ],
 )
-def test_a_response_resumed_at_any_token_is_the_same(drive: Callable[..., Any], fields: dict[str, Any]) -> None:
+def test_response_resumed_at_any_token_equals_the_uninterrupted_response(
+    drive: Callable[..., Any], fields: dict[str, Any]
+) -> None:
     whole = response_to(9, **fields)
     for known in range(len(whole.token_ids)):
         driver = drive(model=MODEL)
@@ -99,7 +101,7 @@ def test_forced_tokens_follow_the_known_output(drive: Callable[..., Any]) -> Non
         assert (tuple(driver.tokens["a"]), driver.finished["a"].reason) == (whole.token_ids, FinishReason.STOP)
 
 
-def test_known_output_can_be_loaded_too(drive: Callable[..., Any]) -> None:
+def test_connector_can_load_the_kv_of_known_output(drive: Callable[..., Any]) -> None:
     driver = drive(model=MODEL, connected=True)
     driver.remote["a"] = 100
     driver.add("a", PROMPT, 9, known_output=response_to(9).token_ids[:6])

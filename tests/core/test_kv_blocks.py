@@ -97,14 +97,14 @@ def cached_chain(pool: BlockPool, count: int) -> list[int]:
     return blocks
 
 
-def test_free_blocks_are_taken_before_cached_ones():
+def test_free_blocks_are_allocated_before_cached_blocks():
     pool = BlockPool(3)
     cached_chain(pool, 1)
     assert evicted(pool, 2) == []
     check(pool, free=0, cached=1, used=2)
 
 
-def test_a_chain_is_evicted_from_its_end_the_oldest_chain_first():
+def test_oldest_prefix_is_evicted_first_from_its_last_block():
     pool = BlockPool(4)
     old, new = cached_chain(pool, 2), cached_chain(pool, 2)
     assert evicted(pool, 3) == [old[1], old[0], new[1]]
@@ -119,7 +119,7 @@ def test_sharing_moves_a_cached_block_to_the_end_of_the_eviction_order():
     assert evicted(pool, 2) == [new[1], new[0]]
 
 
-def test_an_evicted_block_is_not_published_any_more():
+def test_evicted_block_is_no_longer_in_the_prefix_cache():
     pool = BlockPool(1)
     cached_chain(pool, 1)
     blocks = pool.allocate(1)

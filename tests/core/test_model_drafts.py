@@ -1,4 +1,4 @@
-"""Tests of the tasks of a draft model behind a step. Model and draft model are simulated."""
+"""Tests of the tasks that a draft model gets after a step. Model and draft model are simulated."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_no_drafts_for_a_short_response_to_a_long_prompt():
     check_idle(drafted.core)
 
 
-def test_no_proposals_while_a_request_waits():
+def test_no_draft_tokens_are_proposed_while_a_request_waits():
     drafted = Drafted(max_num_seqs=1)
     drafted.add("a", 4)
     drafted.step()
@@ -101,7 +101,7 @@ def test_no_proposals_while_a_request_waits():
     assert tasks(drafted.step()) == [None]
 
 
-def test_no_proposals_behind_a_step_with_a_prompt():
+def test_no_draft_tokens_are_proposed_after_a_step_with_a_prompt():
     drafted = Drafted()
     drafted.add("a", 4)
     drafted.step()
@@ -110,7 +110,7 @@ def test_no_proposals_behind_a_step_with_a_prompt():
     assert None not in tasks(drafted.step())
 
 
-def test_no_proposals_if_passes_cost_more_than_they_gain():
+def test_no_draft_tokens_are_proposed_if_draft_passes_cost_more_than_they_gain():
     drafted = Drafted(seconds=(1.0, 3.0))
     drafted.add("a", 4, output_tokens=100)
     given = [any(tasks(drafted.step())) for _ in range(30)]
@@ -133,10 +133,10 @@ def test_a_new_request_starts_with_the_acceptance_of_others():
     assert (begun > ACCEPTANCE_FIRST) == (learned > ACCEPTANCE_FIRST)
 
 
-def test_a_head_computes_along_from_the_first_chunk():
+def test_draft_head_computes_in_every_step_from_the_first_chunk():
     drafted = Drafted(source="head", step_tokens_max=16)
     drafted.add("a", 30)
     assert tasks(drafted.step()) == [DraftTask(0, 16, 0)]
-    # A task that was not done ends the head's drafts: it cannot catch up.
+    # A task that was not done ends the head's drafts, because a head cannot catch up.
     following = [task for _ in range(4) for task in tasks(drafted.step())]
     assert all(task is None or task.end in (30, None) for task in following)

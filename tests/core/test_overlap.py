@@ -1,4 +1,4 @@
-"""Tests of a step that is planned while another is in flight: its content, and what happens if requests end."""
+"""Tests of a step that is planned while another step is in flight: its content, and the effect of requests that end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trioserve.testing.invariants import check_core, check_idle
 
 
 class Steps:
-    """A driver's core whose steps are planned, computed and taken one by one."""
+    """A driver's core. A test plans, computes and finishes its steps one by one."""
 
     def __init__(self, driver) -> None:
         self.driver = driver
@@ -45,7 +45,7 @@ class Steps:
         return self.take(plan, self.compute(plan, fail=fail))
 
     def run(self) -> None:
-        """Run to the end. Each step is planned ahead if possible."""
+        """Run all requests to their end. Each step is planned ahead if possible."""
         while list(self.core.live_requests()):
             plan: StepPlan | None = self.begin()
             while plan is not None:
@@ -72,7 +72,7 @@ STOPS_AT_ONCE = FakeModel(vocab_size=8, stop_token_id=0, stop_period=1)
 # --- planning ahead ----------------------------------------------------------------------------------------------
 
 
-def test_a_decode_behind_the_sampled_token_is_planned_ahead(steps):
+def test_decode_after_the_token_in_flight_is_planned_ahead(steps):
     steps = steps()
     steps.driver.add("a", range(5), 4)
     first = steps.begin()
@@ -108,7 +108,7 @@ def test_an_aborted_request_is_not_planned_again(steps):
     assert [chunk.request.id for chunk in steps.ahead().chunks] == ["b"]
 
 
-def test_nothing_is_planned_ahead_if_no_request_continues(steps):
+def test_no_step_is_planned_ahead_if_no_request_continues(steps):
     steps = steps()
     steps.driver.add("a", range(3), 1)
     steps.begin()
@@ -161,7 +161,7 @@ def test_the_table_of_the_step_in_flight_does_not_change(steps):
 
 
 @pytest.mark.parametrize("is_computed_first", [False, True])
-def test_a_token_behind_a_stop_token_is_discarded_and_then_blocks_are_freed(steps, is_computed_first):
+def test_token_after_a_stop_token_is_discarded_and_then_blocks_are_freed(steps, is_computed_first):
     steps = steps(model=STOPS_AT_ONCE)
     steps.driver.add("a", range(1, 4), 9, stop_token_ids=frozenset({0}))
     first, second = steps.begin(), steps.ahead()
@@ -257,7 +257,8 @@ def test_a_second_step_continues_for_a_new_request_if_the_first_is_abandoned(ste
     steps.run()
 
 
-@pytest.mark.parametrize("prompt_count", [5, 20])  # it fails at its first token, or in the middle of its prompt
+# The request fails at its first token, or in the middle of its prompt.
+@pytest.mark.parametrize("prompt_count", [5, 20])
 def test_a_failed_request_ends_alone_and_its_next_chunk_is_dropped(steps, prompt_count):
     """Scenario S20 of tests/README.md."""
     steps = steps(step_tokens_max=12)
@@ -326,7 +327,7 @@ def test_responses_are_the_same_with_and_without_overlap(steps):
 # --- wrong calls ----------------------------------------------------------------------------------------------
 
 
-def test_steps_come_back_in_the_order_in_which_they_were_planned(steps):
+def test_result_of_a_later_step_is_refused_before_the_earlier_step_returns(steps):
     steps = steps()
     steps.driver.add("a", range(5), 9)
     first, second = steps.begin(), steps.ahead()

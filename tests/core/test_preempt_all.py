@@ -91,7 +91,7 @@ def test_preempt_all_is_refused_while_a_step_is_in_flight(drive):
         ),
     ],
 )
-def test_forgotten_prefixes_are_no_hits(check, script, expect):
+def test_forgotten_prefixes_are_not_found_in_the_prefix_cache(check, script, expect):
     check(script, expect)
 
 

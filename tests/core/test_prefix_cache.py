@@ -40,14 +40,14 @@ class Holder:
         self.content: dict[int, tuple[str | None, tuple[int, ...]]] = {}
 
     def match(self, tokens: tuple[int, ...], salt: str | None = None) -> int:
-        """Return how many blocks are found. Checks that each holds exactly this prefix."""
+        """Return how many blocks are found. Check that each found block contains exactly this prefix."""
         blocks = self.cache.match(PrefixChain(salt), tokens)
         for index, block in enumerate(blocks):
             assert self.content[block] == (salt, tokens[: (index + 1) * BLOCK_SIZE])
         return len(blocks)
 
     def compute(self, tokens: tuple[int, ...], salt: str | None = None, *, use_hits: bool = True) -> list[int]:
-        """Compute tokens and return the full blocks, which the caller then holds. Hits are shared."""
+        """Compute tokens and return the full blocks, which the caller must release. Cache hits are shared."""
         chain = PrefixChain(salt)
         hits = self.cache.match(chain, tokens) if use_hits else []
         self.pool.share(hits)

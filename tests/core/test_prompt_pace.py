@@ -1,4 +1,6 @@
-"""Tests of wide prompts beside decodes. Chunks are limited by time, on a clock that steps advance by a known cost."""
+"""Tests of long prompts in steps with decodes. Chunks are limited by time, on a clock that each step advances by a
+known cost.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ ROOM = {"block_count": 20_000, "context_tokens_max": 40_000, "max_num_seqs": 70,
 
 
 class Costs:
-    """Cost of a step in seconds: weights, each decode, each prompt token, and the tokens that it attends to."""
+    """Cost of a step in seconds: for the weights, for each decode, for each prompt token, and for each token that a
+    prompt token attends to.
+    """
 
     def __init__(self, *, decode=0.0002, token=0.0002, attended=1e-8, noise=0.0) -> None:
         self.decode, self.token, self.attended, self.noise = decode, token, attended, noise
@@ -36,7 +40,7 @@ class Costs:
 
 
 class Timed:
-    """A core on a clock that each step advances by its cost. Nothing is computed."""
+    """A core on a clock that each step advances by the step's cost. No model computes the steps."""
 
     def __init__(self, costs: Costs, decode_count: int = 0, *, overlap_steps: bool = False) -> None:
         self.core = EngineCore(CoreSettings(**ROOM, overlap_steps=overlap_steps))
@@ -73,7 +77,7 @@ class Timed:
         return seconds
 
     def step(self) -> tuple[float, int]:
-        """Do one step. Returns its seconds, and its tokens of wide prompts."""
+        """Do one step. Returns the seconds of the step, and the number of long-prompt tokens in it."""
         plan = self.core.schedule(self.now)
         assert plan is not None
         wide = sum(chunk.count for chunk in plan.chunks if chunk.request.id.startswith("wide") and chunk.count > 1)
@@ -87,7 +91,7 @@ class Timed:
 @pytest.mark.parametrize(
     ("count", "noise"), [(64, 0.0), (64, 0.3), (16, 0.0), (4, 0.0)], ids=["64", "64 and noise", "16", "4"]
 )
-def test_a_wide_prompt_stretches_steps_by_half_and_comes_to_its_end(count, noise):
+def test_long_prompt_makes_steps_at_most_half_longer_and_is_completed(count, noise):
     costs = Costs(noise=noise)
     timed = Timed(costs, count)
     alone = max(timed.step()[0] for _ in range(20))
@@ -97,14 +101,14 @@ def test_a_wide_prompt_stretches_steps_by_half_and_comes_to_its_end(count, noise
         beside.append(timed.step())
     times = sorted(seconds for seconds, _ in beside)
     assert times[int(len(times) * 0.99)] <= 1.5 * alone * (1 + noise) + 16 * costs.token
-    # the allowed time is used, and only probes have no wide tokens
+    # the allowed time is used, and only probes have no tokens of long prompts
     assert sum(tokens for _, tokens in beside) >= 31_000
     assert sum(times) / len(times) >= 1.25 * alone / (1 + noise)
     assert sum(1 for _, tokens in beside if not tokens) <= len(beside) // PROBE_EVERY + 2
     timed.leave()
 
 
-def test_chunks_get_smaller_deeper_in_the_prompt():
+def test_chunks_become_smaller_toward_the_end_of_a_long_prompt():
     costs = Costs(attended=4e-8)
     timed = Timed(costs, 32)
     timed.add("wide", range(10_000, 42_000))
@@ -113,7 +117,7 @@ def test_chunks_get_smaller_deeper_in_the_prompt():
     timed.leave()
 
 
-def test_a_wide_prompt_beside_one_decode_gets_half_of_the_time():
+def test_long_prompt_beside_one_decode_gets_half_of_the_time():
     costs = Costs(attended=0.0)
     timed = Timed(costs, 1)
     alone = timed.step()[0]
@@ -123,7 +127,7 @@ def test_a_wide_prompt_beside_one_decode_gets_half_of_the_time():
     timed.leave()
 
 
-def test_a_wide_prompt_alone_gets_whole_steps():
+def test_long_prompt_without_decodes_gets_whole_steps():
     timed = Timed(Costs())
     timed.add("wide", range(10_000, 14_096))
     assert [timed.step()[1] for _ in range(8)] == [512] * 8
@@ -140,7 +144,7 @@ def test_a_prompt_that_fits_a_step_is_computed_at_once():
     timed.leave()
 
 
-def test_two_wide_prompts_share_the_tokens_of_one():
+def test_two_long_prompts_share_the_tokens_of_one_long_prompt():
     costs = Costs(attended=0.0)
     timed = Timed(costs, 32)
     timed.add("wide", range(10_000, 42_000))
@@ -151,7 +155,7 @@ def test_two_wide_prompts_share_the_tokens_of_one():
     timed.leave()
 
 
-def test_more_decodes_are_noticed():
+def test_pace_adapts_when_there_are_more_decodes():
     """The time of a step that only decodes is measured again soon when there are many more decodes."""
     timed = Timed(Costs(decode=0.002, attended=0.0), 8)
     timed.add("wide", range(10_000, 42_000))
@@ -165,7 +169,7 @@ def test_more_decodes_are_noticed():
     timed.leave()
 
 
-def test_a_chunk_at_most_doubles_from_step_to_step():
+def test_chunk_of_a_long_prompt_at_most_doubles_from_step_to_step():
     timed = Timed(Costs(token=1e-6, attended=0.0), 16)
     timed.add("wide", range(10_000, 42_000))
     tokens = [tokens for tokens in (timed.step()[1] for _ in range(30)) if tokens]
@@ -176,8 +180,8 @@ def test_a_chunk_at_most_doubles_from_step_to_step():
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_wide_prompts_continue_when_all_decodes_are_preempted(drive, seed):
-    """Wide prompts that were left out for decodes are planned when all decodes are preempted."""
+def test_long_prompts_continue_when_all_decodes_are_preempted(drive, seed):
+    """Long prompts that were left out for decodes are planned when all decodes are preempted."""
     draw = random.Random(seed)
     driver = drive(block_count=20, block_size=4, max_num_seqs=5, step_tokens_max=8)
     tokens_max = driver.core.scheduler.pace.tokens_max
@@ -194,7 +198,7 @@ def test_wide_prompts_continue_when_all_decodes_are_preempted(drive, seed):
     driver.run()
 
 
-def test_a_wide_prompt_continues_when_all_others_of_its_step_are_preempted(drive):
+def test_long_prompt_continues_when_all_other_requests_of_its_step_are_preempted(drive):
     """The wide prompt is left out, because an earlier one takes all tokens that decodes allow.
 
     The earlier one then preempts the decode, still lacks blocks, and is preempted itself.
@@ -220,8 +224,8 @@ def test_a_wide_prompt_continues_when_all_others_of_its_step_are_preempted(drive
     driver.run()
 
 
-def test_times_of_overlapping_and_dropped_steps():
-    """A step's time begins when the step before it is back. Dropped steps teach nothing."""
+def test_overlapping_time_is_counted_once_and_dropped_steps_not_at_all():
+    """The time of a step begins when the previous step has returned. Dropped steps do not change the estimates."""
     timed = Timed(Costs(), 32, overlap_steps=True)
     timed.add("wide", range(10_000, 42_000))
     core, times = timed.core, []

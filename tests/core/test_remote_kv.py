@@ -1,4 +1,6 @@
-"""Tests of KV from other engines: it arrives whole or in part, late, twice or never, and some requests do not wait."""
+"""Tests of KV from other engines: the KV arrives completely or in part, late, twice or never, and some requests do not
+wait for it.
+"""
 
 from __future__ import annotations
 
@@ -67,17 +69,19 @@ def test_a_request_runs_when_its_kv_has_arrived_and_computes_the_rest(check, scr
         pytest.param("a:12 | +a", "a0-7 | a8-11*", {"unknown": 1}, id="an unknown load"),
     ],
 )
-def test_wrong_reports_are_counted(check, script, expect, faults):
-    """Scenario S08 of tests/README.md: tokens that did not arrive are computed here, and never decoded from."""
+def test_wrong_connector_reports_are_counted(check, script, expect, faults):
+    """Scenario S08 of tests/README.md: tokens whose KV did not arrive are computed in this engine, and no output is
+    sampled from missing KV.
+    """
     assert check(script, expect, connected=True).faults == faults
 
 
-def test_the_rest_of_a_loaded_prompt_owns_its_blocks_already(check):
+def test_request_owns_blocks_for_the_prompt_tokens_that_were_not_loaded(check):
     driver = check("a:19<6 | +a", ". | a6-13 | a14-18*", connected=True, block_count=5)
     assert driver.core.stats().preemptions_total == 0
 
 
-def test_a_loading_request_owns_blocks_and_no_place_in_the_batch(drive):
+def test_loading_request_owns_blocks_but_no_batch_slot(drive):
     driver = drive(connected=True, max_num_seqs=1)
     driver.remote = {"a": 8}
     driver.add("a", range(12))
@@ -115,7 +119,7 @@ def test_a_request_waits_while_the_maximum_of_loads_is_pending(drive):
     driver.run()
 
 
-def test_a_request_whose_load_failed_is_matched_again(drive):
+def test_request_whose_load_failed_is_matched_again_against_the_prefix_cache(drive):
     driver = drive(connected=True, block_count=12, step_tokens_max=64)
     driver.remote, driver.holds = {"a": 8}, {"q"}
     driver.add("a", range(31))
@@ -142,7 +146,7 @@ def test_no_more_requests_load_at_a_time_than_can_run(drive):
     driver.run()
 
 
-def test_a_load_begins_only_when_everything_known_fits(drive):
+def test_load_begins_only_when_all_known_tokens_fit_the_pool(drive):
     driver = drive(connected=True, block_count=4)
     driver.remote = {"b": 4}
     driver.add("a", range(8), 4)
@@ -171,7 +175,9 @@ def test_loaded_blocks_are_found_by_the_next_request_with_the_prefix(drive):
 
 
 def loading(drive, *, prefix: bool = False, **more):
-    """Let `a` wait for 8 tokens; with a prefix, for the tokens after 4 that are cached here."""
+    """Let request `a` wait for the KV of 8 tokens. With `prefix`, its first 4 tokens are cached and it waits for the
+    tokens after them.
+    """
     driver = drive(connected=True, **more)
     if prefix:
         driver.add("p", range(5))
@@ -259,7 +265,7 @@ def test_an_abort_before_the_load_began_notifies_the_connector(drive):
 
 @pytest.mark.parametrize("moment", ["in the queue", "while it loads", "after it has come"])
 def test_an_abort_in_the_decode_core_frees_the_blocks_of_the_prefill_core(drive, moment):
-    """Scenarios S07 and S10 of tests/README.md: two cores, and the test is the wire between their connectors.
+    """Scenarios S07 and S10 of tests/README.md: two cores. The test passes messages between their connectors.
 
     The prefill core holds the blocks. The request ends in the decode core, and both connectors are notified at once.
     """
@@ -430,13 +436,13 @@ def test_a_call_that_raises_is_counted_and_everything_is_released(drive, call):
         ({"load_failure_policy": "retry"}, 'it may be "recompute" or "fail"'),
     ],
 )
-def test_endless_waits_are_refused(change, message):
+def test_settings_with_endless_waits_are_refused(change, message):
     with pytest.raises(StartupError, match=message):
         CoreSettings(block_count=4, context_tokens_max=64, max_num_seqs=2, **change)
 
 
 @pytest.mark.parametrize("report", [None, "x", Loaded(RequestId("a"), None), Loaded(RequestId("a"), 3.5)])
-def test_a_value_that_is_no_report_is_counted_only(drive, report):
+def test_value_that_is_not_a_report_is_counted_and_ignored(drive, report):
     driver = drive(connected=True)
     driver.remote = {"a": 8}
     driver.add("a", range(12))
@@ -449,7 +455,7 @@ def test_a_value_that_is_no_report_is_counted_only(drive, report):
 
 
 def test_a_prompt_that_fits_thanks_to_held_hits_starts_when_nothing_else_runs(drive):
-    """It did not fit when it was first checked, because there were no hits yet."""
+    """The prompt did not fit when it was first checked, because there were no cache hits yet."""
     driver = drive(connected=True, block_count=8, block_size=1)
     driver.holds = {"c"}
     driver.add("a", (9, 8, 7))

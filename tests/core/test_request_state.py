@@ -71,7 +71,7 @@ def test_order_is_priority_then_arrival():
     assert sorted([late, early, urgent], key=lambda live: live.order) == [urgent, early, late]
 
 
-def test_the_phase_never_goes_back():
+def test_phase_of_a_request_never_goes_back():
     live = live_request()
     assert live.phase is Phase.QUEUED
     live.cached_token_count = 0  # the request has run

@@ -62,7 +62,7 @@ def test_content_that_is_already_published_is_not_reported_again():
 
 
 @pytest.mark.parametrize("is_told", [True, False])
-def test_a_replaced_block_is_reported_before_its_successor(is_told):
+def test_removal_of_a_replaced_block_is_reported_before_the_new_block(is_told):
     cache = Cache(4, hash_block=lambda parent, token_ids: BlockHash(b"same"))
     book = ResidencyBook(cache.cache)
     if not is_told:

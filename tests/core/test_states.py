@@ -1,5 +1,5 @@
-"""Tests of layers that keep a state: who owns which slot, when snapshots are written, and which requests start from
-them.
+"""Tests of layers that keep a state: which request owns which slot, when snapshots are written, and which requests
+start from a snapshot.
 
 The fake executor represents a state by the digest of all tokens that entered it, and checks it before each chunk.
 """
@@ -160,7 +160,7 @@ def test_a_connector_with_states_is_refused():
 
 
 def test_the_fake_executor_detects_a_wrong_state(drive):
-    """The fake executor detects wrong states."""
+    """The fake executor raises an error if a chunk reads a wrong state."""
     driver = drive(**SLOTS)
     driver.add("a", tuple(range(4)), 4)
     driver.step()

@@ -37,8 +37,8 @@ def check(output: list[int], expect: str | None, *, stops: set[int], tokens_max:
         ([1, 7], {7, 9}, 0, "stop"),
         ([1, 9], {7, 9}, 0, "stop"),
         ([1], {7, 8}, 0, None),
-        ([1, 2, 7], {7}, 0, "stop"),  # both conditions: the stop token counts
-        # min_tokens 2: the third token may stop it, the second may not
+        ([1, 2, 7], {7}, 0, "stop"),  # both conditions apply: the stop token is the reason
+        # min_tokens 2: the third token may end the request, the second token may not
         ([7], {7}, 2, None),
         ([1, 7], {7}, 2, None),
         ([1, 2, 7], {7}, 2, "stop"),

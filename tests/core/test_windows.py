@@ -1,4 +1,5 @@
-"""Tests of sliding windows: blocks that no window reaches are freed while the request runs, once and at the right time.
+"""Tests of sliding windows: blocks that no window reaches are freed while the request runs, exactly once and not too
+early.
 
 Prompts are also found in the prefix cache without their first blocks.
 """
@@ -123,7 +124,7 @@ def test_blocks_that_a_second_step_in_flight_reads_are_kept():
     assert engine.core.stats().blocks_given_back_total > 0
 
 
-def test_the_next_turn_is_a_hit_even_if_its_first_blocks_were_evicted():
+def test_next_chat_turn_is_a_cache_hit_even_if_its_first_blocks_were_evicted():
     engine = Engine(block_count=6)
     prompt = list(range(100))
     engine.add("a", prompt, count=10)
@@ -140,7 +141,7 @@ def test_the_next_turn_is_a_hit_even_if_its_first_blocks_were_evicted():
     check_idle(engine.core)
 
 
-def test_a_hold_covers_the_blocks_in_the_last_window():
+def test_hold_covers_only_the_blocks_in_the_last_window():
     engine = Engine(block_count=12, has_connector=True)
     engine.add("a", list(range(50)), is_held=True)
     engine.run()
@@ -182,7 +183,7 @@ def test_a_partial_load_is_rejected_if_the_window_reaches_further_back():
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("caching", [False, True])
-def test_aborts_in_every_phase_leave_nothing(overlap: bool, caching: bool):
+def test_aborts_in_every_phase_leave_no_block_in_use(overlap: bool, caching: bool):
     """Phases: waiting, prompt chunk in flight, between two steps, decode with one or two steps in flight."""
     rng = random.Random(2 * overlap + caching)
     engine = Engine(block_count=14, overlap_steps=overlap, enable_prefix_caching=caching)
@@ -248,7 +249,9 @@ class Windowed:
         return chain, blocks
 
     def compute(self, tokens: tuple[int, ...]) -> int:
-        """Compute tokens block by block, free blocks behind the window, then all. Returns how many were hits."""
+        """Compute tokens block by block, and free the blocks that the window has passed, at the end all blocks. Returns
+        how many blocks were cache hits.
+        """
         chain, blocks = self.match(tokens)
         hit_count = len(blocks)
         gone = self.first_block_read(2 * hit_count)
@@ -291,7 +294,7 @@ def test_names_max_limits_the_remembered_blocks():
     assert len(cache.match((*range(60), 1))[1]) == 0, "the oldest names are dropped"
 
 
-def test_names_without_children_are_dropped():
+def test_evicted_names_without_children_are_dropped():
     cache = Windowed(4, 5, hash_block)
     cache.compute(tuple(range(40)))
     cache.compute(tuple(range(100, 140)))

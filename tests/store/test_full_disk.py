@@ -45,7 +45,7 @@ def ids(kept, **options):
 
 
 def fill(kept):
-    """Fill the file: SQLite can allocate no further page, and has no free one."""
+    """Fill the file, so that SQLite has no free page and can allocate none."""
     kept.set_pages_max(1)
     number = 0
     while True:
@@ -58,7 +58,7 @@ def fill(kept):
 
 @pytest.fixture
 def full(tmp_path):
-    """A database on a full disk, with the objects `a` and `b`."""
+    """Return a database on a full disk, with the objects `a` and `b`."""
     kept = StoreDatabase(tmp_path / FILE_NAME, StoreSettings(), now=NOW)
     kept.write([put("a", b"1"), append("a", b"one "), put("b", b"2")], NOW)
     fill(kept)
@@ -144,7 +144,7 @@ def test_a_conflicting_id_does_not_block_later_writes(full):
     assert full.usage().trouble is None
 
 
-def test_closing_tries_to_write_again(full, tmp_path):
+def test_close_retries_unwritten_changes(full, tmp_path):
     assert full.settle([replace("a", FILL * 3)], NOW)
     full.set_pages_max(None)
     assert full.close() == 0

@@ -1,12 +1,14 @@
-"""Book of LoRA adapters: which are loaded, how many requests use each, and when one may be unloaded.
+"""Book of LoRA adapters: which adapters are loaded, how many requests use each adapter, and when an adapter may be
+unloaded.
 
-The book knows names and counts, and no weights.
+The book stores names and counts, but no weights.
 
     LOADING ──► READY ──► RETIRED ──► (forgotten)
         └────────────────────┘
 
-A name stands for the adapter that is READY under it. A lease belongs to one loaded adapter: it stays valid if another
-adapter takes over the name. A RETIRED adapter has no name any more, and is unloaded when its last lease is released.
+A name refers to the adapter that is READY under this name. A lease belongs to one loaded adapter. The lease stays valid
+if another adapter takes over the name. A RETIRED adapter no longer has a name, and is unloaded when its last lease is
+released.
 """
 
 from __future__ import annotations
@@ -30,15 +32,15 @@ class LoadedAdapter:
     """One load of an adapter.
 
     Args:
-        id: unique among all loads.
-        name: name that requests use.
-        source: where the adapter came from, for people.
-        replaces: True if the adapter may take over the name of a ready one.
+        id: id of this load, unique among all loads.
+        name: name that requests use for the adapter.
+        source: where the adapter came from, as text for people.
+        replaces: True if the adapter may take over the name of a ready adapter.
 
     Attributes:
-        ref: set when the load has finished and the digest is known.
-        is_owed: True until the loader has reported how the load ended. Until then it may still be writing weights.
-        user_count: leases that are not released.
+        ref: reference for steps. None until the load has finished and the digest is known.
+        is_owed: True until the loader has reported how the load ended. Until then, the loader may still write weights.
+        user_count: number of leases that are not released.
     """
 
     __slots__ = ("id", "is_owed", "name", "ref", "replaces", "source", "state", "user_count")
@@ -55,7 +57,7 @@ class LoadedAdapter:
 
 
 class AdapterLease:
-    """One request's use of an adapter, released once.
+    """One request's right to use an adapter. It must be released exactly once.
 
     Args:
         adapter: a ready adapter.
@@ -72,7 +74,7 @@ class AdapterLease:
         adapter.user_count += 1
 
     def release(self) -> None:
-        """Release the lease. A second call is our bug."""
+        """Release the lease. A second call is a bug of the caller and fails an assertion."""
         assert not self._is_released, f"the lease on {self.name} is released twice"
         self._is_released = True
         self._adapter.user_count -= 1
@@ -83,8 +85,8 @@ class AdapterBook:
     """All adapters that are not forgotten.
 
     Args:
-        adapters_max: names at most, including names that are being loaded. As many more adapters may be retired and
-            still in use; a load beyond that is refused too.
+        adapters_max: most names, including names that are being loaded. In addition, up to the same number of retired
+            adapters may still be in use. A load beyond either limit is refused.
     """
 
     def __init__(self, adapters_max: int) -> None:
@@ -100,19 +102,19 @@ class AdapterBook:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of ready adapters."""
+        """Return the names of ready adapters."""
         return tuple(self._ready)
 
     def get(self, name: str) -> LoadedAdapter | None:
         return self._ready.get(name)
 
     def begin_load(self, name: str, source: str, *, replaces: bool = False) -> AdapterId:
-        """Reserve a place for one more adapter. The caller must call finish_load or fail_load later.
+        """Start to load an adapter under a name. The caller must call finish_load or fail_load later.
 
         Args:
             name: name that requests will use.
             source: where the adapter comes from, for people.
-            replaces: True to take over the name of a ready adapter.
+            replaces: True to take over the name if a ready adapter has it.
 
         Raises:
             AdapterRefused: the name is in use or being loaded, or there are too many adapters. Nothing was changed.
@@ -143,14 +145,14 @@ class AdapterBook:
         return adapter.id
 
     def finish_load(self, id: AdapterId, digest: str) -> AdapterRef | None:
-        """Make a loaded adapter ready. From now on its name stands for it.
+        """Make a loaded adapter ready. From now on, the name refers to this adapter.
 
         Args:
             id: id from begin_load.
             digest: digest of the weights.
 
         Returns:
-            The reference that steps use. None if the adapter was retired while it was loaded.
+            The reference that steps use, or None if the adapter was retired while it was being loaded.
         """
         adapter = self._adapters[id]
         adapter.is_owed = False
@@ -168,7 +170,7 @@ class AdapterBook:
         return adapter.ref
 
     def fail_load(self, id: AdapterId) -> None:
-        """Note that a load failed. Does nothing if the adapter was retired meanwhile.
+        """Note that a load failed. If the adapter was retired while it was being loaded, only its end is recorded.
 
         Args:
             id: id from begin_load.
@@ -187,19 +189,19 @@ class AdapterBook:
             name: name from the request.
 
         Returns:
-            None if no adapter of this name is ready.
+            The lease, or None if no adapter of this name is ready.
         """
         adapter = self._ready.get(name)
         return None if adapter is None else AdapterLease(adapter)
 
     def retire(self, name: str) -> list[AdapterId]:
-        """Take a name away from its ready adapter and from one that is being loaded.
+        """Retire the ready adapter of a name, and the adapter that is being loaded under this name.
 
         Args:
             name: name to free.
 
         Returns:
-            Ids of the retired adapters. Empty if no adapter has the name.
+            Ids of the retired adapters, or an empty list if no adapter has the name.
         """
         retired = [found for names in (self._ready, self._loading) if (found := names.pop(name, None)) is not None]
         for adapter in retired:
@@ -225,7 +227,7 @@ class AdapterBook:
         assert not adapter.user_count, f"{adapter.name} is forgotten while {adapter.user_count} use it"
 
     def name_of(self, id: AdapterId) -> str:
-        """Return the name that stands for an adapter, or that stood for it before it was retired.
+        """Return the current name of an adapter, or its last name if it was retired.
 
         Args:
             id: id of an adapter that is not forgotten.
@@ -241,14 +243,14 @@ class AdapterBook:
 
     @property
     def lease_count(self) -> int:
-        """Leases on all adapters."""
+        """Return the number of leases on all adapters."""
         return sum(adapter.user_count for adapter in self._adapters.values())
 
     def count_of(self, state: AdapterState) -> int:
         return sum(adapter.state is state for adapter in self._adapters.values())
 
     def check(self) -> None:
-        """Assert what must be true after every call. O(adapters): for tests and simulations."""
+        """Assert what must be true after every call. The cost is O(adapters): only for tests and simulations."""
         by_state = {state: [a for a in self._adapters.values() if a.state is state] for state in AdapterState}
         assert {a.name: a for a in by_state[AdapterState.READY]} == self._ready
         assert {a.name: a for a in by_state[AdapterState.LOADING]} == self._loading

@@ -1,9 +1,9 @@
 """Holds on the blocks of finished requests, each with a deadline. Each hold ends exactly once.
 
 A hold is identified by its request and its kind: SEND while the connector reads the blocks, LOAD while it may still
-write to them. A request may have one hold of each kind. A block may have several holds, and users too; it is free
-again when its last claim is gone (kv_blocks.py). A hold ends by the connector's report or at its deadline, whichever
-comes first. Reports that are late, repeated or unknown are counted and ignored.
+write to them. A request may have one hold of each kind. A block may have several holds and several users at a time. The
+block is free again when its last claim is released (kv_blocks.py). A hold ends by the connector's report or at its
+deadline, whichever comes first. Reports that are late, repeated or unknown are counted and ignored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trioserve.core.transfer_faults import TransferFaults
 
 __all__ = ["BlockHolds", "Hold"]
 
-ENDED_MAX = 10_000  # ended holds that are remembered, to tell repeated reports from unknown ones
+ENDED_MAX = 10_000  # ended holds that are remembered, to distinguish repeated reports from unknown reports
 
 HoldKey = tuple[RequestId, HoldKind]
 
@@ -29,9 +29,9 @@ class Hold(msgspec.Struct):
     """Blocks that a connector still reads or writes after their request has finished.
 
     Attributes:
-        blocks: may be empty. Then the hold only records that a report is expected.
-        deadline: when the hold ends without a report, in seconds of the core's clock.
-        is_aborted: the connector was notified that the request was aborted after its end.
+        blocks: the held blocks. If there are none, the hold only records that a report is expected.
+        deadline: time at which the hold ends without a report, in seconds of the core's clock.
+        is_aborted: True if the connector was notified that the request was aborted after its end.
     """
 
     request_id: RequestId
@@ -46,7 +46,7 @@ class BlockHolds:
 
     Args:
         pool: the pool that counts the blocks.
-        seconds_max: seconds that a hold lasts after its start or its last sign of life.
+        seconds_max: seconds that a hold lasts after its start or its latest StillRead report.
         faults: counts reports that are late, repeated or unknown.
 
     Cost:
@@ -57,7 +57,7 @@ class BlockHolds:
         self._pool = pool
         self._seconds_max = seconds_max
         self._faults = faults
-        # Sorted by deadline: all holds last equally long, and a sign of life moves its hold to the end.
+        # Sorted by deadline: all holds last equally long, and a StillRead report moves its hold to the end.
         self._holds: OrderedDict[HoldKey, Hold] = OrderedDict()
         self._ended: OrderedDict[HoldKey, bool] = OrderedDict()  # True if the hold expired
         # Called after the blocks are released, with True if the hold expired. It must not call the core.
@@ -82,10 +82,10 @@ class BlockHolds:
         return self._holds.get((request_id, kind))
 
     def add(self, request_id: RequestId, kind: HoldKind, blocks: Sequence[BlockIndex], now: float) -> None:
-        """Hold blocks. Their user still has to release them.
+        """Add a hold to blocks. The user of the blocks must still release them.
 
         Args:
-            request_id: request that the blocks belong to. It must not have a hold of this kind.
+            request_id: id of the request that owns the blocks. The request must not have a hold of this kind.
             kind: SEND or LOAD.
             blocks: used blocks.
             now: time in seconds.
@@ -96,10 +96,11 @@ class BlockHolds:
         self._holds[key] = Hold(request_id, kind, blocks, now + self._seconds_max)
 
     def report_end(self, request_id: RequestId, kind: HoldKind) -> None:
-        """End a hold, because the connector reported its end. A report without a hold is counted and ignored.
+        """End a hold, because the connector reported its end. If there is no such hold, the report is counted and
+        ignored.
 
         Args:
-            request_id: request that the report names.
+            request_id: id of the request that the report names.
             kind: kind of the hold that the report ends.
         """
         hold = self._holds.pop((request_id, kind), None)
@@ -111,11 +112,11 @@ class BlockHolds:
     def extend(self, request_id: RequestId, kind: HoldKind, now: float) -> None:
         """Restart the deadline of a hold, because the connector reported that the blocks are still read.
 
-        A report for an unknown hold is counted. A report for an ended hold is ignored, since it may have crossed with
-        the report of the end.
+        A report for an unknown hold is counted. A report for an ended hold is ignored, because the two reports may have
+        been sent at nearly the same time.
 
         Args:
-            request_id: request that the report names.
+            request_id: id of the request that the report names.
             kind: kind of the hold.
             now: time in seconds.
         """
@@ -134,7 +135,7 @@ class BlockHolds:
             now: time in seconds.
 
         Returns:
-            The holds that ended. Their blocks are released.
+            The holds that ended. Their blocks are released already.
         """
         expired = []
         while self._holds:
@@ -153,10 +154,10 @@ class BlockHolds:
         return next(iter(self._holds.values())).deadline if self._holds else None
 
     def note_ended(self, request_id: RequestId, kind: HoldKind) -> None:
-        """Remember the end of a load that never became a hold, so that a second report counts as repeated.
+        """Remember the end of a load that never became a hold, so that a second report is counted as repeated.
 
         Args:
-            request_id: request that the report names.
+            request_id: id of the request that the report names.
             kind: kind of the hold that a second report would end.
         """
         self._remember((request_id, kind), expired=False)

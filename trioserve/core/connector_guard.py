@@ -20,8 +20,8 @@ Result = TypeVar("Result")
 class ConnectorGuard:
     """The calls of a KVConnector, without exceptions.
 
-    Connectors identify a prompt by its tokens. So a request with given embeddings is hidden from the connector: two
-    such requests may have the same tokens and different content.
+    Connectors identify a prompt by its tokens. Two requests with given embeddings may have the same tokens but
+    different content. So the guard does not show such requests to the connector.
 
     Args:
         connector: the connector to call.
@@ -33,14 +33,15 @@ class ConnectorGuard:
         self._faults = faults
 
     def num_matched_tokens(self, request: EngineRequest, computed_count: int) -> int:
-        """Return how many tokens behind the computed ones the connector can load.
+        """Return how many tokens after the computed tokens the connector can load.
 
         Args:
             request: a request that waits.
-            computed_count: known tokens whose KV is here.
+            computed_count: number of known tokens whose KV is in this engine.
 
         Returns:
-            0 to all further known tokens but the last: the last known token is always computed here.
+            A count from 0 to the number of further known tokens minus one. The last known token is always computed in
+            this engine.
         """
         if request.given:
             return 0
@@ -58,8 +59,8 @@ class ConnectorGuard:
         Args:
             request: a request that waits for the load.
             block_table: blocks of the request, in order. The connector writes to them.
-            computed_count: known tokens whose KV is here.
-            token_count: further tokens to load.
+            computed_count: number of known tokens whose KV is in this engine.
+            token_count: number of tokens to load after the computed tokens.
 
         Returns:
             True if the connector will report the end of the load.
@@ -101,7 +102,7 @@ class ConnectorGuard:
         self._notify(self._connector.hold_expired, (request_id, kind))
 
     def progress(self) -> Iterable[TransferEvent]:
-        """Return the connector's reports. Values that are no reports are counted as faults."""
+        """Return the connector's reports. Values that are not reports are counted as faults and left out."""
         nothing: tuple[object, ...] = ()
         events = []
         for event in self._call(lambda: tuple(self._connector.progress()), (), nothing):

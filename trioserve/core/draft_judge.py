@@ -1,8 +1,9 @@
 """Choice of the number of draft tokens that a draft model proposes per request.
 
 The judge picks the number with the most accepted tokens per second, and 0 if plain steps are faster. A step with draft
-tokens has more rows and follows extra passes of the draft model. The judge measures the time of a step by its rows, the
-time of a pass, and how often draft tokens were accepted. Times arrive with the results of steps.
+tokens has more rows and follows extra passes of the draft model. The judge measures three values: the time of a step as
+a function of its row count, the time of a draft model pass, and how often draft tokens are accepted. The measured times
+arrive with step results.
 """
 
 from __future__ import annotations
@@ -13,21 +14,23 @@ from trioserve.contracts.step import DraftTimes
 
 __all__ = ["DraftJudge"]
 
-LEARNING_RATE = 0.2  # weight of one step, after the first few
-ROWS_APART = 32  # up to here each row count is measured on its own; above, powers of two share a mean
-GAIN_MIN = 1.1  # a smaller gain is within the measuring error of a busy machine
+LEARNING_RATE = 0.2  # weight of one step in the mean, after the first few steps
+# Up to this row count, each count has its own mean. Above, the counts between two powers of two share a mean.
+ROWS_APART = 32
+GAIN_MIN = 1.1  # a smaller gain may be a measuring error on a busy machine
 TRIAL_TOKENS = 2
-TRIAL_STEPS = 4  # in a row: the draft model catches up in the first one, and the others measure its time
-OUTLIER = 2.0  # times the known mean: a slower step was delayed by something else
+# Consecutive steps of a trial: the draft model catches up in the first step, and the other steps measure its time.
+TRIAL_STEPS = 4
+OUTLIER = 2.0  # factor above the known mean: a slower step was delayed by another cause
 TRIAL_PERIOD_MIN, TRIAL_PERIOD_MAX = 32, 512  # steps without drafts before the next trial
-PLAIN_PERIOD = 32  # steps with drafts before one without: keeps the comparison fresh
-OTHER_PERIOD = 16  # steps with drafts before one with a token more or fewer, for the same reason
+PLAIN_PERIOD = 32  # steps with drafts before one step without drafts, so that the comparison stays up to date
+OTHER_PERIOD = 16  # steps with drafts before one step with one draft token more or fewer, for the same reason
 
 
 class DraftJudge:
     def __init__(self) -> None:
-        self._step_seconds = _Means()  # of steps with decodes only, by row count
-        self._pass_seconds = _Means()  # of a draft model pass, by request count
+        self._step_seconds = _Means()  # mean time of steps that only decode, by row count
+        self._pass_seconds = _Means()  # mean time of a draft model pass, by request count
         self._plain_count = self._draft_count = 0
         self._trial_period = TRIAL_PERIOD_MIN
 
@@ -36,9 +39,9 @@ class DraftJudge:
 
         Args:
             row_count: rows of the step.
-            request_count: requests that got proposals behind the step.
-            times: measured times.
-            is_usual: True if the draft model had no extra tokens to catch up with.
+            request_count: requests for which the draft model proposed tokens after the step.
+            times: measured times of the step.
+            is_usual: True if the draft model did not also compute tokens that it had missed before.
         """
         self._step_seconds.learn(row_count, times.step_seconds)
         if is_usual and request_count > 0 and times.pass_count > 0:
@@ -49,7 +52,7 @@ class DraftJudge:
 
         Args:
             acceptances: acceptance rate of each request that drafts, 0 to 1.
-            token_count_max: the most tokens that the step and the settings allow.
+            token_count_max: most draft tokens per request that the step and the settings allow.
         """
         if not acceptances or token_count_max <= 0:
             return 0
@@ -89,7 +92,7 @@ class DraftJudge:
 
 
 class _Means:
-    """Mean seconds by a count: the mean of the first values, then weighted to the latest ones."""
+    """Mean seconds, by a count. First the plain mean of all values, later a mean that weights recent values more."""
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
@@ -102,9 +105,10 @@ class _Means:
         self._seconds[key] = known + max(LEARNING_RATE, 1 / seen) * (min(seconds, OUTLIER * known) - known)
 
     def nearest(self, count: int) -> float | None:
-        """Return the mean of the nearest known count, a smaller one if possible.
+        """Return the mean of the nearest known count, or None if no count is known. A smaller count is preferred.
 
-        A smaller count gives an estimate that is too low. So an unknown count looks cheap, and is tried and measured.
+        The mean of a smaller count is an estimate that is too low. So an unknown count looks cheap, and the judge tries
+        and measures it.
         """
         if not self._seconds:
             return None

@@ -1,11 +1,13 @@
-"""Draft tokens from a request's own text: copies what followed the latest tokens earlier in the text.
+"""Draft tokens from a request's own text: if the latest tokens occur earlier in the text, the tokens that followed them
+are copied.
 
 This is prompt lookup decoding (Apoorv Saxena, 2023, github.com/apoorvumang/prompt-lookup-decoding), known as the ngram
 speculator of vLLM and as prompt_lookup_num_tokens of transformers. A draft token is verified by the step that computes
 it. So drafts change the speed of a response, never its content.
 
-Other implementations search the whole text for every draft. Here earlier places are found as deflate finds them (RFC
-1951, section 4): every place is entered once, under a hash of the tokens before it, in a chain from latest to first.
+Other implementations search the whole text for every draft. This module finds earlier positions like deflate (RFC 1951,
+section 4): each position is entered once, under a hash of the tokens before it, in a linked list with the latest
+position first.
 """
 
 from __future__ import annotations
@@ -15,21 +17,22 @@ from collections.abc import Sequence
 
 __all__ = ["Drafter"]
 
-NGRAM_MIN = 3  # tokens that must be equal; two are equal by chance too often
-NGRAM_MAX = 8  # more equal tokens do not make a place better
-PLACES_MAX = 16  # latest places that a draft compares
-ENTERED_MAX = 512  # places entered per draft: a long prompt is entered over several steps
+NGRAM_MIN = 3  # tokens that must be equal. Two tokens are equal by chance too often.
+NGRAM_MAX = 8  # with more equal tokens, a position is not better
+PLACES_MAX = 16  # positions that a draft compares, the latest first
+ENTERED_MAX = 512  # positions entered per draft, so that a long prompt is entered over several steps
 HEADS_MAX = 2**14
 LENGTH_FIRST = 4  # tokens of the first draft
-PAUSE_MAX = 32  # tokens without a draft, if drafts are wrong
+PAUSE_MAX = 32  # longest pause after wrong drafts, in tokens without a draft
 
 
 class Drafter:
-    """Drafts for one request. Uses four bytes per token of its text, and at most as much again for the chain heads.
+    """Drafts for one request. The memory is four bytes per token of the text, and at most the same again for the heads
+    of the linked lists.
 
     Args:
-        draft_tokens_max: tokens of one draft at most.
-        tokens_max: the longest text that the request may reach, in tokens.
+        draft_tokens_max: most tokens of one draft.
+        tokens_max: largest length of the request's text, in tokens.
     """
 
     __slots__ = ("_draft_tokens_max", "_heads", "_length", "_pause", "_pause_next", "_previous")
@@ -37,19 +40,19 @@ class Drafter:
     def __init__(self, draft_tokens_max: int, tokens_max: int) -> None:
         head_count = min(HEADS_MAX, 1 << tokens_max.bit_length())
         self._draft_tokens_max = draft_tokens_max
-        # A place is the index of a token with at least NGRAM_MIN tokens before it. 0 ends a chain.
+        # A place is the index of a token with at least NGRAM_MIN tokens before it. 0 ends a linked list.
         self._heads = array("i", bytes(4 * head_count))
-        self._previous = array("i")  # by place, from NGRAM_MIN on: the next older place of its chain
+        self._previous = array("i")  # for each place from NGRAM_MIN on: the next older place in its list
         self._length = min(LENGTH_FIRST, draft_tokens_max)
         self._pause = 0
         self._pause_next = 1
 
     def draft(self, tokens: Sequence[int], count_max: int) -> tuple[int, ...]:
-        """Return draft tokens that may follow `tokens`, often none.
+        """Return draft tokens that may follow `tokens`, or an empty tuple if the text does not repeat.
 
         Args:
-            tokens: the request's text. It must continue the text of the last call.
-            count_max: draft tokens at most.
+            tokens: the request's text. It must begin with the text of the previous call.
+            count_max: most draft tokens to return.
         """
         if self._pause > 0:
             self._pause -= 1
@@ -61,7 +64,7 @@ class Drafter:
         if place == 0:
             return ()
         draft_tokens = list(tokens[place : place + count])
-        # At the end of the text, continue with the draft itself, so that a short repetition is repeated.
+        # At the end of the text, continue to copy from the draft itself, so that a short repetition is repeated.
         while len(draft_tokens) < count:
             draft_tokens.append(draft_tokens[place - end])
         return tuple(draft_tokens)
@@ -69,12 +72,12 @@ class Drafter:
     def learn(self, drafted_count: int, accepted_count: int) -> None:
         """Adapt to the result of the last draft.
 
-        Accepted drafts lead to longer ones. Rejected drafts lead to shorter ones, then to pauses, each twice as long as
-        the one before.
+        After accepted drafts, drafts become longer. After rejected drafts, drafts become shorter. If drafts are still
+        rejected, drafting pauses, and each pause is twice as long as the previous pause.
 
         Args:
             drafted_count: tokens of the last draft.
-            accepted_count: tokens of it that were right.
+            accepted_count: number of its tokens that were accepted.
         """
         if accepted_count == drafted_count:
             self._length = min(2 * max(self._length, drafted_count), self._draft_tokens_max)
@@ -89,7 +92,7 @@ class Drafter:
             self._pause, self._pause_next = self._pause_next, min(2 * self._pause_next, PAUSE_MAX)
 
     def _enter(self, tokens: Sequence[int]) -> None:
-        """Enter places that have a following token, up to ENTERED_MAX new ones."""
+        """Enter the places that have a following token, at most ENTERED_MAX new places per call."""
         heads, previous = self._heads, self._previous
         first = NGRAM_MIN + len(previous)
         for place in range(first, min(len(tokens), first + ENTERED_MAX)):
@@ -98,7 +101,9 @@ class Drafter:
             heads[head] = place
 
     def _latest_like(self, tokens: Sequence[int]) -> int:
-        """Return the place with the most equal tokens before it; the latest if several; 0 if there is none."""
+        """Return the place with the most equal tokens before it, or 0 if there is none. Of several such places, the
+        latest is returned.
+        """
         end = len(tokens)
         if end <= NGRAM_MIN:
             return 0

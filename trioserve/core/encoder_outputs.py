@@ -1,7 +1,7 @@
-"""Ownership of encoder outputs, such as image embeddings: which requests use them, and when their memory is free.
+"""Ownership of encoder outputs, such as image embeddings: which requests use each output, and when its memory is free.
 
-The book counts bytes by name and computes nothing. An output is in one of three states, and all outputs together have a
-limit of bytes:
+This module counts bytes by name and computes nothing. The bytes of all outputs together are limited. An output is in
+one of three states:
 
     expected  claimed but not computed yet. Its bytes are reserved
     used      computed, and claimed by one or more live requests
@@ -10,8 +10,9 @@ limit of bytes:
     (absent) ──claim──► expected ──put──► used ──last release──► cached ──claim──► used
              ◄──last release──            cached ──evict──► (absent)
 
-A request claims all of its outputs at once, or waits in line until they fit. Two requests with half of their outputs
-each would wait for each other forever. One call releases all claims of a request, in any state.
+A request claims all of its outputs at once, or waits in a queue until all of them fit. If requests claimed their
+outputs one by one, two requests could wait for each other forever. One call releases all claims of a request, in any
+state.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class OutputClaim:
     """One request's claim on all of its outputs.
 
     Args:
-        wanted: size of each output in bytes, by name.
+        wanted: size of each output in bytes, by the output's name.
         on_granted: called once when a waiting claim is granted. It must not call the EncoderOutputs.
     """
 
@@ -54,7 +55,7 @@ class EncoderOutputs:
     """All encoder outputs of an engine.
 
     Args:
-        bytes_max: bytes of all outputs together.
+        bytes_max: most bytes of all outputs together.
 
     Cost:
         O(1) for each output. Releasing a claim that waits is O(waiting claims).
@@ -67,17 +68,17 @@ class EncoderOutputs:
         self._queue: deque[OutputClaim] = deque()
         self.bytes_total = 0
         self._cached_bytes = 0
-        self.query_count = 0  # outputs that were claimed
-        self.hit_count = 0  # claimed outputs that were computed already
+        self.query_count = 0  # outputs that requests have claimed
+        self.hit_count = 0  # claimed outputs that had been computed already
 
     @property
     def cached_bytes(self) -> int:
-        """Bytes of outputs without claims."""
+        """Return the bytes of outputs without claims."""
         return self._cached_bytes
 
     @property
     def claimed_bytes(self) -> int:
-        """Bytes of outputs that are used or expected."""
+        """Return the bytes of outputs that are used or expected."""
         return self.bytes_total - self._cached_bytes
 
     @property
@@ -85,10 +86,10 @@ class EncoderOutputs:
         return len(self._queue)
 
     def claim(self, wanted: Mapping[bytes, int], on_granted: Callable[[], None]) -> OutputClaim:
-        """Claim outputs, or wait in line for them. The caller must release the claim later.
+        """Claim outputs, or put the claim into the queue. The caller must release the claim later.
 
         Args:
-            wanted: size of each output in bytes, by name.
+            wanted: size of each output in bytes, by the output's name.
             on_granted: called once when a waiting claim is granted. Not called if the claim is granted at once.
 
         Raises:
@@ -107,7 +108,7 @@ class EncoderOutputs:
         return claim
 
     def values(self, name: bytes) -> object | None:
-        """Return the values of an output; None if it is absent or not computed yet.
+        """Return the values of an output, or None if the output is absent or not computed yet.
 
         Args:
             name: name of the output.
@@ -120,17 +121,17 @@ class EncoderOutputs:
 
         Args:
             name: name of the output.
-            values: what the encoder computed.
+            values: result of the encoder.
         """
         output = self._outputs.get(name)
         if output is not None and output.values is None:
             output.values = values
 
     def release(self, claim: OutputClaim) -> None:
-        """Release all outputs of a claim, or leave the line. Must be called once.
+        """Release all outputs of a claim, or remove the claim from the queue. Call this once for each claim.
 
         Args:
-            claim: a claim from claim().
+            claim: result of claim().
         """
         assert not claim.is_released, "a claim is released twice"
         claim.is_released = True
@@ -182,7 +183,9 @@ class EncoderOutputs:
             self._cached_bytes += output.byte_count
 
     def check(self) -> None:
-        """Assert that every output is in one state and the bytes add up. O(outputs): for tests and simulations."""
+        """Assert that every output is in one state and the bytes add up. The cost is O(outputs): only for tests and
+        simulations.
+        """
         assert self.bytes_total == sum(output.byte_count for output in self._outputs.values())
         assert self._cached_bytes == sum(self._outputs[name].byte_count for name in self._cached)
         assert 0 <= self._cached_bytes <= self.bytes_total <= self.bytes_max, "more bytes than allowed"

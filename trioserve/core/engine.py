@@ -62,8 +62,8 @@ class EngineCore:
     Args:
         settings: limits of the engine core.
         hash_block: hash of a block, from the hash of its parent and its tokens.
-        connector: moves KV between engines. None carries nothing, at no cost.
-        mask_maker: makes token masks for guides. None: no request may have a guide.
+        connector: moves KV between engines. If it is None, no KV is moved.
+        mask_maker: makes token masks for guides. If it is None, no request may have a guide.
     """
 
     def __init__(
@@ -100,7 +100,8 @@ class EngineCore:
         """Add a request to the waiting queue.
 
         Args:
-            request: its id must not be in use by a live request, or by one whose blocks are still held or read.
+            request: the request. Its id must not be the id of a live request, or of a finished request whose blocks are
+                still held or read.
 
         Raises:
             InvalidRequest: the request can never run here. Nothing was changed.
@@ -143,7 +144,7 @@ class EngineCore:
         """End requests in any state. No token of an aborted request is delivered after this call.
 
         Args:
-            request_ids: may contain ids that are unknown or have finished.
+            request_ids: ids to abort. Unknown ids and ids of finished requests are allowed.
             reason: reported as the finish reason.
             now: time in seconds.
 
@@ -162,8 +163,8 @@ class EngineCore:
             now: time in seconds.
 
         Returns:
-            A plan that the caller must pass to update_from_output or drop_plan. None if no request lives, or if all of
-            them wait for the connector.
+            A plan that the caller must pass to update_from_output or drop_plan. None if there is no live request, or if
+            all live requests wait for the connector.
         """
         assert not self.flights, "a step is in flight"
         chunks, lives, admitted, preempted = self.scheduler.fill_step(now)
@@ -188,18 +189,18 @@ class EngineCore:
         return self.settings.overlap_steps
 
     def schedule_ahead(self, now: float) -> StepPlan | None:
-        """Plan the step behind the one step in flight, as if all requests of that step continued.
+        """Plan the step after the one step in flight, as if all requests of that step continued.
 
         A token that the step in flight samples is named by its position (ScheduledChunk.awaits_token). Requests that
-        were aborted, or that will have all their tokens by then, are left out. With steps_apart, all requests of the
-        step in flight are left out, and no token is awaited.
+        were aborted, or that have all their tokens after the step in flight, are left out. With steps_apart, all
+        requests of the step in flight are left out, and no token is awaited.
 
         Args:
             now: time in seconds.
 
         Returns:
-            A plan, or None if this step must be planned by schedule() after the step in flight is back. Reasons for
-            None are a request that would have to be preempted, and a guide that must know the next token first.
+            A plan, or None if schedule() must plan this step after the step in flight has returned. Reasons for None
+            are a request that would have to be preempted, and a guide that must know the next token first.
         """
         assert self.settings.overlap_steps, "steps do not overlap here"
         assert self.settings.draft_tokens_max == 0, "draft tokens of the step in flight are not verified yet"
@@ -237,7 +238,8 @@ class EngineCore:
         return self.flights.abandonment(plan)
 
     def drop_plan(self, plan: StepPlan, now: float) -> list[EngineEvent]:
-        """End an abandoned plan that has no result. Publishes none of its blocks: the step's progress is unknown.
+        """End an abandoned plan that has no result. None of its blocks are registered in the prefix cache, because the
+        progress of the step is unknown.
 
         Args:
             plan: a plan in flight that is abandoned.
@@ -251,9 +253,9 @@ class EngineCore:
         return [*self._live.drop(lives, now)]
 
     def update_from_output(self, plan: StepPlan, result: StepResult, now: float) -> list[EngineEvent]:
-        """Take the result of the oldest plan in flight.
+        """Apply the result of the oldest plan in flight.
 
-        Requests that were aborted while the plan ran end first. Then the others get their tokens.
+        First ends the requests that were aborted while the plan ran. Then gives the other requests their tokens.
 
         Args:
             plan: the oldest plan in flight.
@@ -285,7 +287,7 @@ class EngineCore:
                     self.cache.publish(live.chain, live.tokens, live.computed_count, live.blocks, marks)
                 if states is not None and live.state is not None:
                     states.note_computed(live.state, live.computed_count)
-                if has_window:  # accepted draft tokens are handled later, and free more
+                if has_window:  # accepted draft tokens are handled later, and may free more blocks
                     self.scheduler.free_blocks_behind_window(live)
             if live.abort_reason is None:
                 staying.append((chunk, live, token_id))
@@ -299,9 +301,9 @@ class EngineCore:
     def preempt_all(self, now: float) -> list[RequestId]:
         """Free the blocks of all requests. The requests return to their old places in the queue.
 
-        They are computed again, with the tokens that they have. Loads from other engines are given up: their requests
-        compute the KV here, and blocks that a connector may still write to are held. Cached blocks can be found as
-        before. No step may be in flight.
+        Later, the requests compute the KV of their known tokens again. Loads from other engines are given up: their
+        requests compute the KV in this engine. Blocks that a connector may still write to are held. Cached blocks can
+        still be found. No step may be in flight.
 
         Args:
             now: time in seconds.
@@ -354,7 +356,7 @@ class EngineCore:
     def progress(self, now: float) -> list[EngineEvent]:
         """Ask the connector for its reports and handle them.
 
-        Call this once per step, and when the connector says that it has reports.
+        Call this once per step, and whenever the connector has called `wake`.
 
         Args:
             now: time in seconds.
@@ -376,7 +378,9 @@ class EngineCore:
         return [] if self.transfers is None else self._resume_without_kv(self.transfers.expire(now), now)
 
     def next_deadline(self) -> float | None:
-        """Return the time at which expire() has work, unless a report comes first. None: nothing is awaited."""
+        """Return the time at which expire() has work, unless a report comes first. Return None if no hold and no load
+        is pending.
+        """
         return None if self.transfers is None else self.transfers.next_deadline()
 
     def notify_hold_ends(self, on_end: Callable[[Hold, bool], None]) -> None:
@@ -398,7 +402,8 @@ class EngineCore:
         return 0 if hold is None else len(hold.blocks)
 
     def hold_of(self, request_id: RequestId) -> Hold | None:
-        """Return the hold of a finished request for another engine, if there is one. Read only.
+        """Return the hold on a finished request's blocks for another engine, or None if there is no such hold. Read
+        only.
 
         Args:
             request_id: id of any request.
@@ -406,7 +411,7 @@ class EngineCore:
         return None if self.transfers is None else self.transfers.holds.get(request_id, HoldKind.SEND)
 
     def blocks_of(self, request_id: RequestId) -> tuple[BlockIndex, ...]:
-        """Return the blocks that a request owns. Empty if it owns none or does not live.
+        """Return the blocks that a request owns. The tuple is empty if the request owns none or is not live.
 
         Args:
             request_id: id of any request.
@@ -419,16 +424,16 @@ class EngineCore:
         return self.pool.states()
 
     def idle_block_count(self, blocks: Iterable[BlockIndex]) -> int:
-        """Count the blocks without users and holds.
+        """Return how many of the given blocks have no users and no holds.
 
         Args:
-            blocks: blocks to count among.
+            blocks: the given blocks.
         """
         return sum(map(self.pool.is_idle, blocks))
 
     @property
     def latest_faults(self) -> Mapping[TransferFault, str]:
-        """The latest fault of the connector, as text, by kind of fault."""
+        """Return the text of the connector's latest fault of each kind."""
         return {} if self.transfers is None else self.transfers.faults.latest
 
     def stats(self) -> EngineStats:
@@ -487,7 +492,7 @@ class EngineCore:
         now: float,
         events: list[EngineEvent],
     ) -> None:
-        """Give each continuing request its new tokens. Nearly always that is one token and nothing else."""
+        """Give each continuing request its new tokens. In nearly all steps, a request gets exactly one token."""
         for chunk, live, token_id in staying:
             request = live.request
             if result.errors and request.id in result.errors:
@@ -577,7 +582,7 @@ class EngineCore:
     def _take_draft(
         self, chunk: ScheduledChunk, live: LiveRequest, sampled: tuple[int, ...], reason: FinishReason | None
     ) -> tuple[tuple[int, ...], FinishReason | None]:
-        """Accept draft tokens behind the first new token, as long as they were right.
+        """Accept draft tokens after the first new token, up to the first wrong draft token.
 
         The token that was sampled after an accepted draft token is the next token of the request.
 
@@ -588,7 +593,7 @@ class EngineCore:
             reason: finish reason of the first new token, if it ends the request.
 
         Returns:
-            The further tokens, and the finish reason if they end the request.
+            The tokens after the first new token, and the finish reason if these tokens end the request.
         """
         known_count = len(live.tokens)
         for draft_token, token_id in zip(chunk.draft, sampled, strict=False):
@@ -596,7 +601,7 @@ class EngineCore:
                 break
             reason = take_token(live, token_id)
         accepted_count = len(live.tokens) - known_count
-        # The KV behind the accepted draft tokens is wrong. Coming steps overwrite it.
+        # The KV after the accepted draft tokens is wrong. Later steps overwrite this KV.
         live.computed_count += accepted_count
         if self.settings.enable_prefix_caching:
             self.cache.publish(live.chain, live.tokens, live.computed_count, live.blocks)
@@ -630,10 +635,10 @@ class EngineCore:
         self._steps_total += 1
 
     def _land(self, plan: StepPlan, now: float, *, is_whole: bool) -> list[LiveRequest]:
-        """Remove a plan that has come back from the plans in flight.
+        """Remove a returned plan from the plans in flight.
 
         Returns:
-            Its requests, without those that had ended before. The blocks of ended requests are freed, or held by a
+            The requests of the plan that have not ended before. The blocks of ended requests are freed, or held by a
             connector.
         """
         lives = self.flights.end(plan)
@@ -650,7 +655,7 @@ class EngineCore:
         return lives
 
     def _abort_after_finish(self, request_id: RequestId, reason: FinishReason) -> None:
-        """Notify the connector of an abort, now or when the connector starts to hold the blocks."""
+        """Notify the connector of an abort, at once or when the connector begins to hold the blocks."""
         if self.transfers is None:
             return
         if request_id in self.flights.ended:
@@ -677,10 +682,10 @@ class EngineCore:
         stop_token_id: int | None = None,
         message: str | None = None,
     ) -> RequestFinished:
-        """End a request. This is the only way out.
+        """End a request. Every request ends by this method.
 
-        Its blocks are then free or held by a connector. If a step that was planned ahead still reads the blocks, they
-        are freed in the update of that step.
+        After this call, the request's blocks are free or held by a connector. If a step that was planned ahead still
+        reads the blocks, they are freed in the update of that step.
         """
         phase = live.phase
         kv_transfer = None

@@ -1,8 +1,8 @@
 """Names of evicted blocks, which lookups still need when layers have a sliding window.
 
 With a sliding window a block is useful even if the blocks before it were evicted. But a lookup verifies a prefix block
-by block. So the tokens and the identity of an evicted block are remembered, without a block, as long as a block behind
-it can be found. This is at most a few contexts, and never more than names_max.
+by block. So the tokens and the identity of an evicted block are remembered as long as a later block of the same prefix
+can be found. The number of remembered blocks is at most names_max.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class PublishedBlock(msgspec.Struct, frozen=True):
     """Entry of the prefix cache.
 
     Attributes:
-        block: the block with the KV; None if it was evicted.
+        block: index of the block with the KV, or None if the block was evicted.
         content: identity of this prefix.
         parent: identity of the prefix before it. For the first block of a prefix: the salt.
         parent_hash: hash of the block before it; None for the first block.
@@ -46,7 +46,7 @@ class EvictedNames:
     """Entries without a block, in the order in which they are dropped.
 
     Args:
-        names_max: entries at most. 0 remembers nothing, at no cost.
+        names_max: most entries. If it is 0, no entries are remembered.
 
     Cost:
         O(1). Dropping a whole chain is O(1) for each of its names.
@@ -55,7 +55,8 @@ class EvictedNames:
     def __init__(self, names_max: int) -> None:
         self._names_max = names_max
         self._by_hash: OrderedDict[BlockHash, PublishedBlock] = OrderedDict()  # next to be dropped first
-        self._child_counts: Counter[ContentId | str | None] = Counter()  # children that are published or remembered
+        # Number of children that are published or remembered, by parent.
+        self._child_counts: Counter[ContentId | str | None] = Counter()
 
     def __len__(self) -> int:
         return len(self._by_hash)
@@ -76,11 +77,11 @@ class EvictedNames:
             self._child_counts[entry.parent] += 1
 
     def evicted(self, block_hash: BlockHash, entry: PublishedBlock) -> None:
-        """Remember an entry whose block was evicted, if anything was published behind it.
+        """Remember an entry whose block was evicted, if it has children: later blocks of the same prefix.
 
         Args:
             block_hash: hash of the block.
-            entry: the entry as it was before.
+            entry: the entry before the eviction.
         """
         if not self._names_max:
             return
@@ -94,7 +95,7 @@ class EvictedNames:
 
         Args:
             block_hash: hash of the block.
-            entry: an entry that is about to have a child, or has one.
+            entry: an entry that has a child, or gets a child next.
         """
         self._by_hash[block_hash] = entry
         if len(self._by_hash) > self._names_max:
@@ -102,7 +103,8 @@ class EvictedNames:
             self.withdrawn(oldest)
 
     def back(self, block_hash: BlockHash) -> None:
-        """Drop an entry that has a block again. The prefix cache keeps it from now on.
+        """Drop an entry because its content was computed again in a block. From now on, the prefix cache stores the
+        entry.
 
         Args:
             block_hash: hash of a remembered entry.
@@ -110,17 +112,17 @@ class EvictedNames:
         del self._by_hash[block_hash]
 
     def discard(self, block_hash: BlockHash) -> None:
-        """Drop an entry, if there is one, because another content takes over its hash.
+        """Drop the entry of a hash, if there is one, because another content has the same hash now.
 
         Args:
-            block_hash: hash that gets a new content.
+            block_hash: hash that now belongs to another content.
         """
         entry = self._by_hash.pop(block_hash, None)
         if entry is not None:
             self.withdrawn(entry)
 
     def discard_alone(self, block_hash: BlockHash) -> None:
-        """Drop an entry if nothing was published behind it.
+        """Drop an entry if it has no children.
 
         Args:
             block_hash: hash of the entry.
@@ -130,7 +132,8 @@ class EvictedNames:
             self.discard(block_hash)
 
     def withdrawn(self, entry: PublishedBlock) -> None:
-        """Note that an entry is neither findable nor remembered. Drops ancestors without other children.
+        """Note that an entry is no longer findable or remembered. Drops its remembered ancestors that have no other
+        children.
 
         Args:
             entry: the entry.
@@ -155,7 +158,8 @@ class EvictedNames:
         self._child_counts.clear()
 
     def check(self, published: Iterable[PublishedBlock]) -> None:
-        """Assert that the child counts are right, and that every entry has a child. O(names): for tests.
+        """Assert that the child counts are right, and that every entry has a child. The cost is O(names): only for
+        tests.
 
         Args:
             published: all entries that have a block.

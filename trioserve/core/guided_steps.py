@@ -1,8 +1,8 @@
-"""Guides of a step: which rows are masked, and which tokens are known without being sampled.
+"""Guides of a step: which rows get a token mask, and which tokens the grammar forces.
 
-A guide decides which tokens may come next, so it must know the tokens before. In a step that is planned behind one that
-samples the last token, that token is not known yet. Such a step is planned only if any token may follow. Otherwise the
-step is planned after the token is known (see EngineCore.schedule_ahead).
+A guide decides which tokens may come next, so it must know all tokens before. If a step is planned while the previous
+step still samples the last token, that token is not known yet. Such a step is planned ahead only if the grammar allows
+every token there. Otherwise the step is planned after the token is known (see EngineCore.schedule_ahead).
 
 Forced tokens are known at once. They are delivered with the token before them, and the next step computes them like a
 prompt. Nothing samples them, so they have no logprobs. If the request wants logprobs, the masks admit forced tokens one
@@ -52,10 +52,10 @@ def take_token(live: LiveRequest, token_id: int) -> FinishReason | None:
 
 
 class GuidedSteps:
-    """Starts and ends the making of token masks for steps.
+    """Starts and ends the computation of token masks for steps.
 
     Args:
-        maker: makes the masks. None: no request has a guide.
+        maker: makes the masks. If it is None, no request has a guide.
     """
 
     def __init__(self, maker: MaskMaker | None) -> None:
@@ -70,11 +70,11 @@ class GuidedSteps:
         """Start to make the masks of a step.
 
         Args:
-            chunks: chunks of the step. Those with a mask get its row.
+            chunks: chunks of the step. A chunk that needs a mask is replaced by a copy with its mask_row.
             lives: the request of each chunk.
 
         Returns:
-            The masks; None if every token is allowed everywhere.
+            The masks, or None if no chunk needs a mask.
         """
         if self._maker is None:
             return None
@@ -96,7 +96,7 @@ class GuidedSteps:
         """Return the masks of a plan to the maker.
 
         Args:
-            plan: a plan that has come back or was dropped.
+            plan: a plan that has returned or was dropped.
         """
         if plan.masks is not None:
             assert self._maker is not None

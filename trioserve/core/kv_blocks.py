@@ -41,7 +41,7 @@ class BlockPool:
 
     def __init__(self, block_count: int) -> None:
         self._claim_counts = [0] * block_count
-        self._hold_counts: dict[BlockIndex, int] = {}  # how many of a block's claims are holds; no entry for none
+        self._hold_counts: dict[BlockIndex, int] = {}  # number of holds of a block. A block without holds has no entry.
         self._published = [False] * block_count
         self._drafted = bytearray(block_count)
         # A stack: the block that was freed last is most likely still in a CPU cache.
@@ -71,7 +71,7 @@ class BlockPool:
 
     @property
     def available_count(self) -> int:
-        """Blocks that allocate() can return: free ones and cached ones."""
+        """Return the number of blocks that allocate() can return: the free and the cached blocks."""
         return len(self._free) + len(self._cached)
 
     def user_count(self, block: BlockIndex) -> int:
@@ -214,7 +214,9 @@ class BlockPool:
         return bytes(states)
 
     def check(self) -> None:
-        """Assert that every block is in exactly one state. O(blocks): for tests and simulations."""
+        """Assert that every block is in exactly one state. The cost is O(blocks): only for tests and
+        simulations.
+        """
         free, cached = set(self._free), set(self._cached)
         assert len(free) == len(self._free), "a block is free twice"
         for index in range(self.block_count):

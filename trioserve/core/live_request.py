@@ -1,10 +1,8 @@
 """State of one sequence in the core: its tokens, how many are computed, and the blocks that hold their KV.
 
-A request owns blocks in these states only:
-- RUNNING, without the blocks that its sliding window has left behind,
-- WAITING_FOR_REMOTE_KV,
-- WAITING, when its KV has arrived from another engine,
-- ENDED: its end was reported, but a step that was planned ahead still reads its blocks (steps_in_flight.py).
+A request owns blocks in these states only: - RUNNING, without the blocks that its sliding window has passed, -
+WAITING_FOR_REMOTE_KV, - WAITING, when its KV has arrived from another engine, - ENDED: its end was reported, but a step
+that was planned ahead still reads its blocks (steps_in_flight.py).
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ class LiveRequest(RequestLife[EngineRequest]):
     """State of one sequence.
 
     `tokens` holds all known tokens: the prompt, then the output. The KV of the first `computed_count` tokens is in
-    `blocks`. The remaining known tokens are due, which means that coming steps compute them.
+    `blocks`. The remaining known tokens are due, which means that later steps must compute them.
 
     Args:
         request: the request, with its prompt and perhaps known output.
@@ -60,23 +58,26 @@ class LiveRequest(RequestLife[EngineRequest]):
         super().__init__(request, arrival_index)
         self.is_pooled = request.pooling is not None
         self.is_whole = request.pooling is not None and request.pooling.is_whole
-        self.is_wide = False  # True if more tokens were due at its start than one step computes
+        # True if the prompt is long: more tokens were due at the request's start than one step computes.
+        self.is_wide = False
         self.tokens = [*request.prompt_token_ids, *request.known_output]
         self.computed_count = 0
         self.blocks: list[BlockIndex] = []  # the block table; its first absent_block_count entries are NO_BLOCK
         self.absent_block_count = 0
-        self.reserved_blocks: list[BlockIndex] = []  # owned too: for known tokens that were not loaded
+        # Further blocks that the request owns, for known tokens that were not loaded.
+        self.reserved_blocks: list[BlockIndex] = []
         self.state: OwnState | None = None  # set while it runs, if the model's layers keep a state
-        self.blocks_wanted = 0  # do not try to admit it while fewer blocks are available
-        self.overtaken_count = 0  # later requests that started while this one did not fit
+        self.blocks_wanted = 0  # the scheduler does not try to admit the request while fewer blocks are available
+        self.overtaken_count = 0  # number of later requests that started while this request did not fit
         self.chain = PrefixChain(request.cache_salt, request.given)
-        self.drafter: Drafter | ModelDraft | None = None  # created for its first draft
+        self.drafter: Drafter | ModelDraft | None = None  # created for the request's first draft
         self.guide = request.guide
         self.cached_token_count: int | None = None  # set when the request first runs
         self.wants_load = False  # True if KV could be loaded, but too many loads were pending
         self.load_was_tried = False  # a load was started: there is no second try
         self.loaded_token_count = 0  # tokens whose KV came from another engine
-        self.prompt_logprobs_count = 0  # reported so far: a recomputed prompt must not report them again
+        # Prompt logprobs reported so far: a recomputed prompt must not report them again.
+        self.prompt_logprobs_count = 0
 
     def rename_blocks(self, salt: str | None, *, is_private: bool) -> None:
         """Use another salt for the hashes of this request's blocks, in the core and in connectors.
@@ -90,7 +91,7 @@ class LiveRequest(RequestLife[EngineRequest]):
 
     @property
     def own_blocks(self) -> list[BlockIndex]:
-        """All blocks that the request has a claim on, each once."""
+        """Return all blocks on which the request has a claim, each once."""
         return [*self.blocks[self.absent_block_count :], *self.reserved_blocks]
 
     @property

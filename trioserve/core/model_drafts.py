@@ -1,9 +1,9 @@
 """Tasks of the draft model: for which requests it proposes tokens, how many, and how far it must catch up first.
 
-The draft model works behind steps that only decode, and not while a request waits to run. It starts with a request when
-that has its first token, so it never delays a first token. Then it computes the tokens that it has not seen (a prompt,
-or tokens whose KV came from a connector), a part behind each step. Blocks that it has computed completely are noted in
-the pool. Requests that share these blocks need no catching up.
+The draft model works after steps that only decode, and not while a request waits to run. The draft model begins to work
+for a request after the request's first token, so it never delays a first token. Then it computes the tokens that it has
+not computed yet (a prompt, or tokens whose KV came from a connector), some of them after each step. Blocks that it has
+computed completely are noted in the pool. Requests that share these blocks need no catching up.
 
 A head reads the model's hidden states, which exist only during the step that computes them. So a head computes along
 with every step, prompts included, and proposes under the same conditions. It never catches up with missed tokens.
@@ -106,7 +106,7 @@ class ModelDrafts:
             chunks[index] = msgspec.structs.replace(chunk, draft_task=task)
 
     def take(self, chunk: ScheduledChunk, live: LiveRequest, result: StepResult) -> None:
-        """Store the proposal of a step that has come back.
+        """Store the proposal of a step that has returned.
 
         Args:
             chunk: the request's chunk in the step.
@@ -120,7 +120,7 @@ class ModelDrafts:
         if task is None or proposed is None:
             return
         assert isinstance(draft, ModelDraft), f"{live.request.id} has a task but no draft state"
-        # KV behind the computed tokens does not count: these blocks may be freed.
+        # KV after the computed tokens does not count: these blocks may be freed.
         covered = live.computed_count if task.end is None else task.end
         size = self._settings.block_size
         for index in range(draft.drafted_count // size, covered // size):
@@ -147,7 +147,7 @@ class ModelDrafts:
     def _draft_of(self, chunk: ScheduledChunk, live: LiveRequest) -> ModelDraft | None:
         """Return the draft state of a request, or None if it should not draft now."""
         settings = self._settings
-        # One token comes without drafts, and one is sampled behind the last draft token.
+        # One token is sampled without drafts, and one token is sampled after the last draft token.
         to_come = live.request.output_tokens_max - live.output_count - 2
         context_max = settings.draft_context_tokens_max
         if to_come <= 0 or live.output_count == 0:

@@ -1,9 +1,9 @@
-"""Pace of wide prompts: how many of their tokens one step computes, so that decodes beside them stay nearly as fast.
+"""Pace of long prompts: how many prompt tokens one step computes, so that decodes in the same step are nearly as fast.
 
-A wide prompt is longer than a step and needs several. Each of these steps delays the next token of all decoding
-requests. So the chunks of wide prompts are limited by time: a step with such a chunk may take at most stretch_max times
-as long as the same step without it. Both times are learned: from steps that only decode, and from the extra time of
-steps with a chunk. Every PROBE_EVERY steps the chunk is left out, to measure a step that only decodes again.
+A prompt is called wide if it needs several steps. Each of these steps delays the next token of all decoding requests.
+So the chunks of wide prompts are limited by time: a step with such a chunk may take at most stretch_max times as long
+as the same step without it. Both times are learned: from steps that only decode, and from the extra time of steps with
+a chunk. Every PROBE_EVERY steps the chunk is left out, to measure a step that only decodes again.
 
 A prompt that fits into one step is computed at once, because it delays only one step.
 """
@@ -20,27 +20,30 @@ from trioserve.core.live_request import LiveRequest
 __all__ = ["PromptPace"]
 
 CHUNK_TOKENS_MIN = 16  # rows of one matrix tile: fewer rows cost the same
-PROBE_EVERY = 16  # steps; slows a prompt by a sixteenth
-REST_SHARE_MIN = 0.01  # least share of a step's time that a chunk takes, against measuring errors
+PROBE_EVERY = 16  # steps between two probes. The probes slow a prompt by a sixteenth.
+# Least fraction of a step's time that a chunk may take, so that measuring errors do not stop a prompt.
+REST_SHARE_MIN = 0.01
 LEARNING_RATE = 0.3  # weight of one step, small enough for steps that are slow by chance
 
 
 class PromptPace:
-    """Limits the chunks of wide prompts. Times are arguments, in seconds of any clock that never goes back.
+    """Limits the chunks of wide prompts (prompts that need several steps). Times are arguments, in seconds of any clock
+    that never goes back.
 
     Args:
         stretch_max: how much longer a step may take because of wide prompts, as a factor above 1. Wide prompts always
-            get their share by number of requests: one wide prompt beside one decode gets half of the time.
+            get at least the fraction of time that corresponds to their number: one wide prompt beside one decode gets
+            half of the time.
     """
 
     def __init__(self, stretch_max: float) -> None:
         self._stretch_max = stretch_max
         self._begun: deque[_Begun] = deque()  # oldest first
         self._landed_at = float("-inf")
-        self._decode_seconds: float | None = None  # of a step that only decodes
-        self._decode_count = 0  # in that step
-        self._token_seconds: float | None = None  # of one token of a wide prompt, beside decodes
-        self._chunk_tokens = 0  # in the last step with a wide prompt
+        self._decode_seconds: float | None = None  # time of a step that only decodes
+        self._decode_count = 0  # number of decodes in that step
+        self._token_seconds: float | None = None  # time of one token of a wide prompt, in a step with decodes
+        self._chunk_tokens = 0  # tokens of wide prompts in the last step that had any
         self._steps_since_probe = 0
 
     def tokens_max(self, decode_count: int, wide_count: int) -> int | None:
@@ -51,7 +54,7 @@ class PromptPace:
             wide_count: wide prompts with tokens due, at least 1.
 
         Returns:
-            None: no limit but the step's own.
+            The number of tokens, or None if only the step's token budget limits them.
         """
         if decode_count == 0:
             return None
@@ -70,7 +73,7 @@ class PromptPace:
         return max(1, int(tiles)) * CHUNK_TOKENS_MIN
 
     def begin(self, now: float, plan: StepPlan, lives: Sequence[LiveRequest]) -> None:
-        """Note that a step was planned. Steps come back in the order in which they began.
+        """Note that a step was planned. Steps return in the order in which they began.
 
         Args:
             now: time in seconds.
@@ -90,11 +93,11 @@ class PromptPace:
         self._begun.append(_Begun(now, decode_count, wide_tokens, other_tokens))
 
     def end(self, now: float, *, is_whole: bool) -> None:
-        """Learn from the oldest step in flight, which has come back.
+        """Learn from the oldest step in flight, which has returned.
 
         Args:
             now: time in seconds.
-            is_whole: True if the step was computed to its end.
+            is_whole: True if the step was computed to its end, False if it was abandoned.
         """
         begun = self._begun.popleft()
         seconds = now - max(begun.at, self._landed_at)

@@ -1,10 +1,11 @@
-"""Loads of KV from other engines: which requests wait for one, until when, and which have their KV and wait to run.
+"""Loads of KV from other engines: which requests wait for a load, until when, and which requests have their loaded KV
+and wait to run.
 
     WAITING ──begin──► WAITING_FOR_REMOTE_KV ──arrived──► WAITING, with computed blocks, in the queue `ready`
                                              ──given_up──► WAITING, without blocks, and never asks again
 
 A loading request owns every block that its known tokens need. So a request whose KV has arrived needs nothing more than
-a place in the batch, and requests with loaded KV cannot deadlock with each other or with running requests.
+a batch slot, and requests with loaded KV cannot deadlock with each other or with running requests.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class PendingLoad(msgspec.Struct, frozen=True):
 
     Attributes:
         token_count: requested tokens, from the request's computed_count on.
-        deadline: when the request stops waiting, in seconds of the core's clock.
+        deadline: time at which the request stops waiting, in seconds of the core's clock.
     """
 
     live: LiveRequest
@@ -60,14 +61,14 @@ class RemoteLoads:
 
     @property
     def pending(self) -> list[LiveRequest]:
-        """Requests that wait for KV."""
+        """Return the requests that wait for KV."""
         return [load.live for load in self._pending.values()]
 
     @property
     def is_full(self) -> bool:
         """True if max_num_seqs loads are pending. More loads would only take blocks from running requests.
 
-        Asked only when the batch has a free place, so `ready` is empty then.
+        The scheduler asks only when the batch has a free slot. Then `ready` is empty.
         """
         return len(self._pending) >= self._settings.max_num_seqs
 
@@ -76,10 +77,10 @@ class RemoteLoads:
 
         Args:
             live: a request that waits.
-            computed_count: known tokens whose KV is here.
+            computed_count: number of known tokens whose KV is in this engine.
 
         Returns:
-            Tokens behind the computed ones. 0 if the request has loaded or run before.
+            Number of tokens after the computed tokens that can be loaded. 0 if the request has loaded or run before.
         """
         if live.load_was_tried or live.status is not RequestStatus.WAITING or live.needs_every_row:
             return 0
@@ -111,12 +112,12 @@ class RemoteLoads:
             request_id: id of any request.
 
         Returns:
-            The load, or None if none is pending for the request.
+            The load, or None if the request has no pending load.
         """
         return self._pending.pop(request_id, None)
 
     def arrived(self, live: LiveRequest, token_count: int) -> None:
-        """Move a request whose KV has arrived to `ready`. It starts before requests that have nothing yet.
+        """Move a request whose KV has arrived to `ready`. Requests in `ready` start before requests without KV.
 
         Args:
             live: a request whose load was taken.

@@ -1,23 +1,24 @@
 """The scheduler plans one step: which requests compute which tokens, and which requests lose their blocks for it.
 
-One rule: every request catches up with its known tokens, within one token budget per step. A decode is one token
-behind. A new prompt is behind by all of its tokens, or by fewer after a prefix hit. A preempted request starts again.
-Requests that are one token behind are planned first, so a long prompt delays their next token by one step at most.
+One rule: every request catches up with its known tokens, within one token budget per step. The uncomputed known tokens
+of a request are due. For a decode, one token is due. For a new prompt, all of its tokens are due, or fewer after a
+prefix hit. A preempted request starts again. Requests with one due token are planned first, so a long prompt delays
+their next token by one step at most.
 
-A prompt that has started continues before a waiting request starts, even if that one has a better priority: a started
-request holds blocks, and finishing it is the way to free them. Priorities decide which request starts next and which
-one is preempted. For the same reason a request whose KV has arrived from another engine starts before requests that
-have nothing yet.
+A prompt that has started continues before a waiting request starts, even if the waiting request has a better priority:
+a started request holds blocks, and finishing it is the way to free them. Priorities decide which request starts next
+and which one is preempted. For the same reason a request whose KV has arrived from another engine starts before
+requests without KV.
 
 A prompt that needs several steps gets only as many tokens per step as cost the decodes little time (prompt_pace.py).
 
-Draft tokens (drafting.py, model_draft.py) come last. They use the tokens and blocks that are left, and none while a
-request waits. A draft model proposes them at the end of the step before (model_drafts.py).
+Draft tokens (drafting.py, model_draft.py) are planned last. They use the tokens and blocks that are left. While a
+request waits, there are no draft tokens. A draft model proposes them at the end of the step before (model_drafts.py).
 
 A step may be planned while another one is in flight (fill_step_ahead). Requests of that step are assumed to continue,
-and no request is preempted. If that is not possible, the step is planned after the other one is back. With steps_apart
-the requests of the step in flight are left out instead, and each step has at most half of the running requests, in
-turn.
+and no request is preempted. If that is not possible, the step is planned after the step in flight has returned. With
+steps_apart the requests of the step in flight are left out instead, and each step has at most half of the running
+requests, in turn.
 
 Planning a step costs O(running requests + computed tokens), however many requests wait. It looks at no more waiting
 requests than may run.
@@ -84,7 +85,7 @@ class Scheduler:
 
         Returns:
             Chunks, the request of each chunk, ids of admitted requests, and ids of preempted requests. There are no
-            chunks if no request lives, or if all of them wait for a connector.
+            chunks if there is no live request, or if all live requests wait for a connector.
         """
         planned: dict[RequestId, int] = {}  # token count of each chunk
         preempted: list[LiveRequest] = []
@@ -166,7 +167,7 @@ class Scheduler:
     def fill_step_ahead(
         self, in_flight: StepPlan, now: float
     ) -> tuple[list[ScheduledChunk], list[LiveRequest], list[RequestId]]:
-        """Plan the step behind a step in flight, as if all requests of that step continued.
+        """Plan the step after a step in flight, as if all requests of that step continued.
 
         Args:
             in_flight: the plan that is being computed.
@@ -252,7 +253,7 @@ class Scheduler:
             self._release_blocks(live)
 
     def free_draft_blocks(self, live: LiveRequest) -> None:
-        """Free the blocks behind the computed tokens. Wrong draft tokens occupied them.
+        """Free the blocks after the computed tokens, which wrong draft tokens occupied.
 
         Args:
             live: a running request.
@@ -263,10 +264,10 @@ class Scheduler:
             del live.blocks[needed:]
 
     def free_blocks_behind_window(self, live: LiveRequest) -> None:
-        """Free the blocks that a request's sliding window has left behind.
+        """Free the blocks that a request's sliding window has passed.
 
-        A step in flight may read blocks of the request. It cannot read these, because it was planned behind the
-        computed tokens.
+        A step in flight may read other blocks of the request, but not these: it computes later positions, whose windows
+        do not reach these blocks.
 
         Args:
             live: a running request.
@@ -318,13 +319,13 @@ class Scheduler:
         return decodes + [live for live in running if len(live.tokens) - live.computed_count != 1]
 
     def _due_behind(self, ends: Mapping[RequestId, int]) -> list[tuple[LiveRequest, int]]:
-        """Return running requests with tokens to compute behind the step in flight, decodes first.
+        """Return running requests that have tokens to compute in the step after the step in flight, decodes first.
 
-        Aborted requests are left out, and requests that will have all their tokens when that step is back. With
-        steps_apart all requests of that step are left out.
+        Left out are aborted requests, and requests that have all their tokens when the step in flight has returned.
+        With steps_apart all requests of that step are left out.
 
         Args:
-            ends: by request of the step in flight, the position behind its chunk.
+            ends: by request of the step in flight, the position after its chunk.
 
         Returns:
             Each request with the number of tokens that are due.
@@ -350,7 +351,7 @@ class Scheduler:
         return -(-count // STEPS_IN_FLIGHT_MAX) if self._settings.steps_apart else count
 
     def _rotate_running(self, planned: Mapping[RequestId, int]) -> None:
-        """With steps_apart, move the planned requests to the end, so that the next step begins with others."""
+        """With steps_apart, move the planned requests to the end, so that the next step begins with other requests."""
         if self._settings.steps_apart:
             for request_id in planned:
                 self.running[request_id] = self.running.pop(request_id)
@@ -454,7 +455,7 @@ class Scheduler:
     def _admit(
         self, planned: dict[RequestId, int], budget: int, now: float, in_flight: StepPlan | None = None
     ) -> list[RequestId]:
-        """Start waiting requests in order, while places in the batch, tokens and blocks last.
+        """Start waiting requests in order, while batch slots, tokens and blocks are available.
 
         A prompt that must be computed in one step waits until a step has enough tokens left, and blocks the queue
         meanwhile. Decodes leave enough tokens, and started prompts come to their end.
@@ -475,8 +476,8 @@ class Scheduler:
             planned: token count of each chunk so far. Receives the chunks of admitted requests.
             budget: tokens that are left in the step.
             now: time in seconds.
-            in_flight: the running step, if this step is planned behind it. Blocks that it computes are hits only behind
-                it.
+            in_flight: the running step, if this step is planned behind it. Blocks that the running step computes are
+                hits only for steps after it.
 
         Returns:
             Ids of the requests that start.
@@ -507,14 +508,14 @@ class Scheduler:
         return [live.request.id for live in admission.chosen]
 
     def _has_waiting(self) -> bool:
-        """Return True if a request waits for a place in the batch.
+        """Return True if a request waits for a batch slot.
 
         A request that waits for KV from another engine does not count: it has its blocks, and a step cannot help it.
         """
         return len(self.waiting) > 0 or (self._loads is not None and len(self._loads.ready) > 0)
 
     def _start_loaded(self, loads: RemoteLoads, admission: _Admission) -> None:
-        """Start requests whose KV has arrived. They own their blocks and need only a place in the batch."""
+        """Start requests whose KV has arrived. These requests own their blocks and need only a batch slot."""
         for live in loads.ready:
             if not admission.has_capacity:
                 break
@@ -605,7 +606,7 @@ class Scheduler:
         self._loads.begin(live, load_count, now)
 
     def _start(self, live: LiveRequest, admission: _Admission) -> None:
-        """Give a request a place in the batch, and plan its first chunk."""
+        """Give a request a batch slot, and plan its first chunk."""
         if live.cached_token_count is None:
             live.cached_token_count = live.computed_count - live.loaded_token_count
             if self._may_use_hits(live):
@@ -685,7 +686,7 @@ def _guide_waits(live: LiveRequest, ends: Mapping[RequestId, int]) -> bool:
     """Return True if the request's guide must know the token that the step in flight samples.
 
     Args:
-        ends: by request of the step in flight, the position behind its chunk.
+        ends: by request of the step in flight, the position after its chunk.
     """
     assert live.guide is not None
     if live.abort_reason is not None or ends.get(live.request.id) != len(live.tokens):
@@ -694,7 +695,7 @@ def _guide_waits(live: LiveRequest, ends: Mapping[RequestId, int]) -> bool:
 
 
 class _WideTokens:
-    """Tokens of wide prompts that a step may still compute.
+    """Number of tokens of long prompts that a step may still compute.
 
     The number is determined at the first use, when all decodes are planned.
 
@@ -720,11 +721,11 @@ class _WideTokens:
 
 
 class _Admission:
-    """Admission of requests to one step: the places and tokens that are left, and the requests that start.
+    """Admission of requests to one step: the batch slots and tokens that are left, and the requests that start.
 
     Args:
         planned: chunks of the step so far.
-        free_seqs: free places in the batch.
+        free_seqs: free batch slots.
         budget: tokens that are left in the step.
 
     Attributes:

@@ -1,6 +1,6 @@
 """Ownership of state slots, for models with layers that keep one state per sequence.
 
-KV exists per token, so a shared prefix can be continued anywhere. A state exists only behind the last computed token,
+KV exists per token, so a shared prefix can be continued anywhere. A state exists only after the last computed token,
 and computing a token overwrites it. So there are two kinds of slots:
 
     an own slot     belongs to one request, from the step that admits it until it ends or is preempted. Its content
@@ -14,7 +14,7 @@ A prompt gets a snapshot behind its last full block, for requests that continue 
 what other requests have computed, for requests that share that much. Decodes write no snapshots: each costs as much as
 reading the state.
 
-Slots are numbered through: own slots first, then snapshots. A BlockPool counts the claims on each kind.
+Slots are numbered consecutively: own slots first, then snapshots. A BlockPool counts the claims on each kind.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class OwnState:
         slot: index of its own slot.
         start: tokens that were computed when it got the slot.
         source: the snapshot that it starts from. None after the snapshot was read, or if there is none.
-        snapshot_ends: token counts behind which a snapshot must be written, ascending.
+        snapshot_ends: token counts after which a snapshot must be written, ascending.
 
     Attributes:
         being_written: snapshots that steps in flight write, each with the number of tokens before it.
@@ -85,7 +85,7 @@ class StateSlots:
 
     @staticmethod
     def made(settings: CoreSettings, cache: PrefixCache) -> StateSlots | None:
-        """Return the slots of an engine; None if its model has no layers with a state.
+        """Create the slots of an engine, or return None if its model has no layers with a state.
 
         Args:
             settings: limits of the engine core.
@@ -95,12 +95,12 @@ class StateSlots:
 
     @property
     def available_count(self) -> int:
-        """Further requests that can get a slot."""
+        """Return how many further requests can get a slot."""
         return self.own.available_count
 
     @property
     def kept_count(self) -> int:
-        """Snapshots that can be found."""
+        """Return the number of snapshots that lookups can find."""
         return len(self._slot_of)
 
     def has_snapshot(self, content: ContentId) -> bool:
@@ -112,7 +112,7 @@ class StateSlots:
         Args:
             chain: the request's chain. It ends with the last hit.
             token_count: known tokens.
-            computed_count: known tokens that are hits. If above 0, a snapshot exists behind them.
+            computed_count: known tokens that are hits. If above 0, a snapshot of the state after these tokens exists.
         """
         source = None
         if computed_count > 0:
@@ -179,7 +179,7 @@ class StateSlots:
         """Assert that the slots and the prefix cache agree. O(slots): for tests and simulations.
 
         Args:
-            contents: what the prefix cache holds.
+            contents: contents of all blocks in the prefix cache.
         """
         self.own.check()
         self.snapshots.check()

@@ -199,7 +199,7 @@ class Transfers:
         return lives
 
     def next_deadline(self) -> float | None:
-        """Return the time at which expire() has work. None: nothing is awaited."""
+        """Return the time at which expire() has work. Return None if no hold and no load is pending."""
         deadlines = [self.holds.next_deadline(), self.loads.next_deadline()]
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
@@ -223,7 +223,9 @@ def _with_hold(request: EngineRequest) -> EngineRequest:
 
 
 def _without_hold(request: EngineRequest) -> EngineRequest:
-    """Remove the request for a hold. Other fields stay, so that blocks that were read elsewhere are released there."""
+    """Remove the request for a hold. Other fields are kept, so that another engine whose blocks were read can release
+    them.
+    """
     assert request.kv_transfer is not None
     kv_transfer = msgspec.structs.replace(request.kv_transfer, do_remote_decode=False)
     return msgspec.structs.replace(request, kv_transfer=kv_transfer)

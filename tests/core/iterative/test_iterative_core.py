@@ -17,7 +17,7 @@ LETTERS = {IterativePhase.ENCODE: "e", IterativePhase.DENOISE: "", IterativePhas
 
 
 def request_of(word: str, **fields) -> IterativeRequest:
-    """Return a request: `a3` takes three steps, `a3!` also goes before others, `a3+` is guided."""
+    """Return a request: `a3` takes three steps, `a3!` also has a better priority, `a3+` is guided."""
     name, count = word[0], int(word[1:].rstrip("!+"))
     return IterativeRequest(
         id=RequestId(name), step_count=count, seed=7, priority=-1 if "!" in word else 0, is_guided="+" in word, **fields
@@ -113,7 +113,7 @@ def test_requests_at_different_timesteps_are_computed_together():
     check("a3 | | b1", "ae | a0 | be | a1 b0 | bd | a2 | ad")
 
 
-def test_phases_take_turns():
+def test_encoding_denoising_and_decoding_take_turns():
     check("a3 | | b3 | c3", "ae | a0 | be | a1 b0 | ce | a2 b1 c0 | ad | b2 c1 | bd | c2 | cd", slots=3)
 
 
@@ -121,7 +121,7 @@ def test_a_step_respects_its_work_and_the_longest_waiting_request_goes_first():
     check("a2 b2 c2", "ae be | a0 b0 | ce | a1 b1 | ad bd | c0 | c1 | cd", slots=3, work=2)
 
 
-def test_guidance_is_computed_in_the_same_pass_and_costs_twice():
+def test_guidance_is_computed_in_the_same_pass_and_doubles_the_work():
     check("a1+ b1 c1", "ae be ce | a0 b0 | ad bd | c0 | cd", slots=3, work=3)
 
 
@@ -129,21 +129,21 @@ def test_a_request_that_does_not_fit_is_first_in_the_next_step():
     check("a2 b1+", "ae be | a0 | b0 | bd | a1 | ad", work=2)
 
 
-def test_without_a_slot_a_request_waits():
+def test_request_waits_while_no_slot_is_free():
     check("a1 b1", "ae | a0 | ad | be | b0 | bd", slots=1)
 
 
-def test_a_better_priority_takes_a_slot_and_the_latent_is_kept():
+def test_request_of_better_priority_gets_the_slot_and_the_preempted_latent_is_kept():
     driven = check("a3 | | b1!", "ae | a0 | -a be | b0 | bd | a1 | a2 | ad", slots=1)
     assert driven.core.stats().preemptions_total == 1
     assert driven.core.stats().denoised_total == 4
 
 
-def test_no_preemption_without_a_free_kept_slot():
+def test_no_request_is_preempted_without_a_free_kept_slot():
     check("a2 | | b1!", "ae | a0 | a1 | ad | be | b0 | bd", slots=1, kept=0)
 
 
-def test_the_last_in_order_is_preempted():
+def test_last_request_in_order_is_preempted():
     check("a2 b2 | | c1!", "ae be | a0 b0 | -b ce | a1 c0 | ad cd | b1 | bd", slots=2)
 
 
@@ -154,7 +154,7 @@ def test_a_request_that_only_needs_decoding_keeps_its_slot():
 def test_a_resumed_request_is_computed_before_it_is_preempted_again():
     """A request of better priority arrives each time the large request has its slot again.
 
-    It takes two units of the step's work, so the large request is left out once each time.
+    That request takes two units of the step's work, so the large request is left out once each time.
     """
     driven = Driven(slots=2, kept=1, work=2)
     driven.add("a4+ b12!")
@@ -279,11 +279,11 @@ def test_abort_of_a_preempted_request_releases_its_kept_latent_even_during_the_m
     driven.run()
 
 
-def test_an_unknown_id_is_no_error():
+def test_abort_of_an_unknown_id_raises_no_error():
     assert Driven().abort("x").outcome is AbortOutcome.UNKNOWN
 
 
-def test_a_failed_request_ends_alone():
+def test_failed_request_ends_without_affecting_other_requests():
     driven = Driven()
     driven.add("a2 b2")
     driven.step()

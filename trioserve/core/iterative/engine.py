@@ -1,11 +1,11 @@
 """IterativeCore: the decisions of an engine for iterative models, as one synchronous object. Methods as in EngineCore.
 
-The order of a step is the same: schedule, forward pass, pending aborts, update_from_output, delivery. An abort works
-the same way too. A request that the step in flight does not compute ends at once. Another one is marked, and ends in
-the update of that step. One step of one phase is in flight at a time.
+The order of a step is the same: schedule, forward pass, pending aborts, update_from_output, delivery. An abort also
+works the same way. A request that the step in flight does not compute ends at once. A request that this step computes
+is marked, and ends in the update of the step. One step of one phase is in flight at a time.
 
 An aborted request that was preempted releases its kept latent at once, even if the plan in flight still has to move the
-latent there. No other request can get the slot before that plan is back.
+latent there. No other request can get the slot before that plan has returned.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class IterativeCore:
         """Add a request to the waiting queue.
 
         Args:
-            request: its id must not be that of a live request.
+            request: the request. Its id must not be the id of a live request.
 
         Raises:
             InvalidRequest: the request can never run here. Nothing was changed.
@@ -91,7 +91,7 @@ class IterativeCore:
         """End requests in any state. Nothing of an aborted request is delivered after this call.
 
         Args:
-            request_ids: may contain ids that are unknown or have finished.
+            request_ids: ids to abort. Unknown ids and ids of finished requests are allowed.
             reason: reported as the finish reason.
             now: time in seconds.
 
@@ -110,7 +110,7 @@ class IterativeCore:
             now: time in seconds. Not used.
 
         Returns:
-            A plan that the caller must pass to update_from_output or drop_plan. None if no request lives.
+            A plan that the caller must pass to update_from_output or drop_plan. None if there is no live request.
         """
         assert not self.flights, "a step is in flight"
         step = self.scheduler.fill_step()
@@ -181,9 +181,9 @@ class IterativeCore:
         return [*self._live.drop(self.flights.end(plan), now)]
 
     def update_from_output(self, plan: IterativePlan, result: IterativeResult, now: float) -> list[IterativeEvent]:
-        """Take the result of the plan in flight.
+        """Apply the result of the plan in flight.
 
-        Requests that were aborted while the plan ran end first. Then the others get their results.
+        First ends the requests that were aborted while the plan ran. Then gives the other requests their results.
 
         Args:
             plan: the plan in flight.
@@ -245,7 +245,7 @@ class IterativeCore:
     def _finish(
         self, live: LiveIteration, reason: FinishReason, now: float, *, message: str | None = None
     ) -> RequestFinished:
-        """End a request. This is the only way out. Its slot is free when this returns."""
+        """End a request. Every request ends by this method. Its slot is free when this returns."""
         assert live.steps_in_flight == 0, f"{live.request.id} is read by a step"
         phase = live.phase
         self.scheduler.release(live)

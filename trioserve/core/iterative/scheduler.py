@@ -1,20 +1,21 @@
-"""Planning of one step of iterative requests: which phase is computed for which requests, and who gets a slot.
+"""Planning of one step of iterative requests: which phase is computed for which requests, and which requests get a
+slot.
 
 A step has one phase. Requests at different timesteps denoise together, within one budget of work. Encoding and decoding
-are steps of their own, so an abort waits for at most one forward pass of one phase. Phases that have something to
-compute take turns. Within a phase, requests that were computed longest ago come first, as many as fit. So no request
-with a slot starves. A partial result costs as much as decoding, in addition.
+are steps of their own, so an abort waits for at most one forward pass of one phase. Phases that have requests take
+turns. Within a phase, requests that were computed longest ago come first, as many as fit. So no request with a slot
+starves. A partial result costs as much as decoding, in addition.
 
 A free slot goes to the first request of the queue, by priority and arrival. No request overtakes it. A new request gets
-its slot when it is encoded. A preempted one gets a slot with the next step of any phase. If no slot is free, the last
-running request in order is preempted for a request of better priority, if its latent can be kept. Not preempted are
-requests that only need decoding, because their slots are free soon, and requests that were not computed since they got
-their slots.
+its slot when it is encoded. A preempted request gets a slot in the next step of any phase. If no slot is free, the last
+running request in order is preempted for a request of better priority, if its latent can be kept. Two kinds of requests
+are not preempted: requests that only need decoding, because their slots are free soon, and requests that were not
+computed since they got their slots.
 
 Priorities are strict, as in an engine of tokens. So the very first request in order always progresses: it has a slot,
 or gets the next one that is free. Other requests wait as long as better priorities arrive, with their latents kept,
-until their deadlines. But a request progresses by a step each time it has a slot. So it is preempted no more often than
-it has steps.
+until their deadlines. But a request progresses by a step each time it has a slot. So a request is preempted at most as
+often as it has steps.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class IterativeScheduler:
         self._steps_total = 0
 
     def fill_step(self) -> FilledStep | None:
-        """Plan the next step. No step may be in flight. Returns None if no request lives."""
+        """Plan the next step. No step may be in flight. Returns None if there is no live request."""
         moves: list[LatentMove] = []
         admitted: list[RequestId] = []
         preempted: list[RequestId] = []
@@ -150,7 +151,7 @@ class IterativeScheduler:
         """Give the first waiting request a slot. Preempts another request for it if none is free.
 
         Returns:
-            False if the request gets no slot.
+            True if the request got a slot.
         """
         if not self.slots.has_free:
             victim = self._victim(live)
