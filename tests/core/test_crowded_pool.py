@@ -1,4 +1,4 @@
-"""Tests of many requests in pools that are far too small: the requests preempt each other, and all responses are right."""
+"""Tests of many requests in far too small pools: the requests preempt each other, and all responses are right."""
 
 from __future__ import annotations
 

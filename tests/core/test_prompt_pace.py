@@ -199,9 +199,9 @@ def test_long_prompts_continue_when_all_decodes_are_preempted(drive, seed):
 
 
 def test_long_prompt_continues_when_all_other_requests_of_its_step_are_preempted(drive):
-    """The wide prompt is left out, because an earlier one takes all tokens that decodes allow.
+    """The long prompt is left out, because an earlier prompt takes all tokens that the decodes allow.
 
-    The earlier one then preempts the decode, still lacks blocks, and is preempted itself.
+    The earlier prompt then preempts the decode, still lacks blocks, and is preempted itself.
     """
     driver = drive(block_count=11, block_size=4, step_tokens_max=16)
     allowed = 0

@@ -1,4 +1,4 @@
-"""Tests of the store in its thread: waiting, cancelling and closing."""
+"""Tests of the store and its thread: waiting, cancelling and closing."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class LiveRequest(RequestLife[EngineRequest]):
 
     @property
     def needs_every_row(self) -> bool:
-        """True if the request must compute every prompt token itself.
+        """Return True if the request must compute every prompt token itself.
 
         Cached or loaded tokens have no hidden states, which prompt logprobs and some kinds of pooling need.
         """

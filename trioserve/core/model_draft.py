@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 __all__ = ["ACCEPTANCE_FIRST", "ModelDraft"]
 
-ACCEPTANCE_FIRST = 0.7  # high enough that drafts are tried
+ACCEPTANCE_FIRST = 0.7  # first acceptance rate, high enough that drafts are tried
 LEARNING_RATE = 0.1  # weight of one verified draft token
-PAUSE_MAX = 32  # tokens without a draft, if drafts are wrong
+PAUSE_MAX = 32  # longest pause after wrong drafts, in tokens without a draft
 
 
 class ModelDraft:
@@ -22,9 +22,9 @@ class ModelDraft:
         acceptance: the first estimate of the acceptance rate.
 
     Attributes:
-        drafted_count: tokens from the start of the sequence whose KV the draft model has.
-        acceptance: estimated share of draft tokens that are right, if all draft tokens before them were. Recent ones
-            count most.
+        drafted_count: number of tokens from the start of the sequence whose KV the draft model has computed.
+        acceptance: estimated probability that a draft token is right if all draft tokens before it are right. Recent
+            draft tokens have more weight.
     """
 
     __slots__ = ("_pause", "_pause_next", "_proposed", "_proposed_for", "acceptance", "drafted_count")
@@ -45,8 +45,8 @@ class ModelDraft:
         """Store a proposal of the draft model.
 
         Args:
-            proposed: tokens that may follow.
-            known_count: known tokens when the proposal was made.
+            proposed: proposed tokens.
+            known_count: number of known tokens when the proposal was made.
         """
         self._proposed, self._proposed_for = proposed, known_count
 
@@ -55,7 +55,7 @@ class ModelDraft:
 
         Args:
             tokens: known tokens of the request.
-            count_max: draft tokens at most.
+            count_max: most draft tokens to return.
         """
         if self._pause > 0:
             self._pause -= 1
@@ -63,11 +63,11 @@ class ModelDraft:
         return draft if self._proposed_for == len(tokens) else ()
 
     def learn(self, drafted_count: int, accepted_count: int) -> None:
-        """Adapt to the result of the last draft. Wrong drafts lead to pauses, each twice as long as the one before.
+        """Adapt to the result of the last draft. Wrong drafts lead to pauses, each twice as long as the previous pause.
 
         Args:
             drafted_count: tokens of the last draft.
-            accepted_count: tokens of it that were right.
+            accepted_count: number of its tokens that were accepted.
         """
         for _ in range(accepted_count):
             self.acceptance += LEARNING_RATE * (1.0 - self.acceptance)

@@ -24,8 +24,10 @@ from trioserve.core.settings import CoreSettings
 
 __all__ = ["ModelDrafts"]
 
-SHARED_RATE = 0.05  # weight of one draft in the acceptance that new requests start with
-CATCH_UP_TOKENS_WORTH = 16  # per token still to come: the draft model computes as many in about one step
+SHARED_RATE = 0.05  # weight of one draft in the mean acceptance rate, with which new requests start
+# Missed tokens that are worth computing for each output token still to come: the draft model computes so many in about
+# one step.
+CATCH_UP_TOKENS_WORTH = 16
 
 
 class ModelDrafts:
@@ -40,13 +42,14 @@ class ModelDrafts:
         self._settings = settings
         self._pool = pool
         self._judge = DraftJudge()
-        self._acceptance = ACCEPTANCE_FIRST  # of recent drafts of all requests: new requests start with it
+        # Mean acceptance rate of recent drafts of all requests. New requests start with this rate.
+        self._acceptance = ACCEPTANCE_FIRST
 
     def add_tasks(self, chunks: list[ScheduledChunk], lives: Sequence[LiveRequest], *, has_waiting: bool) -> None:
         """Add draft tasks to the chunks of a step.
 
         Args:
-            chunks: chunks of the step. Those with a task are replaced.
+            chunks: chunks of the step. A chunk that gets a task is replaced by a copy.
             lives: the request of each chunk.
             has_waiting: True if a request waits to run. Then no tokens are proposed.
         """
@@ -74,7 +77,8 @@ class ModelDrafts:
         budget = settings.draft_catch_up_tokens_max
         for index, draft in sorted(drafting.items(), key=lambda entry: chunks[entry[0]].start - entry[1].drafted_count):
             chunk = chunks[index]
-            # The tokens of the last step are always missing, and do not count as catching up.
+            # The draft model has never computed the tokens of the last step. Computing them does not count as catching
+            # up.
             missing = max(0, chunk.start - draft.drafted_count - settings.draft_tokens_max)
             if missing <= budget:
                 task = DraftTask(draft.drafted_count, None, token_count)

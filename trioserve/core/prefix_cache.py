@@ -1,11 +1,12 @@
 """Prefix cache: finds the block that holds the KV of a given prefix, by chained hashes and by the tokens themselves.
 
-Hashes may collide, by chance or by attack. So each published block also remembers its tokens, the material of given
-embeddings, and the identity of the content before it. A lookup walks from the first block on and accepts an entry only
-if all of these agree. By induction the whole prefix is then equal, even with a weak hash function.
+Hashes may collide, by chance or by attack. Publishing a block means registering it in the prefix cache. Each published
+block also stores its tokens, the material of given embeddings, and the identity of the content before it. A lookup goes
+from the first block to the last, and accepts an entry only if all of these values are equal. By induction, the whole
+prefix is then equal, even with a weak hash function.
 
 If all layers have a sliding window, a prefix needs only the blocks that the window reaches from its end. Earlier blocks
-may have been evicted. evicted_names.py remembers what the walk must know of them.
+may have been evicted. evicted_names.py stores the properties of evicted blocks that the lookup needs.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class PrefixChain:
     Args:
         salt: cache salt. Requests with different salts share no blocks.
         given: rows of the prompt whose embeddings the client sent.
-        is_private: True if the chain publishes nothing and finds nothing.
+        is_private: True if the request shares no blocks: none are published and none are found.
     """
 
     __slots__ = ("block_count", "content", "found_count", "given", "hashes", "is_private", "salt")
@@ -54,9 +55,9 @@ class PrefixChain:
         self.content: ContentId | str | None = salt
 
     def restart(self) -> None:
-        """Forget how much is published, because the request lost its blocks.
+        """Reset the count of published blocks, because the request lost its blocks.
 
-        The hashes stay: they depend on the tokens only.
+        The hashes are kept, because they depend only on the tokens.
         """
         self.block_count = self.found_count = 0
         self.content = self.salt
@@ -69,11 +70,12 @@ class PrefixCache:
         pool: the pool that owns the blocks. The cache sets its `on_evict`.
         block_size: tokens per block.
         hash_block: hash of a block, from the hash of its parent and its tokens.
-        first_block_read: returns the first block that the token at a position reads. None: tokens read all blocks.
-        names_max: evicted blocks that are remembered. Used with first_block_read only.
+        first_block_read: returns the index of the first block that the token at a position reads. None if every token
+            reads all blocks before it.
+        names_max: most evicted blocks that are remembered. It has no effect without first_block_read.
 
     Attributes:
-        on_residency: called for each block that becomes findable or unfindable. None: no calls, at no cost.
+        on_residency: called for each block that becomes findable or unfindable. If it is None, no calls are made.
         on_content: called with the content of a marked block and its mark (see `publish`).
         on_forget: called with each content that can no longer be found.
 
@@ -106,7 +108,7 @@ class PrefixCache:
     def match(
         self, chain: PrefixChain, tokens: Sequence[int], can_end_at: Callable[[ContentId], bool] | None = None
     ) -> list[BlockIndex]:
-        """Find the longest usable prefix, and advance the chain behind it. Claims no block.
+        """Find the longest usable prefix, and advance the chain to its end. The caller must still claim the blocks.
 
         The prefix has whole blocks and ends at least one token before the end: a request must compute a token to get
         the next one.
@@ -114,7 +116,7 @@ class PrefixCache:
         Args:
             chain: the request's chain, at its start.
             tokens: known tokens of the request.
-            can_end_at: returns True if a prefix may end with a content. None: every content is allowed.
+            can_end_at: returns True if a prefix may end with a content. None if it may end with every content.
 
         Returns:
             The blocks of the prefix. Blocks that the sliding window does not need are NO_BLOCK.
@@ -124,7 +126,7 @@ class PrefixCache:
             return []
         blocks: list[BlockIndex] = []
         end, content = 0, chain.content
-        present_from = 0  # from this index on, no found block has been evicted
+        present_from = 0  # no found block from this index on was evicted
         for index in range((len(tokens) - 1) // self._block_size):
             found = self._find(chain, index, tokens)
             if found is None:
@@ -148,10 +150,10 @@ class PrefixCache:
         blocks: list[BlockIndex],
         marks: Mapping[int, int] | None = None,
     ) -> None:
-        """Make every full block of the computed tokens findable. A private chain publishes nothing.
+        """Make every full block of the computed tokens findable. A private chain publishes no blocks.
 
-        If another block already holds the same content, that block stays the published one. A block table may have
-        NO_BLOCK where the sliding window has passed; blocks behind it can be found all the same.
+        If another block already holds the same content, that block remains the published block. A block table may have
+        NO_BLOCK where the sliding window has passed. The blocks after these entries can still be found.
 
         Args:
             chain: the request's chain. It advances.
@@ -195,8 +197,8 @@ class PrefixCache:
     def forget_all(self) -> None:
         """Make all published blocks unfindable.
 
-        Requests that use these blocks continue. The blocks that they publish behind them cannot be found either,
-        because a lookup walks from the first block.
+        Requests that use these blocks continue. Later blocks that these requests publish cannot be found either,
+        because a lookup begins at the first block.
         """
         by_hash, self._by_hash, self._hash_of = self._by_hash, {}, {}
         self._evicted.clear()
@@ -216,7 +218,7 @@ class PrefixCache:
         return {entry.content for entry in self._by_hash.values()}
 
     def check(self) -> None:
-        """Assert that the two maps agree. O(blocks): for tests and simulations."""
+        """Assert that the two maps agree. The cost is O(blocks): only for tests and simulations."""
         assert len(self._by_hash) == len(self._hash_of)
         for block_hash, entry in self._by_hash.items():
             assert entry.block is not None

@@ -53,7 +53,7 @@ class AskedRequest(Protocol):
     """Fields that all kinds of requests have in common.
 
     Attributes:
-        id: unique among the live requests of a core.
+        id: id, unique among the live requests of a core.
         priority: a lower number runs sooner.
     """
 
@@ -82,18 +82,19 @@ class RequestLife(Generic[Asked]):
         self.arrival_index = arrival_index
         self.status = RequestStatus.WAITING
         self.steps_in_flight = 0  # steps that read or write the blocks or the slot
-        self.abort_reason: FinishReason | None = None  # set: the request ends when the last of these steps is back
+        # If set, the request ends when the last of these steps has returned.
+        self.abort_reason: FinishReason | None = None
 
     def move(self, status: RequestStatus) -> None:
         """Change the state.
 
         Args:
-            status: the next state. An illegal transition is our bug: a second FINISHED would free blocks twice.
+            status: the next state. An illegal transition fails an assertion: a second FINISHED would free blocks twice.
         """
         assert (self.status, status) in _LEGAL_MOVES, f"{self.request.id}: {self.status.value} -> {status.value}"
         self.status = status
 
     @property
     def order(self) -> tuple[int, int]:
-        """Sort key of the queue: the request with the smaller key runs first."""
+        """Return the sort key for the queue: the request with the smaller key runs first."""
         return (self.request.priority, self.arrival_index)

@@ -1,7 +1,8 @@
-"""Table of unfinished requests, and of ids that finished lately. Handles aborts for all kinds of requests.
+"""Table of unfinished requests, and of the ids of recently finished requests. The table handles aborts for all kinds of
+requests.
 
 An abort is legal at any moment. If no step in flight reads what the request owns, the request ends at once. Otherwise
-it is marked, and ends when the last of these steps is back.
+the request is marked, and ends when the last of these steps has returned.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class RequestTable(Generic[Life]):
     Args:
         flights: the steps in flight.
         finish: ends a request that no step reads. It must release what the request owns, and call forget().
-        on_late_abort: called when an id is aborted that is not live.
+        on_late_abort: called when an abort names an id that is not live.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class RequestTable(Generic[Life]):
         """Add a new request.
 
         Args:
-            live: its arrival_index must be arrivals_total.
+            live: the new request. Its arrival_index must be arrivals_total.
         """
         assert live.arrival_index == self.arrivals_total
         self.arrivals_total += 1
@@ -74,7 +75,7 @@ class RequestTable(Generic[Life]):
         """End requests in any state.
 
         Args:
-            request_ids: may contain ids that are unknown or have finished.
+            request_ids: ids to abort. Unknown ids and ids of finished requests are allowed.
             reason: reported as the finish reason. The reason of the first abort counts.
             now: time in seconds.
 
@@ -89,7 +90,8 @@ class RequestTable(Generic[Life]):
                 self._on_late_abort(request_id, reason)
                 results[request_id] = AbortResult(AbortOutcome.ALREADY_FINISHED if known else AbortOutcome.UNKNOWN)
             elif live.steps_in_flight:
-                # Mark only: a step in flight still reads what the request owns. Its update ends the request.
+                # Mark only: a step in flight still reads what the request owns. The update of that step ends the
+                # request.
                 if live.abort_reason is None:
                     live.abort_reason = reason
                     self._flights.leave(live)

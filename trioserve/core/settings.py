@@ -61,32 +61,33 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
         block_count: KV blocks in the pool.
         block_size: tokens per block.
         context_tokens_max: prompt tokens plus output tokens of one request.
-        max_num_seqs: sequences in the batch. Each costs a row in every step.
+        max_num_seqs: most sequences in the batch. Each sequence needs a row in every step.
         overtakes_max: requests that may start before an earlier request whose blocks do not fit the pool. When the
             limit is reached, freed blocks are kept for the earlier request. A good value is the number of requests
             that run at a time.
-        step_tokens_max: tokens of one step. A longer prompt is computed in chunks, so that other requests do not wait
-            for all of it.
+        step_tokens_max: most tokens of one step. A longer prompt is computed in chunks, so that other requests do not
+            wait for the whole prompt.
         wide_prompt_stretch: how much longer a step may take, as a factor, because of prompts that need several steps.
             Applies while other requests decode in the same step.
-        enable_prefix_caching: keep full blocks findable by their tokens after their request has finished.
-        overlap_steps: plan a step while the step before it is in flight (EngineCore.schedule_ahead). Not possible with
-            draft tokens, because the number of new tokens is then unknown.
-        steps_apart: two steps in flight share no request, and each has at most half of the running requests. Used with
-            pipeline stages, where the second step starts before the first one has sampled a token.
-        draft_tokens_max: draft tokens that a decode may compute beside its last token; 0 turns drafts off.
-        draft_step_tokens_max: tokens of a step that has draft tokens. Up to the default a CPU waits for the weights
-            anyway, and a draft token costs about a twentieth of a step. Above it a draft token costs as much as it
-            saves.
+        enable_prefix_caching: True to keep full blocks findable by their tokens after their request has finished.
+        overlap_steps: True to plan a step while the previous step is in flight (EngineCore.schedule_ahead). Not
+            possible with draft tokens, because the number of new tokens is then unknown.
+        steps_apart: True if two steps in flight share no request, and each step has at most half of the running
+            requests. Used with pipeline stages, where the second step starts before the first one has sampled a token.
+        draft_tokens_max: most draft tokens that a decode may compute in addition to its last token; 0 turns drafts off.
+        draft_step_tokens_max: most tokens of a step that has draft tokens. Up to the default value, a CPU waits for the
+            weights anyway, and a draft token costs about a twentieth of a step. Above the default value, a draft token
+            costs as much time as it saves.
         draft_source: "text" copies from the request's own text, "model" asks a draft model, "head" asks a head that
             reads the model's hidden states and therefore computes along with every step.
         draft_context_tokens_max: context of the draft model in tokens; None: same as the model's.
-        draft_catch_up_tokens_max: known tokens that the draft model computes per step when it is behind the model. The
-            limit keeps other requests from waiting for it.
+        draft_catch_up_tokens_max: most known tokens that the draft model computes per step when it has missed tokens.
+            The limit keeps other requests from waiting for the draft model.
         hold_seconds_max: seconds that a connector may keep the blocks of a finished request.
         remote_kv_seconds_max: seconds that a request waits for KV from another engine.
-        held_share_max: share of the pool, above 0 to 1, that connectors may hold for requests that asked for it. Beyond
-            it a request is answered but not held, so that one slow reader cannot fill the pool.
+        held_share_max: fraction of the pool, above 0 to 1, that connectors may hold for requests that asked for a hold.
+            At this limit, a request still gets its response, but its blocks are not held. So one slow reader cannot
+            fill the pool.
         load_failure_policy: "recompute" computes the KV here if the load fails, "fail" ends the request with an error.
         keeps_kv: False for an encoder, which attends to all prompt tokens at once and keeps no KV. Then requests have
             no blocks, block_count may be 0, and every request is pooled and computed in one step.
@@ -185,9 +186,9 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def whole_tokens_max(self) -> int:
-        """Tokens of the longest prompt that can be computed in one step.
+        """Return the tokens of the longest prompt that can be computed in one step.
 
-        The batch always leaves this many tokens of a step sooner or later, even if all other places decode.
+        The batch always leaves this many tokens of a step sooner or later, even if all other batch slots decode.
         """
         return self.step_tokens_max - (self.max_num_seqs - 1 if self.keeps_kv else 0)
 
@@ -198,7 +199,7 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
             token_count: tokens of the sequence.
 
         Returns:
-            Number of blocks; 0 if the model keeps no KV.
+            Number of blocks, or 0 if the model keeps no KV.
         """
         return -(-token_count // self.block_size) if self.keeps_kv else 0
 

@@ -10,9 +10,9 @@ and computing a token overwrites it. So there are two kinds of slots:
                     that entry. If slots are needed, least recently used snapshots are evicted first. A request that
                     starts from a snapshot holds it until its first chunk is back. It writes to its own slot.
 
-A prompt gets a snapshot behind its last full block, for requests that continue all of it, and where it departs from
-what other requests have computed, for requests that share that much. Decodes write no snapshots: each costs as much as
-reading the state.
+A prompt gets a snapshot after its last full block, for requests that continue the whole prompt. It gets another
+snapshot at the position where it begins to differ from the prompts of earlier requests, for requests that share only
+this part. Decodes write no snapshots, because writing a snapshot costs as much as reading the state.
 
 Slots are numbered consecutively: own slots first, then snapshots. A BlockPool counts the claims on each kind.
 """
@@ -150,7 +150,7 @@ class StateSlots:
         return tuple(spans)
 
     def note_computed(self, state: OwnState, computed_count: int) -> None:
-        """Release slots that the request no longer needs, because a step is back.
+        """Release the slots that the request no longer needs, because a step has returned.
 
         Args:
             state: the request's slots.

@@ -1,11 +1,11 @@
 """Steps in flight: which requests they contain, and which requests ended while a later step still reads their blocks.
 
-Without overlap at most one step is in flight. With overlap a second step may be planned while the first is computed, as
-if every request of the first continued. With steps_apart the second step has none of the first one's requests, so the
-last row below never happens. Steps come back in the order in which they were planned.
+Without overlap at most one step is in flight. With overlap, a second step may be planned while the first step is
+computed, as if every request of the first step continued. With steps_apart, the second step has none of the first
+step's requests, so the last row of the table never happens. Steps return in the order in which they were planned.
 
-A request counts the steps in flight that read or write its blocks (steps_in_flight). It keeps its blocks until the last
-of these steps is back:
+A request counts the steps in flight that read or write its blocks (steps_in_flight). The request keeps its blocks until
+the last of these steps has returned:
 
 | event                                         | effect                            | blocks are freed in       |
 |-----------------------------------------------|-----------------------------------|---------------------------|
@@ -46,7 +46,7 @@ class _Flight(Generic[Plan, Life]):
         lives: its requests, in the order of its chunks.
 
     Attributes:
-        is_abandoned: true when all of the requests were aborted or have ended.
+        is_abandoned: becomes true when all requests of the plan were aborted or have ended.
     """
 
     __slots__ = ("_ids", "is_abandoned", "lives", "plan")
@@ -80,7 +80,7 @@ class StepsInFlight(Generic[Plan, Life]):
 
     @property
     def last(self) -> Plan:
-        """The newest plan. At least one must be in flight."""
+        """Return the newest plan. At least one plan must be in flight."""
         return next(reversed(self._flights.values())).plan
 
     def begin(self, plan: Plan, lives: list[Life]) -> None:
@@ -95,7 +95,7 @@ class StepsInFlight(Generic[Plan, Life]):
         self._flights[plan.step_index] = _Flight(plan, lives)
 
     def end(self, plan: Plan) -> list[Life]:
-        """Remove the oldest plan, because it has come back.
+        """Remove the oldest plan, because its step has returned.
 
         Args:
             plan: the oldest plan in flight.
@@ -139,7 +139,7 @@ class StepsInFlight(Generic[Plan, Life]):
                 flight.is_abandoned.leave()
 
     def end_early(self, live: Life, reason: FinishReason) -> None:
-        """Record a request that ended while a further step has it. That step's token is discarded.
+        """Record a request that ended while a later step still computes it. The token of the later step is discarded.
 
         Args:
             live: the request.
@@ -152,7 +152,7 @@ class StepsInFlight(Generic[Plan, Life]):
     def take_ended(self) -> list[tuple[Life, FinishReason]]:
         """Return and clear the ended requests.
 
-        Call this when a step is back: it was the last one that read their blocks.
+        Call this when a step has returned: it was the last step that read the blocks of these requests.
         """
         ended = list(self.ended.values())
         self.ended.clear()

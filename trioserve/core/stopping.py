@@ -1,4 +1,4 @@
-"""End conditions that token ids show. Stop strings are found in the text, in another package."""
+"""End conditions that depend on token ids. The package text finds stop strings."""
 
 from __future__ import annotations
 

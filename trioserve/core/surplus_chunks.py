@@ -22,7 +22,7 @@ def without_ended(
         lives: requests of the plan that have not ended, in its order.
 
     Returns:
-        Chunks and tokens that are left.
+        The remaining chunks, and the sampled token of each.
     """
     if len(lives) == len(plan.chunks):
         return plan.chunks, result.token_ids

@@ -11,7 +11,7 @@ class TransferFaults:
     """Counts of all faults.
 
     Attributes:
-        totals: count by kind. Has all kinds from the start.
+        totals: number of faults by kind. Every kind has an entry from the start.
         latest: the latest fault of each kind as text, for the engine's log.
     """
 

@@ -19,8 +19,8 @@ class WaitingQueue(Generic[Life]):
     """Waiting requests, sorted by priority and then by arrival."""
 
     def __init__(self) -> None:
-        # One queue per priority in use. An OrderedDict, because a plain dict that lost many first entries needs long
-        # to find the next one.
+        # One queue per priority in use. An OrderedDict, because a plain dict from which many first entries were removed
+        # needs long to find the next entry.
         self._queues: dict[int, OrderedDict[RequestId, Life]] = {}
         self._priorities: list[int] = []
         self._count = 0
@@ -29,7 +29,7 @@ class WaitingQueue(Generic[Life]):
         return self._count
 
     def __iter__(self) -> Iterator[Life]:
-        """Iterate in order. The queue must not change meanwhile."""
+        """Iterate over the requests in order. The queue must not change during the iteration."""
         for priority in self._priorities:
             yield from self._queues[priority].values()
 
@@ -43,7 +43,8 @@ class WaitingQueue(Generic[Life]):
         self._count += 1
 
     def put_back(self, live: Life) -> None:
-        """Return a request to its place by arrival, before all later ones. O(earlier requests of its priority).
+        """Return a request to its position by arrival, before all later requests. The cost is O(earlier requests of its
+        priority).
 
         Args:
             live: a request that was in the queue before.

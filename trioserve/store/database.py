@@ -1,7 +1,7 @@
 """The store as one SQLite file, or in memory: atomic writes, owners, lifetimes and eviction.
 
-Synchronous, and the time is an argument. The database belongs to one thread, which may block (see Store). A change
-survives a crash of the process or machine as soon as `write` has returned.
+All methods are synchronous, and the time is an argument. The database belongs to one thread, which may block (see
+Store). A change survives a crash of the process or machine as soon as `write` has returned.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from trioserve.store.unwritten import UnwrittenChanges, UnwrittenGroup, bytes_of
 __all__ = ["FILE_NAME", "StoreDatabase", "StoreUsage"]
 
 FILE_NAME = "store.sqlite"
-ROW_BYTES = 256  # estimate for a row and its entries in four indexes; more than SQLite needs for short ids
-SWEPT_MAX = 1000  # expired rows that one write removes at most, so that it stays short
-EVICTED_SHARE = 0.05  # of a limit, evicted at a time: finding victims costs a pass over an index
-PROBE_BYTES_MIN = 65_536  # size of a test write: more than a batch writes at a time
+ROW_BYTES = 256  # estimated bytes of a row and its entries in four indexes. SQLite needs less for short ids.
+SWEPT_MAX = 1000  # most expired rows that one write removes, so that the write is short
+# Fraction of a limit that is evicted at a time, because finding objects to evict needs a pass over an index.
+EVICTED_SHARE = 0.05
+PROBE_BYTES_MIN = 65_536  # least bytes of a test write: more than a batch writes at a time
 PROBE_BYTES_MAX = 2**20
 PAGES_MAX = 2**32 - 2  # limit of SQLite
 _COLUMNS = "kind, id, owner, created_at, expires_at, body, blob_bytes"
@@ -51,11 +52,11 @@ class StoreUsage(msgspec.Struct, frozen=True, kw_only=True):
     """Counts of the store.
 
     Attributes:
-        bytes, objects: stored now.
-        evicted_count, expired_count, refused_count, failure_count: since the start. Failures are writes that the disk
-            refused.
-        unwritten_bytes: bytes of final states that are in memory until the disk accepts them.
-        trouble: reason why the disk refused the last write; None: the disk works.
+        bytes, objects: bytes and number of the objects that are stored now.
+        evicted_count, expired_count, refused_count, failure_count: numbers since the start. Failures are writes that
+            the disk refused.
+        unwritten_bytes: bytes of changes that are kept in memory until the disk accepts them.
+        trouble: reason why the disk refused the last write, or None if the disk accepted it.
     """
 
     bytes: int
@@ -72,7 +73,7 @@ DISK_IS_FULL = "the store has no space: its disk is full, or its file has reache
 
 
 class _Conflict(StoreFault):
-    """A new object has the id of another one. The disk is not the reason."""
+    """A new object has the id of an existing object. The disk is not the reason of this error."""
 
 
 class _Gone(Exception):
@@ -80,13 +81,13 @@ class _Gone(Exception):
 
 
 class StoreDatabase:
-    """The database of a store. Methods raise StoreFull or StoreFault, and then nothing was changed.
+    """The database of a store. If a method raises StoreFull or StoreFault, nothing was changed.
 
     Args:
-        path: path of the file; None: in memory.
+        path: path of the file, or None for a database in memory.
         settings: limits of the store.
         now: time in seconds since 1970.
-        pages_max: limit of the file in SQLite pages; None: no limit.
+        pages_max: largest size of the file in SQLite pages, or None for no limit.
 
     Raises:
         StartupError: the file cannot be created or read, is damaged, belongs to another program or a later version, or
@@ -114,7 +115,7 @@ class StoreDatabase:
             self._reserve = DiskReserve(None if path is None else path.with_name(RESERVE_FILE_NAME))
             try:
                 self._sweep(now)
-            except DISK_ERRORS as error:  # start anyway: reads work, and the disk may have space later
+            except DISK_ERRORS as error:  # the server starts anyway: reads work, and the disk may have space later
                 self._note_failure(error)
         except (StoreFull, StoreFault) as error:
             self._connection.close()
@@ -127,7 +128,7 @@ class StoreDatabase:
             raise
 
     def close(self) -> int:
-        """Try once more to write unwritten changes, and close. Returns the number of writes that are lost."""
+        """Try once more to write unwritten changes, and close the database. Returns the number of lost writes."""
         if self._unwritten:
             self._reserve.release()
             try:
@@ -141,7 +142,8 @@ class StoreDatabase:
         """Limit the size of the file. Tests use this to simulate a full disk.
 
         Args:
-            pages_max: SQLite pages at most, but never less than the file has. 1 makes the disk full. None: no limit.
+            pages_max: largest size in SQLite pages. A value below the current size of the file means the current size,
+                so 1 simulates a full disk. None for no limit.
         """
         self._connection.execute(f"PRAGMA max_page_count = {PAGES_MAX if pages_max is None else pages_max:d}")
 
@@ -165,19 +167,20 @@ class StoreDatabase:
         Args:
             changes: the changes, in order.
             now: time in seconds since 1970.
-            quotas: limits of their owners after the write.
+            quotas: limits that the owners' objects must respect after the write.
 
         Returns:
-            False if an object to be replaced or appended to is gone. Then nothing was changed.
+            False if an object that must be replaced or appended to no longer exists. Then nothing was
+            changed.
 
         Raises:
             StoreFull: the limits leave no space. DiskFull: the disk has no space.
-            StoreFault: the file fails, or a new object has the id of another one of its kind.
+            StoreFault: the file fails, or a new object has the id of another object of its kind.
             QuotaExceeded: a quota would be exceeded.
         """
         try:
             if not self._reserve.is_whole and not self._reserve.fill():
-                raise DiskFull(DISK_IS_FULL)  # final writes may need the space that is left
+                raise DiskFull(DISK_IS_FULL)  # writes of final states may need the space that is left
             self._write_unwritten()
             is_done = self._write(changes, now, quotas)
         except _Conflict:
@@ -186,15 +189,16 @@ class StoreDatabase:
             self._note_failure(error, changes)
             raise
         if self._trouble is not None and bytes_of(changes) >= self._probe_bytes:
-            self._trouble = None  # a smaller write proves nothing: it may have fitted into a partly used page
+            self._trouble = None  # a smaller write would prove nothing, because it may fit into a partly used page
         return is_done
 
     def settle(self, changes: Sequence[Change], now: float) -> bool:
-        """Write changes that must not depend on the disk: final states, and deletions.
+        """Write changes that must be accepted even if the disk is full: terminal states of jobs and responses, and
+        deletions.
 
-        If the disk refuses the write, the reserve is released. If that does not help, the changes are kept in memory,
-        where all readers see them. They are written when the disk has space: by the next write, by `retry`, or at the
-        end.
+        If the disk refuses the write, the reserve is released. If the disk still refuses the write, the changes are
+        kept in memory, where all readers see them. They are written when the disk has space: by the next write, by
+        `retry`, or at the end.
 
         Args:
             changes: the changes, in order.
@@ -229,7 +233,7 @@ class StoreDatabase:
             return is_there
 
     def retry(self) -> None:
-        """Check whether the disk accepts writes again, and write the unwritten changes."""
+        """Check whether the disk accepts writes again. If it does, write the unwritten changes."""
         try:
             if not self._reserve.fill():
                 raise DiskFull(DISK_IS_FULL)
@@ -242,7 +246,7 @@ class StoreDatabase:
             self._probe_bytes = PROBE_BYTES_MIN
 
     def _probe(self) -> None:
-        """Write as many bytes as were refused, and remove them.
+        """Test the disk: write as many bytes as the disk has refused, and remove them again.
 
         A smaller write proves nothing, because it may fit into a page that has space left.
         """
@@ -265,7 +269,7 @@ class StoreDatabase:
         """Write the unwritten changes, oldest first.
 
         Raises:
-            DiskFull, StoreFault: the disk refuses them.
+            DiskFull, StoreFault: the disk refuses the changes.
         """
         while (group := self._unwritten.first) is not None:
             try:
@@ -275,7 +279,7 @@ class StoreDatabase:
             except DISK_ERRORS:
                 raise
             except StoreFull:
-                pass  # the limits of the settings leave no space for it now
+                pass  # the limits of the settings leave no space for this group now
             self._unwritten.drop_first(self._look, self._settings.seconds_max)
 
     def _look(self, kind: str, object_id: str) -> StoredObject | None:
@@ -311,12 +315,12 @@ class StoreDatabase:
     # --- reading ---
 
     def get(self, kind: str, object_id: str, owner: str | None, now: float) -> StoredObject | None:
-        """Return an object; None if it is absent, expired, or belongs to another owner.
+        """Return an object, or None if it is absent, expired, or belongs to another owner.
 
         Args:
             kind: kind of the object.
             object_id: id of the object.
-            owner: only this owner's object; None: any owner's.
+            owner: only an object of this owner, or None for an object of any owner.
             now: time in seconds since 1970.
         """
         is_unwritten, shown = self._unwritten.get(kind, object_id, owner, now)
@@ -335,10 +339,10 @@ class StoreDatabase:
 
         Args:
             kind: kind of the objects.
-            owner: only this owner's objects; None: all owners'.
+            owner: only objects of this owner, or None for objects of all owners.
             now: time in seconds since 1970.
-            after: id of the last object of the page before; None: first page.
-            limit: objects at most.
+            after: id of the last object of the previous page, or None for the first page.
+            limit: most objects to return.
             order: "asc" for oldest first, "desc" for newest first.
 
         Returns:
@@ -399,13 +403,13 @@ class StoreDatabase:
         Args:
             kind: kind of the object.
             object_id: id of the object.
-            owner: only this owner's object; None: any owner's.
+            owner: only an object of this owner, or None for an object of any owner.
             now: time in seconds since 1970.
             offset: first byte.
-            size: bytes at most.
+            size: most bytes to return.
 
         Returns:
-            Fewer bytes, or none, at the end of the blob. None if there is no such object.
+            The bytes. At the end of the blob, fewer bytes or b"". None if there is no such object.
         """
         is_unwritten, shown = self._unwritten.get(kind, object_id, owner, now)
         if not is_unwritten:
@@ -543,7 +547,7 @@ class StoreDatabase:
         """Check a quota. `changes` are changes that are not made yet.
 
         Raises:
-            QuotaExceeded: the owner has too much, or would have.
+            QuotaExceeded: the owner's objects exceed the quota, or would exceed it after the changes.
         """
         [(objects, blob_bytes)] = self._connection.execute(
             "SELECT count(*), coalesce(sum(blob_bytes), 0) FROM objects WHERE kind = ? AND owner IS ? "
@@ -560,7 +564,7 @@ class StoreDatabase:
         """Evict objects until the changes fit.
 
         Raises:
-            StoreFull: they cannot fit.
+            StoreFull: the changes cannot fit.
         """
         settings = self._settings
         bytes_new = sum(_bytes_of(change) for change in changes)
@@ -588,7 +592,8 @@ class StoreDatabase:
     def _evict(self, changes: Sequence[Change], *, bytes_goal: int, objects_goal: int) -> None:
         """Evict the oldest objects of the owner with the most bytes, until both goals are reached.
 
-        So the objects of one key do not displace those of all others. Objects that the changes are for are not evicted.
+        So the objects of one key do not displace the objects of other keys. Objects that the changes concern are not
+        evicted.
         """
         kept = [
             row[0]
@@ -614,7 +619,7 @@ class StoreDatabase:
                     return
 
     def _sweep(self, now: float) -> None:
-        """Remove expired objects, SWEPT_MAX at most."""
+        """Remove expired objects, at most SWEPT_MAX of them."""
         if not self._query("SELECT 1 FROM objects WHERE expires_at <= ? LIMIT 1", (now,)):
             return
         bytes_before, objects_before = self._bytes, self._objects
@@ -670,7 +675,7 @@ def _bytes_of_put(change: PutObject) -> int:
 
 
 def _bytes_of(change: Change) -> int:
-    """Return the bytes that a change adds at most."""
+    """Return the most bytes that a change can add."""
     if isinstance(change, PutObject):
         return _bytes_of_put(change)
     if isinstance(change, AppendBlob):

@@ -2,9 +2,9 @@
 
     DATA_DIR/store.reserve           zeros, really allocated. Released by making it empty
 
-Other programs that fill the disk cannot take this space. The store releases it when the disk refuses a final state or a
-deletion, and allocates it again when the disk has space. Until then ordinary writes are refused, because they would use
-it up.
+Other programs that fill the disk cannot take this space. The store releases the reserve when the disk refuses a
+terminal state or a deletion, and allocates the reserve again when the disk has space. Until then, ordinary writes are
+refused, because they would use up the released space.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ class DiskReserve:
 
     @property
     def is_whole(self) -> bool:
-        """True if the whole reserve is allocated."""
+        """Return True if the whole reserve is allocated."""
         return self._held_bytes >= self._target_bytes
 
     def release(self) -> None:
-        """Return the space to the disk."""
+        """Release the reserved space to the disk."""
         if self._path is not None and self._held_bytes:
             with contextlib.suppress(OSError):
                 os.truncate(self._path, 0)
             self._held_bytes = 0
 
     def fill(self) -> bool:
-        """Allocate the reserve again, as much as the disk has space for. Returns True if it is whole."""
+        """Allocate the reserve again, as far as the disk has space. Returns True if the whole reserve is allocated."""
         if self._path is None or self.is_whole:
             return True
         wanted = min(self._target_bytes, self._free_bytes() + self._held_bytes)

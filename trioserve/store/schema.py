@@ -6,8 +6,8 @@ __all__ = ["APPLICATION_ID", "MIGRATIONS", "SCHEMA_VERSION"]
 
 APPLICATION_ID = 0x74727376  # "trsv": in the header of each store file, to recognize files of other programs
 
-# Each entry migrates a file from the version before. The first entry starts from an empty file. A released entry is
-# never changed: add another version instead.
+# Each entry migrates a file from the version before. The first entry starts from an empty file. Never change an entry
+# that was released: add another version instead.
 MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
         # number: order of arrival, used by pages of lists. byte_count: bytes that count toward the limit, with the blob

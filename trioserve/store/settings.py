@@ -11,11 +11,12 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of the store.
 
     Attributes:
-        bytes_max: bytes of all objects together, each with its row and its blob.
-        objects_max: objects of all kinds together. A row with its index entries takes at least 256 bytes.
+        bytes_max: most bytes of all objects together, including rows and blobs.
+        objects_max: most objects of all kinds together. A row with its index entries takes at least 256 bytes.
         seconds_max: lifetime in seconds of an object that is written without one.
     """
 
-    bytes_max: int = 256 * 2**20  # in memory by default, so it must leave memory for the model on a small machine
+    # The store is in memory by default, so the limit must leave memory for the model on a small machine.
+    bytes_max: int = 256 * 2**20
     objects_max: int = 100_000
-    seconds_max: float = 30 * 86_400.0  # as long as OpenAI keeps responses
+    seconds_max: float = 30 * 86_400.0  # OpenAI keeps responses for the same time

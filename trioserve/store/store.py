@@ -1,4 +1,4 @@
-"""The store for Trio programs: every call runs in a thread of its own, and none blocks the event loop."""
+"""The store for Trio programs: all calls run in the store's own thread, so that no call blocks the event loop."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from trioserve.trio_tools.worker_thread import WorkerThread
 
 __all__ = ["LIST_MAX", "BLOB_PIECE_BYTES_MAX", "JobRunner", "Store", "open_store"]
 
-LIST_MAX = 100  # objects per page: each may have a body of megabytes
-BLOB_PIECE_BYTES_MAX = 2**20  # per read, so that other calls do not wait long
+LIST_MAX = 100  # most objects per page, because an object's body may have megabytes
+BLOB_PIECE_BYTES_MAX = 2**20  # most bytes per read, so that other calls do not wait long
 
 RETRY_SECONDS_MIN = 0.5
-RETRY_SECONDS_MAX = 5.0  # a try costs one or two system calls, and freed disk space is used soon
+# Longest time between two tries. A try costs one or two system calls, so freed disk space can be used soon.
+RETRY_SECONDS_MAX = 5.0
 
 logger = logging.getLogger(__name__)
 
@@ -52,13 +53,13 @@ class JobRunner(Protocol):
 
 @uninterrupted
 class Store:
-    """A store in a thread of its own, made by open_store.
+    """A store that runs in its own thread. open_store creates it.
 
     In all methods, `owner` limits the call to objects of this owner; None means objects of any owner. An impossible id
     is treated as absent. Methods raise StoreFull if there is no space, and StoreFault if the file fails. Then nothing
     was changed.
 
-    Beside the store, a task must run `keep_trying`, which writes the final states that the disk has refused.
+    While the store is open, a task must run `keep_trying`, which writes the changes that the disk has refused.
 
     Args:
         runner: calls the database.
@@ -80,12 +81,12 @@ class Store:
 
     @property
     def seconds_max(self) -> float:
-        """Lifetime in seconds of an object that is written without one."""
+        """Return the lifetime in seconds of an object that is written without a lifetime."""
         return self._database.seconds_max
 
     @property
     def bytes_max(self) -> int:
-        """Limit of all stored bytes."""
+        """Return the limit of all stored bytes."""
         return self._database.bytes_max
 
     async def write(self, *changes: Change, quotas: Sequence[Quota] = ()) -> bool:
@@ -96,7 +97,8 @@ class Store:
             quotas: limits of their owners, checked in the same transaction.
 
         Returns:
-            False if an object to be replaced or appended to is gone. Then nothing was changed.
+            False if an object that must be replaced or appended to no longer exists. Then nothing was
+            changed.
 
         Raises:
             StoreFull, StoreFault, QuotaExceeded: nothing was changed.
@@ -104,7 +106,7 @@ class Store:
         return await self._change(self._database.write, changes, self._wall_clock(), quotas)
 
     async def settle(self, *changes: Change) -> bool:
-        """Write a final state or delete objects, even if the disk refuses writes. See StoreDatabase.settle.
+        """Write a terminal state or delete objects, even if the disk refuses writes. See StoreDatabase.settle.
 
         Args:
             changes: the changes, in order.
@@ -132,7 +134,7 @@ class Store:
 
     @property
     def trouble(self) -> str | None:
-        """Reason why the disk refused the last write; None: the disk works. Never waits."""
+        """Return the reason why the disk refused the last write, or None if the disk accepted it. Never waits."""
         return self._database.usage().trouble
 
     async def _change(self, function: Callable[..., bool], changes: tuple[Change, ...], *arguments: Any) -> bool:
@@ -168,9 +170,9 @@ class Store:
 
         Args:
             kind: kind of the objects.
-            owner: only this owner's objects; None: all owners'.
-            after: id of the last object of the page before; None: first page.
-            limit: objects at most, 1 to LIST_MAX.
+            owner: only objects of this owner, or None for objects of all owners.
+            after: id of the last object of the previous page, or None for the first page.
+            limit: most objects to return, 1 to LIST_MAX.
             order: "asc" for oldest first, "desc" for newest first.
 
         Returns:
@@ -193,12 +195,12 @@ class Store:
         Args:
             kind: kind of the object.
             object_id: id of the object.
-            owner: only this owner's object; None: any owner's.
+            owner: only an object of this owner, or None for an object of any owner.
             offset: first byte.
-            size: bytes at most, 1 to BLOB_PIECE_BYTES_MAX.
+            size: most bytes to return, 1 to BLOB_PIECE_BYTES_MAX.
 
         Returns:
-            Empty at the end of the blob. None if there is no such object.
+            The bytes, or b"" at the end of the blob. None if there is no such object.
         """
         assert 1 <= size <= BLOB_PIECE_BYTES_MAX, f"size is {size}"
         if not is_id(object_id):
@@ -211,7 +213,7 @@ class Store:
 
     @property
     def is_durable(self) -> bool:
-        """True if objects survive a restart."""
+        """Return True if objects survive a restart."""
         return self._database.is_durable
 
     def usage(self) -> StoreUsage:
@@ -231,8 +233,8 @@ async def open_store(
     Leaving the scope waits for the running call.
 
     Args:
-        directory: directory of the file, created if absent. None: a store in memory.
-        settings: limits; None: defaults.
+        directory: directory of the file, which is created if absent. None for a store in memory.
+        settings: limits of the store, or None for the defaults.
         wall_clock: seconds since 1970.
 
     Raises:

@@ -1,6 +1,6 @@
 """Stored objects, and the changes that can be made to them.
 
-Ids also come from clients' paths. So an impossible id is recognized before the database is asked.
+Clients also send ids in URL paths. So an impossible id is recognized without a database query.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class StoredObject(msgspec.Struct, frozen=True, kw_only=True):
     """An object in the store.
 
     Attributes:
-        owner: only this owner sees the object. None: only readers who see everything do.
+        owner: owner who may see the object. If it is None, only readers of all owners' objects may see the object.
         created_at, expires_at: seconds since 1970.
         body: content in the format of its kind, usually JSON.
         blob_bytes: size of the blob beside the body.
@@ -52,8 +52,8 @@ class PutObject(msgspec.Struct, frozen=True, kw_only=True):
     """Change: add an object.
 
     Attributes:
-        seconds: lifetime from now on; None: as the settings say.
-        is_evictable: True if the object may be evicted before its time, because its content can be made again.
+        seconds: lifetime in seconds from the time of the write, or None for the lifetime in the settings.
+        is_evictable: True if the object may be evicted before its time, because its content can be computed again.
     """
 
     kind: str
@@ -65,14 +65,14 @@ class PutObject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplaceObject(msgspec.Struct, frozen=True, kw_only=True):
-    """Change: replace the body of an object. Owner and blob stay.
+    """Change: replace the body of an object. Owner and blob are kept.
 
     Attributes:
         body: None: unchanged.
-        seconds: lifetime from now on; None: unchanged.
+        seconds: new lifetime in seconds from the time of the write, or None to keep the old lifetime.
         is_evictable: as for PutObject; None: unchanged.
-        must_exist: True: if the object is gone, the whole write does nothing, because its owner has deleted it. False:
-            the other changes of the write still happen.
+        must_exist: True if the whole write must do nothing when the object no longer exists, because its owner has
+            deleted it. False if the other changes of the write must still be made.
     """
 
     kind: str
@@ -86,7 +86,7 @@ class ReplaceObject(msgspec.Struct, frozen=True, kw_only=True):
 class AppendBlob(msgspec.Struct, frozen=True, kw_only=True):
     """Change: append data to an object's blob, such as a file's content or lines of a result.
 
-    If the object is gone, the whole write does nothing.
+    If the object no longer exists, the whole write does nothing.
     """
 
     kind: str
@@ -95,7 +95,7 @@ class AppendBlob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeleteObject(msgspec.Struct, frozen=True, kw_only=True):
-    """Change: delete an object and its blob. Does nothing if it is gone already."""
+    """Change: delete an object and its blob. If the object no longer exists, the change does nothing."""
 
     kind: str
     id: str
@@ -110,9 +110,9 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True):
     The store checks them in the write's own transaction, so concurrent writes cannot exceed them together.
 
     Attributes:
-        owner: None: objects without an owner.
-        objects_max: objects at most.
-        blob_bytes_max: bytes of all blobs together at most.
+        owner: owner whose objects are limited. None for objects without an owner.
+        objects_max: most objects.
+        blob_bytes_max: most bytes of all blobs together.
     """
 
     kind: str
@@ -125,9 +125,9 @@ class QuotaExceeded(Exception):
     """A write would exceed a quota. Nothing was changed.
 
     Args:
-        quota: the quota.
-        objects: objects that the owner would have.
-        blob_bytes: bytes of blobs that the owner would have.
+        quota: the quota that would be exceeded.
+        objects: number of objects that the owner would have.
+        blob_bytes: number of blob bytes that the owner would have.
     """
 
     def __init__(self, quota: Quota, objects: int, blob_bytes: int) -> None:
@@ -141,6 +141,6 @@ def is_id(text: str) -> bool:
     """Return True if an object may have this id.
 
     Args:
-        text: any text. Ids have ASCII letters, digits and -_.: and at most ID_CHARACTERS_MAX characters.
+        text: the text to check. Ids have ASCII letters, digits and -_.: and at most ID_CHARACTERS_MAX characters.
     """
     return _ID.fullmatch(text) is not None

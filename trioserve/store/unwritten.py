@@ -1,8 +1,9 @@
-"""Changes that the disk has refused. They are kept in memory, in order, and shown to readers until they are written.
+"""Changes that the disk has refused. The changes are kept in memory, in order, and readers see them until they are
+written.
 
-Only final states of batches and responses come here (see StoreDatabase.settle). So the owner reads the final state at
-once, whatever the disk does. The bytes are limited. Half of the limit is for small changes only, so that a large result
-cannot displace the final state of another object.
+Only terminal states of batches and responses are kept here (see StoreDatabase.settle). So the owner can read the
+terminal state at once, even if the disk is full. The bytes in memory are limited. Half of the limit is for small
+changes only, so that a large result leaves space for the terminal states of other objects.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ __all__ = ["UNWRITTEN_BYTES_MAX", "UnwrittenChanges", "UnwrittenGroup", "bytes_o
 UNWRITTEN_BYTES_MAX = 32 * 2**20
 """Limit of all changes together. Final states of 64 batches and 64 background responses fit many times."""
 SMALL_BYTES_MAX = 65_536
-CHANGE_BYTES = 256  # memory of a change without its body
+CHANGE_BYTES = 256  # bytes of memory for a change without its body
 
 Look = Callable[[str, str], StoredObject | None]
 """Returns the object that the database has for a kind and an id."""
@@ -41,9 +42,9 @@ class _Shown(msgspec.Struct):
     """An object as readers see it.
 
     Attributes:
-        stored: the object; None: it is deleted.
+        stored: the object, or None if it is deleted.
         written_blob_bytes: bytes of its blob that the database has.
-        tail: the rest of its blob, in pieces.
+        tail: rest of the blob that the database does not have, in pieces.
         is_new: True if the database does not have the object.
     """
 
@@ -71,7 +72,7 @@ class UnwrittenChanges:
 
     @property
     def first(self) -> UnwrittenGroup | None:
-        """The oldest group, which must be written first. None if there is none."""
+        """Return the oldest group, which must be written first, or None if there is no group."""
         return self._groups[0] if self._groups else None
 
     def has_room(self, changes: Sequence[Change]) -> bool:
@@ -90,10 +91,10 @@ class UnwrittenChanges:
         Args:
             group: changes of one write.
             look: finds an object in the database.
-            seconds_max: lifetime of an object that is written without one.
+            seconds_max: lifetime in seconds of an object that is written without a lifetime.
 
         Returns:
-            False if an object that must exist is gone. Then nothing was changed.
+            False if an object that must exist does not exist. Then nothing was changed.
         """
         shown: dict[tuple[str, str], _Shown] = {}
         for change in group.changes:
@@ -116,7 +117,7 @@ class UnwrittenChanges:
 
         Args:
             look: finds an object in the database.
-            seconds_max: lifetime of an object that is written without one.
+            seconds_max: lifetime in seconds of an object that is written without a lifetime.
         """
         self.byte_count -= bytes_of(self._groups.popleft().changes)
         groups, self._groups, self._shown, self.byte_count = list(self._groups), deque(), {}, 0
@@ -131,7 +132,7 @@ class UnwrittenChanges:
         Args:
             kind: kind of the object.
             object_id: id of the object.
-            owner: only this owner's object; None: any owner's.
+            owner: only an object of this owner, or None for an object of any owner.
             now: time in seconds since 1970.
 
         Returns:
@@ -149,7 +150,7 @@ class UnwrittenChanges:
 
         Args:
             kind: kind of the objects.
-            owner: only this owner's objects; None: all owners'.
+            owner: only objects of this owner, or None for objects of all owners.
             now: time in seconds since 1970.
         """
         return [
@@ -173,7 +174,7 @@ class UnwrittenChanges:
 
 
 def _changed(found: _Shown, change: Change, now: float, seconds_max: float) -> _Shown | None:
-    """Return the object after the change; None if the object must exist but is gone."""
+    """Return the object after the change, or None if the object must exist but does not."""
     if isinstance(change, DeleteObject):
         return _Shown(None, is_new=found.is_new)
     if isinstance(change, PutObject):

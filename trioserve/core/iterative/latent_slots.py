@@ -1,11 +1,12 @@
-"""Ownership of latent slots: which request uses which slot. Knows indexes, and never touches a tensor.
+"""Ownership of latent slots: which request uses which slot. This module handles indexes only, and never touches a
+tensor.
 
     an own slot   belongs to one running request, from the step that admits it until it ends or is preempted.
     a kept slot   belongs to one preempted request until it resumes or ends, so nothing is computed twice.
 
-A BlockPool counts the claims on each kind. Slots are numbered through: own slots first, then kept ones. A slot that a
-move reads or writes may be allocated to another request in the same plan, because moves are done in order, and before
-the computation.
+A BlockPool counts the claims on each kind. Slots are numbered consecutively: own slots first, then kept slots. A slot
+that a move reads or writes may be allocated to another request in the same plan, because moves are done in order, and
+before the computation.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class LatentSlots:
     def __init__(self, slot_count: int, kept_slot_count: int) -> None:
         self.own = BlockPool(slot_count)
         self.kept = BlockPool(kept_slot_count)
-        self._freed: set[int] = set()  # slots that were released since the last plan, and not allocated again
+        self._freed: set[int] = set()  # slots that were released since the last plan and were not allocated again
 
     @property
     def has_free(self) -> bool:
@@ -36,7 +37,7 @@ class LatentSlots:
 
     @property
     def can_keep(self) -> bool:
-        """True if one more latent can be kept."""
+        """Return True if one more latent can be kept."""
         return self.kept.free_count > 0
 
     def take(self, live: LiveIteration) -> None:
@@ -99,7 +100,9 @@ class LatentSlots:
             live.kept_slot = None
 
     def freed(self) -> tuple[int, ...]:
-        """Return slots whose content became garbage, each once. The caller must let the model discard them."""
+        """Return the slots whose content became garbage since the last call. The caller must make the model discard
+        their content.
+        """
         freed = tuple(sorted(self._freed))
         self._freed.clear()
         return freed

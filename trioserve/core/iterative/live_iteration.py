@@ -22,10 +22,10 @@ class LiveIteration(RequestLife[IterativeRequest]):
         arrival_index: number of requests that arrived at this core before.
 
     Attributes:
-        last_turn: step number when the request was last computed or got its slot. The request that has waited longest
-            has the smallest number.
-        has_had_turn: True if the request was computed since it got its slot.
-        steps_done: denoising steps that are done.
+        last_turn: number of the step in which the request was last computed or got its slot. The request that has
+            waited longest has the smallest number.
+        has_had_turn: True if the request was computed at least once since it got its slot.
+        steps_done: number of denoising steps that are done.
     """
 
     __slots__ = ("has_had_turn", "is_encoded", "kept_slot", "last_turn", "slot", "steps_done")
@@ -41,7 +41,7 @@ class LiveIteration(RequestLife[IterativeRequest]):
 
     @property
     def phase(self) -> IterativePhase:
-        """Phase that is being computed, or that comes next."""
+        """Return the phase that is being computed, or is computed next."""
         if self.steps_done == self.request.step_count:
             return IterativePhase.DECODE
         if self.is_encoded:
@@ -50,9 +50,9 @@ class LiveIteration(RequestLife[IterativeRequest]):
 
     @property
     def wants_partial(self) -> bool:
-        """True if the next denoising step must also produce a partial result.
+        """Return True if the next denoising step must also produce a partial result.
 
-        The last step produces none, because the output follows.
+        The last step produces no partial result, because the output follows.
         """
         every, done = self.request.partial_every, self.steps_done + 1
         return every is not None and done % every == 0 and done < self.request.step_count

@@ -13,11 +13,11 @@ class IterativeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of a core of iterative requests.
 
     Attributes:
-        slot_count: latent slots, and so the most requests that run at a time.
+        slot_count: number of latent slots, which is also the most requests that run at a time.
         kept_slot_count: further slots for the latents of preempted requests. While all are taken, no request is
             preempted.
-        step_work_max: work of one forward pass at most, in the units of IterativeRequest. Bounds how long an abort
-            waits.
+        step_work_max: work of one forward pass at most, in the units of IterativeRequest. This limits how long an abort
+            waits for the step in flight.
 
     Raises:
         StartupError: a value is out of range.
