@@ -138,7 +138,7 @@ def test_acceptance_rate_follows_recent_drafts():
         draft.learn(4, 4)
     assert draft.acceptance > 0.99
     for _ in range(60):
-        draft.learn(4, 1)  # one right, one wrong; tokens behind the wrong one do not count
+        draft.learn(4, 1)  # one token is right and the next is wrong. Tokens after the wrong token do not count.
     assert draft.acceptance == pytest.approx(0.5, abs=0.1)
 
 

@@ -123,7 +123,7 @@ class PromptEncoder:
     ) -> EncodedPrompt:
         """Return the token ids and images of a prompt. A cancelled caller returns at once.
 
-        Only the headers of images are read. Damage behind a header is found when the image is decoded.
+        Only the headers of images are read. Damage after the header is found when the image is decoded.
 
         Args:
             prompt: Text, token ids or a chat.

@@ -193,7 +193,7 @@ class RequestFailed(TrioserveError):
 
 
 class StoreFault(TrioserveError):
-    """Stored content could not be read or written. A failed write leaves nothing behind."""
+    """Stored content could not be read or written. A failed write changes nothing in the store."""
 
 
 class RankLost(TrioserveError):

@@ -46,7 +46,7 @@ class LiveImageView(msgspec.Struct, frozen=True, kw_only=True):
         picture_count: Number of images.
         steps_done: Denoising steps done, summed over images.
         step_count: All denoising steps, summed over images.
-        slot_count: Latent slots in use, including those of preempted images.
+        slot_count: Latent slots in use, including the slots of preempted images.
     """
 
     id: str

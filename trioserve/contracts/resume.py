@@ -33,8 +33,8 @@ class Resume(msgspec.Struct, frozen=True, kw_only=True):
     this state.
 
     The engine computes the known output like a prompt. For token counts, stop conditions and penalties, it treats the
-    known output as output. The next tokens are those of an uninterrupted response, because a token's randomness depends
-    only on the seed and its position.
+    known output as output. The next tokens are the same as in an uninterrupted response, because a token's randomness
+    depends only on the seed and its position.
 
     Attributes:
         token_ids: Output tokens of each choice, by index, including tokens whose text was not shown.

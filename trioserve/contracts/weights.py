@@ -46,7 +46,7 @@ class ReplacementState(enum.Enum):
     CHECKED = "checked"  # the old weights are unchanged
     BEGUN = "begun"  # a failure now leaves a mixture of old and new weights
     WHOLE = "whole"  # all new weights are in place
-    GONE = "gone"  # the executor has ended, and its weights with it
+    GONE = "gone"  # the executor has ended, so its weights are lost
 
 
 class SharedWeights(msgspec.Struct, frozen=True):

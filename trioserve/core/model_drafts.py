@@ -98,7 +98,7 @@ class ModelDrafts:
     ) -> None:
         """Let a head compute along with the step.
 
-        Requests whose hidden states are gone, because their KV came from another engine, get no drafts.
+        A request gets no drafts if its KV came from another engine, because then its hidden states do not exist here.
         """
         for index, (chunk, live) in enumerate(zip(chunks, lives, strict=True)):
             if live.is_pooled or self._known_draft(chunk, live).drafted_count != chunk.start:

@@ -1,9 +1,10 @@
 """Pace of long prompts: how many prompt tokens one step computes, so that decodes in the same step are nearly as fast.
 
-A prompt is called wide if it needs several steps. Each of these steps delays the next token of all decoding requests.
-So the chunks of wide prompts are limited by time: a step with such a chunk may take at most stretch_max times as long
-as the same step without it. Both times are learned: from steps that only decode, and from the extra time of steps with
-a chunk. Every PROBE_EVERY steps the chunk is left out, to measure a step that only decodes again.
+In this package, a long ("wide") prompt is a prompt that needs several steps. Each of these steps delays the next token
+of all decoding requests. So the chunks of long prompts are limited by time: a step with such a chunk may take at most
+stretch_max times as long as the same step without it. Both times are learned: from steps that only decode, and from the
+extra time of steps with a chunk. Every PROBE_EVERY steps the chunk is left out, to measure a step that only decodes
+again.
 
 A prompt that fits into one step is computed at once, because it delays only one step.
 """
@@ -27,12 +28,12 @@ LEARNING_RATE = 0.3  # weight of one step, small enough for steps that are slow 
 
 
 class PromptPace:
-    """Limits the chunks of wide prompts (prompts that need several steps). Times are arguments, in seconds of any clock
-    that never goes back.
+    """Limits the chunks of long prompts (prompts that need several steps). Times are arguments, in seconds of any
+    clock that never goes back.
 
     Args:
-        stretch_max: how much longer a step may take because of wide prompts, as a factor above 1. Wide prompts always
-            get at least the fraction of time that corresponds to their number: one wide prompt beside one decode gets
+        stretch_max: how much longer a step may take because of long prompts, as a factor above 1. Long prompts always
+            get at least the fraction of time that corresponds to their number: one long prompt beside one decode gets
             half of the time.
     """
 
@@ -42,16 +43,16 @@ class PromptPace:
         self._landed_at = float("-inf")
         self._decode_seconds: float | None = None  # time of a step that only decodes
         self._decode_count = 0  # number of decodes in that step
-        self._token_seconds: float | None = None  # time of one token of a wide prompt, in a step with decodes
-        self._chunk_tokens = 0  # tokens of wide prompts in the last step that had any
+        self._token_seconds: float | None = None  # time of one token of a long prompt, in a step with decodes
+        self._chunk_tokens = 0  # tokens of long prompts in the last step that had any
         self._steps_since_probe = 0
 
     def tokens_max(self, decode_count: int, wide_count: int) -> int | None:
-        """Return how many tokens of all wide prompts the next step may compute.
+        """Return how many tokens of all long prompts the next step may compute.
 
         Args:
-            decode_count: decodes in the step.
-            wide_count: wide prompts with tokens due, at least 1.
+            decode_count: number of decodes in the step.
+            wide_count: number of long prompts with tokens due, at least 1.
 
         Returns:
             The number of tokens, or None if only the step's token budget limits them.

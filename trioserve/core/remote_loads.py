@@ -139,7 +139,7 @@ class RemoteLoads:
         return ready
 
     def overdue(self, now: float) -> list[LiveRequest]:
-        """Return requests whose load is overdue. The loads stay pending until take().
+        """Return requests whose load is overdue. The loads remain pending until take() is called.
 
         Args:
             now: time in seconds.

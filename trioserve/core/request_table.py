@@ -108,7 +108,7 @@ class RequestTable(Generic[Life]):
             now: time in seconds.
 
         Returns:
-            The ends of those requests that no other step reads.
+            The end of each request whose blocks no other step reads.
         """
         events = []
         for live in lives:

@@ -5,10 +5,10 @@ of a request are due. For a decode, one token is due. For a new prompt, all of i
 prefix hit. A preempted request starts again. Requests with one due token are planned first, so a long prompt delays
 their next token by one step at most.
 
-A prompt that has started continues before a waiting request starts, even if the waiting request has a better priority:
-a started request holds blocks, and finishing it is the way to free them. Priorities decide which request starts next
-and which one is preempted. For the same reason a request whose KV has arrived from another engine starts before
-requests without KV.
+A prompt whose computation has started continues before a waiting request starts, even if the waiting request has a
+better priority: a started request holds blocks, and finishing it is the way to free them. Priorities decide which
+request starts next and which one is preempted. For the same reason a request whose KV has arrived from another engine
+starts before requests without KV.
 
 A prompt that needs several steps gets only as many tokens per step as cost the decodes little time (prompt_pace.py).
 
@@ -91,13 +91,14 @@ class Scheduler:
         preempted: list[LiveRequest] = []
         budget = self._plan_running(planned, preempted)
         if not planned and self.running:
-            # Wide prompts were left out for decodes, but all decodes were preempted: plan the wide prompts now.
+            # Long prompts were left out so that decodes stay fast, but all decodes were preempted: plan the long
+            # prompts now.
             budget = self._plan_running(planned, preempted)
         self._rotate_running(planned)
 
         admitted: list[RequestId] = []
-        # After a preemption no request is admitted, so that running ones get the blocks. With nothing planned, holds
-        # have the blocks, and nothing runs that could get them.
+        # After a preemption, no request is admitted, so that running requests get the freed blocks. But if no chunk is
+        # planned, holds occupy the blocks, and no running request could get them.
         if not preempted or not planned:
             admitted = self._admit(planned, budget, now)
         chunks = []
@@ -136,7 +137,7 @@ class Scheduler:
             if budget == 0 or len(planned) == count_max:
                 break
             if preempted and live.status is not RequestStatus.RUNNING:
-                continue  # preempted for a request before it in this loop
+                continue  # this request was preempted for an earlier request in this loop
             count = len(live.tokens) - live.computed_count
             if count > budget:
                 count = budget
@@ -144,17 +145,17 @@ class Scheduler:
                 count = wide.take(count)
                 if count == 0:
                     continue
-            if live.computed_count + count > len(live.blocks) * block_size:  # true for one decode in block_size
+            if live.computed_count + count > len(live.blocks) * block_size:  # true for about one of block_size decodes
                 budget += self._make_room(live, count, planned, preempted)
                 if live.status is not RequestStatus.RUNNING:
-                    continue  # it was the last in the queue, and preempted itself
+                    continue  # the request was the last in the queue, and preempted itself
                 self._extend(live, live.computed_count + count)
             planned[live.request.id] = count
             budget -= count
         return budget
 
     def wide_tokens(self, planned: Mapping[RequestId, int]) -> int:
-        """Return how many tokens of wide prompts the step may compute.
+        """Return how many tokens of long prompts (prompts that need several steps) the step may compute.
 
         Args:
             planned: chunks of the step so far. They include all of its decodes.
@@ -364,7 +365,7 @@ class Scheduler:
         If `live` becomes the last request itself, it is preempted too.
 
         Returns:
-            Tokens of the budget that come back from chunks of preempted requests.
+            Tokens of the budget that the chunks of preempted requests no longer need.
         """
         budget_back = 0
         needed = self._settings.blocks_for(live.computed_count + count) - len(live.blocks) - len(live.reserved_blocks)
@@ -476,8 +477,8 @@ class Scheduler:
             planned: token count of each chunk so far. Receives the chunks of admitted requests.
             budget: tokens that are left in the step.
             now: time in seconds.
-            in_flight: the running step, if this step is planned behind it. Blocks that the running step computes are
-                hits only for steps after it.
+            in_flight: the running step, if this step is planned to follow it. None otherwise. Blocks that the running
+                step computes are hits only for steps after it.
 
         Returns:
             Ids of the requests that start.
@@ -553,14 +554,14 @@ class Scheduler:
         if live.wants_load and self._loading_is_full():
             admission.passed_count += 1
             return True
-        # A full check is costly. blocks_wanted may be too high, since other requests may use blocks now that this one
-        # would hit. So check again only when the step is empty otherwise.
+        # A full check is costly. blocks_wanted may be too high, because other requests may now use blocks that this
+        # request could share. So check again only if no other chunk is planned.
         if admission.planned and live.blocks_wanted > self._pool.available_count:
             return False
         hit_blocks = self._match(live)
         if self._is_being_computed(live, admission):
             live.chain.restart()
-            admission.free_seqs -= 1  # limits how many requests are passed over
+            admission.free_seqs -= 1  # passed-over requests count too, which limits how many requests are considered
             return True
         if not self._fits(live, hit_blocks):
             live.chain.restart()
@@ -580,7 +581,8 @@ class Scheduler:
         return True
 
     def _fits(self, live: LiveRequest, hit_blocks: list[BlockIndex]) -> bool:
-        # An idle hit saves computation but no space: sharing it takes it out of the available blocks.
+        # A cached block without users saves computation but no space: after it is shared, it no longer counts as
+        # available.
         settings = self._settings
         first = settings.first_block_read(len(hit_blocks) * settings.block_size)
         busy_hits = sum(1 for block in hit_blocks[first:] if not self._pool.is_idle(block))

@@ -12,7 +12,7 @@
 | a request ends while it loads    | the request          | the connector (LOAD, SEND) | at both reports, or deadlines |
 | a late, second or unknown report | any                  | unchanged                  | as before                     |
 
-A block may have other users or holds too. Then it is free when the last of these is gone. Blocks of a pending load
+A block may also have other users or holds. Then it is free when the last of them is released. Blocks of a pending load
 count as used while their request waits for it, and as held afterwards.
 """
 
@@ -71,10 +71,10 @@ class Transfers:
         self._held_blocks_max = int(settings.block_count * settings.held_share_max)
 
     def request_ends(self, live: LiveRequest, reason: FinishReason, now: float) -> KVTransferParams | None:
-        """Notify the connector of a request's end, and hold the blocks that it needs.
+        """Notify the connector of a request's end, and hold the blocks if the connector needs them.
 
-        If too many blocks are held already, the connector does not learn that the request asks for a hold. A request
-        that is handed over looks to the connector like one that stopped by itself and asks for a hold.
+        If too many blocks are held already, the connector does not learn that the request asks for a hold. To the
+        connector, a request that is handed over looks like a request that stopped by itself and asks for a hold.
 
         Args:
             live: a request that ends. It still has its blocks. Call this once per request.
@@ -82,12 +82,13 @@ class Transfers:
             now: time in seconds.
 
         Returns:
-            Parameters with which another engine can read the held blocks.
+            Parameters with which another engine can read the held blocks, or None if no blocks are held for it.
         """
         self._abandon(live, now)
         settings, computed_count = self._settings, live.computed_count
         if live.absent_block_count > settings.first_block_kept(computed_count):
-            computed_count = 0  # it has not run, and lacks blocks that another engine would need
+            # The request has not run, and has no blocks for some tokens, so another engine could not use its KV.
+            computed_count = 0
         table = tuple(live.blocks[: settings.blocks_for(computed_count)])
         blocks = table[live.absent_block_count :]
         tokens = tuple(live.tokens[:computed_count])
@@ -120,7 +121,7 @@ class Transfers:
             now: time in seconds.
 
         Returns:
-            Requests that do not get their KV.
+            Requests whose KV will not arrive.
         """
         return [unserved for event in self._connector.progress() for unserved in self.report(event, now)]
 
@@ -132,7 +133,7 @@ class Transfers:
             now: time in seconds.
 
         Returns:
-            The request that does not get its KV, if the report says so.
+            The request, if the report means that its KV will not arrive.
         """
         request_id = event.request_id
         if isinstance(event, StillRead):
@@ -172,7 +173,7 @@ class Transfers:
             now: time in seconds.
 
         Returns:
-            Requests that do not get their KV.
+            Requests whose KV will not arrive.
         """
         unserved = []
         for live in self.loads.overdue(now):

@@ -66,7 +66,7 @@ class DiskReserve:
             finally:
                 os.close(descriptor)
         except OSError:
-            pass  # a full or read-only disk, or a limit on file sizes: the reserve stays as it is
+            pass  # a full or read-only disk, or a limit on file sizes: the size of the reserve does not change
         return self.is_whole
 
     def _free_bytes(self) -> int:

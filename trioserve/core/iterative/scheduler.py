@@ -13,9 +13,9 @@ are not preempted: requests that only need decoding, because their slots are fre
 computed since they got their slots.
 
 Priorities are strict, as in an engine of tokens. So the very first request in order always progresses: it has a slot,
-or gets the next one that is free. Other requests wait as long as better priorities arrive, with their latents kept,
-until their deadlines. But a request progresses by a step each time it has a slot. So a request is preempted at most as
-often as it has steps.
+or gets the next free slot. Other requests wait as long as better priorities arrive, with their latents kept, until
+their deadlines. But a request progresses by a step each time it has a slot. So a request is preempted at most as often
+as it has steps.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class IterativeScheduler:
         self.waiting = WaitingQueue[LiveIteration]()
         self.running: dict[RequestId, LiveIteration] = {}
         self.preemptions_total = 0
-        self._first_phase = 0  # index of the phase whose turn it is
+        self._first_phase = 0  # index of the phase that is computed next if it has requests
         self._steps_total = 0
 
     def fill_step(self) -> FilledStep | None:
