@@ -1,4 +1,4 @@
-"""The endpoints that a policy chooses from, found without a look at every endpoint."""
+"""The endpoints that a policy chooses from. Finding them does not need a look at every endpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ __all__ = ["Candidate", "Candidates", "ListedCandidates", "Rng", "looked_at"]
 
 
 class Rng(Protocol):
-    """The only source of randomness of a policy, so that a seed repeats a run. `random.Random` fits."""
+    """The only source of randomness of a policy, so that a run can be repeated from its seed. `random.Random`
+    implements this protocol.
+    """
 
     def randrange(self, stop: int, /) -> int:
         """Return a random integer from 0 to `stop` - 1.
@@ -32,8 +34,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
         id: name of the endpoint.
         load: work at the endpoint, relative to its limit: 0 is idle, 1 is at the limit. Includes the work of other
             routers if the endpoint reports it.
-        has_room: True if the request finds a slot at the endpoint.
-        others: the part of `load` that belongs to other routers.
+        has_room: True if the endpoint has a free slot for the request.
+        others: the part of `load` that is the work of other routers.
     """
 
     id: EndpointId
@@ -46,7 +48,7 @@ class Candidates(Sequence[Candidate]):
     """All healthy endpoints that serve the request's model, in the order in which they were added.
 
     Iterating over the sequence looks at every endpoint. The other methods look at a few endpoints, and return only
-    endpoints that have room.
+    endpoints that have a free slot for the request.
     """
 
     average_load: float
@@ -63,16 +65,16 @@ class Candidates(Sequence[Candidate]):
         """Draw candidates at random.
 
         Args:
-            count: number of candidates. Fewer are returned if there are no more.
+            count: number of candidates. Fewer candidates are returned if fewer exist.
 
         Returns:
-            The drawn candidates. A second call with a smaller `count` returns the first of them. A larger `count`
-            returns them and further ones.
+            The drawn candidates. A later call with a smaller `count` returns the first of these candidates. A later
+            call with a larger `count` returns these candidates and further ones.
         """
 
     @abc.abstractmethod
     def named(self, ids: Iterable[EndpointId]) -> list[Candidate]:
-        """Return the candidates with these ids that have room.
+        """Return the candidates that have these ids and a free slot.
 
         Args:
             ids: endpoint ids. Unknown ids are ignored.
@@ -80,10 +82,10 @@ class Candidates(Sequence[Candidate]):
 
     @abc.abstractmethod
     def around(self, key: str) -> Iterator[Candidate]:
-        """Yield candidates that have room, in an order that depends only on the key and the endpoint ids.
+        """Yield candidates that have a free slot, in an order that depends only on the key and the endpoint ids.
 
-        The order is the same on every router and after a restart. Adding or removing an endpoint keeps the order of the
-        others. The iterator may stop early after many endpoints without room.
+        The order is the same on every router and after a restart. Adding or removing an endpoint does not change the
+        order of the other endpoints. The iterator may stop early after many endpoints without a free slot.
 
         Args:
             key: text to place on the hash ring, for example a session.
@@ -94,13 +96,14 @@ class Candidates(Sequence[Candidate]):
 
     @abc.abstractmethod
     def next_after(self, id: EndpointId | None) -> Candidate:
-        """Return the next candidate that has room, in the order of addition. The first follows the last.
+        """Return the next candidate that has a free slot, in the order of addition. After the last candidate comes the
+        first.
 
         Args:
-            id: the endpoint that was chosen before. None: start with the first.
+            id: the endpoint that was chosen before. If None, the search starts with the first candidate.
 
         Raises:
-            LookupError: no candidate has room.
+            LookupError: no candidate has a free slot.
         """
 
 
@@ -160,7 +163,7 @@ class ListedCandidates(Candidates):
 
 
 def looked_at(candidates: Sequence[Candidate], rng: Rng) -> Candidates:
-    """Return the candidates as `Candidates`.
+    """Wrap the candidates so that they have the methods of `Candidates`.
 
     Args:
         candidates: the router's `Candidates`, returned unchanged, or a plain sequence.

@@ -1,16 +1,18 @@
-"""Decides which requests may resume at another endpoint after theirs failed, how often and how fast.
+"""Decides which requests may resume at another endpoint after their endpoint failed, how often and how fast.
 
 A request that crashes its endpoint would crash the next endpoint as well. Such a request is recognised by its lack of
-progress: its client got almost no tokens between two endpoint failures. A request that made progress in between was at
-least once a bystander. If several requests were at both endpoints, one of them is the cause, so each gets one more try.
+progress: its client got almost no tokens between two endpoint failures. A request that made progress between two
+failures did not cause at least one of the failures. If several requests were at both endpoints, only one of these
+requests is the cause, so each request gets one more try.
 
 A connection can also break, or go silent, while the endpoint keeps running. So a suspected request is first put on
-trial: the request waits until each of its endpoints passes a health check and reports its clock. The old clock clears
-the request, because the process that served it still runs. Another clock confirms that the process ended. There is no
-trial for an endpoint that reported the failure itself, that reports no clock, or that is draining.
+trial: the request waits until each of its endpoints passes a health check and reports the name of its clock, which
+identifies the process. The same name as before clears the request of suspicion, because the process that served the
+request still runs. Another name confirms that the process ended. There is no trial if the endpoint reported the failure
+itself, reports no clock, or is draining.
 
-A request that lost its endpoints before its first token is judged in the same way, with higher limits: progress cannot
-be seen, and endpoints may fail in a row for other reasons.
+A request whose endpoints failed before its first token is judged in the same way, with higher limits: the progress of
+such a request cannot be measured, and several endpoints may fail in a row for other reasons.
 """
 
 from __future__ import annotations
@@ -31,15 +33,15 @@ ENDPOINTS_OWN = DEATHS | {Fault.FAILED}
 
 
 class Continuations:
-    """Decides whether requests may resume, and counts them.
+    """Decides whether requests may resume, and counts the requests that resume or must not.
 
     Args:
         settings: limits.
-        endpoints: all endpoints by id. Only read.
+        endpoints: all endpoints by id. Never modified here.
 
     Attributes:
         total: streams that got a lease to resume with.
-        refused_total: streams that must not resume, by reason.
+        refused_total: streams that were not allowed to resume, by reason.
     """
 
     def __init__(self, settings: RouterSettings, endpoints: Mapping[EndpointId, EndpointState]) -> None:
@@ -52,14 +54,14 @@ class Continuations:
     def note_break(
         self, ticket: Ticket, fault: Fault, endpoint: EndpointState, token_count: int, *, is_certain: bool
     ) -> None:
-        """Record that an endpoint failed a request.
+        """Record that an endpoint failed while it served a request.
 
         Args:
             ticket: the request.
             fault: how the endpoint failed.
             endpoint: the endpoint.
             token_count: tokens that the client has received so far.
-            is_certain: the endpoint reported the failure itself.
+            is_certain: True if the endpoint reported the failure itself.
         """
         if fault in ENDPOINTS_OWN:
             has_progress = token_count - ticket.token_count >= self._settings.progress_tokens_min
@@ -73,7 +75,7 @@ class Continuations:
 
         Args:
             ticket: the request whose endpoint failed.
-            is_served: True if an endpoint serves its model.
+            is_served: True if an endpoint serves the request's model.
         """
         settings = self._settings
         poisoned = self.judge(ticket)
@@ -93,17 +95,17 @@ class Continuations:
         return None
 
     def judge(self, ticket: Ticket) -> TrioserveError | None:
-        """Decide from what is known of the failed endpoints whether the request is on trial.
+        """Decide whether the request is on trial, from the checks and reports of the failed endpoints.
 
         Args:
             ticket: the request. `ticket.broken` and `ticket.is_on_trial` are updated.
 
         Returns:
-            The error that ends the request, if the request is held to be the cause.
+            The error that ends the request if the request is considered the cause of the failures, otherwise None.
         """
         still_running = {broken: self._is_still_running(broken) for broken in ticket.broken}
         ticket.broken = tuple(broken for broken in ticket.broken if not still_running[broken])
-        # If several requests were at both endpoints, it is unknown which of them is the cause.
+        # If several requests were at both endpoints, it is unknown which request is the cause.
         is_suspected = bool(ticket.broken) and len(ticket.broken) >= self._breaks_max(ticket)
         ticket.is_on_trial = is_suspected and None in still_running.values()
         return self.poisoned(ticket) if is_suspected and not ticket.is_on_trial else None
@@ -115,7 +117,7 @@ class Continuations:
         return self._settings.attempts_max * (1 if is_alone else 2)
 
     def _is_still_running(self, broken: Break) -> bool | None:
-        """Return whether the process that served the stream still runs. None: not known yet."""
+        """Return whether the process that served the stream still runs, or None if this is not known yet."""
         state = self._endpoints.get(broken.endpoint)
         if broken.clock is None or state is None:
             return False
@@ -124,7 +126,7 @@ class Continuations:
         return False if state.health is EndpointHealth.DRAINING else None
 
     def poisoned(self, ticket: Ticket) -> TrioserveError:
-        """Return the error for a request that is held to be the cause of the failures.
+        """Return the error for a request that is considered the cause of its endpoints' failures.
 
         Args:
             ticket: the request, with the endpoints that failed.

@@ -1,8 +1,10 @@
-"""Orders the requests that had an endpoint and wait for another one. Does not know which endpoints have room.
+"""Orders the requests that had an endpoint and wait for another endpoint. Does not know which endpoints have free
+slots.
 
-Requests that failed at the same endpoints can go to the same other endpoints. So they share a line, and only the first
-of each line is tried. When an endpoint dies under hundreds of requests, one look shows that no other endpoint has room.
-Requests on trial have lines of their own and are not tried.
+Requests that failed at the same endpoints can go to the same other endpoints. So these requests share a line, and the
+router looks for an endpoint only for the first request of each line. If an endpoint with hundreds of requests fails, a
+single search shows that no other endpoint has a free slot. Requests on trial have lines of their own, and the router
+searches no endpoint for them.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ class ContinuedQueue:
         return [next(iter(tickets.values())) for line, tickets in self._lines.items() if not line[0]]
 
     def lines(self) -> list[list[Ticket]]:
-        """Return the requests of each line, in their order."""
+        """Return the lines. In each line, the requests are in the order in which they are served."""
         return [list(tickets.values()) for tickets in self._lines.values()]
 
     def on_trial(self) -> list[Ticket]:

@@ -1,29 +1,29 @@
 """Entry point of the router: requests enter, wait, get leases and leave. Uses no sockets and no clocks.
 
     router.prepare(request, now)        count a request that is read before its endpoint can be chosen
-    router.prepared(request)            the request was read, or given up
+    router.prepared(request)            the request was read, or its client left
     router.enter(request, now)          -> Ticket, waiting or with a lease; raises if the request is refused
-    router.leave(ticket, now)           the only exit: releases the place or the lease; legal at any time, repeatedly
+    router.leave(ticket, now)           the only exit: gives up position and lease; allowed at any time, repeatedly
     router.sent(ticket)                 the request is sent to its endpoint
-    router.first_token(ticket, now)     the endpoint answers, or resumes a stream of another endpoint
+    router.first_token(ticket, now)     the endpoint begins to answer, or to resume a stream
     router.failed(ticket, fault, now)   -> whether the ticket waits for another endpoint
-    router.moved(ticket, now)           a stream left an emptied endpoint for that of its next lease
-    router.stays(ticket, now)           a stream cannot leave an emptied endpoint
+    router.moved(ticket, now)           a stream left an endpoint that is being emptied, and uses its next lease
+    router.stays(ticket, now)           a stream cannot leave an endpoint that is being emptied
     router.prefilled(ticket, now)       an endpoint has computed the prompt of a disaggregated request
-    router.hold_lost(ticket, now)       that endpoint no longer holds the blocks
+    router.hold_lost(ticket, now)       the prefill endpoint no longer holds the blocks of the prompt
     router.note_load, note_health, ...  reports of endpoints
-    router.tick(now)                    events that only time brings; next_tick() returns when
+    router.tick(now)                    handle deadlines that have passed; next_tick() returns when to call it
 
 `on_change(ticket)` reports each grant and each refusal of a waiting ticket, once, inside the call that caused it. A
-released lease is granted again in the same call. So nothing polls, and no task is woken for nothing.
+released lease is granted again in the same call. So no caller polls, and no task is woken without a reason.
 `on_gone(endpoint)` is called when the last request of a drained endpoint has ended. `on_move(ticket)` asks a stream to
-leave an endpoint that is being emptied. If the ticket has a next lease, the caller answers with `moved`. At the
-deadline there is none, and the caller answers with `failed`.
+leave an endpoint that is being emptied. If the ticket has a next lease, the caller moves the stream and calls `moved`.
+If the deadline has passed and the ticket has no next lease, the caller ends the stream there and calls `failed`.
 
-A request that can be disaggregated is split if there are two endpoints for it when it enters: its stage is PREFILL, and
+A request that can be disaggregated is split if two endpoints can serve it when it enters: its stage is PREFILL, and
 then DECODE. Each stage has a queue of its own. Roles are hints. If a split cannot be completed, one endpoint does the
-whole request: the stage becomes None, in the queue or at a failure. The holder of a ticket reads the stage when the
-ticket gets a lease.
+whole request: the stage becomes None, while the request waits or when an endpoint fails. The holder of a ticket reads
+the stage when the ticket gets a lease.
 """
 
 from __future__ import annotations
@@ -100,10 +100,10 @@ class RouterCore:
     # --- requests ---
 
     def prepare(self, request: RoutedRequest, now: float) -> None:
-        """Count a request that is read before it enters, because reading costs memory and time.
+        """Count a request whose body is being read before the request enters, because reading costs memory and time.
 
-        The number of such requests is limited by the room in the queue and the free slots. The caller must call
-        `prepared`.
+        The number of such requests is limited to the free positions in the queue plus the free slots. The caller must
+        call `prepared` afterwards.
 
         Args:
             request: the request.
@@ -123,7 +123,7 @@ class RouterCore:
         model.preparing += 1
 
     def prepared(self, request: RoutedRequest) -> None:
-        """End what `prepare` began.
+        """Stop counting a request that `prepare` counted.
 
         Args:
             request: the request.
@@ -134,18 +134,20 @@ class RouterCore:
         self._forget_unserved(request.model)
 
     def enter(self, request: RoutedRequest, now: float) -> Ticket:
-        """Put a request into the queue, and grant a lease at once if there is room. The caller must call `leave`.
+        """Put a request into the queue, and grant a lease at once if an endpoint has a free slot. The caller must call
+        `leave` at the end.
 
-        In a full queue, a tenant with fewer waiting requests takes the place of the newest request of the tenant with
-        most. A pinned request never waits. While every endpoint of a model is ejected, no request joins its queues.
-        Requests that wait already keep their place, because an ejection is short.
+        If the queue is full, the newest request of the tenant with most waiting requests is refused instead, provided
+        that the tenant of the new request has fewer. A pinned request never waits. While every endpoint of a model is
+        ejected, no request joins its queues. Requests that already wait keep their positions, because an ejection is
+        short.
 
         Args:
             request: the request.
             now: time in seconds.
 
         Raises:
-            Overloaded: the queue is full, or the pinned endpoint has no room.
+            Overloaded: the queue is full, or the pinned endpoint has no free slot.
             Draining: the router accepts no new requests.
             NoEndpoint: no endpoint accepts requests for the model now.
             InvalidRequest: the request has too many sequences.
@@ -159,7 +161,7 @@ class RouterCore:
         queue = self._queues.of(ticket)
         must_wait = bool(queue.count) and request.pinned is None and request.running_at is None
         if request.pinned is None and not must_wait and self._queues.of_model(request.model).has_waiting:
-            self._hand_over(now)  # requests in other queues may have waited longer for the free room
+            self._hand_over(now)  # requests in other queues may have waited longer for the free slots
         if must_wait or not self._grant(ticket, now):
             if request.pinned is not None:
                 pinned = self.endpoints[request.pinned]
@@ -167,7 +169,7 @@ class RouterCore:
                 raise self._refusals.counted(is_full if pinned.accepts_requests else self._no_endpoint(request, now))
             queue.newcomers.add(ticket)
             if must_wait:
-                self._hand_over(now)  # requests before it may wait for an endpoint that it does not need
+                self._hand_over(now)  # earlier requests may wait for an endpoint that this request does not need
             if ticket.state is TicketState.WAITING:
                 refusal = refusals.queue_was_full(self.settings, queue, request, now)
                 if refusal is not None:
@@ -183,7 +185,7 @@ class RouterCore:
         return ticket
 
     def leave(self, ticket: Ticket, now: float) -> None:
-        """Release everything that a request holds. Nothing happens if it has ended.
+        """Release the queue position or the leases of a request. Does nothing if the request has already ended.
 
         Args:
             ticket: the request.
@@ -196,7 +198,7 @@ class RouterCore:
         self._hand_over(now)
 
     def sent(self, ticket: Ticket) -> None:
-        """Record that the request is sent to its endpoint. Until then a drain may refuse it.
+        """Record that the request is sent to its endpoint. Before this call, a drain may refuse the request.
 
         Args:
             ticket: the request, with a lease.
@@ -223,7 +225,7 @@ class RouterCore:
         endpoint = self._fleet.of(ticket)
         if not ticket.has_token:
             ticket.has_token = True
-            for id in sorted(ticket.refused_by):  # these refusals were wrong, since another endpoint serves it
+            for id in sorted(ticket.refused_by):  # these refusals were wrong, since another endpoint serves the request
                 if (refusing := self.endpoints.get(id)) is not None:
                     refusing.failures_total["refused_wrongly"] += 1
                     refusing.note_failure(now)
@@ -240,7 +242,7 @@ class RouterCore:
         self._hand_over(now)
 
     def moved(self, ticket: Ticket, now: float) -> None:
-        """Record that a stream left its endpoint for that of its next lease. Nothing happens if it has no next lease.
+        """Record that a stream left its endpoint and uses its next lease. Does nothing if the stream has no next lease.
 
         Args:
             ticket: the stream's request.
@@ -255,7 +257,7 @@ class RouterCore:
         self._hand_over(now)
 
     def stays(self, ticket: Ticket, now: float) -> None:
-        """Record that a stream cannot leave its endpoint, and release its next lease if it has one.
+        """Record that a stream cannot leave its endpoint, and release its next lease if there is one.
 
         Args:
             ticket: the stream's request.
@@ -277,8 +279,8 @@ class RouterCore:
         Args:
             ticket: the request, in its prefill stage.
             now: time in seconds.
-            outcome: why one endpoint has to do the rest. The endpoint with the prompt in its prefix cache is preferred.
-                None: a decode endpoint does the rest.
+            outcome: why a single endpoint has to do the rest of the request, preferably the endpoint that has the
+                prompt in its prefix cache. If None, a decode endpoint does the rest.
         """
         if ticket.state is not TicketState.LEASED or ticket.stage is not Stage.PREFILL:
             return
@@ -298,8 +300,8 @@ class RouterCore:
         self._hand_over(now)
 
     def hold_lost(self, ticket: Ticket, now: float) -> None:
-        """Record that the blocks of the prompt are no longer held. Nothing happens if the request does not wait for
-        them.
+        """Record that the prefill endpoint no longer holds the blocks of the prompt. Does nothing if the request does
+        not wait for these blocks.
 
         Args:
             ticket: the request.
@@ -324,7 +326,8 @@ class RouterCore:
         is_certain: bool = False,
         reason: str | None = None,
     ) -> bool:
-        """Record that an endpoint failed a request without a token, or a stream that can resume elsewhere.
+        """Record that an endpoint failed while it served a request without a token, or a stream that can resume
+        elsewhere.
 
         The caller ends other streams with `leave`. The lease is released before anything else happens.
 
@@ -332,14 +335,14 @@ class RouterCore:
             ticket: the request.
             fault: how the endpoint failed.
             now: time in seconds.
-            busy_seconds: how long a BUSY or LEAVING endpoint gets no requests.
+            busy_seconds: time during which a BUSY or LEAVING endpoint gets no requests.
             token_count: tokens that the stream's client has received.
             is_certain: the endpoint reported that the failure is its own fault.
-            reason: name for the counters. None: that of the fault.
+            reason: name of the failure in the counters. If None, the name of the fault is used.
 
         Returns:
-            True if the ticket waits again or already has another lease. If False, it has ended, and the caller sends
-            the client `ticket.refusal`, or the endpoint's response if that is None.
+            True if the ticket waits again or already has another lease. False if the ticket has ended. Then the caller
+            sends `ticket.refusal` to the client, or the endpoint's response if `ticket.refusal` is None.
         """
         if ticket.state not in (TicketState.LEASED, TicketState.RUNNING_FREE):
             return False
@@ -376,14 +379,14 @@ class RouterCore:
     def _note_failed(
         self, ticket: Ticket, fault: Fault, endpoint: EndpointState, now: float, *, is_certain: bool
     ) -> None:
-        """Note what a fault means for a request without a token. The time at the endpoint does not count as waiting."""
+        """Record a fault of a request without a token. The time at the endpoint does not count as waiting."""
         served_seconds = now - ticket.leased_at
         ticket.own_deadline += served_seconds
         ticket.queue_deadline += served_seconds
         if fault in DEATHS:
             self._continuations.note_break(ticket, fault, endpoint, 0, is_certain=is_certain)
         if fault in LOST:
-            # It waits for an endpoint as long as a stream would, unless its own deadline is earlier.
+            # The request waits for an endpoint as long as a stream would, unless the request's own deadline is earlier.
             ticket.is_lost = True
             patience = now + self.settings.continuation_seconds_max
             ticket.queue_deadline = min(ticket.own_deadline, max(ticket.queue_deadline, patience))
@@ -393,7 +396,7 @@ class RouterCore:
                 ticket.refused_by |= {endpoint.id}
 
     def _resume_or_end(self, ticket: Ticket, next_lease: Lease | None, now: float) -> bool:
-        """Let a stream resume with its next lease, or wait again, or end. Return False if it ended."""
+        """Let a stream resume with its next lease, or wait again, or end. Return False if the stream ended."""
         is_served = self._fleet.of_model(ticket.request.model).serving_count > 0
         ticket.refusal = self._continuations.refusal(ticket, is_served=is_served)
         if next_lease is not None and ticket.refusal is None and not ticket.is_on_trial:
@@ -407,27 +410,27 @@ class RouterCore:
             self._end(ticket)
         else:
             ticket.stage = None  # the next endpoint does all the remaining work
-            # Its queue deadline was for the wait before its first token.
+            # The old queue deadline was for the wait before the first token.
             ticket.own_deadline, ticket.queue_deadline = math.inf, now + self.settings.continuation_seconds_max
             self._wait_again(ticket)
         self._hand_over(now)
         return ticket.refusal is None
 
     def _may_try_again(self, ticket: Ticket, fault: Fault, now: float) -> bool:
-        """Return whether a request without a token waits again.
+        """Return whether a request without a token may wait for another endpoint.
 
-        A request that lost its endpoint always does, even if all endpoints are ejected: one may come back in time. The
-        retry budget limits retries after error responses and full endpoints. If all healthy endpoints are full, the
-        client learns it at once.
+        A request whose endpoint was lost always may, even if all endpoints are ejected: an endpoint may recover in
+        time. The retry budget limits retries after error responses and full endpoints. If all healthy endpoints are
+        full, the client gets the refusal at once.
         """
         if ticket.request.pinned is not None:
             return False
-        if fault in LOST:  # if its deadline has passed, the queue refuses it with a Retry-After
+        if fault in LOST:  # if the deadline has passed, the queue refuses the request with a Retry-After
             return self._fleet.is_any_left(ticket)
         if now >= ticket.queue_deadline:
             return False
         if fault is Fault.INVALID and not self.is_draining:
-            return self._fleet.is_any_left(ticket)  # never the request's fault
+            return self._fleet.is_any_left(ticket)  # these faults are never the request's fault
         if fault is Fault.REFUSED and not self.is_draining:
             return self._fleet.is_any_left(ticket, unejected=True)
         if self.is_draining or len(ticket.failed_by) >= self.settings.attempts_max:
@@ -453,8 +456,8 @@ class RouterCore:
             id: name of the endpoint.
             models: model names that it serves.
             now: time in seconds.
-            leases_max: sequences that it accepts. None: the limit of the settings.
-            role: stages of disaggregated requests that it is meant for. None: no stage.
+            leases_max: sequences that the endpoint accepts. If None, the limit of the settings applies.
+            role: stages of disaggregated requests that the endpoint should compute. None: no stage.
 
         Raises:
             StartupError: the id is in use, or `leases_max` is below 1.
@@ -463,7 +466,7 @@ class RouterCore:
         self._moving.end(id)
 
     def set_models(self, id: EndpointId, models: Iterable[str], now: float) -> None:
-        """Set the models that an endpoint serves. Ignored if the endpoint is removed.
+        """Set the models that an endpoint serves. Does nothing if the endpoint was removed.
 
         Args:
             id: name of the endpoint.
@@ -478,7 +481,8 @@ class RouterCore:
         self._hand_over(now)
 
     def set_role(self, id: EndpointId, role: EngineRole | None, now: float) -> None:
-        """Set the stages that an endpoint is meant for. Ignored if the endpoint is removed.
+        """Set the stages of disaggregated requests that an endpoint should compute. Does nothing if the endpoint was
+        removed.
 
         Args:
             id: name of the endpoint.
@@ -498,8 +502,9 @@ class RouterCore:
         Args:
             id: name of the endpoint.
             now: time in seconds.
-            move_seconds: also empty the endpoint: streams that can resume elsewhere are moved as there is room, and
-                after this time all remaining requests are asked to leave. None: requests stay until they end.
+            move_seconds: also empty the endpoint: streams that can resume elsewhere are moved as soon as other
+                endpoints have free slots. After this many seconds all remaining requests are asked to leave. If None,
+                requests stay until they end.
         """
         state = self.endpoints[id]
         state.drain()
@@ -521,9 +526,9 @@ class RouterCore:
         return state is not None and state.health is EndpointHealth.DRAINING
 
     def note_fingerprint(self, id: EndpointId, fingerprint: str | None) -> None:
-        """Set the fingerprint of an endpoint. Ignored if the endpoint is removed.
+        """Set the fingerprint of an endpoint. Does nothing if the endpoint was removed.
 
-        A stream that breaks off resumes at an endpoint with an equal fingerprint if one has room.
+        A stream that breaks off resumes at an endpoint with an equal fingerprint if one has a free slot.
 
         Args:
             id: name of the endpoint.
@@ -534,13 +539,13 @@ class RouterCore:
             state.fingerprint = fingerprint
 
     def note_load(self, id: EndpointId, load: EndpointLoad, now: float, *, sent_when_asked: int) -> None:
-        """Accept a load report. Ignored if the endpoint is removed.
+        """Accept a load report. Does nothing if the endpoint was removed.
 
         Args:
             id: name of the endpoint.
             load: the report.
             now: time in seconds.
-            sent_when_asked: `sent_total` when the endpoint was asked.
+            sent_when_asked: value of `sent_total` when the router asked for the report.
         """
         state = self.endpoints.get(id)
         if state is not None:
@@ -549,14 +554,14 @@ class RouterCore:
             self._hand_over(now)
 
     def note_client_fault(self, ticket: Ticket) -> bool:
-        """Record that an endpoint refused a request as its client's fault.
+        """Record that an endpoint refused a request and blamed its client.
 
         Args:
             ticket: the request.
 
         Returns:
-            True if another endpoint has to confirm it, because this one refused several requests in a row and served
-            none.
+            True if another endpoint has to confirm the refusal, because this endpoint refused several requests in a row
+            and served none.
         """
         if ticket.state is not TicketState.LEASED:
             return False
@@ -565,11 +570,11 @@ class RouterCore:
         return endpoint.refusals_in_a_row > self.settings.failures_max
 
     def note_probe(self, id: EndpointId, is_well: bool, now: float) -> None:
-        """Record the result of a probe request. Ignored if the endpoint is removed.
+        """Record the result of a probe request. Does nothing if the endpoint was removed.
 
         Args:
             id: name of the ejected endpoint.
-            is_well: True if it served the probe.
+            is_well: True if the endpoint served the probe.
             now: time in seconds.
         """
         state = self.endpoints.get(id)
@@ -578,7 +583,7 @@ class RouterCore:
             self._hand_over(now)
 
     def set_lease_share(self, id: EndpointId, share: int, now: float) -> None:
-        """Set the leases that this router may give at an endpoint. Ignored if the endpoint is removed.
+        """Set how many leases this router may grant at an endpoint. Does nothing if the endpoint was removed.
 
         Leases beyond the share stay until they end.
 
@@ -597,10 +602,10 @@ class RouterCore:
 
         Args:
             id: name of the endpoint.
-            is_well: True if it passed.
+            is_well: True if the endpoint passed.
             now: time in seconds.
-            is_hung: True if it has not answered for so long that it gets no more requests at once, or reports a hung
-                step.
+            is_hung: True if the endpoint has not answered for very long, or reports a hung step. Then the endpoint gets
+                no more requests from now on.
         """
         state = self.endpoints.get(id)
         if state is None or state.health is EndpointHealth.DRAINING:
@@ -614,12 +619,14 @@ class RouterCore:
         self._hand_over(now)
 
     def note_leaving(self, id: EndpointId, now: float, *, move_seconds: float | None = None) -> None:
-        """Record that an endpoint shuts down or refuses connections. It gets no requests until it passes a check.
+        """Record that an endpoint shuts down or refuses connections. The endpoint gets no requests until it passes a
+        health check.
 
         Args:
             id: name of the endpoint.
             now: time in seconds.
-            move_seconds: also empty the endpoint, see `drain_endpoint`. Ignored if it is being emptied already.
+            move_seconds: also empty the endpoint, see `drain_endpoint`. Ignored if the endpoint is already being
+                emptied. If None, requests stay until they end.
         """
         state = self.endpoints.get(id)
         if state is None or state.health is EndpointHealth.DRAINING:
@@ -635,7 +642,7 @@ class RouterCore:
     # --- time ---
 
     def next_tick(self, now: float) -> float:
-        """Return when `tick` has to be called if nothing else happens before. math.inf for never.
+        """Return the time in seconds at which `tick` has to be called next, or math.inf for never.
 
         Args:
             now: time in seconds.
@@ -649,7 +656,7 @@ class RouterCore:
         return min(moments)
 
     def tick(self, now: float) -> None:
-        """Refuse requests whose queue deadline has passed, and let endpoints be probed whose ejection has ended.
+        """Refuse requests whose queue deadline has passed, and allow a probe of each endpoint whose ejection has ended.
 
         Args:
             now: time in seconds.
@@ -667,7 +674,7 @@ class RouterCore:
     def drain(self, now: float) -> None:
         """Accept no new requests, and refuse all that were not sent to any endpoint.
 
-        Other requests continue, including those that wait again: for a decode endpoint, or because their endpoint
+        Other requests continue, including requests that wait again: for a decode endpoint, or because their endpoint
         failed.
 
         Args:
@@ -700,7 +707,9 @@ class RouterCore:
     # --- leases ---
 
     def _grant(self, ticket: Ticket, now: float) -> bool:
-        """Give a ticket a lease if an endpoint has room. The ticket must not be in any queue."""
+        """Grant a lease to a ticket if an endpoint has a free slot, and return whether it was granted. The ticket must
+        not be in any queue.
+        """
         before = ticket.endpoint
         if not self._give(ticket, now):
             return False
@@ -714,7 +723,9 @@ class RouterCore:
         return True
 
     def _grant_next(self, ticket: Ticket, now: float) -> bool:
-        """Give a stream that has to leave its endpoint a second lease, if another endpoint has room."""
+        """Grant a second lease to a stream that has to leave its endpoint, if another endpoint has a free slot. Return
+        whether it was granted.
+        """
         in_hand = ticket.exchange(Lease(at=now))
         accepts_requests = self._give(ticket, now)
         lease = ticket.exchange(in_hand)
@@ -725,13 +736,15 @@ class RouterCore:
         return accepts_requests
 
     def _give(self, ticket: Ticket, now: float) -> bool:
-        """Choose an endpoint that has room. The caller changes the ticket's state."""
+        """Grant a lease at an endpoint that has a free slot, and return False if there is none. The caller changes the
+        ticket's state.
+        """
         if ticket.stage is Stage.PREFILL and self._disaggregation.is_handover_full(ticket.request.model):
             return False
         return self._fleet.give(ticket, now)
 
     def _use_next_lease(self, ticket: Ticket, lease: Lease) -> None:
-        """Resume with the next lease, after the current one was released."""
+        """Make the next lease the current lease, after the old lease was released."""
         before = ticket.exchange(lease).endpoint
         self._fleet.note_moved(before, ticket)
         ticket.is_answered, ticket.stage = False, None
@@ -758,9 +771,9 @@ class RouterCore:
                     pass
 
     def _serve_one(self, model: ModelQueues, now: float) -> bool:
-        """Grant a lease to the first request that can get one.
+        """Grant a lease to the first request that can get one. Return False if no request can.
 
-        Called again from the start after each grant: if a request moves from prefill to decode, another prompt may
+        The caller calls this again after each grant: if a request moves from prefill to decode, another prompt may
         start.
         """
         newcomers = model.heads()
@@ -788,11 +801,13 @@ class RouterCore:
     def _in_turn(
         self, model: ModelQueues, newcomers: list[tuple[Queue, Ticket]], now: float
     ) -> list[tuple[Ticket, Queue | None]]:
-        """List the requests that are next, the first one first. Streams have None instead of a queue.
+        """List the requests that may get the next lease, in the order in which they are tried. A stream has None
+        instead of a queue.
 
-        Within a priority, requests and streams that wait again come first, in the order in which they began to wait:
-        they lost their endpoints, or their prompts were computed for another endpoint. Then come streams that have to
-        move, and then newcomers. After several of the former in a row, a newcomer is first.
+        Within a priority, the list begins with requests and streams that wait again, in the order in which they began
+        to wait. These requests lost their endpoints, or their prompts were computed for another endpoint. Streams that
+        have to move follow, and newcomers are last. After several grants in a row to requests that are not newcomers, a
+        newcomer is first.
         """
         again = model.waiting_again()
         continued = model.continued.heads() if model.continued and self._continuations.has_turn(now) else []
@@ -810,7 +825,7 @@ class RouterCore:
         return [(ticket, queue) for _, ticket, queue in sorted(turns, key=lambda turn: turn[0])]
 
     def _ask_to_leave(self, id: EndpointId) -> None:
-        """Ask all requests to leave an endpoint whose deadline for being emptied has passed."""
+        """Ask all requests to leave an endpoint that is being emptied and whose deadline has passed."""
         for ticket in list(self._live.values()):
             is_there = ticket.endpoint == id and ticket.is_sent and ticket.next_lease is None
             is_free = (ticket.can_go_on or not ticket.has_token) and ticket.request.pinned is None
@@ -822,7 +837,7 @@ class RouterCore:
         self._on_gone(id)
 
     def _release(self, ticket: Ticket, now: float) -> None:
-        """Release the ticket's place or lease."""
+        """Release the ticket's queue position or leases."""
         if ticket.state is TicketState.WAITING:
             self._queues.leave(ticket)
             return
@@ -838,7 +853,7 @@ class RouterCore:
             drain_rate.note_idle(now)
 
     def _wait_again(self, ticket: Ticket) -> None:
-        """Queue a ticket again that has left an endpoint and released everything."""
+        """Queue a ticket again that has left its endpoint and released its leases."""
         ticket.move(TicketState.WAITING)
         self._moving.note_arrived(ticket)
         ticket.sent_index = None
@@ -888,7 +903,7 @@ class RouterCore:
         return self._fleet.is_any_nameless
 
     def has_choice(self, request: RoutedRequest) -> bool:
-        """Return whether there is more than one endpoint for the request, or for one of its stages.
+        """Return whether more than one endpoint could serve the request, or one of its stages.
 
         Args:
             request: a request that has not entered.
@@ -913,10 +928,10 @@ class RouterCore:
             raise self._refusals.counted(self._no_endpoint(request, now))
 
     def _pushed_out(self, queue: Queue, ticket: Ticket) -> Ticket | None:
-        """Return the ticket that loses its place in a full queue to `ticket`, or None.
+        """Return the ticket that must leave a full queue so that `ticket` can join, or None.
 
-        So the burst of one tenant does not keep others out of the queue. At most one ticket loses its place, and only
-        if that makes enough room.
+        So the burst of one tenant does not keep other tenants out of the queue. At most one ticket must leave, and only
+        if the queue then has space for `ticket`.
         """
         found = queue.newcomers.newest_of_most(ticket)
         if found is None or queue.count - 1 > self.settings.queue_requests_max:
@@ -935,7 +950,7 @@ class RouterCore:
         self._on_change(ticket)
 
     def _judge(self, now: float) -> None:
-        """End trials for which the endpoints have reported enough."""
+        """End the trials of requests whose failed endpoints have reported enough to decide."""
         for model in list(self._queues.models.values()):  # ending a ticket may delete its model's queues
             for ticket in model.on_trial():
                 refusal = self._continuations.judge(ticket)
@@ -945,12 +960,12 @@ class RouterCore:
                     self._queues.end_trial(ticket)
 
     def _refuse_hopeless(self, now: float) -> None:
-        """Refuse waiting requests whose model no endpoint serves any more."""
+        """Refuse waiting requests whose model is no longer served by any endpoint."""
         for ticket in self._queues.all_waiting():
             self._refuse_if_hopeless(ticket, now)
 
     def _refuse_if_hopeless(self, ticket: Ticket, now: float) -> None:
-        # A stream whose client has tokens waits for endpoints to come back, for a limited time.
+        # A stream whose client has tokens waits a limited time for endpoints to recover.
         if ticket.state is TicketState.WAITING and not self._fleet.is_any_left(ticket):
             self._refuse(ticket, self._no_endpoint(ticket.request, now), now)
 

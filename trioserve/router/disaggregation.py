@@ -1,7 +1,8 @@
 """Decides which requests compute their prompt at one endpoint and their response at another.
 
-Such a request has a prefill stage and then a decode stage (`Ticket.stage`), each with a queue of its own. Roles are
-hints. If a split cannot be completed, one endpoint does the whole request: the stage becomes None and stays None.
+Such a request has a prefill stage and then a decode stage (`Ticket.stage`), each with a queue of its own. Roles of
+endpoints are hints. If a split cannot be completed, one endpoint does the whole request: the stage becomes None and
+stays None.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ __all__ = ["Disaggregation", "stage_fault"]
 
 
 class Disaggregation:
-    """Decides about splitting requests, and counts the outcomes.
+    """Decides whether to split requests into two stages, and counts the outcomes.
 
     Args:
         settings: limits.
@@ -51,7 +52,7 @@ class Disaggregation:
         return self._queues.of_model(model).queues[Stage.DECODE].count >= self._settings.handover_waiting_max
 
     def undo_impossible_splits(self, name: str, model: ModelQueues) -> None:
-        """Undo the split of waiting requests whose next stage no endpoint can do now.
+        """Undo the split of waiting requests whose next stage cannot be done by any endpoint now.
 
         Args:
             name: model name.
@@ -60,7 +61,7 @@ class Disaggregation:
         for stage in Stage:
             queue = model.queues[stage]
             for line in queue.again.lines() if queue.again else ():
-                is_there = self._is_next_stage_there(line[0])  # holds for the line: same failed endpoints
+                is_there = self._is_next_stage_there(line[0])  # same for the whole line: same failed endpoints
                 for ticket in line:
                     if not is_there or (stage is Stage.DECODE and not ticket.is_held):
                         self._undo_split(ticket)
@@ -101,10 +102,11 @@ class Disaggregation:
 
 
 def stage_fault(stage: Stage | None, fault: Fault) -> PairOutcome | None:
-    """Return the outcome of a disaggregated request if no other endpoint takes over the failed stage.
+    """Return the outcome to count if no other endpoint takes over the failed stage of a request, or None if it was not
+    split.
 
     Args:
-        stage: the stage that failed. None: the request was not split.
+        stage: the stage that failed, or None if the request was not split.
         fault: how the endpoint failed.
     """
     if stage is Stage.DECODE:

@@ -1,4 +1,6 @@
-"""Estimates when there is room again, from how fast requests ended lately. Sets the `Retry-After` header."""
+"""Estimates when a refused request should try again, from how fast requests ended recently. Used for the `Retry-After`
+header.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +8,14 @@ from collections import deque
 
 __all__ = ["DrainRate"]
 
-ENDINGS_MAX = 64  # enough to be steady, few enough to follow a change of load
+ENDINGS_MAX = 64  # enough for a steady estimate, few enough to follow a change of load
 RETRY_SECONDS_MIN = 1.0
-RETRY_SECONDS_MAX = 60.0  # an estimate beyond a minute is worthless
-RETRY_SECONDS_UNKNOWN = 5.0  # nothing has ended yet
+RETRY_SECONDS_MAX = 60.0  # an estimate beyond a minute is too inaccurate to be useful
+RETRY_SECONDS_UNKNOWN = 5.0  # used if no request has ended yet
 
 
 class DrainRate:
-    """The rate at which requests end, leaving out time in which nothing runs.
+    """The rate at which requests end, not counting the time in which no request runs.
 
     Times are seconds of one monotonic clock.
     """
@@ -32,7 +34,7 @@ class DrainRate:
         self._ended_at.append(now - self._idle_seconds)
 
     def note_idle(self, now: float) -> None:
-        """Record that nothing runs any more.
+        """Record that no request runs any more.
 
         Args:
             now: time in seconds.
@@ -50,7 +52,7 @@ class DrainRate:
             self._idle_since = None
 
     def seconds_for(self, count: int, now: float) -> float:
-        """Estimate the seconds until more requests have ended, at the rate of the last ones.
+        """Estimate the seconds until more requests have ended, at the rate of the last requests.
 
         Args:
             count: number of requests that have to end.

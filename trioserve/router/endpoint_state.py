@@ -1,4 +1,4 @@
-"""The health of an endpoint as a table of states, and the room that it has for requests.
+"""The health of an endpoint as a table of states, and the number of requests that it can take.
 
     STARTING ───► HEALTHY ◄──── PROBING
         │          │  ▲           ▲  │
@@ -10,12 +10,12 @@
     is STARTING.
 
 A HEALTHY endpoint gets as many requests as its slow start allows. A PROBING endpoint gets one request at a time. The
-limits of leases and of load hold for both.
+limits of leases and of load apply in both states.
 
 A request of several sequences goes to an endpoint that has a slot for each of them. If there is none, the request goes
 to an endpoint with one free slot. Its other sequences wait inside that endpoint, and get the next free slots before
-later requests. So a large request takes only the slots that it uses: no endpoint is emptied for it, and no request has
-to overtake it.
+later requests. So a large request takes only the slots that it uses: no endpoint is emptied for the large request, and
+no request has to overtake it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from trioserve.router.settings import RouterSettings
 
 __all__ = ["DEATHS", "LOST", "EndpointHealth", "EndpointState", "Fault", "OwnPart"]
 
-FAILED_LOADS_MAX = 256  # failed requests counted as load: more of them would not change the choice
-DIVIDED_SECONDS_MIN = 0.3  # within this time an endpoint reports what changed since its last report
+FAILED_LOADS_MAX = 256  # failed requests counted as load: a higher count would not change the choice of endpoints
+DIVIDED_SECONDS_MIN = 0.3  # within this time an endpoint reports any change since its last report
 DIVIDED_SECONDS_MAX = 0.6
 
 
@@ -50,14 +50,14 @@ class EndpointHealth(enum.Enum):
 class Fault(enum.Enum):
     """How an endpoint failed a request, before its first token or in the middle of its stream."""
 
-    UNREACHABLE = "unreachable"  # no connection: the request never got there
-    BUSY = "busy"  # it answered 429 or 503: its load is higher than we assumed, and the endpoint is healthy
+    UNREACHABLE = "unreachable"  # no connection: the endpoint never got the request
+    BUSY = "busy"  # it answered 429 or 503: the endpoint is healthy, but its load is higher than we assumed
     BROKE = "broke"  # its connection ended before the response did: the endpoint may have died
     FAILED = "failed"  # it answered 500, 502 or 504, or ended the stream with an error of its own
     INVALID = "invalid"  # its response is not one of an inference server: another program is at its address
     REFUSED = "refused"  # it refused the request in a way that another endpoint has to confirm
     TRANSFER = "transfer"  # it could not fetch the blocks of a prompt: either endpoint may be at fault
-    HUNG = "hung"  # it sends nothing any more: on this connection, or it answers no health checks either
+    HUNG = "hung"  # it sends nothing any more on this connection, or does not answer health checks
     LEAVING = "leaving"  # it ended the stream and reported that it shuts down
 
 
@@ -72,12 +72,12 @@ DEATHS = frozenset({Fault.BROKE, Fault.HUNG})
 
 
 class OwnPart(NamedTuple):
-    """The part of an endpoint's reported free room that this router may use. All routers see the same report.
+    """The part of an endpoint's reported free slots that this router may use. All routers see the same report.
 
     Attributes:
-        share: fraction of the room that this router may use.
+        share: fraction of the free slots that this router may use.
         draw: random number from 0 to less than 1. Decides which router gets the remainder of the division, and which
-            router may use unused room first.
+            router may first use slots that other routers left free.
     """
 
     share: float
@@ -107,33 +107,35 @@ class EndpointState:
         id: name of the endpoint.
         models: model names that the endpoint serves.
         settings: limits.
-        leases_max: sequences that the endpoint accepts from all routers together.
+        leases_max: number of sequences that the endpoint accepts from all routers together.
         slow_start: True if other endpoints run already, so that the load of this endpoint grows slowly.
-        role: stages of disaggregated requests that the endpoint is meant for. None: no stage.
-        number: position in the order of addition.
-        checks_total: passed health checks to count on from. Starts at the highest count of removed endpoints, so that
-            an endpoint that returns under its id has no fewer than before.
-        on_change: called with this object after each change that others may have counted.
+        role: stages of disaggregated requests that the endpoint should compute. None: no stage.
+        number: position of the endpoint in the order in which endpoints were added.
+        checks_total: initial count of passed health checks. It is the highest count of all removed endpoints, so that
+            an endpoint that is added again under its old id does not have a lower count than before.
+        on_change: called with this object after each change of a value that an index may have counted.
 
     Attributes:
-        lease_share: leases that this router may give, if other routers give the rest of `leases_max`. None: all.
-        claims: sequences of the requests that have a lease here. All but the first `leases_max` wait for their slot.
+        lease_share: leases that this router may grant, if other routers grant the rest of `leases_max`. None: all of
+            them.
+        claims: sequences of the requests that have a lease here. If there are more than `leases_max`, the rest wait for
+            a slot.
         in_flight: sequences that were given to the endpoint and have not ended. Exceeds `claims` if leases end at the
             first token.
-        sent: the sequences of `in_flight` whose requests were sent, by the index of sending.
-        others: sequences of other routers in the last report.
+        sent: of the sequences in `in_flight`, those whose requests were sent, by `sent_index`.
+        others: sequences of other routers, according to the last report.
         checks_total: health checks that the endpoint passed.
         hangs_total: how often the endpoint stopped getting requests because it did not answer.
         clock: clock name in the last report, which identifies the endpoint's process. None: not reported.
         clock_checks: `checks_total` at the time of that report.
-        suspects: requests here that were at another endpoint when that endpoint broke.
+        suspects: number of requests here that were at another endpoint when that endpoint failed.
         suspects_seen: highest number of suspects since the last passed check.
         fingerprint: identifies the computation. Endpoints with equal fingerprints compute equal tokens. None: not
             reported.
         moved_from_total: streams that left this endpoint, by a move or a failure, and resumed elsewhere.
         moved_to_total: streams that left another endpoint and resumed here.
         failures_total: failed requests, by reason.
-        refusals_in_a_row: requests refused as the client's fault since the endpoint last served a request.
+        refusals_in_a_row: requests that the endpoint refused as the client's fault since it last served a request.
     """
 
     def __init__(
@@ -179,24 +181,24 @@ class EndpointState:
         self._on_change = on_change
         self._settings = settings
         self._load_at = 0.0
-        self._own_room: int | None = None  # this router's part of the reported room; None: all
+        self._own_room: int | None = None  # this router's part of the free slots in the report; None: all
         self._divided_until = 0.0
         self._known_at_load = 0  # sequences in flight that the last report includes
         self._slots_seen = 0
         self._failures_in_a_row = 0
         self._failed_checks_in_a_row = 0
         self._failed_at: deque[float] = deque(maxlen=FAILED_LOADS_MAX)
-        self._has_failed_requests = False  # ejected for failed requests: a passed check is not enough
+        self._has_failed_requests = False  # if True, a passed check does not end the ejection
         self._ejections_in_a_row = 0
         self._is_ejected_by_check = False
         self._owes_slow_start = slow_start
-        self._share_since: float | None = None  # None: the whole share at once
+        self._share_since: float | None = None  # start of the slow start; None: the whole share at once
 
-    # --- room ---
+    # --- free slots ---
 
     @property
     def accepts_requests(self) -> bool:
-        """True if the endpoint gets requests at all."""
+        """True if the endpoint's health allows requests."""
         return self.health in (EndpointHealth.HEALTHY, EndpointHealth.PROBING)
 
     @property
@@ -211,7 +213,7 @@ class EndpointState:
 
     @property
     def is_settled(self) -> bool:
-        """True once a first health check has ended."""
+        """True once the first health check has ended."""
         return self.health is not EndpointHealth.STARTING
 
     def share(self, now: float) -> float:
@@ -230,7 +232,7 @@ class EndpointState:
 
         Args:
             now: time in seconds.
-            more: sequences that are assumed to be added.
+            more: number of further sequences to assume.
 
         Returns:
             The number of sequences, or None if the last report is too old.
@@ -240,14 +242,16 @@ class EndpointState:
             return None
         slots = load.max_num_seqs
         if slots is None:
-            # If sequences wait, all slots are taken. Otherwise there are at least as many slots as were ever in use.
+            # If sequences wait, all slots are taken. Otherwise the endpoint has at least as many slots as were ever in
+            # use.
             slots = load.running if load.waiting else max(load.running, self._slots_seen)
         if there == 0:
-            return 0  # at an idle endpoint even a large request waits for no other request
+            return 0  # at an idle endpoint, even the sequences of a large request wait for no other request
         return max(0, there + more - slots)
 
     def _sequences_inside(self, now: float) -> int | None:
-        """Return the sequences that run or wait inside the endpoint, from all routers. None: not known."""
+        """Return the number of sequences that run or wait inside the endpoint, from all routers, or None if not known.
+        """
         load = self.load
         if load is None or now >= self._load_at + self._settings.load_seconds_max:
             return None
@@ -270,7 +274,7 @@ class EndpointState:
         if self.lease_share is not None:
             there = self._sequences_inside(now)
             if there is not None and there + sequences > self.leases_max:
-                return False  # sequences of other routers count, also those beyond their shares
+                return False  # sequences of other routers count, even if those routers exceed their shares
             is_divided = self._own_room is not None and now < self._divided_until
             if is_divided and self.in_flight - self._known_at_load + sequences > (self._own_room or 0):
                 return False
@@ -278,14 +282,15 @@ class EndpointState:
         return depth is None or depth <= self._settings.waiting_depth_max
 
     def load_at(self, now: float) -> tuple[float, float]:
-        """Return the load relative to the limit, and the other routers' part of it.
+        """Return the load relative to the limit, and the part of the load that other routers cause.
 
         Args:
             now: time in seconds.
 
         Returns:
-            The larger of two loads: of this router relative to its share, and of all routers relative to the whole
-                limit. Then the part of other routers, 0 if the first load is larger.
+            A pair. First the larger of two loads: the load of this router relative to its share, and the load of all
+            routers relative to the whole limit. Then the part of other routers in that load, which is 0 if this
+            router's load is the larger one.
         """
         in_flight = self.in_flight + self._failed_lately(now)
         own = in_flight / self.leases_own_max
@@ -296,8 +301,8 @@ class EndpointState:
         return (together, others) if together > own else (own, others)
 
     def _failed_lately(self, now: float) -> int:
-        """Count the recently failed requests. They count as load: otherwise an endpoint that fails fast would look
-        idle.
+        """Return the number of recently failed requests. They count as load: otherwise an endpoint that fails fast
+        would look idle.
         """
         while self._failed_at and self._failed_at[0] + self._settings.failed_load_seconds <= now:
             self._failed_at.popleft()
@@ -305,7 +310,7 @@ class EndpointState:
 
     @property
     def has_ejection_end(self) -> bool:
-        """True if the endpoint is ejected until a known time."""
+        """True if the endpoint is ejected and the end of the ejection is known."""
         return self.health is EndpointHealth.EJECTED and not self._waits_for_probe
 
     def wants_probe(self, now: float) -> bool:
@@ -349,7 +354,7 @@ class EndpointState:
         self._on_change(self)
 
     def end_probe(self) -> None:
-        """Allow another probe."""
+        """End the current probe, so that another probe is allowed."""
         self.probe_out = False
         self._on_change(self)
 
@@ -358,7 +363,7 @@ class EndpointState:
 
         Args:
             sequences: sequences of the request.
-            sent_index: its index of sending. None: never sent.
+            sent_index: `Lease.sent_index` of the request. None: the request was never sent.
         """
         if sent_index is not None:
             del self.sent[sent_index]
@@ -377,7 +382,7 @@ class EndpointState:
         self._on_change(self)
 
     def set_lease_share(self, share: int | None) -> None:
-        """Set the leases that this router may give. Leases beyond the share stay until they end.
+        """Set how many leases this router may grant. Existing leases beyond the share stay until they end.
 
         Args:
             share: number of leases. None: the whole limit.
@@ -391,8 +396,8 @@ class EndpointState:
         Args:
             load: the report.
             now: time in seconds.
-            sent_when_asked: index of the last request that was sent to any endpoint before the endpoint was asked.
-                Later requests may be missing in the report, so they are added to it.
+            sent_when_asked: index of the last request that was sent to any endpoint before this report was requested.
+                Later requests may be missing in the report, so they are added to its numbers.
         """
         self.load = load
         self._load_at = now
@@ -405,11 +410,12 @@ class EndpointState:
         self._on_change(self)
 
     def divide_room(self, part: OwnPart, now: float) -> None:
-        """Limit this router to its part of the free room in the current report.
+        """Limit this router to its part of the free slots in the current report.
 
-        All routers see the same free room at once, so each of them would fill it. For a short time each router uses
-        only its part, and what its own requests free. Room that no router uses appears in no new report. After a random
-        time any router may use that room. Nothing is divided if the endpoint does not report its slots.
+        All routers see the same free slots at once, so each router would fill all of them. So for a short time each
+        router uses only its part, and the slots that its own requests free. If a router does not use its part, no new
+        report says so. Therefore, after a random time, any router may use the slots that are still free. Nothing is
+        divided if the endpoint does not report its slots.
 
         Args:
             part: this router's part.
@@ -425,8 +431,8 @@ class EndpointState:
     def note_check(self, is_well: bool, now: float) -> None:
         """Record the result of a health check.
 
-        A passed check brings back an endpoint that checks ejected. An endpoint that was ejected for failed requests
-        waits until it may be probed.
+        If the endpoint was ejected because of failed checks, a passed check makes it healthy again. If it was ejected
+        because of failed requests, it stays ejected until it may be probed.
 
         Args:
             is_well: True if the endpoint passed.
@@ -446,7 +452,7 @@ class EndpointState:
             self._begin(now)
 
     def note_success(self, now: float) -> None:
-        """Record that a request got its first token here.
+        """Record that a request got its first token from this endpoint.
 
         Args:
             now: time in seconds.
@@ -457,7 +463,7 @@ class EndpointState:
         self._begin(now)
 
     def note_probe(self, is_well: bool, now: float) -> None:
-        """Record the result of a probe request. Ignored if no probe is wanted any more.
+        """Record the result of a probe request. Does nothing if the endpoint no longer needs a probe.
 
         Args:
             is_well: True if the endpoint served the probe.
@@ -479,7 +485,7 @@ class EndpointState:
             self._move(EndpointHealth.HEALTHY)
 
     def note_failure(self, now: float) -> None:
-        """Record that a request failed here by the endpoint's own fault.
+        """Record that a request failed by the endpoint's own fault.
 
         Args:
             now: time in seconds.
@@ -499,7 +505,8 @@ class EndpointState:
             self._eject(now)
 
     def note_lost(self, now: float) -> None:
-        """Eject the endpoint at once because it is unreachable. Its earlier failures do not count for its next process.
+        """Eject the endpoint at once because it is unreachable. Earlier failures do not count against the endpoint's
+        next process.
 
         Args:
             now: time in seconds.
@@ -510,17 +517,17 @@ class EndpointState:
             self._eject(now)
 
     def note_suspect(self, count: int) -> None:
-        """Count a request here that was at another endpoint when that endpoint broke.
+        """Change the number of suspects: requests here that were at another endpoint when that endpoint failed.
 
         Args:
-            count: 1 if the request comes, -1 if it leaves, 0 if the request is not suspected.
+            count: 1 if a suspected request arrives, -1 if it leaves, 0 if the request is not suspected.
         """
         self.suspects += count
         self.suspects_seen = max(self.suspects_seen, self.suspects)
 
     def note_hung(self, now: float) -> None:
-        """Eject the endpoint because it does not answer, or reports that its step hangs. The next passed check ends
-        this.
+        """Eject the endpoint because it does not answer, or reports that its step hangs. The next passed check ends the
+        ejection.
 
         Args:
             now: time in seconds.
@@ -530,7 +537,7 @@ class EndpointState:
         self.note_leaving(now)
 
     def note_leaving(self, now: float) -> None:
-        """Eject the endpoint because it shuts down. The next passed check ends this.
+        """Eject the endpoint because it shuts down. The next passed check ends the ejection.
 
         Args:
             now: time in seconds.
@@ -543,11 +550,11 @@ class EndpointState:
         self._on_change(self)
 
     def note_busy(self, now: float, seconds: float) -> None:
-        """Send no requests for some time, because the endpoint refused a request for lack of room.
+        """Send no requests for some time, because the endpoint refused a request and reported that it is full.
 
         Args:
             now: time in seconds.
-            seconds: how long.
+            seconds: time during which the endpoint gets no requests.
         """
         self.busy_until = max(self.busy_until, now + seconds)
         self._on_change(self)
@@ -562,13 +569,13 @@ class EndpointState:
             self._move(EndpointHealth.PROBING)
 
     def opens_at(self, now: float) -> float:
-        """Return when there may be room here just because time passes.
+        """Return when the endpoint may take more requests although no other event occurs.
 
         Args:
             now: time in seconds.
 
         Returns:
-            The time in seconds. math.inf if time alone brings no room.
+            The time in seconds, or math.inf if time alone frees no slot.
         """
         moments = [self.busy_until, self._load_at + self._settings.load_seconds_max if self.load is not None else 0.0]
         if self._own_room is not None:
@@ -590,7 +597,7 @@ class EndpointState:
         Args:
             models: model names that the endpoint serves.
             leases_max: sequences that the endpoint accepts.
-            role: stages that the endpoint is meant for.
+            role: stages of disaggregated requests that the endpoint should compute. None: no stage.
         """
         self.models = models
         self.leases_max = leases_max

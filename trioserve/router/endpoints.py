@@ -1,7 +1,7 @@
-"""All endpoints of a router, their leases, and the choice of an endpoint that has room.
+"""All endpoints of a router, their leases, and the choice of an endpoint that has a free slot.
 
-All facts that a request's path needs are counted or indexed (see model_endpoints). So the cost per request is the same
-for ten endpoints and for ten thousand.
+Every value that is needed for each request is counted or indexed (see model_endpoints). So the cost per request is the
+same for ten endpoints and for ten thousand.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ class Endpoints:
 
     Args:
         settings: limits.
-        policy: chooses between endpoints that have room.
+        policy: chooses between endpoints that have a free slot.
         rng: source of randomness.
         on_gone: called with the id of a drained endpoint when its last request has ended.
-        on_unserved: called with a model name that no endpoint serves any more, draining endpoints included.
+        on_unserved: called with a model name when the last endpoint that served the model is removed. Draining
+            endpoints count as serving.
 
     Attributes:
         by_id: all endpoints that are not removed.
@@ -59,7 +60,7 @@ class Endpoints:
         self._on_unserved = on_unserved
         self._models: dict[str, ModelEndpoints] = {}
         self._filings: dict[EndpointId, Filing] = {}
-        self._names: Counter[str] = Counter()  # of models, including those of draining endpoints
+        self._names: Counter[str] = Counter()  # how many endpoints, draining ones included, serve each model
         self._nameless_count = 0
         self._openings = Moments()
         self._ejections = Moments()
@@ -75,8 +76,8 @@ class Endpoints:
         Args:
             id: name of the endpoint.
             models: model names that the endpoint serves.
-            leases_max: sequences that the endpoint accepts. None: the limit of the settings.
-            role: stages that the endpoint is meant for.
+            leases_max: number of sequences that the endpoint accepts. If None, the limit of the settings applies.
+            role: stages of disaggregated requests that the endpoint should compute. None: no stage.
 
         Raises:
             StartupError: the id is in use, or `leases_max` is below 1.
@@ -121,7 +122,7 @@ class Endpoints:
         return self._nameless_count > 0
 
     def of_model(self, model: str) -> ModelEndpoints:
-        """Return the endpoints that serve a model and are not draining. Only for reading.
+        """Return the endpoints that serve a model and are not draining. The caller must not change them.
 
         Args:
             model: model name.
@@ -143,17 +144,17 @@ class Endpoints:
         """Return the endpoint if it serves the model and is not draining, otherwise None.
 
         Args:
-            id: name of the endpoint. None gives None.
+            id: name of the endpoint. If None, the result is None.
             model: model name.
         """
         state = None if id is None else self.by_id.get(id)
         return state if state is not None and state.number in self.of_model(model).by_number else None
 
     def is_any_left(self, ticket: Ticket, *, unejected: bool = False, has_not_refused: bool = False) -> bool:
-        """Return whether an endpoint remains that the request may go to, now or later.
+        """Return whether any endpoint remains that may serve the request, now or later.
 
         Args:
-            ticket: the request, with the endpoints that failed it.
+            ticket: the request, with its failed endpoints.
             unejected: count only endpoints that are not ejected.
             has_not_refused: count only endpoints that are ejected, or that passed a check since they failed the
                 request.
@@ -189,7 +190,8 @@ class Endpoints:
         return first > 0 and second > 0 and first + second - both > 1
 
     def is_stage_there(self, ticket: Ticket) -> bool:
-        """Return whether an endpoint that has not failed the request may do its next stage.
+        """Return whether some endpoint may do the next stage of the request. Endpoints that failed the request do not
+        count.
 
         Args:
             ticket: the request.
@@ -229,10 +231,10 @@ class Endpoints:
             state.divide_room(part, now)
 
     def _own_part(self, state: EndpointState) -> OwnPart | None:
-        """Return this router's part of the endpoint's free room, or None if all of it.
+        """Return this router's part of the endpoint's free slots, or None if the router may use all of them.
 
-        The part is the router's lease share. It is more if the router has more of the model's current work than its
-        lease share.
+        The part is the larger of two shares: the router's lease share, and the router's share of the model's current
+        work.
         """
         if state.lease_share is None or state.lease_share >= state.leases_max:
             return None
@@ -243,11 +245,13 @@ class Endpoints:
     # --- time ---
 
     def next_moment(self) -> float:
-        """Return when an endpoint may have room, or may be probed, just because time passes. math.inf for never."""
+        """Return the next time at which an endpoint may take requests or be probed although no other event occurs, or
+        math.inf.
+        """
         return min(self._openings.first(), self._ejections.first())
 
     def open_passed(self, now: float) -> None:
-        """Consider endpoints again that may have room by now.
+        """Mark endpoints as open again whose `next_moment` has passed, because they may have free slots now.
 
         Args:
             now: time in seconds.
@@ -270,16 +274,16 @@ class Endpoints:
     def give(self, ticket: Ticket, now: float) -> bool:
         """Give the request a lease at the endpoint that the policy chooses.
 
-        The endpoint has a slot for each of the request's sequences. If no endpoint has that many, one free slot is
+        The endpoint has a free slot for each of the request's sequences. If no endpoint has that many, one free slot is
         enough, and the other sequences wait inside the endpoint. A stream that resumes goes to an endpoint with an
-        equal fingerprint if one has room. The caller updates `ticket.state`.
+        equal fingerprint if one has a free slot. The caller updates `ticket.state`.
 
         Args:
             ticket: the request. Its endpoint and lease fields are updated.
             now: time in seconds.
 
         Returns:
-            False if no endpoint has room.
+            False if no endpoint has a free slot.
         """
         self.open_passed(now)
         request = ticket.request
@@ -298,8 +302,8 @@ class Endpoints:
         return False
 
     def _running_at(self, ticket: Ticket) -> EndpointState | None:
-        """Return the endpoint where the request runs already, unless it failed the request. It needs no free slot
-        there.
+        """Return the endpoint where the request runs already, unless that endpoint failed the request. A request needs
+        no further slot where it runs.
         """
         id = ticket.request.running_at
         state = None if id is None or id in ticket.tried else self.by_id.get(id)
@@ -361,7 +365,7 @@ class Endpoints:
             self.of(ticket).end_probe()
 
     def end_flight(self, ticket: Ticket) -> bool:
-        """Forget a request at its endpoint.
+        """Stop counting a request at its endpoint.
 
         Args:
             ticket: the request.
@@ -381,7 +385,7 @@ class Endpoints:
         """Count a stream that left an endpoint and resumes at the endpoint of its lease.
 
         Args:
-            before: the endpoint that the stream left. It may be removed by now.
+            before: the endpoint that the stream left. It may have been removed by now.
             ticket: the stream's request.
         """
         left = None if before is None else self.by_id.get(before)
@@ -455,7 +459,7 @@ class Endpoints:
         filing.models, filing.kinds = models, kinds
 
     def _close(self, state: EndpointState, now: float) -> None:
-        """Mark an endpoint as closed: it has no room for any request."""
+        """Mark an endpoint as closed: it has no free slot for any request."""
         filing = self._filings[state.id]
         for name in filing.models:
             self._models[name].set_closed(state.number, filing.kinds)
@@ -463,7 +467,7 @@ class Endpoints:
         self._openings.set(state.id, state.opens_at(now))
 
     def _rename(self, before: frozenset[str], after: frozenset[str]) -> None:
-        self._count_names(after, 1)  # first, so that no name that stays drops to 0
+        self._count_names(after, 1)  # before subtracting, so that the count of a remaining name does not drop to 0
         self._count_names(before, -1)
 
     def _count_names(self, models: frozenset[str], by: int) -> None:
@@ -476,10 +480,10 @@ class Endpoints:
 
 
 def may_try(state: EndpointState, ticket: Ticket) -> bool:
-    """Return whether the request may go to this endpoint, judged by its earlier failures there.
+    """Return whether the request may be sent to this endpoint, after its earlier failures at this endpoint.
 
-    An endpoint that lost the request may get it again after passing a health check. An endpoint that answered the
-    request with an error gets it again only after the client has a token.
+    If the endpoint was lost while it served the request, it may get the request again after passing a health check. If
+    the endpoint answered the request with an error, it may get the request again only after the client has a token.
 
     Args:
         state: the endpoint.

@@ -1,8 +1,8 @@
-"""The endpoints of one model, indexed so that a request finds some with room without looking at all of them.
+"""The endpoints of one model, indexed so that a request finds free slots without looking at all endpoints.
 
-An endpoint is open until a search finds that it has no room for a single sequence. Then searches skip it until a fact
-about it changes, or until the time comes from which it may have room. So a search looks at a bounded number of
-endpoints for each request, and at one more for each change.
+An endpoint is open until a search finds that it has no free slot. Then searches skip the endpoint until its state
+changes, or until the time at which it may have a free slot again. So a search looks at a bounded number of endpoints
+for each request, and at one further endpoint for each state change.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Kind(enum.Enum):
 
     PREFILL = "prefill"
     DECODE = "decode"
-    BESIDE = "beside"  # whole requests, at an endpoint that is not reserved for prompts
-    PROMPTS = "prompts"  # whole requests at a prefill endpoint, if no other endpoint has room
+    BESIDE = "beside"  # whole requests, at an endpoint that is not a prefill endpoint
+    PROMPTS = "prompts"  # whole requests at a prefill endpoint, if no other endpoint has a free slot
 
 
 _KINDS: dict[str | None, tuple[Kind, ...]] = {
@@ -38,7 +38,7 @@ _KINDS: dict[str | None, tuple[Kind, ...]] = {
 
 
 def kinds_for(stage: Stage | None) -> tuple[Kind, ...]:
-    """Return the kinds of endpoints for a stage, in the order in which they are tried.
+    """Return the kinds of work that a stage may be, in the order in which they are tried.
 
     Args:
         stage: stage of a request. None: the whole request.
@@ -55,8 +55,8 @@ class Filing:
         health: health at the last update. None: not indexed yet.
         models: models under which the endpoint is indexed. Empty while it drains.
         kinds: kinds of work. Empty while the endpoint gets no requests.
-        counts: its contribution to the totals of each model.
-        is_open: see the module.
+        counts: the endpoint's contribution to the totals of each of its models.
+        is_open: True if searches look at the endpoint, see the module's docstring.
     """
 
     __slots__ = ("counts", "health", "is_open", "kinds", "models")
@@ -94,7 +94,7 @@ class ModelEndpoints:
     Attributes:
         by_number: endpoints that serve the model and are not draining, by order of addition.
         ring: their ids on a hash ring.
-        open: sorted numbers of the endpoints that may have room, for each kind.
+        open: sorted numbers of the endpoints that may have a free slot, for each kind of work.
     """
 
     def __init__(self) -> None:
@@ -134,13 +134,15 @@ class ModelEndpoints:
 
     @property
     def others_share(self) -> float:
-        """Share of the known work at these endpoints that belongs to other routers."""
+        """Share of the known work at these endpoints that other routers cause, from 0 to 1."""
         others = self._totals[OTHERS]
         return others / (others + self._totals[IN_FLIGHT]) if others else 0.0
 
     @property
     def own_share(self) -> float:
-        """Share of the known work and the next request that belongs to this router."""
+        """Share of the work at these endpoints that this router causes, counting one further request of this router.
+        From 0 to 1.
+        """
         own = self._totals[IN_FLIGHT] + 1
         return own / (own + self._totals[OTHERS])
 
@@ -158,7 +160,7 @@ class ModelEndpoints:
         return self._totals[BOTH]
 
     def first_back_at(self, now: float) -> float | None:
-        """Return when the first current ejection ends. Cached until an ejection begins or ends.
+        """Return the time at which the first of the current ejections ends. Cached until an ejection begins or ends.
 
         Args:
             now: time in seconds.

@@ -1,4 +1,4 @@
-"""The time of the next event at each endpoint. The cost of finding the first does not depend on the number of
+"""The time of the next event at each endpoint. The cost of finding the earliest event does not depend on the number of
 endpoints.
 """
 
@@ -39,14 +39,14 @@ class Moments:
         self._at.pop(id, None)
 
     def first(self) -> float:
-        """Return the earliest time. math.inf for never."""
+        """Return the earliest event time, or math.inf if there is none."""
         entries = self._entries
         while entries and self._at.get(entries[0][1]) != entries[0][0]:
             heapq.heappop(entries)
         return entries[0][0] if entries else math.inf
 
     def pop_passed(self, now: float) -> list[EndpointId]:
-        """Remove and return the endpoints whose time has come.
+        """Remove and return the endpoints whose event time has passed.
 
         Args:
             now: time in seconds.

@@ -1,9 +1,9 @@
 """Moves streams away from an endpoint on purpose, so that it can be stopped.
 
-A stream first gets a lease at another endpoint, and only then is asked to move: until then it runs where it is. The
-number of streams that move at a time is limited, since each makes the other endpoint compute its prompt again. At the
-deadline, streams that are still there are asked to leave without a lease if another endpoint serves their model. That
-works as if their endpoint had failed.
+A stream first gets a lease at another endpoint, and only then is asked to move: until then it runs at its old endpoint.
+The number of streams that move at a time is limited, since the new endpoint has to compute the prompt of each stream
+again. At the deadline, the remaining streams are asked to leave without a lease, if another endpoint serves their
+model. Such a stream resumes as if its endpoint had failed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Moving:
         self.total = 0
         self._settings = settings
         self._queues = queues
-        self._deadlines: dict[EndpointId, float] = {}  # of endpoints being emptied; math.inf after it passed
+        self._deadlines: dict[EndpointId, float] = {}  # of endpoints being emptied; math.inf once passed
         self._on_the_way: set[int] = set()
 
     @property
@@ -42,7 +42,7 @@ class Moving:
         return len(self._on_the_way) < self._settings.moves_at_once_max
 
     def begin(self, id: EndpointId, deadline: float) -> None:
-        """Start emptying an endpoint. The caller calls `join` for the requests that are there.
+        """Start emptying an endpoint. The caller then calls `join` for each request at this endpoint.
 
         Args:
             id: name of the endpoint.
@@ -54,7 +54,8 @@ class Moving:
         return id in self._deadlines
 
     def end(self, id: EndpointId) -> None:
-        """Stop emptying an endpoint that is removed or back. Streams that already have a lease elsewhere still move.
+        """Stop emptying an endpoint, because it was removed or accepts requests again. Streams that already have a
+        lease elsewhere still move.
 
         Args:
             id: name of the endpoint.
@@ -65,10 +66,11 @@ class Moving:
                     self.leave(ticket)
 
     def join(self, ticket: Ticket) -> None:
-        """Let a stream wait for room elsewhere if it has to move and can. Call this whenever that may have become true.
+        """Let a stream wait for a slot at another endpoint, if the stream has to move and can. Call this whenever the
+        condition may have become true.
 
         Args:
-            ticket: the request. Nothing happens if it need not or cannot move.
+            ticket: the request. Does nothing if the request need not or cannot move.
         """
         if (
             ticket.endpoint in self._deadlines
@@ -84,7 +86,7 @@ class Moving:
             self._queues.wait_to_move(ticket)
 
     def leave(self, ticket: Ticket) -> None:
-        """End a stream's wait for room elsewhere. Nothing happens if it does not wait.
+        """End a stream's wait for a slot at another endpoint. Does nothing if the stream does not wait for one.
 
         Args:
             ticket: the stream's request.
@@ -94,7 +96,7 @@ class Moving:
             self._queues.end_wait_to_move(ticket)
 
     def note_leased(self, ticket: Ticket) -> None:
-        """Record that a stream got a lease elsewhere.
+        """Record that a stream got a lease at another endpoint.
 
         Args:
             ticket: the stream's request.
@@ -115,7 +117,7 @@ class Moving:
         return min(self._deadlines.values(), default=math.inf)
 
     def pop_passed(self, now: float) -> list[EndpointId]:
-        """Return the endpoints whose deadline has passed. Each is returned once.
+        """Return the endpoints whose deadline has passed. Each endpoint is returned once.
 
         Args:
             now: time in seconds.

@@ -1,10 +1,11 @@
-"""Finds the routers that use an endpoint, and from them this router's share of its leases.
+"""Finds the routers that use an endpoint, and computes this router's share of its leases.
 
-A router counts for an endpoint if this router sees that it is alive, or if the endpoint reports a recent question of
-it. So two routers that cannot see each other still share every endpoint that both reach. A dead router loses its share
-once the endpoint has not heard from it for HEARD_SECONDS. A router that starts, or returns, gives a single lease at
-first, until the others have had time to notice it. Leases that the others gave beyond their share end by themselves.
-Meanwhile the endpoint's own report keeps the sum at its limit (see EndpointState.has_room).
+Another router counts at an endpoint if this router sees that the other router is alive, or if the endpoint reports that
+the other router has recently asked it for its load. So two routers that cannot see each other still share every
+endpoint that both reach. A dead router loses its share once the endpoint has not heard from it for HEARD_SECONDS. A
+router that starts or returns first grants a single lease, until the other routers have had time to notice it. Leases
+that the other routers granted beyond their share end by themselves. Until these leases end, the endpoint's load report
+keeps the sum at its limit (see EndpointState.has_room).
 
 Limit of this method: if an endpoint does not report its routers, routers that cannot see each other each use the whole
 limit.
@@ -20,8 +21,8 @@ from trioserve.router.shares import lease_share
 
 __all__ = ["HEARD_SECONDS", "SETTLE_SECONDS", "PeerShares"]
 
-HEARD_SECONDS = 5.0  # 2.5 questions (see SIGN_OF_LIFE_SECONDS), and longer than most stalls of a router
-SETTLE_SECONDS = 2.0  # several questions of each router, so that all routers have noticed this one
+HEARD_SECONDS = 5.0  # time of 2.5 load requests (see SIGN_OF_LIFE_SECONDS); longer than most stalls of a router
+SETTLE_SECONDS = 2.0  # time of several load requests of each router, so that all routers have noticed this one
 
 
 class PeerShares:
@@ -37,7 +38,7 @@ class PeerShares:
         self._heard: dict[EndpointId, dict[str, float]] = {}
         self._reported_at: dict[EndpointId, float] = {}
         self._settled_at: dict[EndpointId, float] = {}
-        # Needed for each report, and constant until a router comes or goes.
+        # Cached, because each report needs the share, and it only changes when a router starts or ends.
         self._computed: dict[EndpointId, tuple[tuple[str | None, int, list[str]], int]] = {}
 
     def set_peers(self, names: Iterable[str]) -> None:
@@ -61,7 +62,7 @@ class PeerShares:
             now: time in seconds.
         """
         if now >= self._reported_at.get(endpoint, now) + HEARD_SECONDS:
-            self._settled_at[endpoint] = now + SETTLE_SECONDS  # the others may have counted this router as gone
+            self._settled_at[endpoint] = now + SETTLE_SECONDS  # the other routers may have counted this router as dead
         self._reported_at[endpoint] = now
         moments = self._heard.setdefault(endpoint, {})
         for name in self._alive:
@@ -94,7 +95,7 @@ class PeerShares:
         ]
 
     def share(self, endpoint: EndpointId, leases_max: int, now: float) -> int:
-        """Return the number of leases that this router may give at an endpoint now. At least 1.
+        """Return the number of leases that this router may grant at an endpoint now. At least 1.
 
         Args:
             endpoint: name of the endpoint.

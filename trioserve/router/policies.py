@@ -1,7 +1,8 @@
-"""Policies that choose between the endpoints that have room. A policy is a class with one method, see Policy.
+"""Policies that choose between the endpoints that have a free slot. A policy is a class with one method, see Policy.
 
-The policies here look at only a few endpoints for each request. They compare all of up to LOOKS_MAX endpoints, or
-LOOKS_OF_MANY random ones of more, and the endpoints that a session, a prefix or resident blocks point to.
+The policies here look at only a few endpoints for each request. If there are up to LOOKS_MAX endpoints, the policies
+compare all of them, otherwise LOOKS_OF_MANY random ones. They also compare the endpoints that a session, a prefix or
+resident blocks point to.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ NAMED_MAX = 8  # endpoints with the longest matching prefix that are compared
 
 
 class Policy(abc.ABC):
-    """Chooses the endpoint of a request. Synchronous and called for every request, so it has to be fast.
+    """Chooses the endpoint of a request. The choice is synchronous and made for every request, so it has to be fast.
 
     To add a policy, subclass this class and register it as an entry point in the group "trioserve.policies".
 
@@ -43,7 +44,7 @@ class Policy(abc.ABC):
 
     @abc.abstractmethod
     def choose(self, request: RoutedRequest, candidates: Sequence[Candidate]) -> EndpointId:
-        """Choose one of the candidates that have room.
+        """Choose one of the candidates that have a free slot.
 
         The router passes `Candidates`. Iterating over the sequence looks at each endpoint, which takes milliseconds for
         thousands of them. The methods of `Candidates` find a few endpoints without that.
@@ -51,10 +52,10 @@ class Policy(abc.ABC):
         Args:
             request: the request.
             candidates: all healthy endpoints that serve its model, in the order in which they were added. At least one
-                has room.
+                has a free slot.
 
         Returns:
-            The id of a candidate that has room.
+            The id of a candidate that has a free slot.
         """
 
     def note_sent(self, request: RoutedRequest, endpoint: EndpointId) -> None:  # noqa: B027 - optional
@@ -70,7 +71,7 @@ class Policy(abc.ABC):
         return frozenset()
 
     def resident_count(self, endpoint: EndpointId) -> int | None:
-        """Return how many blocks the endpoint is known to have. None: unknown.
+        """Return how many blocks the endpoint is known to have, or None if unknown.
 
         Args:
             endpoint: name of the endpoint.
@@ -89,8 +90,9 @@ class Policy(abc.ABC):
         Args:
             endpoint: name of the endpoint.
             block_size: tokens of a block.
-            hashes: hashes of its blocks. They replace the list that was known.
-            window_tokens: no layer of the model sees further back, see contracts.kv_events. None: no such limit.
+            hashes: hashes of all its blocks. They replace the list that was known before.
+            window_tokens: attention window of the model in tokens, see contracts.kv_events. None: the model has no
+                window.
         """
 
     def note_stored(self, endpoint: EndpointId, hashes: Sequence[BlockHash]) -> None:  # noqa: B027
@@ -117,7 +119,7 @@ class Policy(abc.ABC):
         """
 
     def forget(self, endpoint: EndpointId) -> None:  # noqa: B027
-        """Forget an endpoint that is removed, or that lost its blocks.
+        """Forget an endpoint that was removed, or that lost its blocks.
 
         Args:
             endpoint: name of the endpoint.
@@ -128,7 +130,7 @@ PolicyFactory = Callable[[Rng], Policy]
 
 
 class _LeastBusy:
-    """Finds the least loaded endpoint, without all routers choosing the same one at the same time:
+    """Finds the least loaded endpoint, and avoids that all routers choose the same endpoint at the same time:
 
     - Each router has its own order of equally loaded endpoints: a hash of its salt and the endpoint's id.
     - The work of other routers is known only from the endpoint's last report. The larger their share is, the fewer
@@ -169,7 +171,7 @@ def choices_for(others_share: float, count: int) -> int:
 
 
 class RoundRobin(Policy):
-    """Chooses the endpoints in turn, skipping those without room."""
+    """Chooses the endpoints in turn, skipping those without a free slot."""
 
     wants_prefix = False
 
@@ -186,7 +188,7 @@ class RoundRobin(Policy):
 class LeastLoaded(Policy):
     """Chooses the least loaded of all endpoints, or of a random sample.
 
-    The sample is smaller if other routers use the endpoints, too.
+    The sample is smaller if other routers also use the endpoints.
     """
 
     wants_prefix = False
@@ -205,8 +207,8 @@ class LeastLoaded(Policy):
 class PowerOfTwo(Policy):
     """Chooses the less loaded of two random endpoints.
 
-    The load is nearly as even as with a look at all endpoints, and independent routers do not all choose the same one.
-    (Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", 2001)
+    The load is nearly as even as with a look at all endpoints, and independent routers do not all choose the same
+    endpoint. (Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", 2001)
     """
 
     wants_prefix = False
@@ -225,14 +227,14 @@ class PowerOfTwo(Policy):
 class Session(Policy):
     """Keeps a session at its endpoint, by consistent hashing (see ring) with bounded load.
 
-    An endpoint with more than LOAD_FACTOR times the average load is skipped, unless its load is below LOAD_FREE. The
-    least loaded endpoint gets a request without a session, and a request whose first LOOKS_MAX endpoints are all too
-    busy. (Mirrokni, Thorup and Zadimoghaddam, "Consistent Hashing with Bounded Loads", 2018)
+    An endpoint with more than LOAD_FACTOR times the average load is skipped, unless its load is below LOAD_FREE. A
+    request goes to the least loaded endpoint if it has no session, or if the first LOOKS_MAX endpoints of its session
+    are too busy. (Mirrokni, Thorup and Zadimoghaddam, "Consistent Hashing with Bounded Loads", 2018)
     """
 
     wants_prefix = False
     LOAD_FACTOR = 1.25
-    LOAD_FREE = 0.25  # of its limit: with few requests, one more exceeds the average but is no burden
+    LOAD_FREE = 0.25  # of the limit: one of few requests exceeds the average but is no burden
 
     def __init__(self, rng: Rng) -> None:
         self._rng = rng
@@ -248,7 +250,8 @@ class Session(Policy):
             if candidate.load <= bound:
                 return candidate.id
             nearest = nearest or candidate.id
-        # If all endpoints were tried, use the nearest. If only the first few were, another may be less busy.
+        # If all endpoints were tried, use the nearest. If only the first few were tried, another endpoint may be less
+        # busy.
         return nearest if nearest is not None and len(view) <= LOOKS_MAX else self._least_busy.of(view).id
 
     def forget(self, endpoint: EndpointId) -> None:
@@ -257,13 +260,11 @@ class Session(Policy):
 
 class PrefixAware(Policy):
     """Chooses the endpoint that was sent the longest matching prefix of the prompt, unless it is much busier than the
-    others.
-
-    An unknown prefix goes to the less loaded of two endpoints that its hash points to. These are the same two on every
-    router and after a restart.
+    others. A request with an unknown prefix goes to the less loaded of two endpoints that the hash of the prefix points
+    to. These two endpoints are the same on every router and after a restart.
     """
 
-    LOAD_MARGIN = 0.25  # of its limit: how much more load a prefix hit is worth
+    LOAD_MARGIN = 0.25  # fraction of the limit: how much more load a prefix hit is worth
 
     def __init__(self, rng: Rng) -> None:
         self._index = PrefixIndex()
@@ -287,8 +288,8 @@ class KvAware(Policy):
     """Chooses the endpoint that reports most of the prompt's leading blocks, unless it is much busier than the others.
 
     For an endpoint that does not report its blocks, the policy guesses from earlier requests, as prefix_aware does. The
-    guess also decides between equal endpoints, because an endpoint that was just sent the same prefix will soon have
-    its blocks.
+    guess also decides between endpoints with equally many blocks, because an endpoint that was just sent the same
+    prefix will soon have its blocks.
     """
 
     LOAD_MARGIN = 0.25
@@ -364,7 +365,7 @@ def _longest_match(
         least_busy: finds the least loaded endpoint.
         request: the request.
         candidates: the candidates.
-        matched: matched length of each endpoint, and tie breakers. Endpoints without a match are missing.
+        matched: for each endpoint the length of its match, then tie breakers. Endpoints without a match are missing.
         margin: accepted load above that of the least loaded endpoint.
     """
     least = least_busy.of(candidates)

@@ -1,6 +1,6 @@
 """Maps block hashes to the endpoints that were sent these blocks.
 
-Bounded: the least recently used entries are removed first.
+The index is bounded: the least recently used entries are removed first.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from trioserve.contracts.endpoint import EndpointId
 
 __all__ = ["PrefixIndex"]
 
-HOLDERS_MAX = 16  # endpoints per block: no request looks at more
+HOLDERS_MAX = 16  # endpoints per block: no request looks at more endpoints
 BLOCKS_MAX = 500_000  # hashes, about 150 bytes each; with 16 tokens a block, the caches of many machines
 
 
 class PrefixIndex:
-    """An index of blocks by hash. A hash covers all earlier blocks (see contracts/block_hash), so a match is a leading
-    run.
+    """An index of blocks by hash. A hash covers all earlier blocks (see contracts/block_hash), so a match always begins
+    with the first block.
 
     Args:
         blocks_max: maximum number of hashes. For each hash the last HOLDERS_MAX endpoints are kept.
@@ -52,7 +52,8 @@ class PrefixIndex:
         return matched
 
     def add(self, endpoint: EndpointId, hashes: Sequence[bytes]) -> None:
-        # Backwards, so that the first block of a prefix is removed last: without it the others are never found.
+        # Insert backwards, so that the first block of a prefix is removed last: without the first block, the later
+        # blocks are never found.
         for name in reversed(hashes):
             holders = self._holders.setdefault(name, {})
             holders.pop(endpoint, None)

@@ -12,7 +12,8 @@ SPARE_DEADLINES_MAX = 64
 
 
 class QueueDeadlines:
-    """The queue deadlines of waiting tickets. Entries of tickets that left are dropped later, in bulk."""
+    """The queue deadlines of waiting tickets. Entries of tickets that no longer wait are dropped later, many at once.
+    """
 
     def __init__(self) -> None:
         self._entries: list[tuple[float, int, Ticket]] = []
@@ -22,7 +23,7 @@ class QueueDeadlines:
         return len(self._entries)
 
     def add(self, ticket: Ticket, *, live_count: int) -> None:
-        """Add the deadline of a ticket that starts to wait, or waits again.
+        """Add the deadline of a ticket that begins to wait, for the first time or again.
 
         Args:
             ticket: the ticket.

@@ -1,4 +1,6 @@
-"""The queues of each model: one for each next stage of a request. Does not decide whether a request may be served."""
+"""The queues of each model. There is one queue for each stage that a request may wait for. Does not decide whether a
+request may be served.
+"""
 
 from __future__ import annotations
 
@@ -47,10 +49,10 @@ class ModelQueues:
         queues: the queues, by stage.
         live_count: requests that have entered and not ended, in any state.
         preparing: requests that are read before they enter.
-        continued: streams that broke off and resume elsewhere. They had a lease before, so they take no places from
-            newcomers.
-        moving: streams that still run, and wait for a lease at another endpoint.
-        streams_in_a_row: leases in a row that went to streams or to requests that wait again, while newcomers waited.
+        continued: number of streams that broke off and wait to resume elsewhere. They had a lease before, so they do
+            not count against the limit for newcomers.
+        moving: streams that still run and wait for a lease at another endpoint.
+        streams_in_a_row: leases granted in a row to streams or to requests that wait again, while newcomers waited.
     """
 
     def __init__(self) -> None:
@@ -71,7 +73,7 @@ class ModelQueues:
 
     @property
     def has_waiting(self) -> bool:
-        """True if a request waits for a lease. Fast, because every event asks this."""
+        """True if a request waits for a lease. It is fast, because it is checked at every event."""
         decode, prefill, whole = self.queues.values()
         return bool(
             whole.newcomers.count
@@ -93,7 +95,7 @@ class ModelQueues:
         self.streams_in_a_row = self.streams_in_a_row + 1 if are_newcomers_waiting else 0
 
     def waiting_again(self) -> list[tuple[Queue, Ticket]]:
-        """Return the first request of each line that waits again, in no order, without requests on trial."""
+        """Return the first request of each line of requests that wait again, in no order, without requests on trial."""
         return [(queue, ticket) for queue in self.queues.values() if queue.again for ticket in queue.again.heads()]
 
     def on_trial(self) -> list[Ticket]:
@@ -136,8 +138,8 @@ class Queues:
     def forget_unused(self, name: str) -> None:
         """Delete the queues of a model that has no requests left.
 
-        Call this when no endpoint serves the model. Otherwise the names of loaded and unloaded adapters would add up,
-        and every event looks at all queues.
+        Call this when no endpoint serves the model. Otherwise the names of loaded and unloaded adapters would
+        accumulate, and every event looks at all queues.
 
         Args:
             name: model name.
@@ -147,7 +149,7 @@ class Queues:
             del self.models[name]
 
     def wait_again(self, ticket: Ticket) -> None:
-        """Add a ticket that left an endpoint, behind those that wait again already.
+        """Add a ticket that left an endpoint, after the tickets that already wait again.
 
         Args:
             ticket: the ticket.
@@ -159,7 +161,7 @@ class Queues:
             self.of(ticket).again.add(ticket)
 
     def wait_to_move(self, ticket: Ticket) -> None:
-        """Add a running stream that has to move, behind those that wait to move already.
+        """Add a running stream that has to move, after the streams that already wait to move.
 
         Args:
             ticket: the stream's ticket.
@@ -175,7 +177,7 @@ class Queues:
         ticket.again_index = self._again_total
 
     def end_trial(self, ticket: Ticket) -> None:
-        """Move a ticket whose trial ended to the last place of its line.
+        """Move a ticket whose trial ended to the end of its line.
 
         Args:
             ticket: the ticket.

@@ -1,4 +1,4 @@
-"""The errors that a router refuses requests with, and their counts. Does not decide which requests are refused."""
+"""The errors with which a router refuses requests, and their counts. Does not decide which requests are refused."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def preparing_is_full(queue: Queue, count: int, slots: int, requests_max: int, n
 
 
 def queue_was_full(settings: RouterSettings, queue: Queue, request: RoutedRequest, now: float) -> Overloaded | None:
-    """Return the error for a request that just joined a queue without a free place, or None if there was a place.
+    """Return the error for a request that just joined a full queue, or None if the queue was not full.
 
     Args:
         settings: limits of the queue.
@@ -158,7 +158,7 @@ def no_endpoint(request: RoutedRequest, back_at: float | None, now: float) -> No
     else:
         message = f'no endpoint accepts requests for the model "{request.model}" now'
     seconds = DRAIN_RETRY_SECONDS
-    if back_at is not None and now < back_at < math.inf:  # inf: it returns with its next passed check
+    if back_at is not None and now < back_at < math.inf:  # inf: the endpoint returns when it passes its next check
         seconds = max(1.0, back_at - now)
     return NoEndpoint(
         f"{message}: try again in {math.ceil(seconds)} s", reason="no_endpoint", retry_after_seconds=seconds

@@ -1,4 +1,6 @@
-"""The blocks that each endpoint reports to have. Nothing is guessed: an endpoint without reports is unknown."""
+"""The blocks that each endpoint reports to have. Nothing is guessed: the blocks of an endpoint without reports are
+unknown.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ class _Residency:
         self.hashes: set[BlockHash] = set()
 
     def first_needed(self, block_count: int) -> int:
-        """Return the first of `block_count` prefix blocks that a token after them attends to."""
+        """Return the index of the first of `block_count` prefix blocks that the token after these blocks attends to."""
         if self.window_tokens is None:
             return 0
         return max(0, block_count * self.block_size - self.window_tokens + 1) // self.block_size
@@ -31,7 +33,7 @@ class ResidencyIndex:
     """An index of reported blocks, bounded for each endpoint.
 
     If an endpoint has more blocks than the limit, later ones are ignored until others are removed. So the index may
-    miss blocks, but never invents any.
+    lack blocks, but never contains a block that the endpoint does not have.
 
     Args:
         blocks_max: maximum number of blocks of one endpoint.
@@ -40,7 +42,7 @@ class ResidencyIndex:
     def __init__(self, blocks_max: int = BLOCKS_MAX) -> None:
         self._blocks_max = blocks_max
         self._by_endpoint: dict[EndpointId, _Residency] = {}
-        # Most blocks are at a single endpoint. A dictionary for each of them would need more memory than the hashes.
+        # Most blocks are at a single endpoint. A dictionary for each block would need more memory than the hashes.
         self._holders: dict[BlockHash, EndpointId | dict[EndpointId, None]] = {}
         self._sizes: Counter[int] = Counter()
         self._windowed_count = 0  # endpoints whose models have a window
@@ -49,7 +51,7 @@ class ResidencyIndex:
         """Find endpoints with the longest leading runs of the prompt's blocks, for each block size.
 
         If the model has an attention window, endpoints with the last known blocks are found, even if earlier blocks are
-        missing. Between equal endpoints the choice is arbitrary.
+        missing. The choice between endpoints with equally long runs is arbitrary.
 
         Args:
             blocks: hashes of the prompt's blocks, by block size in tokens.
@@ -81,7 +83,8 @@ class ResidencyIndex:
             blocks: hashes of the prompt's blocks, by block size in tokens.
 
         Returns:
-            The number of tokens. None if the endpoint's blocks are unknown, or `blocks` lacks its block size.
+            The number of tokens, or None if the endpoint's blocks are unknown or `blocks` lacks the endpoint's block
+            size.
 
         Cost:
             O(matching blocks), or O(blocks) if the model has a window.
@@ -101,7 +104,7 @@ class ResidencyIndex:
         return count * residency.block_size
 
     def block_count(self, endpoint: EndpointId) -> int | None:
-        """Return how many blocks of the endpoint are known. None: unknown.
+        """Return how many blocks the endpoint has reported, or None if its blocks are unknown.
 
         Args:
             endpoint: name of the endpoint.
@@ -122,7 +125,7 @@ class ResidencyIndex:
             endpoint: name of the endpoint.
             block_size: tokens of a block.
             hashes: hashes of all its blocks.
-            window_tokens: no layer of its model sees further back. None: no such limit.
+            window_tokens: attention window of the endpoint's model in tokens. None: the model has no window.
         """
         self.forget(endpoint)
         self._by_endpoint[endpoint] = _Residency(block_size, window_tokens)
@@ -131,7 +134,7 @@ class ResidencyIndex:
         self.add(endpoint, hashes)
 
     def add(self, endpoint: EndpointId, hashes: Sequence[BlockHash]) -> None:
-        """Add blocks of an endpoint. Ignored until `replace` has set the complete list.
+        """Add blocks of an endpoint. Does nothing until `replace` has set the complete list.
 
         Args:
             endpoint: name of the endpoint.

@@ -6,17 +6,17 @@ import math
 
 __all__ = ["RetryBudget"]
 
-BURST_SECONDS = 10.0  # unused tries of this time are saved up
-ROUNDING = 1e-9  # tolerance for float sums: without it, no try might be left at the time that `next_at` returned
+BURST_SECONDS = 10.0  # unused retries of this many seconds are saved
+ROUNDING = 1e-9  # tolerance for float sums: without it, no retry might be available at the time that `next_at` returned
 
 
 class RetryBudget:
     """A token bucket of retries.
 
     Args:
-        share_max: tries that each request adds.
-        per_second_min: tries that each second adds.
-        burst_seconds: capacity, in seconds of `per_second_min`. At least one try.
+        share_max: retries that each request adds to the budget, for example 0.1.
+        per_second_min: retries that each second adds to the budget.
+        burst_seconds: capacity of the budget, in seconds of `per_second_min`. At least one retry fits.
     """
 
     def __init__(self, share_max: float, per_second_min: float, *, burst_seconds: float = BURST_SECONDS) -> None:
@@ -30,13 +30,13 @@ class RetryBudget:
         self._tries = min(self._tries_max, self._tries + self._share_max)
 
     def take(self, now: float) -> bool:
-        """Use one try if one is left.
+        """Use one retry of the budget if one is left.
 
         Args:
             now: time in seconds.
 
         Returns:
-            True if the try is allowed.
+            True if the retry is allowed.
         """
         if not self.has_one(now):
             return False
@@ -44,7 +44,7 @@ class RetryBudget:
         return True
 
     def spend(self, now: float) -> None:
-        """Use one try even if none is left. The budget does not go below 0.
+        """Use one retry of the budget even if none is left. The budget does not go below 0.
 
         Args:
             now: time in seconds.
@@ -53,7 +53,7 @@ class RetryBudget:
         self._tries = max(0.0, self._tries - 1)
 
     def has_one(self, now: float) -> bool:
-        """Return whether a try is left.
+        """Return whether a retry is left.
 
         Args:
             now: time in seconds.
@@ -64,13 +64,13 @@ class RetryBudget:
         return self._tries >= 1 - ROUNDING
 
     def next_at(self, now: float) -> float:
-        """Return when the next try is available.
+        """Return when the next retry is available.
 
         Args:
             now: time in seconds.
 
         Returns:
-            The time in seconds. math.inf if one is available now, or if time alone adds none.
+            The time in seconds, or math.inf if a retry is available now or if time alone adds none.
         """
         if self.has_one(now) or not self._per_second:
             return math.inf

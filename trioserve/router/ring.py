@@ -1,10 +1,11 @@
-"""A hash ring: an order of endpoints for each key, equal on every router, found without looking at every endpoint.
+"""A hash ring. It gives an order of the endpoints for each key, which is the same on every router. Finding the first
+endpoints of this order does not need a look at every endpoint.
 
-Multi-probe consistent hashing (Appleton and O'Reilly, 2015). An endpoint is one point on a ring, and a key is PROBES
-points. The endpoints are ordered by their distance behind the nearest probe. So the order of two endpoints depends only
-on their ids and the key. Adding or removing an endpoint keeps the order of the others, as in rendezvous hashing, which
-would have to look at all endpoints. With 21 probes, the busiest of many endpoints has about 1.05 times its share of the
-keys.
+Multi-probe consistent hashing (Appleton and O'Reilly, 2015). An endpoint is one point on a ring, and a key has PROBES
+points, the probes. The endpoints are ordered by their distance from the nearest preceding probe. So the order of two
+endpoints depends only on their ids and the key. Adding or removing an endpoint does not change the order of the other
+endpoints. Rendezvous hashing has the same property, but would have to look at all endpoints. With 21 probes, the
+busiest of many endpoints has about 1.05 times its share of the keys.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Ring:
         return id in self._point_of
 
     def add(self, id: EndpointId) -> None:
-        """Add an endpoint. Nothing happens if it is on the ring already.
+        """Add an endpoint. Does nothing if the endpoint is on the ring already.
 
         Args:
             id: name of the endpoint.
@@ -48,7 +49,7 @@ class Ring:
             return
         point = int.from_bytes(_digest(f"endpoint {id}", 8), "big")
         while point in self._at:
-            point = (point + 1) % CIRCLE  # a collision of two hashes
+            point = (point + 1) % CIRCLE  # another endpoint has the same hash
         self._at[point] = id
         self._point_of[id] = point
         bisect.insort(self._points, point)
@@ -59,7 +60,7 @@ class Ring:
         del self._points[bisect.bisect_left(self._points, point)]
 
     def around(self, key: str) -> Iterator[EndpointId]:
-        """Yield all endpoints, the nearest to the key first. The ring must not change meanwhile.
+        """Yield all endpoints, the nearest to the key first. The ring must not change during the iteration.
 
         Args:
             key: text that is hashed to the probes.

@@ -14,7 +14,7 @@ from trioserve.router.model_endpoints import Kind, ModelEndpoints, kinds_of
 
 __all__ = ["Search"]
 
-MISSES_MAX = 64  # looks at endpoints with room that do not fit this request: too few slots, or it failed there
+MISSES_MAX = 64  # bound on endpoints with free slots that do not fit the request: too few slots, or it failed there
 
 
 class Search(Candidates):
@@ -23,12 +23,12 @@ class Search(Candidates):
     Args:
         model: endpoints of the request's model.
         by_id: all endpoints.
-        kind: kind of endpoint.
+        kind: kind of work.
         sequences: number of sequences that need a slot.
-        fits: returns whether the request may go to an endpoint, apart from its room.
+        fits: returns whether the request may be sent to an endpoint, regardless of free slots.
         now: time in seconds.
         rng: source of randomness.
-        close: called for an endpoint that has no room for any request.
+        close: called for an endpoint that has no free slot for any request.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Search(Candidates):
         self._close = close
         self._open = model.open[kind]
         self._drawn: list[Candidate] = []
-        self._seen: set[int] = set()  # numbers of endpoints that were drawn or do not fit
+        self._seen: set[int] = set()  # numbers of the endpoints that were drawn or do not fit
         self._is_exhausted = False
 
     # --- the whole sequence ---
@@ -74,7 +74,7 @@ class Search(Candidates):
         return [
             self._candidate(states[number], self._is_fit(states[number]))
             for number in sorted(states)
-            # PROMPTS is tried when no other endpoint has room. Then prefill endpoints are added to the others.
+            # PROMPTS is tried when no other endpoint has a free slot. Then prefill endpoints are added to the others.
             if (kinds := kinds_of(states[number])) and (self._kind in kinds or self._kind is Kind.PROMPTS)
         ]
 
@@ -130,7 +130,7 @@ class Search(Candidates):
             return candidate
         raise LookupError("no endpoint has room")
 
-    # --- inside ---
+    # --- internal ---
 
     def _draw_all(self) -> None:
         states = self._model.by_number
@@ -171,7 +171,7 @@ class Search(Candidates):
         return self._fits(state) and state.has_room(self._sequences, self._now)
 
     def _is_fit_or_closed(self, state: EndpointState) -> bool:
-        """Return whether the endpoint fits. Close it if it has no room for any request."""
+        """Return whether the endpoint fits. Close the endpoint if it has no free slot for any request."""
         if state.has_room(self._sequences, self._now):
             return self._fits(state)
         if self._sequences == 1 or not state.has_room(1, self._now):

@@ -17,48 +17,49 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         queue_requests_max: requests that may wait for one model in each of its queues. Disaggregated requests have
-            queues of their own. 0: nothing waits, and a request without a free endpoint is refused at once.
-        queue_prompt_tokens_max: prompt tokens that may wait for one model in each of its queues.
-        queue_seconds_max: longest wait in the queue.
+            queues of their own. If 0, no request waits: a request is refused at once if no endpoint has a free slot.
+        queue_prompt_tokens_max: total prompt tokens of the requests that wait for one model, for each of its queues.
+        queue_seconds_max: longest wait of a request in the queue.
         leases_max: sequences at one endpoint, unless the endpoint has its own limit.
-        sequences_max: sequences of one request: its n times its prompts. All of them are at one endpoint. Those without
-            a slot wait there before all later requests, so this is also the number of slots that others may have to
-            wait for.
-        waiting_depth_max: sequences that may wait inside an endpoint, apart from those of one large request. A low
-            value keeps the order in the router's queue. There, a waiting request that leaves costs nothing, and another
-            endpoint can still take it.
+        sequences_max: sequences of one request, that is `n` times the number of its prompts. All sequences of a request
+            run at one endpoint. Sequences without a slot wait inside that endpoint before all later requests. So other
+            requests may have to wait for this number of slots.
+        waiting_depth_max: sequences that may wait inside an endpoint, not counting those of one large request. With a
+            low value, requests wait in the router's queue instead. There, a waiting request costs nothing if it leaves,
+            and any endpoint can still serve it.
         lease_until: when a lease ends. "first_token" limits concurrent prefills, "end" limits concurrent responses.
         load_seconds_max: age in seconds after which a load report is ignored.
         failures_max: failed checks, or failed requests, in a row that eject an endpoint.
         sends_probes: True: after an ejection for failed requests, the router sends a tiny request of its own. The
-            endpoint gets client requests only if it serves that one.
+            endpoint gets requests of clients only if it serves that request.
         failed_load_seconds: how long a failed request counts as load of its endpoint.
         ejection_seconds: length of the first ejection. It doubles with each failed probe.
         ejection_seconds_max: longest ejection.
-        slow_start_seconds: time in which the share of a new or returned endpoint grows to 1.
-        retry_share_max: retries as a share of all requests. Counts requests that an endpoint answered with an error
-            before their first token, or refused for lack of room. If everything fails, retrying everything would double
-            the load. A request whose endpoint was lost is retried without counting, because the request is not at
-            fault.
-        retries_per_second_min: retries that are allowed in any case.
-        attempts_max: endpoints that may answer one request with an error before its first token. Also the endpoints
-            that may be lost in a row before the request is held to be the cause and ends. That limit is doubled if
-            the last of them served other suspected requests, too: machines may fail several times in a row.
+        slow_start_seconds: time in which a new or returned endpoint grows from few requests to its whole limit.
+        retry_share_max: retries as a share of all requests. A retry counts if an endpoint answered the request with an
+            error before the first token, or refused it because it was full. If everything fails, retrying everything
+            would double the load. A retry does not count if the endpoint was lost, because the request is not at fault.
+        retries_per_second_min: retries per second that are always allowed, whatever the share.
+        attempts_max: number of endpoints that may answer one request with an error before its first token. Also the
+            number of endpoints that may be lost in a row before the request is considered the cause and is ended. The
+            second limit is doubled if the last endpoint also served other suspected requests, because machines may fail
+            several times in a row.
         handover_waiting_max: disaggregated requests of a model that may wait for a decode endpoint with their prompt
-            computed. Beyond that no further prompt starts, because each waiting request keeps KV blocks at its prefill
-            endpoint.
+            computed. Beyond this number no further prompt starts, because each waiting request keeps KV blocks at its
+            prefill endpoint.
         continuations_max: how often one stream may resume elsewhere.
-        continuations_per_second_max: streams that resume in a second. The others wait in the queue, so that the failure
-            of one endpoint does not flood the rest.
-        continuations_in_a_row_max: streams, and requests that lost their endpoints, that get a lease before one
-            newcomer of equal priority does.
-        continuation_seconds_max: how long a stream waits for an endpoint to resume at. A request that lost its endpoint
-            before its first token waits at least as long, unless its own deadline is earlier.
-        breaks_max: endpoints that may break in a row with one stream before the stream is held to be the cause and
-            ends. One more if the last of them served other suspected streams, too.
-        progress_tokens_min: tokens between two breaks that clear a stream. Fewer tokens may be lost on the way from an
-            endpoint that breaks. A bystander gets more, unless endpoints die all the time.
-        moves_at_once_max: streams that may move from endpoints that are being emptied at the same time.
+        continuations_per_second_max: streams that resume in a second. Further streams wait in the queue, so that the
+            failure of one endpoint does not overload the rest.
+        continuations_in_a_row_max: number of streams and of requests that lost their endpoints that get a lease in a
+            row, before a newcomer of equal priority gets one.
+        continuation_seconds_max: how long a stream waits for an endpoint at which it can resume. A request that lost
+            its endpoint before its first token waits at least as long, unless its own deadline is earlier.
+        breaks_max: endpoints that may fail in a row while serving one stream before the stream is considered the cause
+            and is ended. One more endpoint is allowed if the last one also served other suspected streams.
+        progress_tokens_min: number of tokens between two failures that clear a stream of suspicion. A failing endpoint
+            may lose fewer tokens than this on the way to the client. A stream that is not the cause usually gets more
+            tokens between two failures.
+        moves_at_once_max: number of streams that may move at the same time from endpoints that are being emptied.
     """
 
     queue_requests_max: int = 256
@@ -138,10 +139,11 @@ class SilenceSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Limits on the time between the bytes of a response.
 
     Args:
-        beat_seconds: interval at which an endpoint should send a byte within a response (a heartbeat). 0: none.
-        silent_seconds_max: longest silence of an endpoint that sends heartbeats. At least three intervals, or two
-            intervals and 1 s.
-        stalled_seconds_max: longest silence of an endpoint without heartbeats, once the response has begun. 0: no
+        beat_seconds: interval at which an endpoint should send a byte within a response (a heartbeat). 0: it sends
+            none.
+        silent_seconds_max: longest silence of an endpoint that sends heartbeats. At least three heartbeat intervals, or
+            two intervals plus 1 s.
+        stalled_seconds_max: longest silence of an endpoint that sends no heartbeats, once the response has begun. 0: no
             limit.
     """
 
@@ -154,8 +156,9 @@ class SilenceSettings(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if not 0 <= value <= 86_400:
                 raise StartupError(f"{name} is {value}, it must be 0 to 86400 seconds")
-        # An endpoint may skip a heartbeat just after another byte, so a pause of two intervals is normal. A router that
-        # was suspended adds up to a second at its first look, before it has read the heartbeats that arrived meanwhile.
+        # An endpoint may skip a heartbeat just after another byte, so a pause of two intervals is normal. After a
+        # suspension, the router adds up to a second to the silence at its first look, before it has read the heartbeats
+        # that arrived during the suspension.
         least = 2 * self.beat_seconds + max(1.0, self.beat_seconds)
         if not least <= self.silent_seconds_max <= 86_400:
             raise StartupError(

@@ -1,7 +1,7 @@
 """Divides the leases of an endpoint between routers, so that together they keep its limit.
 
 Routers share no state. Each router computes its share from the names of the living routers. Routers that know the same
-names compute matching shares. Finding out which routers are alive is not done here.
+names compute shares that add up to the limit. This module does not find out which routers are alive.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ __all__ = ["lease_share", "rendezvous_score"]
 
 
 def lease_share(own: str, peers: Iterable[str], endpoint: EndpointId, leases_max: int) -> int:
-    """Return the number of leases that a router may give at an endpoint.
+    """Return the number of leases that a router may grant at an endpoint.
 
-    All routers get an equal part. The remainder is given one by one to the routers that are first in rendezvous hashing
-    for this endpoint (Thaler and Ravishankar, 1998), so it is even over many endpoints. The shares add up to
-    `leases_max`. If there are more routers than leases, each router still has one lease, because a router without a
-    lease would keep its clients waiting for ever. So an endpoint gets at most max(leases_max, routers) sequences if all
-    routers know the same names. If the endpoint has fewer slots than that, the others wait inside it. When a router
-    goes, no other share becomes smaller.
+    All routers get an equal part. Each lease of the remainder goes to one of the routers that rank first in rendezvous
+    hashing for this endpoint (Thaler and Ravishankar, 1998). So the remainders are spread evenly over many endpoints.
+    The shares add up to `leases_max`. If there are more routers than leases, each router still has one lease, because a
+    router without a lease would keep its clients waiting for ever. So an endpoint gets at most max(leases_max, routers)
+    sequences if all routers know the same names. If the endpoint has fewer slots, the remaining sequences wait inside
+    the endpoint. If a router ends, no other share becomes smaller.
 
     Args:
         own: name of the router.
@@ -31,10 +31,7 @@ def lease_share(own: str, peers: Iterable[str], endpoint: EndpointId, leases_max
         leases_max: limit of all routers together, at least 1.
 
     Returns:
-        At least 1.
-
-    Raises:
-        ValueError: `leases_max` is below 1.
+        At least 1. Raises: ValueError: `leases_max` is below 1.
     """
     if leases_max < 1:
         raise ValueError(f"leases_max is {leases_max}, it must be at least 1")

@@ -1,21 +1,21 @@
-"""Finds responses that are lost although their connections are open.
+"""Finds responses that will never continue although their connections are open.
 
 A NAT or load balancer may forget a flow, a machine may lose power, or another machine may take its address. Then no
-connection is closed, and the reader of the response would wait for ever. A response is given up for one of these
-reasons:
+connection is closed, and the reader of the response would wait forever. The router treats a response as lost for one of
+these reasons:
 
     silent          its endpoint promised heartbeats (a byte every few seconds), and none arrives
     replaced        another process answers at the endpoint's address, and the process of this response is silent
     not_running     the endpoint reports several times in a row that nothing runs or waits there
-    overtaken       the endpoint reports thousands of tokens for each sequence, and none has arrived here
+    overtaken       the endpoint reports thousands of tokens for each sequence, and no byte has arrived here
     stalled         an endpoint without heartbeats began the response, and then was silent for very long
 
-The last three are for servers that send no heartbeats, such as vLLM. None of them ends a long prefill, unless the
-endpoint itself reports that it has no requests.
+The last three are for servers that send no heartbeats, such as vLLM. None of these three ends a long prefill, unless
+the endpoint itself reports that it has no requests.
 
-Silence counts only while a reader waits, because the bytes of a slow client's response may wait in the kernel. It is
-counted in looks, each of which adds at most two intervals. So a router that was suspended does not give up its
-responses when it wakes up.
+Silence counts only while a reader waits, because the bytes of a slow client's response may wait in the kernel. Silence
+is added up at each look, at most two look intervals at a time. So a router that was suspended does not treat its
+responses as lost when it resumes.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from trioserve.router.settings import SilenceSettings
 __all__ = ["LOOK_SECONDS", "AwaitedResponse", "Loss", "SilenceWatch"]
 
 LOOK_SECONDS = 0.5  # time between two looks at all responses; a look costs one comparison for each
-SETTLE_SECONDS = 1.0  # time in which the previous process may show that it still runs, after another one answered
+SETTLE_SECONDS = 1.0  # time in which the previous process may show that it still runs, after another process answered
 INSTANCES_KNOWN_MAX = 8
-REPORTS_IDLE_MIN = 3  # reports in a row without any request, before a response is given up
-IDLE_SECONDS_MIN = 60.0  # a server may read images for a request before it counts it
-TOKENS_OVERTAKEN_MIN = 4096  # for each sequence: tool call parsers hold back hundreds of tokens
+REPORTS_IDLE_MIN = 3  # reports in a row without any request, before a response is treated as lost
+IDLE_SECONDS_MIN = 60.0  # a server may read images for a request before it counts the request
+TOKENS_OVERTAKEN_MIN = 4096  # tokens for each sequence: tool call parsers hold back hundreds of tokens
 
 
 class AwaitedResponse:
@@ -47,16 +47,16 @@ class AwaitedResponse:
         computes: True if the request runs at the endpoint and is counted in its load reports.
 
     Attributes:
-        is_waiting: a reader waits for bytes.
-        is_sending: the request is still being sent. Every server reads it without delay.
-        pieces: how often bytes arrived, or were sent and accepted.
-        has_body: a byte of the body has arrived.
-        beats: the head of the response promised heartbeats.
+        is_waiting: True while a reader waits for bytes.
+        is_sending: True while the request is still being sent. Every server reads a request without delay.
+        pieces: how many times bytes arrived, or were sent and accepted.
+        has_body: True once a byte of the body has arrived.
+        beats: True if the head of the response promised heartbeats.
         instance: name of the process that answers. None: not reported.
         silent_seconds: how long nothing has arrived while a reader waited.
-        is_lost: the response was given up.
+        is_lost: True once the response is treated as lost.
         pieces_seen: `pieces` at the last look.
-        tokens_seen: tokens of each sequence of the endpoint when the last byte arrived.
+        tokens_seen: tokens per sequence that the endpoint had reported when the last byte of this response arrived.
     """
 
     __slots__ = (
@@ -90,11 +90,11 @@ class AwaitedResponse:
 
 
 class Loss(msgspec.Struct, frozen=True):
-    """A response that is given up.
+    """A response that is treated as lost.
 
     Attributes:
         response: the response.
-        reason: one of the reasons in the description of the module.
+        reason: one of the reasons in the module's docstring.
     """
 
     response: AwaitedResponse
@@ -102,15 +102,17 @@ class Loss(msgspec.Struct, frozen=True):
 
 
 class SilenceWatch:
-    """Judges the responses of one endpoint.
+    """Decides which responses of one endpoint are lost.
 
     Args:
         settings: limits.
 
     Attributes:
-        sends_beats: the endpoint was seen to send heartbeats before the head of a response.
-        is_hung: the endpoint reports that its step hangs. Then its health checks decide, and silence is ignored.
-        is_shared: several processes answer at its address, so a new process does not replace another.
+        sends_beats: True if the endpoint has sent heartbeats before the head of a response.
+        is_hung: True if the endpoint reports that its step hangs. Then silence is ignored, and the health checks
+            decide.
+        is_shared: True if several processes answer at the endpoint's address, so a new process does not replace
+            another.
     """
 
     def __init__(self, settings: SilenceSettings) -> None:
@@ -120,13 +122,13 @@ class SilenceWatch:
         self._settings = settings
         self._looked_at = math.inf
         self._instance: str | None = None
-        self._instance_at = -math.inf  # when the request for its last answer was sent
+        self._instance_at = -math.inf  # when the request was sent that `_instance` answered last
         self._former: list[str] = []
-        self._doubted: dict[AwaitedResponse, int] = {}  # value: `pieces` when another process answered
+        self._doubted: dict[AwaitedResponse, int] = {}  # value of `pieces` when another process answered
         self._doubted_until = math.inf
         self._idle_reports = 0
         self._idle_since = math.inf
-        self._tokens: float | None = None  # tokens of each sequence so far, from load reports
+        self._tokens: float | None = None  # tokens per sequence so far, from load reports
         self._generated: float | None = None
 
     def note_load(self, load: EndpointLoad, responses: Iterable[AwaitedResponse], asked_at: float, now: float) -> None:
@@ -135,7 +137,7 @@ class SilenceWatch:
         Args:
             load: the report.
             responses: all responses that are read from the endpoint now.
-            asked_at: when the endpoint was asked. The report may miss requests that were sent later.
+            asked_at: when the endpoint was asked. The report may lack requests that were sent later.
             now: time in seconds.
         """
         if load.instance is not UNSET:

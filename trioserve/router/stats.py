@@ -1,4 +1,4 @@
-"""The router's counters, as a frozen value."""
+"""The router's counters as an immutable value."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["RouterStats"]
 
 
 class RouterStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot of the router. Totals count since the start.
+    """A snapshot of the router's counters. Totals count since the start of the router.
 
     Attributes:
-        waiting: requests in the queue, and requests that are read before they enter.
+        waiting: requests in the queue, and requests whose body is being read before they enter.
         waiting_prompt_tokens: prompt tokens of the requests in the queue.
         leases: sequences that have a slot, by endpoint.
         health: health of each endpoint.
@@ -23,8 +23,8 @@ class RouterStats(msgspec.Struct, frozen=True, kw_only=True):
         rejections_total: refused requests, by reason.
         continuing: streams that wait to resume elsewhere. Included in `waiting`.
         continuations_total: streams that got a lease to resume with.
-        continuations_refused_total: streams that must not resume, by reason.
-        moving: streams that run at an endpoint that is being emptied, and wait for room elsewhere.
+        continuations_refused_total: streams that were not allowed to resume, by reason.
+        moving: streams that run at an endpoint that is being emptied, and wait for a slot at another endpoint.
         moves_total: streams that got a lease to move to.
         pairs_total: requests that should have been disaggregated, by outcome.
     """

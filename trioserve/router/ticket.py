@@ -6,9 +6,9 @@
           ▼            ▼            ▼           (from RUNNING_FREE also to LEASED: moved elsewhere on purpose)
         ENDED ◄──────────────────────           (from every state, once)
 
-A ticket has a place in a queue exactly while it is WAITING, and a lease exactly while it is LEASED. No move leaves
-ENDED, so a place or a lease is released only once. A stream that has to leave its endpoint runs there, and meanwhile
-waits for its next lease or has it.
+A ticket has a position in a queue exactly while it is WAITING, and a lease exactly while it is LEASED. There is no
+transition out of ENDED, so a queue position or a lease is released only once. A stream that has to leave its endpoint
+keeps running there while it waits for its next lease, and until it has moved.
 
 A disaggregated request goes through WAITING and LEASED twice, with stage PREFILL and then DECODE. If one endpoint has
 to do the whole request, its stage becomes None and stays None.
@@ -50,11 +50,11 @@ class Lease(NamedTuple):
     """The lease of a ticket at an endpoint.
 
     Attributes:
-        endpoint: the endpoint. None: no lease.
-        is_probe: the request probes an ejected endpoint.
-        is_suspect: another endpoint had broken with the request before this lease.
-        sent_index: index of sending. None: not sent yet.
-        at: when the lease was granted, in seconds of the router's clock.
+        endpoint: the endpoint, or None if there is no lease.
+        is_probe: True if the request probes an ejected endpoint.
+        is_suspect: True if another endpoint failed while it served the request, before this lease.
+        sent_index: number of this sending, counted over all requests of the router. None: not sent yet.
+        at: time at which the lease was granted, in seconds of the router's clock.
     """
 
     endpoint: EndpointId | None = None
@@ -65,14 +65,14 @@ class Lease(NamedTuple):
 
 
 class Break(NamedTuple):
-    """An endpoint that broke while it served a stream.
+    """A failure of an endpoint that served a stream.
 
     Attributes:
         endpoint: the endpoint.
-        clock: clock name of the process that served the stream. None: it cannot be found out whether the process still
-            runs.
-        checks: health checks that the endpoint had passed by then.
-        is_alone: no other suspected request was there.
+        clock: clock name of the process that served the stream. If None, the router cannot find out whether the process
+            still runs.
+        checks: number of health checks that the endpoint had passed by then.
+        is_alone: True if no other suspected request was at the endpoint.
     """
 
     endpoint: EndpointId
@@ -91,36 +91,40 @@ class Ticket:
         queue_deadline: when its wait in the queue ends, by its own deadline or the router's limit.
 
     Attributes:
-        endpoint: where its lease is, or was until it ended at the first token.
-        leased_at: when its current lease was granted.
+        endpoint: the endpoint of the current lease, or of the lease that ended at the first token.
+        leased_at: time at which the current lease was granted.
         is_probe, is_suspect: see Lease.
-        sent_index: number of its sending to the current endpoint, counted over all requests. None: not sent.
-        again_index: number of its last new wait, counted over all requests.
-        has_token: its client has received a token.
-        is_answered: its client has received a token from the current endpoint.
-        tried: the endpoints that failed it, each with the health checks that the endpoint had passed by then.
-        failed_by: endpoints that answered with an error before the first token. It does not go there again before its
-            client has a token.
-        refused_by: endpoints that refused it in a way that another endpoint has to confirm.
-        is_lost: an endpoint was lost that had the request before its first token.
-        refusal: why it ended without being fully served. None: no such reason.
-        own_deadline: end of its wait in the queue by its own deadline. `queue_deadline` is this or the router's limit.
-            Both move by the time that the request was served, because that was no wait.
-        stage: the next stage. None: the whole request.
-        is_disaggregated: it started with a stage.
-        prefilled_by: the endpoint that computed its prompt for another one.
+        sent_index: see Lease.
+        again_index: number of the last time that the request began to wait again, counted over all requests.
+        has_token: True once the client has received a token.
+        is_answered: True once the client has received a token from the current endpoint.
+        tried: the endpoints that failed the request, each with the number of health checks that the endpoint had passed
+            by then.
+        failed_by: endpoints that answered with an error before the first token. The request is not sent to these
+            endpoints again before its client has a token.
+        refused_by: endpoints that refused the request in a way that another endpoint has to confirm.
+        is_lost: True if an endpoint was lost while it served the request, before the first token.
+        refusal: why the request ended without being fully served. None: it was served, or has not ended.
+        own_deadline: end of the wait in the queue by the request's own deadline. `queue_deadline` is this time or the
+            router's limit, whichever is earlier. Both are moved later by the time for which the request was served,
+            because that time was no wait.
+        stage: the next stage, or None if one endpoint does the whole request.
+        is_disaggregated: True if the request entered with a stage.
+        prefilled_by: the endpoint that computed the prompt for a decode endpoint.
         prefilled_at: when the prompt was computed.
-        is_held: the blocks of its prompt are held there for a decode endpoint.
-        pair_outcome: outcome of splitting the request.
-        stage_fault: the outcome if no endpoint takes over the stage that failed.
-        continuations: how often the stream resumed elsewhere.
-        token_count: tokens that its client had at the last failure.
-        broken: endpoints that broke in a row without progress in between, except those whose process still runs.
-        is_on_trial: it waits until more is known of the broken endpoints.
-        fingerprint: fingerprint of the endpoint that computed its first token. None: unknown.
-        can_go_on: another endpoint could resume the stream from the tokens that its client has.
-        is_moving: the stream runs, and waits for room elsewhere because it has to leave its endpoint.
-        next_lease: its lease elsewhere, in addition to the current one.
+        is_held: True while the prefill endpoint holds the blocks of the prompt for a decode endpoint.
+        pair_outcome: outcome of splitting the request, once known.
+        stage_fault: the outcome to count if no endpoint takes over the failed stage.
+        continuations: how many times the stream resumed at another endpoint.
+        token_count: tokens that the client had at the last failure.
+        broken: failures of endpoints in a row, without progress of the stream between them. Failures are left out if
+            the endpoint's process still runs.
+        is_on_trial: True while the request waits until its failed endpoints have been checked, see continuation.
+        fingerprint: fingerprint of the endpoint that computed the first token. None: unknown.
+        can_go_on: True if another endpoint could resume the stream from the tokens that the client has.
+        is_moving: True while the stream runs and waits for a slot at another endpoint, because it has to leave its own.
+        next_lease: the lease at the endpoint to which the stream moves, in addition to the current lease. None: no such
+            lease.
     """
 
     __slots__ = (

@@ -19,7 +19,8 @@ __all__ = ["FairQueue"]
 
 SEQUENCE_COST_TOKENS = 64  # cost of each sequence in addition to the prompt, for the slot that its response uses
 SPARE_TURNS_MAX = 64
-# Tenants without requests whose turns are kept. A dropped turn is at most the cost of one request.
+# Number of tenants without requests whose turns are kept. Dropping a turn gives a tenant at most the cost of one
+# request.
 ABSENT_TENANTS_MAX = 4096
 
 
@@ -51,9 +52,7 @@ class FairQueue:
         self.prompt_tokens += request.prompt_tokens
 
     def remove(self, ticket: Ticket) -> None:
-        """Remove a ticket that was not served.
-
-        Args:
+        """Remove a ticket that leaves without being served. Args:
             ticket: a ticket of this queue.
         """
         self._classes[ticket.request.priority].remove(ticket)
@@ -68,15 +67,15 @@ class FairQueue:
     def newest_of_most(self, ticket: Ticket) -> Ticket | None:
         """Return the ticket that has to leave a full queue that a new ticket has joined.
 
-        The tenant with most waiting tickets of this priority gives up its newest ticket. That tenant must have more
-        tickets than the new ticket's tenant, the new ticket included. So a burst of one tenant takes places only from
-        itself (McKenney, "Stochastic Fairness Queueing", 1990).
+        The newest ticket of the tenant with most waiting tickets of this priority leaves. That tenant must have more
+        tickets than the new ticket's tenant, the new ticket included. So a burst of one tenant displaces only tickets
+        of the same tenant (McKenney, "Stochastic Fairness Queueing", 1990).
 
         Args:
             ticket: the ticket that has just joined.
 
         Returns:
-            The ticket that leaves. None: no other ticket has to leave, so the new one is refused.
+            The ticket that leaves, or None if no other ticket has to leave. Then the new ticket is refused.
 
         Cost:
             O(tenants).
@@ -86,7 +85,7 @@ class FairQueue:
         return next(reversed(most.values())) if len(most) > len(tenants[ticket.request.tenant]) else None
 
     def take(self) -> Ticket:
-        """Remove the head, which is served, and return it."""
+        """Remove the next ticket and return it. The caller serves it."""
         priority_class = self._classes[min(self._classes)]
         ticket = priority_class.head()
         priority_class.serve(ticket)
@@ -101,8 +100,8 @@ class FairQueue:
 
 
 def _cost(request: RoutedRequest) -> int:
-    """Return the cost of a request in tokens. `prompt_tokens` already counts each prompt once: its choices share its
-    blocks.
+    """Return the cost of a request in tokens. `prompt_tokens` counts each prompt once, because the choices of a prompt
+    share its blocks.
     """
     return request.prompt_tokens + request.sequences * SEQUENCE_COST_TOKENS
 
@@ -158,11 +157,11 @@ class _PriorityClass:
             heapq.heappush(self._turns, (self._turn_of[tenant], ticket.index, tenant))
 
     def _forget_turns(self) -> None:
-        """Drop turns that no longer matter, so that neither `_turn_of` nor `_turns` grows for ever.
+        """Drop turns that no longer matter, so that neither `_turn_of` nor `_turns` grows forever.
 
-        A past turn of an absent tenant says nothing. A future turn of an absent tenant is dropped only if there are
-        very many tenants. With so many tenants, each is served about once, so virtual time would never reach those
-        turns.
+        A turn of an absent tenant that virtual time has passed has no effect. A turn that virtual time has not reached
+        is dropped only if there are very many tenants. With so many tenants, each tenant is served about once, so
+        virtual time would never reach those turns.
         """
         present = self.tenants
         turn_of = {tenant: turn for tenant, turn in self._turn_of.items() if tenant in present or turn > self._now}
