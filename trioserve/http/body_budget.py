@@ -1,4 +1,6 @@
-"""The memory budget of all request bodies. Each exchange holds a share, and releases it when it ends."""
+"""The memory budget of all request bodies. Each exchange has a share of the budget, and releases the share when the
+exchange ends.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from trioserve.trio_tools.fair_places import FairPlaces
 
 __all__ = ["BodyBudget", "BodyShare"]
 
-# Each runs in a thread. The bound leaves processors for the model if many compressed bodies arrive.
+# Decompressions that may run at the same time, each in a thread. The bound leaves processors for the model if many
+# compressed bodies arrive.
 DECOMPRESSIONS_MAX = 2
 
 
@@ -18,12 +21,12 @@ class BodyBudget:
     """The body bytes that a server holds.
 
     Args:
-        limits: has the largest body, and the largest sum of all bodies.
+        limits: limits on the size of a body, and on the sum of all bodies.
 
     Attributes:
         bytes_held: bytes of bodies whose exchange is open.
         bytes_total: bytes of all bodies that ever arrived, compressed if they were sent compressed.
-        decompressions: places for bodies that are decompressed in a thread.
+        decompressions: limits how many bodies are decompressed at the same time.
     """
 
     def __init__(self, limits: FrontendLimits) -> None:
@@ -40,7 +43,7 @@ class BodyShare:
         budget: the budget of the server.
 
     Attributes:
-        is_decompressed: the body was sent compressed, and is held decompressed now.
+        is_decompressed: True if the body was sent compressed, and is now held decompressed.
     """
 
     __slots__ = ("_budget", "_byte_count", "_decompressed_bytes", "_pieces", "is_decompressed")
@@ -59,7 +62,7 @@ class BodyShare:
         """Check the field content-length before any byte of the body is read.
 
         Args:
-            headers: of the request.
+            headers: header fields of the request.
 
         Raises:
             BodyTooLarge: content-length is larger than allowed.
@@ -73,7 +76,7 @@ class BodyShare:
         self.check_size(int(announced))
 
     def check_size(self, byte_count: int) -> None:
-        """Check that a body of this size is allowed.
+        """Raise an error if a body of this size is not allowed.
 
         Args:
             byte_count: size of the body, or of the part that is known.
@@ -86,14 +89,14 @@ class BodyShare:
             raise BodyTooLarge(f"the request body has {byte_count} bytes or more, at most {allowed} are allowed")
 
     def add(self, piece: bytes) -> None:
-        """Append a piece of the body as it was sent.
+        """Append the next bytes of the body, as the client sent them.
 
         Args:
             piece: the next bytes.
 
         Raises:
             BodyTooLarge: the body becomes too large. The piece is not held.
-            Overloaded: the bodies of all clients become too large. The piece is not held.
+            Overloaded: the bodies of all clients together become too large. The piece is not held.
         """
         self.check_size(self._byte_count + len(piece))
         self._count(piece)
@@ -102,7 +105,7 @@ class BodyShare:
         self._budget.bytes_total += len(piece)
 
     def count_decompressed(self, piece: bytes) -> None:
-        """Count a piece of the decompressed body, which the caller holds.
+        """Count a piece of the decompressed body. The caller keeps the piece.
 
         Args:
             piece: the next bytes.
@@ -115,7 +118,7 @@ class BodyShare:
         self._decompressed_bytes += len(piece)
 
     def replace_compressed(self, whole: bytes) -> bytes:
-        """Hold the decompressed body instead of the compressed one.
+        """Replace the compressed body by the decompressed body.
 
         Args:
             whole: the decompressed body. `count_decompressed` must have counted all of its pieces.
@@ -140,7 +143,7 @@ class BodyShare:
         self._budget.bytes_held += len(piece)
 
     def whole(self) -> bytes:
-        """Return all bytes held so far. They stay counted."""
+        """Return all bytes of the body so far. The bytes stay counted."""
         if len(self._pieces) > 1:
             self._pieces = [b"".join(self._pieces)]
         return self._pieces[0] if self._pieces else b""

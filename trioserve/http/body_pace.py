@@ -10,17 +10,17 @@ __all__ = ["BodyPace"]
 class BodyPace:
     """The deadline of one body, which moves as bytes arrive.
 
-    Each byte moves the deadline by the time that the minimum rate allows for one byte, to at most
-    body_wait_seconds_max from now. So a slow sender that keeps the rate is not interrupted. A byte now and then does
-    not keep the body alive, and many bytes at the start do not allow a long silence later. No byte moves the deadline
-    beyond body_seconds_max after the first wait.
+    Each byte moves the deadline by the time that the minimum rate allows for one byte, to at most body_wait_seconds_max
+    from now. So a sender that is slow but keeps the rate is not interrupted. A sender cannot avoid the deadline with a
+    byte now and then, and many bytes at the start do not allow a long silence later. No byte moves the deadline beyond
+    body_seconds_max after the first wait.
 
     Args:
-        limits: has the rate and the times.
+        limits: contains the minimum rate and the times.
         now: time of the first wait for the body, in Trio's seconds.
 
     Attributes:
-        deadline: time at which the body fails, unless more bytes arrive before.
+        deadline: time at which the body fails, unless more bytes arrive before that time.
     """
 
     __slots__ = ("_ends_at", "_limits", "deadline")
@@ -34,8 +34,7 @@ class BodyPace:
         """Move the deadline after bytes arrived.
 
         Args:
-            byte_count: bytes that arrived.
-            now: current time.
+            byte_count: number of bytes that arrived. now: current time.
 
         Returns:
             The new deadline.

@@ -22,9 +22,9 @@ class ClockAndIds:
     """Sources of time and ids.
 
     Args:
-        wall_clock: seconds since 1970.
+        wall_clock: returns seconds since 1970.
         new_request_id: returns an id that is unique and cannot be guessed.
-        cpu_clock: CPU seconds of the current thread.
+        cpu_clock: returns CPU seconds of the current thread.
     """
 
     wall_clock: Callable[[], float] = time.time

@@ -12,7 +12,7 @@ from trioserve.trio_tools.tcp_stream import TcpStream
 
 __all__ = ["break_off", "close_after", "close_now"]
 
-# Bytes read from the client after our last byte. A client that sends more is in the middle of an upload.
+# Most bytes that are read from the client after our last byte. A client that sends more is in the middle of an upload.
 LINGER_BYTES_MAX = 1024 * 1024
 
 
@@ -20,15 +20,15 @@ async def close_after(stream: trio.abc.Stream, final_bytes: bytes, *, seconds_ma
     """Send the final bytes, close our sending half, and read until the client closes.
 
     If we closed without reading, TCP would answer unread bytes with a reset. The reset may arrive before the final
-    bytes (RFC 9112, 9.6). TLS cannot close one half. There the reading would only delay the close, which may mark the
-    end of a response. So a TLS stream is read only if `more_expected`. The stream is always closed, also on
-    cancellation.
+    bytes (RFC 9112, 9.6). TLS cannot close only the sending half. With TLS, reading would only delay the close, which
+    may mark the end of a response. So a TLS stream is read only if `more_expected` is true. The stream is always
+    closed, also on cancellation.
 
     Args:
         stream: the connection.
         final_bytes: bytes to send first.
-        seconds_max: time limit for sending and reading. Closing has the same limit again.
-        more_expected: the client may still send bytes.
+        seconds_max: time limit for sending and reading. Closing may take the same time again.
+        more_expected: True if the client may still send bytes.
     """
     try:
         with (
@@ -51,7 +51,7 @@ async def close_after(stream: trio.abc.Stream, final_bytes: bytes, *, seconds_ma
 
 
 async def close_now(stream: trio.abc.Stream, final_bytes: bytes, *, seconds_max: float) -> None:
-    """Send the final bytes and close, also when cancelled.
+    """Send the final bytes and close the connection, even if the calling task is cancelled.
 
     Args:
         stream: the connection.
@@ -70,7 +70,8 @@ async def close_now(stream: trio.abc.Stream, final_bytes: bytes, *, seconds_max:
 
 
 async def break_off(stream: trio.abc.Stream) -> None:
-    """Close with a TCP reset and without TLS close_notify, so that a partial response does not look complete.
+    """Close the connection with a TCP reset and without TLS close_notify, so that a partial response does not look
+    complete.
 
     Args:
         stream: the connection.
@@ -79,6 +80,6 @@ async def break_off(stream: trio.abc.Stream) -> None:
     while isinstance(transport, trio.SSLStream):
         transport = transport.transport_stream
     if isinstance(transport, (trio.SocketStream, TcpStream)):
-        with contextlib.suppress(OSError):  # the connection may be gone already
+        with contextlib.suppress(OSError):  # the connection may already be closed
             transport.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     await trio.aclose_forcefully(stream)

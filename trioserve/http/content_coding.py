@@ -1,7 +1,7 @@
 """Decompression of request bodies (Content-Encoding gzip and deflate).
 
-The limits of a body also apply to the decompressed body. So a few bytes that decompress to gigabytes ("zip bomb") cost
-no more than any other body.
+The limits of a body also apply to the decompressed body. So a small body that decompresses to gigabytes ("zip bomb")
+costs no more than any other body.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["CODINGS", "decoded_body"]
 
 CODINGS = "gzip, deflate"
-# Size of one decompressed piece. The first piece takes about a millisecond in this thread, the others run in a thread.
+# Size of one decompressed piece. The first piece takes about a millisecond and is decompressed in this thread. Further
+# pieces are decompressed in another thread.
 PIECE_BYTES = 256 * 1024
 GZIP = 16 + zlib.MAX_WBITS
 RAW_DEFLATE = -zlib.MAX_WBITS
@@ -31,13 +32,13 @@ async def decoded_body(share: BodyShare, headers: Headers) -> bytes:
 
     Args:
         share: holds the body as it was sent. Afterwards it holds the decompressed body.
-        headers: of the request.
+        headers: header fields of the request.
 
     Raises:
         UnknownCoding: the content-encoding is not supported.
         InvalidRequest: the body does not match its content-encoding, or is incomplete.
         BodyTooLarge: the decompressed body is too large.
-        Overloaded: the bodies of all clients are too large.
+        Overloaded: the bodies of all clients together are too large.
     """
     coding = headers.get("content-encoding")
     if coding is None or share.is_decompressed:
@@ -46,13 +47,13 @@ async def decoded_body(share: BodyShare, headers: Headers) -> bytes:
 
 
 async def _decompressed(share: BodyShare, coding: str, key: str | None) -> bytes:
-    """Decompress a body piece by piece. API keys take turns in the threads."""
+    """Decompress a body piece by piece. If many bodies wait for the threads, API keys take turns."""
     raw = share.whole()
     if coding in ("", "identity"):
         return raw
     if coding not in ("gzip", "x-gzip", "deflate"):
         raise UnknownCoding(f'the body has the content-encoding "{coding[:40]}", allowed are {CODINGS}, or none at all')
-    # The compressed body stays counted until all of it is decompressed: both are in memory.
+    # The compressed body stays counted until the end of the decompression: both bodies are in memory.
     decoder = zlib.decompressobj(_window_bits(coding, raw))
     rest = raw
     pieces = [_piece(decoder, rest, coding)]
@@ -74,7 +75,7 @@ async def _decompressed(share: BodyShare, coding: str, key: str | None) -> bytes
 def _window_bits(coding: str, raw: bytes) -> int:
     if coding != "deflate":
         return GZIP
-    # "deflate" is the zlib format (RFC 9110, 8.4.1.2), but some clients omit its header of two bytes.
+    # "deflate" is the zlib format (RFC 9110, 8.4.1.2), but some clients omit the header of two bytes.
     has_header = len(raw) >= 2 and raw[0] & 0x0F == 8 and int.from_bytes(raw[:2], "big") % 31 == 0
     return zlib.MAX_WBITS if has_header else RAW_DEFLATE
 

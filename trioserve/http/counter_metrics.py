@@ -11,7 +11,7 @@ __all__ = ["show_counters"]
 
 
 def show_counters(metrics: Metrics, read: Callable[[], FrontendCounters]) -> None:
-    """Update `metrics` from the counters of a front end at each scrape. Call it once per front end.
+    """Update `metrics` from the counters of a front end at each scrape. Call this once per front end.
 
     Args:
         metrics: the registry to update.

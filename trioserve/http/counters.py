@@ -14,7 +14,7 @@ __all__ = ["ConnectionRefusal", "FrontendCounters", "StreamRefusal", "Tally"]
 
 
 class ConnectionRefusal(enum.StrEnum):
-    """Reasons to end a connection. Each has a limit in limits.py, or is a rule of the protocol."""
+    """Reasons to end a connection. Each reason has a limit in limits.py, or is a rule of the protocol."""
 
     RESPONSES_UNREAD = "answers_unread"
     """The client does not read the responses to its control frames."""
@@ -58,7 +58,7 @@ class StreamRefusal(enum.StrEnum):
 class FrontendCounters(msgspec.Struct, frozen=True, kw_only=True):
     """The counters at one moment.
 
-    Fields that end with `_total` count since the server was made. The others are current values.
+    Fields that end with `_total` count since the server was created. The other fields are current values.
     """
 
     connections_open: int
@@ -94,7 +94,7 @@ class FrontendCounters(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclasses.dataclass(slots=True)
 class Tally:
-    """Mutable counters that all connections of a server share. FrontendCounters documents the names."""
+    """Mutable counters that all connections of a server share. FrontendCounters explains the names."""
 
     connections_open: int = 0
     accepts_failed_total: int = 0

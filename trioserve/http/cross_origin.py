@@ -1,7 +1,7 @@
 """CORS (Fetch standard, 3.2): which web pages may use the API from a browser. Off by default.
 
-CORS protects the users of browsers, not the server: other clients ignore it. API keys decide about access. A page sends
-its key in a header field. The API uses no cookies, so credentials are never allowed.
+CORS protects the users of browsers, not the server: other clients ignore it. API keys control access. A page sends its
+key in a header field. The API uses no cookies, so credentials are never allowed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ __all__ = ["CrossOrigin", "checked_origins"]
 
 EXPOSED = "x-request-id, request-id, retry-after, x-trioserve-reason"
 METHODS = "GET, HEAD, POST, DELETE"
-# Characters of requested header names that the response repeats. OpenAI's browser client sends about ten names.
+# Most characters of the requested header names that the response repeats. OpenAI's browser client sends about ten
+# names.
 REQUESTED_CHARACTERS_MAX = 2000
 PREFLIGHT_SECONDS = "600"  # time for which a browser may cache the response; Chromium allows at most two hours
 
@@ -49,7 +50,8 @@ class CrossOrigin:
     Args:
         handler: called for each request that is not a preflight.
         origins: allowed origins, see checked_origins.
-        on_preflight: called with the exchange and the status of each preflight, which `handler` does not see.
+        on_preflight: called with the exchange and the status of each preflight, because `handler` does not get
+            preflights.
 
     Raises:
         StartupError: an origin is not valid.
@@ -73,7 +75,7 @@ class CrossOrigin:
             return
         allowed = self._allowed(origin)
         if exchange.method == "OPTIONS" and "access-control-request-method" in exchange.headers:
-            # Browsers send a preflight without the API key, so the check of keys would refuse it.
+            # Browsers send a preflight without the API key, so the check of keys would refuse the preflight.
             self._on_preflight(exchange, 204)
             await exchange.respond(204, [*allowed, *(self._preflight(exchange) if allowed else ())], b"")
             return
@@ -88,7 +90,9 @@ class CrossOrigin:
         return ()
 
     def _preflight(self, exchange: Exchange) -> HeaderFields:
-        """Return the fields that allow a request. All header names are allowed: none gives a page more rights."""
+        """Return the header fields that allow a request. All header names are allowed, because no header field gives a
+        page more rights.
+        """
         requested = exchange.headers.get("access-control-request-headers") or ""
         names = [name.strip() for name in requested[:REQUESTED_CHARACTERS_MAX].split(",")]
         return (

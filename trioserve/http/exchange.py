@@ -1,6 +1,6 @@
 """The interface between connections and handlers: a request, its response, and errors of its body.
 
-Each protocol implements Exchange. Its connection moves the bytes and cancels the handler when the client leaves.
+Each protocol implements Exchange. The connection moves the bytes and cancels the handler when the client leaves.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ class Beats(msgspec.Struct, frozen=True, kw_only=True):
     """Heartbeats: bytes that show the client that its response still makes progress.
 
     Attributes:
-        fields: header fields of the response head, and of each interim response (102) before it.
-        within: heartbeat bytes inside of a streamed body, by media type. Bodies of other types get no heartbeats.
+        fields: header fields of the response head, and of each interim response (102) before the head.
+        within: the bytes to insert into a streamed body as a heartbeat, by media type. Bodies of other types get no
+            heartbeats.
     """
 
     fields: HeaderFields
@@ -47,16 +48,17 @@ class Exchange(abc.ABC):
 
     The handler runs in its own cancel scope. The connection cancels this scope as soon as the client leaves: the client
     resets the stream, closes the connection or its sending half, reads nothing for stall_seconds_max, or reads too
-    slowly (see ResponsePace). So a handler needs no code for a client that has left: it frees what it holds when it is
-    cancelled. One task at a time may use an exchange, except for `beat`.
+    slowly (see ResponsePace). So a handler needs no code for a client that has left: when the handler is cancelled, it
+    frees its resources. Only one task at a time may use an exchange, except for `beat`.
 
-    A response is either `respond`, or `start`, any number of `send`, and `finish`. Another order raises RuntimeError.
-    If the handler raises an Exception or returns without a response, the client gets 500. If the response has already
-    started, the connection breaks it off (stream reset, connection closed), so that it never looks complete.
+    To send a response, call either `respond`, or `start`, then `send` any number of times, then `finish`. Any other
+    order of calls raises RuntimeError. If the handler raises an Exception or returns without a response, the client
+    gets 500. If the response has already started, the connection breaks the response off (stream reset, connection
+    closed), so that a partial response never looks complete.
 
     The connection adds the fields that frame the message: content-length for `respond`, transfer-encoding, connection,
-    date. It drops the body for HEAD and for status 204 and 304. It checks header names and values: a line break or a
-    character outside latin-1 raises ValueError.
+    date. The connection drops the body for HEAD and for status 204 and 304. It checks header names and values: a line
+    break or a character outside latin-1 raises ValueError.
     """
 
     method: str
@@ -72,7 +74,7 @@ class Exchange(abc.ABC):
     """The client's address and port, for log lines. "unknown" if the transport has no address."""
 
     def expect_beats(self, beats: Beats) -> bool:
-        """Prepare for calls of `beat`.
+        """Prepare for calls of `beat`, and return whether the connection sends heartbeats.
 
         Args:
             beats: the heartbeats to send.
@@ -85,29 +87,33 @@ class Exchange(abc.ABC):
     def beat(self) -> None:
         """Send a heartbeat, unless the connection has sent something since the last call.
 
-        Never waits. Another task than the handler's may call it.
+        This method never waits. A task other than the handler's may call it.
         """
         return
 
     def fill_silence(self) -> None:
-        """Allow white space before a whole JSON response that takes long. Only WhiteSpaceExchange sends some."""
+        """Allow white space before a complete JSON response that takes long. Only WhiteSpaceExchange sends such white
+        space.
+        """
         return
 
     @property
     @abc.abstractmethod
     def started(self) -> bool:
-        """True once the connection has the head of the response. From then on the status is fixed."""
+        """True once the handler has given the head of the response to the connection. From then on the status is fixed.
+        """
 
     @abc.abstractmethod
     async def body(self) -> bytes:
         """Read the whole request body, and decompress it (gzip, deflate).
 
-        Call it before the response starts. Further calls return the same bytes. The body counts against
-        bodies_bytes_max until the exchange ends. If the server starts to drain while a part of the body is missing,
-        the connection cancels the exchange.
+        Call this before the response starts. Further calls return the same bytes. The body counts against
+        bodies_bytes_max until the exchange ends. If the server starts to drain while a part of the body is missing, the
+        connection cancels the exchange.
 
         Raises:
-            BodyTooLarge: the body is larger than body_bytes_max. Raised before reading if content-length says so.
+            BodyTooLarge: the body is larger than body_bytes_max. It is raised before reading if content-length is too
+                large.
             BodyTimeout: the body falls body_wait_seconds_max behind body_bytes_per_second_min, or takes
                 body_seconds_max.
             UnknownCoding: the content-encoding is neither gzip nor deflate.
@@ -117,12 +123,11 @@ class Exchange(abc.ABC):
 
     @abc.abstractmethod
     async def respond(self, status: int, headers: HeaderFields, body: bytes) -> None:
-        """Send a complete response. Returns when at most stream_buffer_bytes_max of it are still unsent.
+        """Send a complete response. Return when at most stream_buffer_bytes_max of the response are still unsent.
 
         Args:
             status: HTTP status, 200 to 599.
-            headers: fields of the response, without the ones that frame the message.
-            body: the whole body.
+            headers: fields of the response, without the fields that frame the message. body: the whole body.
         """
 
     @abc.abstractmethod
@@ -138,10 +143,11 @@ class Exchange(abc.ABC):
     async def send(self, data: bytes) -> None:
         """Send a part of the body.
 
-        At most stream_buffer_bytes_max wait for the client. Beyond that, the call waits until the client reads.
+        At most stream_buffer_bytes_max bytes wait for the client. If there are more, the call waits until the client
+        reads.
 
-        The call always checks for cancellation. It lets other tasks run only if many bytes wait, which also stops a
-        handler that sends without a pause.
+        The call always checks for cancellation. It lets other tasks run only if many bytes wait. So a handler that
+        sends without a pause cannot block other tasks.
 
         Args:
             data: the next bytes of the body.
@@ -151,7 +157,7 @@ class Exchange(abc.ABC):
     async def finish(self, last: bytes = b"") -> None:
         """Send the last bytes and end the body, in one write if possible.
 
-        The connection sends the rest of the buffer. The handler may return and free its resources.
+        After this call, the handler may return and free its resources: the connection sends the rest of the buffer.
 
         Args:
             last: the last bytes of the body.

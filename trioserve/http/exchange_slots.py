@@ -17,12 +17,13 @@ KnowsCaller = Callable[[Headers], bool]
 
 
 class ExchangeSlots:
-    """The exchange slots of one server. A connection asks `refusal`, takes a slot, and releases it after the exchange.
+    """The exchange slots of one server. Before an exchange, a connection calls `refusal` and takes a slot. After the
+    exchange, it releases the slot.
 
     Args:
-        limits: has the number of slots, and the share for callers without a key.
+        limits: contains the number of slots, and the share of slots for callers without an API key.
         tally: counts open exchanges.
-        knows_caller: True for callers with a key. None if the server requires no keys.
+        knows_caller: returns True for callers with an API key. None if the server requires no keys.
     """
 
     def __init__(self, limits: FrontendLimits, tally: Tally, knows_caller: KnowsCaller | None) -> None:
@@ -30,7 +31,7 @@ class ExchangeSlots:
         self._knows_caller = knows_caller
         self._open_max = limits.exchanges_max
         self._unknown_max = max(1, int(limits.exchanges_max * limits.unknown_exchanges_share_max))
-        self.is_draining = False  # exchanges that begin during the drain are late: the server's exit ignores them
+        self.is_draining = False  # if True, new exchanges are late: the exit does not wait for them
         self._early_open = 0  # exchanges that began before the drain and are still open
         self._early_ended = trio.Event()
 
@@ -43,10 +44,10 @@ class ExchangeSlots:
         return self._knows_caller is None or self._knows_caller(headers)
 
     def refusal(self, *, is_known: bool) -> StreamRefusal | None:
-        """Return the reason to refuse a new exchange now.
+        """Return the reason to refuse a new exchange now, or None if the exchange can begin.
 
         Args:
-            is_known: the caller has shown a key, or the server requires none.
+            is_known: True if the caller has shown an API key, or the server requires none.
 
         Returns:
             None if the exchange can begin.
@@ -66,8 +67,8 @@ class ExchangeSlots:
         """Release the slot of an exchange that has ended.
 
         Args:
-            is_known: as for `refusal`.
-            is_late: the exchange began after `begin_drain`.
+            is_known: the same value as in the call of `refusal`.
+            is_late: True if the exchange began after `begin_drain`.
         """
         self._tally.exchanges_open -= 1
         self._tally.exchanges_unknown_open -= not is_known
@@ -76,7 +77,7 @@ class ExchangeSlots:
             self._note_early_end()
 
     def begin_drain(self) -> None:
-        """Remember which exchanges are open now. `wait_until_early_ended` ignores later ones."""
+        """Remember which exchanges are open now. `wait_until_early_ended` ignores exchanges that begin later."""
         if not self.is_draining:
             self.is_draining = True
             self._early_open = self._tally.exchanges_open

@@ -1,9 +1,9 @@
 """A task that writes for all HTTP/2 connections, at most once per pass of Trio's scheduler.
 
 An engine step wakes the handlers of all its requests in one pass, and each handler queues its events. If each
-connection used its own writer task, 64 connections would need 64 more task switches, and each costs more than its
-write. The flusher writes only bytes that the kernel accepts at once. If a client is slow, the connection's own writer
-task sends the rest, because it can wait.
+connection used its own writer task, 64 connections would need 64 more task switches, and a task switch costs more than
+a write. The flusher writes only bytes that the kernel accepts at once. If a client is slow, the connection's own writer
+task sends the rest, because that task can wait.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Flushable", "Flusher"]
 
 class Flushable(Protocol):
     def flush(self) -> None:
-        """Write without waiting. Raises nothing: the connection handles its own errors."""
+        """Write without waiting. This method raises nothing: the connection handles its own errors."""
 
 
 class Flusher:
@@ -31,7 +31,7 @@ class Flusher:
         """Flush a connection in the next pass of the scheduler, when all handlers of this pass have run.
 
         Args:
-            connection: it must not be added again before its flush.
+            connection: the connection. It must not be added again before it was flushed.
         """
         self._waiting.append(connection)
         self._wake.set()

@@ -1,4 +1,4 @@
-"""Calling a handler, and answering for a handler that fails. All protocols use it."""
+"""Calls a handler, and sends an error response if the handler fails. All protocols use this module."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ logger = logging.getLogger(__name__)
 async def call_handler(handler: Handler, exchange: Exchange, response: ResponseState) -> bool:
     """Run the handler, and send an error response if the handler fails before it starts a response.
 
-    The status is 400, 408 or 413 if the handler raised InvalidRequest, such as for a bad body, and otherwise 500.
+    The status is 400, 408 or 413 if the handler raised InvalidRequest, for example because of a bad body. Otherwise it
+    is 500.
 
     Args:
         handler: the function that answers requests.
@@ -26,7 +27,7 @@ async def call_handler(handler: Handler, exchange: Exchange, response: ResponseS
         response: progress of the response of `exchange`.
 
     Returns:
-        False if the handler failed. If `response.finished` is False afterwards, the caller must break the response off.
+        False if the handler failed. If `response.finished` is False afterwards, the caller must break off the response.
     """
     try:
         try:

@@ -11,14 +11,14 @@ class Headers:
     """The header fields of one request.
 
     Args:
-        fields: names and values in the order of the message. A name may occur more than once, in any case.
+        fields: names and values in the order of the message. A name may occur more than once, in upper or lower case.
     """
 
     __slots__ = ("_fields", "_values")
 
     def __init__(self, fields: Iterable[tuple[str, str]]) -> None:
         self._fields = [(name.lower(), value) for name, value in fields]
-        self._values: dict[str, str] = {}  # an index: about a dozen names are looked up for each request
+        self._values: dict[str, str] = {}  # an index, because about a dozen names are looked up for each request
         for name, value in self._fields:
             self._values[name] = f"{self._values[name]}, {value}" if name in self._values else value
 
@@ -26,10 +26,11 @@ class Headers:
         """Return the value of a field.
 
         Args:
-            name: in any case.
+            name: name of the field, in upper or lower case.
 
         Returns:
-            The value. Repeated fields are joined with ", " (RFC 9110, 5.3). None if the request has no such field.
+            The value, or None if the request has no such field. The values of repeated fields are joined with ", " (RFC
+            9110, 5.3).
         """
         return self._values.get(name.lower())
 
@@ -44,5 +45,5 @@ class Headers:
         return len(self._fields)
 
     def __repr__(self) -> str:
-        # Only names: a value may be an API key.
+        # Show only names, because a value may be an API key.
         return f"Headers({', '.join(name for name, _ in self._fields)})"

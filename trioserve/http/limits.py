@@ -1,7 +1,7 @@
 """All limits of connections and messages, with unit and reason.
 
-Everything of the front end that a client can make grow has a limit here. Limits of the content of a body (nesting
-depth, number of values, ranges) are elsewhere: request_types.py, chat_prompt.py, contracts/sampling.py.
+If a client can make a value of the front end grow, the value has a limit here. Limits on the content of a body (nesting
+depth, number of values, ranges) are in other modules: request_types.py, chat_prompt.py, contracts/sampling.py.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ __all__ = [
 CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
 """Ciphers of TLS 1.2. HTTP/2 forbids the others (RFC 9113, appendix A), and all clients since 2015 support one of
 these."""
-BACKLOG = 1024  # connections that wait in the kernel to be accepted; the kernel lowers it to its own limit
+BACKLOG = 1024  # connections that may wait in the kernel to be accepted; the kernel may lower the number
 
 
 async def open_listeners(
@@ -38,11 +38,11 @@ async def open_listeners(
 
     Args:
         host: a name or an address. "localhost" has two addresses, for IPv4 and IPv6. None and "::" mean all interfaces
-            of both.
-        port: 0 to 65535. 0 lets the kernel choose one port for all addresses.
-        limits: has the size of the send buffers.
-        shares_port: allow other processes of this user to listen at the same port (SO_REUSEPORT), if they set it too.
-            The kernel gives each connection to one of the processes.
+            of both families.
+        port: 0 to 65535. If 0, the kernel chooses one port for all addresses.
+        limits: contains the size of the send buffers. If None, the default limits.
+        shares_port: True allows other processes of this user to listen at the same port, if they also set this option
+            (SO_REUSEPORT). The kernel gives each connection to one of the processes.
 
     Raises:
         StartupError: the host is unknown, or no listener can be opened.
@@ -51,9 +51,9 @@ async def open_listeners(
     if not 0 <= port <= 65535:
         raise StartupError(f"port is {port}, allowed is 0 to 65535")
     if host is not None and host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]  # the notation of an IPv6 address in a URL
+        host = host[1:-1]  # remove the brackets of an IPv6 address in a URL
     if host is not None and _is_any_ipv6(host):
-        host = None  # at "::", other servers accept IPv4 too, with one socket for both
+        host = None  # with "::", other servers accept IPv4 too, so listen for both families
     try:
         found = await trio.socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE, proto=socket.IPPROTO_TCP
@@ -88,18 +88,19 @@ async def open_shared_listeners(
     """Open the listeners of several processes at one port.
 
     Args:
-        host: as for open_listeners.
-        port: as for open_listeners.
+        host: see open_listeners.
+        port: see open_listeners.
         count: number of processes.
-        limits: as for open_listeners.
+        limits: see open_listeners.
 
     Returns:
         A list of listeners for each process.
 
     Raises:
-        StartupError: as for open_listeners. Also if another program of this user shares the port already.
+        StartupError: as in open_listeners. It is also raised if another program of this user already shares the port.
     """
-    # A listener with SO_REUSEPORT would silently join another program at this port. One without it fails instead.
+    # A listener with SO_REUSEPORT would silently share the port with another program. So first open a listener without
+    # it, which fails if the port is in use.
     probes = await open_listeners(host, port, limits=limits)
     port = probes[0].socket.getsockname()[1]
     for listener in probes:
@@ -123,10 +124,10 @@ def _is_any_ipv6(host: str) -> bool:
 
 
 def inherited_listener(file_descriptor: int) -> trio.SocketListener:
-    """Return the listener of a listening socket that another process opened for this one.
+    """Return the listener of a listening socket that another process opened for this process.
 
     Args:
-        file_descriptor: of the socket. The listener owns it from now on.
+        file_descriptor: file descriptor of the socket. The listener owns the socket from now on.
     """
     listening = socket.socket(fileno=file_descriptor)
     listening.set_inheritable(False)
@@ -157,11 +158,11 @@ async def open_unix_listener(path: Path, *, limits: FrontendLimits | None = None
     """Listen at a Unix domain socket.
 
     Args:
-        path: file of the socket. A socket file that a dead server left is replaced.
-        limits: has the size of the send buffers.
+        path: file of the socket. The file is replaced if it is the socket of a server that has ended.
+        limits: contains the size of the send buffers. If None, the default limits.
 
     Raises:
-        StartupError: another program listens at `path`, or the file cannot be made.
+        StartupError: another program listens at `path`, or the file cannot be created.
     """
     limits = limits or FrontendLimits()
     await _remove_stale_socket(path)
@@ -183,7 +184,7 @@ async def _remove_stale_socket(path: Path) -> None:
     with trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             await probe.connect(str(path))
-        except ConnectionRefusedError:  # also if the file is no socket; it stays, and the bind fails later
+        except ConnectionRefusedError:  # also raised if the file is no socket; then the bind fails
             _remove_socket(path)
         except FileNotFoundError:
             return
@@ -212,7 +213,7 @@ def _listen_failure(host: str | None, port: int, error: OSError) -> str:
 
 
 def addresses(listeners: Sequence[trio.SocketListener]) -> list[str]:
-    """Return the address of each listener in the form of a URL: host:port, with brackets for IPv6.
+    """Return the address of each listener as in a URL: host:port, with brackets for IPv6.
 
     Args:
         listeners: open listeners. The address of a Unix domain socket is its path.
@@ -238,12 +239,12 @@ def tls_context(
     ca_certificates: Path | None = None,
     client_certificates: ClientCertificates = "none",
 ) -> ssl.SSLContext:
-    """Make a TLS context for TLS 1.2 or later, which offers HTTP/2 and HTTP/1.1.
+    """Create a TLS context for TLS 1.2 or later, which offers HTTP/2 and HTTP/1.1.
 
     Args:
         certificate: PEM file of the certificate chain.
-        key: PEM file of the private key. None: the file `certificate` also has the key.
-        key_password: password of the key.
+        key: PEM file of the private key. If None, the file `certificate` also contains the key.
+        key_password: password of the private key, or None if the key is not encrypted.
         ca_certificates: PEM file of the authorities that sign client certificates. Needed unless
             `client_certificates` is "none".
         client_certificates: "required" refuses clients without a certificate. "optional" checks a certificate if the
@@ -255,7 +256,7 @@ def tls_context(
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_ciphers(CIPHERS)
-    # HTTP/2 forbids renegotiation (RFC 9113, 9.2.1), and its work falls mostly on the server.
+    # HTTP/2 forbids renegotiation (RFC 9113, 9.2.1), and most of the work of a renegotiation falls on the server.
     context.options |= ssl.OP_NO_RENEGOTIATION
     context.set_alpn_protocols(["h2", "http/1.1"])
     if (ca_certificates is None) != (client_certificates == "none"):

@@ -27,7 +27,7 @@ class RequestHead(msgspec.Struct, frozen=True, kw_only=True):
     """A request without its body.
 
     Attributes:
-        method, path, query, headers, http_version, peer: as in Exchange.
+        method, path, query, headers, http_version, peer: see Exchange.
     """
 
     method: str
@@ -63,16 +63,17 @@ def encode_fields(
     """Check and encode the header fields of a response.
 
     Args:
-        fields: names and values from the handler.
+        fields: names and values of the header fields, from the handler.
         unix_seconds: the time for the field `date`, which is added unless the handler set it.
-        content_length: bytes of the body. Ignored if the handler set content-length, as it may for HEAD. None adds no
-            content-length.
+        content_length: bytes of the body. Ignored if the handler set content-length, which it may do for HEAD. If None,
+            no content-length is added.
 
     Returns:
         Fields with lower-case names, in the order of `fields`, then content-length and date.
 
     Raises:
-        ValueError: a name or a value would break the message, or only the connection may set the field.
+        ValueError: a name or a value would break the message, or the handler set a field that only the connection may
+            set.
     """
     encoded = []
     names = set()
@@ -94,7 +95,7 @@ def encode_fields(
 
 
 def printable(text: str) -> str:
-    """Return text from a client in a form that is safe in a log line.
+    """Escape text from a client, so that the text is safe in a log line.
 
     Args:
         text: any text.

@@ -10,7 +10,7 @@ class RateBucket:
 
     Args:
         per_second: events per second in the long run.
-        burst: events at once.
+        burst: number of events that may occur at once.
         now: current time, in monotonic seconds.
     """
 
@@ -23,9 +23,7 @@ class RateBucket:
         self._seen_at = now
 
     def take(self, now: float, amount: float = 1.0) -> bool:
-        """Count events.
-
-        Args:
+        """Count events, and return whether the limit allows them. Args:
             now: current time, in monotonic seconds.
             amount: number of events, or their cost.
 

@@ -10,18 +10,18 @@ __all__ = ["ResponsePace"]
 class ResponsePace:
     """The deadline for one client to read bytes, which exists only while bytes wait for the client.
 
-    Each byte that the client reads moves the deadline by the time that the minimum rate allows for one byte, to at
-    most stall_seconds_max from now. So a client fails that reads nothing for stall_seconds_max, or reads a byte now and
-    then. While no bytes wait, the client regains one second per second. So the reader of a slow stream is never late,
-    and a client that is late with each event does not get the full time again with each event.
+    Each byte that the client reads moves the deadline by the time that the minimum rate allows for one byte, to at most
+    stall_seconds_max from now. So a client fails if it reads nothing for stall_seconds_max, or only a byte now and
+    then. While no bytes wait, the client regains one second of its time per second. So a client that reads a slow
+    stream is never late, and a client that is late with each event does not get the full time again for the next event.
 
     Args:
-        limits: has the rate and the time.
+        limits: contains the minimum rate and stall_seconds_max.
         now: current time, in Trio's seconds.
 
     Attributes:
-        deadline: time at which the client fails, unless it reads more before. Valid while `is_running`.
-        is_running: bytes wait for the client.
+        deadline: time at which the client fails, unless it reads more before that time. Valid while `is_running`.
+        is_running: True while bytes wait for the client.
     """
 
     __slots__ = ("_limits", "_progress_at", "_slack_seconds", "_stopped_at", "deadline", "is_running")
@@ -52,7 +52,7 @@ class ResponsePace:
         """Move the deadline after the client read bytes, while more bytes wait.
 
         Args:
-            byte_count: bytes that the client read.
+            byte_count: number of bytes that the client read.
             now: current time.
 
         Returns:
@@ -67,7 +67,7 @@ class ResponsePace:
         """Stop the deadline after the client read the last waiting bytes.
 
         Args:
-            byte_count: bytes that the client read.
+            byte_count: number of bytes that the client read.
             now: current time.
         """
         self._slack_seconds = self.advance(byte_count, now) - now

@@ -1,4 +1,4 @@
-"""Progress of one response, which rejects calls in the wrong order. All protocols use it."""
+"""Progress of one response. It rejects calls in the wrong order. All protocols use this class."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ __all__ = ["ResponseState"]
 
 
 class ResponseState:
-    """Progress of one response: not started, started, finished. It never goes back.
+    """Progress of one response: not started, started, finished. The state never goes back.
 
     Args:
-        method: of the request.
+        method: method of the request.
 
     Attributes:
-        started: the handler has given the head.
-        finished: the handler has given the whole body.
-        bodiless: the connection drops the body (HEAD, 204, 304).
+        started: True once the handler has given the head to the connection.
+        finished: True once the handler has given the whole body to the connection.
+        bodiless: True if the connection drops the body (HEAD, 204, 304).
     """
 
     __slots__ = ("_is_head_request", "bodiless", "finished", "started")

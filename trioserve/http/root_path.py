@@ -12,7 +12,7 @@ def checked_root_path(path: str) -> str:
     """Check a path prefix, and remove its last slash.
 
     Args:
-        path: the value of --root-path. Empty for no prefix.
+        path: the value of --root-path. It is empty if there is no prefix.
 
     Returns:
         The prefix without a slash at its end.
@@ -30,11 +30,11 @@ def checked_root_path(path: str) -> str:
 class RootPath:
     """A handler that removes a prefix from the path and calls another handler.
 
-    A path without the prefix stays as it is: the proxy has removed the prefix.
+    A path without the prefix is not changed, because the proxy has already removed the prefix.
 
     Args:
         handler: called for each request.
-        prefix: from checked_root_path.
+        prefix: the prefix that checked_root_path returned.
     """
 
     def __init__(self, handler: Handler, prefix: str) -> None:

@@ -34,24 +34,24 @@ logger = logging.getLogger(__name__)
 
 NO_TLS_REASONS = frozenset({"HTTP_REQUEST", "HTTPS_PROXY_REQUEST", "WRONG_VERSION_NUMBER"})
 """OpenSSL reports one of these reasons if the first bytes are not TLS. It detects GET, HEAD, POST, PUT and CONNECT."""
-TLS_OPENING = b"\x16\x03"  # start of the record of a ClientHello, in all TLS versions
+TLS_OPENING = b"\x16\x03"  # first bytes of a ClientHello in all TLS versions
 
 
 class FrontendServer:
-    """A server for HTTP/2 and HTTP/1.1 on one port. It knows nothing of engines.
+    """A server for HTTP/2 and HTTP/1.1 on one port. It does not depend on engines.
 
     Stopping has two phases. After `announce_drain`, the server still accepts connections and the handler still answers
-    requests. So load balancers and people can see why it refuses work. After `drain`, the server accepts no
-    connections. `serve` returns when the last connection has ended. To end sooner, cancel the scope around `serve`: it
-    cancels all exchanges, and connections have close_seconds_max to send their GOAWAY.
+    requests. So load balancers and people can see why the server refuses work. After `drain`, the server accepts no
+    connections. `serve` returns when the last connection has ended. To end sooner, cancel the scope around `serve`.
+    This cancels all exchanges, and each connection has close_seconds_max to send its GOAWAY.
 
     Args:
         handler: answers each request.
-        limits: None for the defaults.
-        ssl_context: None for connections without TLS.
-        clock_and_ids: sources of time and ids. None for the real ones.
-        knows_caller: returns True for callers with a key. A share of the connections and exchanges is reserved for
-            them. None if the server requires no keys.
+        limits: limits of the server. If None, the default limits.
+        ssl_context: the TLS context. If None, connections do not use TLS.
+        clock_and_ids: sources of time and ids. If None, the real clocks and random ids.
+        knows_caller: returns True for callers with an API key. A share of the connections and exchanges is reserved for
+            these callers. None if the server requires no keys.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class FrontendServer:
         self._connections: set[H2Connection | H11Connection] = set()
         self._unidentified: set[trio.CancelScope] = set()
         self._accepting = trio.CancelScope()
-        # Limits log lines: misconfigured clients and scanners connect again and again.
+        # This limits log lines, because misconfigured clients and scanners connect again and again.
         self._protocol_reports = RateBucket(per_second=1 / 60, burst=3, now=0.0)
         connections_max = self._limits.connections_max
         strangers_share = 1.0 if knows_caller is None else self._limits.unknown_connections_share_max
@@ -98,7 +98,7 @@ class FrontendServer:
         """Replace the certificates for future connections. Open connections keep their certificates.
 
         Args:
-            ssl_context: from tls_context.
+            ssl_context: a context that tls_context returned.
         """
         self._ssl_context = ssl_context
 
@@ -118,7 +118,7 @@ class FrontendServer:
         await self._setup.slots.wait_until_early_ended()
 
     def drain(self) -> None:
-        """Stop accepting, let running exchanges finish, close idle connections. Never waits."""
+        """Stop accepting connections, let running exchanges finish, and close idle connections. Never waits."""
         self._accepting.cancel()
         for scope in self._unidentified:
             scope.cancel()
@@ -141,11 +141,11 @@ class FrontendServer:
         *,
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Serve connections until drained. Call it once.
+        """Serve connections until the server is drained. Call this once.
 
         Args:
-            listeners: closed when the server stops accepting.
-            task_status: started when the server accepts connections.
+            listeners: listening sockets. The server closes them when it stops accepting connections.
+            task_status: reported as started when the server accepts connections.
         """
         async with trio.open_nursery() as helpers:
             helpers.start_soon(self._setup.flusher.run)
@@ -157,7 +157,8 @@ class FrontendServer:
                                 accept_loops.start_soon(self._accept, listener, connections)
                             task_status.started()
                 finally:
-                    # Close at once, so that the kernel refuses new clients. Otherwise they would wait in the backlog.
+                    # Close at once, so that the kernel refuses new clients. Otherwise new clients would wait in the
+                    # backlog.
                     for listener in listeners:
                         listener.socket.close()
             helpers.cancel_scope.cancel()
@@ -165,14 +166,15 @@ class FrontendServer:
     async def serve_connection(
         self, stream: trio.abc.Stream, *, peer: str = "unknown", place: Place | None = None
     ) -> None:
-        """Serve one client's stream, and close it. `serve` calls it, and tests call it with a stream in memory.
+        """Serve one client's stream, and close it. `serve` calls this, and tests call it with a stream in memory.
 
-        Raises nothing but Cancelled: a fault becomes one line in the log.
+        Raises only Cancelled: a fault becomes one line in the log.
 
         Args:
             stream: the connection, before the TLS handshake if the server has certificates.
-            peer: the client's address, for the log and for handlers.
-            place: the connection's place among the server's connections. None: the connection does not count there.
+            peer: the client's address, shown in the log and to handlers.
+            place: the connection's position in the limit on connections. If None, the connection does not count against
+                the limit.
         """
         tally = self._setup.tally
         tally.connections_total += 1
@@ -189,7 +191,7 @@ class FrontendServer:
                         connection = await self._identify(stream, peer)
                 finally:
                     self._unidentified.discard(scope)
-            # Another connection may have claimed this place at the moment when the first bytes arrived.
+            # Another connection may have claimed this position at the moment when the first bytes arrived.
             if connection is not None and not place.is_ending:
                 self._connections.add(connection)
                 if counted_place is not None and not self._setup.slots.treats_callers_equally:
@@ -231,7 +233,7 @@ class FrontendServer:
     async def _serve_accepted(self, stream: trio.SocketStream, place: Place) -> None:
         peer = _peer_name(stream)
         try:
-            with contextlib.suppress(OSError):  # the client may have left; reading from its stream will show it
+            with contextlib.suppress(OSError):  # if the client has left, the next read from its stream fails
                 limits = self._limits
                 end_when_vanished(stream, limits.vanished_seconds_max, unread_seconds=limits.stall_seconds_max)
             served = TcpStream(stream) if isinstance(stream, trio.SocketStream) else stream
@@ -242,7 +244,9 @@ class FrontendServer:
     # --- detecting the protocol ---
 
     async def _identify(self, stream: trio.abc.Stream, peer: str) -> H2Connection | H11Connection | None:
-        """Return None if the client left, sent nothing, or failed the handshake."""
+        """Return a connection of the protocol that the client uses, or None if the client left, sent nothing, or failed
+        the handshake.
+        """
         limits = self._limits
         refused = self._setup.tally.connections_refused_total
         agreed: str | None = None
@@ -278,7 +282,7 @@ class FrontendServer:
         return H11Connection(self._setup, stream, peer=peer, received=received)
 
     def _report_protocol(self, happened: str, scheme: str, peer: str) -> None:
-        """Log that a client and its port use different protocols. The number of such lines is limited."""
+        """Log that a client uses another protocol than its port. The number of such lines is limited."""
         if self._protocol_reports.take(trio.current_time()):
             logger.warning("%s: give the client a URL that begins with %s peer=%s", happened, scheme, peer)
 
@@ -287,7 +291,7 @@ async def _read_opening(stream: trio.abc.Stream) -> bytes:
     """Read enough bytes to know whether the client sends HTTP/2's preface (RFC 9113, 3.3, 3.4).
 
     Returns:
-        The bytes read so far. Empty if the client left before.
+        The bytes read so far. They are empty if the client left before it sent any.
     """
     received = bytearray()
     while True:

@@ -20,25 +20,30 @@ __all__ = ["ResponseBrokenOff", "AsgiApp"]
 
 
 class ResponseBrokenOff(RuntimeError):
-    """The response will not be completed. The app raises it to the host, because ASGI has no message for that."""
+    """The response will not be completed. The app raises this error to the host, because ASGI has no message for a
+    partial response.
+    """
 
 
 class AsgiApp:
     """An ASGI app for one handler. It supports `http` and `lifespan`, and its host must run Trio.
 
-    With each host, the app cancels the handler's scope when the host reports http.disconnect, or reads nothing for
-    stall_seconds_max. At most stream_buffer_bytes_max wait here for one client. Request bodies are bounded.
+    With every host, the app cancels the handler's scope when the host reports http.disconnect, or when the host takes
+    no bytes for stall_seconds_max. The app buffers at most stream_buffer_bytes_max for one client, and bounds request
+    bodies.
 
-    The app cannot guarantee the following, because the host decides about it (seen with Hypercorn 0.18):
+    The app cannot prevent the following behaviour of a host (seen with Hypercorn 0.18):
 
-    - The host may buffer without bound for an HTTP/2 client that does not read. Then the app never sees a stall.
-    - The host's `send` may not be cancellable. Then the handler ends at once and frees what it holds, but the call of
+    - The host may buffer without bound for an HTTP/2 client that does not read. Then the app never notices that the
+      client does not read.
+    - The host's `send` may not be cancellable. Then the handler ends at once and frees its resources, but the call of
       this app ends later, when `send` returns.
-    - On HTTP/1.1, the host reports a disconnect behind a pipelined request late or never.
+    - If the client has already sent the next HTTP/1.1 request (pipelining), the host reports a disconnect late or
+      never.
 
     Args:
         handler: answers each request.
-        limits: None for the defaults.
+        limits: limits of the server. If None, the default limits.
     """
 
     def __init__(self, handler: Handler, limits: FrontendLimits | None = None) -> None:
@@ -59,7 +64,7 @@ class AsgiApp:
             raise NotImplementedError(f"scope type {scope['type']!r} is not supported, only http and lifespan")
 
     def announce_drain(self) -> None:
-        """Remember which exchanges are open now. `wait_until_answered` ignores later ones."""
+        """Remember which exchanges are open now. `wait_until_answered` ignores exchanges that begin later."""
         if self._early is None:
             self._early = set(self._exchanges)
             if not self._early:
@@ -70,7 +75,7 @@ class AsgiApp:
         await self._early_ended.wait()
 
     def counters(self) -> FrontendCounters:
-        """Return the counters. Those of connections stay 0, because the host owns the connections."""
+        """Return the counters. The counters of connections stay 0, because the host owns the connections."""
         unsent = [exchange.unsent_bytes for exchange in self._exchanges if exchange.unsent_bytes]
         return self._tally.snapshot(self._body_budget, answer_bytes_held=sum(unsent), exchanges_behind=len(unsent))
 
@@ -90,7 +95,8 @@ class AsgiApp:
                     if exchange.response.finished:
                         await exchange.drained()
             finally:
-                # The handler has ended. Release its share now: the host may delay the end of this call.
+                # The handler has ended. Release its share of the body budget now: the host may delay the end of this
+                # call.
                 share.release()
                 self._exchanges.discard(exchange)
                 if self._early is not None:

@@ -1,7 +1,7 @@
 """The exchange of one ASGI http request, with a bounded buffer and a separate task that passes bytes to the host.
 
-So a handler is never inside the host's `send`, which may not be cancellable (Hypercorn's is not). The handler can
-always be cancelled at once.
+So a handler is never inside the host's `send`, which may not be cancellable (in Hypercorn it is not). Therefore the
+handler can always be cancelled at once.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 class AsgiExchange(Exchange):
-    """The exchange of one ASGI http request. AsgiApp makes it, enters its scope, and runs `watch` and `forward`.
+    """The exchange of one ASGI http request. AsgiApp creates the exchange, enters its scope, and runs `watch` and
+    `forward`.
 
     Args:
-        head: of the request.
-        share: holds the request body.
-        limits: of the app.
+        head: the head of the request.
+        share: holds the request body and counts its bytes.
+        limits: limits of the app.
 
     Attributes:
-        gone: the client has left.
-        stalled: the client read nothing for stall_seconds_max, or read too slowly.
-        slow_reader: `stalled`, and the client read something.
-        body_too_slow: the request body missed its deadline.
+        gone: True once the client has left.
+        stalled: True once the client has read nothing for stall_seconds_max, or too slowly.
+        slow_reader: True if `stalled` and the client has read some bytes.
+        body_too_slow: True if the request body missed its deadline.
     """
 
     def __init__(self, head: RequestHead, share: BodyShare, limits: FrontendLimits) -> None:
@@ -66,7 +67,7 @@ class AsgiExchange(Exchange):
         self._head: Message | None = None
         self._unsent = bytearray()
         self._end_passed = False  # the host's `send` has been called with the end of the response
-        self._end_sent = False  # that call has returned
+        self._end_sent = False  # that call of `send` has returned
         self._changed: trio.Event | None = None
         self._pace = ResponsePace(limits, now=trio.current_time())
 
@@ -129,7 +130,7 @@ class AsgiExchange(Exchange):
         in `receive`.
 
         Args:
-            receive: of ASGI.
+            receive: ASGI's `receive`.
         """
         while True:
             message = await receive()
@@ -143,16 +144,17 @@ class AsgiExchange(Exchange):
                 self._body_bytes_total += len(piece)
                 try:
                     self._share.add(piece)
-                except (BodyTooLarge, Overloaded) as error:  # `body` raises it to the handler
+                except (BodyTooLarge, Overloaded) as error:  # `body` raises this error to the handler
                     self._body_error = error
             self._body_ended = self._body_ended or not message.get("more_body", False)
             self._notify_change()
 
     async def forward(self, send: Send) -> None:
-        """Pass the response to the host as it is made. If the host is slow, one message contains several pieces.
+        """Pass each part of the response to the host as soon as the handler sends it. If the host is slow, one message
+        contains several parts.
 
         Args:
-            send: of ASGI.
+            send: ASGI's `send`.
         """
         while not self._end_sent:
             if self._head is not None:
@@ -204,7 +206,7 @@ class AsgiExchange(Exchange):
             self.stalled = True
             self.slow_reader = self._pace.saw_progress
             self.scope.cancel()
-            await trio.lowlevel.checkpoint()  # raises Cancelled
+            await trio.lowlevel.checkpoint()  # this raises Cancelled
 
     async def _wait_for_change(self) -> None:
         if self._changed is None:

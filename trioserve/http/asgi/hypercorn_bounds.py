@@ -1,7 +1,7 @@
 """Limits that Hypercorn does not have: on the cost of HTTP/2 frames, and on the number of connections.
 
-Hypercorn looks up its classes in its modules at each connection, and has no other hook. So `bounded` replaces them by
-subclasses while a server runs.
+Hypercorn has no hook for such limits, but looks up its classes in its modules at each connection. So `bounded` replaces
+these classes by subclasses while a server runs.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ __all__ = ["bounded"]
 
 @contextmanager
 def bounded(limits: FrontendLimits) -> Iterator[None]:
-    """Apply limits to Hypercorn's connections, inside of a `with` block.
+    """Apply limits to Hypercorn's connections while a `with` block runs.
 
     Args:
-        limits: of frames and connections.
+        limits: limits on frames and connections.
     """
     places = Places(
         places_max=limits.connections_max,
@@ -87,8 +87,8 @@ class _BoundedH2Protocol(hypercorn.protocol.h2.H2Protocol):  # type: ignore[misc
         """Start the connection, and remove unknown settings of an upgrade from HTTP/1.1.
 
         Args:
-            headers: of the request that asked for the upgrade.
-            settings: the payload of a SETTINGS frame in base64 (RFC 7540, 3.2.1). None without an upgrade.
+            headers: header fields of the request that asked for the upgrade, or None without an upgrade.
+            settings: the payload of a SETTINGS frame in base64 (RFC 7540, 3.2.1), or None without an upgrade.
         """
         if settings is not None:
             with suppress(binascii.Error, ValueError):  # h2 reports the error
@@ -127,7 +127,7 @@ class _BoundedH2Protocol(hypercorn.protocol.h2.H2Protocol):  # type: ignore[misc
 
 
 def _cpu_credit(event: h2.events.Event) -> float:
-    """Return the CPU seconds for an event that do not count against frame_cpu_share_max."""
+    """Return the CPU seconds that handling an event may cost without counting against frame_cpu_share_max."""
     if isinstance(event, h2.events.RequestReceived):
         return REQUEST_CPU_SECONDS
     if isinstance(event, h2.events.DataReceived):
@@ -136,7 +136,7 @@ def _cpu_credit(event: h2.events.Event) -> float:
 
 
 class _BoundedTCPServer(hypercorn.trio.tcp_server.TCPServer):  # type: ignore[misc]
-    """Hypercorn's TCP connection, which may be closed while idle to accept another one."""
+    """Hypercorn's TCP connection, which may be closed while idle to accept another connection."""
 
     bounds: FrontendLimits
     shared_places: Places
@@ -165,4 +165,4 @@ class _BoundedTCPServer(hypercorn.trio.tcp_server.TCPServer):  # type: ignore[mi
         await super().protocol_send(event)
 
 
-CROWD_MAX = 64  # connections above connections_max that may wait until idle ones end
+CROWD_MAX = 64  # connections above connections_max that may wait until idle connections end

@@ -50,12 +50,12 @@ async def serve_with_hypercorn(
 
     Args:
         app: answers each request.
-        listeners: closed here. Hypercorn gets copies of their sockets.
+        listeners: listening sockets. This function closes them, and Hypercorn gets copies.
         shutdown_trigger: returns when the server must stop.
-        drain_seconds_max: time for running requests after that.
-        limits: None for the defaults.
-        certificate, key, ca_certificates, client_certificates: as for tls_context.
-        task_status: started when Hypercorn accepts connections.
+        drain_seconds_max: time in seconds that running requests may take after `shutdown_trigger` returned.
+        limits: limits of the server. If None, the default limits.
+        certificate, key, ca_certificates, client_certificates: see tls_context.
+        task_status: reported as started when Hypercorn accepts connections.
 
     Raises:
         StartupError: Hypercorn is not installed.
@@ -123,7 +123,7 @@ async def _shut_down_connections_at_exit(ports: set[int]) -> None:
 
 
 def _open_descriptors() -> list[int]:
-    """Return the open file descriptors of this process. Empty if the system has no /proc."""
+    """Return the open file descriptors of this process, or an empty list if the system has no /proc."""
     try:
         return [int(name) for name in os.listdir("/proc/self/fd")]
     except OSError:

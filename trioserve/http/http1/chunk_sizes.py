@@ -1,4 +1,4 @@
-"""Announced size and number of trailers of a chunked body.
+"""Reads the announced size and the number of trailers of a chunked body.
 
 h11 reports a chunk only when its bytes arrive, and accepts any number of trailers. So this module reads the chunk
 framing (RFC 9112, 7.1) a second time. h11 alone decides what the bytes mean, and refuses broken framing.
@@ -12,7 +12,7 @@ __all__ = ["ChunkSizes"]
 
 _SIZE = re.compile(rb"[0-9A-Fa-f]{1,20}")
 _BLANK_LINE = re.compile(rb"\n\r?\n")
-_LINE_BYTES_MAX = 1024  # size and extensions of a chunk; the scan stops at a longer line, and h11 decides about it
+_LINE_BYTES_MAX = 1024  # size and extensions of a chunk; the scan stops at a longer line, which h11 accepts or refuses
 
 
 class ChunkSizes:
@@ -20,7 +20,7 @@ class ChunkSizes:
 
     Attributes:
         announced_bytes: size of all chunks whose size line has arrived, with or without their bytes.
-        trailer_count: lines after the last chunk.
+        trailer_count: number of lines after the last chunk.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class ChunkSizes:
                 self._line.clear()
                 self.announced_bytes += byte_count
                 self._skip_bytes = byte_count + 2
-                self._chunks_ended = not byte_count  # also after a size line that cannot be read
+                self._chunks_ended = not byte_count  # also true after a size line that cannot be read
             elif len(self._line) > _LINE_BYTES_MAX:
                 self._chunks_ended = True
         if self._chunks_ended and not self._trailers_ended:
@@ -63,6 +63,6 @@ class ChunkSizes:
     def _count_trailers(self, data: bytes) -> None:
         text = self._tail + data
         end = _BLANK_LINE.search(text)
-        self._trailers_ended = end is not None  # the bytes behind the end may be another request
+        self._trailers_ended = end is not None  # the bytes after the end may be another request
         self.trailer_count += text.count(b"\n", len(self._tail), end.start() + 1 if end else len(text))
         self._tail = text[-3:]

@@ -1,10 +1,11 @@
 """The I/O of one HTTP/1.1 connection: tasks, deadlines, and cancellation. H1Protocol parses and encodes the bytes.
 
-A connection runs one request at a time. The reader task keeps reading during a response, so it notices a close at once,
-even behind a pipelined request. It pauses only while a handler neither reads a long body nor starts a response.
+A connection runs one request at a time. The reader task keeps reading during a response. So it notices at once that the
+client closed the connection, even if the client has already sent another request. The reader pauses only while a
+handler neither reads a long body nor starts a response.
 
-A client that closes its sending half counts as a client that left. The server cannot distinguish the two, and must not
-compute a response of minutes for a client that left.
+A client that closes its sending half counts as a client that left. The server cannot distinguish these two cases, and
+must not compute a response for minutes if the client left.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ __all__ = ["H11Connection"]
 logger = logging.getLogger(__name__)
 
 READ_BYTES = 65536
-WRITE_BYTES = 65536  # bytes of one write. After each write, the client gets more time for the next.
+WRITE_BYTES = 65536  # bytes of one write; after each write, the client gets more time to read the next one
 TOO_MANY = {
     StreamRefusal.EXCHANGES_MAX: "too many requests are running: try again shortly",
     StreamRefusal.UNKNOWN_CALLERS: "too many requests without a key are running: send a key, or try again shortly",
 }
-UNSCHEDULED_BYTES_MAX = 4096  # largest write that does not let other tasks run
+UNSCHEDULED_BYTES_MAX = 4096  # up to this size, a write does not let other tasks run
 
 
 def _nothing() -> None:
@@ -48,10 +49,10 @@ class H11Connection:
     """One client's connection, from its first request to its end.
 
     Args:
-        setup: objects that the connections of the server share.
-        transport: the connection, after the TLS handshake.
-        peer: the client's address, for the log and for handlers.
-        received: bytes that were read from the transport already.
+        setup: objects that all connections of the server share.
+        transport: the stream to the client, after the TLS handshake if there is one.
+        peer: the client's address, shown in the log and to handlers.
+        received: bytes that have already been read from the transport.
 
     Attributes:
         on_known: called when a request shows an API key.
@@ -81,12 +82,12 @@ class H11Connection:
         self._writing_bytes = 0
         self.write_count = 0
         self._nursery: trio.Nursery | None = None
-        self._inserted: trio.Event | None = None  # set when the running insert ends
+        self._inserted: trio.Event | None = None  # set when the current `insert` ends
         self._pace = ResponsePace(setup.limits, now=self._responded_at)  # for all writes
-        self._is_known = True  # the caller of this request has shown a key, or the server requires none
+        self._is_known = True  # the caller has shown an API key, or the server requires none
         self._is_body_unfinished = False  # the server drains, and the handler waits for bytes of the body
         self._is_late = False  # this request began after the drain was announced
-        self._is_last = False  # the connection ends after this response, and waits for no body
+        self._is_last = False  # the connection ends after this response, and does not wait for a missing body
         self._is_leaving = False  # the connection waits for no more bytes of a request
         self._client_gone = False
         self._lingers = True  # wait until the client has read the end of the last response
@@ -108,7 +109,9 @@ class H11Connection:
         await self._close(wait=True)
 
     def may_end_at(self) -> float | None:
-        """Return the time from which this connection may be closed to accept another one. None while it is in use."""
+        """Return the time from which this connection may be closed to accept another connection, or None while it is in
+        use.
+        """
         limits = self._limits
         if self._exchange is not None:
             if self._is_known or self._setup.slots.treats_callers_equally:
@@ -121,11 +124,13 @@ class H11Connection:
         return self._responded_at + limits.crowded_idle_seconds_min
 
     def unsent(self) -> tuple[int, int]:
-        """Return the number of bytes that wait for the client, and the number of their responses."""
+        """Return the number of bytes that wait for the client, and the number of responses that these bytes belong to.
+        """
         return self._writing_bytes, int(self._writing_bytes > 0)
 
     def announce_drain(self) -> None:
-        """Answer this request, or the next one, with `Connection: close`, and end after it. Never waits.
+        """Answer the current or else the next request with `Connection: close`, and end the connection after that.
+        Never waits.
 
         If a part of the request body is missing when the handler needs it, the request is refused (503).
         """
@@ -133,14 +138,16 @@ class H11Connection:
         self._notify_change()
 
     def drain(self) -> None:
-        """Drain as after announce_drain, and also end an idle connection and refuse an incomplete head. Never waits."""
+        """Drain as after `announce_drain`. Also end an idle connection, and refuse a request whose head is incomplete.
+        Never waits.
+        """
         self._is_last = self._is_leaving = True
         if self._exchange is None and not self.protocol.request_begun:
             self._scope.cancel()
         self._notify_change()
 
     def make_room(self) -> None:
-        """End the connection to accept another one. Does not wait until the client closes."""
+        """End the connection to accept another connection. Does not wait until the client closes."""
         self._lingers = False
         self._is_last = self._is_leaving = True
         self._scope.cancel()
@@ -159,14 +166,14 @@ class H11Connection:
             piece = self.protocol.next_body_piece()
             self._notify_change()
             if piece != b"":
-                await trio.lowlevel.checkpoint()  # many small pieces are much work: let other tasks run
+                await trio.lowlevel.checkpoint()  # many small pieces take long, so let other tasks run
                 return piece
             assert self._exchange is not None
             self._exchange.share.check_size(self.protocol.announced_body_bytes)
             if not await self._wait_for_bytes():
                 self._is_body_unfinished = True
                 self._exchange.scope.cancel()
-                await trio.sleep_forever()  # raises Cancelled
+                await trio.sleep_forever()  # this raises Cancelled
 
     def response_starts(self) -> bool:
         self.protocol.drop_body()
@@ -208,7 +215,7 @@ class H11Connection:
             if self._tcp is not None and len(data) <= UNSCHEDULED_BYTES_MAX:
                 data = data[self._tcp.try_send(data) :]
                 if not data:
-                    # To let other tasks run after each small event would cost as much as the event.
+                    # Letting other tasks run after each small event would cost as much as the event.
                     self._write_broken = False
                     await trio.lowlevel.checkpoint_if_cancelled()
                     return
@@ -256,7 +263,7 @@ class H11Connection:
             self._notify_change()
 
     async def _wait_for_bytes(self) -> bool:
-        """Wait for more bytes of a request. Returns False if the server drains and does not wait for them."""
+        """Wait for more bytes of a request. Return False if the server drains and does not wait for these bytes."""
         while not self.protocol.held_bytes:
             if self._is_leaving or (self._is_last and self._exchange is not None):
                 return False
@@ -275,7 +282,8 @@ class H11Connection:
         """Wait for the head of the next request.
 
         Returns:
-            None if the connection must end. If the client had begun a request, it has got an error response.
+            The head, or None if the connection must end. If the client had begun a request, an error response has been
+            sent.
         """
         protocol = self.protocol
         self._is_body_unfinished = False
@@ -313,7 +321,9 @@ class H11Connection:
         return None
 
     def _refused(self, head: RequestHead) -> tuple[int, str, HeaderFields] | None:
-        """Return status, message and header fields of the response if this request must not reach a handler."""
+        """Return status, message and header fields of an error response if this request must not reach a handler, or
+        None.
+        """
         if head.http_version not in ("1.0", "1.1"):
             return 505, f"the request has HTTP/{head.http_version}, supported are 1.0, 1.1 and 2", ()
         if head.method == "CONNECT":
@@ -332,7 +342,7 @@ class H11Connection:
         return None
 
     async def _respond(self, head: RequestHead) -> bool:
-        """Run the handler. Returns True if the response is complete and another request may follow."""
+        """Run the handler. Return True if the response is complete and another request may follow."""
         tally = self._tally
         slots = self._setup.slots
         slots.take(is_known=self._is_known)
@@ -364,7 +374,7 @@ class H11Connection:
         await self.write(self.protocol.respond(status, encoded, body, is_ordinary=False))
 
     async def _refuse_unfinished(self) -> None:
-        """Refuse a request of which a part is missing, because the server drains."""
+        """Refuse an incomplete request, because the server drains."""
         self._tally.streams_refused_total[StreamRefusal.DRAINING] += 1
         fields = (("retry-after", "1"), ("x-trioserve-reason", StreamRefusal.DRAINING.value))
         with trio.move_on_after(self._limits.close_seconds_max):  # the response must not delay the shutdown

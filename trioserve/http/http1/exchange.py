@@ -1,4 +1,4 @@
-"""The exchange of one HTTP/1.1 request. It writes bytes at once, so TCP is the only buffer."""
+"""The exchange of one HTTP/1.1 request. It writes bytes to the connection at once, so only TCP buffers them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ __all__ = ["ExchangeOwner", "H11Exchange"]
 
 
 class ExchangeOwner(Protocol):
-    """The interface of a connection for its exchange."""
+    """The methods that an exchange calls on its connection."""
 
     def arrived_body(self) -> bytes | None:
-        """Return the rest of the body, or None if a part of it may be missing."""
+        """Return the rest of the body, or None if a part of the body may still be missing."""
 
     async def next_body_piece(self) -> bytes | None:
         """Wait for the next bytes of the body.
 
         Returns:
-            None at the end of the body.
+            The bytes, or None at the end of the body.
 
         Raises:
             InvalidRequest: the framing of the body is broken.
@@ -63,13 +63,13 @@ class ExchangeOwner(Protocol):
 
 
 class H11Exchange(Exchange):
-    """The exchange of one HTTP/1.1 request. Its connection makes it and enters its scope.
+    """The exchange of one HTTP/1.1 request. The connection creates the exchange and enters its scope.
 
     Args:
         owner: the connection.
-        head: of the request.
+        head: the head of the request.
         share: holds the request body.
-        limits: of the server.
+        limits: limits of the server.
     """
 
     def __init__(self, owner: ExchangeOwner, head: RequestHead, share: BodyShare, limits: FrontendLimits) -> None:
@@ -171,12 +171,13 @@ class H11Exchange(Exchange):
 
         Args:
             status: HTTP status.
-            headers: from the handler.
-            content_length: bytes of the body of a complete response. None for a streamed one.
-            has_heartbeats: the response is complete, or its body contains heartbeats.
+            headers: header fields from the handler.
+            content_length: bytes of the body of a complete response, or None for a streamed response.
+            has_heartbeats: True if the connection need not insert heartbeats: the response is complete, or its body
+                contains heartbeats.
 
         Returns:
-            The encoded fields, and `is_ordinary` for H1Protocol.
+            The encoded fields, and the argument `is_ordinary` for the methods of H1Protocol.
         """
         if self._beats is not None and has_heartbeats:
             headers = [*headers, *self._beats.fields]
@@ -189,5 +190,5 @@ class H11Exchange(Exchange):
 
 
 def _has_length(headers: HeaderFields) -> bool:
-    """Return True if the handler set content-length. Then h11 must check that the body has this length."""
+    """Return whether the handler set content-length. If so, h11 must check that the body has this length."""
     return any(name.lower() == "content-length" for name, _ in headers)

@@ -1,7 +1,7 @@
 """The server side of HTTP/1.1 without I/O: it turns bytes into requests, and responses into bytes.
 
 It uses two parsers. The fast path (fast_path.py) reads ordinary requests, and ordinary responses are encoded here. h11
-handles all others. Only this module knows which parser has seen which message.
+handles all other messages. Only this module knows which parser has seen which message.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ __all__ = ["BadHead", "H1Protocol"]
 
 EncodedFields = list[tuple[bytes, bytes]]
 
-# Chunks of a body that are read before other tasks run. h11 needs about 10 us for each, even if it is small.
+# Chunks of a body that are read before other tasks run. h11 needs about 10 us for each chunk, even for a small one.
 CHUNKS_A_PIECE_MAX = 32
 FED_BODY_BYTES_MAX = 8192  # bytes of a chunked body that ChunkSizes reads at a time, at about 1 us per chunk
-DROPPED_PIECES_MAX = 32  # pieces of an unwanted body that are skipped. If it has more, the connection ends.
+DROPPED_PIECES_MAX = 32  # pieces of an unwanted body that are skipped; if there are more, the connection ends
 
 
 BLANK_LINE = re.compile(rb"\n\r?\n")  # the end of a head, by the rules of h11
@@ -34,8 +34,7 @@ class BadHead(Exception):
     """The head of a request cannot be read. The connection refuses the request and ends.
 
     Args:
-        message: for the client.
-        status: HTTP status of the response.
+        message: the error message for the client. status: HTTP status of the response.
     """
 
     def __init__(self, message: str, *, status: int) -> None:
@@ -46,17 +45,18 @@ class BadHead(Exception):
 class H1Protocol:
     """The protocol state of one connection.
 
-    To read a request, call next_request, begin_body, and next_body_piece while the body is wanted. To answer it, call
-    respond, or start_response, any number of send_data, and end_response. After both, call next_cycle.
+    To read a request, call next_request, then begin_body, then next_body_piece while the body is needed. To answer the
+    request, call respond. Or call start_response, send_data any number of times, and end_response. After request and
+    response, call next_cycle.
 
     Args:
         peer: the client's address.
-        head_bytes_max: size of a request line and header fields.
-        fields_max: header fields of a request, and trailers.
-        received: bytes that were read from the transport already.
+        head_bytes_max: maximum size of the request line and the header fields together, in bytes.
+        fields_max: maximum number of header fields of a request, and of trailers.
+        received: bytes that have already been read from the transport.
 
     Attributes:
-        request_ended: the whole request has been read.
+        request_ended: True once the whole request has been read.
     """
 
     def __init__(self, *, peer: str, head_bytes_max: int, fields_max: int, received: bytes = b"") -> None:
@@ -68,9 +68,9 @@ class H1Protocol:
         self._held = bytearray(received)  # bytes that neither the fast path nor h11 has read
         self._bypassed_h11 = False  # h11 has not seen the request or the response, so its state is out of date
         self._is_plain = False  # the fast path reads the head and the body of this request
-        self._plain_body_bytes = 0  # missing bytes of that body
+        self._plain_body_bytes = 0  # bytes of that body that have not arrived
         self._unfed_head = b""  # the head of a plain request that h11 has not seen
-        self._chunk_sizes: ChunkSizes | None = None  # of a body without content-length
+        self._chunk_sizes: ChunkSizes | None = None  # chunk framing of a body without content-length
         self._request_broken = False
         self._may_encode_here = False  # the response may be encoded without h11, if it is ordinary
         self._is_encoded_here = False  # the current response is encoded without h11
@@ -95,7 +95,7 @@ class H1Protocol:
         """Read the head of the next request.
 
         Returns:
-            None if the head is incomplete.
+            The head, or None if it is incomplete.
 
         Raises:
             BadHead: the head is malformed or too large.
@@ -105,7 +105,8 @@ class H1Protocol:
             return head
         try:
             while True:
-                # h11 reads any number of fields. It may already hold this head, from behind the last request.
+                # h11 reads any number of fields. h11 may already hold this head if it arrived together with the last
+                # request.
                 self._check_field_count(bytes(self._h11.trailing_data[0]))
                 event = self._h11.next_event()
                 if event is not h11.NEED_DATA:
@@ -123,9 +124,9 @@ class H1Protocol:
         """Prepare to read the body of a request.
 
         Args:
-            head: the last result of next_request.
+            head: the head that next_request returned last.
         """
-        # For all other requests, h11 encodes the response: it knows whether the connection must end.
+        # For all other requests, h11 encodes the response, because h11 knows whether the connection must end.
         keeps_alive = (head.headers.get("connection") or "keep-alive").lower() == "keep-alive"
         self._may_encode_here = head.http_version == "1.1" and keeps_alive
         if self._is_plain:
@@ -134,26 +135,28 @@ class H1Protocol:
             self._chunk_sizes = ChunkSizes()
             self._chunk_sizes.feed(self._h11.trailing_data[0])
         elif (head.headers.get("content-length") or "0") == "0":
-            # Read the end now, so that bytes that follow count as pipelined.
+            # Read the end now, so that following bytes are treated as the next request.
             end = self._h11.next_event()
             assert isinstance(end, h11.EndOfMessage), end
             self.request_ended = True
 
     @property
     def wants_continue(self) -> bool:
-        """True if the client waits for a 100 (Continue) before it sends the body: see continue_response."""
+        """True if the client waits for a 100 (Continue) before it sends the body, see continue_response."""
         return not self._is_plain and self._h11.they_are_waiting_for_100_continue
 
     @property
     def announced_body_bytes(self) -> int:
-        """The least size of a chunked body, as far as known. 0 for a body with content-length."""
+        """The smallest possible size of a chunked body in bytes, as far as known. It is 0 for a body with
+        content-length.
+        """
         return self._chunk_sizes.announced_bytes if self._chunk_sizes is not None else 0
 
     def arrived_body(self) -> bytes | None:
-        """Read the rest of the body at once.
+        """Read the whole rest of the body.
 
         Returns:
-            None if a part of the body is missing, or h11 parses the request.
+            The bytes, or None if a part of the body is missing or h11 parses the request.
         """
         if not self._is_plain or len(self._held) < self._plain_body_bytes:
             return None
@@ -163,7 +166,7 @@ class H1Protocol:
         """Read the next bytes of the body, at most CHUNKS_A_PIECE_MAX chunks.
 
         Returns:
-            Empty if no more bytes have arrived. None at the end of the body.
+            The bytes. They are empty if no more bytes have arrived. None at the end of the body.
 
         Raises:
             InvalidRequest: the framing of the body is broken.
@@ -195,7 +198,8 @@ class H1Protocol:
     def drop_body(self) -> None:
         """Skip the arrived bytes of a body that the handler will not read.
 
-        After DROPPED_PIECES_MAX pieces, the rest counts as broken, and the connection ends after the response.
+        After DROPPED_PIECES_MAX pieces, the rest of the body is treated as broken, so the connection ends after the
+        response.
         """
         try:
             for _ in range(DROPPED_PIECES_MAX):
@@ -215,7 +219,7 @@ class H1Protocol:
 
     @property
     def can_refuse(self) -> bool:
-        """True if no response to this request has begun."""
+        """True if no response to the current request has begun, so an error response is possible."""
         return self._h11.our_state in (h11.IDLE, h11.SEND_RESPONSE)
 
     def respond(self, status: int, fields: EncodedFields, body: bytes, *, is_ordinary: bool) -> bytes:
@@ -224,8 +228,8 @@ class H1Protocol:
         Args:
             status: HTTP status.
             fields: all header fields except transfer-encoding.
-            body: the whole body, empty if the response has none.
-            is_ordinary: the connection stays open after the response, and the handler set no content-length.
+            body: the whole body. It is empty if the response has no body.
+            is_ordinary: True if the connection stays open after the response, and the handler set no content-length.
         """
         if is_ordinary and self._may_encode_here:
             self._bypassed_h11 = True
@@ -239,8 +243,8 @@ class H1Protocol:
         Args:
             status: HTTP status.
             fields: all header fields except transfer-encoding.
-            is_ordinary: as for respond.
-            is_http_1_1: the request has HTTP/1.1, so the body may be chunked.
+            is_ordinary: see `respond`.
+            is_http_1_1: True if the request uses HTTP/1.1, so that the body may be chunked.
         """
         self._is_encoded_here = is_ordinary and self._may_encode_here
         if self._is_encoded_here:
@@ -253,7 +257,7 @@ class H1Protocol:
 
     def send_data(self, data: bytes) -> bytes:
         if self._is_chunked:
-            # h11 does not count chunks, and it would be most of the cost of an event.
+            # h11 does not count chunks, and encoding with h11 would be most of the cost of an event.
             self._bypassed_h11 = True
             return _chunk(data)
         return self._through_h11(h11.Data(data=data))
@@ -265,7 +269,7 @@ class H1Protocol:
         return self._through_h11(*data, h11.EndOfMessage())
 
     def next_cycle(self) -> bool:
-        """Prepare for the next request.
+        """Prepare for the next request, and return whether one may follow.
 
         Returns:
             False if the connection must end.
@@ -274,7 +278,8 @@ class H1Protocol:
             return False
         state = self._h11.our_state
         if self._bypassed_h11:
-            # h11 has seen the request or the response, but not both. Replace it, and keep its unread bytes.
+            # h11 has seen only the request or only the response. So replace the h11 connection, and keep its unread
+            # bytes.
             if state is h11.MUST_CLOSE:
                 return False
             if state is not h11.IDLE:
@@ -298,7 +303,9 @@ class H1Protocol:
         return h11.Connection(h11.SERVER, max_incomplete_event_size=self._head_bytes_max)
 
     def _plain_request(self) -> RequestHead | None:
-        """Return the next request if it is ordinary, its head is complete, and h11 holds no byte of it."""
+        """Return the next request if it is ordinary, its head is complete, and h11 holds none of its bytes. Otherwise
+        return None.
+        """
         if not self._held or self._h11.our_state is not h11.IDLE or self._h11.trailing_data[0]:
             return None
         plain = plain_request(
@@ -313,9 +320,9 @@ class H1Protocol:
         return head
 
     def _check_field_count(self, head: bytes) -> None:
-        """Raise BadHead if a head has too many fields. `head` may be incomplete, or have bytes of the body behind
-        it."""
-        line_count_max = self._fields_max + 2  # with the request line and the empty line
+        """Raise BadHead if a head has too many fields. `head` may be incomplete, or be followed by bytes of the body.
+        """
+        line_count_max = self._fields_max + 2  # including the request line and the empty line
         if head.count(b"\n") <= line_count_max:
             return
         end = BLANK_LINE.search(head)
@@ -365,10 +372,10 @@ def _head(status: int, fields: EncodedFields) -> bytes:
 def interim_response(fields: HeaderFields) -> bytes:
     """Encode a response 102 (Processing, RFC 2518, 10.1): the server has accepted the request and will answer later.
 
-    It does not change the protocol state, so h11 need not see it.
+    An interim response does not change the protocol state, so h11 need not see it.
 
     Args:
-        fields: header fields.
+        fields: header fields of the interim response.
     """
     lines = b"".join([b"%b: %b\r\n" % (name.encode("ascii"), value.encode("latin-1")) for name, value in fields])
     return b"HTTP/1.1 102 Processing\r\n%b\r\n" % lines

@@ -2,7 +2,7 @@
 
 Each stream has its own task and cancel scope. The reader task handles each event when it reads it: a reset cancels the
 scope of its stream before another task runs. The writer sends the bytes of all streams in one write. An engine step
-wakes all handlers in one pass of Trio's scheduler, so the tokens of a step leave in one write in the next pass.
+wakes all handlers in one pass of Trio's scheduler. So the tokens of the step are sent in one write in the next pass.
 
 An error in a connection ends only this connection.
 """
@@ -40,12 +40,13 @@ __all__ = ["H2Connection"]
 logger = logging.getLogger(__name__)
 
 READ_BYTES = 16384
-WRITE_BYTES = 65536  # bytes of DATA for one write, and bytes that the client must read within stall_seconds_max
+WRITE_BYTES = 65536  # bytes of DATA in one write; the client must read this many bytes within stall_seconds_max
 CREDIT_BYTES_MIN = 16384  # a window update of the connection is sent for this many bytes, not for each frame
 PING_PAYLOAD = b"alive?\0\0"
 LAST_PING_PAYLOAD = b"the end?"
 PING_POLL_SECONDS = 2.5  # interval of the checks whether a PING was delivered and answered
-# CPU time for reading that does not count against frame_cpu_share_max: of one request, and of one byte of its body.
+# CPU time for reading one request, and for reading one byte of its body, that does not count against
+# frame_cpu_share_max.
 REQUEST_CPU_SECONDS = 0.001
 BODY_BYTE_CPU_SECONDS = 1e-7
 
@@ -58,10 +59,10 @@ class H2Connection:
     """One client's connection, from its preface to its end.
 
     Args:
-        setup: objects that the connections of the server share.
-        transport: the connection, after the TLS handshake.
-        peer: the client's address, for the log and for handlers.
-        received: bytes that were read from the transport already. They begin with the preface.
+        setup: objects that all connections of the server share.
+        transport: the stream to the client, after the TLS handshake if there is one.
+        peer: the client's address, shown in the log and to handlers.
+        received: bytes that have already been read from the transport. They begin with the preface of HTTP/2.
 
     Attributes:
         on_known: called when a request shows an API key for the first time.
@@ -93,14 +94,14 @@ class H2Connection:
         self._scope = trio.CancelScope()  # around reader, writer and streams
         self._uncredited_bytes = 0
         self.on_known: Callable[[], None] = _nothing
-        self._has_known = False  # a request on this connection has shown a key
+        self._has_known = False  # a request on this connection has shown an API key
         self._busy_since = now  # time since which there is at least one stream
         self._ended_at = now  # end of the last stream
         self._received_at = now  # arrival of the client's last bytes
-        self._has_streams = trio.Event()  # for the task that sends PINGs
+        self._has_streams = trio.Event()  # wakes the task that sends PINGs
         self._is_last = False  # the connection ends when it has no stream
         self._is_leaving = False  # the connection accepts no more streams
-        self._last_stream_id: int | None = None  # in the GOAWAY that was sent
+        self._last_stream_id: int | None = None  # the last stream in the GOAWAY that was sent; None: no GOAWAY was sent
         self._has_read_all = False  # the client answered the PING after its last response
         self._client_gone = False
         self._lingers = True  # wait until the client has read the GOAWAY
@@ -130,7 +131,9 @@ class H2Connection:
             await close_after(self._transport, self._final_bytes(), seconds_max=close_seconds_max, more_expected=True)
 
     def may_end_at(self) -> float | None:
-        """Return the time from which this connection may be closed to accept another one. None while it is in use."""
+        """Return the time from which this connection may be closed to accept another connection, or None while it is in
+        use.
+        """
         limits = self._limits
         if self._is_leaving:
             return None
@@ -143,25 +146,27 @@ class H2Connection:
         return self._ended_at + limits.crowded_idle_seconds_min
 
     def unsent(self) -> tuple[int, int]:
-        """Return the number of bytes that wait for the client, and the number of their streams."""
+        """Return the number of bytes that wait for the client, and the number of streams that these bytes belong to."""
         waiting = [stream.unsent_bytes for stream in self._streams.values() if stream.unsent_bytes]
         return sum(waiting) + self._outbox.framed_bytes, len(waiting)
 
     def announce_drain(self) -> None:
-        """Begin to drain: end with a GOAWAY when the last stream has ended. Never waits.
+        """Begin to drain: end the connection with a GOAWAY when the last stream has ended. Never waits.
 
-        Streams are accepted until then. A stream that is open now is refused if it needs a missing part of its body.
+        New streams are accepted until the connection ends. A stream that is open now is refused if its handler needs a
+        missing part of the body.
         """
         self._is_last = True
         for stream in self._streams.values():
             stream.wake()
 
     def drain(self) -> None:
-        """Accept no more streams, and end with a GOAWAY when the running streams have ended. Never waits.
+        """Accept no more streams, and end the connection with a GOAWAY when the running streams have ended. Never
+        waits.
 
         Some clients (httpcore) drop all streams that they have not read to the end when they read a GOAWAY. So the
         GOAWAY is sent when the client has answered a PING after the last response, or close_seconds_max later. A stream
-        is refused if it needs a missing part of its body.
+        is refused if its handler needs a missing part of the body.
         """
         self._is_last = True
         if not self._is_leaving:
@@ -172,7 +177,7 @@ class H2Connection:
                 stream.wake()
 
     def make_room(self) -> None:
-        """End the connection with a GOAWAY to accept another one. Does not wait until the client closes."""
+        """End the connection with a GOAWAY to accept another connection. Does not wait until the client closes."""
         self._lingers = False
         if self._streams:
             self._end(ErrorCodes.ENHANCE_YOUR_CALM)
@@ -239,7 +244,7 @@ class H2Connection:
             except h2.exceptions.ProtocolError as error:
                 self._tally.connections_refused_total[refusal_of(error)] += 1
                 logger.info("connection ended peer=%s reason=%s", self._peer, printable(str(error)))
-                self._protocol.clear_outbound_data_buffer()  # drops h2's own GOAWAY, which may have a wrong code
+                self._protocol.clear_outbound_data_buffer()  # drop h2's own GOAWAY, which may have a wrong code
                 self._end(error_code_of(error))
         if self._read_timeout.cancelled_caught:
             if self._gate.header_block_since is not None:
@@ -247,7 +252,7 @@ class H2Connection:
             self._end(ErrorCodes.NO_ERROR)
 
     async def _handle_frames(self, received: bytes | bytearray) -> None:
-        """Handle all frames of one read. Lets other tasks run after each few milliseconds of work."""
+        """Handle all frames of one read, and let other tasks run after every few milliseconds of work."""
         now = trio.current_time()
         cpu_clock = self._setup.clock_and_ids.cpu_clock
         began_at = cpu_clock()
@@ -310,7 +315,7 @@ class H2Connection:
             self._refuse_stream(event.stream_id, refusal, now)
             return
         if event.stream_ended is not None and head.headers.get("content-length") not in (None, "0"):
-            # Malformed (RFC 9113, 8.1.1); h2 compares lengths only when DATA comes.
+            # This request is malformed (RFC 9113, 8.1.1). h2 compares lengths only when DATA arrives.
             self._protocol.reset_stream(event.stream_id, ErrorCodes.PROTOCOL_ERROR)
             self._count_reset(now)
             return
@@ -346,7 +351,7 @@ class H2Connection:
 
     def _data_arrived(self, event: h2.events.DataReceived) -> None:
         window_bytes = event.flow_controlled_length or 0
-        # Credited at once: a handler that does not read must not block the other streams of the connection.
+        # Credit these bytes at once: a handler that does not read must not block the other streams of the connection.
         self._uncredited_bytes += window_bytes
         if self._uncredited_bytes >= CREDIT_BYTES_MIN:
             self._protocol.increment_flow_control_window(self._uncredited_bytes)
@@ -358,7 +363,9 @@ class H2Connection:
             stream.data_arrived(data, window_bytes)
 
     def _window_opened(self, stream_id: int) -> None:
-        """Queue streams whose window has opened. Stream 0 means all streams (connection window, or initial size)."""
+        """Queue streams whose window has opened. Stream 0 means all streams (the window of the connection, or the
+        initial size of all windows).
+        """
         if stream_id:
             stream = self._streams.get(stream_id)
             opened = [] if stream is None else [stream]
@@ -441,14 +448,14 @@ class H2Connection:
             return
         try:
             self._flush()
-        except Exception as error:  # the flusher must continue for other connections; the writer task raises the error
+        except Exception as error:  # the flusher must continue with other connections, so the writer task raises the error
             self._fault = error
             self._wake.set()
 
     def _flush(self) -> None:
         assert not self._unwritten, "the writer must send unwritten bytes before new bytes"
         if self._outbox.frame_ready_streams(WRITE_BYTES):
-            self._wake.set()  # too much for one write: other connections get their turn in between
+            self._wake.set()  # too much for one write: let other connections write
         assert self._tcp is not None
         data = self._outbox.take()
         if data:
@@ -472,7 +479,7 @@ class H2Connection:
                 self._scope.deadline = min(self._scope.deadline, deadline)
 
     async def _write(self) -> None:
-        # One scope for all writes: a scope for each write would cost as much as an event.
+        # Use one scope for all writes, because a scope for each write would cost as much as an event.
         with trio.CancelScope() as stall_scope:
             while True:
                 await self._wake.wait()
@@ -544,7 +551,9 @@ class H2Connection:
                     return
 
     def _tcp_bytes(self) -> tuple[int, int] | None:
-        """Return the bytes that the client's kernel has acknowledged, and the bytes in flight. None without TCP."""
+        """Return the number of bytes that the client's kernel has acknowledged, and the number of bytes in flight. None
+        if the transport is not TCP.
+        """
         transport: object = self._transport
         while isinstance(transport, trio.SSLStream):
             transport = transport.transport_stream
@@ -561,7 +570,8 @@ class H2Connection:
         self._scope.cancel()
 
     def _end(self, code: ErrorCodes) -> None:
-        """Reset all streams, send a GOAWAY with the reason, and leave close_seconds_max to write them."""
+        """Reset all streams and send a GOAWAY with the reason. The writer has close_seconds_max to write these frames.
+        """
         for stream in self._streams.values():
             self._reset(stream, ErrorCodes.CANCEL)
         self._go_away(code)

@@ -15,10 +15,10 @@ __all__ = ["error_code_of", "refusal_of"]
 def error_code_of(error: h2.exceptions.ProtocolError) -> ErrorCodes:
     """Return the error code of the GOAWAY for a protocol error.
 
-    h2 has no code for header blocks that cannot be decoded, so they are recognised by their cause.
+    h2 gives no error code for header blocks that cannot be decoded, so this error is recognised by its cause.
 
     Args:
-        error: raised by h2 or by FrameGate.
+        error: the error that h2 or FrameGate raised.
     """
     if isinstance(error.__cause__, hpack.HPACKError) and not isinstance(error, h2.exceptions.DenialOfServiceError):
         return ErrorCodes.COMPRESSION_ERROR

@@ -1,7 +1,7 @@
 """HPACK (RFC 7541): an encoder for responses without a dynamic table, and a decoder for requests with bounded work.
 
 Most fields of a response are short or change each time, such as the request id and the length. A dynamic table would
-save about forty bytes per response, but would be a fifth of the response's CPU time.
+save about forty bytes per response, but would take a fifth of the response's CPU time.
 """
 
 from __future__ import annotations
@@ -19,18 +19,21 @@ from hpack.table import HeaderTable, table_entry_size
 
 __all__ = ["FieldDecoder", "FieldEncoder", "is_ordinary"]
 
-# First bits of a representation: indexed field (6.1), literal without indexing (6.2.2), table size update (6.3).
+# First bits of a representation (RFC 7541): indexed field (6.1), literal without indexing (6.2.2), table size update
+# (6.3).
 INDEXED, NAMED, NO_TABLE = 0x80, 0x00, 0x20
-# Largest block that is remembered. A typical block has a few hundred bytes, and fewer once its fields are in the table.
+# Largest block that is remembered, in bytes. A typical block has a few hundred bytes, and fewer once its fields are in
+# the table.
 REMEMBERED_BYTES_MAX = 1024
-SIZE_UPDATES_MAX = 4  # at the start of a block; an encoder needs two (RFC 7541, 4.2)
-INTEGER_BYTES_MAX = 5  # after the prefix: more than 32 bits
+SIZE_UPDATES_MAX = 4  # allowed at the start of a block; an encoder needs two (RFC 7541, 4.2)
+INTEGER_BYTES_MAX = 5  # bytes after the prefix; these allow more than 32 bits
 _FIELD_INDEXES = {field: index for index, field in enumerate(HeaderTable.STATIC_TABLE, start=1)}
 _NAME_INDEXES: dict[bytes, int] = {}
 for _index, (_name, _value) in enumerate(HeaderTable.STATIC_TABLE, start=1):
     _NAME_INDEXES.setdefault(_name, _index)
 
-# The fields of an ordinary request: names and values in turn, each with a line feed. h2 accepts more than this pattern.
+# The fields of an ordinary request: each name and each value is followed by a line feed. h2 accepts more requests than
+# this pattern.
 _ORDINARY = re.compile(
     rb"(?:(?::method\n(?!CONNECT\n)|:scheme\n|:authority\n|:path\n)[!-~]+\n){4}"
     rb"(?:(?!(?:connection|cookie|host|keep-alive|proxy-connection|te|transfer-encoding|upgrade)\n)[-_0-9a-z]+\n"
@@ -44,13 +47,14 @@ class FieldDecoder(hpack.Decoder):
     hpack copies the rest of a block for each field, so its time grows with the square of the block size. It also
     accepts any number of fields and of table size updates.
 
-    Two shortcuts save time. If a block equals the last one, and the last one did not change the table, the result is
-    the same. If the fields are ordinary, they are valid, so `config` tells h2 not to check each character.
+    Two shortcuts save time. If a block equals the last block, and the last block did not change the table, the last
+    result is used again. If the fields match the pattern of ordinary fields, they are valid. Then `config` is set so
+    that h2 does not check each character.
 
     Args:
-        config: of h2's connection.
-        list_bytes_max: size of a list of fields (RFC 9113, 6.5.2).
-        fields_max: fields in a block.
+        config: configuration of h2's connection.
+        list_bytes_max: maximum size of a list of fields in bytes, as in RFC 9113, 6.5.2.
+        fields_max: maximum number of fields in a block.
     """
 
     def __init__(self, config: h2.config.H2Configuration, *, list_bytes_max: int, fields_max: int) -> None:
@@ -73,7 +77,7 @@ class FieldDecoder(hpack.Decoder):
         return fields
 
     def _read_block(self, data: bytes) -> list[hpack.HeaderTuple]:
-        """Decode a block into fields of bytes, as h2 expects them. Raises an HPACKError if the block is malformed."""
+        """Decode a block into fields of bytes, as h2 expects them. Raise an HPACKError if the block is malformed."""
         table = self.header_table
         fields: list[hpack.HeaderTuple] = []
         list_bytes = position = size_update_count = 0
@@ -117,7 +121,7 @@ class FieldDecoder(hpack.Decoder):
 
 
 def _read_integer(data: bytes, position: int, prefix_bits: int) -> tuple[int, int]:
-    """Decode an integer (5.1). Returns the integer and the position after it."""
+    """Decode an integer (RFC 7541, 5.1). Return the integer and the position after it."""
     try:
         mask = (1 << prefix_bits) - 1
         value = data[position] & mask
@@ -136,7 +140,7 @@ def _read_integer(data: bytes, position: int, prefix_bits: int) -> tuple[int, in
 
 
 def _read_text(data: bytes, position: int) -> tuple[bytes, int]:
-    """Decode a string (5.2). Returns the string and the position after it."""
+    """Decode a string (RFC 7541, 5.2). Return the string and the position after it."""
     if position >= len(data):
         raise hpack.HPACKDecodingError("the block ends before a string")
     is_huffman = data[position] & 0x80
@@ -157,7 +161,7 @@ _HUFFMAN_ENDS = 1 << 8  # flag of a state in which a string may end
 
 
 def _plain_text(coded: bytes) -> bytes:
-    """Decode a Huffman-coded string (5.2)."""
+    """Decode a Huffman-coded string (RFC 7541, 5.2)."""
     parts = []
     state = _HUFFMAN_ENDS
     steps = _huffman_steps
@@ -186,7 +190,7 @@ def _huffman_step(state: int, byte: int) -> tuple[int, bytes]:
 
 
 def is_ordinary(fields: Sequence[tuple[bytes, bytes]]) -> bool:
-    """Return True if the fields are an ordinary request, which h2 would accept without a change.
+    """Return whether the fields are those of an ordinary request, which h2 would accept without a change.
 
     Args:
         fields: names and values, in order.
@@ -202,10 +206,12 @@ def is_ordinary(fields: Sequence[tuple[bytes, bytes]]) -> bool:
 class FieldEncoder:
     """A replacement for hpack's Encoder, which uses no dynamic table.
 
-    The first block sets the table size to 0. After that, the client may change its size at any time (4.2).
+    The first block sets the table size to 0. After that, the client may change the table size at any time without
+    effect (RFC 7541, 4.2).
 
     Attributes:
-        header_table_size: the size that the client offers. h2 sets it, and it is not used.
+        header_table_size: the table size that the client offers. h2 sets this attribute, but the encoder does not use
+            it.
     """
 
     def __init__(self) -> None:

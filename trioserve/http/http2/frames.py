@@ -2,12 +2,12 @@
 
 h2 decides what frames mean. The filter is needed for six reasons:
 
-- h2 holds a frame of any announced size until the frame is complete.
+- h2 buffers a frame of any announced size until the frame is complete.
 - h2 treats GOAWAY as the end of the connection, although open streams continue.
 - PRIORITY frames, which RFC 9113 deprecates, would only cost time.
-- h2 stores each setting that a client sends, even if its number is unknown.
+- h2 stores each setting that a client sends, even if the setting's number is unknown.
 - The server must detect a flood before it spends work on the frames.
-- One read may contain so much work that other tasks must run in between.
+- One read may contain so many frames that other tasks must run before all of them are handled.
 """
 
 from __future__ import annotations
@@ -44,29 +44,30 @@ FRAME_BYTES_MAX = 16384  # the default of SETTINGS_MAX_FRAME_SIZE. Larger frames
 HEAD = struct.Struct(">HBBBL")  # the head of a frame: length, kind, flags, stream (RFC 9113, 4.1)
 HEAD_BYTES = HEAD.size
 KIND_AT = 3
-# DATA up to this size counts as a control frame: it costs as much as a full frame. The limit allows a few per body.
+# DATA up to this size counts as a control frame, because a small frame costs as much as a full frame. The limit allows
+# a few small frames per body.
 SMALL_DATA_BYTES_MAX = 128
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
 END_STREAM = ACK = 0x1
 END_HEADERS = 0x4
 
 
-# Estimated cost of a frame in microseconds, measured on one core and rounded up. The cost of a header block counts for
-# the frame that ends it.
+# Estimated cost of a frame in microseconds, measured on one core and rounded up. The cost of a header block is added to
+# the frame that ends the block.
 PIECE_WORK_US_MAX = 2000
 FRAME_WORK_US = 20
 SETTINGS_WORK_US = 60
 HEAD_WORK_US = 150
-HEAD_BYTES_A_US = 4  # of Huffman-coded text, which is decoded in Python
+HEAD_BYTES_A_US = 4  # bytes of Huffman-coded text, which is decoded in Python, per microsecond
 DATA_BYTES_A_US = 1000
 
 
 class Flood(h2.exceptions.ProtocolError):
-    """The client sends more of something than a real client needs.
+    """The client sends more frames of some kind than a real client needs.
 
     Args:
-        message: for the log.
-        reason: for the counters.
+        message: the message for the log.
+        reason: the reason for the counters.
     """
 
     error_code = ErrorCodes.ENHANCE_YOUR_CALM
@@ -82,11 +83,11 @@ def frame(kind: int, flags: int, stream_id: int, payload: bytes) -> bytes:
 
 
 def goaway_frame(last_stream_id: int, error_code: int) -> bytes:
-    """Encode a GOAWAY (RFC 9113, 6.8) without h2, which would stop the open streams after its own GOAWAY.
+    """Encode a GOAWAY (RFC 9113, 6.8) without h2, because h2 would stop the open streams after its own GOAWAY.
 
     Args:
         last_stream_id: the last stream that the server processes.
-        error_code: of RFC 9113, 7.
+        error_code: an error code of RFC 9113, 7.
     """
     return frame(GOAWAY, 0, 0, struct.pack(">II", last_stream_id, error_code))
 
@@ -95,13 +96,13 @@ class FrameGate:
     """A filter that splits the client's bytes after the preface into frames, and selects the frames for h2.
 
     Args:
-        limits: of frames and header blocks.
+        limits: limits on frames and header blocks.
         now: current time, in monotonic seconds.
 
     Attributes:
-        goaway_received: the client sent GOAWAY and opens no more streams.
+        goaway_received: True once the client sent GOAWAY. Then it opens no more streams.
         data_frames_sent: DATA frames of the server since the client's last control frame. The client may answer each
-            with two window updates, for the stream and for the connection.
+            DATA frame with two window updates, for the stream and for the connection.
     """
 
     def __init__(self, limits: FrontendLimits, *, now: float) -> None:
@@ -119,13 +120,16 @@ class FrameGate:
 
     @property
     def header_block_since(self) -> float | None:
-        """Arrival time of the first byte of an unfinished header block, or None. A frame head of HEADERS counts."""
+        """Arrival time of the first byte of an unfinished header block, or None. The head of a HEADERS frame counts as
+        a byte of the block.
+        """
         if self._header_block_since is None and len(self._held) > KIND_AT and self._held[KIND_AT] == HEADERS:
             return self._frame_since
         return self._header_block_since
 
     def pieces(self, received: bytes | bytearray, now: float) -> Iterator[bytes]:
-        """Split received bytes into pieces of complete frames for h2. At most one incomplete frame is held.
+        """Split received bytes into pieces of complete frames for h2. At most one incomplete frame is kept for the next
+        call.
 
         Args:
             received: the bytes of one read.
@@ -133,12 +137,13 @@ class FrameGate:
 
         Yields:
             Frames that cost about PIECE_WORK_US_MAX together. The caller may let other tasks run between two pieces.
-            It must consume all pieces before the next call.
+            The caller must consume all pieces before the next call.
 
         Raises:
-            Flood: the client sends too much of something useless.
+            Flood: the client sends too many frames that are of no use.
             FrameTooLargeError: a frame announces more than FRAME_BYTES_MAX.
-            ProtocolError: a violation that h2 ignores, or reports with another code than RFC 9113 requires.
+            ProtocolError: a violation of the protocol that h2 ignores, or reports with another code than RFC 9113
+                requires.
         """
         held = self._held
         if not held:
@@ -188,7 +193,7 @@ class FrameGate:
         return SETTINGS_WORK_US if kind == SETTINGS else FRAME_WORK_US
 
     def _passes(self, held: bytearray, position: int, byte_count: int, now: float) -> bool:
-        """Check a frame, count it, and return True if h2 should see it."""
+        """Check and count a frame, and return True if h2 should get the frame."""
         kind = held[position + KIND_AT]
         flags = held[position + 4]
         if not self._settings_received:
@@ -206,7 +211,7 @@ class FrameGate:
             return True
         self._count_control_frame(now)
         if self._header_block_since is not None:
-            return True  # not allowed inside a header block: h2 will end the connection
+            return True  # not allowed inside a header block, so h2 will end the connection
         stream_id = int.from_bytes(held[position + 5 : position + 9], "big") & 0x7FFFFFFF
         if kind == PRIORITY and byte_count == 5 and stream_id:
             return False

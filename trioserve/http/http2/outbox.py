@@ -1,7 +1,7 @@
 """The bytes that an HTTP/2 connection has to write, in order.
 
-Control frames and heads come first, then one DATA frame of each stream in turn, as far as the flow-control windows
-allow. No I/O and no waiting: the connection writes the bytes.
+Control frames and heads are written first, then one DATA frame of each stream in turn, as far as the flow-control
+windows allow. This module does no I/O and never waits: the connection writes the bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class H2Outbox:
 
     Args:
         protocol: h2's connection.
-        gate: counts the DATA frames that were sent.
+        gate: the frame filter, which counts the DATA frames that were sent.
         on_more: called when there may be bytes to write.
     """
 
@@ -40,24 +40,24 @@ class H2Outbox:
         """Queue a stream that has data or its end to send.
 
         Args:
-            stream: it must not be queued already.
+            stream: the stream. It must not be queued already.
         """
         stream.queued = True
         self._ready.append(stream)
         self._on_more()
 
     def collect(self, extra: bytes = b"") -> None:
-        """Append the bytes that h2 wants to send, then `extra`. Call it after each call of h2 that may want to send.
+        """Append the bytes that h2 wants to send, then `extra`. Call this after each call of h2 that may produce bytes.
 
         Args:
-            extra: frames that were made without h2.
+            extra: encoded frames that were created without h2.
         """
         self._framed += self._protocol.data_to_send()
         self._framed += extra
         self._on_more()
 
     def take(self) -> bytes:
-        """Remove and return all framed bytes, for one write."""
+        """Remove and return all bytes of frames, for one write."""
         taken = bytes(self._framed)
         self._framed.clear()
         return taken
@@ -66,7 +66,7 @@ class H2Outbox:
         """Turn bytes of the queued streams into DATA frames, one frame of each stream in turn.
 
         Args:
-            byte_count_max: body bytes in all frames together. The windows limit them, too.
+            byte_count_max: maximum number of body bytes in all frames together. The windows may allow fewer.
 
         Returns:
             True if the windows allow more frames now.
@@ -87,10 +87,10 @@ class H2Outbox:
                 size_max = min(protocol.window_of(stream.id), protocol.max_outbound_frame_size, left)
                 if size_max <= 0:
                     if protocol.outbound_flow_control_window <= 0:
-                        window_closed = True  # the connection's window, so all streams wait
+                        window_closed = True  # the window of the connection is closed, so all streams wait
                         break
                     ready.popleft()
-                    stream.queued = False  # until its window opens
+                    stream.queued = False  # the stream is queued again when its window opens
                     continue
                 data = stream.take_unsent(size_max)
             ready.popleft()

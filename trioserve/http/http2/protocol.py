@@ -17,14 +17,16 @@ from trioserve.http.message_head import RequestHead, split_target
 
 __all__ = ["H2Protocol", "initiated_protocol", "request_head"]
 
-# Request bytes of one connection that may be in flight. The windows of the streams limit the bytes that are held.
+# Bytes of requests that may be in flight on one connection. The windows of the streams limit the bytes that are held in
+# memory.
 CONNECTION_WINDOW_BYTES = 1024 * 1024
 
 
 class H2Protocol(h2.connection.H2Connection):
-    """h2's connection, with direct encoding of the frames of responses."""
+    """h2's connection, extended with a faster encoding of the frames of responses."""
 
-    # Closed streams are remembered to accept late frames for them. h2's 65,536 would be megabytes per connection.
+    # Closed streams are remembered to accept late frames for them. h2's default of 65,536 streams would need megabytes
+    # per connection.
     MAX_CLOSED_STREAMS = 4096
 
     def window_of(self, stream_id: int) -> int:
@@ -38,12 +40,13 @@ class H2Protocol(h2.connection.H2Connection):
     def head_frames(self, stream_id: int, fields: list[tuple[bytes, bytes]], *, end_stream: bool) -> bytes:
         """Encode the head of a response, as h2's send_headers does.
 
-        It uses h2's state machines, but builds the frames directly. The caller must send data_to_send() before them.
+        This method uses h2's state machines, but builds the frames directly. The caller must send data_to_send() before
+        these frames.
 
         Args:
-            stream_id: of the request.
-            fields: pseudo-fields and header fields.
-            end_stream: the response has no body.
+            stream_id: the stream of the request.
+            fields: names and values of pseudo-fields and header fields.
+            end_stream: True if the response has no body.
         """
         self.state_machine.process_input(ConnectionInputs.SEND_HEADERS)
         stream = self.streams[stream_id].state_machine
@@ -69,7 +72,7 @@ class H2Protocol(h2.connection.H2Connection):
         Args:
             stream_id: a stream whose head was sent.
             data: bytes of the body.
-            end_stream: these are the last bytes.
+            end_stream: True if these are the last bytes of the body.
         """
         stream = self.streams[stream_id]
         if end_stream:
@@ -84,12 +87,12 @@ def initiated_protocol(limits: FrontendLimits) -> H2Protocol:
     """Make an h2 connection for a server, with its first SETTINGS frame ready to be sent.
 
     Args:
-        limits: become settings of the connection.
+        limits: limits of the server, some of which become settings of the connection.
     """
     config = h2.config.H2Configuration(
         client_side=False,
         header_encoding=None,
-        validate_outbound_headers=False,  # encode_fields does it, for all protocols
+        validate_outbound_headers=False,  # encode_fields validates them, for all protocols
         normalize_outbound_headers=False,
     )
     protocol = H2Protocol(config)
@@ -102,7 +105,7 @@ def initiated_protocol(limits: FrontendLimits) -> H2Protocol:
     protocol.local_settings = Settings(client=False, initial_values=settings)
     protocol.initiate_connection()
     # h2 would end a connection that opens too many streams. The server refuses only the stream (RFC 9113, 5.1.2), so h2
-    # must accept it.
+    # must accept the stream.
     settings[SettingCodes.MAX_CONCURRENT_STREAMS] = 2**31 - 1
     protocol.local_settings = Settings(client=False, initial_values=settings)
     protocol.increment_flow_control_window(CONNECTION_WINDOW_BYTES - protocol.inbound_flow_control_window)
@@ -110,11 +113,11 @@ def initiated_protocol(limits: FrontendLimits) -> H2Protocol:
 
 
 def request_head(event: h2.events.RequestReceived, peer: str) -> RequestHead:
-    """Convert a request of h2, whose fields are valid. ":authority" becomes "host" if that is missing (RFC 9113,
-    8.3.1).
+    """Convert a request from h2, which has checked the fields. ":authority" becomes "host" if "host" is missing (RFC
+    9113, 8.3.1).
 
     Args:
-        event: from h2.
+        event: the event from h2.
         peer: the client's address.
     """
     pseudo: dict[bytes, str] = {}

@@ -1,7 +1,7 @@
 """The exchange of one HTTP/2 stream, with its buffers for the request body and the response.
 
-Response bytes wait here, not in h2, until the connection writes them. So their number is known and bounded, and the
-bytes of all streams of a connection leave in one write.
+Response bytes wait here, not in h2, until the connection writes them. So the number of waiting bytes is known and
+bounded, and the bytes of all streams of a connection are sent in one write.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ __all__ = ["H2Stream", "StreamOwner"]
 
 CREDIT_BYTES_MIN = 16384  # a window update is sent for a quarter of the window, not for each frame
 MERGED_BYTES_MAX = 4096  # small DATA frames are merged up to this size
-UNSCHEDULED_BYTES_MAX = 4096  # unsent bytes up to which `send` lets no other tasks run: about 100 us of small events
+UNSCHEDULED_BYTES_MAX = 4096  # with fewer unsent bytes, `send` lets no other tasks run: 100 us of small events
 
 
 class StreamOwner(Protocol):
-    """The interface of a connection for its streams. No method waits."""
+    """The methods that a stream calls on its connection. No method waits."""
 
     def send_head(self, stream: H2Stream, fields: list[tuple[bytes, bytes]], *, end_stream: bool) -> None: ...
 
@@ -36,21 +36,21 @@ class StreamOwner(Protocol):
         """Send 100 (Continue) to a client that waits for it before it sends the body.
 
         Args:
-            stream: of the request.
+            stream: the stream of the request.
         """
 
     def queue(self, stream: H2Stream) -> None:
         """Queue a stream that has bytes or its end to send.
 
         Args:
-            stream: it must not be queued already.
+            stream: the stream. It must not be queued already.
         """
 
     def credit(self, stream: H2Stream, byte_count: int) -> None:
         """Allow the client to send more bytes of the body.
 
         Args:
-            stream: of the request.
+            stream: the stream of the request.
             byte_count: bytes that the handler has read.
         """
 
@@ -58,7 +58,7 @@ class StreamOwner(Protocol):
         """Refuse the stream and cancel its scope if the server drains. Called when the handler waits for the body.
 
         Args:
-            stream: of the request.
+            stream: the stream of the request.
         """
 
     def body_too_slow(self) -> None:
@@ -68,8 +68,8 @@ class StreamOwner(Protocol):
         """Reset a stream and cancel its scope, because the client reads too slowly.
 
         Args:
-            stream: of the response.
-            reads_some: the client reads too little. False: it reads nothing.
+            stream: the stream of the response.
+            reads_some: True if the client reads too slowly, False if it reads nothing.
         """
 
     def unix_seconds(self) -> int:
@@ -77,23 +77,23 @@ class StreamOwner(Protocol):
 
 
 class H2Stream(Exchange):
-    """The exchange of one HTTP/2 stream. Its connection makes it and enters its scope.
+    """The exchange of one HTTP/2 stream. The connection creates the exchange and enters its scope.
 
     Args:
         owner: the connection.
-        stream_id: of HTTP/2.
-        head: of the request.
+        stream_id: id of the HTTP/2 stream.
+        head: the head of the request.
         share: holds the request body.
-        limits: of the server.
-        request_ended: the request has no body.
-        is_known: the caller has shown a key, or the server requires none.
-        is_late: the stream was opened after the drain was announced.
+        limits: limits of the server.
+        request_ended: True if the request has no body.
+        is_known: True if the caller has shown an API key, or the server requires none.
+        is_late: True if the stream was opened after `announce_drain`.
 
     Attributes:
-        request_ended: the whole request has arrived.
-        end_sent: the end of the response has been framed.
-        gone: the stream is closed in both directions. Bytes that the handler still sends are dropped.
-        queued: the stream is in the connection's outbox.
+        request_ended: True once the whole request has arrived.
+        end_sent: True once the frame that ends the response has been created.
+        gone: True once the stream is closed in both directions. Bytes that the handler still sends are dropped.
+        queued: True while the stream is in the connection's outbox.
         unsent_bytes: bytes of the response that wait for the connection.
     """
 
@@ -131,7 +131,7 @@ class H2Stream(Exchange):
         self._unsent: deque[bytes] = deque()
         self._arrived: deque[tuple[bytes, int]] = deque()  # unread pieces of the body, with their window bytes
         self._changed: trio.Event | None = None
-        self._pace: ResponsePace | None = None  # made when the handler first waits for the client
+        self._pace: ResponsePace | None = None  # created when the handler first waits for the client
 
     @property
     def started(self) -> bool:
@@ -178,7 +178,7 @@ class H2Stream(Exchange):
         self.response.check_open()
         await self._buffer(data)
         if self.unsent_bytes < UNSCHEDULED_BYTES_MAX:
-            # To let other tasks run after each small event would cost as much as the event.
+            # Letting other tasks run after each small event would cost as much as the event.
             await trio.lowlevel.checkpoint_if_cancelled()
         else:
             await trio.lowlevel.checkpoint()
@@ -197,7 +197,7 @@ class H2Stream(Exchange):
         """Remove and return bytes for one DATA frame, and wake the handler if it waits to send more.
 
         Args:
-            byte_count_max: bytes of the frame.
+            byte_count_max: maximum number of bytes in the frame.
         """
         unsent = self._unsent
         if self.unsent_bytes <= byte_count_max:
@@ -224,16 +224,15 @@ class H2Stream(Exchange):
         return taken
 
     def data_arrived(self, data: bytes, window_bytes: int) -> None:
-        """Hold bytes of the request body for the handler. The flow-control window of the stream bounds them.
+        """Keep bytes of the request body for the handler. The flow-control window of the stream bounds their number.
 
         Args:
-            data: the bytes.
-            window_bytes: bytes of the window that they used, with padding.
+            data: bytes of the body. window_bytes: bytes of the window that `data` and its padding used.
         """
         if self.gone or self.started:
             return
         if self._arrived and len(self._arrived[-1][0]) + len(data) <= MERGED_BYTES_MAX:
-            # With one entry for each byte, the memory would be a hundred times the window.
+            # If each entry had a single byte, the entries would need a hundred times the memory of the window.
             last, last_window_bytes = self._arrived.pop()
             data, window_bytes = last + data, last_window_bytes + window_bytes
         self._arrived.append((data, window_bytes))
@@ -258,7 +257,9 @@ class H2Stream(Exchange):
             self._changed = None
 
     async def drained(self) -> None:
-        """Wait until the end of the response has been framed. The deadline for slow clients applies, as in `send`."""
+        """Wait until the frame that ends the response has been created. The deadline for slow clients applies, as in
+        `send`.
+        """
         while not (self.end_sent or self.gone):
             await self._wait_for_client()
 
@@ -270,7 +271,7 @@ class H2Stream(Exchange):
         self._owner.send_head(self, fields, end_stream=end_stream or self.response.bodiless)
 
     async def _buffer(self, data: bytes) -> None:
-        """Append bytes of the response. Waits only if the buffer is full."""
+        """Append bytes of the response, and wait only if the buffer is full."""
         if self.response.bodiless:
             return
         if self.unsent_bytes + len(data) <= self._limits.stream_buffer_bytes_max:
@@ -296,7 +297,7 @@ class H2Stream(Exchange):
                 await self._wait_for_client()
 
     async def _wait_for_client(self) -> None:
-        """Wait until the connection takes bytes from the buffer. Resets the stream after the deadline."""
+        """Wait until the connection takes bytes from the buffer. Reset the stream after the deadline."""
         now = trio.current_time()
         if self._pace is None:
             self._pace = ResponsePace(self._limits, now=now)
@@ -304,7 +305,7 @@ class H2Stream(Exchange):
             await self._wait_for_change()
         if timeout.cancelled_caught:
             self._owner.reset_slow(self, reads_some=self._pace.saw_progress)
-            await trio.lowlevel.checkpoint()  # raises Cancelled
+            await trio.lowlevel.checkpoint()  # this raises Cancelled
 
     async def _wait_for_change(self) -> None:
         if self._changed is None:
