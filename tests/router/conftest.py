@@ -1,4 +1,4 @@
-"""A router core with a manual clock, and shortcuts for filling it."""
+"""A router core with a manual clock, and shortcuts for adding endpoints and requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trioserve.testing.memory_router import SEED
 
 
 class Router:
-    """A router core with its clock. Records changed tickets and requests to move, in order."""
+    """A router core with its clock. It records the calls of `on_change` and `on_move`, in order."""
 
     def __init__(self, *, policy: str = "least_loaded", seed: int = SEED, **settings: object) -> None:
         self.changed: list[Ticket] = []
@@ -64,7 +64,7 @@ class Router:
             self.core.leave(ticket, self.now)
 
     def after(self, seconds: float) -> None:
-        """Let time pass, and call `tick` whenever the core asked for it."""
+        """Advance the clock, and call `tick` at each time that `next_tick` returned."""
         end = self.now + seconds
         while (moment := self.core.next_tick(self.now)) <= end:
             self.now = max(self.now, moment)

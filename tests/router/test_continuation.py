@@ -109,7 +109,7 @@ def test_stream_ends_if_no_endpoint_serves_its_model(make_router):
     assert router.gone == ["a"]
 
 
-def test_stream_that_breaks_endpoints_in_a_row_ends(make_router):
+def test_stream_whose_endpoints_fail_in_a_row_ends(make_router):
     router = make_router(breaks_max=2)
     for id in "abc":
         router.endpoint(id)
@@ -247,7 +247,7 @@ def test_streams_resume_while_the_router_drains(make_router):
     assert (first.state, first.endpoint) == (TicketState.LEASED, "b")
 
 
-def test_stream_of_a_pair_resumes_at_one_endpoint(make_router):
+def test_stream_of_a_disaggregated_request_resumes_at_one_endpoint(make_router):
     router = make_router()
     both: EngineRole = "both"
     for id in "abc":
@@ -297,7 +297,7 @@ def test_fingerprint_of_a_removed_endpoint_is_ignored(make_router):
     router.core.note_fingerprint(EndpointId("gone"), "x")
 
 
-def test_streams_that_share_two_broken_endpoints_get_one_more_try(make_router):
+def test_streams_that_were_at_the_same_two_failed_endpoints_get_one_more_try(make_router):
     router = make_router(breaks_max=2, failures_max=1)
     a = router.endpoint("a")
     streams = [streaming(router) for _ in range(3)]
@@ -316,7 +316,7 @@ def test_streams_that_share_two_broken_endpoints_get_one_more_try(make_router):
         assert not break_off(router, stream, tokens=7)
 
 
-def test_passed_check_forgets_earlier_suspects(make_router):
+def test_passed_check_resets_the_number_of_suspected_requests(make_router):
     router = make_router(breaks_max=2, failures_max=1)
     router.endpoint("a")
     first, second = streaming(router), streaming(router)
@@ -329,11 +329,11 @@ def test_passed_check_forgets_earlier_suspects(make_router):
     assert not break_off(router, first, tokens=6)
 
 
-# --- on trial ---
+# --- requests on trial ---
 
 
 def report_well(router, id, clock):
-    """Let a check of the endpoint pass, and report its load after that."""
+    """Record a passed health check of the endpoint, and then a load report with this clock name."""
     router.core.note_health(EndpointId(id), True, router.now)
     report_load(router, id, clock)
 
@@ -344,7 +344,7 @@ def report_load(router, id, clock):
 
 
 def on_trial(make_router, *, clocks="abc", fault=Fault.BROKE, is_certain=False, **settings):
-    """Return a router, and a stream with which two endpoints broke. A third endpoint is left."""
+    """Return a router, and a stream that was served by two endpoints when they failed. A third endpoint is healthy."""
     router = make_router(breaks_max=2, failures_max=100, **settings)
     for id, clock in zip("abc", clocks, strict=True):
         router.endpoint(id)
@@ -381,7 +381,7 @@ def test_stream_ends_once_all_its_endpoints_have_another_clock(make_router):
     assert router.core.next_tick(router.now) == math.inf or router.core.stats().continuing == 0
 
 
-def test_no_trial_if_endpoints_report_that_they_broke(make_router):
+def test_no_trial_if_the_endpoints_report_their_failure_themselves(make_router):
     router = make_router(breaks_max=1)
     for id in "ab":
         router.endpoint(id)
@@ -391,7 +391,7 @@ def test_no_trial_if_endpoints_report_that_they_broke(make_router):
     assert isinstance(ticket.refusal, RequestPoisoned)
 
 
-def test_trial_continues_for_the_break_that_is_not_certain(make_router):
+def test_trial_continues_if_one_endpoint_did_not_report_its_failure_itself(make_router):
     router, ticket = on_trial(make_router, is_certain=True)
     report_well(router, "b", "b")
     assert ticket.state is TicketState.WAITING

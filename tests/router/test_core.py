@@ -27,7 +27,7 @@ def leases(router) -> dict[str, int]:
 # --- leases ---
 
 
-def test_a_request_gets_a_lease_at_once_while_there_is_room(make_router):
+def test_request_gets_a_lease_at_once_while_an_endpoint_has_a_free_slot(make_router):
     router = make_router()
     router.endpoint("a", leases_max=2)
     first, second, third = router.enter(), router.enter(), router.enter()
@@ -70,7 +70,7 @@ def test_request_that_left_the_queue_never_gets_a_lease(make_router):
     assert leaver.state is TicketState.ENDED
 
 
-def test_lease_ends_once_at_the_first_token_if_configured(make_router):
+def test_lease_ends_at_the_first_token_if_configured_and_only_once(make_router):
     """S26: the end of a lease is configurable, and waiting requests are counted separately."""
     router = make_router(lease_until="first_token")
     router.endpoint("a", leases_max=1)
@@ -86,7 +86,7 @@ def test_lease_ends_once_at_the_first_token_if_configured(make_router):
 # --- the queue ---
 
 
-def test_priority_goes_before_arrival(make_router):
+def test_request_of_better_priority_is_served_before_earlier_requests(make_router):
     router = make_router()
     router.endpoint("a", leases_max=1)
     holder = router.enter()
@@ -123,7 +123,7 @@ def test_turns_are_counted_in_prompt_tokens(make_router):
 
 
 def test_turns_are_counted_in_all_sequences_of_a_request(make_router):
-    """Choices use slots, so a tenant whose requests have several choices gets fewer turns."""
+    """Each choice uses a slot, so a tenant whose requests have several choices gets fewer turns."""
     router = make_router()
     router.endpoint("a", leases_max=4)
     holder = router.enter(tenant="x", sequences=4)
@@ -206,7 +206,7 @@ def test_retry_after_follows_the_rate_at_which_requests_end(make_router):
 
 
 def test_request_is_refused_when_its_queue_deadline_passes(make_router):
-    """S35: a request is neither refused at once nor kept for ever."""
+    """S35: a request is neither refused at once nor kept forever."""
     router = make_router(queue_seconds_max=10)
     router.endpoint("a", leases_max=1)
     router.enter()
@@ -377,12 +377,12 @@ def test_requests_sent_after_the_question_are_added_to_the_report(make_router):
     assert router.enter().state is TicketState.WAITING
 
 
-def test_request_that_ended_during_a_report_does_not_hide_one_sent_meanwhile(make_router):
+def test_request_sent_during_a_report_counts_even_if_another_request_ended(make_router):
     router = make_router(waiting_depth_max=0)
     a = router.endpoint("a")
     ends = router.sent()
     asked = router.core.sent_total
-    router.leave(ends)  # the endpoint makes its report now: idle
+    router.leave(ends)  # at this moment the endpoint creates its report, which says that it is idle
     router.sent()
     router.core.note_load(a, EndpointLoad(running=0, waiting=0, max_num_seqs=1), router.now, sent_when_asked=asked)
     assert router.enter().state is TicketState.WAITING
@@ -439,7 +439,7 @@ def test_failed_request_waits_for_another_endpoint_before_newcomers(make_router)
     first, second = router.sent(), router.sent()
     waiting = router.enter()
     assert router.core.failed(first, Fault.BROKE, router.now)
-    assert waiting.state is TicketState.LEASED  # it got the slot of the request that failed
+    assert waiting.state is TicketState.LEASED  # it got the slot of the failed request
     behind = router.enter()
     router.leave(second)
     assert first.endpoint == "b"
@@ -558,7 +558,7 @@ def test_requests_wait_for_an_endpoint_to_come_back_when_all_have_died(make_rout
     assert leases(router) == {"a": 10, "b": 10}
 
 
-def test_time_at_a_dead_endpoint_does_not_count_as_waiting(make_router):
+def test_time_at_an_endpoint_that_failed_does_not_count_as_waiting(make_router):
     router = make_router(queue_seconds_max=20, continuation_seconds_max=8)
     a = router.endpoint("a")
     whole, patient = router.sent(), router.sent(queue_deadline=router.now + 3)
@@ -627,7 +627,7 @@ def test_lost_requests_are_served_before_newcomers_but_do_not_starve_them(make_r
     ]
 
 
-def test_request_that_kills_its_endpoints_ends(make_router):
+def test_request_whose_endpoints_fail_in_a_row_ends(make_router):
     router = make_router(attempts_max=3)
     for id in "abcd":
         router.endpoint(id)
@@ -659,7 +659,7 @@ def test_requests_that_lost_endpoints_together_get_more_tries(make_router):
     assert isinstance(first.refusal, RequestPoisoned)
 
 
-def test_losing_hundreds_of_requests_asks_for_room_at_most_once_each(make_router, monkeypatch):
+def test_failure_of_an_endpoint_with_hundreds_of_requests_needs_few_searches(make_router, monkeypatch):
     router = make_router(queue_requests_max=1000)
     router.endpoint("a", leases_max=300)
     tickets = [router.sent() for _ in range(300)]
@@ -691,7 +691,7 @@ def test_draining_router_serves_requests_that_lost_their_endpoint(make_router):
     assert (ticket.state, ticket.endpoint) == (TicketState.LEASED, "b")
 
 
-def test_leaving_endpoints_use_up_no_attempts(make_router):
+def test_endpoints_that_shut_down_do_not_count_as_attempts(make_router):
     router = make_router(attempts_max=1, retry_share_max=0.0, retries_per_second_min=0.0)
     for id in "abc":
         router.endpoint(id)
@@ -787,7 +787,7 @@ def test_busy_endpoint_is_not_ejected(make_router):
     assert waiting.endpoint == "a"
 
 
-def test_a_probe_keeps_the_limit_of_the_endpoint(make_router):
+def test_probe_request_does_not_exceed_the_limit_of_the_endpoint(make_router):
     router = make_router(failures_max=1, ejection_seconds=1)
     a = router.endpoint("a", leases_max=2)
     failing, still_there = router.sent(), router.sent(sequences=2)
@@ -886,7 +886,7 @@ def test_expired_report_opens_the_endpoint_despite_rounding(make_router, began_a
 
 @pytest.mark.parametrize("seconds", [0.1, 0.3, 0.7, 1.1, 2.3])
 @pytest.mark.parametrize("began_at", [100.1, 1000.1, 54321.7, 1e7 + 0.1])
-def test_each_step_of_a_slow_start_comes_despite_rounding(make_router, began_at, seconds):
+def test_slow_start_reaches_each_next_limit_despite_rounding(make_router, began_at, seconds):
     router = make_router(slow_start_seconds=seconds)
     router.now = began_at
     router.endpoint("a", leases_max=1)
@@ -932,7 +932,7 @@ def test_reports_of_removed_endpoints_are_ignored(make_router):
 
 
 def test_queues_of_an_unloaded_adapter_are_deleted(make_router):
-    """Adapters are loaded and unloaded without end. Queues with a request stay until that request leaves."""
+    """Adapters are loaded and unloaded again and again. A queue with a request is kept until that request leaves."""
     router = make_router(leases_max=1)
     endpoint = router.endpoint("a")
     router.core.set_models(endpoint, ["m", "x"], router.now)
@@ -969,7 +969,7 @@ def test_burst_in_a_full_queue_takes_places_from_its_own_tenant(make_router):
     assert steady.state is TicketState.WAITING
     assert [ticket.state.value for ticket in burst] == ["waiting", "waiting", "waiting", "ended"]
     assert burst[3].refusal.reason == "queue_full"
-    router.enter(tenant="steady")  # two each: no tenant has more than the other
+    router.enter(tenant="steady")  # both tenants have two requests, so neither has more
     with pytest.raises(Overloaded, match="4 requests wait"):
         router.enter(tenant="steady")
     with pytest.raises(Overloaded, match="4 requests wait"):

@@ -1,6 +1,6 @@
 """Many endpoints and many routers.
 
-A request costs a bounded number of looks, and routers choose different endpoints.
+For each request, a router looks at a bounded number of endpoints. Independent routers choose different endpoints.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def test_tie_breaking_order_of_a_router_is_constant():
 def test_routers_do_not_all_choose_the_least_loaded_endpoint_of_a_report(policy, count):
     """All routers get reports in which one endpoint is idle.
 
-    Until its next report, no router sees what the others send there.
+    Until that endpoint's next report, no router knows about the requests that other routers send to it.
     """
     taken: Counter[EndpointId] = Counter()
     for seed in range(ROUTERS):
@@ -85,7 +85,7 @@ def test_two_choices_are_drawn_from_all_of_a_few_endpoints():
         ticket = router.enter(request(), NOW)
         taken[ticket.endpoint] += 1
         router.leave(ticket, NOW)
-    assert len(taken) == 5  # ties are broken by a fixed order, and its last endpoint is never the better of two
+    assert len(taken) == 5  # ties are broken by a fixed order, in which the last endpoint is never preferred
 
 
 def test_single_router_finds_the_least_loaded_endpoint():
@@ -117,15 +117,15 @@ def test_every_router_sends_a_session_or_prefix_to_the_same_endpoint(policy):
     assert len(endpoints) <= (1 if policy == "session" else 2)
 
 
-# --- room that all routers see in the same report ---
+# --- free slots that all routers see in the same report ---
 
 
 def router_beside(others: int, *, running: int, own: int = 0, seed: int = 0) -> RouterCore:
-    """Return one of several routers of an endpoint with 16 slots, in which 4 more sequences may wait.
+    """Return one of several routers of an endpoint that has 16 slots and lets 4 more sequences wait.
 
     Args:
         others: number of other routers.
-        running: sequences that run there.
+        running: sequences that run at the endpoint.
         own: sequences of `running` that belong to this router.
     """
     router = router_of(1, seed=seed, leases_max=64, waiting_depth_max=4)
@@ -142,26 +142,28 @@ def leases_of(router: RouterCore, count: int, now: float = NOW) -> int:
     return sum(router.enter(request(), now).state is TicketState.LEASED for _ in range(count))
 
 
-def test_routers_that_see_the_same_room_divide_it():
-    """There is room for three, and requests wait at each of 16 routers. Without dividing, there would be 48 leases."""
+def test_routers_that_see_the_same_free_slots_share_them():
+    """The endpoint has three free slots, and requests wait at each of 16 routers. Without sharing, the routers would
+    grant 48 leases.
+    """
     given = [leases_of(router_beside(15, running=17, seed=seed), 4) for seed in range(16)]
     assert 1 <= sum(given) <= 8
     assert max(given) <= 1
 
 
-def test_router_with_most_of_the_work_gets_most_of_the_room():
+def test_router_with_most_of_the_work_gets_most_of_the_free_slots():
     assert leases_of(router_beside(15, running=4, own=2, seed=1), 4) < 4
     assert leases_of(router_beside(1, running=4, own=4), 32) >= 12
 
 
-def test_single_router_uses_all_the_room():
+def test_single_router_uses_all_free_slots():
     router = router_of(1, leases_max=64, waiting_depth_max=4)
     load = EndpointLoad(running=16, waiting=1, max_num_seqs=16)
     router.note_load(EndpointId("e0"), load, NOW, sent_when_asked=0)
     assert leases_of(router, 4) == 3
 
 
-def test_unused_room_is_open_to_every_router_after_a_random_time():
+def test_free_slots_that_no_router_used_may_be_used_by_all_after_a_random_time():
     """The next report of an unchanged endpoint may be a second away."""
     routers = [router_beside(63, running=18, seed=seed) for seed in range(64)]
     waiting = [(router, router.enter(request(), NOW)) for router in routers]
@@ -183,7 +185,7 @@ def test_load_report_of_a_draining_endpoint_is_accepted():
     assert router.endpoints[EndpointId("e0")].in_flight == 1
 
 
-def test_router_reuses_the_room_of_its_own_ended_requests_at_once():
+def test_router_reuses_the_slots_of_its_own_ended_requests_at_once():
     router = router_of(1, leases_max=64, waiting_depth_max=0)
     router.set_lease_share(EndpointId("e0"), 4, NOW)
     tickets = [router.enter(request(), NOW) for _ in range(2)]
@@ -242,7 +244,7 @@ def test_session_whose_endpoints_are_full_goes_elsewhere():
 
 
 class Watching(Policy):
-    """A third-party policy that iterates over all candidates and chooses the last one with room."""
+    """A third-party policy that iterates over all candidates and chooses the last one with a free slot."""
 
     seen: list[list[Candidate]]
 

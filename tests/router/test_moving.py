@@ -1,4 +1,6 @@
-"""Streams that leave an endpoint on purpose: they get a lease elsewhere first, or leave without one at the deadline."""
+"""Streams that leave an endpoint on purpose: they first get a lease at another endpoint, or leave without a lease at
+the deadline.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ def test_stream_has_its_next_lease_before_it_leaves(make_router):
     assert router.core.next_tick(router.now) == math.inf
 
 
-def test_stream_keeps_running_without_room_elsewhere(make_router):
+def test_stream_keeps_running_if_no_other_endpoint_has_a_free_slot(make_router):
     router = make_router()
     a = router.endpoint("a", leases_max=1)
     ticket = streaming(router)
@@ -210,7 +212,7 @@ def test_endpoint_added_again_keeps_its_requests(make_router):
     assert router.core.next_tick(router.now) == math.inf
 
 
-def test_stopped_streams_are_served_before_running_ones(make_router):
+def test_streams_that_wait_to_resume_are_served_before_streams_that_wait_to_move(make_router):
     router = make_router()
     a = router.endpoint("a", leases_max=2)
     moving, broken = streaming(router), streaming(router)

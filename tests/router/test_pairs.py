@@ -1,5 +1,5 @@
-"""Requests whose prompt and response are computed at different endpoints: their queues, and requests that cannot be
-split.
+"""Requests whose prompt and response are computed at different endpoints: their queues, and what happens if they cannot
+be split.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def test_failed_transfer_counts_against_no_endpoint(pair):
 
 
 @pytest.mark.parametrize(("lost", "outcome"), [("p", PairOutcome.NO_ENDPOINT), ("d", PairOutcome.NO_ENDPOINT)])
-def test_waiting_requests_are_not_split_if_no_pair_is_left(pair, lost, outcome):
+def test_split_of_waiting_requests_is_undone_if_no_pair_of_endpoints_is_left(pair, lost, outcome):
     router = pair()
     holders = [split(router), router.enter()]
     waiting = [split(router), split(router)]
@@ -214,7 +214,7 @@ def test_draining_router_serves_requests_with_a_computed_prompt(pair):
 
 
 @pytest.mark.parametrize("fields", [{"pinned": "d"}, {"can_be_disaggregated": False}])
-def test_requests_that_must_not_be_split_are_not(pair, fields):
+def test_requests_that_must_not_be_disaggregated_are_not_split(pair, fields):
     router = pair()
     assert router.enter(**{"can_be_disaggregated": True, **fields}).stage is None
 
@@ -235,7 +235,7 @@ def test_reported_roles_count_for_later_requests(make_router):
 
 
 @pytest.mark.parametrize("moment", ["leased", "sent", "waiting", "leased again", "sent again", "answering"])
-def test_leaving_releases_everything_once(pair, moment):
+def test_leaving_releases_the_leases_and_held_blocks_exactly_once(pair, moment):
     """S10: at every moment there is at most one lease, and none after leaving."""
     router = pair()
     holder = router.enter() if moment == "waiting" else None

@@ -14,7 +14,7 @@ from trioserve.router.retry_budget import RetryBudget
 
 
 def candidates(**loads: float | None) -> list[Candidate]:
-    """Return candidates with these loads. None: the candidate has no room."""
+    """Return candidates with these loads. A candidate with load None has no free slot."""
     return [
         Candidate(id=EndpointId(id), load=1.0 if load is None else load, has_room=load is not None)
         for id, load in loads.items()
@@ -30,7 +30,7 @@ def make(name: str, seed: int = 0):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_policy_chooses_only_endpoints_with_room(name):
+def test_policy_chooses_only_endpoints_with_a_free_slot(name):
     policy = make(name)
     rng = random.Random(1)
     for _ in range(300):
@@ -71,7 +71,7 @@ def test_power_of_two_repeats_itself_from_a_seed():
     assert run() == run()
 
 
-def test_session_stays_at_its_endpoint_when_others_come_and_go():
+def test_session_keeps_its_endpoint_if_other_endpoints_are_added_or_removed():
     policy = make("session")
     everyone = candidates(a=0, b=0, c=0, d=0)
     homes = {f"s{index}": policy.choose(request(session=f"s{index}"), everyone) for index in range(400)}
@@ -131,7 +131,7 @@ def test_kv_aware_prefers_reported_blocks_to_sent_prefixes():
     assert policy.choose(asked, candidates(a=0.2, b=0.0)) == "a"
 
 
-def test_kv_aware_ignores_resident_blocks_behind_a_gap():
+def test_kv_aware_ignores_resident_blocks_after_a_missing_block():
     policy = make("kv_aware")
     policy.note_resident(A, 16, [b"1", b"3", b"4", b"5"])
     policy.note_resident(B, 16, [b"1", b"2"])
@@ -193,7 +193,7 @@ def test_kv_aware_forgets_unknown_residency():
     assert policy.choose(request(blocks={16: (b"1",)}), candidates(a=0.2, b=0.0)) == "b"
 
 
-def test_match_is_a_leading_run():
+def test_prefix_match_ends_at_the_first_missing_block():
     index = PrefixIndex()
     index.add(EndpointId("a"), [b"1", b"2", b"3"])
     index.add(EndpointId("b"), [b"2", b"3"])
@@ -210,10 +210,10 @@ def test_index_is_bounded_and_keeps_the_first_blocks_longest():
     assert index.match([b"1", b"2", b"3"]) == {"a": 2}
 
 
-def test_retries_are_a_share_of_the_requests_plus_a_minimum_rate():
+def test_retry_budget_allows_a_share_of_the_requests_plus_a_minimum_rate():
     budget = RetryBudget(0.1, 1.0)
     taken = sum(budget.take(0.0) for _ in range(100))
-    assert taken == 10  # the saved tries
+    assert taken == 10  # the retries that were saved
     for _ in range(20):
         budget.note_request()
     assert [budget.take(0.0) for _ in range(3)] == [True, True, False]

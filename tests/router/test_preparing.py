@@ -1,4 +1,4 @@
-"""A request that is read before it enters is counted meanwhile, and leaves no trace if it is given up."""
+"""A request is counted while it is read before it enters. If its client leaves, nothing remains of the request."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_request_that_no_endpoint_would_accept_is_not_read(make_router):
     assert router.core.stats().waiting == 0
 
 
-def test_other_models_are_not_counted(make_router):
+def test_requests_of_other_models_do_not_count_when_a_request_is_read(make_router):
     router = make_router(queue_requests_max=1)
     router.endpoint("a", leases_max=1)
     router.endpoint("b", leases_max=1, models="other")

@@ -17,7 +17,7 @@ def matched(index: ResidencyIndex, endpoint: EndpointId, text: str) -> int | Non
     return index.matched_tokens(endpoint, {1: names(text)})
 
 
-def test_match_is_a_leading_run_of_the_endpoints_own_blocks():
+def test_residency_match_ends_at_the_first_block_that_the_endpoint_lacks():
     index = ResidencyIndex()
     index.replace(A, 1, names("abc"))
     index.replace(B, 1, names("bc"))
@@ -49,7 +49,7 @@ def test_changes_update_a_snapshot_and_a_new_snapshot_replaces_them():
     assert index.block_count(A) == 1
 
 
-def test_blocks_of_an_endpoint_are_limited_and_never_invented():
+def test_index_bounds_the_blocks_of_an_endpoint_and_never_adds_unreported_blocks():
     index = ResidencyIndex(blocks_max=3)
     index.replace(A, 1, names("abcd"))
     index.replace(B, 1, names("xy"))

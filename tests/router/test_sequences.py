@@ -1,6 +1,6 @@
 """Requests of several sequences.
 
-They block no other request for slots that they do not use, and no request overtakes them.
+They do not block other requests from slots that they do not use, and no request overtakes them.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ def test_more_sequences_than_a_request_may_have_are_refused_with_what_is_allowed
 
 
 def test_requests_that_wait_again_are_served_in_order_in_every_stage(make_router):
-    """Requests with computed prompts keep arriving. A request that can use a single endpoint must not wait for all of
-    them.
+    """Requests with computed prompts keep arriving. A request that can use only one endpoint must not wait for all of
+    these requests.
     """
     router = make_router()
     router.endpoint("p", role="prefill", leases_max=4)

@@ -1,4 +1,4 @@
-"""When the router gives up a response whose connection is open, and when it does not."""
+"""When the router treats a response as lost although its connection is open, and when it does not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trioserve.router.silence import LOOK_SECONDS, AwaitedResponse, SilenceWatch
 
 
 class Endpoint:
-    """A watch with a manual clock."""
+    """A SilenceWatch with a manual clock."""
 
     def __init__(self, **settings: float) -> None:
         self.watch = SilenceWatch(SilenceSettings(**settings))
@@ -51,7 +51,7 @@ class Endpoint:
 
 
 @pytest.mark.parametrize("is_begun", [False, True])
-def test_response_without_heartbeats_is_lost_and_others_are_not(is_begun):
+def test_response_whose_promised_heartbeats_stop_is_lost(is_begun):
     endpoint = Endpoint()
     endpoint.watch.sends_beats = not is_begun
     silent = endpoint.read(beats=is_begun, has_body=is_begun)
@@ -79,7 +79,7 @@ def test_silence_does_not_count_while_no_reader_waits():
     assert endpoint.lost == []
 
 
-def test_suspended_router_gives_up_no_response():
+def test_router_that_was_suspended_treats_no_response_as_lost():
     endpoint = Endpoint()
     endpoint.read(beats=True, has_body=True)
     endpoint.look()
@@ -100,7 +100,7 @@ def test_silence_is_ignored_while_the_endpoint_reports_a_hung_step():
     assert endpoint.reasons == ["silent"]
 
 
-def test_request_that_is_not_read_is_lost_with_or_without_heartbeats():
+def test_response_is_lost_if_the_endpoint_does_not_read_its_request():
     endpoint = Endpoint()
     endpoint.read().is_sending = True
     endpoint.wait(21)
@@ -113,7 +113,7 @@ def test_all_responses_of_a_process_are_lost_when_another_one_answers():
     old = [endpoint.read(beats=True, has_body=True, instance="a") for _ in range(20)]
     unknown = endpoint.read()
     endpoint.now += 1
-    endpoint.report(instance="a")  # requests sent before this report are at that process
+    endpoint.report(instance="a")  # requests that were sent before this report are at process a
     endpoint.now += 1
     endpoint.report(instance="b")
     new = endpoint.read(beats=True, instance="b")
@@ -212,7 +212,7 @@ def test_stream_without_heartbeats_is_lost_after_stalled_seconds_max(seconds_max
     assert endpoint.reasons == reasons
 
 
-def test_suspended_router_gives_up_no_response_at_the_smallest_limit():
+def test_router_that_was_suspended_treats_no_response_as_lost_at_the_smallest_limit():
     endpoint = Endpoint(beat_seconds=0.25, silent_seconds_max=1.5)
     endpoint.read(beats=True, has_body=True)
     endpoint.look()  # a byte arrived just before

@@ -250,8 +250,7 @@ class EndpointState:
         return max(0, there + more - slots)
 
     def _sequences_inside(self, now: float) -> int | None:
-        """Return the number of sequences that run or wait inside the endpoint, from all routers, or None if not known.
-        """
+        """Return how many sequences of all routers run or wait inside the endpoint, or None if not known."""
         load = self.load
         if load is None or now >= self._load_at + self._settings.load_seconds_max:
             return None

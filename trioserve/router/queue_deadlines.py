@@ -12,8 +12,7 @@ SPARE_DEADLINES_MAX = 64
 
 
 class QueueDeadlines:
-    """The queue deadlines of waiting tickets. Entries of tickets that no longer wait are dropped later, many at once.
-    """
+    """The queue deadlines of waiting tickets. Entries of tickets that no longer wait are dropped later, in bulk."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[float, int, Ticket]] = []

@@ -31,7 +31,10 @@ def lease_share(own: str, peers: Iterable[str], endpoint: EndpointId, leases_max
         leases_max: limit of all routers together, at least 1.
 
     Returns:
-        At least 1. Raises: ValueError: `leases_max` is below 1.
+        The number of leases, at least 1.
+
+    Raises:
+        ValueError: `leases_max` is below 1.
     """
     if leases_max < 1:
         raise ValueError(f"leases_max is {leases_max}, it must be at least 1")

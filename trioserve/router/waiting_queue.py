@@ -52,7 +52,9 @@ class FairQueue:
         self.prompt_tokens += request.prompt_tokens
 
     def remove(self, ticket: Ticket) -> None:
-        """Remove a ticket that leaves without being served. Args:
+        """Remove a ticket that leaves without being served.
+
+        Args:
             ticket: a ticket of this queue.
         """
         self._classes[ticket.request.priority].remove(ticket)
