@@ -1,6 +1,6 @@
 """HTTP/2 and HTTP/1.1 clients for a server in the same program, over streams in memory.
 
-They use hyperframe, hpack and h11 directly, not a complete client, so that tests can send invalid frames too.
+The clients use hyperframe, hpack and h11 directly, so that tests can also send invalid frames.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class H2Response:
 class H2Client:
     """A client that sends any frame, and collects received frames into one H2Response per stream.
 
-    It sends window updates only when a test calls `credit`.
+    The client sends window updates only when a test calls `credit`.
     """
 
     def __init__(self, stream: trio.abc.Stream) -> None:
@@ -100,7 +100,7 @@ class H2Client:
         await self.send(frames.WindowUpdateFrame(stream_id, window_increment=byte_count))
 
     async def receive(self) -> None:
-        """Read once. Sets at_eof at the end of the connection."""
+        """Read once. Set at_eof at the end of the connection."""
         try:
             received = await self.stream.receive_some(65536)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
@@ -125,7 +125,7 @@ class H2Client:
         if isinstance(frame, frames.GoAwayFrame):
             self.goaways.append(frame)
             return
-        # Responses to streams that a test opened itself are dropped. Their headers must still update the HPACK table.
+        # Responses on streams that a test opened itself are dropped. But their headers must update the HPACK table.
         response = self.responses.get(frame.stream_id) or H2Response()
         if isinstance(frame, frames.HeadersFrame):
             fields = dict(self._decoder.decode(frame.data))
@@ -143,7 +143,7 @@ class H2Client:
             response.ended = True
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Read until the condition holds. Fails at the end of the connection."""
+        """Read until the condition is true. Fail at the end of the connection."""
         while not condition():
             assert not self.at_eof, f"the server closed; {self.responses} {self.goaways}"
             await self.receive()
@@ -159,7 +159,7 @@ class H2Client:
 
 
 class H11Client:
-    """A client that uses h11. `raw` sends any bytes."""
+    """A client that uses h11. Its method `raw` sends any bytes."""
 
     def __init__(self, stream: trio.abc.Stream) -> None:
         self.stream = stream
@@ -191,7 +191,7 @@ class H11Client:
             self.protocol.receive_data(received)
 
     async def response(self, *, next_cycle: bool = True) -> tuple[int, dict[str, str], bytes]:
-        """Return status, headers and body. Raises h11.RemoteProtocolError if the response breaks off."""
+        """Return status, headers and body. Raise h11.RemoteProtocolError if the response breaks off."""
         head = await self.event()
         while isinstance(head, h11.InformationalResponse):
             head = await self.event()
@@ -205,7 +205,7 @@ class H11Client:
 
 
 class Front:
-    """A server, and the nursery of its connections. Each connection is one task in it."""
+    """A server, and the nursery of its connections. Each connection is one task in this nursery."""
 
     def __init__(self, handler: Handler, limits: FrontendLimits, nursery: trio.Nursery) -> None:
         self.server = FrontendServer(handler, limits=limits)
@@ -252,7 +252,7 @@ async def front(autojump_clock) -> AsyncIterator[Callable[..., Front]]:
     async with trio.open_nursery() as nursery:
 
         def make(handler: Callable[[Exchange], Awaitable[None]], **limits) -> Front:
-            # The clients answer no PING unless the test does.
+            # The test clients do not answer PINGs by themselves, so the server sends none by default.
             limits = {"ping_seconds": 86_400.0, **limits}
             fronts.append(Front(handler, FrontendLimits(**limits), nursery))
             return fronts[-1]

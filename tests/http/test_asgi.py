@@ -22,7 +22,7 @@ from trioserve.http.listener import addresses, open_listeners
 
 
 class Host:
-    """An ASGI host with one request. Tests put messages for the app, and read the messages that the app sent."""
+    """A fake ASGI host with one request. Tests add messages for the app, and read the messages that the app sent."""
 
     def __init__(self, app: AsgiApp, **scope) -> None:
         self.app = app
@@ -200,7 +200,7 @@ async def test_body_beyond_the_limit_is_a_413(autojump_clock):
     assert host.status == 413
 
 
-async def test_exception_before_the_response_is_a_500(autojump_clock, caplog):
+async def test_exception_of_the_handler_before_the_response_is_a_500(autojump_clock, caplog):
     async def handler(exchange):
         raise ZeroDivisionError("a fault")
 
@@ -210,7 +210,7 @@ async def test_exception_before_the_response_is_a_500(autojump_clock, caplog):
     assert "handler failed" in caplog.text
 
 
-async def test_exception_mid_stream_makes_the_host_break_off(autojump_clock, caplog):
+async def test_exception_during_a_streamed_response_makes_the_host_break_it_off(autojump_clock, caplog):
     async def handler(exchange):
         await exchange.start(200, [])
         raise ZeroDivisionError("a fault")
@@ -345,7 +345,7 @@ async def test_hypercorn_ends_a_connection_with_too_many_control_frames(h2_clien
         await other.stream.aclose()
 
 
-async def test_idle_and_silent_connections_make_room_under_hypercorn():
+async def test_idle_and_silent_connections_end_for_new_connections_under_hypercorn():
     async with under_hypercorn(echo, connections_max=3) as address:
         strangers = [await trio.open_tcp_stream(*address) for _ in range(10)]
         for stream in strangers[::2]:

@@ -1,6 +1,6 @@
 """Fuzzing of connections: some bytes of valid conversations are changed, removed, doubled or split.
 
-Each connection must end, leave nothing behind, and cause no fault of the server.
+Each connection must end, release all resources, and cause no fault of the server.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _double(data: bytearray, where: float, count: int) -> None:
 
 
 async def handler(exchange) -> None:
-    """Stream the request body back, or answer some requests without reading the body."""
+    """Stream the request body back. Answer some requests without reading the body."""
     if exchange.path == "/early":
         await exchange.respond(200, [], b"enough")
         return
@@ -120,8 +120,8 @@ def test_changed_conversations_end_without_a_fault(conversation, changes, cuts, 
                     await trio.sleep(0.001)
                 if hangs_up:
                     await ours.aclose()
-                # Otherwise the client stays, sends nothing, and reads all: the server's timeouts must end the
-                # connection.
+                # Otherwise the client keeps the connection open, sends nothing, and reads everything. The server's
+                # timeouts must end the connection.
                 while await ours.receive_some():
                     pass
             except (trio.BrokenResourceError, trio.ClosedResourceError):

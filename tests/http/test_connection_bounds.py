@@ -46,7 +46,7 @@ async def ask(stream) -> None:
 
 
 @pytest.mark.parametrize("first_asks", [True, False])
-async def test_connection_that_is_idle_longest_makes_room_for_a_new_one(first_asks):
+async def test_connection_that_is_idle_longest_ends_for_a_new_connection(first_asks):
     limits = {
         "connections_max": 2,
         "crowded_idle_seconds_min": 1e-6,
@@ -70,7 +70,7 @@ async def test_connection_that_is_idle_longest_makes_room_for_a_new_one(first_as
 
 
 @pytest.mark.slow
-async def test_connection_with_a_request_keeps_its_place_until_it_is_idle():
+async def test_connection_with_a_request_is_not_ended_until_it_is_idle():
     go_on = trio.Event()
 
     async def handler(exchange):
@@ -103,7 +103,7 @@ HALF_HEADS = [
 
 
 @pytest.mark.parametrize("sent", HALF_HEADS, ids=["HTTP/1.1", "HTTP/2", "HTTP/2 without a request"])
-async def test_connection_with_half_a_head_makes_room(sent):
+async def test_connection_with_an_incomplete_head_ends_for_a_new_connection(sent):
     limits = {
         "connections_max": 1,
         "crowded_head_seconds_min": 1e-6,
@@ -125,7 +125,7 @@ async def test_connection_with_half_a_head_makes_room(sent):
             await stream.aclose()
 
 
-async def test_connection_ends_if_its_place_is_claimed_when_the_first_bytes_arrive(autojump_clock):
+async def test_connection_chosen_to_end_ends_although_its_first_bytes_arrive(autojump_clock):
     server = FrontendServer(respond_ok)
     ours, theirs = memory_stream_pair()
     place = Place(None)
@@ -159,7 +159,7 @@ def knows(headers) -> bool:
 
 
 @pytest.mark.parametrize("is_http2", [False, True])
-async def test_connection_that_showed_a_key_keeps_its_place_while_strangers_come(is_http2, h2_client):
+async def test_connection_that_showed_a_key_is_not_ended_for_connections_without_a_key(is_http2, h2_client):
     limits = {"connections_max": 4, "crowded_idle_seconds_min": 1e-6, "crowded_head_seconds_min": 1e-6}
     async with listening(respond_ok, knows_caller=knows, **limits) as (server, address):
         known = await trio.open_tcp_stream(*address)
@@ -187,7 +187,7 @@ async def test_connection_that_showed_a_key_keeps_its_place_while_strangers_come
 
 
 @pytest.mark.parametrize("is_http2", [False, True])
-async def test_long_request_without_a_key_makes_room_if_keys_are_required(is_http2, h2_client):
+async def test_connection_with_a_long_request_without_a_key_ends_if_keys_are_required(is_http2, h2_client):
     async def handler(exchange):
         if exchange.path == "/wait":
             await exchange.start(200, [])
@@ -212,11 +212,11 @@ async def test_long_request_without_a_key_makes_room_if_keys_are_required(is_htt
             await stream.aclose()
 
 
-async def test_address_may_not_hold_all_places():
+async def test_one_address_cannot_use_all_connections():
     async with listening(respond_ok, connections_max=4, connections_per_address_max=2) as (_, address):
         first, second, third = [await connect_from("127.0.0.1", address) for _ in range(3)]
         await ask(second)
-        await ask(third)  # the server has closed the oldest connection of this address for it
+        await ask(third)  # the server has closed the oldest connection of this address for this new connection
         with suppress(trio.BrokenResourceError):
             assert await first.receive_some() == b""
         other = await connect_from("127.0.0.2", address)
@@ -245,7 +245,7 @@ async def test_address_with_requests_on_all_its_connections_is_refused_and_count
             await stream.aclose()
 
 
-async def test_address_may_not_hold_all_places_with_requests_if_no_keys_are_required():
+async def test_one_address_cannot_use_all_connections_with_requests_if_no_keys_are_required():
     limits = {"connections_max": 4, "connections_per_address_max": 2}
     async with (
         open_memory_server() as served,
@@ -285,22 +285,22 @@ async def test_unix_socket_has_no_bound_by_address(tmp_path):
         server.drain()
 
 
-async def test_idle_http_2_connection_makes_room_with_a_goaway(h2_client):
+async def test_idle_http_2_connection_ends_with_a_goaway_for_a_new_connection(h2_client):
     limits = {"connections_max": 1, "crowded_idle_seconds_min": 1e-6, "close_seconds_max": 1000}
     async with listening(respond_ok, **limits) as (_, address):
         client = h2_client(await trio.open_tcp_stream(*address))
         await client.open()
         await client.response(await client.request())
         other = await trio.open_tcp_stream(*address)
-        await ask(other)  # although the first client has not closed its side
+        await ask(other)  # this works although the first client has not closed its side
         await client.until_eof()
         assert [goaway.error_code for goaway in client.goaways] == [ErrorCodes.NO_ERROR]
         await client.stream.aclose()
         await other.aclose()
 
 
-async def test_place_is_freed_in_whichever_way_a_client_leaves():
-    """Scenario S48: the server has one place, and clients leave in each phase."""
+async def test_connection_is_no_longer_counted_however_its_client_leaves():
+    """Scenario S48: the server accepts one connection at a time, and clients leave in each phase of a request."""
 
     async def handler(exchange):
         await exchange.body()
@@ -348,7 +348,7 @@ async def test_requests_of_all_connections_together_are_bounded(autojump_clock, 
 
 
 async def test_a_share_of_the_exchanges_is_reserved_for_callers_with_a_key(autojump_clock, front, watched):
-    """Callers without a key get half of the exchanges. Callers with a key get all that are free."""
+    """Callers without an API key get half of the exchanges. Callers with a key get all free exchanges."""
     handler = watched()
     the_front = front(handler, exchanges_max=4)
     the_front.server = FrontendServer(
@@ -380,7 +380,7 @@ async def test_a_share_of_the_exchanges_is_reserved_for_callers_with_a_key(autoj
     }
     await http2.reset(unknown[0])
     await the_front.settle()
-    await http2.request()  # gets the slot of the request that ended
+    await http2.request()  # this request gets the slot of the request that ended
     await the_front.settle()
     assert (handler.running, the_front.server.counters().exchanges_unknown_open) == (4, 2)
     for stream in (http1.stream, http2.stream):
@@ -464,7 +464,7 @@ async def test_tcp_notices_a_machine_that_vanished(monkeypatch, vanished, stall,
 
 
 class BadListener:
-    """A listener whose accept() fails with each of the errors, then returns a stream, then waits."""
+    """A listener whose accept() first fails with each of the errors, then returns a stream, then waits."""
 
     def __init__(self, *errors: int, stream: trio.abc.Stream) -> None:
         self.socket = socket.socket()

@@ -1,4 +1,4 @@
-"""Compressed request bodies: they are decompressed, and the limits apply to the decompressed size."""
+"""Compressed request bodies are decompressed, and the limits apply to the decompressed size."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def raw_deflate(data: bytes) -> bytes:
 
 
 async def decompressed(raw: bytes, coding: str, **limits: int) -> tuple[bytes, BodyBudget]:
-    """Return the decoded body, and the budget, from which the body has been released."""
+    """Return the decoded body, and the budget after the body was released."""
     budget = BodyBudget(FrontendLimits(**limits))
     share = BodyShare(budget)
     share.add(raw)
@@ -77,7 +77,7 @@ async def test_invalid_compressed_body_is_refused(coding: str, raw: bytes, error
 
 @pytest.mark.parametrize("limit, error", [("body_bytes_max", BodyTooLarge), ("bodies_bytes_max", Overloaded)])
 async def test_decompressed_size_is_limited(limit: str, error: type[Exception]) -> None:
-    """64 MiB in 64 KiB: decompression stops at the piece that exceeds the limit."""
+    """64 KiB that would decompress to 64 MiB: decompression stops at the piece that exceeds the limit."""
     bomb = gzip.compress(b"\0" * 2**26, 9, mtime=0)
     assert len(bomb) < 70_000
     with pytest.raises(error, match=r"at most 1048576 are allowed"):

@@ -199,7 +199,7 @@ async def test_http_1_0_gets_a_body_that_ends_with_the_connection(autojump_clock
     assert b"chunked" not in received
 
 
-async def test_offer_to_upgrade_is_ignored(autojump_clock, front):
+async def test_upgrade_header_of_a_request_is_ignored(autojump_clock, front):
     client = front(echo).h11()
     for _ in range(2):
         await client.raw(
@@ -320,7 +320,7 @@ async def test_too_large_content_length_is_refused_before_the_body_arrives(autoj
 
 
 def test_chunk_sizes_agree_with_h11():
-    """Complete bodies, bodies in pieces, and bodies with a pipelined request. Broken framing ends the counting."""
+    """The bodies arrive complete, in pieces, or together with the next request. Broken framing ends the counting."""
     rng = random.Random(5)
     sizes = [1, 10, 255, 4096, 17]
     body = b"".join(b"%X%b\r\n" % (size, rng.choice((b"", b";a=b"))) + b"\n" * size + b"\r\n" for size in sizes)
@@ -359,7 +359,7 @@ async def test_body_that_stops_arriving_is_a_408(autojump_clock, front):
     "request_bytes, status",
     [
         (b"NOT HTTP AT ALL\r\n\r\n", 400),
-        (b"GET / HTTP/1.1\r\n\r\n", 400),  # no host
+        (b"GET / HTTP/1.1\r\n\r\n", 400),  # the host field is missing
         (b"GET / HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n", 400),
         (b"GET / HTTP/2.0\r\nhost: a\r\n\r\n", 505),
         (b"GET / HTTP/1.1\r\nhost: a\r\n folded: no\x00\r\n\r\n", 400),
@@ -548,19 +548,19 @@ async def test_chunks_have_the_same_bytes_as_those_of_h11(autojump_clock, front)
     assert received.partition(b"\r\n\r\n")[2] == b"".join(b"%x\r\n%b\r\n" % (len(p), p) for p in pieces) + b"0\r\n\r\n"
 
 
-async def test_the_last_bytes_and_the_end_leave_in_one_write(autojump_clock, front, h11_client):
+async def test_last_bytes_and_end_of_a_response_are_sent_in_one_write(autojump_clock, front, h11_client):
     async def handler(exchange):
         await exchange.start(200, [])
         await exchange.finish(b"last")
 
-    client = h11_client(front(handler).connect(lockstep_stream_pair))  # each read returns one write
+    client = h11_client(front(handler).connect(lockstep_stream_pair))  # each read returns a whole write
     await client.request()
     assert bytes(await client.stream.receive_some()).endswith(b"\r\n\r\n")
     assert bytes(await client.stream.receive_some()) == b"4\r\nlast\r\n0\r\n\r\n"
     await client.stream.aclose()
 
 
-async def test_head_request_gets_no_last_bytes_either(autojump_clock, front):
+async def test_head_request_does_not_get_the_last_bytes_of_finish(autojump_clock, front):
     async def handler(exchange):
         await exchange.start(200, [])
         await exchange.finish(b"last")

@@ -23,7 +23,7 @@ def protocol() -> H1Protocol:
 
 
 def read_request(http: H1Protocol, sent: bytes, piece_bytes: int) -> tuple[RequestHead, bytes]:
-    """Feed the bytes in pieces while the protocol needs more, then feed the rest. Returns head and body."""
+    """Feed the bytes in pieces while the protocol needs more, then feed the rest. Return head and body."""
     pieces = [sent[start : start + piece_bytes] for start in range(0, len(sent), piece_bytes)]
     while (head := http.next_request()) is None:
         http.receive(pieces.pop(0))
@@ -55,7 +55,7 @@ def test_request_is_read_from_pieces_of_any_size(sent, piece_bytes):
 @pytest.mark.parametrize("is_ordinary", [True, False], ids=["by hand", "by h11"])
 @pytest.mark.parametrize("is_streamed", [True, False], ids=["streamed", "whole"])
 def test_consecutive_requests_may_use_different_parsers(first, second, is_ordinary, is_streamed):
-    """Both requests arrive in one piece."""
+    """Both requests arrive in one read."""
     http = protocol()
     http.receive(first + second + PLAIN)
     for sent in (first, second):
@@ -178,7 +178,7 @@ def test_unread_body_of_tiny_chunks_is_skipped_up_to_a_bound(is_much):
     http.drop_body()
     assert http.request_ended is not is_much
     if is_much:
-        assert http.held_bytes == 0  # so that the connection keeps reading and notices a close
+        assert http.held_bytes == 0  # then the connection keeps reading and notices a close
         http.receive(b"1\r\nx\r\n")
         http.drop_body()
         assert http.held_bytes == 0
@@ -221,7 +221,7 @@ def test_too_many_fields_are_refused_before_the_head_is_complete():
         http.next_request()
 
 
-def test_too_many_fields_behind_another_request_are_refused():
+def test_head_of_too_many_fields_is_refused_after_another_request():
     http = large_protocol()
     http.receive(OLD.replace(b"HTTP/1.0", b"HTTP/1.1").replace(b"host", b"expect: 100-continue\r\nhost"))
     head = http.next_request()
@@ -235,14 +235,14 @@ def test_too_many_fields_behind_another_request_are_refused():
         http.next_request()
 
 
-def test_lines_of_a_body_do_not_count_as_fields():
+def test_lines_of_a_body_do_not_count_as_header_fields():
     http = large_protocol()
     body = b"a: b\r\n" * 300
     sent = b"POST / HTTP/1.0\r\ncontent-length: %d\r\n\r\n" % len(body) + body
     assert read_request(http, sent, 100_000)[1] == body
 
 
-def test_trailers_are_bounded():
+def test_number_of_trailers_is_limited():
     head = b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n1\r\na\r\n0\r\n"
     next_one = b"GET / HTTP/1.1\r\nhost: a\r\n" + MANY + b"\r\n"
     for piece_bytes in (1, 7, 100_000):

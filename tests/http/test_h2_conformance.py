@@ -1,6 +1,7 @@
-"""Conformance with RFC 9113, section by section: which frames are errors of the stream or of the connection.
+"""Conformance with RFC 9113, section by section: which frames are a stream error, and which are a connection error.
 
-The RFC allows treating a stream error as a connection error (5.4.1). The tests expect the choice of the h2 library.
+The RFC allows treating a stream error as a connection error (5.4.1). The tests expect the kind of error that the h2
+library chooses.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ async def handle(exchange):
     await exchange.respond(200, [], b"got " + await exchange.body())
 
 
-OPEN = head(flags=END_HEADERS)  # stream 1, whose body follows
-WAITING = head(*REQUEST[:3], (":path", "/wait"))  # stream 1, which the client has ended and the server has not answered
+OPEN = head(flags=END_HEADERS)  # opens stream 1, whose body follows
+WAITING = head(*REQUEST[:3], (":path", "/wait"))  # a request on stream 1, which the server does not answer
 
 CONNECTION_ERRORS = {
     "3.4 first frame is not SETTINGS": (None, raw(PING, b"12345678"), Code.PROTOCOL_ERROR),
@@ -144,7 +145,7 @@ CONNECTION_ERRORS = {
 
 
 @pytest.mark.parametrize("before, sent, code", CONNECTION_ERRORS.values(), ids=CONNECTION_ERRORS.keys())
-async def test_error_of_the_connection(autojump_clock, front, h2_client, before, sent, code):
+async def test_invalid_frames_are_a_connection_error(autojump_clock, front, h2_client, before, sent, code):
     the_front = front(handle)
     client = h2_client(the_front.connect())
     if before is None:
@@ -179,7 +180,7 @@ STREAM_ERRORS = {
 
 
 @pytest.mark.parametrize("before, sent, code", STREAM_ERRORS.values(), ids=STREAM_ERRORS.keys())
-async def test_error_of_the_stream(autojump_clock, front, h2_client, before, sent, code):
+async def test_invalid_frames_are_a_stream_error(autojump_clock, front, h2_client, before, sent, code):
     the_front = front(handle)
     client = h2_client(the_front.connect())
     await client.open()
@@ -213,7 +214,7 @@ HARMLESS = {
 
 
 @pytest.mark.parametrize("sent", HARMLESS.values(), ids=HARMLESS.keys())
-async def test_no_error(autojump_clock, front, h2_client, sent):
+async def test_unusual_but_valid_frames_are_no_error(autojump_clock, front, h2_client, sent):
     the_front = front(handle)
     client = h2_client(the_front.connect())
     await client.open()
@@ -246,7 +247,7 @@ async def test_negative_window_must_open_before_data_is_sent(autojump_clock, fro
     client = await the_front.h2(INITIAL_WINDOW_SIZE=100)
     stream_id = await client.request()
     await client.until(lambda: len(client.responses[stream_id].body) == 100)
-    await client.stream.send_all(setting(4, 20))  # 80 below zero
+    await client.stream.send_all(setting(4, 20))  # the window is now 80 bytes below zero
     await client.credit(stream_id, 80)
     await the_front.settle()
     await client.credit(stream_id, 5)

@@ -1,4 +1,4 @@
-"""The HPACK encoder without a dynamic table: any decoder can read its output, with any offered table size."""
+"""The HPACK encoder without a dynamic table: any decoder can read the output, with any offered table size."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ async def check_alive(the_front, client):
 
 
 async def check_ended(the_front, client, code):
-    """Check that the connection ends with the error code, and that the server still serves another one."""
+    """Check that the connection ends with the error code, and that the server still serves another connection."""
     await client.until_eof()
     assert [goaway.error_code for goaway in client.goaways] == [code]
     await client.stream.aclose()
@@ -33,11 +33,11 @@ async def check_ended(the_front, client, code):
     assert (await other.response(await other.request())).body == b"ok"
 
 
-# --- allowed, and harmless ---
+# --- allowed and harmless frames ---
 
 
 async def test_data_after_an_early_response_is_ignored_but_credited(autojump_clock, front):
-    """Scenario S51: one such frame ended another server."""
+    """Scenario S51: in another server, one such frame ended the server."""
     the_front = front(respond_ok)
     client = await the_front.h2()
     stream_id = await client.request(body=b"abc", end=False)
@@ -53,7 +53,7 @@ async def test_data_after_an_early_response_is_ignored_but_credited(autojump_clo
 
 
 async def test_priority_frames_are_ignored(autojump_clock, front):
-    """Scenario S51: 1,001 of them ended another server."""
+    """Scenario S51: in another server, 1,001 PRIORITY frames ended the server."""
     the_front = front(respond_ok)
     client = await the_front.h2()
     await client.send(*(frames.PriorityFrame(2 * n + 1001, depends_on=0, stream_weight=n % 256) for n in range(1001)))
@@ -104,7 +104,7 @@ async def test_data_after_the_end_of_the_request_resets_only_its_stream(autojump
     assert handler.running == 1
 
 
-async def test_late_reset_and_window_update_of_an_ended_stream_are_ignored(autojump_clock, front):
+async def test_late_reset_and_late_window_update_for_an_ended_stream_are_ignored(autojump_clock, front):
     the_front = front(respond_ok)
     client = await the_front.h2()
     stream_id = await client.request()
@@ -114,7 +114,7 @@ async def test_late_reset_and_window_update_of_an_ended_stream_are_ignored(autoj
     await check_alive(the_front, client)
 
 
-# --- too much ---
+# --- too many frames ---
 
 
 async def test_streams_beyond_the_limit_are_refused_and_the_others_continue(autojump_clock, front, watched):
@@ -140,7 +140,7 @@ async def test_reset_flood_ends_the_connection(autojump_clock, front):
     await check_ended(the_front, client, ErrorCodes.ENHANCE_YOUR_CALM)
 
 
-async def test_resets_below_the_sustained_rate_are_fine(autojump_clock, front):
+async def test_resets_below_the_sustained_rate_do_not_end_the_connection(autojump_clock, front):
     the_front = front(respond_ok, resets_per_second_max=10, resets_burst_max=5)
     client = await the_front.h2()
     for _ in range(50):
@@ -237,7 +237,7 @@ async def test_provoked_resets_count_as_resets_of_the_client(autojump_clock, fro
 
 
 async def test_dynamic_table_of_the_client_stays_empty(autojump_clock, front):
-    """Otherwise each response would search the table and add to it, up to gigabytes."""
+    """Otherwise each response would search the table and add entries, up to gigabytes."""
     number = 0
 
     async def handler(exchange):
@@ -254,7 +254,7 @@ async def test_dynamic_table_of_the_client_stays_empty(autojump_clock, front):
     assert not client._decoder.header_table.dynamic_entries
 
 
-async def test_window_updates_for_sent_data_are_no_flood(autojump_clock, front):
+async def test_window_updates_for_sent_data_do_not_count_as_a_flood(autojump_clock, front):
     async def handler(exchange):
         await exchange.start(200, [])
         for _ in range(500):
@@ -340,10 +340,10 @@ async def test_bad_request_headers_end_the_connection(autojump_clock, front, fie
     [
         b"\x00\x00\x01\x06\x00\x00\x00\x00\x00a",  # PING of one byte
         b"\x00\x00\x08\x06\x00\x00\x00\x00\x01abcdefgh",  # PING on a stream
-        b"\x00\x00\x04\x08\x00\x00\x00\x00\x00\x00\x00\x00\x00",  # WINDOW_UPDATE by nothing
+        b"\x00\x00\x04\x08\x00\x00\x00\x00\x00\x00\x00\x00\x00",  # WINDOW_UPDATE with an increment of 0
         b"\x00\x00\x05\x00\x01\x00\x00\x00\x07hello",  # DATA on a stream that was never opened
-        b"\x00\x00\x05\x00\x01\x00\x00\x00\x00hello",  # DATA on no stream
-        b"\x00\x00\x01\x09\x04\x00\x00\x00\x01\x82",  # CONTINUATION of nothing
+        b"\x00\x00\x05\x00\x01\x00\x00\x00\x00hello",  # DATA on stream 0
+        b"\x00\x00\x01\x09\x04\x00\x00\x00\x01\x82",  # CONTINUATION without a header block
         b"\x00\x00\x04\x01\x04\x00\x00\x00\x01\xff\xff\xff\xff",  # HPACK that cannot be decoded
         b"\x00\x00\x04\x02\x00\x00\x00\x00\x01\x00\x00\x00\x00",  # PRIORITY of four bytes
         # PRIORITY in the middle of a header block
@@ -410,7 +410,7 @@ async def test_connection_with_a_running_stream_is_not_idle(autojump_clock, fron
     assert handler.running == 1
 
 
-async def test_header_block_that_is_never_finished_is_closed(autojump_clock, front):
+async def test_connection_with_a_header_block_that_never_ends_is_closed(autojump_clock, front):
     the_front = front(respond_ok, head_seconds_max=10, idle_seconds_max=100)
     client = await the_front.h2()
     began_at = trio.current_time()
@@ -477,7 +477,7 @@ async def test_incomplete_response_is_an_internal_error(autojump_clock, front, c
     assert "returned without a complete response" in caplog.text
 
 
-async def test_exception_beside_a_cancellation_stays_in_the_connection(autojump_clock, front, caplog):
+async def test_exception_together_with_a_cancellation_ends_only_its_connection(autojump_clock, front, caplog):
     begun = trio.Event()
 
     async def handler(exchange):

@@ -19,7 +19,7 @@ from trioserve.http.limits import FrontendLimits
 
 
 def asked(*, is_whole: bool = True):
-    """Return the protocols of a server and a client after a request. It has no body if `is_whole`."""
+    """Return the protocols of a server and a client after a request. If `is_whole`, the request has no body."""
     client = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True))
     client.initiate_connection()
     client.send_headers(
@@ -32,7 +32,7 @@ def asked(*, is_whole: bool = True):
 
 
 def answering():
-    """Return the protocols of `asked` after the head of the response was sent."""
+    """Return the protocols that `asked` returns, after the head of the response was sent."""
     protocol, client = asked()
     protocol.send_headers(1, [(b":status", b"200")])
     client.receive_data(protocol.data_to_send())
@@ -159,7 +159,7 @@ def changed(changes) -> list[tuple[bytes, bytes]]:
             fields.insert(index, field)
         elif change == "take":
             del fields[index : index + 1]
-        elif index + 1 < len(fields):  # one field that contains the text of two
+        elif index + 1 < len(fields):  # a single field that contains the text of two fields
             (name, value), (name_2, value_2) = fields[index : index + 2]
             fields[index : index + 2] = [(name, b"\n".join((value, name_2, value_2)))]
     return fields
@@ -178,7 +178,7 @@ class Blocks:
         if kind == "other table":
             self._encoder.header_table_size = number * 40
         fields = changed(changes)
-        if kind == "apart":  # with a new table, as if the client had lost the last one
+        if kind == "apart":  # with a new table, as if the client had lost its old table
             block = copy.deepcopy(self._encoder).encode(fields)
         else:
             block = self._encoder.encode(fields, huffman=number % 2 == 0)
@@ -251,7 +251,7 @@ def check(blocks) -> int:
     """Compare our decoder with hpack and h2.
 
     Args:
-        blocks: header blocks, each with True if its request has no body.
+        blocks: pairs of a header block, and True if its request has no body.
 
     Returns:
         The number of valid blocks.
@@ -276,7 +276,7 @@ def outcome(protocol, sent: bytes):
     try:
         return [repr(event) for event in protocol.receive_data(sent)]
     except h2.exceptions.ProtocolError as error:
-        return type(error), error.error_code  # not the message: hpack's messages repeat the client's bytes, ours do not
+        return type(error), error.error_code  # do not compare messages: only hpack's repeat the client's bytes
 
 
 def test_repeated_block_is_not_decoded_again():

@@ -41,7 +41,7 @@ async def test_handler_sees_authority_as_host_and_headers_in_any_case(autojump_c
     assert (response.status, response.body) == (204, b"")
 
 
-async def test_small_response_leaves_in_one_write(autojump_clock, front):
+async def test_small_response_is_sent_in_one_write(autojump_clock, front):
     client = await front(echo).h2()
     await client.until(lambda: len(client.frames) >= 2)  # the settings of the server
     seen = len(client.reads)
@@ -81,7 +81,7 @@ async def test_head_is_sent_before_the_first_byte_of_the_body(autojump_clock, fr
     assert response.headers["x-request-id"] == "r-1"
 
 
-async def test_events_of_many_streams_in_one_pass_leave_in_one_write(autojump_clock, front):
+async def test_events_of_many_streams_in_one_scheduler_pass_are_sent_in_one_write(autojump_clock, front):
     step = trio.Event()
 
     async def handler(exchange):
@@ -100,7 +100,7 @@ async def test_events_of_many_streams_in_one_pass_leave_in_one_write(autojump_cl
     assert client.reads[seen] == 64
 
 
-async def test_many_streams_at_once_do_not_mix(autojump_clock, front):
+async def test_responses_of_many_parallel_streams_are_not_mixed_up(autojump_clock, front):
     client = await front(echo).h2()
     made = [client.request_frames(f"/{number}", body=b"%d" % number) for number in range(100)]
     await client.send(*(frame for _, request in made for frame in request))
@@ -135,7 +135,7 @@ async def test_long_body_is_credited_as_it_is_read(autojump_clock, front):
         end = start + 16384
         await client.until(lambda end=end: window() >= end)
         await client.data(stream_id, body[start:end], end=end == len(body))
-    # The response is larger than the client's window, so the client must send window updates, too.
+    # The response is larger than the client's window, so the client must also send window updates.
     await client.credit(0, 10**6)
     await client.credit(stream_id, 10**6)
     response = await client.response(stream_id)
@@ -161,7 +161,7 @@ async def test_unread_bodies_do_not_close_the_connection_window(autojump_clock, 
     assert credited >= 1_150_000
 
 
-async def test_body_in_padded_frames(autojump_clock, front):
+async def test_request_body_in_padded_frames_is_read(autojump_clock, front):
     client = await front(echo).h2()
     stream_id = await client.request(end=False)
     padded = frames.DataFrame(stream_id, data=b"abc", pad_length=200, flags=["PADDED", "END_STREAM"])
@@ -169,7 +169,7 @@ async def test_body_in_padded_frames(autojump_clock, front):
     assert (await client.response(stream_id)).body == b"POSTabc"
 
 
-async def test_body_can_be_read_twice_but_not_after_the_start(autojump_clock, front):
+async def test_body_can_be_read_twice_but_not_after_the_response_starts(autojump_clock, front):
     results = []
 
     async def handler(exchange):
@@ -239,7 +239,7 @@ async def test_too_large_body_is_a_413_if_the_handler_does_not_catch_the_error(a
     assert b'"type":"invalid_request_error"' in response.body
 
 
-async def test_all_bodies_together_are_bounded(autojump_clock, front):
+async def test_bytes_of_all_request_bodies_together_are_limited(autojump_clock, front):
     async def handler(exchange):
         await exchange.body()
         await trio.sleep_forever()

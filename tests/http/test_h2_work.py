@@ -66,7 +66,7 @@ async def test_invalid_settings_end_the_connection(autojump_clock, front):
     assert [goaway.error_code for goaway in client.goaways] == [ErrorCodes.FLOW_CONTROL_ERROR]
 
 
-# --- turns and CPU time ---
+# --- pauses for other tasks, and CPU time ---
 
 
 def test_one_read_is_split_into_pieces_of_a_few_milliseconds():
@@ -79,7 +79,7 @@ def test_one_read_is_split_into_pieces_of_a_few_milliseconds():
     assert max(map(len, pieces)) <= at_most * len(empty)
 
 
-def test_large_heads_get_one_piece_each():
+def test_each_large_head_is_a_piece_of_its_own():
     encoder = hpack.Encoder()
     block = encoder.encode([*HEAD, *((f"x-{n}".encode(), b"a" * 700) for n in range(18))], huffman=False)
     assert 10_000 < len(block) < 16_384
@@ -111,7 +111,7 @@ async def test_other_tasks_run_during_one_read(autojump_clock, front, nursery):
 
 
 class SlowCpu:
-    """A fake CPU clock, by which each piece of frames costs `piece_seconds`."""
+    """A fake CPU clock. It advances by `piece_seconds` for each piece of frames."""
 
     def __init__(self, piece_seconds: float) -> None:
         self.now = 0.0
@@ -136,7 +136,7 @@ async def test_frames_that_cost_too_much_cpu_time_end_the_connection(autojump_cl
     assert the_front.server.counters().connections_refused_total["frame_work"] == 1
 
 
-async def test_rare_expensive_frames_and_requests_are_no_flood(autojump_clock, front):
+async def test_rare_expensive_frames_and_requests_do_not_end_the_connection(autojump_clock, front):
     the_front = front(respond_ok)
     cpu = SlowCpu(0.05)
     the_front.server = FrontendServer(respond_ok, clock_and_ids=ClockAndIds(cpu_clock=cpu))

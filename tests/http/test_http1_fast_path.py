@@ -1,4 +1,4 @@
-"""The fast path parses ordinary requests exactly as h11 does, and leaves all others to h11."""
+"""The fast path parses ordinary requests exactly as h11 does, and leaves all other requests to h11."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def read_with_h11(data: bytes) -> h11.Request:
 
 
 def check_is_what_h11_reads(data: bytes) -> bool:
-    """Compare the fast path with h11. Returns False if the fast path left the request to h11."""
+    """Check that the fast path and h11 read the same request. Return False if the fast path left the request to h11."""
     found = plain(data)
     if found is None:
         return False

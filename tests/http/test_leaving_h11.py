@@ -1,4 +1,4 @@
-"""Clients that leave an HTTP/1.1 connection in each phase of a request: the handler is cancelled."""
+"""Clients leave an HTTP/1.1 connection in each phase of a request. The handler is cancelled."""
 
 from __future__ import annotations
 

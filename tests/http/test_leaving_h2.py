@@ -1,4 +1,4 @@
-"""Clients that leave an HTTP/2 connection in each phase of a request and in each way: the handler is cancelled."""
+"""Clients leave an HTTP/2 connection in each phase of a request and in each possible way. The handler is cancelled."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ async def test_handler_is_cancelled_within_a_few_passes(autojump_clock, front, w
         assert the_front.connection_count == 0
 
 
-async def test_reset_leaves_the_other_streams_alone(autojump_clock, front, watched):
+async def test_reset_of_a_stream_does_not_affect_other_streams(autojump_clock, front, watched):
     handler = watched()
     the_front = front(handler)
     client = await the_front.h2()
@@ -118,7 +118,7 @@ async def test_stream_reset_in_the_same_read_as_its_request_never_reaches_the_ha
     assert the_front.server.counters().exchanges_open == 0
 
 
-async def test_goaway_alone_lets_running_streams_finish(autojump_clock, front):
+async def test_running_streams_finish_after_a_goaway_of_the_client(autojump_clock, front):
     go_on = trio.Event()
 
     async def handler(exchange):
@@ -128,7 +128,7 @@ async def test_goaway_alone_lets_running_streams_finish(autojump_clock, front):
     the_front = front(handler)
     client = await the_front.h2()
     stream_id = await client.request()
-    # In one write, so that the server reads the frames after the GOAWAY together with it.
+    # Send all frames in one write, so that the server reads the GOAWAY and the later frames together.
     await client.send(frames.GoAwayFrame(0, last_stream_id=0), frames.PingFrame(0, opaque_data=b"12345678"))
     await the_front.settle()
     go_on.set()
@@ -161,7 +161,7 @@ async def test_writes_to_a_client_that_is_gone_end_the_connection(autojump_clock
 
 
 async def test_stream_without_window_is_reset_after_the_stall_limit(autojump_clock, front, watched):
-    """Scenario S49: other streams continue."""
+    """Scenario S49: the other streams of the connection continue."""
 
     async def stream(exchange):
         if exchange.path == "/other":
@@ -231,12 +231,14 @@ async def test_reset_is_noticed_while_a_write_is_stuck(autojump_clock, front, wa
     await client.open()
     stream_id = await client.request()
     await the_front.settle()
-    await client.send(frames.PingFrame(0, opaque_data=b"12345678"))  # the response to it cannot be written either
+    await client.send(frames.PingFrame(0, opaque_data=b"12345678"))  # the reply to this PING cannot be written
     await client.reset(stream_id)
     assert await handler.passes_until_ended() <= PASSES_MAX
 
 
-async def test_cancelling_ends_everything_at_once_even_with_a_stuck_client(autojump_clock, front, watched, h2_client):
+async def test_cancelling_the_server_ends_its_connections_at_once_even_if_a_write_is_stuck(
+    autojump_clock, front, watched, h2_client
+):
     """Scenario S50."""
     handler = watched(while_sending)
     the_front = front(handler, close_seconds_max=1)
@@ -281,8 +283,8 @@ class SticksOnDemand(trio.abc.Stream):
         await self.stream.aclose()
 
 
-async def test_nothing_follows_an_incomplete_write(autojump_clock, front, watched, h2_client):
-    """The client would read bytes after a partial frame as the rest of the frame."""
+async def test_no_bytes_are_sent_after_an_incomplete_write(autojump_clock, front, watched, h2_client):
+    """Otherwise the client would read the bytes after a partial frame as the rest of the frame."""
     handler = watched(while_sending)
     the_front = front(handler)
     ours, theirs = memory_stream_pair()
@@ -300,7 +302,7 @@ async def test_nothing_follows_an_incomplete_write(autojump_clock, front, watche
     assert stream.stuck_writes == 1
 
 
-async def test_many_reset_streams_leave_nothing_behind(autojump_clock, front, watched):
+async def test_many_reset_streams_leave_no_state_behind(autojump_clock, front, watched):
     handler = watched()
     the_front = front(handler)
     client = await the_front.h2()

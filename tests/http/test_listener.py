@@ -28,14 +28,14 @@ def has_ipv6():
 
 
 @pytest.mark.parametrize("host, prefix", [("127.0.0.1", "127.0.0.1:"), ("localhost", "127.0.0.1:"), (None, "0.0.0.0:")])
-async def test_ipv4_addresses(host, prefix):
+async def test_listener_at_an_ipv4_address_reports_it(host, prefix):
     listeners = await open_listeners(host, 0)
     assert any(address.startswith(prefix) for address in addresses(listeners))
     close(listeners)
 
 
 @pytest.mark.parametrize("host", ["::1", "[::1]"])
-async def test_ipv6_addresses(has_ipv6, host):
+async def test_listener_at_an_ipv6_address_reports_it_in_brackets(has_ipv6, host):
     listeners = await open_listeners(host, 0)
     assert [address.rpartition(":")[0] for address in addresses(listeners)] == ["[::1]"]
     close(listeners)
@@ -48,7 +48,7 @@ async def test_every_address_of_a_host_gets_the_same_port(has_ipv6):
 
 
 @pytest.mark.parametrize("host", ["::", "[::]", "0::0"])
-async def test_any_ipv6_address_includes_ipv4(has_ipv6, host):
+async def test_listener_at_the_ipv6_wildcard_also_accepts_ipv4(has_ipv6, host):
     listeners = await open_listeners(host, 0)
     port = listeners[0].socket.getsockname()[1]
     assert {address.rpartition(":")[0] for address in addresses(listeners)} == {"[::]", "0.0.0.0"}
@@ -74,7 +74,7 @@ async def test_port_in_use_is_a_startup_error():
         ("no.such.host.invalid", 0, "'no.such.host.invalid' cannot be resolved"),
     ],
 )
-async def test_address_that_cannot_be_used(host, port, said):
+async def test_unusable_address_is_a_startup_error(host, port, said):
     with pytest.raises(StartupError, match=said):
         await open_listeners(host, port)
 

@@ -30,7 +30,7 @@ async def stream_pieces(exchange) -> None:
     await exchange.finish()
 
 
-async def test_a_slow_reader_gets_every_byte_over_http1(nursery, h11_client):
+async def test_slow_reader_gets_every_byte_over_http1(nursery, h11_client):
     _, port = await served(nursery, stream_pieces)
     client = h11_client(await trio.open_tcp_stream("127.0.0.1", port))
     await client.request()
@@ -42,7 +42,7 @@ async def test_a_slow_reader_gets_every_byte_over_http1(nursery, h11_client):
     nursery.cancel_scope.cancel()
 
 
-async def test_a_slow_reader_gets_every_byte_over_http2(nursery, h2_client):
+async def test_slow_reader_gets_every_byte_over_http2(nursery, h2_client):
     _, port = await served(nursery, stream_pieces)
     client = h2_client(await trio.open_tcp_stream("127.0.0.1", port))
     await client.open(INITIAL_WINDOW_SIZE=2**31 - 1)

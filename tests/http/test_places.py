@@ -14,7 +14,7 @@ from trioserve.http.listener import addresses, open_unix_listener
 from trioserve.http.root_path import RootPath, checked_root_path
 
 
-async def test_stale_socket_file_is_replaced_and_a_used_one_is_not(tmp_path: Path):
+async def test_socket_file_of_an_ended_server_is_replaced_and_one_in_use_is_not(tmp_path: Path):
     path = tmp_path / "s"
     listener = await open_unix_listener(path)
     assert addresses([listener]) == [str(path)]
@@ -27,7 +27,7 @@ async def test_stale_socket_file_is_replaced_and_a_used_one_is_not(tmp_path: Pat
     listener.socket.close()
 
 
-async def test_a_file_that_is_no_socket_is_left_as_it_is(tmp_path: Path):
+async def test_file_that_is_no_socket_is_not_replaced(tmp_path: Path):
     path = tmp_path / "s"
     path.write_text("mine")
     with pytest.raises(StartupError, match="cannot be listened on"):

@@ -1,6 +1,6 @@
 """The minimum rate of responses: a client that reads a byte now and then fails.
 
-A slow client at the minimum rate is served, and so is the reader of a slow stream.
+A slow client that keeps the minimum rate is served, and so is a client that reads a slow stream.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ async def take(the_front, http: int, *, byte_count: int, seconds: float) -> tupl
     """Let a client read `byte_count` bytes every `seconds`.
 
     Returns:
-        True if the client got the whole response, and the seconds after which the exchange ended.
+        A pair: True if the client got the whole response, and the seconds after which the exchange ended.
     """
     began_at = trio.current_time()
     if http == 1:
@@ -93,14 +93,14 @@ async def test_client_that_reads_a_byte_now_and_then_fails(autojump_clock, front
     counters = the_front.server.counters()
     assert counters.exchanges_stalled_total == 1
     assert counters.exchanges_open == 0
-    # For one write over HTTP/1.1, the server does not know how many bytes the client has read.
+    # Over HTTP/1.1, the server does not know how many bytes of a single write the client has read.
     reason = "stalled" if http == 1 else "slow_reader"
     assert {name: count for name, count in counters.connections_refused_total.items() if count} == {reason: 1}
 
 
 @pytest.mark.parametrize("http", [1, 2])
 async def test_client_at_half_the_minimum_rate_fails_after_twice_the_wait(autojump_clock, front, http):
-    """Each piece is read in time, but leaves less time for the next one."""
+    """Each piece is read in time, but takes so long that less time remains for the next piece."""
     the_front = front(in_pieces, stream_buffer_bytes_max=1024)
     was_whole, ended_at = await take(the_front, http, byte_count=PIECE_BYTES, seconds=PIECE_BYTES / 128)
     assert not was_whole
@@ -121,7 +121,9 @@ async def test_client_at_the_minimum_rate_is_served(autojump_clock, front, http)
 
 @pytest.mark.parametrize("http", [1, 2])
 async def test_readers_of_a_slow_stream_are_served(autojump_clock, front, http):
-    """They read each piece 10 s after it arrived, below the minimum rate. But no bytes wait until the next piece."""
+    """The clients read each piece 10 s after it arrived, which is below the minimum rate. But then no bytes wait until
+    the next piece.
+    """
     the_front = front(in_pieces_every(seconds=60), stream_buffer_bytes_max=1024)
     if http == 1:
         client = the_front.connect(lambda: memory_connection(buffer_bytes=1))
@@ -172,7 +174,7 @@ async def test_asgi_host_that_reads_a_piece_now_and_then_fails(autojump_clock):
     assert (counters.exchanges_stalled_total, counters.connections_refused_total["slow_reader"]) == (1, 1)
 
 
-# --- the arithmetic ---
+# --- ResponsePace alone ---
 
 
 def pace() -> ResponsePace:

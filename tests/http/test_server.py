@@ -86,7 +86,7 @@ HALVES_HTTP1 = {
 
 
 @pytest.mark.parametrize("half", HALVES_HTTP1.values(), ids=HALVES_HTTP1)
-async def test_drain_refuses_half_a_request_at_once_on_http1(autojump_clock, front, watched, half):
+async def test_drain_refuses_an_incomplete_request_at_once_on_http1(autojump_clock, front, watched, half):
     handler = watched(echo_slowly)
     the_front = front(handler)
     clients = [the_front.h11() for _ in range(3)]
@@ -111,7 +111,7 @@ async def test_drain_refuses_half_a_request_at_once_on_http1(autojump_clock, fro
     assert the_front.server.counters().exchanges_left_total == 0
 
 
-async def test_drain_refuses_half_a_request_at_once_on_http2(autojump_clock, front, watched):
+async def test_drain_refuses_an_incomplete_request_at_once_on_http2(autojump_clock, front, watched):
     """Only the unfinished stream is refused."""
     gate = Gate()
 
@@ -258,7 +258,7 @@ async def test_announced_drain_answers_on_all_http1_connections_and_closes_them(
     assert await running.stream.receive_some() == b""
 
 
-async def test_announced_drain_waits_for_a_head_and_not_for_a_body(autojump_clock, front):
+async def test_announced_drain_waits_for_an_incomplete_head_but_not_for_a_body(autojump_clock, front):
     the_front = front(echo_slowly)
     head, body = the_front.h11(), the_front.h11()
     await head.raw(b"GET / HTTP/1.1\r\nhost: te")
@@ -366,7 +366,9 @@ class BusyClient(httpcore.AsyncNetworkBackend, httpcore.AsyncNetworkStream):
 
 
 async def test_httpcore_that_reads_late_loses_no_stream(autojump_clock, front):
-    """Streams end together. If the same read had a GOAWAY, httpcore would drop all but one of them."""
+    """All streams end at the same time. If httpcore read a GOAWAY together with their ends, it would drop all streams
+    but one.
+    """
     gate = Gate()
     the_front = front(gate, close_seconds_max=1)
     backend = BusyClient(the_front.connect())
@@ -397,7 +399,7 @@ async def test_httpcore_that_reads_late_loses_no_stream(autojump_clock, front):
 
 @pytest.mark.parametrize("http2", [False, True], ids=["HTTP/1.1", "HTTP/2"])
 async def test_streams_of_httpx_finish_while_the_server_drains(http2):
-    """httpcore drops its streams when it reads a GOAWAY, so the server sends none while they run."""
+    """httpcore drops its streams when it reads a GOAWAY, so the server sends no GOAWAY while streams run."""
     gate = Gate()
     listeners = await open_listeners("127.0.0.1", 0)
     server = FrontendServer(gate)
@@ -435,7 +437,7 @@ async def test_listener_is_open_until_the_announced_drain_ends():
 
 
 @pytest.mark.parametrize("http2", [False, True])
-async def test_httpx_over_real_sockets(http2):
+async def test_httpx_gets_responses_over_real_sockets(http2):
     listeners = await open_listeners("127.0.0.1", 0)
     server = FrontendServer(echo_slowly)
     async with trio.open_nursery() as nursery:
@@ -561,7 +563,7 @@ async def test_drained_server_refuses_connections():
         await stream.aclose()
 
 
-async def test_connections_beyond_the_limit_wait_for_a_place():
+async def test_connections_beyond_the_limit_wait_until_another_ends():
     listeners = await open_listeners("127.0.0.1", 0)
     address = listeners[0].socket.getsockname()
     server = FrontendServer(respond_ok, limits=FrontendLimits(connections_max=2))
@@ -607,7 +609,9 @@ def secured(stream, authority, protocols):
 
 
 @pytest.mark.parametrize("protocols", [["h2", "http/1.1"], ["http/1.1"], []])
-async def test_tls_agrees_on_a_protocol(autojump_clock, nursery, authority, server_context, h2_client, protocols):
+async def test_tls_handshake_selects_http2_or_http1(
+    autojump_clock, nursery, authority, server_context, h2_client, protocols
+):
     server = FrontendServer(respond_ok, ssl_context=server_context)
     ours, theirs = memory_stream_pair()
     nursery.start_soon(server.serve_connection, theirs)

@@ -1,4 +1,5 @@
-"""Clients that read slowly or not at all, with a whole server: the bytes they hold, their end, and other clients.
+"""Clients that read slowly or not at all, with a whole server: how many bytes wait for them, how they end, and that
+other clients are not delayed.
 
 Time is virtual: a step of the engine takes 10 ms on any machine.
 """
@@ -21,7 +22,7 @@ from trioserve.testing.memory_server import MemoryServer, open_memory_server
 STEP_SECONDS = 0.01
 TOKENS = 300
 STALL_SECONDS = 1.0
-BUFFER_BYTES = 2048  # about ten events
+BUFFER_BYTES = 2048  # size of about ten events
 HEAD = "POST /v1/completions HTTP/1.1\r\nhost: test\r\ncontent-length: {}\r\n\r\n"
 
 
@@ -124,7 +125,7 @@ async def test_stalled_readers_do_not_slow_others_down(autojump_clock, nursery, 
         for _ in range(3):
             await stall(server, h2_client, nursery)
         await reader.read("alone")
-        # The first step of the request may be one step later. From then on, each event has the same distance in time.
+        # The first step of the request may be one step later. After that, each event is later by the same time.
         delay = reader.times[0] - alone.times[0]
         assert 0 <= delay <= STEP_SECONDS + 1e-9
         assert [time - delay for time in reader.times] == pytest.approx(alone.times, abs=1e-9)
@@ -147,7 +148,7 @@ async def test_stalled_reader_holds_few_bytes_and_its_request_is_cancelled(autoj
             most_held = max(most_held, server.server.counters().answer_bytes_held)
             await trio.sleep(STEP_SECONDS)
         stream_count = 4 if stall is stalls_in_http_2 else 1
-        assert 0 < most_held <= stream_count * (BUFFER_BYTES + 512)  # with one frame or chunk in flight
+        assert 0 < most_held <= stream_count * (BUFFER_BYTES + 512)  # plus one frame or chunk in flight
         assert trio.current_time() - began_at < STALL_SECONDS + 0.5 < TOKENS * STEP_SECONDS
         counters = server.server.counters()
         assert (counters.exchanges_open, counters.exchanges_stalled_total) == (0, stream_count)
@@ -168,7 +169,7 @@ async def test_slow_reader_gets_all_text_in_fewer_events(autojump_clock, h2_clie
             nursery.start_soon(client.response, stream_id)
             while not response.over:
                 await client.credit(stream_id, 500)
-                await trio.sleep(0.2)  # the engine produces ten times more in this time
+                await trio.sleep(0.2)  # in this time, the engine produces ten times more text
                 most_held = max(most_held, server.server.counters().answer_bytes_held)
         slow_texts, quick_texts = texts(response.body), texts(quick.received)
         assert "".join(slow_texts) == "".join(quick_texts)
@@ -218,7 +219,7 @@ async def test_reset_is_noticed_from_a_client_that_does_not_read(autojump_clock,
 
 
 async def test_stalled_readers_without_a_key_leave_slots_for_callers_with_a_key(autojump_clock, nursery, h2_client):
-    """The clients without a key read nothing, and stay as long as the server allows."""
+    """The clients without an API key read nothing, and keep their connections as long as the server allows."""
     limits = FrontendLimits(exchanges_max=16, streams_max=16)
     async with open_memory_server(limits=limits, api_keys=("k",)) as server:
         for _ in range(2):

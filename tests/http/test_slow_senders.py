@@ -23,7 +23,8 @@ async def begin(front, http: int, byte_count: int):
     """Start a request whose body follows.
 
     Returns:
-        The connection, a function that sends a piece of the body, and one that reads status and body of the response.
+        The connection, a function that sends a piece of the body, and a function that reads status and body of the
+        response.
     """
     if http == 1:
         client = front.h11()
@@ -57,7 +58,8 @@ async def responded_at(response, nursery: trio.Nursery) -> tuple[trio.Event, lis
     """Read a response in the background.
 
     Returns:
-        An event that is set when the response has arrived, and a list that then has the response and its time.
+        An event that is set when the response has arrived, and a list that then contains the response and its arrival
+        time.
     """
     has_arrived = trio.Event()
     arrived: list = []
@@ -137,7 +139,7 @@ async def test_body_at_the_minimum_rate_is_refused_after_the_total_time(autojump
     ("bytes_per_second", "byte_count"), [(125_000, 24_000_000), (RATE * 5 // 4, RATE * 5 // 4 * 300)]
 )
 async def test_upload_over_a_slow_link_is_served(autojump_clock, front, http, bytes_per_second, byte_count):
-    """24 MB at 1 Mbit/s, and five minutes at a little more than the minimum rate."""
+    """One upload sends 24 MB at 1 Mbit/s. Another lasts five minutes at a little more than the minimum rate."""
     the_front = front(measure)
     began_at = trio.current_time()
     _, send, response = await begin(the_front, http, byte_count)
@@ -152,7 +154,7 @@ async def test_upload_over_a_slow_link_is_served(autojump_clock, front, http, by
     assert the_front.server.counters().connections_refused_total["body_timeout"] == 0
 
 
-async def test_upload_with_a_pause_is_served(autojump_clock, front):
+async def test_upload_with_a_short_pause_is_served(autojump_clock, front):
     _, send, response = await begin(front(measure), 1, 2_000_000)
     for _ in range(4):
         await send(bytes(500_000))
@@ -211,7 +213,7 @@ async def test_slow_head_is_a_408_on_http1(autojump_clock, front, seconds):
 @pytest.mark.parametrize("shape", ["one frame", "continuations"])
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a stream"])
 async def test_slow_head_ends_the_connection_on_http2(autojump_clock, front, watched, shape, beside):
-    """Also if only a part of the head's first frame has arrived, and if other streams are running."""
+    """This is also true if only a part of the head's first frame has arrived, or if other streams are running."""
     handler = watched()
     the_front = front(handler, head_seconds_max=10, idle_seconds_max=1000)
     client = await the_front.h2()
@@ -257,7 +259,7 @@ async def test_slow_data_frame_has_no_head_deadline(autojump_clock, front):
     assert (await client.response(stream_id)).body == b"10"
 
 
-# --- the arithmetic ---
+# --- BodyPace alone ---
 
 
 def test_body_deadline_moves_with_each_byte_up_to_the_full_wait():

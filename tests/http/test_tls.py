@@ -89,12 +89,12 @@ async def test_old_tls_version_is_refused(autojump_clock, files, connect):
         await fetch(connect(server, client_context))
     await wait_all_tasks_blocked()
     assert server.counters().connections_refused_total["tls_handshake"] == 1
-    # The server's minimum version causes the refusal: without it, both sides agree.
+    # The server's minimum version causes the refusal: without it, both sides agree on this version.
     server_context.minimum_version = ssl.TLSVersion.TLSv1_1
     assert (await fetch(connect(server, client_context))).endswith(b"ok")
 
 
-# --- a client that speaks another protocol than its port ---
+# --- a client that uses another protocol than its port ---
 
 
 async def speak(server: FrontendServer, opening: bytes, peer: str) -> None:
@@ -151,7 +151,9 @@ async def test_clients_without_tls_leave_three_log_lines_and_then_one_a_minute(a
 
 
 def shown(files: Files, who: str) -> ssl.SSLContext:
-    """Return a client's TLS context: with a certificate of this authority, of another one, or without a certificate."""
+    """Return a client's TLS context: with a certificate of this authority, with a certificate of another authority, or
+    without a certificate.
+    """
     context = files.client_context()
     if who != "nobody":
         signer = files.authority if who == "ours" else trustme.CA()
@@ -173,7 +175,9 @@ def shown(files: Files, who: str) -> ssl.SSLContext:
         ("required", "strangers", False),
     ],
 )
-async def test_client_certificates(autojump_clock, files, connect, version, wanted, who, served):
+async def test_client_certificates_are_required_or_optional_as_configured(
+    autojump_clock, files, connect, version, wanted, who, served
+):
     options = {} if wanted == "none" else {"ca_certificates": files.ca, "client_certificates": wanted}
     server = FrontendServer(respond_ok, ssl_context=files.server_context(**options))
     context = shown(files, who)
@@ -197,7 +201,7 @@ def test_incomplete_options_for_client_certificates_are_a_startup_error(files, o
         files.server_context(**options)
 
 
-def test_certificate_without_its_key_names_the_flag(files):
+def test_error_for_a_certificate_without_a_key_names_the_flag(files):
     with pytest.raises(StartupError, match="--ssl-keyfile"):
         tls_context(files.certificate)
 

@@ -34,7 +34,8 @@ class BodyPace:
         """Move the deadline after bytes arrived.
 
         Args:
-            byte_count: number of bytes that arrived. now: current time.
+            byte_count: number of bytes that arrived.
+            now: current time.
 
         Returns:
             The new deadline.

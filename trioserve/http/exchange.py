@@ -100,8 +100,7 @@ class Exchange(abc.ABC):
     @property
     @abc.abstractmethod
     def started(self) -> bool:
-        """True once the handler has given the head of the response to the connection. From then on the status is fixed.
-        """
+        """True once the handler has given the response head to the connection. From then on the status is fixed."""
 
     @abc.abstractmethod
     async def body(self) -> bytes:
@@ -127,7 +126,8 @@ class Exchange(abc.ABC):
 
         Args:
             status: HTTP status, 200 to 599.
-            headers: fields of the response, without the fields that frame the message. body: the whole body.
+            headers: fields of the response, without the fields that frame the message.
+            body: the whole body.
         """
 
     @abc.abstractmethod

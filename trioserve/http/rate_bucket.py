@@ -23,7 +23,9 @@ class RateBucket:
         self._seen_at = now
 
     def take(self, now: float, amount: float = 1.0) -> bool:
-        """Count events, and return whether the limit allows them. Args:
+        """Count events, and return whether the limit allows them.
+
+        Args:
             now: current time, in monotonic seconds.
             amount: number of events, or their cost.
 

@@ -124,8 +124,7 @@ class H11Connection:
         return self._responded_at + limits.crowded_idle_seconds_min
 
     def unsent(self) -> tuple[int, int]:
-        """Return the number of bytes that wait for the client, and the number of responses that these bytes belong to.
-        """
+        """Return the number of bytes that wait for the client, and the number of responses to which they belong."""
         return self._writing_bytes, int(self._writing_bytes > 0)
 
     def announce_drain(self) -> None:

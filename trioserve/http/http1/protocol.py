@@ -34,7 +34,8 @@ class BadHead(Exception):
     """The head of a request cannot be read. The connection refuses the request and ends.
 
     Args:
-        message: the error message for the client. status: HTTP status of the response.
+        message: the error message for the client.
+        status: HTTP status of the response.
     """
 
     def __init__(self, message: str, *, status: int) -> None:
@@ -320,8 +321,7 @@ class H1Protocol:
         return head
 
     def _check_field_count(self, head: bytes) -> None:
-        """Raise BadHead if a head has too many fields. `head` may be incomplete, or be followed by bytes of the body.
-        """
+        """Raise BadHead if a head has too many fields. `head` may be incomplete, or be followed by body bytes."""
         line_count_max = self._fields_max + 2  # including the request line and the empty line
         if head.count(b"\n") <= line_count_max:
             return

@@ -448,7 +448,7 @@ class H2Connection:
             return
         try:
             self._flush()
-        except Exception as error:  # the flusher must continue with other connections, so the writer task raises the error
+        except Exception as error:  # the flusher must continue, so the writer task raises the error
             self._fault = error
             self._wake.set()
 
@@ -570,8 +570,7 @@ class H2Connection:
         self._scope.cancel()
 
     def _end(self, code: ErrorCodes) -> None:
-        """Reset all streams and send a GOAWAY with the reason. The writer has close_seconds_max to write these frames.
-        """
+        """Reset all streams and send a GOAWAY with the reason. The writer has close_seconds_max to write them."""
         for stream in self._streams.values():
             self._reset(stream, ErrorCodes.CANCEL)
         self._go_away(code)

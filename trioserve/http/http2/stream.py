@@ -227,7 +227,8 @@ class H2Stream(Exchange):
         """Keep bytes of the request body for the handler. The flow-control window of the stream bounds their number.
 
         Args:
-            data: bytes of the body. window_bytes: bytes of the window that `data` and its padding used.
+            data: bytes of the body.
+            window_bytes: bytes of the window that `data` and its padding used.
         """
         if self.gone or self.started:
             return
