@@ -1,4 +1,4 @@
-"""Calls in daemon threads that a cancelled caller leaves behind."""
+"""Calls in daemon threads, which continue if their caller is cancelled."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.loading.default_model import DOWNLOAD_THREAD
 from trioserve.trio_tools.daemon_thread import call_abandonable
 
-GIVE_UP_SECONDS = 20  # ends the download if a faulty caller waits for it
+GIVE_UP_SECONDS = 20  # ends the download if a caller wrongly waits for it
 
 
 class Download:
-    """Stands in for snapshot_download. Begins, and ends when the test releases it."""
+    """A replacement for snapshot_download. It ends when the test releases it."""
 
     def __init__(self) -> None:
         self.begun = threading.Event()
@@ -35,7 +35,7 @@ class Download:
 
 @pytest.fixture
 def download(monkeypatch):
-    """A download that is released at the end of the test. The fixture waits for its threads."""
+    """Return a download that is released at the end of the test. The fixture then waits for the download's threads."""
     stand_in = Download()
     module = types.ModuleType("huggingface_hub")
     module.snapshot_download = stand_in  # type: ignore[attr-defined]

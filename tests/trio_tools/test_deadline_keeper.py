@@ -1,4 +1,6 @@
-"""Alarms ring once, at their time, unless they are cancelled. Cancelled alarms do not accumulate."""
+"""Callbacks of alarms are called once, at their time, unless the alarm is cancelled. Cancelled alarms do not
+accumulate.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import trio
 from trioserve.trio_tools.deadline_keeper import DeadlineKeeper
 
 
-async def test_alarms_ring_in_order_at_their_times(nursery, autojump_clock):
+async def test_alarms_call_their_callbacks_in_order_at_their_times(nursery, autojump_clock):
     keeper = DeadlineKeeper()
     nursery.start_soon(keeper.run)
     start, rung = trio.current_time(), []
@@ -21,7 +23,7 @@ async def test_alarms_ring_in_order_at_their_times(nursery, autojump_clock):
     assert len(keeper) == 0
 
 
-async def test_a_cancelled_alarm_does_not_ring(nursery, autojump_clock):
+async def test_cancelled_alarm_does_not_call_its_callback(nursery, autojump_clock):
     keeper = DeadlineKeeper()
     nursery.start_soon(keeper.run)
     rung = []
@@ -36,7 +38,7 @@ async def test_a_cancelled_alarm_does_not_ring(nursery, autojump_clock):
     assert len(keeper) == 0
 
 
-async def test_past_alarm_rings_soon_and_may_cancel_another_alarm(nursery, autojump_clock):
+async def test_alarm_in_the_past_calls_its_callback_soon_and_may_cancel_another_alarm(nursery, autojump_clock):
     keeper = DeadlineKeeper()
     nursery.start_soon(keeper.run)
     rung = []

@@ -1,4 +1,4 @@
-"""Taking single errors out of groups, and groups that stay."""
+"""Single errors are taken out of groups. Groups with several errors are not changed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_one_error_object_in_several_places_is_unwrapped():
     assert caught.value is error
 
 
-def test_group_with_two_equal_error_objects_stays():
+def test_group_with_two_different_error_objects_that_are_equal_is_not_unwrapped():
     group = ExceptionGroup("group", [KeyError("x"), KeyError("x")])
     with pytest.raises(ExceptionGroup) as caught, errors_unwrapped():
         raise group

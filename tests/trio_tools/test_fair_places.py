@@ -1,4 +1,4 @@
-"""Keys take turns at a stage's places, and cancelled jobs cost no turn."""
+"""Keys take turns at running their jobs, and a cancelled job costs its key no turn."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trioserve.trio_tools.fair_places import KEYS_KEPT_MAX, STAGE_FULL, FairPlac
 
 
 class Stage:
-    """Jobs that take a second each, and record the order in which they began."""
+    """Runs jobs that take a second each, and records the order in which they began."""
 
     def __init__(self, places: FairPlaces) -> None:
         self.places = places
@@ -48,7 +48,7 @@ async def test_jobs_of_one_key_begin_in_order(autojump_clock):
     assert trio.current_time() - began_at == pytest.approx(10, abs=0.01)
 
 
-async def test_number_of_running_jobs_is_the_number_of_places(autojump_clock):
+async def test_at_most_the_configured_number_of_jobs_runs_at_the_same_time(autojump_clock):
     stage = Stage(FairPlaces(2, what="texts"))
     began_at = trio.current_time()
     async with trio.open_nursery() as nursery:
@@ -57,8 +57,10 @@ async def test_number_of_running_jobs_is_the_number_of_places(autojump_clock):
     assert trio.current_time() - began_at == pytest.approx(5, abs=0.01)
 
 
-async def test_waiting_key_gets_its_share_beside_keys_that_return_at_once(autojump_clock):
-    """Three keys start one job after another. The fourth key has many waiting jobs, and gets a quarter of the turns."""
+async def test_key_with_waiting_jobs_gets_its_share_beside_keys_that_start_new_jobs_at_once(autojump_clock):
+    """Each of three keys starts a new job as soon as its last job ends. A fourth key has many waiting jobs, and gets a
+    quarter of the turns.
+    """
     stage = Stage(FairPlaces(1, what="texts"))
 
     async def come_back(key: str) -> None:
@@ -85,7 +87,7 @@ async def test_turns_of_idle_keys_are_forgotten(autojump_clock):
         assert list(places._turns) == ["new"]
 
 
-async def test_job_cancelled_while_waiting_passes_its_turn_on(autojump_clock):
+async def test_turn_of_a_job_cancelled_while_waiting_goes_to_the_next_job(autojump_clock):
     stage = Stage(FairPlaces(1, what="texts"))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(stage.job, "a", "first")
@@ -102,7 +104,7 @@ async def test_job_cancelled_while_waiting_passes_its_turn_on(autojump_clock):
     assert stage.begun == ["first", "last"]
 
 
-async def test_place_granted_to_a_cancelled_job_is_not_lost(autojump_clock):
+async def test_position_granted_to_a_cancelled_job_goes_to_another_job(autojump_clock):
     stage = Stage(FairPlaces(1, what="texts"))
     for order in (0, 1):
         scope = trio.CancelScope()

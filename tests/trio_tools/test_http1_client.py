@@ -91,7 +91,7 @@ def test_informational_responses_are_only_counted(client):
     assert (heard.status, heard.body, client.informational_count) == (200, b"a", 1)
 
 
-def test_there_is_no_reset_and_no_credit(client):
+def test_http1_client_supports_neither_reset_nor_credit(client):
     ask(client)
     assert not client.reset(1)
     assert not client.withhold_credit(1)

@@ -1,4 +1,4 @@
-"""Client side of HTTP/2, against h2's server side."""
+"""The client side of HTTP/2, tested against the server side of h2."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_listener_gets_no_calls_after_a_reset(pair):
     pair.exchange()
     assert [event.error_code for event in pair.heard_of(h2.events.StreamReset)] == [h2.errors.ErrorCodes.CANCEL]
     assert (heard.status, heard.body, heard.end) == (None, b"", None)
-    assert pair.client.reset(number)  # a second reset has no effect
+    assert pair.client.reset(number)  # a second reset does nothing
 
 
 def test_reset_by_the_server_names_the_error(pair):
@@ -160,7 +160,7 @@ def test_streams_before_goaway_continue_and_later_streams_are_unprocessed(pair):
     assert seen_heard.end == ResponseEnd(ResponseResult.COMPLETE)
 
 
-def test_last_goaway_counts(pair):
+def test_last_of_several_goaways_is_used(pair):
     _, heard = pair.ask()
     pair.client.receive(goaway(2**31 - 1))
     assert heard.end is None
@@ -174,7 +174,7 @@ def test_client_receives_responses_after_its_goaway(pair):
     pair.exchange()
     assert pair.heard_of(h2.events.ConnectionTerminated)
     frames = b"\0\0\1\1\4" + number.to_bytes(4) + b"\x88" + b"\0\0\1\0\1" + number.to_bytes(4) + b"a"
-    pair.client.receive(frames)  # made by hand, because h2 sends nothing after a GOAWAY
+    pair.client.receive(frames)  # the test encodes these frames itself, because h2 sends nothing after a GOAWAY
     assert (heard.body, heard.end) == (b"a", ResponseEnd(ResponseResult.COMPLETE))
 
 

@@ -29,7 +29,7 @@ NOT_PUBLIC = (
 
 
 class World:
-    """One host: its answer, its addresses, and the connections to it."""
+    """A fake host: its response, its addresses, and the connections to it."""
 
     def __init__(self, answer: bytes, *, addresses: tuple[str, ...] = (PUBLIC,), ends: bool = True) -> None:
         self.answer, self.addresses, self.ends = answer, addresses, ends
@@ -59,7 +59,7 @@ async def check_refused(world: World, url: str, words: str, **options: Any) -> N
     assert refusal.value.param == "here"
 
 
-async def test_a_file_is_fetched() -> None:
+async def test_file_of_an_allowed_host_is_fetched() -> None:
     world = World(OK + b"content-length: 5\r\n\r\nhello")
     assert await world.fetcher("example").fetch("https://A.example:8443/b.png?c=d#e", "x") == b"hello"
     assert world.connected == [(PUBLIC, 8443, "a.example")]
@@ -114,7 +114,7 @@ async def test_body_may_be_chunked_or_end_with_the_connection() -> None:
         "https://a.example\x00/",
     ],
 )
-async def test_invalid_and_foreign_urls_are_refused(url: str) -> None:
+async def test_invalid_urls_and_urls_of_other_hosts_are_refused(url: str) -> None:
     world = World(OK + b"\r\nabc")
     await check_refused(world, url, "^here ")
     assert world.connected == []
@@ -142,7 +142,7 @@ async def test_names_with_a_private_address_are_refused(addresses: tuple[str, ..
     assert world.connected == []
 
 
-def test_public_addresses() -> None:
+def test_only_public_addresses_are_accepted() -> None:
     public = [PUBLIC, "2606:2800:220:1::1", "64:ff9b::808:808", "2a00:1450:4001::1", "2620:fe::fe"]
     assert public_addresses(public) == public
     assert public_addresses(["::ffff:8.8.8.8"]) != []

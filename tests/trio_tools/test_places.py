@@ -1,4 +1,4 @@
-"""The choice of the connection that ends for a new one, failing accepts, and the limit of open files."""
+"""The choice of the connection that ends for a new connection, failing accepts, and the limit of open files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trioserve.trio_tools.places import Place, Places, remote_address
 
 
 class Connections:
-    """The connections of a server with such places. Each leaves as soon as its `end` is called."""
+    """The connections of a server that uses Places. Each connection leaves as soon as its `end` is called."""
 
     def __init__(self, **bounds: int) -> None:
         places_max = bounds.get("places_max", 4)
@@ -80,7 +80,7 @@ def listener():
     made.close()
 
 
-async def test_connection_that_has_been_useless_longest_ends_first(autojump_clock, listener):
+async def test_connection_that_has_been_unused_longest_ends_first(autojump_clock, listener):
     connections = Connections()
     await trio.sleep(10)
     for name, may_end_at in (("busy", None), ("idle", 3.0), ("half a head", 2.0), ("young", 1000.0)):
@@ -92,7 +92,7 @@ async def test_connection_that_has_been_useless_longest_ends_first(autojump_cloc
     assert (connections.ended, connections.crowded_count) == (["half a head", "idle"], 2)
 
 
-async def test_connection_waits_while_all_others_are_in_use(autojump_clock, listener, nursery):
+async def test_new_connection_waits_while_all_other_connections_are_in_use(autojump_clock, listener, nursery):
     connections = Connections(places_max=1)
     connections.come("busy", may_end_at=None)
     accepted = trio.Event()
@@ -109,7 +109,7 @@ async def test_connection_waits_while_all_others_are_in_use(autojump_clock, list
     assert accepted.is_set()
 
 
-async def test_address_with_most_connections_loses_one(autojump_clock, listener):
+async def test_address_with_most_connections_loses_its_oldest_connection_first(autojump_clock, listener):
     connections = Connections()
     connections.come("honest", "192.0.2.1", may_end_at=0.0)
     for name in "abc":
@@ -154,7 +154,7 @@ def test_address_at_its_limit_loses_its_oldest_connection():
     assert connections.ended == ["first"]
 
 
-def test_address_with_all_connections_in_use_gets_no_more(caplog):
+def test_address_whose_connections_are_all_in_use_gets_no_further_connection(caplog):
     async def main() -> None:
         connections = Connections(per_address_max=2)
         for name in "ab":
@@ -165,21 +165,21 @@ def test_address_with_all_connections_in_use_gets_no_more(caplog):
         assert connections.come("e", None) is not None
         connections._end("a")
         assert connections.come("f", "192.0.2.2", may_end_at=None) is not None
-        connections.places.know(connections.open["b"])  # no longer counts for its address
+        connections.places.know(connections.open["b"])  # now it does not count against its address
         assert connections.come("g", "192.0.2.2", may_end_at=None) is not None
 
     trio.run(main)
     assert len([record for record in caplog.records if "address=192.0.2.2 max=2" in record.getMessage()]) == 1
 
 
-def test_connection_that_is_ending_makes_room_for_one_other_connection_of_its_address():
+def test_ending_connection_frees_its_place_for_only_one_connection_of_its_address():
     async def main() -> None:
         connections = Connections(places_max=100, per_address_max=3)
         for name in "ab":
             connections.come(name, "192.0.2.2", may_end_at=None)
         idle = connections.come("idle", "192.0.2.2")
         assert idle is not None
-        idle.end = lambda: None  # the connection takes a moment to end
+        idle.end = lambda: None  # a connection that does not end immediately
         admitted = [name for name in "cdefgh" if connections.come(name, "192.0.2.2", may_end_at=None) is not None]
         assert admitted == ["c"]
         connections.places.leave(idle)
@@ -193,7 +193,7 @@ async def test_shortage_of_files_ends_an_idle_connection_and_is_logged_once(auto
     made = Listener(*[number] * 50)
     connections = Connections(places_max=1000)
     for index in range(100):
-        connections.come(f"idle {index}", may_end_at=1e9)  # may end only in an emergency
+        connections.come(f"idle {index}", may_end_at=1e9)  # may be ended only if there is no other choice
     with caplog.at_level(logging.ERROR):
         await connections.places.accept(made)
     assert connections.ended[0] == "idle 0"
@@ -214,7 +214,7 @@ async def test_shortage_without_an_idle_connection_does_not_busy_loop(autojump_c
 
 
 async def test_one_search_frees_places_for_many_connections(autojump_clock, listener):
-    """With 6,400 places, one search through all of them ends a hundred connections."""
+    """With 6,400 places, one search through all connections ends a hundred of them."""
     connections = Connections(places_max=6400, strangers_max=6400, per_address_max=6400)
     looks = 0
 
@@ -283,7 +283,7 @@ def test_soft_limit_of_files_is_raised_to_the_hard_limit(monkeypatch):
     assert len(limits) == 2
 
 
-def test_soft_limit_stays_if_it_cannot_be_raised(monkeypatch):
+def test_soft_limit_of_files_is_unchanged_if_it_cannot_be_raised(monkeypatch):
     def refuse(which, pair):
         raise ValueError("not allowed to raise maximum limit")
 

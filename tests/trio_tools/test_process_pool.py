@@ -1,4 +1,4 @@
-"""Child processes that do jobs: reused, killed, shared by owners, and not left behind."""
+"""Child processes that run jobs are reused, killed, and shared by owners. None remains after the pool is closed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def command(file: int) -> Sequence[str]:
 
 @contextmanager
 def pool_of(processes_max: int = 3, command: Callable[[int], Sequence[str]] = command) -> Iterator[ProcessPool]:
-    """Yield a pool, and check that it leaves no process and no open file behind."""
+    """Yield a pool, and check after the test that no process and no open file remains."""
     files_before = set(os.listdir("/proc/self/fd"))
     with closing(ProcessPool(command, processes_max=processes_max)) as pool:
         yield pool
@@ -49,7 +49,7 @@ def pool_of(processes_max: int = 3, command: Callable[[int], Sequence[str]] = co
 
 
 def wait_for_end(process_id: int) -> None:
-    """Wait until a process has ended, reaped or not. Hangs if the process was not killed."""
+    """Wait until a process has ended, reaped or not. This hangs if the process was not killed."""
     with suppress(ChildProcessError):
         os.waitid(os.P_PID, process_id, os.WEXITED | os.WNOWAIT)
 
@@ -166,7 +166,7 @@ async def test_closing_kills_a_busy_process() -> None:
 
 
 class Turns:
-    """Holders of places, in the order in which they got them."""
+    """Records in which order tasks get their turns."""
 
     def __init__(self, pool: ProcessPool, nursery: trio.Nursery) -> None:
         self.pool, self.nursery = pool, nursery
@@ -174,7 +174,7 @@ class Turns:
         self.scopes: dict[str, trio.CancelScope] = {}
 
     async def take(self, name: str) -> None:
-        """Ask for a place. The first letter of the name is the owner."""
+        """Wait for a turn, and keep it until released. The first letter of the name is the owner."""
         self.nursery.start_soon(self._hold, name)
         await wait_all_tasks_blocked()
 
@@ -192,7 +192,7 @@ class Turns:
                     self.held.remove(name)
 
 
-async def test_no_owner_holds_all_places_and_owners_take_turns() -> None:
+async def test_no_owner_uses_all_children_and_owners_take_turns() -> None:
     with pool_of(3) as pool:
         async with trio.open_nursery() as nursery:
             turns = Turns(pool, nursery)
@@ -213,4 +213,4 @@ async def test_no_owner_holds_all_places_and_owners_take_turns() -> None:
             assert turns.held == ["b2", "c1"]
             nursery.cancel_scope.cancel()
         async with pool.turn("d"):
-            pass  # all places are free again
+            pass  # all turns have ended

@@ -1,4 +1,4 @@
-"""The order of stopping: readiness, the queue, running requests, the grace period, the end."""
+"""The phases of stopping a service: readiness, the queue, running requests, the grace period, the end."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from trioserve.trio_tools.settings import StoppingSettings
 
 
 class ScriptedFrontEnd:
-    """Clients that send requests as soon as it serves, and record how each request ended.
+    """A front end whose clients send requests as soon as it serves. It records how each request ended.
 
     Args:
         engine: Answers the requests.
         prompts: One request for each prompt.
-        tell_seconds: Time to send the end of a response to its client.
+        tell_seconds: Time that it takes to send the end of a response to its client.
     """
 
     def __init__(self, engine: Engine, prompts: list[str], *, tell_seconds: float = 0.0) -> None:
@@ -113,7 +113,7 @@ async def test_idle_server_answers_for_the_drain_delay_only_after_sigterm(autoju
         assert trio.current_time() == pytest.approx(1.0 + seconds, abs=0.01)
 
 
-async def test_second_order_ends_the_drain_delay_at_once(autojump_clock):
+async def test_second_command_to_stop_ends_the_drain_delay_at_once(autojump_clock):
     async with open_fake_engine(step_seconds=0.1) as fake:
         service = Service(fake, ScriptedFrontEnd(fake, []), StoppingSettings(drain_delay_seconds=20))
         await run_with_orders_at(service, 1, 1.5, order=signal.SIGTERM)
@@ -153,7 +153,7 @@ async def test_drain_deadline_ends_running_requests_with_a_reason(autojump_clock
         assert front_end.ends == {"one": FinishReason.ABORT}
 
 
-async def test_a_second_order_ends_the_draining(autojump_clock):
+async def test_second_command_to_stop_ends_the_drain(autojump_clock):
     async with open_fake_engine(step_seconds=0.1) as fake:
         front_end = ScriptedFrontEnd(fake, ["one"])
         await run_with_orders_at(Service(fake, front_end, StoppingSettings(drain_seconds_max=60)), 1, 2)
@@ -161,7 +161,7 @@ async def test_a_second_order_ends_the_draining(autojump_clock):
         assert front_end.ends == {"one": FinishReason.ABORT}
 
 
-async def test_a_third_order_ends_the_grace_period(autojump_clock):
+async def test_third_command_to_stop_ends_the_grace_period(autojump_clock):
     async with open_fake_engine(step_seconds=0.1) as fake:
         front_end = ScriptedFrontEnd(fake, ["one"], tell_seconds=1000)
         settings = StoppingSettings(drain_seconds_max=60, grace_seconds_max=60)
@@ -197,7 +197,7 @@ async def test_a_fault_of_the_engine_reaches_every_client_before_the_server_ends
     assert trio.current_time() == pytest.approx(1.6, abs=0.11)
 
 
-async def test_drain_waits_for_holds_as_for_running_requests(autojump_clock):
+async def test_drain_waits_for_held_blocks_as_for_running_requests(autojump_clock):
     async def serve_with_a_hold(seconds: float, settings: StoppingSettings) -> None:
         async with open_fake_engine(connector=ScriptedConnector, kv_hold_timeout=seconds) as fake:
             asked = KVTransferParams(do_remote_decode=True)
@@ -215,7 +215,7 @@ async def test_drain_waits_for_holds_as_for_running_requests(autojump_clock):
 
 
 class HandsOver:
-    """A worker that hands its requests over to other engines at the deadline, as a server's engine does."""
+    """A worker that hands its requests over to other engines at the drain's deadline, as a server's engine does."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -249,7 +249,7 @@ async def test_blocks_handed_over_at_the_deadline_are_held_until_fetched_or_the_
         assert (fake.stats().blocks_held == 0) == (fetched_after is not None)
 
 
-async def test_stopping_does_not_wait_for_holds_of_a_broken_engine(autojump_clock):
+async def test_stopping_does_not_wait_for_held_blocks_of_a_failed_engine(autojump_clock):
     with pytest.raises(EngineFault):
         async with open_fake_engine(connector=ScriptedConnector) as fake:
             asked = KVTransferParams(do_remote_decode=True)

@@ -1,4 +1,4 @@
-"""Data for watchers is dropped when the last watcher has left, normally or with an error."""
+"""Data that only watchers need is dropped when the last watcher has left, normally or with an error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_data_is_dropped_with_the_last_watcher():
     assert forgotten == [False]
 
 
-def test_watcher_with_an_error_leaves():
+def test_watcher_whose_scope_ends_with_an_error_is_no_longer_counted():
     forgotten = []
     watchers = Watchers(lambda: forgotten.append(True))
     with pytest.raises(ZeroDivisionError), watchers.watching():

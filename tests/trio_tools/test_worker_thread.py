@@ -1,4 +1,4 @@
-"""A worker thread: order of jobs, cancellation, and its end."""
+"""A worker thread: order of jobs, cancellation, and the end of the thread."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def test_error_of_a_job_is_raised_in_its_caller():
         assert await thread.run(lambda: "still works") == "still works"
 
 
-async def test_leaving_ends_the_thread():
+async def test_leaving_the_scope_ends_the_thread():
     async with WorkerThread("test") as thread:
         worker = await thread.run(threading.current_thread)
     assert not worker.is_alive()
@@ -156,7 +156,7 @@ async def test_awaiting_a_finished_job_lets_other_tasks_run():
         nursery.start_soon(other)
         assert [await response for response in responses] == [
             "answer"
-        ] * 2  # one turn may still come before the other's
+        ] * 2  # the order of the two tasks may differ in each round
         assert turns == ["other"]
 
 

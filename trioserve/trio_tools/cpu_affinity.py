@@ -1,8 +1,8 @@
-"""Starts a thread's job on the CPU of its caller, when the caller is about to wait.
+"""Starts a thread's job on the CPU of the task that requested it, if that task is about to wait.
 
-On another CPU, the job would wait for that CPU to wake up. If another program had taken the CPU, the job would wait
-until that program stops, or until the system moves the thread. This can take a millisecond, while the caller's CPU
-idles. Only Linux supports it. Elsewhere, the functions do nothing.
+If the job started on another CPU, it would wait until that CPU wakes up. If another program was using that CPU, the job
+would wait until the program stops, or until the system moves the thread. This can take a millisecond, while the
+caller's CPU is idle. Only Linux supports this. On other systems, the functions do nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ __all__ = ["CpuAffinity"]
 
 
 class CpuAffinity:
-    """CPU affinity of one thread. Make it where all CPUs are allowed on which the thread may run."""
+    """CPU affinity of one thread. Create this object in a thread that is allowed to use all CPUs on which the other
+    thread may run.
+    """
 
     def __init__(self) -> None:
         self._cpu = None if sys.platform != "linux" else getattr(ctypes.CDLL(None), "sched_getcpu", None)
@@ -32,7 +34,7 @@ class CpuAffinity:
             return
         try:
             os.sched_setaffinity(thread_id, (self._cpu(),))
-        except OSError:  # not permitted: do not try again
+        except OSError:  # the system does not permit it: do not try again
             self._cpu = None
 
     def unpin(self) -> None:

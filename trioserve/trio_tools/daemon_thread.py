@@ -1,7 +1,7 @@
-"""Calls in separate threads that a cancelled caller leaves behind.
+"""Calls functions in separate threads, which continue to run if the caller is cancelled.
 
-Use them only for calls that cannot be interrupted, hold nothing that others need, and may take minutes. For all other
-calls, use WorkerThread, which leaves no thread behind.
+Use these threads only for calls that cannot be interrupted, hold no resource that other code needs, and may take
+minutes. For all other calls, use WorkerThread, whose thread always ends with its scope.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ T = TypeVar("T")
 
 @enable_ki_protection
 async def call_abandonable(function: Callable[..., T], *arguments: Any, thread_name: str) -> T:
-    """Call a function in a new daemon thread. A cancelled caller leaves at once.
+    """Call a function in a new daemon thread. If the caller is cancelled, it returns at once.
 
     An abandoned thread runs until the function returns. Its result or error is discarded.
 
     Args:
         function: Function to call.
-        arguments: Its arguments.
+        arguments: Arguments of the function.
         thread_name: Name of the thread.
     """
     task = trio.lowlevel.current_task()
@@ -37,12 +37,12 @@ async def call_abandonable(function: Callable[..., T], *arguments: Any, thread_n
 
     def work() -> None:
         result = outcome.capture(function, *arguments)
-        with contextlib.suppress(trio.RunFinishedError):  # abandoned, and the Trio run has ended
+        with contextlib.suppress(trio.RunFinishedError):  # the call was abandoned, and the Trio run has ended
             token.run_sync_soon(deliver, result)
 
     def deliver(result: outcome.Outcome[T]) -> None:
         if not is_abandoned:
-            thread.join()  # returns at once: the thread has no work left
+            thread.join()  # this returns at once, because the thread has no work left
             trio.lowlevel.reschedule(task, result)
 
     def leave(_raise_cancel: object) -> trio.lowlevel.Abort:

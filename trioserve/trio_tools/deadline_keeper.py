@@ -21,7 +21,7 @@ class Alarm:
 
     Attributes:
         at: Time on Trio's clock.
-        ring: Function to call. None once it was called or cancelled.
+        ring: The callback. None once it was called or the alarm was cancelled.
     """
 
     __slots__ = ("_keeper", "at", "ring")
@@ -42,7 +42,7 @@ class DeadlineKeeper:
     """A set of alarms.
 
     Cost:
-        set() is O(log n), cancel() is O(1). Cancelled alarms are removed before they outnumber the others.
+        set() is O(log n), cancel() is O(1). Cancelled alarms are removed before they outnumber the active alarms.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class DeadlineKeeper:
         self._changed = trio.Event()
 
     def __len__(self) -> int:
-        """Return the number of alarms that are still to ring."""
+        """Return the number of alarms that are neither called nor cancelled."""
         return len(self._heap) - self._spent_count
 
     def set(self, at: float, ring: Callable[[], None]) -> Alarm:
@@ -60,7 +60,7 @@ class DeadlineKeeper:
 
         Args:
             at: Time on Trio's clock.
-            ring: Must not wait or raise.
+            ring: The callback. It must not wait or raise.
 
         Returns:
             The alarm. It may be cancelled at any time, any number of times.
@@ -72,7 +72,7 @@ class DeadlineKeeper:
         return alarm
 
     async def run(self) -> None:
-        """Ring the alarms at their times. Runs until cancelled."""
+        """Call the callback of each alarm at its time. Runs until cancelled."""
         while True:
             self._changed = trio.Event()
             with trio.move_on_at(self._ring_due()):
@@ -86,7 +86,7 @@ class DeadlineKeeper:
             self._spent_count = 0
 
     def _ring_due(self) -> float:
-        """Ring the alarms that are due. Return the time of the next alarm, or infinity."""
+        """Call the callbacks whose time has come. Return the time of the next alarm, or infinity."""
         now = trio.current_time()
         while self._heap and (self._heap[0][0] <= now or self._heap[0][2].ring is None):
             _at, _number, alarm = heapq.heappop(self._heap)

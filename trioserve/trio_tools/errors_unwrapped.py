@@ -1,4 +1,4 @@
-"""Takes single errors out of the exception groups that nurseries raise, for users who do not know of the nursery."""
+"""Takes single errors out of the exception groups that nurseries raise, for callers that do not expect a group."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["errors_unwrapped", "unwrapped"]
 
 @contextmanager
 def errors_unwrapped() -> Iterator[None]:
-    """Raise the error itself instead of a group that holds only this error, once or several times.
+    """Raise the error itself instead of a group that contains only this error, once or several times.
 
     Groups with different errors pass unchanged.
     """
@@ -27,7 +27,7 @@ def unwrapped(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """Return the only error of a group, or the group itself if it has different errors.
 
     Args:
-        group: Group, which may contain groups.
+        group: The group, which may contain further groups.
     """
     errors = {id(error): error for error in _leaves(group)}
     return group if len(errors) > 1 else next(iter(errors.values()))

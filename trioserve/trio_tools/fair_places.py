@@ -1,8 +1,9 @@
-"""Places of a stage that requests pass before or beside the queue, such as a thread, shared fairly between keys.
+"""Limits how many jobs of one kind run at the same time, and shares these positions fairly between API keys. Used for
+work before or beside the queue, such as tokenizing in threads.
 
-A waiting key gets a place after at most one job of each other waiting key, no matter how many jobs the other keys have.
-The method is start-time fair queueing (Goyal, Vin and Cheng, 1996), as in router/waiting_queue.py. All jobs count
-equally, because the jobs of a stage are of one order of size. Jobs of one key keep their order.
+A waiting key gets a position after at most one job of each other waiting key, no matter how many jobs the other keys
+have. The method is start-time fair queueing (Goyal, Vin and Cheng, 1996), as in router/waiting_queue.py. All jobs count
+equally, because the jobs of one kind take similar time. Jobs of one key keep their order.
 """
 
 from __future__ import annotations
@@ -18,24 +19,25 @@ from trioserve.contracts.errors import Overloaded
 
 __all__ = ["STAGE_FULL", "WAITING_OF_ONE_MAX", "FairPlaces"]
 
-WAITING_OF_ONE_MAX = 1024  # waiting jobs of one key. More than a batch has places, so only floods are refused.
+WAITING_OF_ONE_MAX = 1024  # waiting jobs of one key; more than the requests of a batch, so only floods are refused
 STAGE_FULL = "stage_full"
 """Reason of a refusal when a key has too many jobs waiting for one stage."""
 KEYS_KEPT_MAX = 1024  # idle keys whose turns are remembered. A forgotten key gains at most one turn.
-RECENT_SHARE = 0.2  # weight of the latest job in the average duration of jobs
+RECENT_SHARE = 0.2  # weight of the latest job in the moving average of durations
 
 T = TypeVar("T")
 
 
 class FairPlaces:
-    """Fair places: `async with places.place(key): ...`, or `await places.call(function, key=key)` for a thread.
+    """A fair limit on running jobs: `async with places.place(key): ...`, or `await places.call(function, key=key)` for
+    a thread.
 
-    A caller that is cancelled while it waits leaves at once, and does not delay others.
+    A caller that is cancelled while it waits returns at once, and does not delay other callers.
 
     Args:
-        count: Jobs at a time.
-        what: Plural noun for the jobs, for the message of a refusal.
-        waiting_of_one_max: Most waiting jobs of one key.
+        count: Number of jobs that may run at the same time.
+        what: Plural noun for the jobs, for the error message of Overloaded.
+        waiting_of_one_max: Maximum number of waiting jobs of one key.
     """
 
     def __init__(self, count: int, *, what: str, waiting_of_one_max: int = WAITING_OF_ONE_MAX) -> None:
@@ -47,7 +49,7 @@ class FairPlaces:
         self._turns: dict[str | None, int] = {}  # next turn of each key. The lowest turn is served first.
         self._now = 0  # the turn that was served last
         self._job_seconds = 0.0  # moving average of the duration of jobs
-        self._threads = trio.CapacityLimiter(count)  # an abandoned thread keeps its token until it ends
+        self._threads = trio.CapacityLimiter(count)  # an abandoned thread counts until it ends
 
     @property
     def waiting_count(self) -> int:
@@ -55,16 +57,16 @@ class FairPlaces:
 
     @asynccontextmanager
     async def place(self, key: str | None) -> AsyncIterator[None]:
-        """Wait for a place, and hold it for the time of the scope.
+        """Wait for a position, and keep it while the scope is open.
 
         Args:
-            key: Owner of the job. None if clients are not distinguished.
+            key: API key whose job this is, or None if clients are not distinguished.
 
         Raises:
-            Overloaded: too many jobs of this key wait already.
+            Overloaded: too many jobs of this key already wait.
         """
         if self._free_count:
-            if self._free_count == self._count:  # no job runs or waits: earlier turns do not matter
+            if self._free_count == self._count:  # no job runs or waits, so earlier turns do not matter
                 self._turns.clear()
             self._free_count -= 1
             self._serve(key)
@@ -78,14 +80,14 @@ class FairPlaces:
             self._pass_on()
 
     async def call(self, function: Callable[[], T], *, key: str | None) -> T:
-        """Wait for a place, then call a function in a Trio thread. A cancelled caller leaves at once.
+        """Wait for a position, then call a function in a Trio thread. If the caller is cancelled, it returns at once.
 
         Args:
-            function: Must not use state of the event loop.
-            key: Owner of the job.
+            function: Function to call. It must not use state of the event loop.
+            key: API key whose job this is, or None if clients are not distinguished.
 
         Raises:
-            Overloaded: too many jobs of this key wait already.
+            Overloaded: too many jobs of this key already wait.
         """
         async with self.place(key):
             return await trio.to_thread.run_sync(function, limiter=self._threads, abandon_on_cancel=True)
@@ -108,7 +110,7 @@ class FairPlaces:
                 self._leave(key, granted)
 
     def _leave(self, key: str | None, granted: trio.Event) -> None:
-        if granted.is_set():  # the place was granted when the caller was already cancelled
+        if granted.is_set():  # the position was granted when the caller was already cancelled
             self._pass_on()
             return
         events = self._waiting[key]
@@ -117,7 +119,7 @@ class FairPlaces:
             del self._waiting[key]
 
     def _pass_on(self) -> None:
-        """Give a free place to the next key, or count it as free."""
+        """Give a free position to the next waiting key, or count the position as free."""
         if not self._waiting:
             self._free_count += 1
             return
@@ -130,7 +132,7 @@ class FairPlaces:
         granted.set()
 
     def _serve(self, key: str | None) -> None:
-        """Note that a key gets a place."""
+        """Update the turn of a key that gets a position."""
         self._now = max(self._turns.get(key, 0), self._now)
         self._turns[key] = self._now + 1
         if len(self._turns) > KEYS_KEPT_MAX + len(self._waiting):

@@ -1,4 +1,4 @@
-"""The limit of open files (RLIMIT_NOFILE): raises it, and computes how many connections it allows."""
+"""Raises the limit of open files (RLIMIT_NOFILE), and computes how many connections the limit allows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ fetched media.
 def raise_file_limit() -> int:
     """Raise the soft limit of open files to the hard limit.
 
-    The usual soft limit of 1,024 protects programs that use select(2). This program does not use it.
+    The usual soft limit of 1,024 protects programs that use select(2). This program does not use select.
 
     Returns:
         The new soft limit.
@@ -36,15 +36,15 @@ def raise_file_limit() -> int:
 
 @functools.cache  # logs the warning only once
 def connections_within(asked: int, file_limit: int, *, files_each: int = 1) -> int:
-    """Return how many client connections the limit of open files allows. Logs a warning if this is less than requested.
+    """Return how many client connections the limit of open files allows. Log a warning if this is less than requested.
 
     Args:
         asked: Value of --max-connections.
         file_limit: The soft limit.
-        files_each: Files for each client, including its connection. A router opens another connection to an endpoint.
+        files_each: Open files for each client: its connection, and at a router also the connection to an endpoint.
 
     Returns:
-        `asked` or less, and at least 1.
+        The number of connections, from 1 to `asked`.
     """
     if file_limit == resource.RLIM_INFINITY:
         return asked

@@ -1,4 +1,6 @@
-"""Client side of HTTP/1.1 on h11, without I/O. Requests may be pipelined. Responses arrive in their order."""
+"""Client side of HTTP/1.1 on h11, without I/O. Requests may be pipelined. Responses arrive in the order of the
+requests.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,14 @@ INTERIM_RESPONSES_MAX = 100
 class Http1ClientProtocol:
     """An HttpClientProtocol. Each request has its own parser.
 
-    The only flow control is that of the transport. There is no reset: a caller that does not want a response closes the
+    The only flow control is that of the transport. A request cannot be reset: to stop a response, the caller closes the
     connection.
 
     Args:
         authority: Value of the host header.
 
     Attributes:
-        informational_count: Responses such as 100 Continue, which are not passed to listeners.
+        informational_count: Number of responses such as 100 Continue, which are not passed to listeners.
     """
 
     def __init__(self, *, authority: str) -> None:
@@ -102,7 +104,7 @@ class Http1ClientProtocol:
         self._unsent += request.parser.send(event) or b""
 
     def _read_events(self, request: _Request) -> bool:
-        """Pass events to the listener. Return False if the response has not ended."""
+        """Pass the events of h11 to the listener. Return False if the response has not ended."""
         while True:
             event = request.parser.next_event()
             if event in (h11.NEED_DATA, h11.PAUSED):

@@ -1,7 +1,7 @@
 """Client side of HTTP/2 on h2, without I/O: requests, resets, flow control, and servers that send GOAWAY.
 
-The client gives credit for received data at once, unless its caller withholds credit. The server may be hostile:
-everything that it can make this client store is limited.
+The client gives credit for received data at once, unless its caller withholds credit. The server may be hostile, so
+every value that the server can make this client store is limited.
 """
 
 from __future__ import annotations
@@ -47,13 +47,14 @@ class Http2ClientProtocol:
     Args:
         authority: Value of :authority.
         scheme: Value of :scheme.
-        window_bytes: Bytes of one response that the server may send before they are credited.
-        connection_window_bytes: Bytes of all responses that the server may send before they are credited.
+        window_bytes: Bytes of one response that the server may send before it gets credit.
+        connection_window_bytes: Bytes of all responses together that the server may send before it gets credit.
 
     Attributes:
         is_settled: True once the server's first SETTINGS arrived.
-        streams_max: Streams that the server allows at a time. The default until then.
-        goaway: The latest GOAWAY. None if there was none.
+        streams_max: Number of streams that the server allows at the same time. Before its SETTINGS arrived, the
+            default.
+        goaway: The latest GOAWAY, or None if there was none.
     """
 
     def __init__(
@@ -119,11 +120,11 @@ class Http2ClientProtocol:
         return True
 
     def give_a_byte(self, number: int) -> None:
-        """Let the server send one more byte of a response whose credit is withheld. No effect after the response has
+        """Let the server send one more byte of a response whose credit is withheld. Does nothing if the response has
         ended.
 
         Args:
-            number: The request.
+            number: Number of the request.
         """
         with contextlib.suppress(h2.exceptions.ProtocolError):
             self._h2.increment_flow_control_window(1, number)
@@ -135,10 +136,10 @@ class Http2ClientProtocol:
             self._h2.acknowledge_received_data(byte_count, number)
 
     def say_goaway(self) -> None:
-        """Send GOAWAY. Running requests continue, because it concerns only streams that the server starts, and there
-        are none.
+        """Send GOAWAY. Running requests continue: a GOAWAY of a client concerns only streams that the server opened,
+        and the server opens none.
         """
-        # h2 would accept no further frames after its own GOAWAY.
+        # Encode the frame without h2, which would accept no further frames after its own GOAWAY.
         self._goaway_bytes += hyperframe.frame.GoAwayFrame(0).serialize()
 
     def receive(self, data: bytes) -> None:
@@ -224,7 +225,7 @@ class Http2ClientProtocol:
         stream = self._streams.pop(stream_id, None)
         if stream is not None and stream.withheld_bytes:
             with contextlib.suppress(h2.exceptions.ProtocolError):  # the connection has ended
-                # Other streams need this credit of the connection.
+                # Give this credit back to the connection, because other streams need it.
                 self._h2.acknowledge_received_data(stream.withheld_bytes, stream_id)
         return stream
 
@@ -233,12 +234,12 @@ class _Stream:
     """State of one request.
 
     Attributes:
-        listener: Gets the response.
-        interim_count: Heads with a status of 1xx so far.
+        listener: Receives the response.
+        interim_count: Number of heads with a status of 1xx so far.
         unsent: Bytes of the body that wait for the server's windows.
-        ends: True if `unsent` includes the end of the body.
+        ends: True if the body ends with `unsent`.
         is_sent: True if the whole request was sent.
-        withheld_bytes: Received bytes without credit. None if credit is given at once.
+        withheld_bytes: Number of received bytes for which no credit was given. None if credit is given at once.
     """
 
     __slots__ = ("ends", "interim_count", "is_sent", "listener", "unsent", "withheld_bytes")
@@ -253,18 +254,19 @@ class _Stream:
 
 
 class _H2Connection(h2.connection.H2Connection):
-    MAX_CLOSED_STREAMS = 4096  # to distinguish late frames from wrong frames. h2's default of 65,536 takes megabytes.
+    MAX_CLOSED_STREAMS = 4096  # to distinguish late frames from wrong ones; h2's 65,536 take megabytes
 
 
 class _FrameSplitter:
     """Cuts received pieces into whole frames for h2.
 
-    Removes GOAWAY, because h2 refuses every frame after it. But a server that stops gracefully first finishes its
-    streams (RFC 9113, 6.8). Also removes unknown settings, which h2 would store without limit.
+    The splitter removes GOAWAY, because h2 refuses every frame after a GOAWAY. But a server that stops gracefully first
+    finishes its streams (RFC 9113, 6.8). The splitter also removes unknown settings, which h2 would store without
+    limit.
 
     Attributes:
-        goaway: The latest GOAWAY. None if there was none.
-        answered_count: Frames since the last write that h2 answers.
+        goaway: The latest GOAWAY, or None if there was none.
+        answered_count: Number of frames since the last write that h2 answers.
     """
 
     def __init__(self) -> None:
@@ -273,14 +275,14 @@ class _FrameSplitter:
         self.answered_count = 0
 
     def feed(self, piece: bytes) -> bytes:
-        """Return the frames that are complete with this piece. A frame that is too long passes unchanged, and h2
-        refuses it.
+        """Add a piece, and return the frames that are now complete. A frame that is too long is returned unchanged, and
+        h2 refuses it.
 
         Args:
             piece: Received bytes.
 
         Raises:
-            ProtocolError: the server sends PING or SETTINGS faster than it reads the answers.
+            ProtocolError: the server sends PING or SETTINGS faster than it reads the replies to them.
         """
         buffer = self._rest + piece
         kept: list[bytes] = []

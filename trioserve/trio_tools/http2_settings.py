@@ -1,4 +1,4 @@
-"""Reduces SETTINGS of an HTTP/2 peer (RFC 9113, 6.5) to those that h2 may store.
+"""Removes unknown settings from the SETTINGS frames of an HTTP/2 peer (RFC 9113, 6.5).
 
 h2 stores every identifier that a peer sends, and iterates over all of them for each later SETTINGS frame. So our
 servers and clients first pass a peer's SETTINGS through `known_settings`.
@@ -11,7 +11,8 @@ import struct
 __all__ = ["HEADER_TABLE_BYTES_MAX", "known_settings"]
 
 HEADER_TABLE_SIZE = 0x1
-# RFC 9113, 6.5.2, and SETTINGS_ENABLE_CONNECT_PROTOCOL (RFC 8441). A receiver ignores all others (RFC 9113, 6.5.2).
+# RFC 9113, 6.5.2, and SETTINGS_ENABLE_CONNECT_PROTOCOL (RFC 8441). A receiver ignores all other settings (RFC 9113,
+# 6.5.2).
 _KNOWN = frozenset({HEADER_TABLE_SIZE, 0x2, 0x3, 0x4, 0x5, 0x6, 0x8})
 HEADER_TABLE_BYTES_MAX = 4096
 """Most bytes of header table that our encoders use: HTTP/2's default. The peer chooses its offer. hpack's encoder
@@ -29,7 +30,7 @@ def known_settings(payload: bytes) -> bytes:
             unchanged, and h2 reports the error.
 
     Returns:
-        At most seven settings. SETTINGS_HEADER_TABLE_SIZE is at most HEADER_TABLE_BYTES_MAX.
+        The payload, with at most seven settings. SETTINGS_HEADER_TABLE_SIZE is reduced to HEADER_TABLE_BYTES_MAX.
     """
     if len(payload) % _SETTING.size:
         return payload

@@ -1,6 +1,6 @@
-"""Interface of the client side of an HTTP connection, for all HTTP versions. Bytes in, bytes out, no I/O.
+"""Interface of the client side of an HTTP connection, for all HTTP versions. It parses and produces bytes, without I/O.
 
-The owner of the stream reads and writes its bytes, in pieces of any size. `receive` calls the listeners of the
+The owner of the network stream reads and writes the bytes, in pieces of any size. `receive` calls the listeners of the
 responses whose bytes arrive.
 """
 
@@ -27,9 +27,9 @@ class ResponseEnd(NamedTuple):
     """End of a response.
 
     Attributes:
-        result: How it ended.
-        error: Name of an HTTP/2 error, or "".
-        was_request_sent: False if part of the request's body was not sent. It is not sent any more.
+        result: How the response ended.
+        error: Name of an HTTP/2 error, or "" if there was none.
+        was_request_sent: False if a part of the request's body was not sent. That part will not be sent any more.
     """
 
     result: ResponseResult
@@ -38,7 +38,7 @@ class ResponseEnd(NamedTuple):
 
 
 class ResponseListener(Protocol):
-    """Receives one response. Its methods are called by `receive`, and must not wait or raise."""
+    """Receives one response. HttpClientProtocol.receive calls its methods, which must not wait or raise."""
 
     def on_head(self, status: int, fields: list[tuple[bytes, bytes]]) -> None:
         """Receive the final status and the header fields.
@@ -54,12 +54,12 @@ class ResponseListener(Protocol):
         """Receive the end of the response. Called once, unless the client resets the request before.
 
         Args:
-            end: How it ended.
+            end: How the response ended.
         """
 
 
 class HttpClientProtocol(Protocol):
-    """One connection. Each request has a number, which is never reused."""
+    """The client's state of one connection. Each request has a number, which is never reused."""
 
     def begin(self, method: str, path: str, fields: Fields, listener: ResponseListener, *, has_body: bool) -> int:
         """Begin a request: queue its head for sending.
@@ -76,21 +76,21 @@ class HttpClientProtocol(Protocol):
         """
 
     def send_body(self, number: int, data: bytes, *, is_last: bool) -> None:
-        """Append data to the body of a request. No effect after the response has ended.
+        """Append data to the body of a request. Does nothing if the response has ended.
 
         Data beyond the server's flow control window waits until the server gives credit.
 
         Args:
-            number: The request.
+            number: Number of the request.
             data: Bytes to send.
             is_last: True if the body ends with this data.
         """
 
     def unsent_bytes(self, number: int) -> int:
-        """Return how many bytes of the body wait for credit.
+        """Return how many bytes of a request's body wait for the server's credit.
 
         Args:
-            number: The request.
+            number: Number of the request.
         """
 
     def reset(self, number: int) -> bool:
@@ -98,7 +98,7 @@ class HttpClientProtocol(Protocol):
         further calls.
 
         Args:
-            number: The request.
+            number: Number of the request.
 
         Returns:
             False if the protocol has no reset. Then the caller must close the connection.
@@ -108,24 +108,24 @@ class HttpClientProtocol(Protocol):
         """Stop giving credit for a response, so that the server can send only the rest of its window.
 
         Args:
-            number: The request.
+            number: Number of the request.
 
         Returns:
             False if the protocol has no flow control.
         """
 
     def give_credit(self, number: int) -> None:
-        """Give credit for a response again.
+        """Give credit for a response again, after `withhold_credit`.
 
         Args:
-            number: The request.
+            number: Number of the request.
         """
 
     def receive(self, data: bytes) -> None:
         """Process received bytes.
 
         Args:
-            data: Received bytes. b"" if the connection has ended.
+            data: Received bytes, or b"" if the connection has ended.
 
         Raises:
             h11.RemoteProtocolError: the server violated HTTP/1.1. The connection is unusable.

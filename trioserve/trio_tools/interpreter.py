@@ -1,4 +1,4 @@
-"""Settings of the Python interpreter and the process for a server. Benchmarks use them too, to measure real
+"""Settings of the Python interpreter and the process for a server. Benchmarks use the same settings, to measure real
 conditions.
 """
 
@@ -29,7 +29,7 @@ def prepare_interpreter() -> None:
 def freeze_loaded_objects() -> None:
     """Exclude all current objects from later garbage collections.
 
-    Otherwise each collection would scan the modules, the model and the tokenizer, which takes about 35 ms.
+    Without this call, each collection would scan the modules, the model and the tokenizer, which takes about 35 ms.
     """
     gc.collect()
     gc.freeze()

@@ -1,9 +1,10 @@
-"""Keeps Ctrl-C from stopping our own code halfway.
+"""Prevents Ctrl-C from interrupting our own code in the middle of a change.
 
 Trio raises KeyboardInterrupt at an arbitrary bytecode of the main thread, unless the running code is protected
-(`trio.lowlevel.enable_ki_protection`). Then the interrupt arrives at the next checkpoint of the main task. Three kinds
-of code need protection, because a half-done change breaks other code: code that registers a task to be rescheduled
-later, code that opens or closes what it owns, and tasks that keep the state of an engine.
+(`trio.lowlevel.enable_ki_protection`). If the code is protected, Trio raises KeyboardInterrupt at the next checkpoint
+of the main task. Three kinds of code need protection, because an incomplete change breaks other code: code that
+registers a task to be rescheduled later, code that opens or closes its resources, and tasks that keep the state of an
+engine.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ ClassT = TypeVar("ClassT", bound=type)
 
 
 def uninterrupted(owner: ClassT) -> ClassT:
-    """Protect every method and property of a class, with all that they call. A class decorator.
+    """Protect every method and property of a class, and the functions that these call. A class decorator.
 
     Args:
         owner: The class.
@@ -41,7 +42,7 @@ def uninterrupted(owner: ClassT) -> ClassT:
 def uninterrupted_context(
     function: Callable[P, AsyncIterator[T]],
 ) -> Callable[P, AbstractAsyncContextManager[T]]:
-    """Make a context manager like `asynccontextmanager`, whose entering and leaving are never interrupted.
+    """Create a context manager as `asynccontextmanager` does, but entering and leaving it are never interrupted.
 
     The code inside of the caller's `async with` stays interruptible.
 

@@ -27,7 +27,7 @@ class LongJob:
         self._is_cancelled = trio.Event()  # set by the event loop, read in the thread
 
     def check(self) -> None:
-        """Check that the caller still waits.
+        """Raise an error if the caller no longer waits.
 
         Raises:
             JobCancelled: the caller was cancelled.
@@ -40,18 +40,18 @@ class LongJob:
         self._is_cancelled.set()
 
     async def run(self, thread: WorkerThread, function: Callable[..., T], *arguments: Any) -> T:
-        """Run the job in a thread and wait for its end, also when cancelled.
+        """Run the job in a thread and wait for its end, even if the caller is cancelled.
 
-        A cancelled caller gets Cancelled, whatever the job returns or raises.
+        If the caller is cancelled, Cancelled is raised, whatever the job returns or raises.
 
         Args:
             thread: Thread that runs the job.
             function: Function to call.
-            arguments: Its arguments.
+            arguments: Arguments of the function.
         """
         try:
             return await thread.run(function, *arguments, on_cancel=self._is_cancelled.set)
         except Exception:
-            if self._is_cancelled.is_set():  # the job's error only follows from the cancellation
-                await trio.sleep_forever()  # raises Cancelled
+            if self._is_cancelled.is_set():  # then the job's error is only a consequence of the cancellation
+                await trio.sleep_forever()  # this raises Cancelled
             raise

@@ -1,8 +1,8 @@
 """Fetches one file from the web for a request that names its URL.
 
 Only allowed hosts are contacted, within limits of size and time, and never at an address that is not public. Clients
-are untrusted, so the address is checked before connecting, and exactly this address is used. A DNS name that changes a
-moment later has no effect. Redirects are errors.
+are untrusted, so the address is checked before connecting, and the connection uses exactly the checked address. A
+change of the DNS name after the check has no effect. Redirects are errors.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ from trioserve.trio_tools.tcp_stream import connect_tcp
 
 __all__ = ["Connect", "MediaFetcher", "public_addresses"]
 
-FETCHES_MAX = 16  # fetches at a time, for all requests together. Others wait.
-SECONDS_MAX = 10.0  # time of one fetch, without the wait for its start
+FETCHES_MAX = 16  # fetches at the same time, for all requests together; further fetches wait
+SECONDS_MAX = 10.0  # time of one fetch, not counting the wait for its start
 REDIRECTIONS = range(300, 400)
 RECEIVE_BYTES = 65_536
-INTERIM_RESPONSES_MAX = 100  # heads with a status of 1xx before a response. h11 accepts any number.
+INTERIM_RESPONSES_MAX = 100  # heads with a status of 1xx before a response; h11 itself accepts any number
 URL_CHARACTERS_MAX = 2048
 PORTS = {"http": 80, "https": 443}
 HOST_CHARACTERS_MAX = 253
 
 _HOST = re.compile(r"(?:[a-z0-9_-]{1,63}\.)*[a-z0-9_-]{1,63}")
 
-# In IPv6, only global unicast is public. These parts of it are not: protocol assignments with Teredo (2001::/23),
-# documentation, and 6to4, where a relay would reach the embedded IPv4 address.
+# In IPv6, only global unicast is public. These parts of global unicast are not public: protocol assignments with Teredo
+# (2001::/23), documentation, and 6to4, where a relay would reach the embedded IPv4 address.
 _GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
 _NOT_PUBLIC_6 = tuple(map(ipaddress.IPv6Network, ("2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20")))
-# Python classifies these as global: protocol assignments, 6to4 relays, and the host of an Azure virtual machine.
+# Python classifies these addresses as global, but they are not public: protocol assignments, 6to4 relays, and the host
+# of an Azure virtual machine.
 _NOT_PUBLIC_4 = tuple(map(ipaddress.IPv4Network, ("192.0.0.0/24", "192.88.99.0/24", "168.63.129.16/32")))
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 """Public IPv4 addresses in networks without IPv4. 64:ff9b:1::/48 is not included: the operator decides where it
@@ -52,13 +53,13 @@ Connect = Callable[[str, int, str | None], Awaitable[trio.abc.Stream]]
 
 
 class MediaFetcher:
-    """Fetches files for requests. All failures of names, networks and servers become InvalidRequest.
+    """Fetches files for requests. All failures of name resolution, networks and servers become InvalidRequest.
 
     Args:
-        domains: Allowed hosts. Each includes its subdomains. Empty to allow none.
-        bytes_max: Most bytes of a file.
-        connect: Opens connections. None for real connections.
-        addresses_of: Resolves names. None for the system's resolver.
+        domains: Allowed hosts. Subdomains of an allowed host are also allowed. If empty, no host is allowed.
+        bytes_max: Maximum size of a file in bytes.
+        connect: Opens connections. If None, real TCP and TLS connections.
+        addresses_of: Resolves names. If None, the system's resolver.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class MediaFetcher:
 
         Args:
             url: URL of the file, http or https.
-            place: Name of the file in errors.
+            place: Name of the file in error messages, such as messages[0].content[1].
 
         Returns:
             The bytes of the file.
@@ -178,13 +179,13 @@ class MediaFetcher:
 
 
 def public_addresses(addresses: Collection[str]) -> list[str]:
-    """Return the addresses if all of them are public. A name that also has a private address may be an attack.
+    """Return the addresses if all of them are public. If a name also has a private address, it may be an attack.
 
     Args:
         addresses: Resolved addresses of one name.
 
     Returns:
-        An empty list if one address is not public.
+        The addresses, or an empty list if one address is not public.
     """
     found = [ipaddress.ip_address(address) for address in addresses]
     return [str(address) for address in found] if all(map(_is_public, found)) else []
@@ -220,7 +221,7 @@ async def _connect(address: str, port: int, host: str | None) -> trio.abc.Stream
 
 @functools.cache
 def _trusted_certificates() -> ssl.SSLContext:
-    """Return the system's certificates. Reads files."""
+    """Return a TLS context with the system's certificates. This reads files."""
     return ssl.create_default_context()
 
 

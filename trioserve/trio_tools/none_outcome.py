@@ -11,10 +11,10 @@ __all__ = ["NONE_OUTCOME"]
 
 
 class _NoneOutcome(outcome.Outcome[None]):
-    """The outcome None, usable any number of times.
+    """An outcome with the value None that can be used any number of times.
 
-    Trio would make a new Value for each wake-up, because a Value can be unwrapped only once. Making and unwrapping it
-    takes a tenth of the event loop's time for a token.
+    Trio would create a new Value for each wake-up, because a Value can be unwrapped only once. Creating and unwrapping
+    a Value takes a tenth of the event loop's time for a token.
     """
 
     __slots__ = ()

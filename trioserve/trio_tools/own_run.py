@@ -1,4 +1,4 @@
-"""The process and the Trio run that an object belongs to, and the error for calls from elsewhere."""
+"""The process and the Trio run that an object belongs to. A call from another process or run raises WrongLoop."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ T = TypeVar("T")
 
 
 class OwnProcess:
-    """The process in which this object was made."""
+    """The process in which this object was created."""
 
     def __init__(self) -> None:
         self._process_id = os.getpid()
 
     @property
     def is_here(self) -> bool:
-        """Return True in the same process."""
+        """Return True if the current process created this object."""
         return os.getpid() == self._process_id
 
     def check(self, what: str) -> None:
-        """Check that this is the same process.
+        """Check that the current process created this object.
 
         Args:
-            what: Name of the called function, for the message.
+            what: Name of the called function, for the error message.
 
         Raises:
             WrongLoop: This is a forked child. It has a copy of the engine's memory, but none of its threads.
@@ -51,25 +51,25 @@ class OwnProcess:
 
 
 class OwnRun:
-    """The Trio run, and the process, in which this object was made."""
+    """The Trio run and the process in which this object was created."""
 
     def __init__(self) -> None:
         self._token = trio.lowlevel.current_trio_token()
         self._process = OwnProcess()
 
     def check_process(self, what: str) -> None:
-        """Check only that this is the same process, for calls that any thread may make. See OwnProcess.check.
+        """Check only the process, for methods that any thread may call. See OwnProcess.check.
 
         Args:
-            what: Name of the called function, for the message.
+            what: Name of the called function, for the error message.
         """
         self._process.check(what)
 
     def check(self, what: str) -> None:
-        """Check that this is the same run.
+        """Check that the current Trio run created this object.
 
         Args:
-            what: Name of the called function, for the message.
+            what: Name of the called function, for the error message.
 
         Raises:
             WrongLoop: This is another process, thread or run, or no run.
@@ -87,10 +87,10 @@ def check_is_in_trio(what: str) -> None:
     """Check that a Trio loop runs in this thread.
 
     Args:
-        what: Name of the called function, for the message.
+        what: Name of the called function, for the error message.
 
     Raises:
-        WrongLoop: no Trio loop runs here.
+        WrongLoop: no Trio loop runs in this thread.
     """
     if trio.lowlevel.in_trio_run():
         return
@@ -106,7 +106,7 @@ def check_is_in_trio(what: str) -> None:
 
 
 def _runs_asyncio() -> bool:
-    module = sys.modules.get("asyncio")  # a program that runs asyncio has imported it
+    module = sys.modules.get("asyncio")  # a program that runs asyncio has imported this module
     if module is None:
         return False
     try:
@@ -117,14 +117,14 @@ def _runs_asyncio() -> bool:
 
 
 class OpenedOnce(AbstractAsyncContextManager[T], Generic[T]):
-    """A scope that can be entered once and left once, in the process that made it.
+    """A scope that can be entered once and left once, in the process that created it.
 
     A second entry, a second exit, and an exit before the entry raise AlreadyEnded. An exit in a forked child raises
-    WrongLoop. None of them changes anything.
+    WrongLoop. These errors change nothing.
 
     Args:
         scope: The scope to protect.
-        what: Name of the function that made it, for messages.
+        what: Name of the function that created the scope, for error messages.
     """
 
     def __init__(self, scope: AbstractAsyncContextManager[T], what: str) -> None:
@@ -157,8 +157,7 @@ class OpenedOnce(AbstractAsyncContextManager[T], Generic[T]):
 
 
 def opened_once(function: Callable[P, AsyncIterator[T]]) -> Callable[P, OpenedOnce[T]]:
-    """Make a scope that can be entered once out of an async generator function. See OpenedOnce and
-    uninterrupted_context.
+    """Turn an async generator function into a scope that can be entered once. See OpenedOnce and uninterrupted_context.
 
     Args:
         function: Async generator function with one yield.

@@ -1,8 +1,9 @@
-"""How many connections a listener keeps, and which connection ends for a new one when there are too many.
+"""Limits the number of open connections, and chooses which connection to end for a new connection if there are too
+many. A place is one connection's position in this limit.
 
-Connections without a running request (idle, silent, or with half a request) end first. Among them, the address with the
-most connections loses its oldest one. Connections that have shown a key have places that other connections cannot take.
-So a client that only opens connections cannot keep others out.
+Connections without a running request (idle, silent, or with half a request) end first. Among these, the oldest
+connection of the address with most connections ends. Some places are reserved for connections that have shown an API
+key. So a client that only opens connections cannot keep other clients out.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ __all__ = ["Place", "Places", "remote_address"]
 logger = logging.getLogger(__name__)
 
 _SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
-# accept(2) reports these errors of the connection that it would have returned. The next connection may work.
+# accept(2) reports these errors if the connection that it would have returned has failed. The next connection may work.
 _MISHAPS = frozenset(
     {errno.ECONNABORTED, errno.EPROTO, errno.EPERM, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTUNREACH}
 )
-RETRY_SECONDS = 0.1  # a shortage ends when a connection does
-ENDED_SHARE = 64  # the search reads the state of every connection, so one in 64 connections ends at a time
-WARNING_SECONDS = 10.0  # between two log lines about the same shortage
+RETRY_SECONDS = 0.1  # a shortage of files or memory ends when a connection ends
+ENDED_SHARE = 64  # one in 64 connections ends at a time, because a search reads the state of all
+WARNING_SECONDS = 10.0  # time between two log lines about the same shortage
 
 
 def _in_use() -> float | None:
@@ -40,17 +41,18 @@ def _nothing() -> None:
 
 
 class Place:
-    """The place of one connection.
+    """The position of one connection in the limit on connections.
 
     Args:
-        address: Address of the other end. None if connections are not counted by address, such as of a Unix socket.
+        address: Address of the other end, or None if the connection is not counted by address, for example on a Unix
+            socket.
 
     Attributes:
-        is_known: True once the connection has shown a key.
+        is_known: True once the connection has shown an API key.
         is_ending: True once `end` was called.
-        may_end_at: Returns the time from which the connection may end for another one. None while it is in use. Set by
-            the owner of the connection.
-        end: Ends the connection without waiting. Set by the owner of the connection.
+        may_end_at: Returns the time from which the connection may be ended for another connection, or None while it is
+            in use. The owner of the connection sets this function.
+        end: Ends the connection without waiting. The owner of the connection sets this function.
     """
 
     __slots__ = ("address", "end", "is_ending", "is_known", "may_end_at")
@@ -64,13 +66,14 @@ class Place:
 
 
 class Places:
-    """The places of one server, for all of its listeners.
+    """The limit on the connections of one server, for all of its listeners together.
 
     Args:
-        places_max: Connections at a time.
-        strangers_max: Of those, connections that have shown no key. Equal to places_max if the server has no keys.
-        per_address_max: Of strangers_max, connections from one address.
-        on_crowded: Called for each connection that ends for another one.
+        places_max: Maximum number of open connections.
+        strangers_max: Maximum number of connections that have shown no API key. Equal to places_max if the server has
+            no keys.
+        per_address_max: Maximum number of connections without a key from one address.
+        on_crowded: Called for each connection that is ended for another connection.
         on_shortage: Called for each accept that failed for lack of files or memory.
     """
 
@@ -91,7 +94,7 @@ class Places:
         self._places: dict[Place, None] = {}  # in order of arrival
         self._known_count = 0
         self._accepting_count = 0
-        self._strangers_of: Counter[str] = Counter()  # by address
+        self._strangers_of: Counter[str] = Counter()  # count of connections without a key, by address
         self._left = trio.Event()
         self._shortage_logged_at = -math.inf
         self._address_logged_at = -math.inf
@@ -105,7 +108,7 @@ class Places:
         return self._known_count
 
     async def accept(self, listener: trio.SocketListener) -> trio.SocketStream:
-        """Wait for the next connection and for a place. The caller calls `enter` before its next checkpoint.
+        """Wait for the next connection and for a free place. The caller must call `enter` before its next checkpoint.
 
         Args:
             listener: Listener that accepts the connection.
@@ -114,7 +117,7 @@ class Places:
             OSError: the listener is unusable.
         """
         while True:
-            await trio.lowlevel.wait_readable(listener.socket)  # end no connection before another one arrives
+            await trio.lowlevel.wait_readable(listener.socket)  # end no connection before another connection arrives
             while self._is_full():
                 self.make_room()
                 await self._wait_for_leave()
@@ -134,18 +137,19 @@ class Places:
             await self._wait_for_leave()
 
     def enter(self, address: str | None) -> Place | None:
-        """Give a place to a connection. An address at its limit ends one of its own connections first.
+        """Give a place to a connection. If the address is at its limit, another connection of the same address ends
+        first.
 
         Args:
             address: Address of the other end.
 
         Returns:
-            None if the address is at its limit and all of its connections are in use. The caller must close the
-            connection.
+            The place, or None if the address is at its limit and all of its connections are in use. Then the caller
+            must close the connection.
         """
         if address is not None and self._strangers_of[address] >= self._per_address_max:
             own = [place for place in self._places if place.address == address and not place.is_known]
-            # A connection that is ending makes room for one new connection only.
+            # A connection that is ending frees its place for only one new connection.
             is_full = sum(not place.is_ending for place in own) >= self._per_address_max
             if is_full and not self._end_of(own, 1, math.inf):
                 self._note_address(address)
@@ -157,9 +161,9 @@ class Places:
         return place
 
     def crowd_in(self, address: str | None) -> Place | None:
-        """Give a place to a connection, as `enter`. If all places are taken, another connection ends at once.
+        """Give a place to a connection, as `enter` does. If all places are taken, another connection ends at once.
 
-        Only for servers where every connection without a key may end at any time.
+        Use this only in servers where every connection without an API key may be ended at any time.
 
         Args:
             address: Address of the other end.
@@ -169,7 +173,7 @@ class Places:
         return self.enter(address)
 
     def know(self, place: Place) -> None:
-        """Note that a connection has shown a key. It no longer counts as a connection without a key.
+        """Record that a connection has shown an API key. It no longer counts as a connection without a key.
 
         Args:
             place: The connection's place.
@@ -197,13 +201,13 @@ class Places:
         """End some of the least useful connections. Never waits.
 
         Args:
-            including_young: True to end also connections that have been unused for a moment only.
+            including_young: True to also end connections that became unused only a moment ago.
         """
         strangers = [place for place in self._places if not place.is_known]
         until = math.inf if including_young else trio.current_time()
         at_a_time = max(1, self._places_max // ENDED_SHARE)
         if not self._end_of(strangers, at_a_time, until) and len(strangers) < self._strangers_max:
-            # Connections with a key use more places than are reserved for them.
+            # Connections with a key use more places than are reserved for them, so end some of these.
             self._end_of([place for place in self._places if place.is_known], at_a_time, until)
 
     def _end_of(self, places: list[Place], count: int, until: float) -> int:
@@ -259,15 +263,15 @@ class Places:
 
 
 def remote_address(stream: trio.SocketStream) -> str | None:
-    """Return the host at the other end of a connection.
+    """Return the address of the other end of a connection.
 
-    An IPv6 address stands for its /64 network, which usually belongs to one customer or one machine.
+    For IPv6, the /64 network is returned, which usually belongs to one customer or one machine.
 
     Args:
         stream: The connection.
 
     Returns:
-        None for a Unix socket, and if the other end has closed the connection already.
+        The address, or None for a Unix socket or if the other end has already closed the connection.
     """
     if stream.socket.family not in (socket.AF_INET, socket.AF_INET6):
         return None

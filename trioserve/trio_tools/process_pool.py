@@ -1,4 +1,4 @@
-"""Runs foreign code that cannot be interrupted in child processes, which can be killed.
+"""Runs code of other libraries that cannot be interrupted in child processes, which can be killed.
 
 A process does one job at a time and is reused. The pool kills it when its job takes too long or its caller is
 cancelled. The next job then starts another process. Processes start only when a job needs them.
@@ -41,13 +41,13 @@ class ProcessLost(Exception):
 
 
 class ProcessPool:
-    """Up to `processes_max` children, shared fairly by owners. `close` kills them.
+    """Up to `processes_max` child processes, shared fairly between owners of jobs. `close` kills all children.
 
     Children start in the event loop's thread, so that the kernel kills them with that thread (PR_SET_PDEATHSIG).
 
     Args:
         command: Returns the command line for the file descriptor of the child's connection.
-        processes_max: Children at a time, at least 2. One owner never uses the last one.
+        processes_max: Maximum number of children, at least 2. A single owner never uses all of them.
     """
 
     def __init__(self, command: Callable[[int], Sequence[str]], *, processes_max: int) -> None:
@@ -56,9 +56,9 @@ class ProcessPool:
         self._own_max = max(1, processes_max - 1)
         self._idle: list[_Child] = []
         self._busy: set[_Child] = set()
-        self._killed: list[_Child] = []  # until the kernel has ended them
-        self._running: Counter[str] = Counter()  # turns by owner
-        self._waiting: dict[str, deque[trio.Event]] = {}  # by owner. The next owner comes first.
+        self._killed: list[_Child] = []  # killed children that the kernel has not ended yet
+        self._running: Counter[str] = Counter()  # number of open turns by owner
+        self._waiting: dict[str, deque[trio.Event]] = {}  # waiting turns by owner; the next owner comes first
         self._is_closed = False
         self.started_total = 0
 
@@ -69,11 +69,11 @@ class ProcessPool:
 
     @asynccontextmanager
     async def turn(self, owner: str) -> AsyncIterator[None]:
-        """Wait for a place to run jobs, and hold it for the time of the scope. Owners take turns, and no owner holds
-        all places.
+        """Wait until the owner may run jobs in a child, and run them while the scope is open. Owners take turns, and no
+        owner uses all children at once.
 
         Args:
-            owner: Owner of the jobs.
+            owner: Name of the owner of the jobs, such as an API key.
         """
         granted = trio.Event()
         self._waiting.setdefault(owner, deque()).append(granted)
@@ -100,21 +100,21 @@ class ProcessPool:
             events.popleft().set()
             self._running[owner] += 1
             if events:
-                self._waiting[owner] = events  # after the other owners
+                self._waiting[owner] = events  # move this owner after the other owners
 
     async def ask(
         self, head: bytes, content: bytes, *, seconds_max: float, reply_bytes_max: int
     ) -> tuple[bytes, bytearray]:
-        """Run one job in a child. Call it inside of a turn. A cancelled caller leaves at once.
+        """Run one job in a child. Call this inside of a turn. If the caller is cancelled, it returns at once.
 
-        The system may end an idle child at any time, for example when the machine is short of memory. A job that finds
-        its child ended runs once more, in a new child.
+        The system may end an idle child at any time, for example when the machine is short of memory. If a child has
+        ended when its job begins, the job runs once more in a new child.
 
         Args:
             head: Head of the message to the child.
             content: Content of the message to the child.
             seconds_max: Time until the end of the reply, including the start of a process.
-            reply_bytes_max: Most bytes of the reply's content.
+            reply_bytes_max: Maximum size of the reply's content in bytes.
 
         Returns:
             Head and content of the reply.
@@ -151,7 +151,7 @@ class ProcessPool:
                 self._killed.append(child)
 
     def close(self) -> None:
-        """Kill all children and wait for their ends. A second call has no effect."""
+        """Kill all children and wait until they have ended. A second call does nothing."""
         self._is_closed = True
         children = [*self._idle, *self._busy, *self._killed]
         self._idle.clear()
@@ -232,8 +232,8 @@ class _Child:
         return received
 
     def _how_ended(self) -> str:
-        """Kill and reap the process, and describe how it ended. Call it when its connection ends, which is a
-        process's last action.
+        """Kill and reap the process, and describe how it ended. Call this when the connection to the process ends,
+        because that is a process's last action.
         """
         self.kill()
         self.reap()

@@ -24,14 +24,14 @@ T = TypeVar("T")
 
 
 class ProgressLine:
-    """A text that changes. May be used from any thread.
+    """A text that changes. Any thread may use it.
 
-    Leaving the scope clears the line. Later calls of `show` have no effect.
+    Leaving the scope clears the line. Later calls of `show` do nothing.
 
     Args:
-        stream: Where to write. None for stderr.
+        stream: Where to write. If None, stderr.
         log_seconds: Seconds between two lines if the stream is not a terminal.
-        clock: Returns seconds.
+        clock: Returns the time in seconds.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ProgressLine:
 
         Args:
             text: The text, cut to the width of a terminal.
-            now: True to show it in any case.
+            now: True to show the text in any case.
         """
         with self._lock:
             at = self._clock()
@@ -76,13 +76,13 @@ class ProgressLine:
             self._shows_at = at + self._period
             if self.is_terminal:
                 columns = shutil.get_terminal_size().columns
-                self._write(f"\r\x1b[K{text[: columns - 1]}")  # a text of two lines could not be overwritten
+                self._write(f"\r\x1b[K{text[: columns - 1]}")  # two lines could not be overwritten
                 self._is_shown = True
             else:
                 self._write(f"{text}\n")
 
     def say(self, text: str) -> None:
-        """Write a line that stays.
+        """Write a line that is not overwritten.
 
         Args:
             text: The line.
@@ -92,7 +92,7 @@ class ProgressLine:
             self._write(f"{text}\n")
 
     def close(self) -> None:
-        """Clear the line in a terminal."""
+        """Clear the line if the stream is a terminal."""
         with self._lock:
             self._clear()
             self._is_closed = True
@@ -111,11 +111,11 @@ class ProgressBar(ProgressLine):
     """A line that shows which share of the work is done.
 
     Args:
-        what: The work, such as "fetching smollm2". Shown at once.
-        stream: Where to write. None for stderr.
-        unit: Plural noun for the counted items. None for bytes, shown in MB.
+        what: Description of the work, such as "fetching smollm2". It is shown at once.
+        stream: Where to write. If None, stderr.
+        unit: Plural noun for the counted items. If None, bytes are counted and shown in MB.
         log_seconds: Seconds between two lines if the stream is not a terminal.
-        clock: Returns seconds.
+        clock: Returns the time in seconds.
     """
 
     def __init__(
@@ -133,10 +133,10 @@ class ProgressBar(ProgressLine):
         self.show(f"{what} ..." if self.is_terminal else what, now=True)
 
     def turn_to(self, what: str) -> None:
-        """Show other work from now on.
+        """Show another description of the work from now on.
 
         Args:
-            what: The work.
+            what: The description.
         """
         if what != self._what:
             self._what = what
@@ -161,7 +161,7 @@ class ProgressBar(ProgressLine):
         self.show(f"{self._what}{bar} {int(100 * share):3d} %  {counted}{more and ', '}{more}")
 
     def show_seconds(self, seconds: float) -> None:
-        """Show how long the work has taken, if the rest is not known.
+        """Show how long the work has taken. Use this if the remaining work is not known.
 
         Args:
             seconds: Seconds so far.
@@ -174,9 +174,9 @@ def with_progress(items: Sequence[T], what: str, *, unit: str, stream: TextIO | 
 
     Args:
         items: Items of the loop.
-        what: The work.
+        what: Description of the work.
         unit: Plural noun for the items.
-        stream: Where to write. None for stderr.
+        stream: Where to write. If None, stderr.
     """
     with ProgressBar(what, stream, unit=unit) as bar:
         for number, item in enumerate(items):

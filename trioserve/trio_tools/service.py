@@ -1,9 +1,9 @@
-"""The order of serving and stopping, for any front end and any worker.
+"""Runs a server and stops it in several phases, for any front end and any worker.
 
-On the first order to stop, /ready answers 503. New and queued requests are refused with 503. Running requests may
-finish, and the server listens until then. After SIGTERM, it also listens for a minimum time, so that clients can see
-why it refuses requests. At the deadline, running requests end with an error. Then everything is cancelled. A second
-order shortens the wait.
+When the service gets the first command to stop, /ready answers 503, and new and queued requests are refused with 503.
+Running requests may finish, and the server listens until they have finished. After SIGTERM, the server also listens for
+a minimum time, so that clients can see why it refuses requests. At the deadline, running requests end with an error.
+Then every task is cancelled. A second command shortens the wait.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 class FrontEnd(Protocol):
-    """The part of a server that speaks HTTP."""
+    """The part of a server that handles HTTP."""
 
     async def serve(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Serve until drained and the last exchange has ended, then return. May be cancelled at any time.
+        """Serve until the front end is drained and its last exchange has ended. The caller may cancel this at any time.
 
         Args:
             task_status: Reports that the front end listens.
@@ -55,7 +55,7 @@ class Worker(Protocol):
         """End the running requests.
 
         Args:
-            message: Explanation for their clients.
+            message: Explanation for the clients of these requests.
         """
 
 
@@ -68,10 +68,10 @@ class Service:
 
     Args:
         worker: Answers the requests.
-        front_end: Speaks HTTP.
-        settings: Times of each phase of stopping.
-        wait_for_rest: Waits until nothing is left of answered requests, such as blocks that are held for another
-            engine.
+        front_end: Handles HTTP.
+        settings: Time limits of the phases of stopping.
+        wait_for_rest: Waits until answered requests hold no resources any more, such as blocks that are held for
+            another engine.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Service:
         self._front_end = front_end
         self._settings = settings
         self._wait_for_rest = wait_for_rest
-        self._is_over = trio.Event()  # the front end has ended, and nothing is left of answered requests
+        self._is_over = trio.Event()  # the front end has ended, and `wait_for_rest` has returned
 
     async def run(
         self,
@@ -94,14 +94,14 @@ class Service:
         *,
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Serve until the first order to stop, then drain. A second order ends the drain, a third order ends the grace
-        period.
+        """Serve until the first command to stop, then drain. A second command ends the drain, and a third command ends
+        the grace period.
 
-        Returns when no request is served any more.
+        This returns when no request is served any more.
 
         Args:
-            orders: signal.SIGHUP reloads certificates at any time. Every other item is an order to stop. SIGINT skips
-                the minimum time of the drain.
+            orders: Signals from the operator. signal.SIGHUP reloads certificates at any time. Every other signal is a
+                command to stop. SIGINT skips the minimum time of the drain.
             task_status: Reports that the front end listens.
 
         Raises:
@@ -121,7 +121,7 @@ class Service:
         async with trio.open_nursery() as nursery:
             await nursery.start(self._serve_until_over)
             task_status.started()
-            await _first_of(self._is_over.wait, next_order)  # the front end may also end by itself
+            await _first_of(self._is_over.wait, next_order)  # the front end may also end without a command
             logger.info("draining seconds_max=%g", settings.drain_seconds_max)
             delay = 0.0 if last_order == signal.SIGINT else settings.drain_delay_seconds
             self._worker.drain()
@@ -154,8 +154,8 @@ class Service:
         self._is_over.set()
 
     async def pass_on_fault(self) -> None:
-        """Drain the front end and wait until every client has received the worker's fault. Call it when all requests
-        have the fault.
+        """Drain the front end and wait until every client has received the worker's fault. Call this when the fault has
+        ended all requests.
         """
         self._front_end.drain()
         await self._is_over.wait()

@@ -8,18 +8,19 @@ from trioserve.contracts.errors import StartupError
 
 __all__ = ["StoppingSettings"]
 
-STOPPING_SECONDS_MAX = 86_400  # a day. A larger value is probably in the wrong unit.
+STOPPING_SECONDS_MAX = 86_400  # a day; a larger value is probably in the wrong unit
 
 
 class StoppingSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Longest time of each phase of stopping.
 
     Attributes:
-        drain_seconds_max: For running requests to finish after the order to stop.
+        drain_seconds_max: Longest time for running requests to finish after the command to stop.
         drain_delay_seconds: Minimum time for which the server still answers after SIGTERM, so that load balancers and
-            people see that it drains. At most drain_seconds_max. Not after SIGINT, which comes from a person who waits.
-        grace_seconds_max: For clients to read the end of their responses, after the drain or a fault. Then everything
-            is cancelled.
+            people can see that it drains. At most drain_seconds_max. Not applied after SIGINT, which a waiting person
+            sends.
+        grace_seconds_max: Longest time for clients to read the end of their responses, after the drain or a fault.
+            After this time, every task is cancelled.
 
     Raises:
         StartupError: a value is out of range.

@@ -1,6 +1,6 @@
-"""The tasks of a Trio program: their parents, and where each of them waits.
+"""The tasks of a Trio program, their parents, and the line where each task waits.
 
-Shows names of functions and lines of code, but no values of variables.
+The tree contains names of functions and lines of code, but no values of variables.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import trio
 
 __all__ = ["TASKS_MAX", "TaskTree", "TaskView", "task_tree"]
 
-TASKS_MAX = 512  # each takes about ten microseconds, in which nothing else runs
+TASKS_MAX = 512  # each task takes about ten microseconds, during which no other task runs
 FRAMES_MAX = 12  # innermost frames of one task
 DEPTH_MAX = 64  # nesting of tasks, because the tree is sent as nested JSON
 
@@ -27,9 +27,9 @@ class TaskView(msgspec.Struct, omit_defaults=True):
         name: Name of the task.
         waits_in: Innermost line outside of Trio where the task waits.
         waits_for: Function of Trio in which the task waits.
-        is_running: True for the task that makes the tree.
-        frames: Frames as `file:line function`, outermost first.
-        nurseries: Child tasks by open nursery.
+        is_running: True for the task that creates the tree.
+        frames: The task's stack frames as `file:line function`, outermost first.
+        nurseries: For each open nursery of the task, the child tasks.
     """
 
     name: str
@@ -46,7 +46,7 @@ class TaskTree(msgspec.Struct):
     Attributes:
         task_count: Number of all tasks.
         shown_count: Number of tasks in the tree, at most TASKS_MAX. The outermost tasks are shown first.
-        root: Trio's root task. None outside of a run.
+        root: Trio's root task, or None outside of a Trio run.
     """
 
     task_count: int
@@ -55,10 +55,10 @@ class TaskTree(msgspec.Struct):
 
 
 def task_tree(tasks_max: int = TASKS_MAX) -> TaskTree:
-    """Return the current tree. Must be called in a task.
+    """Return the current tree of tasks. Call this in a Trio task.
 
     Args:
-        tasks_max: Most tasks to show.
+        tasks_max: Maximum number of tasks to show.
     """
     root = trio.lowlevel.current_root_task()
     living = trio.lowlevel.current_statistics().tasks_living

@@ -1,8 +1,8 @@
-"""Socket options that detect a TCP connection whose other end has vanished. All connections use them, in both
+"""Socket options that detect a TCP connection whose other end has vanished. All connections use these options, in both
 directions.
 
 A machine that loses power or network sends no FIN. A NAT or load balancer that forgets a connection drops its packets
-silently. Without these options, such a connection stays open for hours (if it sends) or forever (if it receives).
+silently. Without these options, such a connection stays open for hours (if we send) or forever (if we only receive).
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def end_when_vanished(connection: _Socket, seconds: float = VANISHED_SECONDS, *,
     Unacknowledged data breaks the connection after the same time. Options that this system lacks are skipped.
 
     Args:
-        connection: A TCP socket, or an object with its `setsockopt`. Sockets of other families raise OSError.
+        connection: A TCP socket, or an object with a socket's `setsockopt`. Sockets of other families raise OSError.
         seconds: Time until the connection breaks, at least 6. Keepalive counts in whole seconds.
-        unread_seconds: How long the other end may acknowledge probes without reading data (a window of zero). The
-            kernel has one timeout for this and for unacknowledged data, so the larger value counts.
+        unread_seconds: Time for which the other end may acknowledge probes without reading data (a window of zero). The
+            kernel has a single timeout for this case and for unacknowledged data, so the larger value is used.
     """
     idle, interval = max(1, round(seconds / 2)), max(1, round(seconds / 6))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -56,13 +56,13 @@ def end_when_vanished(connection: _Socket, seconds: float = VANISHED_SECONDS, *,
 
 
 def delivered_bytes(connection: socket.socket) -> tuple[int, int] | None:
-    """Return the bytes that the other end's kernel has acknowledged, and the bytes that are still on their way.
+    """Return the number of bytes that the other end's kernel has acknowledged, and of bytes in flight.
 
     Args:
         connection: A TCP socket.
 
     Returns:
-        None if it cannot be known: not on Linux, not a TCP socket, or a closed socket.
+        Both numbers, or None if they are unknown: not on Linux, not a TCP socket, or a closed socket.
     """
     if sys.platform != "linux" or connection.family not in (socket.AF_INET, socket.AF_INET6):
         return None

@@ -1,7 +1,7 @@
-"""TCP connections: opening them, and a stream that can send without waiting what the kernel accepts at once.
+"""Opens TCP connections. Its stream can send without waiting, if the kernel accepts the bytes at once.
 
-Sending through Trio's socket costs a scheduler pass for every write, even if the kernel accepts it at once. For small
-events, this pass takes as long as the rest of the write.
+Sending through Trio's socket costs a scheduler pass for every write, even if the kernel accepts the bytes at once. For
+small events, this pass takes as long as the rest of the write.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ CLOSED_ERRNOS = (errno.EBADF, errno.ENOTSOCK)
 async def connect_tcp(host: str, port: int, *, vanished_seconds: float = VANISHED_SECONDS) -> trio.SocketStream:
     """Open a TCP connection that breaks when its other end vanishes.
 
-    All code here that connects to another machine with Trio uses this function. It limits silence only below TCP. The
-    caller must set a timeout for a peer that acknowledges data but sends nothing.
+    All code of this project that connects to another machine with Trio uses this function. It only detects a peer whose
+    kernel no longer answers. For a peer that acknowledges data but sends nothing, the caller must set a timeout.
 
     Args:
-        host: Name or address.
+        host: Host name or IP address.
         port: TCP port.
         vanished_seconds: Time after which the connection breaks if the other end acknowledges nothing.
 
@@ -40,16 +40,16 @@ async def connect_tcp(host: str, port: int, *, vanished_seconds: float = VANISHE
     try:
         end_when_vanished(stream, vanished_seconds)
     except OSError:
-        stream.socket.close()  # the connection broke at once
+        stream.socket.close()  # the connection broke immediately
         raise
     return stream
 
 
 class TcpStream(trio.abc.HalfCloseableStream):
-    """A TCP connection with non-blocking sends. Takes over the socket of a trio.SocketStream, which is closed by this.
+    """A TCP connection with non-blocking sends. It takes over the socket of a trio.SocketStream.
 
     Args:
-        stream: The connection. Unusable afterwards.
+        stream: The connection. The caller must not use this stream afterwards.
     """
 
     def __init__(self, stream: trio.SocketStream) -> None:
@@ -98,14 +98,14 @@ class TcpStream(trio.abc.HalfCloseableStream):
             try:
                 self._socket.shutdown(socket.SHUT_WR)
             except OSError as error:
-                if error.errno != errno.ENOTCONN:  # some systems report it for a second shutdown
+                if error.errno != errno.ENOTCONN:  # some systems report this error for a second shutdown
                     raise _translated(error) from error
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes:
         if max_bytes is not None and operator.index(max_bytes) < 1:
             raise ValueError(f"max_bytes is {max_bytes}, allowed is 1 or more")
         while True:
-            # Data has rarely arrived yet, so a first call of recv would mostly be wasted.
+            # Wait first: data has rarely arrived already, so a call of recv before the wait would mostly be useless.
             self._check_open()
             await trio.lowlevel.wait_readable(self._socket)
             try:
@@ -116,7 +116,7 @@ class TcpStream(trio.abc.HalfCloseableStream):
                 raise _translated(error) from error
 
     def close(self) -> None:
-        """Close at once. Tasks that wait for the stream get ClosedResourceError."""
+        """Close the connection at once. Tasks that wait for the stream get ClosedResourceError."""
         if self._socket.fileno() >= 0:
             trio.lowlevel.notify_closing(self._socket)
             self._socket.close()

@@ -1,4 +1,4 @@
-"""Counts the watchers of something, so that data only for watchers is kept only while there are any."""
+"""Counts watchers, so that data that only watchers need is kept only while there are watchers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Watchers"]
 
 
 class Watchers:
-    """True while there are watchers.
+    """A counter of watchers. It is true while there are watchers.
 
     Args:
         forget: Called when the last watcher has left.
@@ -24,7 +24,7 @@ class Watchers:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Count as a watcher for the time of the scope."""
+        """Count the caller as a watcher while the scope is open."""
         self._count += 1
         try:
             yield

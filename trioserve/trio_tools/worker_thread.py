@@ -1,8 +1,8 @@
 """A thread that runs jobs in order, for work that must not block the Trio thread.
 
-The engine has the thread `compute`, the only thread in which torch runs. A second one would give OpenMP a second team
-of threads, which costs a third of every step. Other threads tokenize long prompts (see text_threads). Passing a job to
-a thread takes about 20 us, and so does passing the result back.
+The engine has the thread `compute`, the only thread in which torch runs. If torch ran in a second thread, OpenMP would
+create a second team of threads, which costs a third of every step. Other threads tokenize long prompts (see
+text_threads). Passing a job to a thread takes about 20 us, and so does passing the result back.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class _Job:
     ) -> None:
         self.function = function
         self.arguments = arguments
-        self.task = task  # the task that waits. None if no task waits yet.
-        self.result: outcome.Outcome[Any] | None = None  # set if the job ended before a task waited
+        self.task = task  # the task that waits; None: no task waits yet
+        self.result: outcome.Outcome[Any] | None = None  # the outcome, if the job ended before a task waited
         self.is_cancelled = False
         self.is_here = False  # True if the job begins on its caller's CPU
 
@@ -43,12 +43,12 @@ class _Job:
 class WorkerThread:
     """One thread: `async with WorkerThread("compute") as thread: await thread.run(function, ...)`.
 
-    Leaving the scope waits for the current job, drops jobs whose callers were cancelled, and ends the thread. Later
-    calls raise AlreadyEnded.
+    Leaving the scope waits for the current job, drops the jobs of cancelled callers, and ends the thread. Later calls
+    raise AlreadyEnded.
 
     Args:
         name: Suffix of the thread's name.
-        stack_bytes: Stack size, for jobs with deep recursion. None for the default. Only used pages take memory.
+        stack_bytes: Stack size, for jobs with deep recursion. If None, the default. Only used pages take memory.
     """
 
     def __init__(self, name: str, *, stack_bytes: int | None = None) -> None:
@@ -71,8 +71,8 @@ class WorkerThread:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # Waits for at most one job: a forward pass, a prompt, or one tensor of a cancelled load. A deadline would not
-        # help, because a thread cannot be ended from outside.
+        # This waits for at most one job: a forward pass, a prompt, or one tensor of a cancelled load. A deadline would
+        # not help, because a thread cannot be ended from outside.
         self._is_left = True
         await self._run(lambda: None, (), lambda _job: trio.lowlevel.Abort.FAILED)
         self._jobs.put(None)
@@ -81,11 +81,11 @@ class WorkerThread:
     async def run(self, function: Callable[..., T], *arguments: Any, on_cancel: Callable[[], None] | None = None) -> T:
         """Call a function in the thread and wait for its result, even if the caller is cancelled.
 
-        So a caller that owns memory of the job may rely on the job's end.
+        So if the job uses memory of the caller, the job has ended when this call returns.
 
         Args:
             function: Function to call.
-            arguments: Its arguments.
+            arguments: Arguments of the function.
             on_cancel: Called when the caller is cancelled, to make a long job end early.
         """
 
@@ -103,12 +103,13 @@ class WorkerThread:
 
         Args:
             function: Function to call.
-            arguments: Its arguments.
-            here: True to begin the job on the caller's CPU. Only for an idle thread, and a caller that does nothing but
-                wait.
+            arguments: Arguments of the function.
+            here: True to begin the job on the caller's CPU. Use this only if the thread is idle and the caller does
+                nothing but wait.
 
         Returns:
-            A coroutine that one task must await once. It waits as `run` does, even if that task is cancelled.
+            A coroutine that one task must await once. The coroutine waits as `run` does, even if that task is
+            cancelled.
         """
         self._check_open()
         job = _Job(function, arguments, None)
@@ -127,26 +128,27 @@ class WorkerThread:
         return job.result.unwrap()
 
     async def run_cancellable(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function in the thread and wait for its result. A cancelled caller leaves at once.
+        """Call a function in the thread and wait for its result. If the caller is cancelled, it returns at once.
 
-        A cancelled job that has not begun is dropped. The result of a running job is discarded.
+        If the caller is cancelled before the job begins, the job is dropped. If the job already runs, its result is
+        discarded.
 
         Args:
-            function: Must not use state that others change.
-            arguments: Its arguments.
+            function: Function to call. It must not use state that other code changes.
+            arguments: Arguments of the function.
         """
 
         self._check_open()
 
         def leave(job: _Job) -> trio.lowlevel.Abort:
             job.is_cancelled = True
-            job.function, job.arguments = _nothing, ()  # release large arguments now: the job's turn may come late
+            job.function, job.arguments = _nothing, ()  # release large arguments now: the turn may come late
             return trio.lowlevel.Abort.SUCCEEDED
 
         return await self._run(function, arguments, leave)
 
     def _check_open(self) -> None:
-        if self._is_left:  # the thread would never run the job
+        if self._is_left:  # otherwise the job would never run
             raise AlreadyEnded(f"the thread {self._thread.name} has ended: the scope of its engine was left")
 
     async def _run(
@@ -164,7 +166,7 @@ class WorkerThread:
         while (job := self._jobs.get()) is not None:
             if job.is_here:
                 self._cpu_affinity.unpin()
-            # Read them before is_cancelled: a caller that is cancelled in between replaces them.
+            # Read both before is_cancelled, because a caller that is cancelled in between replaces them.
             function, arguments = job.function, job.arguments
             if not job.is_cancelled:
                 result = outcome.capture(function, *arguments)
@@ -174,7 +176,7 @@ class WorkerThread:
 
 
 def _nothing() -> None:
-    """Stand in for the function of a cancelled job."""
+    """Do nothing. This replaces the function of a cancelled job."""
 
 
 def _deliver(job: _Job, result: outcome.Outcome[Any]) -> None:
