@@ -1,7 +1,7 @@
 """All metrics: name, kind, unit, meaning, labels and aliases. Pure data.
 
-A metric with the meaning of a vLLM metric has vLLM's name behind our prefix, and is also shown under vLLM's prefix. So
-dashboards and autoscalers made for vLLM's V1 engine work unchanged. The bucket bounds are our own.
+If a metric has the same meaning as a vLLM metric, its name is our prefix and vLLM's name, and it is also shown under
+vLLM's prefix. So dashboards and autoscalers made for vLLM's V1 engine work unchanged. The bucket bounds are our own.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ class Label(msgspec.Struct, frozen=True):
     """A label of a metric.
 
     Attributes:
-        name: its name.
-        values: all its values, shown as zero before they first happen. Empty: the values depend on the configuration.
+        name: name of the label.
+        values: all values of the label. Each value is shown with a count of zero before its first event. Empty if the
+            values depend on the configuration.
     """
 
     name: str
@@ -42,7 +43,7 @@ class Label(msgspec.Struct, frozen=True):
 
 
 class Question(enum.Enum):
-    """A reason to look at a metric. The documentation groups the metrics by it."""
+    """A question that a metric helps to answer. The documentation groups the metrics by question."""
 
     LOAD = "How busy is the server?"
     LATENCY = "How fast are responses?"
@@ -77,15 +78,15 @@ class Metric(msgspec.Struct, frozen=True, kw_only=True):
         name: name without prefix. The unit comes last, and a counter ends in `_total`.
         question: question that the metric helps to answer.
         kind: type of the metric.
-        unit: unit of its values.
+        unit: unit of the metric's values.
         meaning: description in the docs and on the page.
-        labels: its own labels.
-        buckets: increasing upper bounds of a histogram, in `unit`.
+        labels: the metric's own labels, in addition to `model_name` and `engine`.
+        buckets: upper bounds of a histogram's buckets, increasing, in `unit`. Empty for other kinds.
         vllm: True if the metric is also shown under vLLM's prefix.
         others: further full names under which it is shown.
-        shown_as: full name that replaces ours, for readers who expect a foreign name. Such a metric has only its own
-            labels.
-        part: part of the program that counts it.
+        shown_as: full name that replaces our name, for tools that expect the name of another program. Such a metric has
+            only its own labels.
+        part: part of the program that counts the metric.
     """
 
     name: str
@@ -111,11 +112,12 @@ class Metric(msgspec.Struct, frozen=True, kw_only=True):
         return (*((prefix + self.name,) if self.vllm else ()), *self.others)
 
 
-# A token of a small model on a GPU takes a millisecond. A long prompt on a CPU takes minutes.
+# These buckets range from a token of a small model on a GPU (a millisecond) to a long prompt on a CPU (minutes).
 TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 WAIT_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 REQUEST_SECONDS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
-# An abort that frees at once takes microseconds. An abort during a step takes the rest of it. Fine buckets for both.
+# An abort between steps frees its blocks within microseconds. An abort during a step takes until the end of the step.
+# The buckets are fine for both cases.
 FREE_SECONDS_AT_ONCE = (0.00001, 0.00002, 0.00003, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005)
 FREE_SECONDS_IN_A_STEP = (0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.125, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
 FREE_SECONDS = (*FREE_SECONDS_AT_ONCE, *FREE_SECONDS_IN_A_STEP, 0.75, 1, 2, 5, 10)
@@ -123,7 +125,8 @@ FREE_STEPS = (0, 1, 2, 5)
 TOKEN_COUNTS = tuple(digit * 10**zeros for zeros in range(6) for digit in (1, 2, 5))
 STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 CHOICE_COUNTS = (1, 2, 5, 10, 20, 50, 100)
-# Few buckets, because there is a series for each route and method. HTTP_SECONDS_FINE has no labels, so it has many.
+# There are few buckets, because each route and method has its own series. HTTP_SECONDS_FINE is used without labels, so
+# it has many buckets.
 HTTP_SECONDS = (0.1, 0.5, 1, 5, 30)
 HTTP_SECONDS_FINE = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 30, 60, 120, 300)
 
@@ -1559,7 +1562,7 @@ CATALOGUE: tuple[Metric, ...] = (
         buckets=STEP_TOKENS,
         part="images",
     ),
-    # --- objects and streams that outlive their request ---
+    # --- stored objects and streams that continue after their request ---
     Metric(
         name="store_bytes_used",
         question=Question.STORED,

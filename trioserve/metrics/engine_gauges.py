@@ -12,7 +12,7 @@ class ShellGauges:
     """The gauges that every kind of engine shows.
 
     Args:
-        metrics: the metrics to set.
+        metrics: the metrics to update.
     """
 
     def __init__(self, metrics: Metrics) -> None:
@@ -33,14 +33,14 @@ class ShellGauges:
         """Set the gauges.
 
         Args:
-            running_count: sequences that are computed.
-            waiting_count: sequences that wait.
-            deferred_count: waiting sequences that wait for something other than room.
-            live_count: requests that have entered and not left.
-            task_count: Trio tasks of the whole program.
-            step_seconds: age of the step in flight.
-            step_seconds_max: limit of that age.
-            no_progress_seconds: how long no request has made progress.
+            running_count: number of sequences that are being computed.
+            waiting_count: number of sequences that wait to be computed.
+            deferred_count: number of waiting sequences that wait for something other than free blocks or slots.
+            live_count: number of requests that have entered and not left.
+            task_count: number of Trio tasks of the whole program.
+            step_seconds: time since the step in flight began, in seconds.
+            step_seconds_max: limit on `step_seconds`.
+            no_progress_seconds: time since a request last made progress, in seconds.
         """
         metrics = self._metrics
         metrics.num_requests_running.set(running_count)
@@ -58,8 +58,8 @@ class EngineGauges:
     """The metrics of a text engine.
 
     Args:
-        metrics: the metrics to set.
-        stats: the engine's first snapshot. Counts before it are not shown.
+        metrics: the metrics to update.
+        stats: the engine's first snapshot. Counts before this snapshot are not shown.
     """
 
     def __init__(self, metrics: Metrics, stats: EngineStats) -> None:
@@ -71,7 +71,7 @@ class EngineGauges:
 
         Args:
             stats: the engine's current snapshot.
-            held_count: finished sequences that are held for another engine.
+            held_count: number of finished sequences whose blocks are held for another engine.
         """
         metrics, seen = self._metrics, self._seen
         self._seen = stats

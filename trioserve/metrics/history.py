@@ -1,4 +1,4 @@
-"""The last 15 minutes of some values, at equal intervals, for readers who open a page later."""
+"""The last 15 minutes of some values, at equal intervals, so that a page can show them as soon as it is opened."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class History:
     """A bounded history of named values. Uses a few kilobytes.
 
     Args:
-        interval_seconds: time between two points.
+        interval_seconds: time between two points, in seconds.
         names: names of the values of each point.
     """
 
@@ -29,7 +29,7 @@ class History:
         """Add a point.
 
         Args:
-            values: values by name. A missing name was not measured.
+            values: values by name. If a name is missing, its value was not measured.
             now: time in seconds.
         """
         for name, points in self._points.items():
@@ -39,7 +39,7 @@ class History:
         self._shown = None
 
     def shown(self) -> HistoryShown:
-        """Return the history. The object is reused until the next point."""
+        """Return the history. The same object is returned until the next point is added."""
         if self._shown is None:
             self._shown = HistoryShown(
                 interval_seconds=self._interval_seconds,

@@ -12,8 +12,8 @@ class ImageGauges:
     """The metrics of an image engine.
 
     Args:
-        metrics: the metrics to set.
-        stats: the engine's first snapshot. Counts before it are not shown.
+        metrics: the metrics to update.
+        stats: the engine's first snapshot. Counts before this snapshot are not shown.
     """
 
     def __init__(self, metrics: Metrics, stats: IterativeStats) -> None:

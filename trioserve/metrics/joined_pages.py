@@ -1,4 +1,4 @@
-"""Joins the metric pages of several processes. Each series gets a label with its process."""
+"""Joins the metric pages of several processes. Each series gets a label with the name of its process."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ def joined_pages(pages: Mapping[str, bytes], *, label: str) -> bytes:
     """Join pages in Prometheus' text format 0.0.4.
 
     Args:
-        pages: pages by label value. A label value contains no quote, backslash or line break.
+        pages: pages by the value that the added label has. A value must not contain a quote, backslash or line break.
         label: name of the added label.
 
     Returns:
         One page. Families are in the order of their first appearance, and their series in the order of the pages.
     """
-    families: dict[bytes, tuple[list[bytes], list[bytes]]] = {}  # by name: the HELP and TYPE lines, and the series
+    families: dict[bytes, tuple[list[bytes], list[bytes]]] = {}  # by name: HELP and TYPE lines, and the series
     for value, page in pages.items():
         mark = f'{label}="{value}"'.encode()
         is_new, series = False, families.setdefault(b"", ([], []))[1]

@@ -13,15 +13,15 @@ __all__ = ["PlainHistogram"]
 
 
 class PlainHistogram:
-    """A histogram with the output format of prometheus_client, but without its lock. Only one thread may count.
+    """A histogram with the output format of prometheus_client, but without its lock. Only one thread may count values.
 
     Args:
         name: name of the metric.
         meaning: description of the metric.
-        label_names: names of its labels. With labels, `labels(...)` returns the histogram to count in. Keep that
-            object.
+        label_names: names of the histogram's labels. If there are labels, call `labels(...)` once and count in the
+            histogram that it returns.
         buckets: increasing upper bounds.
-        registry: registry to register with. None: not registered.
+        registry: registry to register with. If None, the histogram is not registered.
     """
 
     def __init__(
@@ -62,13 +62,15 @@ class PlainHistogram:
 
         Args:
             value: the value.
-            count: how often it occurred.
+            count: how often the value occurred.
         """
         self._counts[bisect_left(self.bounds, value)] += count
         self._sum += value * count
 
     def counts(self) -> tuple[int, ...]:
-        """Return the count of each bucket alone, not cumulative. The last count is of values beyond the last bound."""
+        """Return the count of each single bucket, not cumulative. The last number counts the values above the last
+        bound.
+        """
         return tuple(self._counts)
 
     def collect(self) -> Iterator[HistogramMetricFamily]:

@@ -1,6 +1,6 @@
-"""Quantiles of the values that a histogram counted since the last look.
+"""Quantiles of the values that a histogram counted since the last call.
 
-Computed like Prometheus' histogram_quantile.
+The quantiles are computed as Prometheus' histogram_quantile does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["HistogramWindow"]
 
 
 class HistogramWindow:
-    """The values that a histogram counted between two looks. Costs nothing in between.
+    """The values that a histogram counted between two calls of `take`. Counting itself gets no slower.
 
     Args:
         histogram: the histogram to read.
@@ -32,8 +32,8 @@ class HistogramWindow:
             shares: the quantiles as fractions, for example 0.5 for the median.
 
         Returns:
-            A value for each share, interpolated within the buckets. None if no value was counted. A value beyond the
-            last bound counts as that bound.
+            A quantile for each share, interpolated within the buckets, or None if no value was counted. A value above
+            the last bound counts as equal to that bound.
         """
         counts = self._histogram.counts()
         new = [count - seen for count, seen in zip(counts, self._seen, strict=True)]
@@ -47,7 +47,7 @@ def quantile(share: float, bounds: Sequence[float], counts: Sequence[int]) -> fl
     Args:
         share: the quantile as a fraction, 0 to 1.
         bounds: increasing upper bounds of the buckets.
-        counts: count of each bucket alone, and of values beyond the last bound.
+        counts: count of each single bucket, then the count of values above the last bound.
 
     Returns:
         The value, or None if all counts are 0.

@@ -1,6 +1,6 @@
 """Creates the catalogue's metrics as prometheus_client instruments, and writes the page that scrapers read.
 
-Decides under which names and labels metrics are shown. Other packages decide when to count.
+This module decides under which names and labels metrics are shown. Other packages decide when to count.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ class Metrics:
     """The metrics of a server or router. Each metric of the catalogue is an attribute:
     `metrics.step_seconds.observe(0.012)`.
 
-    A metric with labels needs them first: `metrics.aborts_total.labels("decode").inc()`. A process can have several
-    Metrics, each with its own registry. Any thread may count, except in a histogram, where only one thread may.
+    If a metric has labels, select their values first: `metrics.aborts_total.labels("decode").inc()`. A process can have
+    several Metrics, each with its own registry. Any thread may use counters and gauges, but only one thread may use a
+    histogram.
 
     Args:
-        model_name: value of the label `model_name`. None: there is not exactly one model.
+        model_name: value of the label `model_name`, or None if there is not exactly one model.
         parts: parts of the program whose metrics exist. Metrics of other parts have no attribute. A server for image
             generation uses IMAGE_SERVER_PARTS.
     """
@@ -248,7 +249,7 @@ class Metrics:
             callback: called before every page. It must not wait.
 
         Returns:
-            A function that ends this. It calls the callback a last time.
+            A function that ends the registration. It calls the callback one last time.
         """
         self._callbacks.append(callback)
 
@@ -270,8 +271,8 @@ class Metrics:
             name: name without prefix.
 
         Returns:
-            The current value of a counter, or a gauge's value of the last page or refresh. 0 if the metric does not
-            exist.
+            The current value of a counter, or the value that a gauge had at the last page or refresh. 0 if the metric
+            does not exist.
         """
         if name not in self._names:
             return 0.0
@@ -279,15 +280,15 @@ class Metrics:
         return float(sum(sample.value for sample in family.samples if not sample.name.endswith("_created")))
 
     def expose(self, *, part: Part | None = None) -> bytes:
-        """Write a page in Prometheus' text format 0.0.4. Send it with `content_type`.
+        """Write a page in Prometheus' text format 0.0.4. Send the page with the content type `content_type`.
 
         Each family is shown under our prefix and then under its aliases. Every series has the label model_name, and
         series of an engine also have the label engine. On Linux, the usual process metrics follow
         (`process_resident_memory_bytes`, ...).
 
         Args:
-            part: write only the metrics of this part, without the process metrics, to append to another page. None:
-                everything.
+            part: if not None, write only the metrics of this part, without the process metrics, so that the result can
+                be appended to another page. If None, write all metrics.
         """
         self.refresh()
         text = self._pages.get(part)
@@ -297,7 +298,9 @@ class Metrics:
         return text.write().encode() + (generate_latest(self._process) if part is None else b"")
 
     def _labels(self, metric: Metric) -> dict[str, str]:
-        """Return the labels of all series of a metric. They are added here so that instruments need not carry them."""
+        """Return the labels that all series of a metric have. They are added when a page is written, so that the
+        instruments need not have them.
+        """
         if metric.shown_as is not None:
             return {}
         model = {} if self._model_name is None else {MODEL_LABEL: self._model_name}

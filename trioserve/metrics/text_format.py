@@ -1,7 +1,8 @@
 """Writes metrics in Prometheus' text format 0.0.4.
 
-prometheus_client writes the same text, but formats every name and label again for each page. Some scrapers ask twenty
-times a second, in the thread that serves all requests. So the text before each value is cached from page to page.
+prometheus_client writes the same text, but formats every name and label again for each page. Some scrapers request a
+page twenty times a second, and the thread that serves all requests has to write it. So the text before each value is
+cached for the next page.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ class _Shown(NamedTuple):
     """How one metric is shown.
 
     Attributes:
-        family: its name in the registry.
-        labels: labels that are added to all its series.
+        family: name of the metric's family in the registry.
+        labels: labels that are added to all series of the metric.
         names: for each shown name, the start of its sample names, and the HELP and TYPE lines.
     """
 
@@ -53,10 +54,10 @@ class TextFormat:
             )
             for metric, fixed in zip(metrics, labels, strict=True)
         ]
-        self._series: dict[tuple[str, tuple[str, ...]], str] = {}  # of the last page: the text before each value
+        self._series: dict[tuple[str, tuple[str, ...]], str] = {}  # the text before each value on the last page
 
     def write(self) -> str:
-        """Return a page: each metric under all its names."""
+        """Return a page that contains each metric under all its names."""
         return "".join(self._pieces())
 
     def _pieces(self) -> Iterator[str]:
@@ -65,7 +66,7 @@ class TextFormat:
         for shown in self._shown:
             ends = []
             for sample in families[shown.family].samples:
-                if sample.name.endswith("_created"):  # format 0.0.4 would need a separate family for these
+                if sample.name.endswith("_created"):  # format 0.0.4 would need a separate family for these samples
                     continue
                 key = (sample.name, tuple(sample.labels.values()))
                 series = known.get(key)
@@ -82,7 +83,9 @@ class TextFormat:
 
 
 def _base(metric: Metric, name: str) -> str:
-    """Return the name of the family: prometheus_client drops a counter's `_total` from it, but not from its sample."""
+    """Return the name of the family: prometheus_client removes a counter's `_total` from the name of the family, but
+    not of the sample.
+    """
     return name.removesuffix("_total") if metric.kind == "counter" else name
 
 
