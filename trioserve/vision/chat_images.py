@@ -29,7 +29,7 @@ class ImageSource(NamedTuple):
 
     @property
     def is_elsewhere(self) -> bool:
-        """True if the image is at a URL that must be fetched."""
+        """True if the image must be fetched from a URL."""
         return isinstance(self.sent, str) and self.sent[:5].lower() != "data:"
 
 
@@ -37,7 +37,7 @@ def image_count(messages: Sequence[object]) -> int:
     """Count the parts of messages that are images. Does not validate them.
 
     Args:
-        messages: from a client, not validated.
+        messages: messages from a client, not validated yet.
     """
     return sum(
         isinstance(part, dict) and part.get("type") in IMAGE_KINDS
@@ -51,13 +51,13 @@ def split_images(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], 
     """Separate the images from messages. Fast: it does not decode base64.
 
     Args:
-        messages: of a chat.
+        messages: messages of a chat.
 
     Returns:
-        The messages with a mark instead of each image, and the images in order.
+        The messages with a marker instead of each image, and the images in the order of the markers.
 
     Raises:
-        InvalidRequest: a part has the type of an image, but no image.
+        InvalidRequest: a part of a message has the type of an image, but contains no image.
     """
     sources: list[ImageSource] = []
     marked: list[dict[str, Any]] = []
@@ -81,7 +81,7 @@ def content_of(source: ImageSource, limits: ImageLimits) -> bytes:
 
     Args:
         source: the image.
-        limits: on the size of the file.
+        limits: limits on the size of the file.
 
     Raises:
         InvalidRequest: the source is neither bytes nor a base64 data URL, or the file is too large.

@@ -1,8 +1,8 @@
 """A separate process that decodes images: `python -m trioserve.vision.decoding_process FD MEMORY_BYTES`.
 
-FD is its connection to the server. The process runs one job after another. It ends when the connection ends, when the
-thread that started it ends, or when a job needs more memory or CPU time than allowed. It imports Pillow, numpy and
-little else.
+FD is the file descriptor of the connection to the server. The process runs one job after another. It ends when the
+connection ends, when the thread that started it ends, or when a job needs more memory or CPU time than allowed. It
+imports Pillow, numpy and little else.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from trioserve.vision.tiles import tiles_of
 
 __all__ = ["DecodeJob", "DecodeReply", "decode", "memory_bytes_max"]
 
-FRAME = struct.Struct("<II")  # must equal trio_tools.process_pool
+FRAME = struct.Struct("<II")  # must be the same as in trio_tools.process_pool
 PR_SET_PDEATHSIG = 1
-OWN_BYTES = 256 * 2**20  # memory besides the image: free memory of the allocator, tables of decoders
-PIXEL_BYTES = 40  # per pixel: Pillow has up to six copies of 4 bytes, numpy three of 8 bytes for 16-bit samples
+OWN_BYTES = 256 * 2**20  # memory in addition to the image: free memory of the allocator, tables of decoders
+PIXEL_BYTES = 40  # per pixel: Pillow needs up to six copies of 4 bytes, numpy three of 8 bytes for 16-bit samples
 
 
 class DecodeJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,8 +40,8 @@ class DecodeJob(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         kind: "tiles" for a model with image input, "picture" for an image to edit, "mask" for the mask of an edit.
         place: name of the image in error messages.
-        limits: on the size of the image and on the time.
-        processing: how to make tiles. None for the other kinds.
+        limits: limits on the size of the image and on the time.
+        processing: how to split the image into tiles. None if `kind` is not "tiles".
     """
 
     kind: Literal["tiles", "picture", "mask"]
@@ -54,8 +54,8 @@ class DecodeReply(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a job, which precedes the pixels.
 
     Attributes:
-        width, height: size of an image or a mask. 0 for tiles.
-        error: the reason to refuse the file. None if it was decoded.
+        width, height: size of an image or a mask in pixels. 0 for tiles.
+        error: the reason to refuse the file, or None if the file was decoded.
     """
 
     width: int = 0
@@ -64,10 +64,10 @@ class DecodeReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def memory_bytes_max(limits: ImageLimits) -> int:
-    """Return the memory that a decoding process may use, which is enough for the largest allowed image.
+    """Return the number of bytes of memory that a decoding process may use. It is enough for the largest allowed image.
 
     Args:
-        limits: on the size of images.
+        limits: limits on the size of images.
     """
     return OWN_BYTES + PIXEL_BYTES * limits.pixels_max + 2 * limits.image_bytes_max
 
@@ -76,12 +76,12 @@ def decode(job: DecodeJob, content: bytes) -> tuple[DecodeReply, bytes | memoryv
     """Decode one file to pixels.
 
     Args:
-        job: the kind of result.
+        job: describes the result that is needed.
         content: bytes of the file.
 
     Returns:
-        The reply, and the pixels: uint8 [count, tile_size, tile_size, 3] for tiles, [height, width, 3] otherwise. No
-        pixels if the reply has an error.
+        The reply, and the pixels: uint8 [count, tile_size, tile_size, 3] for tiles, [height, width, 3] otherwise. If
+        the reply has an error, there are no pixels.
     """
     try:
         if job.kind == "tiles":
@@ -115,21 +115,23 @@ def _serve(connection: socket.socket) -> None:
 
 
 def _is_closed(connection: socket.socket) -> bool:
-    """Return True if the server has ended. It may end while this process starts, before PR_SET_PDEATHSIG is set."""
+    """Return True if the server has ended. The server may end while this process starts, before PR_SET_PDEATHSIG is
+    set.
+    """
     poll = select.poll()
     poll.register(connection, 0)
     return any(events & select.POLLHUP for _, events in poll.poll(0))
 
 
 def _limit_itself(memory_bytes: int) -> None:
-    with contextlib.suppress(OSError, AttributeError):  # not on Linux
+    with contextlib.suppress(OSError, AttributeError):  # not available: the system is not Linux
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the server ends this process
+        signal.signal(number, signal.SIG_IGN)  # ignore the signal, because the server ends this process
     _load_decoders()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    with contextlib.suppress(OSError, ValueError):  # not on macOS
+    with contextlib.suppress(OSError, ValueError):  # not available: the system is macOS
         memory_bytes += _address_bytes()
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
 
@@ -140,7 +142,7 @@ def _address_bytes() -> int:
 
 
 def _load_decoders() -> None:
-    """Import the decoders before the first image, because its time is limited."""
+    """Import the decoders before the first image, because decoding time is limited."""
     import PIL.GifImagePlugin
     import PIL.JpegImagePlugin
     import PIL.MpoImagePlugin
@@ -149,15 +151,16 @@ def _load_decoders() -> None:
 
 
 def _limit_cpu(seconds: float) -> None:
-    """Limit the CPU time of one job. The server kills a slow process itself: this limit works if the server has
-    ended."""
+    """Limit the CPU time of one job. Normally the server kills a slow process. This limit also works if the server has
+    ended.
+    """
     used = resource.getrusage(resource.RUSAGE_SELF)
     limit = int(used.ru_utime + used.ru_stime + seconds) + 2
     resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
 
 
 def _received(connection: socket.socket, byte_count: int) -> bytearray | None:
-    """Receive exactly `byte_count` bytes. Returns None if the server has closed the connection."""
+    """Receive exactly `byte_count` bytes. Return None if the server has closed the connection."""
     received = bytearray(byte_count)
     view, first = memoryview(received), 0
     while first < byte_count:

@@ -1,7 +1,7 @@
 """Decoding of a client's image file with Pillow, inside of a process that can be killed (decoding_process).
 
-image_header checks the header first, so a file of a few bytes that announces a billion pixels costs nothing. Only the
-first frame of an animation is decoded.
+image_header checks the header first. So a small file whose header announces a billion pixels is refused without
+decoding. Only the first frame of an animation is decoded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["pixels_of", "transparency_of", "why_no_images"]
 
 
 def why_no_images() -> str | None:
-    """Return the reason why this server cannot decode images. None if it can."""
+    """Return the reason why this server cannot decode images, or None if it can."""
     try:
         import PIL.Image  # noqa: F401
     except ImportError:
@@ -53,10 +53,11 @@ def transparency_of(content: bytes, place: str) -> Image | None:
         place: name of the image in error messages.
 
     Returns:
-        255 for a fully transparent pixel, 0 for an opaque one. None if the file has no transparent pixel.
+        An image in which 255 is a fully transparent pixel and 0 is an opaque pixel, or None if the file has no
+        transparent pixel.
 
     Raises:
-        InvalidRequest: as for pixels_of.
+        InvalidRequest: see pixels_of.
     """
     import PIL.ImageChops
 
@@ -80,7 +81,7 @@ def _loaded(content: bytes, header: ImageHeader) -> Image:
         warnings.simplefilter("ignore")  # Pillow warns about many pixels; read_header has checked our own limit
         try:
             image = PIL.Image.open(io.BytesIO(content), formats=(header.format,))
-        except PIL.UnidentifiedImageError:  # Pillow's message names a Python object
+        except PIL.UnidentifiedImageError:  # raise our own error, because Pillow's message names a Python object
             raise ValueError(f"Pillow cannot read it as {header.format}") from None
     if image.size != (header.width, header.height):
         width, height = image.size

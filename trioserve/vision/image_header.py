@@ -1,8 +1,8 @@
 """Reading of the header of a client's image file with bounded work, before a decoder sees the file.
 
-The scanner visits the segments, chunks or blocks of a file, and decodes none of them. It counts the parts that cost a
-decoder time: scans of a progressive JPEG, segments, chunks, animation frames, comments. A file above a limit is
-refused.
+The scanner visits the segments, chunks or blocks of a file without decoding them. It counts the parts on which a
+decoder would spend time: scans of a progressive JPEG, segments, chunks, animation frames, comments. A file that exceeds
+a limit is refused.
 
 Cost: milliseconds. The scanner blocks other threads for at most SEARCH_BYTES at a time.
 """
@@ -23,16 +23,16 @@ __all__ = ["ImageHeader", "read_header", "scan_header"]
 JPEG_SCANS_MAX = 64  # encoders write 1 to 12; one scan of 40 million pixels takes up to 0.1 s
 JPEG_SEGMENTS_MAX = 2048  # an ICC profile and XMP of 16 MB have 256 segments each
 PNG_CHUNKS_MAX = 16_384  # 16 MB in IDAT chunks of 1 KB; encoders write 4 to 64 KB
-WEBP_CHUNKS_MAX = 4096  # each frame of an animation is one; only the first frame is decoded
-GIF_BLOCKS_MAX = 256  # before the first frame, the only one that is decoded
-GIF_SUBBLOCKS_MAX = 16_384  # of all blocks before the first frame: 4 MB
+WEBP_CHUNKS_MAX = 4096  # each frame of an animation is one chunk; only the first frame is decoded
+GIF_BLOCKS_MAX = 256  # blocks before the first frame; later frames are not decoded
+GIF_SUBBLOCKS_MAX = 16_384  # in all blocks before the first frame: 4 MB
 EXIF_ENTRIES_MAX = 512  # cameras write about 20 to the first directory
 
 SEARCH_BYTES = 262_144
 _JPEG_MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")  # without fill bytes, escaped bytes and restart markers
 _JPEG_FRAMES = (0xC0, 0xC1, 0xC2)  # baseline, extended, progressive: the kinds that browsers decode
 _JPEG_OTHER_FRAMES = (0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF)  # arithmetic, lossless, hierarchical
-_ORIENTATION = 274  # the tag of EXIF
+_ORIENTATION = 274  # the EXIF tag of the orientation
 _TURNED = (5, 6, 7, 8)  # orientations that exchange width and height
 
 
@@ -41,7 +41,7 @@ class ImageHeader(NamedTuple):
 
     Attributes:
         format: Pillow's name of the file format.
-        width, height: size of the stored pixels, before they are rotated.
+        width, height: size of the stored image in pixels, before it is rotated.
         orientation: 1 to 8, as in EXIF. 1 is upright.
     """
 
@@ -65,11 +65,11 @@ class _Damaged(Exception):
 
 
 def read_header(content: bytes, limits: ImageLimits, place: str) -> ImageHeader:
-    """Read a header and check it against the limits.
+    """Read the header of an image file and check it against the limits.
 
     Args:
         content: bytes of the file.
-        limits: on the size of the file and of the image.
+        limits: limits on the size of the file and of the image.
         place: name of the image in error messages, such as messages[0].content[1].
 
     Raises:
@@ -92,7 +92,7 @@ def read_header(content: bytes, limits: ImageLimits, place: str) -> ImageHeader:
 
 
 def scan_header(content: bytes, place: str) -> ImageHeader:
-    """Read a header without a limit on the size of the image.
+    """Read the header of an image file without a limit on the size of the image.
 
     Args:
         content: bytes of the file.
@@ -188,7 +188,7 @@ def _scan_jpeg(content: bytes) -> ImageHeader:
 def _next_marker(content: bytes, position: int) -> int:
     """Return the position of the next marker, or -1."""
     while position < len(content) - 1:
-        # In pieces, because a search blocks other threads. A marker may cross the end of a piece.
+        # Search in pieces, because a search blocks other threads. A marker may cross the end of a piece.
         found = _JPEG_MARKER.search(content, position, position + SEARCH_BYTES + 1)
         if found is not None:
             return found.start()
@@ -204,7 +204,7 @@ def _scan_gif(content: bytes) -> ImageHeader:
         kind = content[position]
         if kind == 0x2C:
             left, top, own_width, own_height = struct.unpack_from("<HHHH", content, position + 1)
-            # A decoder makes the canvas as large as its first frame.
+            # A decoder makes the canvas at least as large as the first frame.
             return ImageHeader("GIF", max(width, left + own_width), max(height, top + own_height))
         if kind != 0x21:
             raise _Damaged("it has no frame")
@@ -254,8 +254,9 @@ def _webp_size(content: bytes, kind: bytes, start: int) -> tuple[int, int]:
 
 
 def _orientation(exif: bytes) -> int:
-    """Return the orientation from the first directory of EXIF. 1 if EXIF is damaged, because the pixels may be
-    intact."""
+    """Return the orientation from the first directory of EXIF. If EXIF is damaged, return 1, because the pixels may be
+    intact.
+    """
     exif = exif.removeprefix(b"Exif\0\0")
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(exif[:4])
     if order is None:

@@ -1,7 +1,7 @@
 """Images in a prompt: reading their files, the text that represents them, and the positions of their tokens.
 
 The text follows the training of Idefics 3 and SmolVLM: each tile is a marker of its position in the image, followed by
-one <image> for each row of the tile's embedding.
+one <image> token for each row of the tile's embedding.
 """
 
 from __future__ import annotations
@@ -55,11 +55,12 @@ class PromptImage(msgspec.Struct, frozen=True):
 
 
 class ImageReader:
-    """Reading and locating the images of prompts for one model. All methods are thread-safe, pure functions.
+    """Reads the images of prompts for one model, and locates them in the prompt. All methods are pure functions, so any
+    thread may call them.
 
     Args:
-        processing: how the model needs its images.
-        limits: on the number and the size of images.
+        processing: how images are prepared for the model, such as the tile size.
+        limits: limits on the number and the size of images.
     """
 
     def __init__(self, processing: ImageProcessing, limits: ImageLimits) -> None:
@@ -68,7 +69,7 @@ class ImageReader:
         self._name = msgspec.json.encode(processing)
 
     def check_count(self, sources: Sequence[ImageSource]) -> None:
-        """Check the number of images of one prompt.
+        """Raise an error if one prompt has too many images.
 
         Args:
             sources: the images.
@@ -109,8 +110,8 @@ class ImageReader:
         """Replace each IMAGE_SIGN by the text that represents its image.
 
         Args:
-            text: from a chat template, with one IMAGE_SIGN for each image.
-            images: in the order of the text.
+            text: text that a chat template rendered, with one IMAGE_SIGN for each image.
+            images: the images, in the order of the text.
 
         Raises:
             InvalidRequest: the text has more or fewer signs than images.
@@ -131,8 +132,8 @@ class ImageReader:
         """Find the tokens of each image in the prompt.
 
         Args:
-            token_ids: tokens of the result of `expand_images`.
-            images: in the order of the text.
+            token_ids: tokens of the text that `expand_images` returned.
+            images: the images, in the order of the text.
 
         Raises:
             InvalidRequest: the runs of image tokens do not match the tiles of the images.
@@ -164,7 +165,7 @@ class ImageReader:
 
 
 def _runs(token_ids: Sequence[int], token_id: int) -> list[tuple[int, int]]:
-    """Return the position and the length of each run of a token."""
+    """Return the position and the length of each run of equal tokens `token_id`."""
     runs: list[tuple[int, int]] = []
     for position, found in enumerate(token_ids):
         if found != token_id:

@@ -1,4 +1,5 @@
-"""Conversion between pixels and image files: encoding of generated images, decoding of images and masks to edit.
+"""Conversion between pixels and image files: encodes generated images, and decodes the images and masks of edit
+requests.
 
 Each function takes milliseconds, so callers run it in a thread or in another process.
 """
@@ -19,7 +20,7 @@ __all__ = ["PICTURE_FORMATS", "PictureFormat", "PictureKind", "decoded_mask", "d
 
 PictureKind = Literal["png", "jpeg", "webp"]
 PICTURE_FORMATS: tuple[PictureKind, ...] = ("png", "jpeg", "webp")
-PNG_COMPRESSION = 4  # zlib level, 0 to 9. Twice as fast as Pillow's default of 6, and 2 % larger for a photograph.
+PNG_COMPRESSION = 4  # zlib level, 0 to 9; twice as fast as Pillow's default of 6, and photographs are 2 % larger
 
 
 class PictureFormat(msgspec.Struct, frozen=True):
@@ -27,7 +28,7 @@ class PictureFormat(msgspec.Struct, frozen=True):
 
     Attributes:
         kind: the format.
-        quality: for JPEG and WebP, 0 to 100, where 100 is the best. It is OpenAI's output_compression.
+        quality: quality of JPEG and WebP from 0 to 100 (best). OpenAI's output_compression. Ignored for PNG.
     """
 
     kind: PictureKind = "png"
@@ -57,7 +58,7 @@ def decoded_picture(content: bytes, limits: ImageLimits, place: str) -> Picture:
 
     Args:
         content: bytes of the file.
-        limits: on the size of the image. They are checked before pixels are decoded.
+        limits: limits on the size of the image. They are checked before pixels are decoded.
         place: name of the image in error messages.
 
     Raises:
@@ -69,16 +70,17 @@ def decoded_picture(content: bytes, limits: ImageLimits, place: str) -> Picture:
 
 
 def decoded_mask(content: bytes, limits: ImageLimits, place: str) -> Picture:
-    """Decode the mask of an edit, as for ImageParams.mask: bright pixels of the mask may change.
+    """Decode the mask of an edit, see ImageParams.mask. Bright pixels of the decoded mask mark the part of the image
+    that may change.
 
-    Transparent pixels of the file may change, as in OpenAI's API. In a file without transparency, bright pixels may
-    change, as in diffusers.
+    Transparent pixels of the file mark the part that may change, as in OpenAI's API. If a file has no transparency, its
+    bright pixels mark this part, as in diffusers.
 
     Args:
-        content, limits, place: as for decoded_picture.
+        content, limits, place: see decoded_picture.
 
     Raises:
-        InvalidRequest: as for decoded_picture.
+        InvalidRequest: see decoded_picture.
     """
     read_header(content, limits, place)
     image = transparency_of(content, place)

@@ -1,8 +1,8 @@
 """Splitting of an image into tiles: the sizes to which it is resized, and the number of tiles. Only arithmetic.
 
 The steps follow the training of Idefics 3 and SmolVLM: resize the longer side to longest_edge, resize both sides to
-multiples of the tile size, and split the result. The rounding must equal that of transformers, because one more pixel
-makes another image.
+multiples of the tile size, and split the result. The rounding must be the same as in transformers, because a difference
+of one pixel changes the image.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from trioserve.contracts.images import ImageProcessing
 
 __all__ = ["TilePlan", "plan_tiles"]
 
-LONGEST_EDGE_MAX = 4096  # limits longest_edge of a checkpoint
+LONGEST_EDGE_MAX = 4096  # limit on the longest_edge that a checkpoint may set
 
 
 class Size(NamedTuple):
@@ -44,7 +44,7 @@ def plan_tiles(width: int, height: int, processing: ImageProcessing) -> TilePlan
 
     Args:
         width, height: size of the upright image, in pixels.
-        processing: how the model needs its images.
+        processing: how images are prepared for the model, such as the tile size.
     """
     tile = processing.tile_size
     first = _with_longest_edge(Size(width, height), processing.longest_edge)

@@ -17,7 +17,7 @@ def tiles_of(content: bytes, processing: ImageProcessing, place: str) -> npt.NDA
 
     Args:
         content: bytes of the file.
-        processing: how the model needs its images.
+        processing: how images are prepared for the model, such as the tile size.
         place: name of the image in error messages.
 
     Returns:
@@ -44,11 +44,11 @@ def tiles_of(content: bytes, processing: ImageProcessing, place: str) -> npt.NDA
 
 
 def tiles_from(pixels: bytes | bytearray | memoryview, processing: ImageProcessing) -> Tiles:
-    """Return the tiles that another process has made, without a copy.
+    """Return the tiles that another process has computed, without a copy.
 
     Args:
         pixels: bytes of the result of tiles_of.
-        processing: has the size of a tile.
+        processing: contains the size of a tile.
     """
     tile = processing.tile_size
     return np.frombuffer(pixels, dtype=np.uint8).reshape(-1, tile, tile, 3)
