@@ -1,6 +1,6 @@
 """The engine for asyncio programs. The engine runs on Trio, in a thread of its own.
 
-The names are imported at first use. See docs/embedding.md for examples.
+Each name of this package is imported at its first use. See docs/embedding.md for examples.
 """
 
 from __future__ import annotations

@@ -25,10 +25,10 @@ async def respond(thread: TrioThread, app: AsgiApp, scope: Mapping[str, Any], re
 
     Args:
         thread: the engine's thread.
-        app: the application. It runs in that thread.
-        scope: ASGI scope of the request.
-        receive: the host's function, called in the asyncio loop.
-        send: the host's function, called in the asyncio loop.
+        app: the application. It runs in the engine's thread.
+        scope: ASGI's scope of the request.
+        receive: the host's `receive`, which is called in the asyncio loop.
+        send: the host's `send`, which is called in the asyncio loop.
     """
     host = _Host(thread)
 
@@ -47,7 +47,7 @@ async def respond(thread: TrioThread, app: AsgiApp, scope: Mapping[str, Any], re
     except BaseException as error:
         task.cancel()
         host.cancel_calls()
-        if not isinstance(error, GeneratorExit):  # a closing generator must not await
+        if not isinstance(error, GeneratorExit):  # a generator that is being closed must not await
             await host.wait_for_calls()
         raise
     host.cancel_calls()
@@ -56,10 +56,11 @@ async def respond(thread: TrioThread, app: AsgiApp, scope: Mapping[str, Any], re
 
 
 class _Host:
-    """The asyncio loop of one call of the application, as the Trio run sees it.
+    """Lets the application, which runs on Trio, call functions in the host's asyncio loop. One object serves one call
+    of the application.
 
-    A cancelled Trio task never waits for the loop. The caller of the application waits for the calls that are left
-    there.
+    A cancelled Trio task never waits for the loop. Instead, the caller of the application waits for the calls that
+    still run in the loop.
     """
 
     def __init__(self, thread: TrioThread) -> None:
@@ -71,7 +72,9 @@ class _Host:
 
     @trio.lowlevel.enable_ki_protection
     async def call(self, function: Callable[[], Awaitable[T]]) -> T:
-        """Run a function in a new task of the loop, and return its result. Cancelling this cancels the task."""
+        """Run a function in a new task of the loop, and return its result. If the caller is cancelled, the task is
+        cancelled.
+        """
         waiting = trio.lowlevel.current_task()
         is_waiting = True
         tasks: list[asyncio.Task[T]] = []
@@ -86,7 +89,7 @@ class _Host:
         def end(task: asyncio.Task[T]) -> None:
             self._tasks.discard(task)
             result: outcome.Outcome[T]
-            if task.cancelled():  # by us, without a waiting task, or by the host because the client left
+            if task.cancelled():  # cancelled by us when no task waits for it, or by the host because the client left
                 result = outcome.Error(OSError("the host has cancelled its call"))
             else:
                 error = task.exception()
@@ -113,7 +116,7 @@ class _Host:
         return returned
 
     def cancel_calls(self) -> None:
-        """Cancel all calls and start no more. Call this in the loop when the application has ended."""
+        """Cancel all calls and start no further calls. Call this in the loop when the application has ended."""
         self._is_over = True
         for task in self._tasks:
             task.cancel()

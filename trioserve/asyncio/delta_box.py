@@ -1,6 +1,6 @@
 """Passes the deltas of one request from the Trio thread to its asyncio readers.
 
-Unread deltas of a choice are merged, so memory stays bounded for slow readers. Cancelling a read loses no delta.
+Unread deltas of a choice are merged, so slow readers need only bounded memory. Cancelling a read loses no delta.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class DeltaBox(Generic[DeltaT]):
     def __init__(self, merge: Callable[[DeltaT, DeltaT], DeltaT]) -> None:
         self._merge = merge
         self._lock = threading.Lock()
-        self._pending: dict[int, list[DeltaT]] = {}  # by choice, see hold_unread
-        self._end: BaseException | None = None  # raised after the pending deltas
+        self._pending: dict[int, list[DeltaT]] = {}  # unread deltas by choice, see hold_unread
+        self._end: BaseException | None = None  # the error to raise after the pending deltas
         self._is_left = False
         self._waiters = Waiters()
 
@@ -51,17 +51,17 @@ class DeltaBox(Generic[DeltaT]):
         """Add no more deltas.
 
         Args:
-            error: raised by `get` after the last delta. Later calls keep the first error.
+            error: error that `get` raises after the last delta. If `close` is called again, the first error is kept.
         """
         with self._lock:
             self._end = self._end or error
         self._waiters.wake()
 
     def leave(self, error: BaseException) -> None:
-        """End the request's scope. Readers get only the error, and no pending deltas.
+        """Record that the request's scope was left. Readers then get only the error, and no pending deltas.
 
         Args:
-            error: raised by `get`.
+            error: error that `get` raises.
         """
         with self._lock:
             self._end = error
@@ -69,10 +69,10 @@ class DeltaBox(Generic[DeltaT]):
         self._waiters.wake()
 
     async def get(self) -> DeltaT:
-        """Return the next delta, or raise the error that ended the box."""
+        """Return the next delta, or raise the error that was given to `close` or `leave`."""
         waiter = self._waiters.add()
         if self._has_something():
-            await asyncio.sleep(0)  # if the engine is faster than the reader, other tasks get a turn
+            await asyncio.sleep(0)  # if the engine is faster than the reader, this lets other tasks run
         while True:
             with self._lock:
                 if self._pending and not self._is_left:
@@ -80,7 +80,7 @@ class DeltaBox(Generic[DeltaT]):
                     delta = take_unread(held, self._merge)
                     del self._pending[index]
                     if held:
-                        self._pending[index] = held  # after the other choices
+                        self._pending[index] = held  # move this choice after the other choices
                     return delta
                 if self._end is not None:
                     raise self._end

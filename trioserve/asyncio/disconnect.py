@@ -1,7 +1,7 @@
 """Ends the work of a Starlette or FastAPI handler when its client leaves.
 
-The framework notifies a handler that streams. A handler that returns a whole response is not notified: it would keep
-running and holding its blocks without a reader.
+The framework notifies a handler that streams its response. A handler that returns a whole response is not notified. It
+would keep running and use its KV blocks although no client reads the response.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ CLIENT_CLOSED_REQUEST = 499
 async def cancel_on_disconnect(request: Request) -> AsyncIterator[None]:
     """Cancel the body of an `async with` when the client leaves.
 
-    Used in a handler: `async with cancel_on_disconnect(request): ...`. The body is cancelled as by asyncio.timeout.
-    Then HTTPException with status 499 is raised, which the framework handles without a traceback in the log.
+    Use it in a handler: `async with cancel_on_disconnect(request): ...`. The body is cancelled in the way that
+    asyncio.timeout cancels. Then HTTPException with status 499 is raised, which the framework handles without a
+    traceback in the log.
 
     Args:
-        request: the handler's request. Its body is read first, and can be read again.
+        request: the handler's request. The request body is read first, and the handler can read it again.
 
     Raises:
-        ClientDisconnect: the client left before its request body was complete.
-        HTTPException: status 499, the client left.
+        ClientDisconnect: the client left before the request body was complete.
+        HTTPException: the client left. The status is 499.
     """
     await request.body()
     loop = asyncio.get_running_loop()

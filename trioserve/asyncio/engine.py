@@ -50,8 +50,8 @@ class Engine(ThreadedEngine[TrioEngine]):
         """Parse a chat response into content, reasoning and tool calls, in the format of the model's family.
 
         Args:
-            stream: an entered stream without another reader.
-            tools: tools of its prompt. Without tools, nothing is parsed as a call.
+            stream: a stream that was entered and that no other task reads.
+            tools: the tools that the prompt contains. If None, nothing is parsed as a tool call.
 
         Raises:
             InvalidRequest: a tool does not have OpenAI's format.
@@ -70,7 +70,7 @@ class Engine(ThreadedEngine[TrioEngine]):
 
     @property
     def weight_version(self) -> str:
-        """Version of the weights that steps are computed with: "default" until the weights are replaced."""
+        """Version of the weights that the engine computes with. It is "default" until the weights are replaced."""
         return self.thread.call(lambda: self.on_trio.weight_version)
 
 

@@ -34,5 +34,5 @@ class ImageEngine(ThreadedEngine[TrioImageEngine]):
 
     @property
     def limits(self) -> ImageRequestLimits:
-        """Limits on requests, in addition to those of the model."""
+        """Limits on requests, in addition to the limits of the model."""
         return self.on_trio.limits

@@ -1,4 +1,4 @@
-"""A request for images, held by an asyncio task."""
+"""A request for images that an asyncio task makes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["ImageStream"]
 
 
 class ImageStream(ScopeStream[TrioImageStream, ImageDelta]):
-    """A request for images. Await it for all images, or enter it and read partial images. Leaving it aborts the
-    request.
+    """A request for images. Await the stream to get all images, or enter it to read partial images. Leaving the stream
+    aborts the request.
 
     Shortest use: `pictures = await engine.generate_image("a cat")`. With partial images: `async with
     engine.generate_image("a cat") as stream: async for delta in stream: ...`. See ScopeStream.
@@ -38,22 +38,22 @@ class ImageStream(ScopeStream[TrioImageStream, ImageDelta]):
             return await self.pictures()
 
     async def pictures(self) -> tuple[Picture, ...]:
-        """Return all images, in the order of the request, when each is finished.
+        """Wait until all images are finished, and return them in the order of the request.
 
         Raises:
-            RequestFailed, RequestAborted, DeadlinePassed: the first image that was not finished.
-            EngineFault: the engine broke.
+            RequestFailed, RequestAborted, DeadlinePassed: the reason why the first unfinished image was not finished.
+            EngineFault: the engine failed for good.
         """
         return await pictures_of(self)
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """Seed of each image."""
+        """The seed of each image."""
         return self._stream.seeds
 
     @property
     def step_count(self) -> int:
-        """Denoising steps of each image. Known once the stream is entered."""
+        """Number of denoising steps of each image. Known once the stream is entered."""
         return self._stream.step_count
 
     @property

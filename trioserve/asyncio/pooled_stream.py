@@ -1,4 +1,4 @@
-"""A pooling request, held by an asyncio task."""
+"""A pooling request that an asyncio task makes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ __all__ = ["PooledStream"]
 
 
 class PooledStream(RequestStream):
-    """A pooling request. Await it for the results, or enter it and read them. Leaving it aborts the request.
+    """A pooling request. Await the stream to get the results, or enter it and call `results`. Leaving the stream aborts
+    the request.
 
     Shortest use: `vectors = await engine.embed(texts)`. With access to the stream's properties: `async with
     engine.embed(texts) as stream: vectors = await stream.results()`.
 
-    Iterating yields one delta for each input, with its index and the reason why it ended. `results` iterates by itself.
+    Iterating yields one delta for each input, with the index of the input and the reason why it ended. `results`
+    iterates by itself.
 
     Args:
         thread: the engine's thread.
@@ -39,11 +41,11 @@ class PooledStream(RequestStream):
             return await self.results()
 
     async def results(self) -> tuple[Pooled, ...]:
-        """Return the result of each input, in the order of the inputs, when all are computed.
+        """Wait until all inputs are computed, and return the results in the order of the inputs.
 
         Raises:
-            RequestFailed, RequestAborted, DeadlinePassed: the first input without a result.
-            EngineFault: the engine broke.
+            RequestFailed, RequestAborted, DeadlinePassed: the reason why the first input without a result has none.
+            EngineFault: the engine failed for good.
         """
         async for delta in self:
             if (error := error_of(delta)) is not None:
@@ -52,10 +54,10 @@ class PooledStream(RequestStream):
 
     @property
     def pooled(self) -> tuple[Pooled, ...]:
-        """The results of a stream that was read to its end without an error."""
+        """The results. Valid once the stream was read to its end without an error."""
         return self._pooled_stream.pooled
 
     @property
     def input_token_counts(self) -> tuple[int, ...]:
-        """Tokens of each input. Known once the stream is entered."""
+        """Number of tokens of each input. Known once the stream is entered."""
         return self._pooled_stream.input_token_counts

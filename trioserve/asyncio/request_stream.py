@@ -1,4 +1,4 @@
-"""A text request, held by an asyncio task."""
+"""A text request that an asyncio task makes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RequestStream(ScopeStream[TrioStream, Delta]):
         """Wait until no block of the request is held for another engine.
 
         Raises:
-            EngineFault: the engine broke meanwhile.
+            EngineFault: the engine failed for good before that.
             AlreadyEnded: the scope was left while blocks were held.
         """
         await self._thread.run(self._stream.wait_until_released)
@@ -39,8 +39,8 @@ class RequestStream(ScopeStream[TrioStream, Delta]):
     def resume_state(self) -> Resume:
         """Return the state from which this or another engine can resume the request after the deltas that were read.
 
-        Pass it on: `engine.generate(..., resume=stream.resume_state())`. May be called at any time, also after the
-        stream failed or its scope was left. Tokens that were not read are computed again.
+        Use the state as `engine.generate(..., resume=stream.resume_state())`. You may call this at any time, also after
+        the stream failed or its scope was left. Tokens that were not read are computed again.
         """
 
         def both() -> tuple[Resume, tuple[Delta, ...]]:
@@ -52,34 +52,34 @@ class RequestStream(ScopeStream[TrioStream, Delta]):
         return state
 
     def weight_versions(self, index: int = 0) -> WeightVersions:
-        """Return the weight versions that sampled a choice, as runs of a version and a number of tokens.
+        """Return which weight versions computed a choice's tokens, as pairs of a version and a number of tokens.
 
         Args:
-            index: the choice.
+            index: index of the choice.
 
         Returns:
-            The runs of all tokens so far, read or not. Empty: all tokens are from the weights that the engine was
-                opened with.
+            The pairs for all tokens so far, read or not. Empty if all tokens are from the weights that the engine was
+            opened with.
         """
         return self._stream.weight_versions(index)
 
     def keep_hold(self) -> None:
-        """Keep the hold of the request's blocks after the scope ends, until another engine read them, an abort, or a
-        timeout.
+        """Keep the request's blocks held after the scope ends, until another engine has read the blocks, the request is
+        aborted, or a timeout passes.
 
-        The caller must have given another engine the data to read them.
+        Before that, the caller must have given another engine the data that it needs to read the blocks.
         """
         self._stream.keep_hold()
 
     def drop_hold(self) -> None:
-        """End the hold of the request's blocks when the scope ends, because no other engine will read them."""
+        """Release the request's held blocks when the scope ends, because no other engine will read them."""
         self._stream.drop_hold()
 
     def forget_known(self) -> None:
-        """Drop `known` early, because the caller does not need it any more."""
+        """Drop `known` to free its memory, because the caller does not need it any more."""
         self._stream.forget_known()
 
-    # The properties below are read while the other thread runs, so their values may be slightly old.
+    # The properties below are read while the engine's thread runs, so their values may be slightly old.
 
     @property
     def choice_count(self) -> int:
@@ -88,9 +88,8 @@ class RequestStream(ScopeStream[TrioStream, Delta]):
 
     @property
     def known(self) -> tuple[Delta, ...]:
-        """Output that the request resumed from: one delta for each choice, with all its tokens. Iterating does not
-        repeat
-        it. Known once the stream is entered.
+        """Output that the request resumed from: one delta for each choice, with all tokens of the choice. Iterating
+        does not yield these tokens again. Known once the stream is entered.
         """
         return self._stream.known
 
@@ -101,7 +100,7 @@ class RequestStream(ScopeStream[TrioStream, Delta]):
 
     @property
     def adapter_digest(self) -> str | None:
-        """Digest of the request's LoRA adapter. None: no adapter, or not entered yet."""
+        """Digest of the request's LoRA adapter. None if it has no adapter, or the stream is not entered yet."""
         return self._stream.adapter_digest
 
     @property
@@ -111,12 +110,12 @@ class RequestStream(ScopeStream[TrioStream, Delta]):
 
     @property
     def completion_token_count(self) -> int:
-        """Tokens of all choices so far, including hidden ones."""
+        """Number of output tokens of all choices so far, including tokens that the client does not receive."""
         return self._stream.completion_token_count
 
     @property
     def prompt_token_count(self) -> int:
-        """Tokens of the prompt. Known once the stream is entered."""
+        """Number of prompt tokens. Known once the stream is entered."""
         return self._stream.prompt_token_count
 
     @property
@@ -126,12 +125,12 @@ class RequestStream(ScopeStream[TrioStream, Delta]):
 
     @property
     def ignored_keywords(self) -> tuple[str, ...]:
-        """Schema keywords that the response need not follow, each with its path."""
+        """Schema keywords that the response need not follow, each with its location in the schema."""
         return self._stream.ignored_keywords
 
     @property
     def cached_token_count(self) -> int:
-        """Prompt tokens found in the prefix cache. Known when the first choice ends."""
+        """Number of prompt tokens that were found in the prefix cache. Known when the first choice ends."""
         return self._stream.cached_token_count
 
     @property

@@ -1,4 +1,4 @@
-"""A request of any kind, held by an asyncio task."""
+"""A request of any kind that an asyncio task makes."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ DeltaT = TypeVar("DeltaT", bound=AnyDelta)
 class ScopeStream(Generic[StreamT, DeltaT]):
     """A request with a scope: `async with engine.generate(...) as stream: async for delta in stream: ...`.
 
-    Entering takes a place in the queue, or raises Overloaded, Draining, InvalidRequest or ContextTooLong and holds
-    nothing. Leaving ends what still runs, for any reason: the end of the body, an error, a break, a cancelled task, a
-    timeout, or a failed task group. All resources are free when leaving returns, or right after the step in flight.
-    Cancelling a task that waits for a delta loses no delta.
+    Entering puts the request into the queue. If it raises Overloaded, Draining, InvalidRequest or ContextTooLong, no
+    resources are in use. Leaving the scope ends the request if it still runs. The reason for leaving does not matter:
+    the end of the body, an error, a break, a cancelled task, a timeout, or a failed task group. All resources are free
+    when the scope has been left, or right after the step in flight. Cancelling a task that waits for a delta loses no
+    delta.
 
     A reader that is slower than the engine gets merged deltas. Several tasks may iterate over one stream: each delta
-    goes to one of them, and the end goes to all.
+    goes to one task, and the end of the stream goes to all tasks.
 
     Args:
         thread: the engine's thread.
@@ -70,11 +71,11 @@ class ScopeStream(Generic[StreamT, DeltaT]):
         self._is_left = True
         task.cancel()
         self._box.leave(self._ended())
-        if not isinstance(error, GeneratorExit):  # a closing generator must not await
+        if not isinstance(error, GeneratorExit):  # a generator that is being closed must not await
             await task.ended.wait()
 
     async def _hold_scope(self, note_started: NoteStarted) -> None:
-        """Hold the request's scope in the Trio run until it is left."""
+        """Enter the request's scope in the Trio run, and keep it open until the asyncio scope is left."""
         try:
             async with self._stream:
                 note_started()
@@ -84,14 +85,14 @@ class ScopeStream(Generic[StreamT, DeltaT]):
                         if not self._box.put(delta):
                             return
                 except TrioserveError as error:
-                    end = error  # raised in the reader
+                    end = error  # the error to raise in the reader
                 self._box.close(end)
-                await trio.sleep_forever()  # held blocks stay held until the scope is left
+                await trio.sleep_forever()  # blocks for another engine stay held until the scope is left
         except Exception as error:
             self._box.close(error)
             raise
         finally:
-            # No reader may wait for ever, however the request ends.
+            # No reader may wait forever, however the request ends.
             self._box.close(AlreadyEnded(f"request {self.id} has ended with its engine"))
 
     def __aiter__(self) -> Self:
@@ -107,10 +108,11 @@ class ScopeStream(Generic[StreamT, DeltaT]):
         return AlreadyEnded(f"request {self.id} can be read only inside its `async with`")
 
     async def wait_until_begun(self) -> DeltaT | None:
-        """Wait until the request runs.
+        """Wait until the request runs or has ended in the queue.
 
         Returns:
-            None, or the delta of a request that ended in the queue. That delta then counts as read.
+            None if the request runs, or the last delta of a request that ended in the queue. That delta then counts as
+            read.
 
         Raises:
             TrioserveError: the request failed.
@@ -119,11 +121,11 @@ class ScopeStream(Generic[StreamT, DeltaT]):
         begun: DeltaT | None = await self._thread.run(self._stream.wait_until_begun)
         return begun
 
-    # The properties below are read while the other thread runs, so their values may be slightly old.
+    # The properties below are read while the engine's thread runs, so their values may be slightly old.
 
     @property
     def id(self) -> str:
-        """Id of the request, from the caller or generated."""
+        """Id of the request, which the caller gave or the engine generated."""
         return self._stream.id
 
     @property

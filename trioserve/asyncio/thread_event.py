@@ -1,7 +1,7 @@
 """Events that one thread sets and asyncio tasks of any loop wait for.
 
-These objects keep no task alive. So the tasks of an abandoned loop can be collected, which makes them leave their
-scopes.
+These objects keep no reference to a task. So the garbage collector can remove the tasks of an abandoned loop. Then
+these tasks leave their scopes.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ __all__ = ["ThreadEvent", "Waiters"]
 
 
 class Waiters:
-    """Asyncio tasks that wait for a wake-up from any thread.
+    """A list of asyncio tasks that wait until any thread wakes them.
 
-    A task must call `add` before it checks its condition. Otherwise a wake-up in between would be lost.
+    A task must call `add` before it checks its condition. Otherwise a wake-up between the check and `add` would be
+    lost.
     """
 
     def __init__(self) -> None:
@@ -25,7 +26,9 @@ class Waiters:
         self._futures: weakref.WeakSet[asyncio.Future[None]] = weakref.WeakSet()
 
     def add(self) -> asyncio.Future[None]:
-        """Return a future that the next `wake` completes. The caller must keep a reference until then."""
+        """Return a future that the next `wake` completes. The caller must keep a reference to the future until it is
+        done.
+        """
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         with self._lock:
             self._futures.add(future)
@@ -35,7 +38,7 @@ class Waiters:
         """Wake all waiting tasks.
 
         Returns:
-            False if the loop of one of them is closed.
+            False if the loop of a waiting task is closed.
         """
         with self._lock:
             if not self._futures:
@@ -51,7 +54,7 @@ class Waiters:
 
 
 class ThreadEvent:
-    """An event that any thread sets once."""
+    """An event that any thread can set once."""
 
     def __init__(self) -> None:
         self.is_set = False
@@ -69,10 +72,10 @@ class ThreadEvent:
         return future
 
     async def wait(self, *, cancel: Callable[[], None] = lambda: None) -> None:
-        """Wait for the event. A cancelled caller still waits, and gets its CancelledError afterwards.
+        """Wait for the event. If the caller is cancelled, it still waits, and gets its CancelledError afterwards.
 
         Args:
-            cancel: called once at a cancellation, so that the event is set soon.
+            cancel: called once if the caller is cancelled. It should make the event be set soon.
         """
         cancelled: asyncio.CancelledError | None = None
         while not self.is_set:

@@ -1,4 +1,4 @@
-"""Makes the methods of a Trio engine available to asyncio. The engine runs in a thread of its own.
+"""Makes the methods of a Trio engine available to asyncio tasks. The engine runs in a thread of its own.
 
 A thread has three advantages over Trio's guest mode: steps continue while a callback blocks the asyncio loop, a Ctrl-C
 never interrupts Trio's internals, and a loop can have several engines.
@@ -31,12 +31,12 @@ EngineT = TypeVar("EngineT", bound=EngineLife[Any, Any, Any, Any])
 class ThreadedEngine(Generic[EngineT]):
     """An engine for asyncio tasks of one or several loops.
 
-    Methods that never wait on Trio are plain functions here, too. They run in the engine's thread, and block the
-    caller's loop until their turn. That is short, because nothing blocks the engine's thread.
+    A method that is not async in the Trio engine is not async here either. It runs in the engine's thread, and blocks
+    the caller's loop until it has run. This time is short, because nothing blocks the engine's thread.
 
     Attributes:
-        thread: the thread that the engine runs in. For other packages that extend the asyncio engine.
-        on_trio: the engine itself. Use it only in that thread.
+        thread: the thread that the engine runs in. Packages that extend the asyncio engine use it.
+        on_trio: the Trio engine. Use it only in the engine's thread.
     """
 
     def __init__(self, thread: TrioThread, engine: EngineT) -> None:
@@ -45,7 +45,7 @@ class ThreadedEngine(Generic[EngineT]):
 
     @property
     def ready(self) -> bool:
-        """True if the engine would accept a new request, apart from a full queue."""
+        """True if the engine accepts new requests. A full queue may still refuse a request."""
         return self.thread.call(lambda: self.on_trio.ready)
 
     @property
@@ -55,22 +55,22 @@ class ThreadedEngine(Generic[EngineT]):
 
     @property
     def is_sleeping(self) -> bool:
-        """True while the engine has released memory, or is about to, until all of it is back."""
+        """True from when the engine begins to release its memory until all of the memory is allocated again."""
         return self.thread.call(lambda: self.on_trio.is_sleeping)
 
     @property
     def has_half_weights(self) -> bool:
-        """True if a weight update stopped halfway, so that nothing is computed until another update is complete."""
+        """True if a weight update stopped before its end. Then nothing is computed until another update is complete."""
         return self.thread.call(lambda: self.on_trio.has_half_weights)
 
     @property
     def fault(self) -> EngineFault | None:
-        """The error that broke the engine for good, or None."""
+        """The error that made the engine fail for good, or None."""
         return self.on_trio.fault
 
 
 def called(method: Callable[Concatenate[EngineT, P], T]) -> Callable[Concatenate[ThreadedEngine[EngineT], P], T]:
-    """Make a method that never waits run in the engine's thread.
+    """Turn a method that never waits into a method that runs in the engine's thread.
 
     Args:
         method: method of the Trio engine.
@@ -89,7 +89,7 @@ def called(method: Callable[Concatenate[EngineT, P], T]) -> Callable[Concatenate
 def awaited(
     method: Callable[Concatenate[EngineT, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[ThreadedEngine[EngineT], P], Coroutine[Any, Any, T]]:
-    """Make an async method run in the engine's thread.
+    """Turn an async method of the Trio engine into an async method that runs in the engine's thread.
 
     Args:
         method: method of the Trio engine.
@@ -108,7 +108,7 @@ def awaited(
 def made(
     method: Callable[Concatenate[EngineT, P], T], new: Callable[[TrioThread, T], U]
 ) -> Callable[Concatenate[ThreadedEngine[EngineT], P], U]:
-    """Make a method that returns a Trio object return its asyncio counterpart.
+    """Turn a method that returns a Trio object into a method that returns the asyncio counterpart of this object.
 
     Args:
         method: method of the Trio engine.
@@ -131,15 +131,15 @@ async def opened_in_a_thread(
 ) -> AsyncIterator[U]:
     """Open an engine in a Trio run of its own thread.
 
-    Leaving the scope closes the engine and ends the thread. Requests end with the engine: a reader elsewhere gets
-    AlreadyEnded.
+    Leaving the scope closes the engine and ends the thread. All requests end with the engine: a task that still reads a
+    stream gets AlreadyEnded.
 
     Args:
         open_engine: opens the engine on Trio.
         new: creates the engine's asyncio counterpart.
 
     Raises:
-        EngineFault: the engine broke. The body is cancelled first, as on Trio.
+        EngineFault: the engine failed for good. The body is cancelled first, as on Trio.
         Exception: any error of opening or closing the engine.
     """
     thread = TrioThread()
@@ -164,7 +164,7 @@ async def opened_in_a_thread(
 
 
 class _Broken(Exception):
-    """The body was cancelled because the engine ended."""
+    """Raised after the body was cancelled because the engine ended."""
 
 
 @asynccontextmanager

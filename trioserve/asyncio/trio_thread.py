@@ -1,6 +1,7 @@
 """A Trio run in a thread of its own, and Trio tasks that belong to asyncio tasks.
 
-Ending such a task is one message that never blocks. Waiting for its end is a separate step, which may be skipped.
+To end such a Trio task, the asyncio task sends one message, which never blocks. Waiting for the end of the Trio task is
+a separate step, which may be skipped.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ EXIT_SECONDS_MAX = 10.0  # a process that exits with an open engine waits this l
 class TrioThread:
     """A thread that runs Trio: `async with TrioThread() as thread`, in an asyncio task.
 
-    Leaving cancels everything in it and waits for the end, even when cancelled. No thread is left.
+    Leaving the scope cancels all tasks of the Trio run and waits until the thread has ended, even if the caller is
+    cancelled.
     """
 
     def __init__(self) -> None:
         self._nursery: trio.Nursery
         self._token: trio.lowlevel.TrioToken | None = None
-        self.is_stopped = False  # stop was called
+        self.is_stopped = False  # True once `stop` was called
         self.own_process = OwnProcess()
         self._is_running = threading.Event()
         self._is_over = ThreadEvent()
@@ -47,8 +49,8 @@ class TrioThread:
     async def __aenter__(self) -> Self:
         self._thread.start()
         try:
-            self._is_running.wait()  # short: nothing is opened yet
-        except BaseException:  # a Ctrl-C
+            self._is_running.wait()  # this is short, because the run has opened nothing yet
+        except BaseException:  # for example KeyboardInterrupt after Ctrl-C
             self._is_running.wait()
             self.stop()
             raise
@@ -64,7 +66,7 @@ class TrioThread:
             self._thread.join()
 
     def stop(self) -> None:
-        """Cancel everything in the run, even if it has not started yet. Never blocks.
+        """Cancel all tasks of the run, even if the run has not started yet. Never blocks.
 
         Any thread may call this, and so may the garbage collector. Does nothing in a forked child.
         """
@@ -78,15 +80,15 @@ class TrioThread:
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function that never waits in the Trio run, and return its result.
 
-        Blocks the caller until it is the function's turn, which is soon because nothing blocks the run. After the end
-        of the run, the function is called in this thread.
+        The caller blocks until the function has run. This takes a short time, because nothing blocks the run. After the
+        end of the run, the function is called in this thread.
 
         Args:
             function: the function.
-            *arguments: its arguments.
+            *arguments: arguments of the function.
 
         Raises:
-            WrongLoop: this is a forked child, which does not have the thread.
+            WrongLoop: this process is a forked child, which does not have the thread.
         """
         self.own_process.check("an engine")
         assert self._token is not None, "the thread was not started"
@@ -99,10 +101,10 @@ class TrioThread:
         """Start a task in the Trio run. Never blocks.
 
         Args:
-            function: async function. It gets a callback that reports that its work has started.
+            function: async function. Its argument is a callback, which the function calls when its work has started.
 
         Raises:
-            WrongLoop: this is a forked child, which does not have the thread.
+            WrongLoop: this process is a forked child, which does not have the thread.
         """
         self.own_process.check("an engine")
         task = TrioTask(function, self.soon)
@@ -111,8 +113,8 @@ class TrioThread:
         return task
 
     async def run(self, function: Callable[[], Awaitable[T]]) -> T:
-        """Run an async function in the Trio run, and return its result. Cancelling this cancels it and waits for its
-        end.
+        """Run an async function in the Trio run, and return its result. If the caller is cancelled, the function is
+        cancelled, and the caller waits for its end.
 
         Args:
             function: the function.
@@ -126,10 +128,11 @@ class TrioThread:
 
     @asynccontextmanager
     async def entered(self, opens: Callable[[], AbstractAsyncContextManager[T]]) -> AsyncIterator[T]:
-        """Hold a scope that is entered and left in the Trio run. Errors of entering and leaving are raised here.
+        """Keep a Trio scope open while the asyncio scope is open. Errors of entering and leaving the Trio scope are
+        raised in the asyncio task.
 
         Args:
-            opens: creates the scope.
+            opens: creates the Trio scope.
         """
         opened: list[T] = []
 
@@ -145,7 +148,7 @@ class TrioThread:
             if not opened:
                 task.result()
             yield opened[0]
-        except GeneratorExit:  # a closing generator must not await
+        except GeneratorExit:  # a generator that is being closed must not await
             task.cancel()
             raise
         except BaseException:
@@ -168,17 +171,18 @@ class TrioThread:
         self._nursery.start_soon(function)
 
     def soon(self, function: Callable[..., object], *arguments: Any) -> bool:
-        """Schedule a function in the Trio run, after all functions that were scheduled before.
+        """Schedule a function call in the Trio run, after all calls that were scheduled before.
 
         Args:
             function: the function.
-            *arguments: its arguments.
+            *arguments: arguments of the function.
 
         Returns:
             False if the run has ended.
 
         Raises:
-            WrongLoop: this is a forked child. It shares the parent's wake-up socket, and must not write to it.
+            WrongLoop: this process is a forked child. It shares the parent's wake-up socket, and must not write to the
+                socket.
         """
         self.own_process.check("an engine")
         assert self._token is not None, "the thread was not started"
@@ -207,10 +211,11 @@ class TrioThread:
 
 
 class ThreadOwner:
-    """Stops a TrioThread when the garbage collector takes this object.
+    """Stops a TrioThread when the garbage collector removes this object.
 
-    Keep it in the frame that enters the thread. A second Ctrl-C ends an asyncio loop in the middle of a callback. Then
-    the `finally` of an async generator never runs, and only the end of its frame shows that it was abandoned.
+    Keep this object in a local variable of the async generator that enters the thread. A second Ctrl-C ends an asyncio
+    loop in the middle of a callback. Then the `finally` of an async generator never runs. Only the removal of its local
+    variables shows that the generator was abandoned.
 
     Args:
         thread: the thread to stop.
@@ -232,8 +237,8 @@ class TrioTask(Generic[T]):
         soon: schedules a function in the Trio run.
 
     Attributes:
-        started: set when the function reports that it has started, or has ended.
-        ended: set when the function has ended.
+        started: event that is set when the function reports that it has started, or when it has ended.
+        ended: event that is set when the function has ended.
     """
 
     def __init__(self, function: Callable[[NoteStarted], Awaitable[T]], soon: Callable[..., bool]) -> None:
@@ -274,7 +279,7 @@ class TrioTask(Generic[T]):
         return self._result.unwrap()
 
     def raise_failure(self) -> None:
-        """Raise the error that ended the task. Nothing happens if it was cancelled."""
+        """Raise the error that ended the task. Do nothing if the task was cancelled."""
         if isinstance(self._result, outcome.Error) and not isinstance(self._result.error, AlreadyEnded):
             self._result.unwrap()
 
@@ -283,7 +288,7 @@ class TrioTask(Generic[T]):
             with self._scope:
                 try:
                     self._result = outcome.Value(await self._function(self.started.set))
-                except* Exception as group:  # a cancellation in the same group continues
+                except* Exception as group:  # a cancellation in the same group is still raised
                     self._result = outcome.Error(unwrapped(group))
         finally:
             self._end()
@@ -299,7 +304,7 @@ os.register_at_fork(after_in_child=_RUNNING.clear)  # a forked child has no thre
 
 @atexit.register
 def _stop_all() -> None:
-    """Stop engines that are still open at exit, and let their steps in flight end before Python does."""
+    """Stop engines that are still open when Python exits, and wait for the steps in flight."""
     threads = list(_RUNNING)
     for thread in threads:
         thread.stop()
