@@ -95,8 +95,8 @@ class BodyShare:
             piece: the next bytes.
 
         Raises:
-            BodyTooLarge: the body becomes too large. The piece is not held.
-            Overloaded: the bodies of all clients together become too large. The piece is not held.
+            BodyTooLarge: the body becomes too large. The piece is not kept.
+            Overloaded: the bodies of all clients together become too large. The piece is not kept.
         """
         self.check_size(self._byte_count + len(piece))
         self._count(piece)

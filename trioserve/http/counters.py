@@ -17,11 +17,11 @@ class ConnectionRefusal(enum.StrEnum):
     """Reasons to end a connection. Each reason has a limit in limits.py, or is a rule of the protocol."""
 
     RESPONSES_UNREAD = "answers_unread"
-    """The client does not read the responses to its control frames."""
+    """The client does not read the replies to its control frames."""
     ADDRESS = "address"
     """The client's address has as many connections as allowed, and all of them are in use."""
     BODY_TIMEOUT = "body_timeout"
-    """A request body arrived too slowly. On HTTP/2 only its stream ends, and the connection stays open."""
+    """A request body arrived too slowly. On HTTP/2, only the stream ends, and the connection stays open."""
     CONTROL_FRAMES = "control_frames"
     CROWDED = "crowded"
     """The connection was idle or had an incomplete head while other connections waited to be accepted."""
@@ -71,9 +71,9 @@ class FrontendCounters(msgspec.Struct, frozen=True, kw_only=True):
     exchanges_unknown_open: int
     """Open exchanges whose caller showed no API key. 0 if the server requires no keys."""
     exchanges_behind: int
-    """Open exchanges with unsent bytes, because the client reads slower than the response is made."""
+    """Open exchanges with unsent bytes, because the client reads slower than the handler sends."""
     answer_bytes_held: int
-    """Unsent bytes of all clients, with the responses to control frames."""
+    """Unsent bytes of all clients, including the replies to control frames."""
     request_body_bytes_held: int
     request_body_bytes_total: int
     connections_total: int

@@ -62,11 +62,11 @@ class Exchange(abc.ABC):
     """
 
     method: str
-    """As sent. Standard methods are in upper case."""
+    """The method as the client sent it. Standard methods are in upper case."""
     path: str
-    """Percent-decoded, without the query. Begins with a slash, or is "*"."""
+    """The path, percent-decoded and without the query. It begins with a slash, or is "*"."""
     query: str
-    """The text behind the question mark, not decoded. Empty if the target has no query."""
+    """The text after the question mark, not decoded. It is empty if the target has no query."""
     headers: Headers
     http_version: str
     """"1.0", "1.1" or "2"."""
@@ -113,8 +113,8 @@ class Exchange(abc.ABC):
         Raises:
             BodyTooLarge: the body is larger than body_bytes_max. It is raised before reading if content-length is too
                 large.
-            BodyTimeout: the body falls body_wait_seconds_max behind body_bytes_per_second_min, or takes
-                body_seconds_max.
+            BodyTimeout: the body is body_wait_seconds_max later than body_bytes_per_second_min allows, or takes longer
+                than body_seconds_max.
             UnknownCoding: the content-encoding is neither gzip nor deflate.
             InvalidRequest: the framing or the compression of the body is broken.
             Overloaded: the bodies of all clients together reach bodies_bytes_max.

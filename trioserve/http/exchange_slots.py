@@ -13,7 +13,9 @@ from trioserve.http.limits import FrontendLimits
 __all__ = ["ExchangeSlots", "KnowsCaller"]
 
 KnowsCaller = Callable[[Headers], bool]
-"""A function that returns True if the header fields of a request show a valid API key. Called once for each request."""
+"""A function that returns True if the header fields of a request show a valid API key. It is called once for each
+request.
+"""
 
 
 class ExchangeSlots:

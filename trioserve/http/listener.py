@@ -26,8 +26,9 @@ __all__ = [
 ]
 
 CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
-"""Ciphers of TLS 1.2. HTTP/2 forbids the others (RFC 9113, appendix A), and all clients since 2015 support one of
-these."""
+"""Ciphers of TLS 1.2. HTTP/2 forbids all other ciphers (RFC 9113, appendix A). All clients since 2015 support one of
+the ciphers here.
+"""
 BACKLOG = 1024  # connections that may wait in the kernel to be accepted; the kernel may lower the number
 
 

@@ -30,7 +30,7 @@ HYPERCORN_LIMITS = (
     "it reserves no connections for clients that have shown a key",
     "at shutdown, it sends no GOAWAY to clients, and no REFUSED_STREAM to late streams",
 )
-"""Limitations of Hypercorn 0.18 on Trio, found by experiment. The built-in front end has none of them."""
+"""Limitations of Hypercorn 0.18 on Trio, found by experiment. The built-in front end has none of these limitations."""
 
 
 async def serve_with_hypercorn(

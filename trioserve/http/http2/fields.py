@@ -155,8 +155,8 @@ def _read_text(data: bytes, position: int) -> tuple[bytes, int]:
 _huffman_steps: dict[int, tuple[int, bytes]] = {}
 """A cache of Huffman decoding steps for whole bytes, built from hpack's table for half bytes.
 
-The key is the state and the byte, the value is the next state and the decoded symbols. It has at most 65,536 entries,
-which are made when first needed. Decoding is four times as fast as with hpack's own loop."""
+The key is the state and the byte, the value is the next state and the decoded symbols. The cache has at most 65,536
+entries, which are computed when first needed. Decoding is four times as fast as with hpack's own loop."""
 _HUFFMAN_ENDS = 1 << 8  # flag of a state in which a string may end
 
 
