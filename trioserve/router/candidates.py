@@ -35,7 +35,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
         load: work at the endpoint, relative to its limit: 0 is idle, 1 is at the limit. Includes the work of other
             routers if the endpoint reports it.
         has_room: True if the endpoint has a free slot for the request.
-        others: the part of `load` that is the work of other routers.
+        others: the part of `load` that other routers cause.
     """
 
     id: EndpointId
@@ -52,12 +52,11 @@ class Candidates(Sequence[Candidate]):
     """
 
     average_load: float
-    """Average load of all candidates, including those without room."""
+    """Average load of all candidates, including candidates without a free slot."""
 
     others_share: float
-    """Share of the work at all candidates that belongs to other routers, as the endpoints report it.
-
-    0 for a single router, 3/4 for one of four equal routers.
+    """Share of the work at all candidates that other routers cause, according to the endpoints' reports. It is 0 for a
+    single router, and 3/4 for one of four equal routers.
     """
 
     @abc.abstractmethod

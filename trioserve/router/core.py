@@ -212,12 +212,12 @@ class RouterCore:
     def first_token(self, ticket: Ticket, now: float, *, can_go_on: bool = False) -> None:
         """Record that the endpoint has begun to answer, or to resume a stream.
 
-        After this, a failure is visible to the client unless the stream can resume elsewhere.
+        After this, a failure is visible to the client unless the stream can resume at another endpoint.
 
         Args:
             ticket: the request.
             now: time in seconds.
-            can_go_on: True if the stream can resume elsewhere, so that it may be moved on purpose.
+            can_go_on: True if the stream can resume at another endpoint. Then the router may move it on purpose.
         """
         if ticket.state is not TicketState.LEASED or ticket.is_answered:
             return
@@ -326,8 +326,8 @@ class RouterCore:
         is_certain: bool = False,
         reason: str | None = None,
     ) -> bool:
-        """Record that an endpoint failed while it served a request without a token, or a stream that can resume
-        elsewhere.
+        """Record that an endpoint failed while it served a request without a token, or a stream that can resume at
+        another endpoint.
 
         The caller ends other streams with `leave`. The lease is released before anything else happens.
 
@@ -502,9 +502,9 @@ class RouterCore:
         Args:
             id: name of the endpoint.
             now: time in seconds.
-            move_seconds: also empty the endpoint: streams that can resume elsewhere are moved as soon as other
-                endpoints have free slots. After this many seconds all remaining requests are asked to leave. If None,
-                requests stay until they end.
+            move_seconds: also empty the endpoint: streams that can resume at another endpoint are moved as soon as one
+                has a free slot. After this many seconds all remaining requests are asked to leave. If None, requests
+                stay until they end.
         """
         state = self.endpoints[id]
         state.drain()

@@ -62,9 +62,8 @@ class Fault(enum.Enum):
 
 
 LOST = frozenset({Fault.UNREACHABLE, Fault.BROKE, Fault.HUNG, Fault.LEAVING})
-"""Faults that lose the work of an endpoint and are not specific to one request.
-
-Such a request waits for another endpoint, or until the same endpoint is back.
+"""Faults in which all work of an endpoint is lost, not only one request. The requests wait for another endpoint, or
+until the same endpoint has recovered.
 """
 
 DEATHS = frozenset({Fault.BROKE, Fault.HUNG})
@@ -122,8 +121,8 @@ class EndpointState:
             a slot.
         in_flight: sequences that were given to the endpoint and have not ended. Exceeds `claims` if leases end at the
             first token.
-        sent: of the sequences in `in_flight`, those whose requests were sent, by `sent_index`.
-        others: sequences of other routers, according to the last report.
+        sent: sequences in `in_flight` whose requests were sent, by `Lease.sent_index`.
+        others: number of sequences of other routers, according to the last report.
         checks_total: health checks that the endpoint passed.
         hangs_total: how often the endpoint stopped getting requests because it did not answer.
         clock: clock name in the last report, which identifies the endpoint's process. None: not reported.
@@ -132,7 +131,7 @@ class EndpointState:
         suspects_seen: highest number of suspects since the last passed check.
         fingerprint: identifies the computation. Endpoints with equal fingerprints compute equal tokens. None: not
             reported.
-        moved_from_total: streams that left this endpoint, by a move or a failure, and resumed elsewhere.
+        moved_from_total: streams that left this endpoint, by a move or a failure, and resumed at another endpoint.
         moved_to_total: streams that left another endpoint and resumed here.
         failures_total: failed requests, by reason.
         refusals_in_a_row: requests that the endpoint refused as the client's fault since it last served a request.

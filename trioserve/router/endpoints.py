@@ -217,7 +217,7 @@ class Endpoints:
     # --- reports ---
 
     def note_load(self, state: EndpointState, load: EndpointLoad, now: float, *, sent_when_asked: int) -> None:
-        """Accept a load report of an endpoint, and divide its free room between the routers.
+        """Accept a load report of an endpoint, and divide the endpoint's free slots between the routers.
 
         Args:
             state: the endpoint.

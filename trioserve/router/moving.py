@@ -55,7 +55,7 @@ class Moving:
 
     def end(self, id: EndpointId) -> None:
         """Stop emptying an endpoint, because it was removed or accepts requests again. Streams that already have a
-        lease elsewhere still move.
+        lease at another endpoint still move.
 
         Args:
             id: name of the endpoint.

@@ -18,7 +18,7 @@ class QueueDeadlines:
         self._entries: list[tuple[float, int, Ticket]] = []
 
     def __len__(self) -> int:
-        """Return the number of entries, including those of tickets that wait no longer."""
+        """Return the number of entries, including entries of tickets that no longer wait."""
         return len(self._entries)
 
     def add(self, ticket: Ticket, *, live_count: int) -> None:

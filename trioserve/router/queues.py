@@ -49,8 +49,8 @@ class ModelQueues:
         queues: the queues, by stage.
         live_count: requests that have entered and not ended, in any state.
         preparing: requests that are read before they enter.
-        continued: number of streams that broke off and wait to resume elsewhere. They had a lease before, so they do
-            not count against the limit for newcomers.
+        continued: number of streams that broke off and wait to resume at another endpoint. They had a lease before, so
+            they do not count against the limit for newcomers.
         moving: streams that still run and wait for a lease at another endpoint.
         streams_in_a_row: leases granted in a row to streams or to requests that wait again, while newcomers waited.
     """

@@ -32,8 +32,8 @@ class _Residency:
 class ResidencyIndex:
     """An index of reported blocks, bounded for each endpoint.
 
-    If an endpoint has more blocks than the limit, later ones are ignored until others are removed. So the index may
-    lack blocks, but never contains a block that the endpoint does not have.
+    If an endpoint has more blocks than the limit, further blocks are ignored until known blocks are removed. So the
+    index may lack blocks, but never contains a block that the endpoint does not have.
 
     Args:
         blocks_max: maximum number of blocks of one endpoint.

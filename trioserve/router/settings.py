@@ -47,7 +47,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         handover_waiting_max: disaggregated requests of a model that may wait for a decode endpoint with their prompt
             computed. Beyond this number no further prompt starts, because each waiting request keeps KV blocks at its
             prefill endpoint.
-        continuations_max: how often one stream may resume elsewhere.
+        continuations_max: how many times one stream may resume at another endpoint.
         continuations_per_second_max: streams that resume in a second. Further streams wait in the queue, so that the
             failure of one endpoint does not overload the rest.
         continuations_in_a_row_max: number of streams and of requests that lost their endpoints that get a lease in a

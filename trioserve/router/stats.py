@@ -21,7 +21,7 @@ class RouterStats(msgspec.Struct, frozen=True, kw_only=True):
         admissions_total: leases that were granted.
         retries_total: requests that waited again after an endpoint failed them before their first token.
         rejections_total: refused requests, by reason.
-        continuing: streams that wait to resume elsewhere. Included in `waiting`.
+        continuing: streams that wait to resume at another endpoint. They are included in `waiting`.
         continuations_total: streams that got a lease to resume with.
         continuations_refused_total: streams that were not allowed to resume, by reason.
         moving: streams that run at an endpoint that is being emptied, and wait for a slot at another endpoint.
