@@ -13,7 +13,8 @@ from trioserve.trio_tools.http_client import Fields, ResponseEnd, ResponseListen
 __all__ = ["Http1ClientProtocol"]
 
 INTERIM_RESPONSES_MAX = 100
-"""Most heads with a status of 1xx before a response. Real servers send one or two. h11 accepts any number."""
+"""Maximum number of heads with a status of 1xx before a response. Real servers send one or two. h11 accepts any number.
+"""
 
 
 class Http1ClientProtocol:

@@ -28,8 +28,8 @@ FRAME_BYTES_MAX = 16_384  # the HTTP/2 default, which this client does not raise
 SETTINGS, PING, GOAWAY = 0x04, 0x06, 0x07
 ACK = 0x1
 ANSWERED_FRAMES_MAX = 10_000
-"""Most PING and SETTINGS frames of a server between two writes of ours. Their answers are stored until the next
-write.
+"""Maximum number of PING and SETTINGS frames that a server may send between two writes of this client. The replies are
+stored until the next write.
 """
 INTERIM_RESPONSES_MAX = 100  # heads with a status of 1xx before a response
 

@@ -15,8 +15,8 @@ HEADER_TABLE_SIZE = 0x1
 # 6.5.2).
 _KNOWN = frozenset({HEADER_TABLE_SIZE, 0x2, 0x3, 0x4, 0x5, 0x6, 0x8})
 HEADER_TABLE_BYTES_MAX = 4096
-"""Most bytes of header table that our encoders use: HTTP/2's default. The peer chooses its offer. hpack's encoder
-would store that many bytes, and search all of them for each field.
+"""Maximum size of the header table that our encoders use, in bytes: HTTP/2's default. The peer may offer any size.
+hpack's encoder would fill a table of that size, and search all of it for each field.
 """
 _SETTING = struct.Struct(">HI")
 

@@ -13,10 +13,9 @@ __all__ = ["freeze_loaded_objects", "prepare_interpreter"]
 
 SWITCH_INTERVAL_SECONDS = 0.001  # time after which a thread must release the GIL if another thread waits
 YOUNG_OBJECTS_MAX = 20_000
-"""New objects before the garbage collector runs.
-
-Python's default of 700 means several runs in a step with many requests. Reference counting frees nearly all objects
-before a step ends, so later runs find fewer objects.
+"""Number of new objects after which the garbage collector runs. With Python's default of 700, it would run several
+times in a step with many requests. Reference counting frees nearly all objects before a step ends, so later runs find
+fewer objects.
 """
 
 

@@ -49,7 +49,9 @@ FAULTS = (OSError, ValueError, trio.BrokenResourceError, trio.ClosedResourceErro
 """Errors that a name, a network or a server may cause. An impossible host name raises ValueError."""
 
 Connect = Callable[[str, int, str | None], Awaitable[trio.abc.Stream]]
-"""Opens a connection to an address and a port. With a host name, uses TLS for this name. With None, plain TCP."""
+"""Opens a connection to an address and a port. If a host name is given, the connection uses TLS for this name. If it is
+None, plain TCP.
+"""
 
 
 class MediaFetcher:

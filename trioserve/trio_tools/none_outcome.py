@@ -30,4 +30,4 @@ class _NoneOutcome(outcome.Outcome[None]):
 
 
 NONE_OUTCOME = _NoneOutcome()
-"""Use as trio.lowlevel.reschedule(task, NONE_OUTCOME)."""
+"""The only instance. Use it as trio.lowlevel.reschedule(task, NONE_OUTCOME)."""

@@ -19,8 +19,8 @@ from typing import Any, Protocol
 __all__ = ["VANISHED_SECONDS", "delivered_bytes", "end_when_vanished"]
 
 VANISHED_SECONDS = 20.0
-"""Default time. Longer than interruptions from which a network recovers (a few retransmissions), and shorter than
-clients wait.
+"""Default time until a connection breaks. It is longer than interruptions from which a network recovers (a few
+retransmissions), and shorter than clients wait.
 """
 PROBES = 3
 TCP_INFO_BYTES = 136
