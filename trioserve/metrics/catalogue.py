@@ -24,9 +24,13 @@ ROUTER_PREFIX = "trioserve_router:"
 ROUTER_ALIAS_PREFIX = "vllm_router:"
 Part = Literal["engine", "frontend", "router", "images"]
 MODEL_LABEL = "model_name"
-"""Label of every series that has a prefix. Added when a page is written, so the instruments do not have it."""
+"""Label of every series that has a prefix. The label is added when a page is written, so the instruments do not have
+it.
+"""
 ENGINE_LABEL = "engine"
-"""Label of every series of an engine, added in the same way: its number in the process, always 0. Dashboards use it."""
+"""Label of every series of an engine, added in the same way. Its value is the engine's number in the process, which is
+always 0. Dashboards use this label.
+"""
 
 
 class Label(msgspec.Struct, frozen=True):
