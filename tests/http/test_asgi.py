@@ -93,7 +93,7 @@ async def test_request_reaches_handler_and_response_reaches_host(autojump_clock)
     assert fields[b"content-length"] == b"18"
 
 
-async def test_mounted_app_sees_its_own_paths(autojump_clock):
+async def test_app_mounted_under_a_prefix_gets_paths_without_the_prefix(autojump_clock):
     host = Host(AsgiApp(echo), path="/llm/v1/models", root_path="/llm")
     host.put(b"")
     await host.run()
@@ -309,7 +309,7 @@ async def under_hypercorn(handler, **limits):
             stop.set()
 
 
-async def test_hypercorn_keeps_known_settings_only(h2_client, monkeypatch):
+async def test_unknown_http2_settings_are_removed_under_hypercorn(h2_client, monkeypatch):
     made = []
     before = hypercorn.protocol.h2.H2Protocol.__init__
 

@@ -101,7 +101,7 @@ async def handler(exchange) -> None:
 @pytest.mark.parametrize("conversation", CONVERSATIONS.values(), ids=CONVERSATIONS.keys())
 @settings(max_examples=150, deadline=None)
 @given(changes=st.lists(CHANGES, max_size=4), cuts=st.lists(POSITION, max_size=4), hangs_up=st.booleans())
-def test_changed_conversations_end_without_a_fault(conversation, changes, cuts, hangs_up):
+def test_connections_with_damaged_bytes_end_without_a_fault_of_the_server(conversation, changes, cuts, hangs_up):
     data = bytearray(conversation)
     for change in changes:
         if data:

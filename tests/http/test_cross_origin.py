@@ -81,14 +81,14 @@ async def test_responses_to_other_pages_and_clients_have_no_cors_fields(autojump
         assert not [name for name in response.headers if name.startswith("access-control")]
 
 
-async def test_star_allows_every_page(autojump_clock, front):
+async def test_origin_star_allows_every_page(autojump_clock, front):
     client = await front(CrossOrigin(Handler(), ["*"])).h2()
     for headers in ((("origin", "null"),), (("origin", CHAT),)):
         response = await client.response(await client.request(headers=headers))
         assert response.headers["access-control-allow-origin"] == "*"
 
 
-async def test_plain_options_goes_to_the_handler(autojump_clock, front):
+async def test_options_request_that_is_no_preflight_goes_to_the_handler(autojump_clock, front):
     handler = Handler()
     client = await front(CrossOrigin(handler, [CHAT])).h2()
     await client.response(await client.request(method="OPTIONS", headers=(("origin", CHAT),)))

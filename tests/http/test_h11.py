@@ -169,7 +169,7 @@ async def test_head_request_gets_no_body_and_the_connection_stays_open(autojump_
     assert (await client.response())[2] == b"POSTx"
 
 
-async def test_expect_100_continue_is_answered_when_the_body_is_wanted(autojump_clock, front):
+async def test_expect_100_continue_is_answered_when_the_handler_reads_the_body(autojump_clock, front):
     client = front(echo).h11()
     await client.raw(b"POST / HTTP/1.1\r\nhost: test\r\nexpect: 100-continue\r\ncontent-length: 3\r\n\r\n")
     assert (await client.stream.receive_some()).startswith(b"HTTP/1.1 100 ")
@@ -185,7 +185,7 @@ async def test_expect_100_continue_is_not_answered_when_the_body_is_too_large(au
     assert b"connection: close" in received
 
 
-async def test_http_1_0_gets_a_body_that_ends_with_the_connection(autojump_clock, front):
+async def test_end_of_an_http_1_0_response_is_the_end_of_the_connection(autojump_clock, front):
     async def handler(exchange):
         await exchange.start(200, [])
         await exchange.send(b"one")
@@ -272,7 +272,7 @@ async def test_response_before_the_end_of_the_body_closes_the_connection(autojum
     assert the_front.connection_count == 0
 
 
-async def test_unread_body_is_held_up_to_a_bound(autojump_clock, front, watched):
+async def test_bytes_kept_of_an_unread_body_are_limited(autojump_clock, front, watched):
     handler = watched()
     the_front = front(handler, pipelined_bytes_max=70_000)
     client = the_front.h11()

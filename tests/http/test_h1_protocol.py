@@ -146,7 +146,7 @@ def test_chunk_size_is_known_before_its_bytes_arrive():
 @pytest.mark.parametrize(
     ("sent", "status"), [(b"nonsense\r\n\r\n", 400), (b"GET / HTTP/1.1\r\nhost: test\r\nx: " + b"x" * 5000, 431)]
 )
-def test_bad_head_has_the_status_of_its_response(sent, status):
+def test_error_for_a_bad_head_has_the_status_of_the_response(sent, status):
     http = protocol()
     http.receive(sent)
     with pytest.raises(BadHead) as caught:

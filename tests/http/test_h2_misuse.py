@@ -220,7 +220,7 @@ HEADERS_AGAIN = frames.HeadersFrame(1, data=b"\x83\x84\x86\x41\x01t", flags=["EN
 
 
 @pytest.mark.parametrize("provocation", [OVERFLOW, frames.DataFrame(1, data=b"x" * 200), HEADERS_AGAIN], ids=repr)
-async def test_provoked_resets_count_as_resets_of_the_client(autojump_clock, front, watched, provocation):
+async def test_resets_that_a_client_provokes_count_as_its_own_resets(autojump_clock, front, watched, provocation):
     """CVE-2025-8671, "MadeYouReset": the limit on rapid resets must not depend on who sends the RST_STREAM."""
     handler = watched()
     the_front = front(handler, resets_per_second_max=1, resets_burst_max=20)

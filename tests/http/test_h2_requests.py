@@ -109,7 +109,7 @@ async def test_responses_of_many_parallel_streams_are_not_mixed_up(autojump_cloc
         assert (response.headers["x-path"], response.body) == (f"/{number}", b"POST%d" % number)
 
 
-async def test_credit_is_sent_while_the_client_sends_nothing(autojump_clock, front):
+async def test_window_updates_are_sent_while_the_client_sends_nothing(autojump_clock, front):
     client = await front(echo).h2()
     stream_id = await client.request(end=False)
     await client.data(stream_id, bytes(16384), end=False)
@@ -122,7 +122,7 @@ async def test_credit_is_sent_while_the_client_sends_nothing(autojump_clock, fro
         await client.until(lambda: credited() == 16384)
 
 
-async def test_long_body_is_credited_as_it_is_read(autojump_clock, front):
+async def test_window_of_a_long_body_opens_again_as_the_handler_reads(autojump_clock, front):
     client = await front(echo).h2()
     body = bytes(range(256)) * 1024
     stream_id = await client.request(end=False)
@@ -185,7 +185,7 @@ async def test_body_can_be_read_twice_but_not_after_the_response_starts(autojump
     assert results == [b"hello", b"hello"]
 
 
-async def test_expect_100_continue_is_answered_when_the_body_is_wanted(autojump_clock, front):
+async def test_expect_100_continue_is_answered_when_the_handler_reads_the_body(autojump_clock, front):
     client = await front(echo).h2()
     stream_id = await client.request(headers=(("expect", "100-continue"),), end=False)
     response = client.responses[stream_id]

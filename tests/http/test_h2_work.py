@@ -69,7 +69,7 @@ async def test_invalid_settings_end_the_connection(autojump_clock, front):
 # --- pauses for other tasks, and CPU time ---
 
 
-def test_one_read_is_split_into_pieces_of_a_few_milliseconds():
+def test_frames_of_one_read_are_split_into_pieces_of_a_few_milliseconds():
     limits = FrontendLimits()
     empty = frame(SETTINGS, 0, 0, b"")
     gate = FrameGate(limits, now=0.0)
@@ -197,13 +197,13 @@ def test_table_size_updates_in_one_head_are_bounded(update):
         decoder().decode(update * (SIZE_UPDATES_MAX + 1) + block)
 
 
-def test_endless_integer_is_refused():
+def test_hpack_integer_without_end_is_refused():
     with pytest.raises(hpack.HPACKDecodingError, match="too many bytes"):
         decoder().decode(b"\x0f" + b"\x80" * 60000 + b"\x00")
 
 
 @pytest.mark.parametrize("block", [b"\x0f", b"\x40", b"\x40\x05ab", b"\x40\x01a", b"\x40\x01a\x7f", b"\x3f", b"\xff"])
-def test_truncated_block_is_refused(block):
+def test_truncated_header_block_is_refused(block):
     with pytest.raises(hpack.HPACKDecodingError):
         decoder().decode(block)
 

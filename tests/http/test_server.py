@@ -56,7 +56,7 @@ async def read_all(stream):
 # --- draining ---
 
 
-async def test_drain_finishes_streams_and_refuses_late_ones_before_goaway(autojump_clock, front):
+async def test_drain_finishes_streams_and_refuses_later_streams_before_goaway(autojump_clock, front):
     gate = Gate()
     the_front = front(gate)
     client = await the_front.h2()
@@ -217,7 +217,7 @@ async def test_cancelling_a_drain_resets_running_streams(autojump_clock, front):
     assert client.responses[running].reset_code == ErrorCodes.CANCEL
 
 
-async def test_goaway_of_the_client_while_draining(autojump_clock, front):
+async def test_drain_completes_if_the_client_also_sends_goaway(autojump_clock, front):
     gate = Gate()
     the_front = front(gate)
     client = await the_front.h2()
@@ -528,7 +528,7 @@ async def test_http_1_0_response_that_breaks_off_ends_in_a_tcp_reset(caplog):
         server.drain()
 
 
-async def test_413_reaches_a_client_that_is_still_sending():
+async def test_response_413_reaches_a_client_that_still_sends_its_body():
     async def handler(exchange):
         await exchange.body()
 

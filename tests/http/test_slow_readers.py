@@ -114,7 +114,7 @@ STALLS = [stalls_in_http_2, stalls_in_tcp_behind_http_2, stalls_in_http_1]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stall", STALLS)
-async def test_stalled_readers_do_not_slow_others_down(autojump_clock, nursery, h2_client, stall):
+async def test_stalled_readers_do_not_slow_down_other_clients(autojump_clock, nursery, h2_client, stall):
     """Scenario S49."""
     async with opened() as server:
         alone = await quick_reader(server, h2_client)

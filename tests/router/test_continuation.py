@@ -28,7 +28,7 @@ def break_off(router, ticket, *, fault=Fault.BROKE, tokens=100):
     return router.core.failed(ticket, fault, router.now, token_count=tokens)
 
 
-def test_stream_resumes_elsewhere_after_its_lease_is_released(make_router):
+def test_stream_resumes_at_another_endpoint_after_its_lease_is_released(make_router):
     router = make_router()
     router.endpoint("a", leases_max=1)
     router.endpoint("b", leases_max=1)
@@ -205,7 +205,7 @@ def test_newcomer_of_better_priority_is_served_before_streams(make_router):
     assert (better.endpoint, stream.state) == ("b", TicketState.WAITING)
 
 
-def test_streams_take_no_places_in_the_queue(make_router):
+def test_streams_that_wait_to_resume_do_not_count_against_the_queue_limit(make_router):
     router = make_router(queue_requests_max=1, failures_max=100)
     router.endpoint("a", leases_max=2)
     streams = [streaming(router) for _ in range(2)]
@@ -262,7 +262,7 @@ def test_stream_of_a_disaggregated_request_resumes_at_one_endpoint(make_router):
     assert ticket.endpoint == prefilled_by, "this endpoint has the prompt"
 
 
-def test_each_stream_is_tried_at_most_once_when_an_endpoint_dies(make_router, monkeypatch):
+def test_failure_of_an_endpoint_with_hundreds_of_streams_needs_few_searches(make_router, monkeypatch):
     router = make_router(failures_max=10_000, continuations_per_second_max=1e6)
     router.endpoint("a", leases_max=200)
     tickets = [streaming(router) for _ in range(200)]
@@ -404,7 +404,7 @@ def test_no_trial_if_endpoints_report_no_clock(make_router):
     assert isinstance(ticket.refusal, RequestPoisoned)
 
 
-def test_stream_on_trial_blocks_no_other_request_and_may_leave(make_router):
+def test_stream_on_trial_does_not_block_other_requests_and_may_leave(make_router):
     router, ticket = on_trial(make_router, leases_max=1)
     other = streaming(router)
     assert other.state is TicketState.LEASED

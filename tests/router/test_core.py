@@ -108,7 +108,7 @@ def test_tenants_take_turns_even_in_a_burst(make_router):
     assert router.changed == [burst[0], single]
 
 
-def test_turns_are_counted_in_prompt_tokens(make_router):
+def test_tenants_share_the_queue_by_prompt_tokens(make_router):
     router = make_router()
     router.endpoint("a", leases_max=1)
     holder = router.enter()
@@ -122,7 +122,7 @@ def test_turns_are_counted_in_prompt_tokens(make_router):
     assert sum(ticket in short for ticket in served) == 10
 
 
-def test_turns_are_counted_in_all_sequences_of_a_request(make_router):
+def test_tenants_share_the_queue_by_sequences_of_their_requests(make_router):
     """Each choice uses a slot, so a tenant whose requests have several choices gets fewer turns."""
     router = make_router()
     router.endpoint("a", leases_max=4)
@@ -221,7 +221,7 @@ def test_request_is_refused_when_its_queue_deadline_passes(make_router):
     assert router.core.stats().waiting == 0
 
 
-def test_own_deadline_has_an_error_of_its_own(make_router):
+def test_request_whose_own_deadline_passes_gets_a_different_error(make_router):
     router = make_router(queue_seconds_max=10)
     router.endpoint("a", leases_max=1)
     router.enter()
@@ -368,7 +368,7 @@ def test_sequences_waiting_inside_an_endpoint_are_limited(make_router):
     assert router.core.stats().waiting == 0
 
 
-def test_requests_sent_after_the_question_are_added_to_the_report(make_router):
+def test_requests_sent_after_a_report_was_requested_are_added_to_it(make_router):
     router = make_router(waiting_depth_max=0)
     a = router.endpoint("a")
     asked = router.core.sent_total
@@ -396,7 +396,7 @@ def test_unsent_request_with_a_lease_is_added_to_the_report(make_router):
     assert router.enter().state is TicketState.WAITING
 
 
-def test_unreported_slots_are_learned_from_reports(make_router):
+def test_slot_count_is_learned_from_load_reports_if_not_reported(make_router):
     router = make_router(waiting_depth_max=1)
     a = router.endpoint("a")
     router.core.note_load(a, EndpointLoad(running=3, waiting=0), router.now, sent_when_asked=0)
@@ -446,7 +446,7 @@ def test_failed_request_waits_for_another_endpoint_before_newcomers(make_router)
     assert behind.state is TicketState.WAITING
 
 
-def test_prompt_of_a_request_that_waits_again_counts(make_router):
+def test_prompt_of_a_request_that_waits_again_counts_against_the_queue_limit(make_router):
     router = make_router(queue_prompt_tokens_max=100)
     router.endpoint("a", leases_max=1)
     failing = router.sent(prompt_tokens=90)
@@ -541,7 +541,7 @@ def test_requests_of_a_lost_endpoint_survive_without_a_retry_budget(make_router,
     assert served == 200
 
 
-def test_requests_wait_for_an_endpoint_to_come_back_when_all_have_died(make_router):
+def test_requests_wait_for_an_endpoint_to_recover_if_all_have_failed(make_router):
     router = make_router(queue_seconds_max=20, ejection_seconds=10, ejection_seconds_max=10)
     ids = [router.endpoint(id, leases_max=10) for id in "ab"]
     tickets = [router.sent() for _ in range(20)]
@@ -576,7 +576,7 @@ def test_time_at_an_endpoint_that_failed_does_not_count_as_waiting(make_router):
 
 
 @pytest.mark.parametrize("fault", [*sorted(LOST, key=str), Fault.FAILED, Fault.INVALID, Fault.REFUSED, Fault.BUSY])
-def test_request_served_longer_than_its_wait_limit_is_retried_elsewhere(make_router, fault):
+def test_request_served_longer_than_its_wait_limit_is_retried_at_another_endpoint(make_router, fault):
     router = make_router(queue_seconds_max=60)
     router.endpoint("a")
     ticket = router.sent(queue_deadline=router.now + 3)
@@ -587,7 +587,7 @@ def test_request_served_longer_than_its_wait_limit_is_retried_elsewhere(make_rou
 
 
 @pytest.mark.parametrize("has_other", [True, False])
-def test_request_with_a_late_lease_is_not_lost_with_its_endpoint(make_router, has_other):
+def test_request_leased_after_its_queue_deadline_is_retried_or_refused_after_a_failure(make_router, has_other):
     router = make_router()
     router.endpoint("a", leases_max=1)
     first, late = router.sent(), router.enter(queue_deadline=router.now + 3)

@@ -48,7 +48,7 @@ def test_router_without_a_known_name_gives_one_lease():
     assert shares.share(E, LIMIT, 100.0) == 1
 
 
-def test_share_of_a_dead_router_is_freed_once_the_endpoint_has_not_heard_from_it():
+def test_share_of_a_dead_router_is_freed_if_the_endpoint_has_not_heard_from_it_for_a_while():
     shares = settled("a", "b")
     shares.note_report(E, {"a": 0.0, "b": 0.2}, 10.0)
     shares.note_alive("b", False)

@@ -202,7 +202,7 @@ def test_prefix_match_ends_at_the_first_missing_block():
     assert index.match([b"9", b"1"]) == {}
 
 
-def test_index_is_bounded_and_keeps_the_first_blocks_longest():
+def test_prefix_index_is_bounded_and_removes_the_first_block_of_a_prefix_last():
     index = PrefixIndex(blocks_max=4)
     index.add(EndpointId("a"), [b"1", b"2", b"3"])
     index.add(EndpointId("a"), [b"8", b"9"])

@@ -95,7 +95,7 @@ def test_large_pinned_request_needs_one_free_slot(make_router):
         router.enter(sequences=2, pinned="a")
 
 
-def test_large_request_that_failed_elsewhere_needs_one_free_slot(make_router):
+def test_large_request_that_failed_at_another_endpoint_needs_one_free_slot(make_router):
     router = make_router()
     router.endpoint("a", leases_max=4)
     router.endpoint("b", leases_max=4)
@@ -116,7 +116,7 @@ def test_large_request_goes_where_one_more_sequence_may_wait_inside(make_router)
 
 
 @pytest.mark.parametrize("sequences", [0, 9, 2**31])
-def test_more_sequences_than_a_request_may_have_are_refused_with_what_is_allowed(make_router, sequences):
+def test_request_with_too_many_sequences_is_refused_with_the_allowed_number(make_router, sequences):
     router = make_router(sequences_max=8)
     router.endpoint("a", leases_max=4)
     with pytest.raises(InvalidRequest, match=f"asks for {sequences} responses.* 1 to 8") as refusal:

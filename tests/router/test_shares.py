@@ -27,7 +27,7 @@ def test_shares_add_up_to_the_limit_or_are_one_each(routers, endpoint, leases_ma
 
 
 @given(routers=names, leases_max=st.integers(1, 100))
-def test_no_share_becomes_smaller_when_a_router_goes(routers, leases_max):
+def test_no_share_becomes_smaller_when_a_router_ends(routers, leases_max):
     before = shares(routers, E, leases_max)
     for gone in routers:
         left = routers - {gone}
@@ -50,6 +50,6 @@ def test_remainder_goes_to_different_routers_at_different_endpoints():
     assert min(extra.values()) > 70
 
 
-def test_a_limit_below_one_is_refused():
+def test_lease_limit_below_one_is_refused():
     with pytest.raises(ValueError, match="at least 1"):
         lease_share("a", [], E, 0)

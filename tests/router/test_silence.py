@@ -107,7 +107,7 @@ def test_response_is_lost_if_the_endpoint_does_not_read_its_request():
     assert endpoint.reasons == ["silent"]
 
 
-def test_all_responses_of_a_process_are_lost_when_another_one_answers():
+def test_all_responses_of_a_process_are_lost_when_another_process_answers():
     endpoint = Endpoint()
     endpoint.report(instance="a")
     old = [endpoint.read(beats=True, has_body=True, instance="a") for _ in range(20)]
@@ -175,7 +175,7 @@ def test_late_answer_of_the_previous_process_is_ignored():
     assert endpoint.responses == [new]
 
 
-def test_awaited_response_is_lost_if_the_endpoint_reports_no_requests():
+def test_response_is_lost_if_the_endpoint_reports_no_requests():
     endpoint = Endpoint()
     endpoint.read()
     endpoint.wait(59, running=0)
@@ -184,7 +184,7 @@ def test_awaited_response_is_lost_if_the_endpoint_reports_no_requests():
     assert endpoint.reasons == ["not_running"]
 
 
-def test_stream_without_tokens_is_lost_if_others_get_thousands():
+def test_stream_without_tokens_is_lost_if_other_streams_get_thousands():
     endpoint = Endpoint()
     slow, other = endpoint.read(has_body=True), endpoint.read(has_body=True)
     tokens = 0
@@ -194,7 +194,7 @@ def test_stream_without_tokens_is_lost_if_others_get_thousands():
     assert endpoint.lost == [(slow, "overtaken")]
 
 
-def test_prompt_is_not_lost_if_others_get_thousands_of_tokens():
+def test_response_before_its_first_token_is_not_lost_if_other_streams_get_thousands():
     endpoint = Endpoint()
     endpoint.read()
     for second in range(300):

@@ -50,7 +50,7 @@ def download_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == DOWNLOAD_THREAD]
 
 
-async def test_cancelled_opening_leaves_the_download_behind(download):
+async def test_cancelling_open_engine_returns_although_the_download_still_runs(download):
     async with trio.open_nursery() as nursery:
 
         async def load() -> None:
@@ -77,7 +77,7 @@ async def test_late_error_of_an_abandoned_call_is_discarded(download):
     await trio.testing.wait_all_tasks_blocked()
 
 
-def test_call_may_end_after_its_trio_run(download, monkeypatch):
+def test_abandoned_call_may_end_after_its_trio_run(download, monkeypatch):
     broken: list[object] = []
     monkeypatch.setattr(threading, "excepthook", broken.append)
 
@@ -92,7 +92,7 @@ def test_call_may_end_after_its_trio_run(download, monkeypatch):
     assert broken == []
 
 
-async def test_opening_waits_for_the_download(download):
+async def test_open_engine_waits_for_the_download(download):
     download.released.set()
     with pytest.raises(ModelLoadError, match="/nowhere/downloaded"):
         async with assemble.open_engine("org/model"):

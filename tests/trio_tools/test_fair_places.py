@@ -37,7 +37,7 @@ async def test_key_waits_for_at_most_one_job_of_a_busy_key(autojump_clock, nurse
     nursery.cancel_scope.cancel()
 
 
-async def test_jobs_of_one_key_begin_in_order(autojump_clock):
+async def test_jobs_of_one_key_begin_in_the_order_of_their_calls(autojump_clock):
     stage = Stage(FairPlaces(1, what="texts"))
     began_at = trio.current_time()
     async with trio.open_nursery() as nursery:

@@ -73,7 +73,7 @@ def pair() -> Pair:
     return Pair()
 
 
-def test_response_may_arrive_in_any_pieces():
+def test_response_may_arrive_in_pieces_of_any_size():
     pair = Pair()
     number, heard = pair.ask(b"body")
     pair.server.send_headers(number, OK)

@@ -172,7 +172,7 @@ async def test_name_that_cannot_be_resolved_is_an_invalid_request(error: Excepti
         (b"", "could not be fetched"),
     ],
 )
-async def test_unusable_answers_are_refused(answer: bytes, words: str) -> None:
+async def test_invalid_responses_of_a_host_are_refused(answer: bytes, words: str) -> None:
     await check_refused(World(answer), "https://a.example/", words)
 
 
