@@ -52,7 +52,7 @@ class ExchangeSlots:
             is_known: True if the caller has shown an API key, or the server requires none.
 
         Returns:
-            None if the exchange can begin.
+            The reason, or None if the exchange can begin.
         """
         if self._tally.exchanges_open >= self._open_max:
             return StreamRefusal.EXCHANGES_MAX
