@@ -31,6 +31,7 @@ LOCALS: dict[str, dict[str, Any]] = {
     "model/loading/packaged_model.py": {"stem": "model", "model": SimpleNamespace(versions=r"[0-9.]+")},
     "testing/scripted_chat.py": {"rule": SimpleNamespace(says="hello")},
     "text/prompt_reasoning.py": {"markers": "<think>|</think>"},
+    "text/request_texts.py": {"first": "\U000f0000", "last": "\U000ffffd"},
     "text/response_parsers/content_script.py": {"firsts": "<["},
     "text/response_parsers/lark_grammar.py": {"names": MARKERS},
     "text/response_parsers/python_literal.py": {"quote": "'"},
@@ -38,6 +39,7 @@ LOCALS: dict[str, dict[str, Any]] = {
     "text/response_parsers/text_source.py": {"markers": MARKERS},
     "text/response_parsers/thought_script.py": {"firsts": "<["},
     "text/structural_tag.py": {"special": MARKERS},
+    "text/token_pattern.py": {"tokens": MARKERS},
 }
 SHORT, GROWTH = 500, 4
 SHORTEST = 22  # where a pattern takes exponential time, it takes milliseconds for these
