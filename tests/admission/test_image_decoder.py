@@ -112,7 +112,7 @@ async def test_error_says_how_the_process_ended() -> None:
 
 async def test_image_refused_by_its_header_starts_no_process() -> None:
     with decoding() as decoder:
-        with pytest.raises(InvalidRequest, match="no image"):
+        with pytest.raises(InvalidRequest, match="not an image"):
             await picture(decoder, b"<svg/>")
         assert decoder._pool.started_total == 0
 

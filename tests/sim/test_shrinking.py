@@ -53,7 +53,7 @@ def test_a_history_of_a_router_is_cut_down(monkeypatch):
         if ticket.state is TicketState.WAITING:
             core._queues.of(ticket).leave(ticket)  # and a lease stays where it is
 
-    monkeypatch.setattr(RouterCore, "_let_go", keep)
+    monkeypatch.setattr(RouterCore, "_release", keep)
     failure = first_failure(runs_of("router").run_seed, 150)
     plainest = runs_of("router").shrunk(failure, replays_max=2_000)
     assert plainest.is_like(failure)

@@ -22,7 +22,6 @@ import msgspec
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-import trioserve
 from trioserve.core.engine import EngineCore
 from trioserve.testing.memory_server import MemoryServer, open_memory_server
 from trioserve.testing.memory_stream import MemoryEnd
@@ -31,7 +30,7 @@ from trioserve.testing.task_order import seeded_schedule
 
 __all__ = ["FLOWS", "CallCounts", "add_arguments", "counted", "run"]
 
-PRODUCT = Path(trioserve.__file__).parent
+PRODUCT = Path(__file__).parents[2]
 LEFT_OUT = tuple(str(PRODUCT / name) for name in ("testing", "simulation", "bench"))
 PRETEND = tuple(str(PRODUCT / "testing" / name) for name in ("fake_executor.py", "fake_drafts.py", "scripted_model.py"))
 """Files that stand for a model. A real one would not make their calls."""

@@ -6,8 +6,6 @@ import functools
 from collections.abc import Iterator
 from pathlib import Path
 
-import gguf.constants
-import gguf.quants
 import numpy as np
 import numpy.typing as npt
 
@@ -47,6 +45,9 @@ def dequantize(storage_name: str, blocks: npt.NDArray[np.uint8]) -> npt.NDArray[
     Returns:
         The values of all blocks in order. Scales that are not finite give values that are not finite.
     """
+    import gguf.constants  # only quantized files need the package
+    import gguf.quants
+
     with np.errstate(invalid="ignore", over="ignore"):
         # As one row: the package works on rows in groups of 16, and many short ones would cost ten times as much.
         kind = gguf.constants.GGMLQuantizationType[storage_name]
@@ -108,8 +109,6 @@ class GgufCheckpoint:
         plain = _PLAIN_DTYPES.get(storage.name)
         if plain is not None:
             return read_plain(path, tensor.offset, tensor.shape, plain, wanted)
-        from trioserve.model.loading.gguf_checkpoint import dequantize  # needs the gguf package: plain files do not
-
         return read_blocks(
             path,
             tensor.offset,
