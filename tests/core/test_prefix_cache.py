@@ -133,7 +133,7 @@ def test_a_colliding_prefix_replaces_the_entry_and_never_shares_blocks():
 def test_a_block_whose_parent_was_evicted_is_not_found_under_the_new_parent():
     holder = Holder(3, hash_block)
     first = holder.compute((1, 2))
-    # The same prefix again, with an unpublished copy of the first block: only the second block is new.
+    # Publish the prefix again with an unpublished copy of its first block. Only the second block is new.
     second = holder.compute((1, 2, 3, 4), use_hits=False)
     holder.release(first)
     holder.pool.release(holder.pool.allocate(1))  # evicts the first block

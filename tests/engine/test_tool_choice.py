@@ -37,7 +37,7 @@ def chat(*tools: dict[str, Any]) -> ChatPrompt:
 
 @pytest.fixture
 async def engine() -> AsyncIterator[FakeEngine]:
-    """Its tokens look random where no grammar restrains them."""
+    """Open an engine whose tokens look random unless a grammar restrains them."""
     async with open_fake_engine(**OPTIONS) as engine:
         yield engine
         engine.assert_all_free()

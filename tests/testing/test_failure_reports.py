@@ -1,4 +1,4 @@
-"""What pytest reports of a failed test that uses the kit."""
+"""Tests of the report that pytest writes for a failed test that uses the kit."""
 
 from __future__ import annotations
 

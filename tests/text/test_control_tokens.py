@@ -60,13 +60,13 @@ CHATML = """{%- if tools %}<|im_start|>system
 
 # The roles are parts of control tokens, as in Phi-3's.
 JOINED = """{% for message in messages %}{{ '<|' + message.role + '|>' + message.content + '<eos>' }}{% endfor %}"""
-# As of Qwen3-Coder: names of properties stand in angle brackets.
+# Qwen3-Coder's template writes names of properties in angle brackets.
 KEYS = """{% for tool in tools or [] %}{% for key in tool.function.parameters.properties %}
 {{ '\\n<' ~ (key | replace('-', '_')) ~ '>' }}{% endfor %}{% endfor %}
 {% for message in messages %}<|im_start|>{{ message.content.replace('/no_think', '') }}<|im_end|>{% endfor %}"""
 PARTS = """{% for message in messages %}<|im_start|>{% if message.content is string %}{{ message.content }}{% else %}
 {%- for part in message.content %}{{ part.text }}{% endfor %}{% endif %}<|im_end|>{% endfor %}"""
-# As of Qwen3: a user's text that begins and ends as a result of a tool is no question.
+# Qwen3's template does not take a user's text that looks like the result of a tool for a question.
 RESULTS = """{% for message in messages %}<|im_start|>
 {%- if message.content.startswith('<tool_response>') and message.content.endswith('</tool_response>') %}result
 {%- else %}question{% endif %}
@@ -111,7 +111,7 @@ def llama3_like() -> tokenizers.Tokenizer:
 
 
 def sentence_piece_bpe() -> tokenizers.Tokenizer:
-    """As of Llama 2. <think> can be merged from its letters."""
+    """Make a vocabulary like Llama 2's, which can merge the letters of <think> into one token."""
     tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁<>/|_abcdefghijklmnopqrstuvwxyz\n"]
     merges = [("<", "t"), ("<t", "h"), ("<th", "i"), ("<thi", "n"), ("<thin", "k"), ("<think", ">")]
     tokens += ["".join(merge) for merge in merges]
@@ -187,7 +187,7 @@ def rendered(source: str, messages: list[dict[str, Any]], **fields: Any) -> str:
 def assert_kept(
     tokenizer: Tokenizer, source: str, messages: Any, plain: Any, *, plain_tools: Any = None, **fields: Any
 ) -> None:
-    """The same control tokens as of a chat without any in its texts, and the same text as the template writes."""
+    """Check that texts add no control token to the prompt, and that the prompt decodes to the text of the template."""
     token_ids = encoded(tokenizer, source, messages, **fields)
     expected = encoded(
         tokenizer, source, plain, **(fields if plain_tools is None else {**fields, "tools": plain_tools})

@@ -107,7 +107,7 @@ def allowed(guide: SequenceGuide) -> set[int]:
 
 
 def faults(text: bytes) -> tuple[bool, bool]:
-    """Whether a beginning of JSON repeats a key, and whether a key in it has an escape with u. Slow and plain."""
+    """Report whether the beginning of a JSON text repeats a key, and whether it writes a key with a \\u escape."""
     stack: list[set[bytes] | None] = []
     is_key_next, repeats, escapes = False, False, False
     for found in re.finditer(rb'"((?:[^"\\]|\\.)*)("?)|[{}\[\],]', text, re.DOTALL):

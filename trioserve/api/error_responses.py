@@ -167,7 +167,7 @@ TABLE: dict[str | None, ErrorKind] = {
         404, _CALLER, "`previous_response_id` is not stored, or not any more", "send its items in `input`"
     ),
     "item_not_found": ErrorKind(404, _CALLER, "an item that `input` refers to is not stored", "send the item itself"),
-    "stream_not_found": ErrorKind(404, _CALLER, "no stream of yours with this name is kept", "ask anew"),
+    "stream_not_found": ErrorKind(404, _CALLER, "no stream of yours with this name is kept", "repeat the request"),
     "endpoint_not_found": ErrorKind(404, _CALLER, "the router has no such endpoint", "take one of `/endpoints`"),
     "method_not_allowed": ErrorKind(405, _CALLER, "the path does not take this method", "take one of `Allow`"),
     # --- the state of what it names ---
@@ -186,7 +186,9 @@ TABLE: dict[str | None, ErrorKind] = {
     "stream_is_read": ErrorKind(409, _CALLER, "another router reads the stream", "leave it to that router"),
     "stream_not_begun": ErrorKind(409, _CALLER, "the stream waits for its turn", "ask a little later"),
     "stream_taken_over": ErrorKind(409, _CALLER, "another reader has taken over the stream", "end one of the readers"),
-    "events_gone": ErrorKind(410, _CALLER, "the events that were asked for are not kept any more", "ask anew"),
+    "events_gone": ErrorKind(
+        410, _CALLER, "the events that were asked for are not kept any more", "repeat the request"
+    ),
     "body_too_large": ErrorKind(413, _CALLER, "the body is larger than `--max-body-bytes`", "send less"),
     "not_json": ErrorKind(
         415, _CALLER, "an operator's path, and the body does not say that it is JSON", "send `Content-Type`"
@@ -218,9 +220,11 @@ TABLE: dict[str | None, ErrorKind] = {
         503, _SERVER, "the weights were replaced, and running requests were ended", "ask again, or resume it"
     ),
     "adapter_unloaded": ErrorKind(503, _SERVER, "the adapter was unloaded while it was in use", "ask for another one"),
-    "stream_ended": ErrorKind(503, _SERVER, "the stream was ended before its response was complete", "ask anew"),
+    "stream_ended": ErrorKind(
+        503, _SERVER, "the stream was ended before its response was complete", "repeat the request"
+    ),
     "stream_buffer_full": ErrorKind(
-        503, _SERVER, "nobody reads the stream, and there is no room for more events", "ask anew, and read"
+        503, _SERVER, "nobody reads the stream, and there is no room for more events", "repeat the request, and read"
     ),
     "queue_timeout": ErrorKind(504, _SERVER, "the request did not run in time", "wait for `Retry-After`"),
     "ttft_timeout": ErrorKind(504, _SERVER, "the first token did not come in time", "wait for `Retry-After`"),

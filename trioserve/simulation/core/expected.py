@@ -26,7 +26,11 @@ __all__ = ["ExpectedSequence"]
 
 
 class ResidencyBook:
-    """Listens to a prefix cache from its beginning. resident: what it was told, applied in order."""
+    """Follows the residency reports of a prefix cache from its start.
+
+    Attributes:
+        resident: hashes of the blocks that the cache has, according to its reports.
+    """
 
     def __init__(self, cache: PrefixCache) -> None:
         self.resident: set[BlockHash] = set()
@@ -34,7 +38,7 @@ class ResidencyBook:
         cache.on_residency = self._note
 
     def check(self) -> None:
-        """Assert that what was told is what can be found. O(blocks)."""
+        """Assert that the reports agree with the cache. Costs O(blocks)."""
         real = set(self._cache.resident_hashes())
         assert real == self.resident, (
             f"{len(self.resident - real)} blocks are told and not there, {len(real - self.resident)} there and not told"
