@@ -78,5 +78,5 @@ def test_what_pictures_cannot_do_is_one_sentence(server: ServerProcess, tmp_path
     process = ServerProcess("--model", str(tmp_path), "--tensor-parallel-size", "2")
     assert process.process.wait(SECONDS_MAX) != 0
     process.stop()
-    assert "--tensor-parallel-size cannot be given for" in process.lines[-1]
+    assert "do not support --tensor-parallel-size: remove it" in process.lines[-1]
     assert not any("Traceback" in line for line in process.lines)
