@@ -434,7 +434,8 @@ async def test_an_opening_that_fails_is_tried_again(autojump_clock):
 
 async def test_an_opening_that_fails_for_good_ends_it(autojump_clock):
     reader = Reader()
-    with pytest.raises(EngineFault, match="could not be opened anew: InjectedFault: a test broke the opening; 3 times"):
+    message = "could not be opened anew: InjectedFault: a test made the restart fail; 3 times"
+    with pytest.raises(EngineFault, match=message):
         async with open_fake_engine(step_seconds=0.01, engine_restarts=9) as fake, trio.open_nursery() as nursery:
             nursery.start_soon(reader.read, fake, "first")
             await trio.sleep(0.05)

@@ -1,4 +1,4 @@
-"""What a test can do with an engine without weights."""
+"""Tests of the controls of an engine without weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ async def text_of(engine: FakeEngine, prompt: str = "hello", **sampling: object)
         return "".join([delta.text async for delta in stream])
 
 
-# --- what it says ---
+# --- output ---
 
 
 @pytest.mark.parametrize(
@@ -26,12 +26,12 @@ async def text_of(engine: FakeEngine, prompt: str = "hello", **sampling: object)
         ({"next_token": lambda ids: 256 if len(ids) == 8 else ids[0] + len(ids)}, "mno"),
     ],
 )
-async def test_it_says_what_it_is_told(options, expected):
+async def test_output_follows_the_script(options, expected):
     async with open_fake_engine(**options) as engine:
         assert await text_of(engine) == expected
 
 
-async def test_a_script_survives_preemption(autojump_clock):
+async def test_scripted_output_is_unchanged_by_preemption(autojump_clock):
     async with (
         open_fake_engine(response=lambda prompt: prompt * 3, block_count=12, max_model_len=48) as engine,
         trio.open_nursery() as nursery,
@@ -45,19 +45,19 @@ async def test_a_script_survives_preemption(autojump_clock):
     assert engine.stats().preemptions_total > 0
 
 
-async def test_the_end_and_the_limit_hold_for_a_script():
+async def test_max_tokens_and_stop_strings_end_scripted_output():
     async with open_fake_engine(response="one two three") as engine:
         assert await text_of(engine, max_tokens=3) == "one"
         assert await text_of(engine, stop=["two"]) == "one "
 
 
-async def test_only_one_kind_of_script_is_taken():
+async def test_two_kinds_of_script_are_refused():
     with pytest.raises(AssertionError, match="give one of"):
         async with open_fake_engine(response="x", next_token=len):
             pass
 
 
-def test_what_it_says_without_a_seed_is_the_same_in_every_run_and_no_two_engines_draw_alike():
+def test_default_seeds_are_the_same_in_every_run_but_differ_between_engines():
     async def main() -> list[str]:
         said = []
         for _ in range(2):
@@ -70,7 +70,7 @@ def test_what_it_says_without_a_seed_is_the_same_in_every_run_and_no_two_engines
     assert len(set(said)) == 4
 
 
-async def test_a_seed_of_its_own_is_that_of_every_engine_which_has_it():
+async def test_engines_with_equal_seeds_give_equal_output():
     said = []
     for seed in (7, 7, 8):
         async with open_fake_engine(seed=seed) as engine:
@@ -78,10 +78,10 @@ async def test_a_seed_of_its_own_is_that_of_every_engine_which_has_it():
     assert said[0] == said[1] != said[2]
 
 
-# --- when it steps ---
+# --- steps ---
 
 
-async def test_a_paused_engine_does_nothing_by_itself():
+async def test_paused_engine_runs_no_step_by_itself():
     async with open_fake_engine(paused=True, response="abc") as engine, engine.generate("hello") as stream:
         await wait_all_tasks_blocked()
         assert (engine.stats().steps_total, engine.stats().waiting_count) == (0, 1)
@@ -90,12 +90,12 @@ async def test_a_paused_engine_does_nothing_by_itself():
         assert (await anext(stream)).text == "a"
         assert engine.stats().steps_total == 1
         await engine.step(2)
-        assert (await anext(stream)).text == "bc"  # merged: nobody fetched the first
+        assert (await anext(stream)).text == "bc"  # one delta for both tokens, since no reader fetched the first
         engine.resume()
         assert (await anext(stream)).finish_reason is FinishReason.STOP
 
 
-async def test_a_step_of_nothing_is_none():
+async def test_step_returns_none_if_there_is_nothing_to_compute():
     async with open_fake_engine(paused=True) as engine:
         assert await engine.step() is None
         assert await engine.step(3) is None
@@ -106,16 +106,16 @@ async def test_a_step_of_nothing_is_none():
         with pytest.raises(AssertionError, match="no step begins"):
             async with engine.held_step():
                 pass
-        assert await text_of(engine, max_tokens=3) != ""  # nothing stays held
+        assert await text_of(engine, max_tokens=3) != ""  # no step is held any more
 
 
-async def test_step_is_refused_to_an_engine_that_steps_by_itself():
+async def test_step_is_refused_if_the_engine_is_not_paused():
     async with open_fake_engine() as engine:
-        with pytest.raises(AssertionError, match="steps by itself"):
+        with pytest.raises(AssertionError, match="is not paused"):
             await engine.step()
 
 
-async def test_step_brings_requests_of_tasks_that_were_just_started():
+async def test_step_includes_requests_of_tasks_that_were_just_started():
     async with open_fake_engine(paused=True) as engine, trio.open_nursery() as nursery:
         for prompt in ("one", "two", "three"):
             nursery.start_soon(text_of, engine, prompt)
@@ -123,7 +123,7 @@ async def test_step_brings_requests_of_tasks_that_were_just_started():
         nursery.cancel_scope.cancel()
 
 
-async def test_pausing_lets_the_step_in_flight_go_on(autojump_clock):
+async def test_pause_lets_the_step_in_flight_finish(autojump_clock):
     async with open_fake_engine(step_seconds=1, response="abcdef") as engine, engine.generate("hello") as stream:
         await wait_all_tasks_blocked()
         engine.pause()
@@ -135,12 +135,12 @@ async def test_pausing_lets_the_step_in_flight_go_on(autojump_clock):
 
 
 @pytest.mark.parametrize("paused", [True, False])
-async def test_blocks_of_a_held_step_come_back_right_after_it(paused, autojump_clock):
+async def test_blocks_of_a_held_step_are_freed_right_after_it(paused, autojump_clock):
     async with open_fake_engine(paused=paused, step_seconds=0.1) as engine:
         stream = engine.generate("hello")
         await stream.__aenter__()
         async with engine.held_step() as plan:
-            # An engine that is not paused has begun with the prompt; the next step is the one that is held.
+            # An engine that is not paused has begun the prompt. The held step is the next one.
             assert [chunk.count for chunk in plan.chunks] == [5 if paused else 1]
             used = engine.stats().blocks_used
             assert used == 2
@@ -151,7 +151,7 @@ async def test_blocks_of_a_held_step_come_back_right_after_it(paused, autojump_c
         engine.assert_all_free()
 
 
-async def test_between_steps_blocks_come_back_at_once():
+async def test_blocks_are_freed_at_once_between_steps():
     async with open_fake_engine(paused=True) as engine:
         async with engine.generate("hello"):
             await engine.step()
@@ -159,7 +159,7 @@ async def test_between_steps_blocks_come_back_at_once():
         engine.assert_all_free()
 
 
-async def test_leaving_a_held_step_by_an_error_lets_it_go_on():
+async def test_error_inside_a_held_step_releases_the_step():
     async with open_fake_engine(paused=True, response="a") as engine, engine.generate("hello") as stream:
         with pytest.raises(ZeroDivisionError):
             async with engine.held_step():
@@ -167,34 +167,34 @@ async def test_leaving_a_held_step_by_an_error_lets_it_go_on():
         assert (await anext(stream)).text == "a"
         with trio.move_on_after(0):
             await engine.step()
-        assert engine.stats().steps_total == 1  # a step that was cancelled before it began is not owed
+        assert engine.stats().steps_total == 1  # A step that was cancelled before it began is not made up for later.
         await wait_all_tasks_blocked()
         assert engine.stats().steps_total == 1
 
 
-# --- what goes wrong ---
+# --- faults ---
 
 
-async def test_a_broken_engine_tells_its_readers_and_its_opener():
-    with pytest.raises(EngineFault) as told:
+async def test_injected_fault_reaches_clients_and_the_caller_that_opened_the_engine():
+    with pytest.raises(EngineFault) as caught:
         async with open_fake_engine(paused=True) as engine, engine.generate("hello") as stream:
             engine.break_next_step()
             engine.resume()
             with pytest.raises(EngineFault):
                 await anext(stream)
-            reader_was_told = True
+            reader_got_error = True
             await trio.sleep_forever()
-    assert reader_was_told
-    assert isinstance(told.value.__cause__, InjectedFault)
+    assert reader_got_error
+    assert isinstance(caught.value.__cause__, InjectedFault)
 
 
-async def test_a_failing_request_fails_alone():
+async def test_failed_request_does_not_affect_other_requests():
     async with (
         open_fake_engine(paused=True, response="ok") as engine,
         engine.generate("hello", request_id="bad") as bad,
         engine.generate("hello, too", request_id="good") as good,
     ):
-        with pytest.raises(AssertionError, match=r"no request 'ugly' lives: \['bad', 'good'\]"):
+        with pytest.raises(AssertionError, match=r"no request 'ugly' is open. Open: \['bad', 'good'\]"):
             engine.fail_request("ugly")
         engine.fail_request("bad", "broken here")
         engine.resume()
@@ -264,14 +264,15 @@ async def test_message_about_long_prompt_names_option():
                 await text_of(engine, prompt)
 
 
-# --- what is left at the end of a test ---
+# --- resources at the end of a test ---
 
 
 @pytest.mark.fake_engine(step_seconds=0.5, response="a" * 100)
 @pytest.mark.parametrize("way", ["a break", "a deadline", "a cancelled scope"])
-async def test_fixture_waits_for_the_step_in_flight(fake_engine, autojump_clock, way):
-    """The fixture itself asserts that all is free: these programs are correct."""
-    # In the middle of a step. At a multiple of 0.5 s, the step's end and the deadline would run in either order.
+async def test_engine_fixture_waits_for_the_step_in_flight(fake_engine, autojump_clock, way):
+    """The fixture itself asserts that all resources are free, since these programs are correct."""
+    # The test ends in the middle of a step. At a multiple of 0.5 s, the deadline and the end of the step would run in
+    # random order.
     mid_step = 3.25
     deadlines = Deadlines(timeout=mid_step) if way == "a deadline" else None
     with trio.move_on_after(mid_step if way == "a cancelled scope" else 100.0):
@@ -289,7 +290,7 @@ async def test_server_fixture_waits_for_the_step_in_flight(memory_server, autoju
         assert await response.head() == 200
 
 
-async def test_all_is_free_when_waiting_for_it_returns(autojump_clock):
+async def test_all_is_free_when_finish_step_returns(autojump_clock):
     async with open_fake_engine(step_seconds=0.5, response="a" * 100) as engine:
         async with engine.generate("hi") as response:
             await anext(response)
@@ -299,7 +300,7 @@ async def test_all_is_free_when_waiting_for_it_returns(autojump_clock):
         assert trio.current_time() % 0.5 == 0  # at the end of the step, not later
 
 
-async def test_waiting_for_an_idle_engine_ends_when_the_engine_breaks(autojump_clock):
+async def test_finish_step_returns_when_the_engine_breaks(autojump_clock):
     with pytest.raises(EngineFault):
         async with open_fake_engine(step_seconds=0.5) as engine, trio.open_nursery() as nursery:
             async with engine.generate("hi") as response:

@@ -1,4 +1,4 @@
-"""The fake model has to notice what a real one would only get wrong silently."""
+"""Tests that the fake model notices errors that a real model would only turn into wrong output."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Stage:
         return self.executor.execute(plan)
 
 
-def test_chunks_and_blocks_do_not_matter_for_the_token():
+def test_token_does_not_depend_on_chunks_and_blocks():
     a = request("a", range(5))
     whole = Stage().step(chunk(a, 0, 5, [0, 1, 2])).token_ids
     stage = Stage()
@@ -50,7 +50,7 @@ def test_chunks_and_blocks_do_not_matter_for_the_token():
     assert whole == ReferenceEngine(FakeModel()).response(a).token_ids[:1]
 
 
-def test_a_shared_prefix_is_read_and_not_written_again():
+def test_shared_prefix_is_read_and_not_written_again():
     stage = Stage()
     stage.step(chunk(request("a", (1, 2, 3)), 0, 3, [0, 1]))
     b = request("b", (1, 2, 9))
@@ -67,7 +67,7 @@ def test_a_shared_prefix_is_read_and_not_written_again():
         pytest.param(lambda: chunk(request("b", (5, 6, 1, 2, 7)), 4, 1, [3, 0, 2]), id="another place"),
     ],
 )
-def test_a_block_that_is_wrongly_shared_is_noticed(second):
+def test_block_shared_between_different_prefixes_is_noticed(second):
     stage = Stage()
     stage.step(chunk(request("a", (1, 2, 3)), 0, 3, [0, 1]))
     stage.step(chunk(request("c", (5, 6)), 0, 2, [3]))
@@ -75,13 +75,13 @@ def test_a_block_that_is_wrongly_shared_is_noticed(second):
         stage.step(second())
 
 
-def test_a_block_with_two_owners_is_noticed_in_the_same_step():
+def test_block_with_two_owners_is_noticed_in_the_same_step():
     stage = Stage()
     with pytest.raises(AssertionError, match="a: position 2"):
         stage.step(chunk(request("a", (1, 2, 3)), 0, 3, [0, 1]), chunk(request("b", (7, 8, 9)), 0, 3, [2, 1]))
 
 
-def test_a_block_that_was_given_away_too_early_is_noticed_when_it_is_read():
+def test_block_that_was_freed_too_early_is_noticed_when_it_is_read():
     stage = Stage()
     a = request("a", (1, 2, 3))
     (token_id,) = stage.step(chunk(a, 0, 3, [0, 1])).token_ids
@@ -90,7 +90,7 @@ def test_a_block_that_was_given_away_too_early_is_noticed_when_it_is_read():
         stage.step(chunk(a, 3, 1, [0, 1], [1, 2, 3, token_id]))
 
 
-def test_what_a_failed_chunk_wrote_cannot_be_used():
+def test_output_of_a_failed_chunk_cannot_be_read():
     stage = Stage()
     stage.executor.errors[RequestId("a")] = "broken"
     result = stage.step(chunk(request("a", (1, 2, 3)), 0, 3, [0, 1]))
@@ -116,12 +116,12 @@ def test_what_a_failed_chunk_wrote_cannot_be_used():
         pytest.param([(0, 2, [0]), (2, 1, [0, 1])], {}, id="a request twice"),
     ],
 )
-def test_a_plan_that_contradicts_itself_is_refused(chunks, more):
+def test_contradictory_plan_is_refused(chunks, more):
     with pytest.raises(AssertionError):
         Stage().step(*(chunk(request("a"), *fields) for fields in chunks), **more)
 
 
-def test_a_temperature_makes_the_seed_count_and_nothing_else_does():
+def test_seed_matters_only_with_a_temperature():
     def response(**more: object) -> tuple[int, ...]:
         return ReferenceEngine(FakeModel()).response(request("a", output_tokens_max=8, **more)).token_ids
 
@@ -130,7 +130,7 @@ def test_a_temperature_makes_the_seed_count_and_nothing_else_does():
     assert response(seed=1, temperature=1.0) == response(seed=1, temperature=1.0, priority=3, cache_salt="x")
 
 
-def test_the_end_token_comes_but_not_before_min_tokens():
+def test_end_token_does_not_come_before_min_tokens():
     def response(min_tokens: int):
         engine = ReferenceEngine(FakeModel(vocab_size=16, stop_token_id=5, stop_period=2))
         stops = frozenset({5})
@@ -142,7 +142,7 @@ def test_the_end_token_comes_but_not_before_min_tokens():
         assert got.token_ids.index(5) == len(got.token_ids) - 1 >= min_tokens
 
 
-def test_logprobs_agree_with_each_other():
+def test_chosen_and_top_logprobs_agree():
     stage = Stage(vocab_size=8)
     a = request("a", (1, 2, 3, 4), logprobs=8, prompt_logprobs=2)
     first = stage.step(chunk(a, 0, 3, [0, 1]))

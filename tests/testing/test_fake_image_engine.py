@@ -1,4 +1,4 @@
-"""The kit's engine of pictures: it steps when a test says so, and names who has left something."""
+"""Tests of the image engine without weights: single steps, and the report of resources that are still in use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trioserve.contracts.image_generation import ImageParams
 from trioserve.testing import assert_all_free, open_fake_image_engine
 
 
-async def test_a_paused_engine_steps_when_it_is_told_to(autojump_clock):
+async def test_paused_image_engine_steps_only_on_request(autojump_clock):
     async with open_fake_image_engine(paused=True) as engine:
         assert await engine.step() is None
         async with engine.generate_image("a cat", ImageParams(steps=2)) as stream:
@@ -25,37 +25,37 @@ async def test_a_paused_engine_steps_when_it_is_told_to(autojump_clock):
             assert await stream.pictures() == tuple(engine.expected(stream))
 
 
-async def test_a_step_that_is_held_needs_somebody_who_asks(autojump_clock):
+async def test_held_step_without_a_request_is_an_error(autojump_clock):
     async with open_fake_image_engine() as engine:
         with pytest.raises(AssertionError, match="no request waits or runs"):
             async with engine.held_step():
                 pass
 
 
-async def test_what_is_taken_is_told_by_name(autojump_clock):
+async def test_resources_in_use_are_reported_by_request(autojump_clock):
     async with open_fake_image_engine(paused=True) as engine:
         async with engine.generate_image("a cat", ImageParams(n=2, steps=3), request_id="mine"):
             await engine.step(2)
-            with pytest.raises(AssertionError) as told:
+            with pytest.raises(AssertionError) as caught:
                 assert_all_free(engine)
-            assert "2 latent slots in use" in str(told.value)
-            assert "mine: running, denoise, 2 of 6 steps, 2 slots" in str(told.value)
+            assert "2 latent slots in use" in str(caught.value)
+            assert "mine: running, denoise, 2 of 6 steps, 2 slots" in str(caught.value)
         assert_all_free(engine)
 
 
-async def test_who_has_left_during_a_step_is_told_of_too(autojump_clock):
+async def test_slots_of_a_client_that_left_during_a_step_are_reported(autojump_clock):
     async with open_fake_image_engine(paused=True) as engine:
         async with engine.generate_image("a cat"):
             step = engine.held_step()
             await step.__aenter__()
-        with pytest.raises(AssertionError, match="every reader has left: a step in flight still reads their slots"):
+        with pytest.raises(AssertionError, match="every client has left, but a step in flight still reads their slots"):
             assert_all_free(engine)
         await step.__aexit__(None, None, None)
         engine.assert_all_free()
 
 
 @pytest.mark.fake_image_engine(max_num_seqs=1, seed=3)
-async def test_the_fixture_has_the_options_of_its_marker(fake_image_engine):
+async def test_fixture_uses_the_options_of_its_marker(fake_image_engine):
     assert fake_image_engine.stats().slots_total == 1
     async with fake_image_engine.generate_image("a cat") as stream:
         seeds = stream.seeds
@@ -63,7 +63,7 @@ async def test_the_fixture_has_the_options_of_its_marker(fake_image_engine):
         assert stream.seeds == seeds
 
 
-async def test_a_request_that_does_not_live_cannot_be_made_to_fail(autojump_clock):
+async def test_fail_request_refuses_unknown_ids(autojump_clock):
     async with open_fake_image_engine(paused=True) as engine, engine.generate_image("a cat", request_id="a"):
-        with pytest.raises(AssertionError, match=r"no request 'b' lives: \['a'\] do"):
+        with pytest.raises(AssertionError, match=r"no request 'b' is open. Open: \['a'\]"):
             engine.fail_request("b")

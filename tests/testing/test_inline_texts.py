@@ -1,4 +1,4 @@
-"""What is worked on in the event loop takes no time of a clock that jumps."""
+"""Tests that jobs in the event loop take no time of a clock that jumps."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ TEXT = "long " * 5_000
 DEEP = '{"type": "array", "items": ' * 40 + "{}" + "}" * 40
 
 
-async def test_a_clock_that_jumps_does_not_run_on_while_texts_and_forms_are_worked_on(autojump_clock):
+async def test_autojump_clock_does_not_advance_during_text_and_grammar_jobs(autojump_clock):
     async with open_fake_engine(max_model_len=30_000, block_count=8_000) as engine, trio.open_nursery() as nursery:
-        nursery.start_soon(trio.sleep, 1)  # to where it would jump
+        nursery.start_soon(trio.sleep, 1)  # the time to which the clock would jump
         token_ids = await engine.encode(TEXT)
         with engine.tokenizing() as texts:
             assert await texts.decode(token_ids) == TEXT
@@ -27,7 +27,7 @@ async def test_a_clock_that_jumps_does_not_run_on_while_texts_and_forms_are_work
         nursery.cancel_scope.cancel()
 
 
-async def test_an_error_is_its_callers_and_who_is_cancelled_leaves():
+async def test_error_of_a_job_reaches_its_caller_and_a_cancelled_caller_leaves():
     ran: list[int] = []
 
     def refuse(*_: object) -> None:
@@ -44,7 +44,7 @@ async def test_an_error_is_its_callers_and_who_is_cancelled_leaves():
     assert ran == []
 
 
-async def test_nobody_is_served_after_its_end():
+async def test_jobs_are_refused_after_the_end():
     async with InlineTexts() as texts:
         pass
     with pytest.raises(AlreadyEnded):

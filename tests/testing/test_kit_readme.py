@@ -1,4 +1,4 @@
-"""The examples of the testing kit's guide and README, run as they stand, the way a reader would."""
+"""Runs the examples of the testing kit's guide and README unchanged, as a reader would."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ def run_pytest(folder: Path, source: str, *arguments: str, trio: bool = True) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", sorted(TEST_COUNTS))
-def test_every_example_runs_as_it_stands(page, tmp_path):
+def test_every_example_of_the_kit_runs_unchanged(page, tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     ran = run_pytest(tmp_path, "\n\n".join(blocks))
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert re.search(rf"\b{TEST_COUNTS[page]} passed", ran.stdout)
 
 
-def test_every_name_of_the_kit_can_be_had():
+def test_every_name_of_the_kit_can_be_imported():
     import trioserve.testing
 
     for name in trioserve.testing.__all__:
         assert getattr(trioserve.testing, name) is not None
 
 
-def test_no_module_of_the_kit_bears_the_name_of_something_in_it():
-    """Importing the module would put it where the other one is looked for."""
+def test_no_module_of_the_kit_has_the_name_of_an_object_in_it():
+    """Importing such a module would replace the object in the package's namespace."""
     import trioserve.testing
 
     folder = Path(trioserve.testing.__file__).parent
@@ -52,7 +52,7 @@ def test_no_module_of_the_kit_bears_the_name_of_something_in_it():
 
 
 @pytest.mark.slow
-def test_a_test_that_leaves_something_behind_fails(tmp_path):
+def test_test_that_leaves_a_request_open_fails(tmp_path):
     source = """
 kept = []
 
@@ -74,7 +74,7 @@ async def test_other(memory_server):
 
 
 @pytest.mark.slow
-def test_a_fault_that_nobody_asked_for_fails_the_test(tmp_path):
+def test_engine_fault_that_was_not_injected_fails_the_test(tmp_path):
     source = """
 import pytest, trio, trioserve
 
@@ -87,17 +87,17 @@ async def test_it(fake_engine):
 """
     ran = run_pytest(tmp_path, source)
     assert ran.returncode == 1, ran.stdout
-    assert "next_token gave 1000" in ran.stdout
+    assert "next_token returned 1000" in ran.stdout
 
 
 @pytest.mark.slow
-def test_without_pytest_trio_other_tests_run(tmp_path):
+def test_plugin_loads_without_pytest_trio(tmp_path):
     (tmp_path / "pytest_trio.py").write_text("raise ImportError('not here')\n")
     ran = run_pytest(tmp_path, "def test_it():\n    pass\n", "-p", "no:trio", trio=False)
     assert "1 passed" in ran.stdout, ran.stdout + ran.stderr
 
 
-def test_a_former_name_of_the_kit_still_leads_to_it():
+def test_former_name_in_the_kit_still_works():
     import trioserve.testing
 
     assert trioserve.testing.MemoryAnswer is trioserve.testing.MemoryResponse

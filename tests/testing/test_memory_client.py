@@ -1,4 +1,4 @@
-"""The client of the testing kit: whole responses, streams, and every way to leave, over both versions of HTTP."""
+"""Tests of the kit's client: whole responses, streams, and every way to leave, over HTTP/1.1 and HTTP/2."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def http(request: pytest.FixtureRequest) -> int:
     return request.param
 
 
-async def test_whole_responses_one_after_another(http):
+async def test_one_connection_carries_several_requests_in_turn(http):
     async with open_memory_server(response="abc") as server:
         client = server.client(http=http)
         for _ in range(3):
@@ -31,7 +31,7 @@ async def test_whole_responses_one_after_another(http):
         await server.assert_all_free()
 
 
-async def test_a_stream_is_a_sequence_of_events(http):
+async def test_iterating_a_stream_yields_its_events(http):
     async with open_memory_server(response="abc", paused=True) as server:
         async with server.client(http=http).ask("/v1/completions", STREAM) as response:
             await server.engine.step()
@@ -44,17 +44,17 @@ async def test_a_stream_is_a_sequence_of_events(http):
         await server.assert_all_free()
 
 
-async def test_leaving_the_response_leaves_the_request(http):
+async def test_leaving_the_context_aborts_the_request(http):
     async with open_memory_server(paused=True) as server:
         client = server.client(http=http)
         async with client.ask("/v1/completions", STREAM):
             await server.engine.step()
             assert server.engine.stats().blocks_used > 0
         await server.assert_all_free()
-        assert server.connection_count == (0 if http == 1 else 1)  # a reset ends the stream alone
+        assert server.connection_count == (0 if http == 1 else 1)  # A reset ends only the stream.
 
 
-async def test_leaving_by_cancellation_does_the_same(http):
+async def test_cancelling_the_client_aborts_the_request(http):
     async with open_memory_server(paused=True) as server:
         client = server.client(http=http)
         async with trio.open_nursery() as nursery:
@@ -66,7 +66,7 @@ async def test_leaving_by_cancellation_does_the_same(http):
 
 
 @pytest.mark.parametrize("way", ["close", "abort", "half_close"])
-async def test_every_way_to_leave_frees_the_blocks(http, way):
+async def test_every_way_to_leave_frees_blocks(http, way):
     async with open_memory_server(paused=True) as server:
         client = server.client(http=http)
         async with client.ask("/v1/completions", STREAM) as response:
@@ -81,7 +81,7 @@ async def test_every_way_to_leave_frees_the_blocks(http, way):
                 await response.read()
 
 
-async def test_a_body_can_stay_incomplete(http):
+async def test_request_body_can_stay_incomplete(http):
     async with open_memory_server() as server:
         client = server.client(http=http)
         async with client.ask("/v1/completions", BODY, withheld_bytes=1) as response:
@@ -91,7 +91,7 @@ async def test_a_body_can_stay_incomplete(http):
         await server.assert_all_free()
 
 
-async def test_many_requests_share_an_http2_connection():
+async def test_requests_share_an_http2_connection():
     async with open_memory_server(response=lambda prompt: prompt * 2) as server, trio.open_nursery() as nursery:
         client = server.client(http=2)
 
@@ -104,7 +104,7 @@ async def test_many_requests_share_an_http2_connection():
     assert server.engine.stats().running_count == 0
 
 
-async def test_http1_has_one_request_at_a_time():
+async def test_http1_client_refuses_a_second_request_at_the_same_time():
     async with open_memory_server(paused=True) as server:
         client = server.client()
         async with client.ask("/v1/completions", STREAM):
@@ -112,7 +112,7 @@ async def test_http1_has_one_request_at_a_time():
                 await client.get("/health")
 
 
-async def test_large_bodies_pass_in_both_directions(http):
+async def test_bodies_larger_than_the_buffer_pass_in_both_directions(http):
     async with open_memory_server(max_model_len=300_000, block_count=100_000) as server:
         prompt = "x" * 200_000
         response = await server.client(http=http).post("/tokenize", {"prompt": prompt})
@@ -120,8 +120,8 @@ async def test_large_bodies_pass_in_both_directions(http):
 
 
 @pytest.mark.slow
-async def test_a_client_that_does_not_read_holds_the_server_back(http, autojump_clock):
-    """Bytes on their way are bounded as between sockets, so a slow reader is cancelled as one is there."""
+async def test_client_that_does_not_read_is_cancelled(http, autojump_clock):
+    """The bytes in flight are bounded as between sockets, so the server cancels the request of a slow reader."""
     async with open_memory_server(max_model_len=4_000, block_count=1_000, step_seconds=0.1) as server:
         body = {"prompt": "hello", "max_tokens": 3_900, "ignore_eos": True, "stream": True}
         async with server.client(http=http).ask("/v1/completions", body):
@@ -131,7 +131,7 @@ async def test_a_client_that_does_not_read_holds_the_server_back(http, autojump_
         await server.assert_all_free()
 
 
-async def test_drain_tells_who_waits(http):
+async def test_drain_refuses_waiting_requests(http):
     async with (
         open_memory_server(max_num_seqs=1, paused=True) as server,
         server.client(http=http).ask("/v1/completions", STREAM) as first,
@@ -146,7 +146,7 @@ async def test_drain_tells_who_waits(http):
             assert b"[DONE]" in await first.read()
 
 
-async def test_httpx_leaves_when_it_is_cancelled():
+async def test_cancelling_an_httpx_request_aborts_it():
     import httpx
 
     async with open_memory_server(paused=True) as server:

@@ -1,4 +1,4 @@
-"""Connections in memory keep Trio's contract for streams, and what is on its way is bounded."""
+"""Tests that connections in memory keep Trio's contract for streams, and that their buffer is bounded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trio.testing import check_half_closeable_stream, wait_all_tasks_blocked
 from trioserve.testing import memory_connection
 
 
-async def test_it_keeps_the_contract_of_trios_streams():
+async def test_memory_connection_keeps_the_contract_of_trio_streams():
     async def make():
         return memory_connection(buffer_bytes=100)
 
@@ -22,7 +22,7 @@ async def test_it_keeps_the_contract_of_trios_streams():
     await check_half_closeable_stream(make, make_full)
 
 
-async def test_a_sender_waits_for_a_reader_that_is_slow():
+async def test_sender_waits_for_a_slow_reader():
     ours, theirs = memory_connection(buffer_bytes=10)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(ours.send_all, b"x" * 11)
@@ -32,7 +32,7 @@ async def test_a_sender_waits_for_a_reader_that_is_slow():
     assert await theirs.receive_some() == b"x" * 10
 
 
-async def test_closing_lets_the_other_end_read_what_is_on_its_way():
+async def test_after_close_the_other_end_reads_the_bytes_in_flight():
     ours, theirs = memory_connection()
     ours.send_nowait(b"last words")
     ours.close()
@@ -42,7 +42,7 @@ async def test_closing_lets_the_other_end_read_what_is_on_its_way():
         await theirs.send_all(b"too late")
 
 
-async def test_aborting_loses_what_is_on_its_way():
+async def test_abort_loses_the_bytes_in_flight():
     ours, theirs = memory_connection()
     ours.send_nowait(b"lost")
     ours.abort()
@@ -50,7 +50,7 @@ async def test_aborting_loses_what_is_on_its_way():
         await theirs.receive_some()
 
 
-async def test_a_sender_that_waits_notices_that_the_other_end_is_gone():
+async def test_waiting_sender_notices_that_the_other_end_is_gone():
     ours, theirs = memory_connection(buffer_bytes=1)
     async with trio.open_nursery() as nursery:
 

@@ -1,4 +1,4 @@
-"""What the scripted model says: rules first, then something sensible; and what a mask leaves of it."""
+"""Tests of the scripted chat model: its rules, its default responses, and its output under a token mask."""
 
 from __future__ import annotations
 
@@ -62,21 +62,21 @@ def user(text: str) -> dict[str, Any]:
         ([user("one city"), CALL, {"role": "tool", "content": "18"}], [WEATHER], "The tool says: 18"),
     ],
 )
-def test_a_rule_counts_before_what_is_sensible(
+def test_matching_rule_has_priority_over_the_default_response(
     messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, said: str
 ) -> None:
     assert ScriptedChat("hermes", RULES).drafts(prompt_of(messages, tools))[0] == said
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_every_family_writes_a_call_of_its_own(family: str) -> None:
+def test_every_family_writes_a_tool_call_with_its_arguments(family: str) -> None:
     [first, *_] = ScriptedChat(family).drafts(prompt_of([user("The weather in Paris")], [WEATHER]))
     assert "get_weather" in first
     assert "Paris" in first
 
 
 def said_under(is_allowed: Callable[[bytes, int], bool], *drafts: str, limit: int = 200) -> bytes:
-    """What the model says where a mask allows only some of the next bytes (256 is the end)."""
+    """Return the output of the model if a mask allows only some of the next bytes (256 is the end token)."""
     model = PreferringModel(lambda _: drafts)
     request = EngineRequest(
         id="a",  # type: ignore[arg-type]
@@ -105,15 +105,15 @@ def one_of(*texts: bytes) -> Callable[[bytes, int], bool]:
     return is_allowed
 
 
-def test_the_mask_wins_over_the_script() -> None:
+def test_token_mask_has_priority_over_the_script() -> None:
     assert said_under(lambda *_: True, "Hello") == b"Hello"
     assert said_under(one_of(b"yes", b"no"), "no, never") == b"no"
     assert said_under(one_of(b'{ "city":"Paris" }'), "Well.", '{"city": "Paris"}') == b'{ "city":"Paris" }'
 
 
-def test_what_it_says_beside_the_script_is_soon_over() -> None:
+def test_output_outside_of_the_script_ends_soon() -> None:
     def json_prefix(said: bytes, token_id: int) -> bool:
-        """Any bytes, but the end only behind an object."""
+        """Allow any bytes, but the end token only after a JSON object."""
         if token_id != END_TOKEN_ID:
             return said != b"" or token_id == ord("{")
         try:
@@ -124,7 +124,7 @@ def test_what_it_says_beside_the_script_is_soon_over() -> None:
     assert said_under(json_prefix, "Hello") == b"{}"
 
 
-async def test_a_server_says_it() -> None:
+async def test_server_answers_with_the_scripted_text() -> None:
     model = PreferringModel(ScriptedChat("hermes", RULES).drafts)
     tokenizer = byte_tokenizer(chat_template("hermes"))
     options: dict[str, Any] = {"max_model_len": 2000, "block_count": 600, "max_num_batched_tokens": 500}

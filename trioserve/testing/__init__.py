@@ -1,6 +1,7 @@
-"""For your own tests: an engine and a server without weights, steps that a test holds, and a count of what is left.
+"""Test kit for programs that use trioserve.
 
-The names are loaded when they are first used. docs/testing.md shows them at work.
+It has engines and servers without weights, control over when a step runs, and a check that every resource was released.
+Each name is imported when it is first used. docs/testing.md has examples.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from trioserve.testing.stepped_by_hand import InjectedFault
     from trioserve.testing.task_order import seeded_schedule
 
-_HOMES = {
+_MODULE_OF = {
     "ConnectionLost": "memory_client",
     "FakeEngine": "fake_engine",
     "FakeImageEngine": "fake_image_engine",
@@ -64,8 +65,8 @@ _FORMER_NAMES = {"MemoryAnswer": "MemoryResponse"}
 
 def __getattr__(name: str) -> object:
     name = _FORMER_NAMES.get(name, name)
-    if name not in _HOMES:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"trioserve.testing.{_HOMES[name]}"), name)
+    value = getattr(importlib.import_module(f"trioserve.testing.{_MODULE_OF[name]}"), name)
     globals()[name] = value
     return value

@@ -1,4 +1,4 @@
-"""Whether everything that requests had was given back."""
+"""Checks that an engine has released everything that its requests used."""
 
 from __future__ import annotations
 
@@ -9,18 +9,25 @@ __all__ = ["assert_all_free"]
 
 
 def assert_all_free(engine: Engine | ImageEngine) -> None:
-    """Assert that no KV block or latent slot is in use or held and that no request has a place, and name those that do.
+    """Assert that no request has a KV block, a latent slot or a place in a queue. The error names the requests that do.
 
-    Of any engine, also one with weights. What a request had that left during a forward pass is free right after it,
-    so ask when no step runs. Cached blocks are free: nobody uses them.
+    Works for every engine, also for one with weights. After a request leaves during a forward pass, its blocks become
+    free at the end of that pass. So call this when no step runs. Cached blocks count as free, since no request uses
+    them.
+
+    Args:
+        engine: the engine to check.
+
+    Raises:
+        AssertionError: a resource is still in use. The text lists the resources and the requests.
     """
     if isinstance(engine, ImageEngine):
-        _assert_all_free_of_pictures(engine)
+        _assert_image_engine_free(engine)
     else:
-        _assert_all_free_of_texts(engine)
+        _assert_text_engine_free(engine)
 
 
-def _assert_all_free_of_pictures(engine: ImageEngine) -> None:
+def _assert_image_engine_free(engine: ImageEngine) -> None:
     stats, live = engine.stats(), engine.live_requests()
     lines = [
         f"  {view.id}: {view.state}, {view.phase.value}, {view.steps_done} of {view.step_count} steps, "
@@ -28,11 +35,11 @@ def _assert_all_free_of_pictures(engine: ImageEngine) -> None:
         for view in live
     ]
     if stats.running_count + stats.waiting_count and not live:
-        lines.append("  (every reader has left: a step in flight still reads their slots)")
+        lines.append("  (every client has left, but a step in flight still reads their slots)")
     queue = engine.dispatch.core.stats()
     leases = sum(queue.leases.values())
     taken = (
-        f"{stats.slots_used} latent slots in use, {stats.kept_used} latents kept, {stats.running_count} pictures "
+        f"{stats.slots_used} latent slots in use, {stats.kept_used} latents kept, {stats.running_count} images "
         f"running, {stats.waiting_count} waiting, {len(live)} requests entered, {queue.waiting} in the queue, "
         f"{leases} leases out"
     )
@@ -41,7 +48,7 @@ def _assert_all_free_of_pictures(engine: ImageEngine) -> None:
     assert is_free, "\n".join([f"not all is free: {taken}", *lines])
 
 
-def _assert_all_free_of_texts(engine: Engine) -> None:
+def _assert_text_engine_free(engine: Engine) -> None:
     stats, live = engine.stats(), engine.live_requests()
     lines = [
         f"  {view.id}: {view.state}, {view.phase.value}, {view.prompt_token_count} + {view.completion_token_count} "
@@ -49,7 +56,7 @@ def _assert_all_free_of_texts(engine: Engine) -> None:
         for view in live
     ]
     if stats.running_count + stats.waiting_count and not live:
-        lines.append("  (every reader has left: a step in flight still reads their blocks)")
+        lines.append("  (every client has left, but a step in flight still reads their blocks)")
     taken = (
         f"{stats.blocks_used} KV blocks in use, {stats.blocks_held} held, {stats.running_count} sequences running, "
         f"{stats.waiting_count} waiting, {len(live)} requests entered"
@@ -64,7 +71,7 @@ def _assert_all_free_of_texts(engine: Engine) -> None:
     taken += f", {adapter_leases} leases on adapters" if adapter_leases else ""
     engine.adapters.book.check()
     if outputs is not None:
-        taken += f", {claimed_bytes} bytes of images claimed, {waiting_claims} requests waiting for some"
+        taken += f", {claimed_bytes} bytes of images claimed, {waiting_claims} requests waiting for image memory"
     blocks = (stats.blocks_used, stats.blocks_held)
     held = (*blocks, stats.running_count, stats.waiting_count, queue.waiting, leases, claimed_bytes, waiting_claims)
     is_free = not (any(held) or adapter_leases or live)

@@ -1,4 +1,4 @@
-"""A guide that is an automaton over token ids: small enough for a history, and able to force, to branch and to end."""
+"""A grammar guide that is an automaton over token ids. It is small, and can force tokens, branch and end."""
 
 from __future__ import annotations
 
@@ -8,15 +8,25 @@ from collections.abc import Sequence
 __all__ = ["AutomatonGuide", "Automaton"]
 
 Automaton = tuple[tuple[tuple[int, int], ...], ...]
-"""For each state the tokens that may come there, each with the state behind it. The first state is 0. One token alone
-is forced; a state without any is the end."""
+"""For each state its allowed tokens, each with the next state. The first state is 0.
+
+A state with one token forces it. A state without tokens is the end.
+"""
 
 WORD_BITS = 32
 
 
 class AutomatonGuide:
-    """See contracts.guide. automaton: never changes. fails_after: so many tokens are taken, and then it has a fault.
-    None: it has none."""
+    """A Guide (contracts.guide) that follows an automaton.
+
+    Args:
+        automaton: the automaton. It never changes.
+        fails_after: number of accept() calls, of which the last one fails. None: no call fails on purpose.
+
+    Attributes:
+        state: current state of the automaton.
+        fault: why the guide failed. None: it has not failed.
+    """
 
     def __init__(self, automaton: Automaton, *, fails_after: int | None = None) -> None:
         self.automaton = automaton

@@ -1,4 +1,4 @@
-"""A real tokenizer with a tiny vocabulary: one token a byte, and one that ends the text."""
+"""A real tokenizer with a tiny vocabulary: one token per byte, and an end token."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ END_TOKEN = "<|end|>"
 END_TOKEN_ID = 256
 BYTE_VOCAB_SIZE = 257
 IMAGE_TOKEN_ID = 257
-"""Of a tokenizer for a model that sees images, whose vocabulary has one token more."""
+"""Id of the image token. Only a tokenizer with images has it, as one more token."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -38,14 +38,19 @@ IMAGE_CHAT_TEMPLATE = (
     "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-"""The same, with a place for images."""
+"""Like CHAT_TEMPLATE, with images in messages."""
 
 
 def byte_tokenizer(
     chat_template: str = CHAT_TEMPLATE, *, has_images: bool = False, signs: Sequence[str] = ()
 ) -> Tokenizer:
-    """Token i is byte i. The chat template is one line a message, where none is given. has_images: there is a token
-    for a row of an image. signs: texts that are one token each, behind all others."""
+    """Return a tokenizer whose token i is byte i.
+
+    Args:
+        chat_template: chat template. Default: one line per message.
+        has_images: if True, the vocabulary has a token for rows of images.
+        signs: texts that are one token each, after all other tokens.
+    """
     backend = byte_backend(BYTE_VOCAB_SIZE)
     if has_images:
         backend.add_special_tokens([tokenizers.AddedToken("<image>", special=True)])
@@ -62,10 +67,14 @@ def byte_tokenizer(
 
 
 def byte_backend(vocab_size: int) -> tokenizers.Tokenizer:
-    """Token i is byte i; the last one ends the text. Whatever is between, no text leads to, and it reads " t" and its
-    number."""
+    """Return a backend whose token i is byte i, and whose last token ends the text.
+
+    Args:
+        vocab_size: size of the vocabulary, at least 257. No text contains the tokens between the bytes and the end
+            token. They decode to " t" and their id.
+    """
     assert vocab_size >= BYTE_VOCAB_SIZE
-    characters = _characters_of_bytes()
+    characters = _byte_characters()
     vocab = {characters[byte]: byte for byte in range(256)}
     vocab |= {f"{characters[ord(' ')]}t{token_id}": token_id for token_id in range(256, vocab_size - 1)}
     backend = tokenizers.Tokenizer(models.BPE(vocab, []))
@@ -75,9 +84,11 @@ def byte_backend(vocab_size: int) -> tokenizers.Tokenizer:
     return backend
 
 
-def _characters_of_bytes() -> list[str]:
-    """The printable stand-ins of byte-level BPE (GPT-2): a byte that prints stands for itself, the others follow from
-    U+0100 on."""
+def _byte_characters() -> list[str]:
+    """Return the characters that stand for bytes in byte-level BPE (GPT-2).
+
+    A printable byte stands for itself. The others become the characters from U+0100 on.
+    """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]

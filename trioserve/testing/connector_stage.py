@@ -1,8 +1,8 @@
-"""What the conformance suite sets a connector on: engines that are nothing but books, and memory that is watched.
+"""Fake engines for the connector conformance tests: block ownership without computation, and watched memory.
 
-A Side plays one engine's core towards one connector and notes every promise that is broken, as `violations`: reports
-that nobody may expect, blocks that are written or read by somebody who has no right to. Blocks that come back are
-overwritten at once, as another request would do it.
+A Side plays the core of one engine towards one connector. It records each broken promise in `violations`: reports that
+no request expects, and blocks that are read or written without permission. A block that is freed is overwritten at
+once, as another request would do.
 """
 
 from __future__ import annotations
@@ -38,12 +38,22 @@ __all__ = ["KV", "Load", "Side", "WatchedPages", "is_same", "kv_of", "make_reque
 BLOCK_COUNT = 64
 
 KV = list[list[bytes]]
-"""What some positions hold: for each layer, a token's bytes for each position."""
+"""Content of some positions: for each layer, one token's bytes per position."""
 
 
 class WatchedPages(MemoryPages):
-    """is_readable: whether somebody may read a block now. Who does so otherwise is a violation; what is read through a
-    view cannot be seen here, and is noticed by what it brings."""
+    """A KV cache that records reads of blocks that must not be read.
+
+    Reads through a view are not seen here. The test finds those by the wrong content that they return.
+
+    Args:
+        layout: layout of the KV cache.
+        has_views: if True, blocks can be addressed in place. If False, they are copied, as from a device.
+
+    Attributes:
+        is_readable: returns True if a block may be read now.
+        violations: the forbidden reads so far.
+    """
 
     def __init__(self, layout: KVLayout, *, has_views: bool) -> None:
         super().__init__(BLOCK_COUNT, layout, has_views=has_views)
@@ -52,13 +62,22 @@ class WatchedPages(MemoryPages):
 
     def read(self, layer: int, block: BlockIndex) -> memoryview:
         if not self.is_readable(block):
-            self.violations.append(f"block {block} is read, and nobody may")
+            self.violations.append(f"block {block} was read, but reading is forbidden now")
         return super().read(layer, block)
 
 
 class Load(msgspec.Struct, eq=False):
-    """A load that is out. positions: those that lie in a block. outside: what stands in its blocks where it may not
-    write."""
+    """A load that has not ended.
+
+    Attributes:
+        request: the request whose KV is loaded.
+        block_table: its blocks.
+        start: first position to load.
+        token_count: number of positions to load.
+        positions: the positions to load that have a block.
+        outside: content of the request's blocks at all other positions, which the load must not change.
+        is_abandoned: True if the request no longer waits for the load.
+    """
 
     request: EngineRequest
     block_table: tuple[BlockIndex, ...]
@@ -70,9 +89,25 @@ class Load(msgspec.Struct, eq=False):
 
 
 class Side:
-    """One engine. window_tokens: of the sliding window of all layers of its model. sends, loads: what is out, by
-    request. reports: every report, in order. woken: set when the connector has called `wake`. violations: what the
-    connector did that it must not."""
+    """One engine of a conformance test.
+
+    Args:
+        name: "sender" or "reader".
+        layout: layout of its KV cache.
+        has_views: if True, its blocks can be addressed in place.
+
+    Attributes:
+        connector: the connector under test.
+        pages: its KV cache.
+        window_tokens: sliding window of all layers in tokens. None: no window.
+        violations: forbidden acts of the connector.
+        woken: set after the connector called `wake`.
+        sends: blocks that are held for reading, by request.
+        loads: loads that have not ended, by request.
+        reports: all reports of the connector, oldest first.
+        loaded: content that each finished load wrote, by request.
+        fills: number of block fills so far, which makes the content of each fill different.
+    """
 
     def __init__(self, name: str, layout: KVLayout, *, has_views: bool = True) -> None:
         self.name = name
@@ -89,7 +124,7 @@ class Side:
         self._chance = random.Random(name)
         self._free = list(range(BLOCK_COUNT))
         self._in_use: set[int] = set()
-        # What every block holds into which nobody may write now.
+        # The expected content of every block that must not be written now.
         self._quiet: dict[int, bytes] = {}
         self._overwrite(range(BLOCK_COUNT))
 
@@ -110,17 +145,27 @@ class Side:
     # --- blocks ---
 
     def take(self, token_count: int) -> tuple[BlockIndex, ...]:
-        """As many blocks as these tokens need, in no order, with content of their own."""
+        """Allocate the blocks that a number of tokens need, in random order, with new content.
+
+        Args:
+            token_count: number of tokens.
+        """
         self._chance.shuffle(self._free)
         count = -(-token_count // self.pages.layout.block_size)
         blocks, self._free = self._free[:count], self._free[count:]
-        assert len(blocks) == count, "the suite has used up its blocks: it forgets to give them back"
+        assert len(blocks) == count, "no free blocks are left: the suite did not release blocks"
         self._overwrite(blocks)
         self._in_use.update(blocks)
         return tuple(BlockIndex(block) for block in blocks)
 
     def without_unseen(self, blocks: Sequence[BlockIndex], position: int) -> tuple[BlockIndex, ...]:
-        """A block table without the blocks that the token at this position does not see, which are given back."""
+        """Free the blocks that the token at a position does not attend to, and return the table with NO_BLOCK in their
+        places.
+
+        Args:
+            blocks: block table of a request.
+            position: position of the token.
+        """
         if self.window_tokens is None:
             return tuple(blocks)
         first = max(0, position - self.window_tokens + 1) // self.pages.layout.block_size
@@ -128,19 +173,33 @@ class Side:
         return (NO_BLOCK,) * first + tuple(blocks[first:])
 
     def give_back(self, blocks: Sequence[BlockIndex]) -> None:
-        """They are another's from now on, unless a hold has them, too."""
-        held = {block for blocks in self.sends.values() for block in blocks}
-        gone = [block for block in blocks if block not in held and block in self._in_use]
-        self._in_use.difference_update(gone)
-        self._free += gone
-        self._overwrite(gone)
+        """Free blocks, except those that are held for a send. Freed blocks get new content at once.
 
-    # --- what a core does ---
+        Args:
+            blocks: the blocks. Blocks that are already free are ignored.
+        """
+        held = {block for blocks in self.sends.values() for block in blocks}
+        freed = [block for block in blocks if block not in held and block in self._in_use]
+        self._in_use.difference_update(freed)
+        self._free += freed
+        self._overwrite(freed)
+
+    # --- calls of a core ---
 
     def finish(
         self, request: EngineRequest, blocks: Sequence[BlockIndex], tokens: Sequence[int], reason: FinishReason
     ) -> KVTransferParams | None:
-        """The request ends with these blocks, which are given back unless they are held now."""
+        """End a request, and free its blocks unless the connector holds them.
+
+        Args:
+            request: the request.
+            blocks: its block table.
+            tokens: its tokens.
+            reason: why it ended.
+
+        Returns:
+            Parameters with which another engine can read the blocks. None if the blocks are not held.
+        """
         self.check()
         blocks = self.without_unseen(blocks, len(tokens) - 1)
         is_held = self.connector.request_finished(request, blocks, tuple(tokens), reason)
@@ -165,7 +224,7 @@ class Side:
         return load
 
     def abandon(self, load: Load) -> None:
-        if load.request.id in self.loads:  # otherwise it was reported before
+        if load.request.id in self.loads:  # A load that is not listed has already been reported.
             load.is_abandoned = True
             self.connector.load_abandoned(load.request.id)
 
@@ -176,7 +235,7 @@ class Side:
 
     def expire_load(self, load: Load) -> None:
         if load.request.id in self.loads:
-            assert load.is_abandoned, "a load is a hold when nobody waits for it any more"
+            assert load.is_abandoned, "a load can expire only after it was abandoned"
             self.connector.hold_expired(load.request.id, HoldKind.LOAD)
             self._end_load(load)
 
@@ -185,20 +244,20 @@ class Side:
             self.connector.request_aborted_after_finish(request_id)
 
     def drain(self) -> None:
-        """Take what there is to report."""
+        """Take all reports of the connector."""
         self.woken = trio.Event()
         for event in self.connector.progress():
             self.reports.append(event)
             self._take(event)
 
     def check(self) -> None:
-        """Note what was written by nobody who may."""
+        """Record the blocks that were written although they must not be written now."""
         for block, content in self._quiet.items():
             if self.pages.content(block) != content:
-                self.violations.append(f"block {block} was written, and nobody may")
+                self.violations.append(f"block {block} was written, but writing is forbidden now")
                 self._quiet[block] = self.pages.content(block)
 
-    # --- inside ---
+    # --- helpers ---
 
     def _wake(self) -> None:
         self.woken.set()
@@ -207,37 +266,37 @@ class Side:
         name = event.request_id
         if isinstance(event, StillRead):
             if name not in self.sends:
-                self.violations.append(f"{event}: and there is no such hold")
+                self.violations.append(f"{event}, but there is no such hold")
         elif isinstance(event, Released):
             if name in self.sends:
                 self.give_back(self.sends.pop(name))
             else:
-                self.violations.append(f"{event}: and there is no such hold")
+                self.violations.append(f"{event}, but there is no such hold")
         elif name not in self.loads:
-            self.violations.append(f"{event}: and there is no such load")
+            self.violations.append(f"{event}, but there is no such load")
         else:
             self._take_end(self.loads[name], event)
 
     def _take_end(self, load: Load, event: Loaded | LoadFailed) -> None:
         count = event.token_count if isinstance(event, Loaded) else 0
         if not 0 <= count <= load.token_count:
-            self.violations.append(f"{event}: and {load.token_count} tokens were asked for")
+            self.violations.append(f"{event}, but {load.token_count} tokens were requested")
         elif isinstance(event, Loaded) and not load.is_abandoned:
             positions = range(load.positions.start, load.start + count)
             self.loaded[load.request.id] = kv_of(self.pages, load.block_table, positions)
         self._end_load(load)
 
     def _end_load(self, load: Load) -> None:
-        """Nothing more is written to its blocks, which are another's."""
+        """Remove a load and free its blocks. The connector must not write to them any more."""
         if self._outside(load) != load.outside:
-            self.violations.append(f"{load.request.id}: the load wrote beside its positions")
+            self.violations.append(f"{load.request.id}: the load wrote outside of its positions")
         del self.loads[load.request.id]
         self.give_back([block for block in load.block_table if block != NO_BLOCK])
 
     def _outside(self, load: Load) -> KV:
         size = self.pages.layout.block_size
-        there = range(load.block_table.count(NO_BLOCK) * size, len(load.block_table) * size)
-        outside = [position for position in there if position not in load.positions]
+        positions = range(load.block_table.count(NO_BLOCK) * size, len(load.block_table) * size)
+        outside = [position for position in positions if position not in load.positions]
         return kv_of(self.pages, load.block_table, outside)
 
     def _overwrite(self, blocks: Sequence[int]) -> None:
@@ -268,7 +327,13 @@ def make_request(
 
 
 def kv_of(pages: MemoryPages, block_table: Sequence[int], positions: Sequence[int]) -> KV:
-    """What stands at these positions, whoever may read it."""
+    """Return the content of positions, also of blocks that must not be read now.
+
+    Args:
+        pages: the KV cache.
+        block_table: blocks of a request.
+        positions: positions to read.
+    """
     size, token_bytes = pages.layout.block_size, pages.layout.token_bytes
 
     def token(layer: int, position: int) -> bytes:
@@ -280,15 +345,23 @@ def kv_of(pages: MemoryPages, block_table: Sequence[int], positions: Sequence[in
 
 
 def is_same(found: KV, expected: KV, found_dtype: str, expected_dtype: str) -> bool:
-    """Byte for byte; between different dtypes, number by number as far as the coarser of them is exact."""
+    """Compare two contents. Equal dtypes must match byte by byte, different dtypes within the precision of the coarser
+    one.
+
+    Args:
+        found: the content that was read.
+        expected: the content that it should be.
+        found_dtype: dtype of `found`.
+        expected_dtype: dtype of `expected`.
+    """
     if found_dtype == expected_dtype:
         return found == expected
     tolerance = 2.0**-7 if "bfloat16" in (found_dtype, expected_dtype) else 2.0**-10
     return all(
-        abs(here - there) <= tolerance * abs(there) + 1e-6
+        abs(number - expected_number) <= tolerance * abs(expected_number) + 1e-6
         for found_layer, expected_layer in zip(found, expected, strict=True)
         for found_token, expected_token in zip(found_layer, expected_layer, strict=True)
-        for here, there in zip(
+        for number, expected_number in zip(
             _numbers(found_token, found_dtype), _numbers(expected_token, expected_dtype), strict=True
         )
     )

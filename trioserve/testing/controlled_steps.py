@@ -1,4 +1,4 @@
-"""Forward passes that a test holds open and lets go."""
+"""A step runner whose forward passes a test can hold open."""
 
 from __future__ import annotations
 
@@ -17,18 +17,25 @@ Result = TypeVar("Result")
 
 
 class ControlledSteps(Generic[Plan, Result]):
-    """Runs an executor's steps in the event loop (a StepRunner), so that Trio's autojump clock sees all there is.
+    """A StepRunner that runs steps in the event loop, so that Trio's autojump clock does not advance during a step.
 
-    seconds: what each takes, in the clock's time. hold(): the next step that begins stays open until release(); to be
-    awaited: `entered()`. fault: raised by the next step, and what was handed over behind it is not computed.
-    handed_over_at: when the engine handed the open step over; with overlapping steps that is before it began.
+    Args:
+        executor: computes the steps.
+        seconds: seconds of each step, by the clock of the Trio program.
+
+    Attributes:
+        fault: exception that the next step raises. Steps that were submitted after that step are not computed.
+        plan: plan of the step that runs now, or None.
+        step_count: steps that have ended.
+        handed_over_at: time at which the engine submitted the running step. With overlapping steps, that is before it
+            began.
     """
 
     def __init__(self, executor: ComputesPlans[Plan, Result], *, seconds: float = 0.0) -> None:
         self.executor = executor
         self.seconds = seconds
         self.fault: Exception | None = None
-        self.plan: Plan | None = None  # of the step that is open
+        self.plan: Plan | None = None
         self.step_count = 0
         self.handed_over_at = 0.0
         self._is_broken = False
@@ -46,11 +53,11 @@ class ControlledSteps(Generic[Plan, Result]):
 
     @property
     def is_held(self) -> bool:
-        """Whether a step has begun since hold()."""
+        """True if a step has begun since hold()."""
         return self._gate is not None and self._begun.is_set()
 
     async def entered(self) -> Plan:
-        """Wait until a step is held open; returns its plan."""
+        """Wait until a step is held open, and return its plan."""
         await self._begun.wait()
         assert self.plan is not None
         return self.plan
@@ -65,7 +72,8 @@ class ControlledSteps(Generic[Plan, Result]):
         self.plan, self.handed_over_at = plan, handed_over_at
         self._begun.set()
         gate = self._gate
-        # Like a real forward pass, it cannot be cancelled; the deadline ends a test that forgot to release it.
+        # Like a real forward pass, the step cannot be cancelled. The deadline ends a test that forgot to release the
+        # step.
         with trio.CancelScope(shield=True, deadline=trio.current_time() + 3600):
             if gate is not None:
                 await gate.wait()

@@ -1,7 +1,8 @@
-"""A draft model that is not one: what it proposes, right and wrong, and whether its KV held what the core said.
+"""A fake draft model, which checks the content of its KV blocks.
 
-Its KV is played as FakeExecutor plays the model's: a digest of the prefix per slot, in blocks of the same numbers. What
-the core takes for computed has to stand there, from the request's own tokens, whoever computed it.
+FakeExecutor plays the model's KV in the same way: each slot contains a digest of the prefix, and blocks have the same
+numbers. Positions that the core counts as computed must have the digest of the request's own tokens, whichever request
+computed them.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from trioserve.contracts.weights import kept_salt
 
 __all__ = ["FakeDraftModel"]
 
-PHASE_STEPS = 32  # drafts are cheap for so many steps, then dear
+PHASE_STEPS = 32  # Drafts are cheap for this many steps, then expensive for as many steps.
 
 
 class Texts(Protocol):
-    """The part of FakeModel that it needs."""
+    """The part of FakeModel that the draft model needs."""
 
     vocab_size: int
 
@@ -32,8 +33,16 @@ class Texts(Protocol):
 
 
 class FakeDraftModel:
-    """Proposes what comes next, or that with one wrong token, more than was asked for, or nothing; now and then it does
-    not do what it should, and says so by saying nothing. Which of these follows from the prefix."""
+    """A draft model whose drafts are right, wrong in one token, too long, or empty. Sometimes it does not do its task,
+    and returns no result for it.
+
+    The prefix decides which of these happens.
+
+    Args:
+        model: chooses the right tokens.
+        block_count: blocks in the KV cache.
+        block_size: tokens in one block.
+    """
 
     def __init__(self, model: Texts, *, block_count: int, block_size: int) -> None:
         self._model = model
@@ -41,8 +50,18 @@ class FakeDraftModel:
         self._slots: list[tuple[int, str | None] | None] = [None] * (block_count * block_size)
 
     def propose(self, plan: StepPlan, result: StepResult) -> StepResult:
-        """The result with what is proposed. Raises AssertionError when a task contradicts itself, or a block does not
-        hold what it should."""
+        """Do the draft tasks of a step.
+
+        Args:
+            plan: the step.
+            result: its result.
+
+        Returns:
+            The result with the proposed tokens and the draft times.
+
+        Raises:
+            AssertionError: a task contradicts itself, or a block does not have the expected content.
+        """
         proposed: dict[RequestId, tuple[int, ...]] = {}
         pass_count = 0
         for chunk, token_id in zip(plan.chunks, result.token_ids, strict=True):
@@ -69,7 +88,7 @@ class FakeDraftModel:
             proposed[name] = ()
             if task.end is None and task.token_count > 0:
                 pass_count = max(pass_count, task.token_count)
-                # Where the next tokens would stand, and whoever comes there has to compute them anew.
+                # The next tokens will be written there, so the request that comes there must compute them again.
                 self._spoil(chunk, msgspec.structs.replace(task, start=end), end + task.token_count)
                 proposed[name] = self._tokens(chunk.request, tokens, digest, task.token_count)
         is_cheap = plan.step_index // PHASE_STEPS % 2 == 0
@@ -77,7 +96,11 @@ class FakeDraftModel:
         return msgspec.structs.replace(result, proposed=proposed, draft_times=times)
 
     def abandon(self, plan: StepPlan) -> None:
-        """Leave garbage wherever the step might have written, and nothing stands that others may rely on."""
+        """Write garbage to all positions that an abandoned step might have written.
+
+        Args:
+            plan: the abandoned step.
+        """
         for chunk in plan.chunks:
             if chunk.draft_task is not None:
                 self._spoil(chunk, chunk.draft_task, len(chunk.tokens))
@@ -96,25 +119,26 @@ class FakeDraftModel:
         return tuple(tokens[known_count:])
 
     def _read(self, chunk: ScheduledChunk, task: DraftTask) -> int:
-        """The digest before the task's first position; all positions before it are compared."""
+        """Compare all positions before the task's first one, and return the digest there."""
         name, digest = chunk.request.id, 0
         last = len(chunk.tokens) if task.end is None else task.end
         assert 0 <= task.start <= last <= len(chunk.tokens), f"{name}: a draft task of {task.start} to {last}"
-        assert chunk.samples or task.end is not None, f"{name} has a draft task, and samples nothing"
-        assert task.token_count == 0 or task.end is None, f"{name} drafts, and has not caught up"
+        assert chunk.samples or task.end is not None, f"{name} has a draft task to draft, but samples nothing"
+        assert task.token_count == 0 or task.end is None, f"{name} must draft, but has tokens left to compute"
         for position in range(task.start):
             digest = self._model.digest((chunk.tokens[position],), digest)
             found = self._slots[self._slot(chunk, position)]
             if found is not None and chunk.request.cache_salt == kept_salt(name):
-                found = (found[0], chunk.request.cache_salt)  # called as it was in the time of other weights
+                # Earlier weights computed this position, under the salt of that time.
+                found = (found[0], chunk.request.cache_salt)
             assert found == (digest, chunk.request.cache_salt), (
                 f"{name}: the draft model's position {position}, in block "
-                f"{chunk.block_table[position // self._block_size]}, holds {found}"
+                f"{chunk.block_table[position // self._block_size]}, contains {found}"
             )
         return digest
 
     def _put(self, chunk: ScheduledChunk, position: int, content: tuple[int, str | None] | None) -> None:
-        """Behind the request's blocks it goes nowhere."""
+        """Write to a slot. Positions after the request's blocks are ignored."""
         if position // self._block_size < len(chunk.block_table):
             self._slots[self._slot(chunk, position)] = content
 
@@ -130,6 +154,6 @@ class FakeDraftModel:
                 expected = (digest, chunk.request.cache_salt)
             if position // self._block_size >= len(chunk.block_table):
                 return
-            # What others share, and have computed, is written over with the same.
+            # Shared blocks that are already computed keep the same content.
             if self._slots[self._slot(chunk, position)] != expected:
                 self._put(chunk, position, None)

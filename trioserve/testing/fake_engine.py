@@ -1,4 +1,4 @@
-"""An engine without weights: everything is real but the model, and a test can say what it says and when it steps."""
+"""An engine without weights. All of it is real except the model. A test chooses the output and when a step runs."""
 
 from __future__ import annotations
 
@@ -62,10 +62,16 @@ NewConnector = Callable[[FakeExecutor, Callable[[], None]], RunningConnector]
 
 
 class FakeEngine(SteppedByHand[StepPlan], Engine):
-    """Made by open_fake_engine: an Engine, and what a test needs besides.
+    """An Engine without weights, with extra controls for tests. `open_fake_engine` makes it.
 
-    core, steps, executor, connector, image_encoder, image_decoder: its inside, to look at. weights: where they are
-    replaced; see FakeWeightPlace.
+    Attributes:
+        core: the scheduler core, whose steps a test can hold back.
+        steps: the step runner.
+        executor: the fake model's executor.
+        connector: the KV connector, or None.
+        image_encoder: the fake image encoder, or None if the model reads text only.
+        image_decoder: decodes images in the event loop.
+        weights: where weights are replaced. See `FakeWeightPlace`.
     """
 
     core: GatedCore
@@ -159,30 +165,30 @@ class FakeEngine(SteppedByHand[StepPlan], Engine):
         WATCH.note_leaving(self, request)
         super()._leave(request)
 
-    # --- what is left ---
+    # --- resources that are still in use ---
 
     @property
     def current_core(self) -> EngineCore:
-        """`core`, but of an engine that sleeps or is opened anew one that has nobody."""
+        """The core that is in use now. While the engine sleeps or restarts, it is a core without requests."""
         return self._core
 
     @property
     def turn_owner(self) -> trio.lowlevel.Task | None:
-        """The task that replaces the weights, or puts it to sleep."""
+        """The task that replaces weights or puts the engine to sleep, or None."""
         return self._weights.turn.statistics().owner
 
     @property
     def is_replacing_weights(self) -> bool:
-        """Whether new weights are being written, or are there only in part."""
+        """True while new weights are being written, or if only a part of them was written."""
         return self._pausing.is_replacing
 
     @property
     def open_requests(self) -> list[OpenRequest]:
-        """Those that are entered and not left."""
+        """Requests that have entered the engine and have not left it."""
         return list(self._requests)
 
     def assert_all_free(self) -> None:
-        """Assert that nothing of any request is left: no KV block, no place, no state. See testing.assert_all_free."""
+        """Assert that no request has a KV block, a slot or other state in the engine. See `testing.assert_all_free`."""
         assert_all_free(self)
         check_idle(self.core)
         if self.image_outputs is not None:
@@ -196,7 +202,11 @@ class _FakeAdapter(NamedTuple):
 
 
 def fake_adapter_digest(path: str) -> str:
-    """Of the adapter that an engine without weights finds at this path."""
+    """Return the digest of the adapter that a fake engine finds at a path.
+
+    Args:
+        path: path of the adapter. Every path has an adapter, unless it contains "missing".
+    """
     return blake2b(path.encode(), digest_size=16).hexdigest()
 
 
@@ -204,7 +214,7 @@ def _fake_adapter_reader(seconds: float) -> ReadAdapter:
     async def read(path: str, is_checked: bool) -> _FakeAdapter:
         await trio.sleep(seconds)
         if "missing" in path:
-            raise ModelLoadError(f"{path} has no adapter_config.json: a test wants it so")
+            raise ModelLoadError(f"{path} has no adapter_config.json: the fake reader refuses paths with 'missing'")
         return _FakeAdapter(fake_adapter_digest(path))
 
     return read
@@ -225,7 +235,7 @@ class _FakeAdapterPlace:
 
 @cache
 def byte_form_compiler() -> FormCompiler:
-    """All fake engines have the same vocabulary."""
+    """Return the schema compiler that all fake engines share, since they have the same vocabulary."""
     return FormCompiler(byte_tokenizer(), vocab_size=BYTE_VOCAB_SIZE, end_token_ids=(END_TOKEN_ID,))
 
 
@@ -284,59 +294,66 @@ async def open_fake_engine(
     new_text_threads: type[TextThreads] = InlineTexts,
     seed: int | None = None,
 ) -> AsyncIterator[FakeEngine]:
-    """Open an engine without weights: bytes are tokens, and everything but the model is what open_engine opens.
+    """Open an engine without weights. One byte is one token, and everything except the model is the code of
+    open_engine.
 
-    The KV blocks are watched: a step that reads a block which another request overwrote is an AssertionError. Leaving
-    does what leaving open_engine does.
+    The fake model watches the KV blocks: a step that reads a block which another request overwrote raises
+    AssertionError.
+    Leaving the context manager does the same as leaving open_engine.
 
     Args:
         block_count: KV blocks in the pool. Default: as many as hold 4,096 tokens, or max_model_len if that is more.
         block_size: tokens in one KV block.
-        max_model_len: tokens of prompt and response together. Default: 4,096, or what the pool holds if that is less.
-        max_num_seqs: sequences that are computed at a time.
+        max_model_len: tokens of prompt and response together. Default: 4,096, or the capacity of the pool if that is
+            less.
+        max_num_seqs: maximum number of sequences that are computed at the same time.
         max_num_batched_tokens: tokens computed in one step. Longer prompts are computed in chunks.
-        wide_prompt_stretch, enable_prefix_caching, overlap_steps, engine_restarts, step_timeout: as in open_engine. An
-            engine that is paused plans no step ahead.
-        speculative_ngram: draft tokens of a request in a step, taken from its own text. 0: off.
-        draft_model_tokens: draft tokens by a draft model that is right, wrong, too long or silent by turns. 0: off.
-        state_slots, snapshot_slots: above 0, layers keep a state per sequence, in so many slots, and the prefix cache
-            has so many copies.
-        max_queued_requests, max_queued_tokens, max_queue_wait: requests that may wait, tokens of their prompts, and
-            seconds.
-        queue_timeout, ttft_timeout, request_timeout: deadlines in seconds of requests that name none.
-        max_queue_timeout, max_ttft_timeout, max_request_timeout: the longest deadlines that a request may name.
-        tool_call_parser, tool_call_leniency, reasoning_parser: how the model writes tool calls and reasoning. "auto"
-            reads the common format of calls, and no reasoning.
-        kv_events_max: changes of the prefix cache that are kept for `GET /kv_events`. 0: off.
-        step_seconds: seconds that a forward pass takes, by the clock of the Trio program.
-        paused: begin no step until step(), held_step() or resume().
-        response: what the model says: a text, or a function of the prompt's text. Give at most one of response,
-            next_token and model. Without any, the tokens look random and follow from the prompt.
-        next_token: the next token id, as a function of the token ids of prompt and response so far.
+        wide_prompt_stretch, enable_prefix_caching, overlap_steps, engine_restarts, step_timeout: as in open_engine. A
+        paused engine plans no step ahead.
+        speculative_ngram: draft tokens per request and step, copied from the request's own text. 0: off.
+        draft_model_tokens: draft tokens per request and step from a draft model. Its drafts are by turns right, wrong,
+            too long or empty. 0: off.
+        state_slots, snapshot_slots: if above 0, the model has layers that keep one state per sequence. There are
+            `state_slots` states, and the prefix cache keeps `snapshot_slots` copies.
+        max_queued_requests, max_queued_tokens, max_queue_wait: maximum number of waiting requests, of prompt tokens of
+            waiting requests, and of seconds that a request waits.
+        queue_timeout, ttft_timeout, request_timeout: default deadlines in seconds. A request may name others.
+        max_queue_timeout, max_ttft_timeout, max_request_timeout: the longest deadlines in seconds that a request may
+            name.
+        tool_call_parser, tool_call_leniency, reasoning_parser: formats in which the model writes tool calls and
+            reasoning. "auto" reads the common format of tool calls, and no reasoning.
+        kv_events_max: number of prefix cache changes that are kept for `GET /kv_events`. 0: off.
+        step_seconds: seconds of one forward pass, by the clock of the Trio program.
+        paused: if True, no step begins until step(), held_step() or resume() is called.
+        response: output of the model: a text, or a function of the prompt's text. Give at most one of response,
+            next_token and model. Without any of them, the tokens look random and depend only on the prompt.
+        next_token: function from the token ids of prompt and output so far to the next token id.
         model: the fake model itself.
-        tokenizer: a byte_tokenizer with another chat template.
-        served_model_name: the model's names.
-        new_executor: FakeExecutor, or one that checks less.
-        connector: makes a KV connector from the executor and the function that wakes the engine, such as
+        tokenizer: a byte_tokenizer, for example with another chat template.
+        served_model_name: names of the model.
+        new_executor: FakeExecutor, or a subclass that checks less.
+        connector: makes a KV connector from the executor and from the function that wakes the engine, for example
             ScriptedConnector.
         role, kv_hold_timeout, kv_load_timeout, kv_held_share: as in open_engine, for an engine with a connector.
-        kv_load_failure_policy: whether a request whose KV does not arrive is computed here, or fails.
-        encoder: play a model that keeps no KV and returns embeddings, or scores of pairs.
-        opening_seconds: seconds that opening the engine again takes, after a fault and after sleep.
+        kv_load_failure_policy: "recompute" computes a prompt here if its KV does not arrive. "fail" fails the request.
+        encoder: "embed" or "score" plays a model that keeps no KV and returns embeddings, or scores of pairs. None: a
+            model that generates text.
+        opening_seconds: seconds that a restart of the engine takes, after a fault or after sleep.
         image_limits: limits for images in prompts. None: the model reads text only.
         media: fetches images from URLs.
-        lora_modules: LoRA adapters to load at the start, each "name=path". Every path is an adapter here, except one
-            that contains "missing".
-        max_loras: adapters that may be loaded.
+        lora_modules: LoRA adapters to load at the start, each as "name=path". Every path has an adapter, unless it
+            contains "missing".
+        max_loras: maximum number of loaded adapters.
         adapter_seconds: seconds that reading an adapter takes.
         tile_seconds: seconds that encoding an image tile takes.
-        new_text_threads: InlineTexts works on texts, images and grammars in the event loop, so that an autojump clock
+        new_text_threads: InlineTexts processes texts, images and grammars in the event loop, so that an autojump clock
             does not run ahead. TextThreads uses real threads, as open_engine does.
-        seed: source of the seeds of requests that name none. Default: the same in every run, and a different one for
-            each engine of a Trio program.
+        seed: source of the seeds of requests that have none. Default: the same in every run, but different for each
+            engine of a Trio program.
 
     Raises:
-        StartupError: an option is out of range, or two contradict each other. The message names them as they are here.
+        StartupError: an option is out of range, or two options contradict each other. The message uses the names of
+            this function's parameters.
     """
     WATCH.note_use()
     given = [choice for choice in (response, next_token, model) if choice is not None]
@@ -390,7 +407,7 @@ async def open_fake_engine(
             await trio.sleep(opening_seconds)
             if opened[0].broken_openings:
                 opened[0].broken_openings -= 1
-                raise InjectedFault("a test broke the opening")
+                raise InjectedFault("a test made the restart fail")
         adapter_place: list[_FakeAdapterPlace] = []
         weights = FakeWeightPlace()
 
@@ -414,9 +431,9 @@ async def open_fake_engine(
             adapter_place[:] = [_FakeAdapterPlace(executor)]
             steps = ControlledSteps(executor, seconds=seconds)
             weights.attach(executor)
-            return EngineParts(core, steps, connects, image_encoder=images, nap=FakeNap(made_anew), weights=weights)
+            return EngineParts(core, steps, connects, image_encoder=images, nap=FakeNap(remade), weights=weights)
 
-        async def made_anew() -> EngineParts:
+        async def remade() -> EngineParts:
             await trio.sleep(opening_seconds)
             parts = made()
             await fake_adapters.attach(adapter_place[0])

@@ -1,9 +1,10 @@
-"""A model that is not one: what the next token is, and whether the KV blocks held what they should.
+"""A fake model and its executor, which checks the content of the KV blocks.
 
-The next token depends on the tokens before it alone (and on the request's seed when it has a temperature), so every
-schedule must give the same text. The KV is played by a digest of the prefix per slot. It is written through the block
-table and read back through it before every sample, so a block that has two owners, was freed too early, or was shared
-between different prefixes or salts is noticed at the first look.
+The next token depends only on the tokens before it, and on the request's seed if the temperature is above 0. So every
+schedule must give the same text. In place of keys and values, each slot contains a digest of the prefix that ends
+there. The executor writes digests through the block table and reads them back through the block table before every
+sample. So the first read finds a block that has two owners, was freed too early, or was shared between different
+prefixes or salts.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from trioserve.testing.fake_drafts import FakeDraftModel
 __all__ = ["EMBEDDING_SIZE", "NOTHING_MAY_COME", "FakeExecutor", "FakeModel", "IsAllowed"]
 
 IsAllowed = Callable[[int], bool]
-"""Whether a token id may come next."""
+"""Return True if a token id is allowed as the next token."""
 
 NOTHING_MAY_COME = "no token may come next"
 _MASK_64 = 2**64 - 1
@@ -34,12 +35,15 @@ EMBEDDING_SIZE = 8
 
 
 class FakeModel:
-    """The pure part: tokens in, the next token or a vector out. Filters, penalties and logit_bias of the sampling have
-    no effect.
+    """A deterministic model: tokens go in, the next token or a vector comes out.
 
-    vocab_size: tokens are 0 .. vocab_size - 1. stop_token_id: the end token, which follows one prefix in
-    `stop_period`; None: no token is preferred. Before min_tokens no stop token of the request is chosen, as in a real
-    sampler.
+    Filters, penalties and logit_bias of the sampling parameters have no effect. Before min_tokens, the model chooses no
+    stop token of the request, as a real sampler.
+
+    Args:
+        vocab_size: token ids are 0 .. vocab_size - 1.
+        stop_token_id: the end token. None: no token is preferred.
+        stop_period: on average, the end token follows one prefix in `stop_period`.
     """
 
     def __init__(self, *, vocab_size: int = 256, stop_token_id: int | None = None, stop_period: int = 16) -> None:
@@ -51,19 +55,33 @@ class FakeModel:
         self.stop_period = stop_period
 
     def digest(self, token_ids: Sequence[int], parent: int = 0, *, weights: int = 0) -> int:
-        """Names a prefix: 0 <= digest < 2**64. `parent` is the digest of the tokens before these, 0 for none. weights:
-        the number of those that compute these; 0: the model's first."""
+        """Return a number that identifies a prefix, 0 <= digest < 2**64.
+
+        Args:
+            token_ids: tokens to append to the prefix.
+            parent: digest of the tokens before these. 0: there are none.
+            weights: number of the weights that compute these tokens. 0: the model's first weights.
+        """
         for token_id in token_ids:
             before = _mixed(parent ^ weights) if weights else parent
             parent = _mixed(before ^ (token_id + 1))
         return parent
 
     def root(self, request: EngineRequest) -> int:
-        """The digest of no tokens: with an adapter everything is another one."""
+        """Return the digest of the empty prefix. It differs for each adapter, so that an adapter changes every token.
+
+        Args:
+            request: the request, which may have an adapter.
+        """
         return 0 if request.adapter is None else self.digest(request.adapter.digest.encode())
 
     def prefix_digest(self, request: EngineRequest, token_ids: Sequence[int]) -> int:
-        """Of the first tokens of this request, computed with its adapter, and with what is given of them."""
+        """Return the digest of a prefix of this request, with its adapter and the image rows in its prompt.
+
+        Args:
+            request: the request.
+            token_ids: the first tokens of the request.
+        """
         digest = self.root(request)
         if not request.given:
             return self.digest(token_ids, digest)
@@ -74,8 +92,15 @@ class FakeModel:
     def chosen_token_id(
         self, request: EngineRequest, tokens: Sequence[int], digest: int, is_allowed: IsAllowed | None
     ) -> int | None:
-        """The same among those that are allowed: where next_token_id is not, the next one that is. None: there is
-        none."""
+        """Return the next token among the allowed ones, or None if no token is allowed.
+
+        Args:
+            request: the request.
+            tokens: prompt and output so far.
+            digest: digest of `tokens`.
+            is_allowed: returns True for an allowed token id. None: all are allowed. If the result of next_token_id is
+                not allowed, the next larger allowed id is chosen, and after the largest id the search continues at 0.
+        """
         token_id = self.next_token_id(request, tokens, digest)
         if is_allowed is None:
             return token_id
@@ -89,7 +114,13 @@ class FakeModel:
         return None
 
     def next_token_id(self, request: EngineRequest, tokens: Sequence[int], digest: int) -> int:
-        """The token after `tokens`, the prompt among them, whose digest is `digest`."""
+        """Return the token that follows `tokens`.
+
+        Args:
+            request: the request.
+            tokens: prompt and output so far.
+            digest: digest of `tokens`.
+        """
         number = _mixed(digest ^ request.seed) if request.sampling.temperature > 0.0 else _mixed(digest)
         token_id = number % self.vocab_size
         if self.stop_token_id is not None and (number >> 32) % self.stop_period == 0:
@@ -102,8 +133,17 @@ class FakeModel:
         return token_id
 
     def pooled(self, pooling: Pooling, digest: int) -> Pooled:
-        """What a prompt with this digest gives: EMBEDDING_SIZE numbers from -1 to 1, or one from 0 to 1. It depends on
-        everything that is asked, so that nothing asked can be lost."""
+        """Return the vector or score of a prompt. It depends on every field of the pooling parameters, so that a lost
+        field is noticed.
+
+        Args:
+            pooling: parameters of the pooling.
+            digest: digest of the prompt.
+
+        Returns:
+            For an embedding EMBEDDING_SIZE numbers from -1 to 1, or the first `dimensions` of them. For a score one
+            number from 0 to 1. For labels one log probability per label.
+        """
         if pooling.task == "labels":
             return Pooled.of([self.logprob(token_id, digest, 0).logprob for token_id in pooling.label_token_ids])
         if pooling.task == "score":
@@ -115,8 +155,14 @@ class FakeModel:
         return Pooled.of([number / length for number in numbers])
 
     def logprob(self, token_id: int, digest: int, top_count: int) -> TokenLogprob:
-        """Made up, but deterministic: of `token_id` after a prefix with this digest, and of `top_count` others, best
-        first. The same token has the same logprob in both places."""
+        """Return made-up but deterministic log probabilities. A token has the same value as the chosen token and among
+        the best tokens.
+
+        Args:
+            token_id: the chosen token.
+            digest: digest of the prefix before `token_id`.
+            top_count: number of best tokens to return beside the chosen one, best first.
+        """
         best = _mixed(digest) % self.vocab_size
 
         def logprob_of(other: int) -> float:
@@ -132,12 +178,21 @@ class FakeModel:
 class FakeExecutor:
     """An Executor (contracts.step) over a FakeModel.
 
-    errors: requests that fail at their next chunk, with the sentence for the client; change it at any time. A failing
-    chunk leaves garbage in its slots, as a real one may. plans: how many were executed. adapters: the ids of those that
-    are there; what is said with one follows from its digest, too. keeps_kv: False plays a model that needs no blocks,
-    since it computes every prompt whole. state_slot_count: above 0 plays a model with layers that keep a state, in so
-    many slots; snapshots are among them. has_draft_model: it proposes tokens (fake_drafts.py). window_tokens: of the
-    sliding window of all layers; no block before it is looked at.
+    Args:
+        block_count: blocks in the KV cache.
+        block_size: tokens in one block.
+        model: the fake model. Default: a FakeModel.
+        keeps_kv: False plays a model that computes every prompt whole and needs no blocks.
+        state_slot_count: if above 0, the model has layers that keep a state, with this many slots. Snapshots are among
+            the slots.
+        has_draft_model: if True, a fake draft model proposes tokens (fake_drafts.py).
+        window_tokens: sliding window of all layers, in tokens. Blocks before the window are not read. None: no window.
+
+    Attributes:
+        errors: requests that fail at their next chunk, each with the error text for the client. A test may change it at
+            any time. A failing chunk leaves garbage in its slots, as on a real device.
+        plans: number of executed steps.
+        adapters: ids of the loaded adapters. The digest of a request's adapter changes its output.
     """
 
     def __init__(
@@ -162,23 +217,39 @@ class FakeExecutor:
         )
         self.plans = 0
         self.adapters: set[int] = set()
-        # One entry a slot: the digest of the prefix that ends there, and whose salt it was written under.
+        # For each slot: the digest of the prefix that ends there, and the salt of the request that wrote it.
         self._slots: list[tuple[int, str | None] | None] = [None] * (block_count * block_size)
-        self._weights = [0]  # that it had, the last ones last
-        # The same for each state; what stands in one that nobody wrote yet is as wrong as can be.
+        self._weights = [0]  # numbers of all weights so far, the current ones last
+        # The digest and the salt of each state. None: the state has garbage, or nothing was written to it yet.
         self._states: list[tuple[int, str | None] | None] = [None] * state_slot_count
-        # What the last plan gave, for one that was made ahead of it; a request that has no entry has failed there.
+        # The last plan and its token ids, for a plan that is made ahead. A request without an entry failed in that
+        # step.
         self._last_plan: StepPlan | None = None
         self._last_token_ids: dict[RequestId, int | None] = {}
 
     def use_weights(self, number: int) -> None:
-        """Everything that is computed from here on is another one; 0: what it was at first."""
+        """Compute with other weights from now on, which changes every token.
+
+        Args:
+            number: identifies the weights. 0: the first weights.
+        """
         if number != self._weights[-1]:
             self._weights.append(number)
 
     def execute(self, plan: StepPlan, is_abandoned: IsAbandoned = never_abandoned) -> StepResult | None:
-        """An abandoned step leaves garbage in its slots, as a real one may, and has no result. Raises AssertionError
-        when the plan contradicts itself or a block does not hold what its reader expects."""
+        """Compute a step, and check the plan and the blocks that the step reads.
+
+        Args:
+            plan: the step.
+            is_abandoned: returns True if the result is no longer needed.
+
+        Returns:
+            The result, or None if the step was abandoned. An abandoned step leaves garbage in its slots, as a real step
+            may.
+
+        Raises:
+            AssertionError: the plan contradicts itself, or a block does not have the content that its reader expects.
+        """
         chunks = self._continued(plan) if plan.is_ahead else dict(enumerate(plan.chunks))
         self._check_plan(plan, chunks.values())
         self.plans += 1
@@ -189,7 +260,7 @@ class FakeExecutor:
             if self._drafts is not None:
                 self._drafts.abandon(plan)
             return None
-        # As in a forward pass: first everything is written, then everything attends.
+        # As in a forward pass: all chunks write first, then all chunks attend.
         for index, chunk in enumerate(plan.chunks):
             if index in chunks:
                 self._write(chunks[index])
@@ -202,7 +273,12 @@ class FakeExecutor:
         return result if self._drafts is None else self._drafts.propose(plan, result)
 
     def _sampled(self, plan: StepPlan, chunks: dict[int, ScheduledChunk]) -> StepResult:
-        """chunks: those that are computed, by their place in the plan."""
+        """Sample the tokens of a step.
+
+        Args:
+            plan: the step.
+            chunks: the chunks to compute, by their index in the plan.
+        """
         token_ids: list[int | None] = []
         result = StepResult((), {}, {}, {}, {}, {}, {})
         for index in range(len(plan.chunks)):
@@ -228,7 +304,7 @@ class FakeExecutor:
                     result.pooled[request.id] = self.model.pooled(request.pooling, digests[-1])
                 token_ids.append(None)
                 continue
-            # One after the last known token, and one after each draft token.
+            # Sample one token after the last known token, and one after each draft token.
             tokens = [*chunk.tokens, *chunk.draft]
             ends = range(len(chunk.tokens), len(tokens) + 1)
             sampled = self._chosen(plan, chunk, tokens, digests)
@@ -252,8 +328,14 @@ class FakeExecutor:
     def _chosen(
         self, plan: StepPlan, chunk: ScheduledChunk, tokens: Sequence[int], digests: Sequence[int]
     ) -> list[int]:
-        """What follows the last known token, and what follows each draft token, as far as there is a token that may
-        come. tokens: the known ones and the draft."""
+        """Choose one token after the last known token, and one after each draft token. Stop where no token is allowed.
+
+        Args:
+            plan: the step, with its token masks.
+            chunk: the chunk of one request.
+            tokens: the known tokens and the draft tokens.
+            digests: digest of the prefix that ends at each position.
+        """
         chosen: list[int] = []
         for index, end in enumerate(range(len(chunk.tokens), len(tokens) + 1)):
             is_allowed = None if chunk.mask_row is None else _mask_of(plan, chunk.mask_row + index)
@@ -263,11 +345,18 @@ class FakeExecutor:
             chosen.append(token_id)
         return chosen
 
-    # --- for a connector that moves KV behind the steps ---
+    # --- for a connector that moves KV outside of the steps ---
 
     def write_prompt(self, request: EngineRequest, block_table: Sequence[int], start: int, count: int) -> None:
-        """Write what computing the known tokens at positions start .. start + count - 1 would write, where there is a
-        block for it."""
+        """Write the KV of known tokens at positions start .. start + count - 1, as computing them would. Skip positions
+        without a block.
+
+        Args:
+            request: the request.
+            block_table: its blocks. NO_BLOCK: this part is outside of the sliding window.
+            start: first position.
+            count: number of positions.
+        """
         known = request.known_token_ids
         digest = self.model.digest(known[:start], self.model.root(request))
         for position in range(start, start + count):
@@ -278,7 +367,13 @@ class FakeExecutor:
             self._slots[slot] = (digest, request.cache_salt)
 
     def spoil(self, block_table: Sequence[int], start: int, count: int) -> None:
-        """Leave garbage at positions start .. start + count - 1, where there is a block for it."""
+        """Write garbage to positions start .. start + count - 1. Skip positions without a block.
+
+        Args:
+            block_table: blocks of a request, or NO_BLOCK.
+            start: first position.
+            count: number of positions.
+        """
         for position in range(start, start + count):
             if block_table[position // self.block_size] != NO_BLOCK:
                 self._slots[block_table[position // self.block_size] * self.block_size + position % self.block_size] = (
@@ -288,7 +383,13 @@ class FakeExecutor:
     def get_slots(
         self, block_table: Sequence[int], start: int, count: int
     ) -> tuple[tuple[int, str | None] | None, ...]:
-        """What stands at positions start .. start + count - 1."""
+        """Return the content of positions start .. start + count - 1.
+
+        Args:
+            block_table: blocks of a request.
+            start: first position.
+            count: number of positions.
+        """
         size = self.block_size
         return tuple(
             self._slots[block_table[position // size] * size + position % size]
@@ -298,84 +399,103 @@ class FakeExecutor:
     def put_slots(
         self, block_table: Sequence[int], start: int, content: Sequence[tuple[int, str | None] | None]
     ) -> None:
-        """Write it to the positions from `start` on."""
+        """Write content that get_slots returned.
+
+        Args:
+            block_table: blocks of a request.
+            start: first position to write.
+            content: one entry per position.
+        """
         size = self.block_size
         for position, slot in enumerate(content, start=start):
             self._slots[block_table[position // size] * size + position % size] = slot
 
     def content(self, blocks: Sequence[int]) -> tuple[object, ...]:
-        """Whatever stands in these blocks, to be compared with what stands there later."""
+        """Return the content of blocks, for comparison with their content at another time.
+
+        Args:
+            blocks: indexes of the blocks. NO_BLOCK is skipped.
+        """
         size = self.block_size
-        there = [block for block in blocks if block != NO_BLOCK]
-        return tuple(slot for block in there for slot in self._slots[block * size : (block + 1) * size])
+        present = [block for block in blocks if block != NO_BLOCK]
+        return tuple(slot for block in present for slot in self._slots[block * size : (block + 1) * size])
 
     def _continued(self, plan: StepPlan) -> dict[int, ScheduledChunk]:
-        """The chunks of a plan that was made ahead of the last one's result, with the tokens that they awaited, by
-        their place in the plan; without those whose request has failed there."""
-        assert self._last_plan is not None, "a plan ahead of nothing"
+        """Return the chunks of a plan that was made ahead, by their index in the plan, with the tokens of the step
+        before filled in.
+
+        Leave out the chunks of requests that failed in the step before.
+        """
+        assert self._last_plan is not None, "a step was planned ahead, and there was no step before"
         before = {chunk.request.id: chunk for chunk in self._last_plan.chunks}
         chunks: dict[int, ScheduledChunk] = {}
         for index, chunk in enumerate(plan.chunks):
             name = chunk.request.id
             if name in before:
                 end = before[name].start + before[name].count
-                assert chunk.start == end, f"{name} goes on at {chunk.start}, and the step before it came to {end}"
+                assert chunk.start == end, f"{name} continues at {chunk.start}, but the step before ended at {end}"
                 if name not in self._last_token_ids:
                     continue
             if not chunk.awaits_token:
                 chunks[index] = chunk
                 continue
             token_id = self._last_token_ids.get(name)
-            assert token_id is not None, f"{name} awaits a token that nobody has sampled"
-            assert (chunk.count, chunk.samples) == (1, True), f"{name} awaits a token, and is no decode"
+            assert token_id is not None, f"{name} awaits a token that no step has sampled"
+            assert (chunk.count, chunk.samples) == (1, True), f"{name} awaits a token, but its chunk is not a decode"
             known = chunk.tokens[chunk.start :]
-            assert list(known) in ([], [token_id]), f"{name} awaits {token_id}, and has {known}"
+            assert list(known) in ([], [token_id]), f"{name} awaits {token_id}, but has {known}"
             tokens = [*chunk.tokens[: chunk.start], token_id]
             chunks[index] = msgspec.structs.replace(chunk, tokens=tokens, awaits_token=False)
         return chunks
 
     def _check_plan(self, plan: StepPlan, chunks: Iterable[ScheduledChunk]) -> None:
-        assert plan.step_index == self.plans, f"step {plan.step_index} comes after {self.plans} steps"
+        assert plan.step_index == self.plans, f"step {plan.step_index} follows {self.plans} steps"
         assert plan.chunks, "an empty step"
         assert plan.token_count == sum(chunk.row_count for chunk in plan.chunks)
         ids = [chunk.request.id for chunk in plan.chunks]
         assert len(set(ids)) == len(ids), f"a request is in the step twice: {ids}"
-        went_on = set(ids) - set(plan.admitted)
-        assert not went_on & set(plan.preempted), "a request goes on in the step that takes its blocks"
+        continued = set(ids) - set(plan.admitted)
+        assert not continued & set(plan.preempted), "a request continues in the step that preempts it"
         assert set(plan.admitted) <= set(ids), "a request is admitted and computes nothing"
-        assert not (plan.is_ahead and plan.preempted), "somebody lost its blocks while a step reads them"
+        assert not (plan.is_ahead and plan.preempted), "a request was preempted while a step reads its blocks"
         masked = [chunk for chunk in plan.chunks if chunk.mask_row is not None]
-        assert (plan.masks is not None) == bool(masked), "masks without rows, or rows without masks"
+        assert (plan.masks is not None) == bool(masked), "the plan has masks without rows, or rows without masks"
         self._check_states(plan.chunks)
         rows = [(chunk.mask_row or 0) + index for chunk in masked for index in range(1 + len(chunk.draft))]
         assert plan.masks is None or sorted(rows) == list(range(plan.masks.row_count)), f"the masks' rows are {rows}"
         for chunk in chunks:
             name, end = chunk.request.id, chunk.start + chunk.count
-            assert not chunk.awaits_token, f"{name} awaits a token, and no step is before it"
+            assert not chunk.awaits_token, f"{name} awaits a token, but no step is before this one"
             prompt = chunk.request.prompt_token_ids
             assert chunk.count >= 1, f"{name}: an empty chunk"
             assert 0 <= chunk.start < end <= len(chunk.tokens), f"{name}: {chunk.start} to {end} of {len(chunk.tokens)}"
             known = chunk.request.known_token_ids
-            assert tuple(chunk.tokens[: len(known)]) == known, f"{name}: what was known has changed"
-            assert chunk.mask_row is None or chunk.samples, f"{name} has a mask and samples nothing"
+            assert tuple(chunk.tokens[: len(known)]) == known, f"{name}: its known tokens have changed"
+            assert chunk.mask_row is None or chunk.samples, f"{name} has a mask but samples nothing"
             pooling = chunk.request.pooling
             samples = pooling is None and end == len(chunk.tokens)
             assert chunk.samples == samples, f"{name}: samples at the wrong place"
             if pooling is not None:
-                assert end <= len(prompt), f"{name}: goes on behind the prompt that is pooled"
+                assert end <= len(prompt), f"{name}: a pooled request continues after its prompt"
                 is_whole = chunk.start == 0 and end == len(prompt)
-                assert is_whole or not pooling.is_whole, f"{name}: {chunk.start} to {end} of what is computed whole"
-            assert pooling is not None or self.keeps_kv, f"{name}: goes on without KV"
-            assert chunk.draft_task is None or self._drafts is not None, f"{name} has a task, and nobody does it"
-            assert not chunk.draft or (chunk.samples and chunk.count == 1), f"{name} drafts, and is no decode"
+                assert is_whole or not pooling.is_whole, (
+                    f"{name}: {chunk.start} to {end} of a prompt that must be computed whole"
+                )
+            assert pooling is not None or self.keeps_kv, f"{name}: a model without KV continues after the prompt"
+            assert chunk.draft_task is None or self._drafts is not None, (
+                f"{name} has a draft task, but there is no draft model"
+            )
+            assert not chunk.draft or (chunk.samples and chunk.count == 1), (
+                f"{name} has draft tokens, but its chunk is not a decode"
+            )
             block_count = -(-(end + len(chunk.draft)) // self.block_size) if self.keeps_kv else 0
             assert len(chunk.block_table) == block_count, f"{name}: {len(chunk.block_table)} blocks"
             table = chunk.block_table[self._first_seen(chunk) // self.block_size :]
-            assert len(set(table)) == len(table), f"{name}: a block twice"
+            assert len(set(table)) == len(table), f"{name}: its table has a block twice"
             assert all(0 <= block < self.block_count for block in table), f"{name}: no such block"
 
     def _first_seen(self, chunk: ScheduledChunk) -> int:
-        """The first position that one of its tokens sees."""
+        """Return the first position that any token of a chunk attends to."""
         return 0 if self.window_tokens is None else max(0, chunk.start - self.window_tokens + 1)
 
     def _slot(self, chunk: ScheduledChunk, position: int) -> int:
@@ -390,7 +510,7 @@ class FakeExecutor:
             return
         self._write_states(chunk)
         if chunk.start > 0:
-            # What this chunk's KV becomes depends on what stands before it, whoever wrote that.
+            # The new digests depend on the content before this chunk, whichever request wrote it.
             before = self._slots[self._slot(chunk, chunk.start - 1)]
             assert before is not None, f"{chunk.request.id}: position {chunk.start - 1} was never written"
             parent = before[0]
@@ -402,7 +522,7 @@ class FakeExecutor:
             self._slots[self._slot(chunk, position)] = (parent, chunk.request.cache_salt)
 
     def _write_states(self, chunk: ScheduledChunk) -> None:
-        """What a state becomes depends on what it was, whoever left it there."""
+        """Compute new states from the states in the slots, whichever request wrote them."""
         name, salt, position = chunk.request.id, chunk.request.cache_salt, chunk.start
         for span in chunk.states:
             root = self.model.root(chunk.request)
@@ -418,7 +538,7 @@ class FakeExecutor:
             position += span.count
 
     def _check_states(self, chunks: Iterable[ScheduledChunk]) -> None:
-        """Every chunk has its spans, and no other chunk touches what one of them writes."""
+        """Check that every chunk has its states, and that no other chunk reads or writes a slot that a chunk writes."""
         touched: dict[int, RequestId] = {}
         written: set[int] = set()
         for chunk in chunks:
@@ -426,14 +546,16 @@ class FakeExecutor:
             assert bool(chunk.states) == bool(self._states), f"{name}: spans {chunk.states}, {len(self._states)} states"
             if not chunk.states:
                 continue
-            assert not chunk.draft, f"{name} drafts, and has a state"
+            assert not chunk.draft, f"{name} has draft tokens and a state"
             assert sum(span.count for span in chunk.states) == chunk.count, f"{name}: {chunk.states} of {chunk.count}"
             writes = [span.writes for span in chunk.states]
             assert len(set(writes)) == len(writes), f"{name} writes a state twice: {chunk.states}"
             for slot in writes:
-                assert slot not in touched, f"{name} writes state {slot}, which {touched[slot]} has in the same step"
+                assert slot not in touched, f"{name} writes state {slot}, which {touched[slot]} uses in the same step"
             for span in chunk.states:
-                assert span.reads is None or span.reads not in written, f"{name} reads what is written: {chunk.states}"
+                assert span.reads is None or span.reads not in written, (
+                    f"{name} reads a state that the same step writes: {chunk.states}"
+                )
             touched |= {slot: name for span in chunk.states for slot in (span.reads, span.writes) if slot is not None}
             written |= set(writes)
 
@@ -446,8 +568,9 @@ class FakeExecutor:
             self._slots[self._slot(chunk, position)] = None
 
     def _read(self, chunk: ScheduledChunk) -> list[int]:
-        """The digest at every position of the context, each that is seen compared with what the request's own tokens
-        say."""
+        """Return the digest at each position of the context. Compare each visible one with the digest of the request's
+        own tokens.
+        """
         digests: list[int] = []
         expected = self.model.root(chunk.request)
         tokens = [*chunk.tokens[: chunk.start + chunk.count], *chunk.draft]
@@ -459,13 +582,14 @@ class FakeExecutor:
                 digests.append(expected)
                 continue
             found = self._slots[self._slot(chunk, position)]
-            if found is not None and _is_kept(chunk.request):  # by any weights, and called as it was in their time
+            # Any of the weights may have computed this position, under the salt of that time.
+            if found is not None and _is_kept(chunk.request):
                 digests_of_all = [self.model.digest((token_id,), before, weights=weights) for weights in self._weights]
                 expected = found[0] if found[0] in digests_of_all else expected
                 found = (found[0], chunk.request.cache_salt)
             assert found == (expected, chunk.request.cache_salt), (
                 f"{chunk.request.id}: position {position}, in block {chunk.block_table[position // self.block_size]}, "
-                f"holds {found} instead of {(expected, chunk.request.cache_salt)}"
+                f"contains {found} instead of {(expected, chunk.request.cache_salt)}"
             )
             digests.append(found[0])
         return digests
@@ -479,12 +603,12 @@ class FakeExecutor:
 
 
 def _is_kept(request: EngineRequest) -> bool:
-    """Whether it goes on with what other weights have computed."""
+    """Return True if the request continues with KV that earlier weights have computed."""
     return request.cache_salt == kept_salt(request.id)
 
 
 def _given_at(request: EngineRequest, position: int, parent: int) -> int:
-    """The digest of what stands before a position, changed by what is given there."""
+    """Return the digest of the prefix before a position, mixed with the image row at that position if there is one."""
     for rows in request.given:
         if rows.start <= position < rows.end:
             row_bytes = memoryview(rows.values).nbytes // rows.count  # type: ignore[arg-type]  # it has a buffer
@@ -502,7 +626,9 @@ def _mask_of(plan: StepPlan, row: int) -> IsAllowed:
 
 
 def _mixed(number: int) -> int:
-    """The finalizer of SplitMix64 (Steele, Lea and Flood, 2014): every bit of the input reaches every bit of it."""
+    """Mix a number with the finalizer of SplitMix64 (Steele, Lea and Flood, 2014). Every input bit affects every output
+    bit.
+    """
     number = (number + 0x9E3779B97F4A7C15) & _MASK_64
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
     number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK_64

@@ -1,4 +1,4 @@
-"""What makes rows of images in an engine without weights: a function of their pixels, which a test can hold."""
+"""An image encoder without weights. Its rows are a function of the pixels, and a test can block it."""
 
 from __future__ import annotations
 
@@ -27,13 +27,24 @@ FAKE_IMAGES = ImageProcessing(
     embedding_size=2,
     image_token_id=IMAGE_TOKEN_ID,
 )
-"""Images become four tiles and the whole, if they are square."""
+"""Properties of the fake model's images. A square image becomes four tiles and a small copy of the whole image."""
 
 
 class FakeImageEncoder:
-    """An ImageEncoder. gate: while it is set, each tile waits for it; None: none waits. tile_count: of those encoded.
-    tile_seconds: what each takes, in the clock's time. encoding_count: images that are under way. is_closed: its engine
-    is being opened anew. fault: raised by the next tile."""
+    """An ImageEncoder without weights.
+
+    Args:
+        processing: how images become tiles and rows.
+        tile_seconds: seconds that each tile takes, by the clock of the Trio program.
+
+    Attributes:
+        encoding_count: images that are being encoded.
+        gate: each tile waits for this event. None: tiles do not wait.
+        fault: exception that the next tile raises. None: no exception.
+        tile_count: tiles that were encoded.
+        waiting_count: tiles that wait for the gate.
+        is_closed: True after close(), when the engine restarts or ends.
+    """
 
     def __init__(self, processing: ImageProcessing = FAKE_IMAGES, *, tile_seconds: float = 0.0) -> None:
         self._processing = processing
@@ -88,7 +99,16 @@ class FakeImageEncoder:
 
 
 def rows_of(tiles: Tiles, tile: int, processing: ImageProcessing = FAKE_IMAGES) -> bytes:
-    """What one of the tiles becomes: float32 [tile_tokens, embedding_size]."""
+    """Return the rows of one tile.
+
+    Args:
+        tiles: uint8 tiles of an image.
+        tile: index of the tile.
+        processing: how images become tiles and rows.
+
+    Returns:
+        float32 [tile_tokens, embedding_size], as bytes.
+    """
     pixels = memoryview(tiles).cast("B")  # type: ignore[arg-type]  # it has a buffer
     tile_bytes = len(pixels) // tiles.shape[0]
     digest = zlib.crc32(pixels[tile * tile_bytes : (tile + 1) * tile_bytes])

@@ -1,4 +1,4 @@
-"""An engine of pictures without weights: everything is real but the model, and a test can say when it steps."""
+"""An image engine without weights. All of it is real except the model. A test chooses when a step runs."""
 
 from __future__ import annotations
 
@@ -50,15 +50,18 @@ FAKE_IMAGE_MODEL = ImageModelDescription(
     fingerprint="fake+exact",
     pixels_per_work=256,
 )
-"""It takes texts, and images to be changed. A picture costs one unit of work in each phase, or two if it is guided."""
+"""The model reads texts and source images. An image costs one unit of work per phase, or two with guidance."""
 
 FAKE_CLASSES = ("zero", "one", "two", "three", "four")
 
 
 class FakeImageEngine(SteppedByHand[IterativePlan], ImageEngine):
-    """Made by open_fake_image_engine: an ImageEngine, and what a test needs besides.
+    """An ImageEngine without weights, with extra controls for tests. `open_fake_image_engine` makes it.
 
-    core, steps, executor: its inside, to look at.
+    Attributes:
+        core: the scheduler core, whose steps a test can hold back.
+        steps: the step runner.
+        executor: the fake model's executor.
     """
 
     core: GatedImageCore
@@ -95,30 +98,34 @@ class FakeImageEngine(SteppedByHand[IterativePlan], ImageEngine):
         WATCH.note_leaving(self, request)
         super()._leave(request)
 
-    # --- what it makes, and what is left ---
+    # --- expected output, and resources that are still in use ---
 
     @property
     def current_core(self) -> IterativeCore:
-        """`core`, but of an engine that sleeps or is opened anew one that has nobody."""
+        """The core that is in use now. While the engine sleeps or restarts, it is a core without requests."""
         return self._core
 
     @property
     def open_requests(self) -> list[OpenImage]:
-        """Those that are entered and not left."""
+        """Requests that have entered the engine and have not left it."""
         return list(self._requests)
 
     def expected(self, stream: ImageStream, *, steps_done: int | None = None) -> list[Picture]:
-        """What each picture of a stream that was entered is after so many steps, and at the end by default: the same
-        whatever else runs."""
+        """Return the images of a stream after a number of denoising steps. They do not depend on other requests.
+
+        Args:
+            stream: a stream that is still open.
+            steps_done: number of steps. Default: all steps of the request.
+        """
         (request,) = [request for request in self._requests.of(stream.id) if request.seeds == stream.seeds]
         asked = [
             request.wanted.asked(choice.sequence_id, seed=seed, priority=request.priority)
             for choice, seed in zip(request.choices, request.seeds, strict=True)
         ]
-        return [picture_after(one, one.step_count if steps_done is None else steps_done) for one in asked]
+        return [picture_after(task, task.step_count if steps_done is None else steps_done) for task in asked]
 
     def assert_all_free(self) -> None:
-        """Assert that nothing of any request is left: no latent slot, no place, no state. See assert_all_free."""
+        """Assert that no request has a latent slot or other state in the engine. See `testing.assert_all_free`."""
         assert_all_free(self)
         check_iterative_idle(self._core)
 
@@ -147,31 +154,32 @@ async def open_fake_image_engine(
     seed: int | None = None,
     new_executor: Callable[[int], FakePictureExecutor] = FakePictureExecutor,
 ) -> AsyncIterator[FakeImageEngine]:
-    """Open an engine of pictures without weights: everything but the model is what open_image_engine opens.
+    """Open an image engine without weights. Everything except the model is the code of open_image_engine.
 
-    A picture has one colour, which follows from the request, its seed and its steps (FakeImageEngine.expected). The
-    slots are watched: a step that reads what another request wrote is an AssertionError. Leaving does what leaving
-    open_image_engine does.
+    An image has one colour, which depends on the request, its seed and its number of steps (FakeImageEngine.expected).
+    The fake model watches the latent slots: a step that reads a slot which another request wrote raises AssertionError.
+    Leaving the context manager does the same as leaving open_image_engine.
 
     Args:
-        max_num_seqs: pictures that are computed at a time, each in a latent slot.
-        kept_slots: further slots, for the latents of preempted pictures.
-        step_work_max: cost of one forward pass, in the units of FAKE_IMAGE_MODEL.
-        max_queued_requests, max_queue_wait: requests that may wait, and seconds.
-        queue_timeout, ttft_timeout, request_timeout: deadlines in seconds of requests that name none.
-        max_queue_timeout, max_ttft_timeout, max_request_timeout: the longest deadlines that a request may name.
-        step_seconds: seconds that a forward pass takes, by the clock of the Trio program.
-        paused: begin no step until step(), held_step() or resume().
-        model: description of the model, and so what it accepts. FAKE_IMAGE_MODEL accepts texts.
-        limits: what a request may ask for.
+        max_num_seqs: maximum number of images that are computed at the same time, each in one latent slot.
+        kept_slots: additional slots, for the latents of preempted images.
+        step_work_max: maximum cost of one forward pass, in the units of FAKE_IMAGE_MODEL.
+        max_queued_requests, max_queue_wait: maximum number of waiting requests, and of seconds that a request waits.
+        queue_timeout, ttft_timeout, request_timeout: default deadlines in seconds. A request may name others.
+        max_queue_timeout, max_ttft_timeout, max_request_timeout: the longest deadlines in seconds that a request may
+            name.
+        step_seconds: seconds of one forward pass, by the clock of the Trio program.
+        paused: if True, no step begins until step(), held_step() or resume() is called.
+        model: description of the model, which decides what a request may contain.
+        limits: limits of the fields of a request.
         step_timeout, engine_restarts: as in open_image_engine.
-        opening_seconds: seconds that opening the engine again takes, after a fault and after sleep.
-        seed: source of the seeds of requests that name none. Default: the same in every run, and a different one for
-            each engine of a Trio program.
-        new_executor: FakePictureExecutor, or one that behaves otherwise.
+        opening_seconds: seconds that a restart of the engine takes, after a fault or after sleep.
+        seed: source of the seeds of requests that have none. Default: the same in every run, but different for each
+            engine of a Trio program.
+        new_executor: FakePictureExecutor, or a subclass.
 
     Raises:
-        StartupError: an option is out of range. The message names it as it is here.
+        StartupError: an option is out of range. The message uses the names of this function's parameters.
     """
     WATCH.note_use()
     with options_named():
@@ -194,7 +202,7 @@ async def open_fake_image_engine(
             await trio.sleep(opening_seconds)
             if opened[0].broken_openings:
                 opened[0].broken_openings -= 1
-                raise InjectedFault("a test broke the opening")
+                raise InjectedFault("a test made the restart fail")
         executor = new_executor(max_num_seqs + kept_slots)
         core = GatedImageCore(core_settings, is_paused=opened[0].core.is_paused if opened else paused)
         steps = ControlledSteps(executor, seconds=opened[0].step_seconds if opened else step_seconds)

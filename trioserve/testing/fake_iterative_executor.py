@@ -1,8 +1,8 @@
-"""An iterative model that is not one: what becomes of a latent, and whether the slots held what they should.
+"""A fake iterative model and its executor, which checks the content of the latent slots.
 
-A latent is a number that depends on its request and on the steps that it has taken, and on nothing else, so every
-schedule must give the same output. It is written to its slot and read back before each step, so a slot that has two
-owners, was given away too early, or was moved somewhere else is noticed at the next look.
+A latent is a number that depends only on its request and on the number of denoising steps done. So every schedule must
+give the same output. The executor writes the latent to its slot after each step and reads it back before the next one.
+So the next read finds a slot that has two owners, was freed too early, or was moved to a wrong place.
 """
 
 from __future__ import annotations
@@ -20,12 +20,23 @@ __all__ = ["FakeIterativeExecutor", "denoised", "latent_after"]
 
 
 def latent_after(request: IterativeRequest, steps_done: int) -> int:
-    """What a request has become when it is encoded and so many steps are done."""
+    """Return the latent of a request after a number of denoising steps.
+
+    Args:
+        request: the request.
+        steps_done: number of steps.
+    """
     return denoised(request, _encoded(request), steps_done)
 
 
 def denoised(request: IterativeRequest, latent: int, steps_done: int) -> int:
-    """What a latent has become after so many steps."""
+    """Return a latent after a number of denoising steps, beginning with step 0.
+
+    Args:
+        request: the request.
+        latent: latent before step 0.
+        steps_done: number of steps.
+    """
     for step in range(steps_done):
         latent = _denoised(request, latent, step)
     return latent
@@ -39,36 +50,43 @@ def _denoised(request: IterativeRequest, latent: int, step: int) -> int:
     return zlib.crc32(f"{latent} {step} of {request.step_count}".encode())
 
 
-class _Held(msgspec.Struct, frozen=True):
+class _SlotContent(msgspec.Struct, frozen=True):
     request_id: RequestId
     steps_done: int
     latent: int
 
 
 class FakeIterativeExecutor:
-    """slot_count: of both kinds together. errors: who fails when it is computed next, and with which message."""
+    """Executor of a fake iterative model.
+
+    Args:
+        slot_count: number of latent slots, including the slots for latents of preempted requests.
+
+    Attributes:
+        errors: requests that fail in their next step, each with the error text.
+    """
 
     def __init__(self, slot_count: int) -> None:
-        self._slots: list[_Held | None] = [None] * slot_count
+        self._slots: list[_SlotContent | None] = [None] * slot_count
         self.errors: dict[RequestId, str] = {}
 
     @property
     def held_ids(self) -> set[RequestId]:
-        """Of whom something lies in a slot."""
+        """The requests that have a latent in a slot."""
         return {held.request_id for held in self._slots if held is not None}
 
     def execute(self, plan: IterativePlan, is_abandoned: IsAbandoned = never_abandoned) -> IterativeResult | None:
         for slot in plan.freed:
             self._slots[slot] = None
         for move in plan.moves:
-            assert self._slots[move.source] is not None, f"nothing lies in slot {move.source}, and it is moved"
+            assert self._slots[move.source] is not None, f"slot {move.source} is empty, but the plan moves it"
             self._slots[move.target] = self._slots[move.source]
             self._slots[move.source] = None
         result = IterativeResult()
         for work in plan.works:
             message = self.errors.pop(work.request.id, None)
             if is_abandoned() or message is not None:
-                self._slots[work.slot] = None  # whatever it was, it is not to be looked at
+                self._slots[work.slot] = None  # The slot has garbage now, which nothing may read.
                 if message is not None:
                     result.errors[work.request.id] = message
                 continue
@@ -78,25 +96,34 @@ class FakeIterativeExecutor:
     def _compute(self, phase: IterativePhase, work: LatentWork, result: IterativeResult) -> None:
         request = work.request
         if phase is IterativePhase.ENCODE:
-            self._slots[work.slot] = _Held(request.id, 0, self.encoded(request))
+            self._slots[work.slot] = _SlotContent(request.id, 0, self.encoded(request))
             return
         held = self._slots[work.slot]
-        assert held is not None, f"{request.id}: nothing lies in slot {work.slot}"
-        assert held.request_id == request.id, f"{request.id}: what {held.request_id} has lies in slot {work.slot}"
+        assert held is not None, f"{request.id}: slot {work.slot} is empty"
+        assert held.request_id == request.id, f"{request.id}: slot {work.slot} has the latent of {held.request_id}"
         if phase is IterativePhase.DECODE:
             assert held.steps_done == request.step_count, f"{request.id} is decoded after {held.steps_done} steps"
             result.outputs[request.id] = self.shown(request, held.latent)
             return
-        assert held.steps_done == work.step, f"{request.id}: step {work.step} comes after {held.steps_done}"
+        assert held.steps_done == work.step, f"{request.id}: step {work.step} follows {held.steps_done} steps"
         latent = _denoised(request, held.latent, work.step)
-        self._slots[work.slot] = _Held(request.id, work.step + 1, latent)
+        self._slots[work.slot] = _SlotContent(request.id, work.step + 1, latent)
         if work.wants_partial:
             result.partials[request.id] = self.shown(request, latent)
 
     def encoded(self, request: IterativeRequest) -> int:
-        """Its latent before the first step."""
+        """Return the latent of a request before step 0.
+
+        Args:
+            request: the request.
+        """
         return _encoded(request)
 
     def shown(self, request: IterativeRequest, latent: int) -> object:
-        """What a partial result or an output is."""
+        """Return the partial result or the output that a latent stands for.
+
+        Args:
+            request: the request.
+            latent: its latent.
+        """
         return latent

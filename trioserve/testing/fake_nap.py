@@ -1,4 +1,4 @@
-"""What an engine without weights gives back at level 1 of sleep."""
+"""Level 1 of sleep for an engine without weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ PartsT = TypeVar("PartsT")
 
 
 class FakeNap(Generic[PartsT]):
-    """Gives back what there is, which is nothing."""
+    """Frees nothing at sleep, since the engine has no weights.
+
+    Args:
+        make_anew: makes the parts of the engine when it wakes up.
+    """
 
     def __init__(self, make_anew: Callable[[], Awaitable[PartsT]]) -> None:
         self._make_anew = make_anew

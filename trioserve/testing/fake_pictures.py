@@ -1,5 +1,5 @@
-"""A model of pictures that is not one: each picture has one colour, which follows from what was asked, from its seed
-and from the steps that it has taken, and from nothing else.
+"""A fake image model. Each image has one colour, which depends only on the request, its seed and the number of steps
+done.
 """
 
 from __future__ import annotations
@@ -16,12 +16,20 @@ __all__ = ["FakePictureExecutor", "picture_after"]
 
 
 def picture_after(request: IterativeRequest, steps_done: int) -> Picture:
-    """What a picture is when so many steps are done, whatever else runs. request: its task is an ImageTask."""
+    """Return the image of a request after a number of steps. It does not depend on other requests.
+
+    Args:
+        request: a request whose task is an ImageTask.
+        steps_done: number of denoising steps.
+    """
     return _picture(request, denoised(request, _encoded(request), steps_done))
 
 
 class FakePictureExecutor(FakeIterativeExecutor):
-    """See FakeIterativeExecutor: a slot that has two owners, or was given away too early, is an AssertionError."""
+    """Executor of a fake image model.
+
+    Like FakeIterativeExecutor, it raises AssertionError if a slot has wrong content.
+    """
 
     def encoded(self, request: IterativeRequest) -> int:
         return _encoded(request)
@@ -32,7 +40,7 @@ class FakePictureExecutor(FakeIterativeExecutor):
 
 def _encoded(request: IterativeRequest) -> int:
     task = request.task
-    assert isinstance(task, ImageTask), f"{request.id} asks for no picture"
+    assert isinstance(task, ImageTask), f"{request.id} does not request an image"
     asked = msgspec.msgpack.encode((request.seed, request.step_count, request.is_guided, task))
     return zlib.crc32(asked)
 

@@ -1,4 +1,4 @@
-"""Weights of an engine that has none: a number in everything that is said with them."""
+"""Fake weights of an engine without weights: a number that changes every token."""
 
 from __future__ import annotations
 
@@ -14,9 +14,14 @@ __all__ = ["FakeWeightPlace"]
 
 
 class FakeWeightPlace:
-    """A WeightPlace of an engine without weights: each source has others, but for one that has "missing" in its name,
-    which is refused. executor: that says something else from then on. seconds: that writing takes. breaks: the next
-    one ends halfway."""
+    """A WeightPlace of an engine without weights. Each source has other weights. A source with "missing" in its name is
+    refused.
+
+    Attributes:
+        seconds: seconds that writing takes.
+        breaks: if True, the next replacement fails halfway.
+        groups: names of the joined groups.
+    """
 
     def __init__(self) -> None:
         self._number = 0
@@ -26,7 +31,11 @@ class FakeWeightPlace:
         self.groups: set[str] = set()
 
     def attach(self, executor: FakeExecutor) -> None:
-        """It computes with the weights that are here, which stay when it is made anew."""
+        """Make an executor compute with the current weights, which survive a restart of the engine.
+
+        Args:
+            executor: the executor of the new engine parts.
+        """
         self._executor = executor
         executor.use_weights(self._number)
 
@@ -36,11 +45,15 @@ class FakeWeightPlace:
             source = f"sent {source.names}"
         name = source.name if isinstance(source, SharedWeights) else source
         if "missing" in name:
-            raise InvalidRequest(f"cannot load {name}: a test wants it so", param="model_path")
+            raise InvalidRequest(f"cannot load {name}: names with 'missing' are refused", param="model_path")
         return _FakeReplacement(self, zlib.crc32(name.encode()))
 
     async def join_group(self, group: WeightGroup) -> None:
-        """Whoever asks finds all the others."""
+        """Join a group at once. All other members count as present.
+
+        Args:
+            group: the group.
+        """
         await trio.lowlevel.checkpoint()
         self.groups.add(group.group_name)
 
@@ -51,7 +64,7 @@ class FakeWeightPlace:
         self.groups.remove(name)
 
     def write(self, number: int) -> None:
-        assert self._executor is not None, "written before anything computes"
+        assert self._executor is not None, "weights were written before an executor was attached"
         self._number = number
         self._executor.use_weights(number)
 
@@ -65,10 +78,10 @@ class _FakeReplacement:
     async def replace(self) -> None:
         self.state = ReplacementState.BEGUN
         breaks, self._place.breaks = self._place.breaks, False
-        with trio.CancelScope(shield=True):  # as a thread that is not left before its end
+        with trio.CancelScope(shield=True):  # Like a thread, writing cannot be interrupted.
             await trio.sleep(self._place.seconds)
         if breaks:
-            raise ModelLoadError("a test broke the weights")
+            raise ModelLoadError("a test made this replacement fail")
         self._place.write(self._number)
         self.state = ReplacementState.WHOLE
         await trio.lowlevel.checkpoint_if_cancelled()

@@ -1,4 +1,4 @@
-"""What a flag of a measurement takes."""
+"""Types of command line flags."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ __all__ = ["at_least_one"]
 
 
 def at_least_one(text: str) -> int:
-    """For argparse, which turns ValueError and this into a sentence that names the flag."""
+    """Parse a positive integer. argparse turns errors into a sentence that names the flag.
+
+    Args:
+        text: value of the flag.
+    """
     value = int(text)
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{value}, it must be at least 1")
+        raise argparse.ArgumentTypeError(f"{value}, the minimum is 1")
     return value

@@ -1,7 +1,7 @@
-"""Cores whose steps a test gives out one by one: until it gives one, there is nothing to compute.
+"""Cores whose steps a test permits one by one. Without a permit, the core schedules nothing.
 
-They are gated where a step begins, at `schedule`, so that between two steps no plan is in flight and what an abort
-frees is back at once, as between two steps of a running engine.
+The gate is in `schedule`, where a step begins. So no plan is in flight between two steps, and an abort frees blocks at
+once, as between two steps of a running engine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ __all__ = ["GatedCore", "GatedImageCore", "GatedSteps"]
 
 
 class GatedSteps:
-    """is_paused: schedule gives no plan; `give_step` makes one exception."""
+    """Gate before each step of a core.
+
+    Args:
+        is_paused: if True, `schedule` returns no plan, except for one call after each `give_step`.
+    """
 
     def __init__(self, *, is_paused: bool) -> None:
         self.is_paused = is_paused
@@ -29,7 +33,7 @@ class GatedSteps:
         self._asked = trio.Event()
 
     def may_schedule(self) -> bool:
-        """The step loop asks for a plan."""
+        """Return True if the step loop may begin a step now."""
         self._asked.set()
         if self.is_paused and not self._has_step:
             return False
@@ -43,13 +47,16 @@ class GatedSteps:
         self._has_step = False
 
     async def asked_again(self) -> None:
-        """Wait until the step loop asks for a plan: the step in flight is over by then, and delivered."""
+        """Wait until the step loop asks for a plan.
+
+        By then the step in flight has ended and its results are delivered.
+        """
         self._asked = trio.Event()
         await self._asked.wait()
 
 
 class GatedCore(GatedSteps, EngineCore):
-    """Nothing is planned ahead while it is paused."""
+    """An EngineCore with a gate. While it is paused, it plans no step ahead."""
 
     def __init__(
         self,

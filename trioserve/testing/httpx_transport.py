@@ -1,4 +1,4 @@
-"""Lets a program that speaks through httpx, such as the official openai client, ask a server in memory."""
+"""A transport that connects httpx clients, such as the official openai client, to a server in memory."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ from trioserve.testing.memory_client import ConnectionLost, MemoryClient, Memory
 
 __all__ = ["MemoryTransport"]
 
-OF_THE_CONNECTION = ("host", "connection", "content-length", "transfer-encoding")  # MemoryClient writes its own
+# headers that MemoryClient writes by itself
+OF_THE_CONNECTION = ("host", "connection", "content-length", "transfer-encoding")
 
 
 class MemoryTransport(httpx.AsyncBaseTransport):
-    """httpx.AsyncClient(transport=MemoryTransport(server.client), base_url="http://memory").
+    """Transport for httpx.AsyncClient(transport=MemoryTransport(server.client), base_url="http://memory").
 
-    Each request has an HTTP/1.1 connection of its own; closing its response before the end closes that. Timeouts of
-    httpx are not looked at: take a cancel scope.
+    Each request has its own HTTP/1.1 connection. Closing a response before its end closes the connection. Timeouts of
+    httpx are ignored: use a cancel scope.
+
+    Args:
+        new_client: opens a connection, for example `server.client`.
     """
 
     def __init__(self, new_client: Callable[[], MemoryClient]) -> None:
@@ -40,7 +44,7 @@ class MemoryTransport(httpx.AsyncBaseTransport):
             return httpx.Response(
                 response.status or 0, headers=response.headers, stream=_Body(response, stack.pop_all()), request=request
             )
-        raise AssertionError("an exit stack hides no exception")
+        raise AssertionError("unreachable: the exit stack suppresses no exception")
 
 
 class _Body(httpx.AsyncByteStream):

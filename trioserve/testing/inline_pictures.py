@@ -1,5 +1,6 @@
-"""Images that are written and decoded in the event loop, when a test lets it: threads and processes take no virtual
-time, and end in any order."""
+"""Image encoding and decoding in the event loop. A test can hold it back. Real threads and processes would take no
+virtual time and would end in random order.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,12 @@ T = TypeVar("T")
 
 
 class JobGate:
-    """held_count: jobs that wait inside of `held`. run_count: jobs that were done."""
+    """Gate that each job passes before it runs. A test can close it.
+
+    Attributes:
+        run_count: jobs that have passed the gate.
+        held_count: jobs that wait at the gate.
+    """
 
     def __init__(self) -> None:
         self.run_count = 0
@@ -31,7 +37,7 @@ class JobGate:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Inside, no job begins: whoever asks for one waits until the end, or leaves."""
+        """Close the gate inside of the context. Jobs wait until the context ends, or until they are cancelled."""
         self._opened = trio.Event()
         try:
             yield
@@ -40,7 +46,7 @@ class JobGate:
             self._opened = None
 
     async def enter(self) -> None:
-        """After every other task has had its turn."""
+        """Give every other task a turn, then wait until the gate is open."""
         self.held_count += 1
         try:
             await trio.lowlevel.checkpoint()
@@ -52,7 +58,7 @@ class JobGate:
 
 
 class InlinePictures(PictureThreads):
-    """Writes images in the event loop."""
+    """Encodes images in the event loop."""
 
     def __init__(self) -> None:
         super().__init__()

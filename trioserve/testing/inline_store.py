@@ -1,5 +1,6 @@
-"""A store without a thread: its calls are made where they are asked for, so that a test's clock does not run on while
-one is under way. Its disk can be made full."""
+"""A store without a thread. Calls run in the event loop, so that a test's clock cannot advance during a call. A test
+can make its disk full.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ T = TypeVar("T")
 
 class _InlineRunner:
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
-        # As with a thread, others have their turn before and after it; and it is waited for also when cancelled.
+        # As with a thread: other tasks have a turn before and after the call, and cancellation does not interrupt the
+        # call.
         await trio.lowlevel.cancel_shielded_checkpoint()
         result = function(*arguments)
         await trio.lowlevel.cancel_shielded_checkpoint()
@@ -33,16 +35,25 @@ class _InlineRunner:
 
 
 class InlineStore(Store):
-    """Made by open_inline_store."""
+    """A store in the event loop. `open_inline_store` makes it."""
 
     def set_disk_full(self, is_full: bool) -> None:
-        """SQLite itself refuses further pages from now on, with SQLITE_FULL, or takes them again."""
+        """Make SQLite refuse new pages with SQLITE_FULL, or accept them again.
+
+        Args:
+            is_full: True: the disk is full from now on.
+        """
         self._database.set_pages_max(1 if is_full else None)
 
 
 @contextmanager
 def open_inline_store(directory: Path | None = None, settings: StoreSettings | None = None) -> Iterator[InlineStore]:
-    """In memory, or in a directory that is there. Its time is that of Trio's clock."""
+    """Open a store whose time is the clock of the Trio program.
+
+    Args:
+        directory: existing folder for the database file. None: the database is in memory.
+        settings: limits of the store.
+    """
     path = None if directory is None else directory / FILE_NAME
     database = StoreDatabase(path, settings or StoreSettings(), now=trio.current_time())
     try:

@@ -1,4 +1,4 @@
-"""Texts and images that are worked on in the event loop: real threads take no virtual time, and end in any order."""
+"""Text and image work in the event loop. Real threads would take no virtual time and would end in random order."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ T = TypeVar("T")
 
 
 class InlineTexts(TextThreads):
-    """As TextThreads, but everything is done where it is asked for, when others have had a turn. It has no threads that
-    run beside the event loop, so that a clock that jumps never runs on while something is worked on."""
+    """TextThreads without threads: each job runs in the event loop, after the other tasks have had a turn.
+
+    No thread runs beside the event loop, so a clock that jumps cannot advance while a job runs.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,12 +41,18 @@ class InlineTexts(TextThreads):
         await trio.lowlevel.cancel_shielded_checkpoint()
 
     async def run(self, function: Callable[[], T], *, size: int, tenant: str | None = None) -> T:
-        """Call it here. Neither the size nor the tenant matters."""
+        """Run a job in the event loop.
+
+        Args:
+            function: the job.
+            size: ignored.
+            tenant: ignored.
+        """
         return await self.run_cancellable(function)
 
     async def run_cancellable(self, function: Callable[..., T], *arguments: Any) -> T:
         if self._is_left:
-            raise AlreadyEnded("nothing is worked on any more: the scope of its engine was left")
+            raise AlreadyEnded("this job cannot run: its engine is closed")
         await trio.lowlevel.checkpoint()
         return function(*arguments)
 
@@ -56,7 +64,7 @@ class InlineTexts(TextThreads):
 
 
 def _in_deep_stack(function: Callable[..., T], *arguments: Any) -> T:
-    """In a thread that has one, while the event loop stands still."""
+    """Call a function in a thread with a large stack. The event loop waits for it."""
     usual_bytes = threading.stack_size(COMPILE_STACK_BYTES)
     try:
         with ThreadPoolExecutor(1, "form") as thread:

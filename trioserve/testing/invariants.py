@@ -1,4 +1,4 @@
-"""What has to hold after every event, whatever happened. Reads the core and changes nothing."""
+"""Invariants of an EngineCore. They must hold after every event. The checks read the core and change nothing."""
 
 from __future__ import annotations
 
@@ -18,9 +18,15 @@ __all__ = ["check_core", "check_idle"]
 
 
 def check_core(core: EngineCore) -> None:
-    """Assert every invariant of block ownership, states, order and counts. O(blocks + known tokens).
+    """Assert every invariant of block ownership, states, order and counts.
 
-    Legal at any moment: between steps, and while a plan is in flight.
+    May be called at any time: between steps, and while a plan is in flight.
+
+    Args:
+        core: the core to check.
+
+    Cost:
+        O(blocks + known tokens).
     """
     core.pool.check()
     core.cache.check()
@@ -61,15 +67,19 @@ def check_core(core: EngineCore) -> None:
 
 
 def check_idle(core: EngineCore) -> None:
-    """Assert that nothing is left: no request, no block in use or held, no deadline."""
+    """Assert that the core has no request, no block in use or held, and no deadline.
+
+    Args:
+        core: the core to check.
+    """
     check_core(core)
     stats = core.stats()
     assert not list(core.live_requests())
     assert stats.running_count == stats.waiting_count == stats.blocks_used == stats.blocks_held == 0, stats
-    assert not core.flights.ended, "nothing lives, but something has blocks"
-    assert stats.states_used == 0, "nothing lives, but something has a state"
-    assert core.next_deadline() is None, "nothing lives, but something is waited for"
-    assert core.schedule(0.0) is None, "nothing lives, but there is something to compute"
+    assert not core.flights.ended, "no request is left, but an ended request has blocks"
+    assert stats.states_used == 0, "no request is left, but a state is in use"
+    assert core.next_deadline() is None, "no request is left, but there is a deadline"
+    assert core.schedule(0.0) is None, "no request is left, but the core schedules a step"
 
 
 def _blocks_for(core: EngineCore, token_count: int) -> int:
@@ -77,13 +87,13 @@ def _blocks_for(core: EngineCore, token_count: int) -> int:
 
 
 def _read_from(core: EngineCore, position: int) -> int:
-    """The place in a table of the first block that the token at this position sees."""
+    """Return the index in a block table of the first block that the token at a position attends to."""
     window = core.settings.window_tokens
     return 0 if window is None else max(0, position - window + 1) // core.settings.block_size
 
 
 def _held_max(core: EngineCore, token_count: int, step_count: int = 1) -> int:
-    """Blocks that a window reaches while so many steps of tokens are computed behind it."""
+    """Return the number of blocks that a sliding window needs while a number of further steps are computed."""
     settings = core.settings
     if settings.window_tokens is None:
         return _blocks_for(core, token_count)
@@ -92,40 +102,47 @@ def _held_max(core: EngineCore, token_count: int, step_count: int = 1) -> int:
 
 
 def _check_table(core: EngineCore, live: LiveRequest) -> None:
-    """What the window has left behind is given back at once, and nothing else."""
-    name, gone = live.request.id, live.absent_block_count
-    assert list(live.blocks[:gone]) == [NO_BLOCK] * gone, f"{name}: a block in a place that was given back"
+    """Check that blocks before the sliding window are freed at once, and that no other blocks are freed."""
+    name, freed_count = live.request.id, live.absent_block_count
+    assert list(live.blocks[:freed_count]) == [NO_BLOCK] * freed_count, (
+        f"{name}: the table has a block where it was freed"
+    )
     assert all(0 <= block < core.pool.block_count for block in live.own_blocks), f"{name}: no such block"
     if not live.blocks:
-        assert not gone, f"{name} has no blocks, and has given {gone} back"
+        assert not freed_count, f"{name} has no blocks, but counts {freed_count} as freed"
         return
     first = _read_from(core, live.computed_count)
-    if live.status is RequestStatus.WAITING_FOR_REMOTE_KV:  # it has none for what is behind the window after the load
-        assert first <= gone <= _read_from(core, len(live.tokens) - 1), f"{name} loads without its first {gone} blocks"
+    # A request that loads KV has no blocks before the window at the end of the load.
+    if live.status is RequestStatus.WAITING_FOR_REMOTE_KV:
+        assert first <= freed_count <= _read_from(core, len(live.tokens) - 1), (
+            f"{name} loads KV without its first {freed_count} blocks"
+        )
         return
-    # One token further back is kept: another engine may have to compute the last one again.
+    # The window of the previous token is kept too: another engine may have to compute the last token again.
     kept = _read_from(core, live.computed_count - 1)
-    assert gone <= first, f"{name}: {gone} blocks are given back, and the window reaches block {first}"
-    assert gone >= kept, f"{name}: {gone} blocks are given back, and the window has left {kept} behind"
+    assert freed_count <= first, f"{name}: {freed_count} blocks are freed, but the window begins at block {first}"
+    assert freed_count >= kept, f"{name}: {freed_count} blocks are freed, but {kept} are before the window"
     steps = 2 if core.settings.overlap_steps else 1
     rows_max = len(live.tokens) + steps + core.settings.draft_tokens_max
     held_max = _held_max(core, rows_max, steps)
-    assert live.own_block_count <= held_max, f"{name}: {live.own_block_count} blocks, at most {held_max} are of use"
+    assert live.own_block_count <= held_max, f"{name}: {live.own_block_count} blocks, but at most {held_max} are needed"
 
 
 def _check_progress(core: EngineCore, live: LiveRequest) -> None:
     request = live.request
-    assert live.status is not RequestStatus.FINISHED, f"{request.id} has finished and is still there"
+    assert live.status is not RequestStatus.FINISHED, f"{request.id} has finished but is still listed"
     known = request.known_token_ids
-    assert tuple(live.tokens[: len(known)]) == known, f"{request.id}: what was known has changed"
-    tokens_max = 1 if request.pooling is not None else request.output_tokens_max  # a vector stands for one
-    assert 0 <= live.output_count < tokens_max, f"{request.id}: {live.output_count} tokens, and no end"
+    assert tuple(live.tokens[: len(known)]) == known, f"{request.id}: its known tokens have changed"
+    tokens_max = 1 if request.pooling is not None else request.output_tokens_max  # A vector counts as one token.
+    assert 0 <= live.output_count < tokens_max, f"{request.id}: {live.output_count} tokens, but it has not finished"
     assert len(live.tokens) <= core.settings.context_tokens_max
-    # The token of a marked request is not taken, though a step behind computes one that comes after it.
-    is_read_on = live.abort_reason is not None and core.settings.overlap_steps
-    assert live.due_count >= (0 if is_read_on else 1), f"{request.id} has nothing to compute"
+    # A request that is marked for abort ignores its token, though a later step may compute the next one.
+    is_ignored = live.abort_reason is not None and core.settings.overlap_steps
+    assert live.due_count >= (0 if is_ignored else 1), f"{request.id} has nothing to compute"
     assert 0 <= live.steps_in_flight <= len(core.flights), f"{request.id} is in {live.steps_in_flight} steps"
-    assert live.abort_reason is None or live.steps_in_flight, f"{request.id} is marked, and no step will end it"
+    assert live.abort_reason is None or live.steps_in_flight, (
+        f"{request.id} is marked for abort, but no step in flight will end it"
+    )
     assert (live.cached_token_count is None) <= (len(live.tokens) == len(known))
     if request.sampling.prompt_logprobs is not None and len(live.tokens) > len(known):
         assert live.prompt_logprobs_count == live.prompt_count, f"{request.id}: prompt logprobs are missing"
@@ -133,14 +150,15 @@ def _check_progress(core: EngineCore, live: LiveRequest) -> None:
 
 def _check_running(core: EngineCore, live: LiveRequest) -> None:
     name, held_count = live.request.id, len(live.blocks)
-    assert len(set(live.own_blocks)) == live.own_block_count, f"{name}: a block twice"
+    assert len(set(live.own_blocks)) == live.own_block_count, f"{name}: its table has a block twice"
     if live.reserved_blocks and core.settings.window_tokens is None:
         assert held_count + len(live.reserved_blocks) == _blocks_for(core, len(live.tokens)), name
     assert held_count + len(live.reserved_blocks) <= _blocks_for(
         core, len(live.tokens) + 2 + core.settings.draft_tokens_max
     ), name
     if live.steps_in_flight:
-        # The second step computes a token that is not known yet; that of a marked request never will be.
+        # The second step computes a token that is not known yet. If the request is marked for abort, it never will be
+        # known.
         is_marked = core.settings.overlap_steps and live.abort_reason is not None
         rows_max = len(live.tokens) + (1 if is_marked else live.steps_in_flight - 1)
         rows_max += core.settings.draft_tokens_max if live.drafter is not None else 0
@@ -149,50 +167,54 @@ def _check_running(core: EngineCore, live: LiveRequest) -> None:
     assert held_count == _blocks_for(core, live.computed_count), f"{name}: {held_count} blocks"
     is_published = core.settings.enable_prefix_caching and not live.chain.is_private
     published_count = live.computed_count // core.settings.block_size if is_published else 0
-    assert live.chain.block_count == published_count, f"{name}: computed blocks that nobody can find"
+    assert live.chain.block_count == published_count, f"{name}: the prefix cache lists not all of its computed blocks"
 
 
 def _check_loading(core: EngineCore, live: LiveRequest) -> None:
     name = live.request.id
-    assert not live.steps_in_flight, f"{name} waits for KV and computes"
-    assert live.computed_count == live.chain.block_count * core.settings.block_size, f"{name}: hits are whole blocks"
-    assert not live.reserved_blocks, f"{name} has not split its blocks before it knows how much comes"
-    _check_room(core, live)
+    assert not live.steps_in_flight, f"{name} waits for KV, but a step computes it"
+    assert live.computed_count == live.chain.block_count * core.settings.block_size, (
+        f"{name}: its computed tokens are not whole cached blocks"
+    )
+    assert not live.reserved_blocks, f"{name} reserves blocks before the load has ended"
+    _check_reserved(core, live)
     for block in live.blocks[max(live.absent_block_count, live.chain.block_count) :]:
-        assert core.pool.user_count(block) == 1, f"{name}: block {block} is used by another and written to"
-        assert core.pool.hold_count(block) == 0, f"{name}: block {block} is held and written to"
+        assert core.pool.user_count(block) == 1, f"{name}: block {block} is written to, but another request uses it"
+        assert core.pool.hold_count(block) == 0, f"{name}: block {block} is written to, but it is held"
 
 
 def _check_ready(core: EngineCore, live: LiveRequest) -> None:
     name = live.request.id
-    assert not live.steps_in_flight, f"{name} waits to run and computes"
-    assert live.load_was_tried, f"{name} waits and holds blocks"
+    assert not live.steps_in_flight, f"{name} waits to run, but a step computes it"
+    assert live.load_was_tried, f"{name} waits and has blocks, but no load was tried"
     assert live.computed_count >= live.chain.block_count * core.settings.block_size, name
     assert len(live.blocks) == _blocks_for(core, live.computed_count), f"{name}: {len(live.blocks)} blocks"
-    _check_room(core, live)
+    _check_reserved(core, live)
 
 
-def _check_room(core: EngineCore, live: LiveRequest) -> None:
-    """It has all that it needs to run at some time, whatever others take."""
+def _check_reserved(core: EngineCore, live: LiveRequest) -> None:
+    """Check that a request has all blocks that it needs to run later, whatever other requests allocate."""
     table_count = len(live.blocks) + len(live.reserved_blocks)
     expected = min(_blocks_for(core, len(live.tokens)), live.absent_block_count + _held_max(core, len(live.tokens)))
-    assert table_count == expected, f"{live.request.id}: places for {table_count} blocks, expected are {expected}"
+    assert table_count == expected, f"{live.request.id}: has or reserves {table_count} blocks, expected are {expected}"
 
 
 def _check_waiting(live: LiveRequest) -> None:
     name = live.request.id
-    assert not live.reserved_blocks, f"{name} waits and holds blocks"
-    assert live.computed_count == 0, f"{name} waits and counts computed tokens"
-    assert live.chain.block_count == 0, f"{name} waits and has a place in the prefix cache"
-    assert not live.steps_in_flight, f"{name} waits and computes"
+    assert not live.reserved_blocks, f"{name} waits, but has reserved blocks"
+    assert live.computed_count == 0, f"{name} waits, but counts computed tokens"
+    assert live.chain.block_count == 0, f"{name} waits, but uses blocks of the prefix cache"
+    assert not live.steps_in_flight, f"{name} waits, but a step computes it"
 
 
 def _check_ended(core: EngineCore, live: LiveRequest) -> None:
     name = live.request.id
-    assert live.status is RequestStatus.ENDED, f"{name} has ended, and is {live.status.value}"
-    assert live.steps_in_flight == 1, f"{name} has ended, and {live.steps_in_flight} steps read its blocks"
-    assert name not in core.scheduler.running, f"{name} has ended, and runs"
-    assert live.blocks, f"{name} has ended, and a step reads blocks that it has no more"
+    assert live.status is RequestStatus.ENDED, f"{name} has ended, but its status is {live.status.value}"
+    assert live.steps_in_flight == 1, (
+        f"{name} has ended, and {live.steps_in_flight} steps read its blocks, expected is one"
+    )
+    assert name not in core.scheduler.running, f"{name} has ended, but is listed as running"
+    assert live.blocks, f"{name} has ended, but a step reads blocks that were freed"
 
 
 def _check_claims(core: EngineCore, owners: list[LiveRequest]) -> None:
@@ -209,7 +231,7 @@ def _check_claims(core: EngineCore, owners: list[LiveRequest]) -> None:
 
 
 def _check_states(core: EngineCore, owners: list[LiveRequest]) -> None:
-    """Every slot has the users that the requests say, and every snapshot belongs to something that can be found."""
+    """Check the number of users of every state slot, and that every cached snapshot belongs to a cached block."""
     states = core.scheduler.states
     if states is None:
         return
@@ -221,8 +243,10 @@ def _check_states(core: EngineCore, owners: list[LiveRequest]) -> None:
         own[state.slot] += 1
         written = [slot for _end, slot in state.being_written]
         snapshots.update(written if state.source is None else [*written, state.source])
-        assert live.steps_in_flight or not written, f"{live.request.id} has a snapshot written, and no step writes it"
-        assert live.steps_in_flight or state.source is None, f"{live.request.id} goes on holding what it has read"
+        assert live.steps_in_flight or not written, f"{live.request.id} waits for a snapshot, but no step writes it"
+        assert live.steps_in_flight or state.source is None, (
+            f"{live.request.id} still holds a snapshot that it has read"
+        )
     for pool, users in ((states.own, own), (states.snapshots, snapshots)):
         for index in range(pool.block_count):
             slot = BlockIndex(index)
@@ -237,28 +261,40 @@ def _holds(core: EngineCore) -> list[Hold]:
 
 
 def _check_holds(core: EngineCore) -> None:
-    """Every hold ends some time; what is read is not written; what may still be written is nobody else's."""
+    """Check the held blocks.
+
+    Every hold has a deadline. A block that is read is not written, and a block that may still be written has no other
+    user.
+    """
     holds = _holds(core)
     live_ids = {live.request.id for live in core.live_requests()}
     deadlines = [hold.deadline for hold in holds]
     assert deadlines == sorted(deadlines), "the first hold is not the first to expire"
     for hold in holds:
         name = f"{hold.request_id} ({hold.kind.value})"
-        assert math.isfinite(hold.deadline), f"{name} is held for ever"
-        assert len(set(hold.blocks)) == len(hold.blocks), f"{name}: a block twice"
+        assert math.isfinite(hold.deadline), f"{name} has no deadline"
+        assert len(set(hold.blocks)) == len(hold.blocks), f"{name}: the hold has a block twice"
         if hold.kind is HoldKind.SEND:
-            assert hold.request_id not in live_ids, f"{name} lives, and its blocks are held as if it had finished"
+            assert hold.request_id not in live_ids, f"{name} has not finished, but its blocks are held for sending"
             continue
-        assert not hold.is_aborted, f"{name} is no finished request that could be aborted"
+        assert not hold.is_aborted, f"{name} is a load, but is marked as aborted after its end"
         for block in hold.blocks:
-            assert core.pool.user_count(block) == 0, f"{name}: block {block} may still be written, and is used"
-            assert core.pool.hold_count(block) == 1, f"{name}: block {block} may still be written, and is read"
+            assert core.pool.user_count(block) == 0, (
+                f"{name}: block {block} may still be written, but a request uses it"
+            )
+            assert core.pool.hold_count(block) == 1, (
+                f"{name}: block {block} may still be written, but another hold has it"
+            )
     deadline = core.next_deadline()
-    assert not holds or (deadline is not None and deadline <= deadlines[0]), "a deadline would be slept through"
+    assert not holds or (deadline is not None and deadline <= deadlines[0]), (
+        "the next deadline is later than the first hold's deadline"
+    )
 
 
 def _check_sharing(core: EngineCore, owners: list[LiveRequest]) -> None:
-    """Two requests share a block only at the same place, after equal prefixes, under equal salts, all computed."""
+    """Check that two requests share a block only at the same index, after equal prefixes, with equal salts, fully
+    computed.
+    """
     block_size = core.settings.block_size
     first_users: dict[BlockIndex, tuple[LiveRequest, int]] = {}
     for live in owners:
@@ -270,10 +306,10 @@ def _check_sharing(core: EngineCore, owners: list[LiveRequest]) -> None:
             end = (index + 1) * block_size
             assert first_index == index, f"{names} at different places"
             is_alike = first.request.cache_salt == live.request.cache_salt
-            was_alike = first.chain.is_private or live.chain.is_private  # before the weights were replaced
+            was_alike = first.chain.is_private or live.chain.is_private  # from before the weights were replaced
             assert is_alike or was_alike, f"{names} across salts"
             assert first.tokens[:end] == live.tokens[:end], f"{names} after different prefixes"
-            material = [rows_material(one.request.given, 0, end) for one in (first, live)]
+            material = [rows_material(sharer.request.given, 0, end) for sharer in (first, live)]
             assert material[0] == material[1], f"{names} after different images"
             assert end <= min(first.computed_count, live.computed_count), f"{names}, but it is still being written"
 
@@ -283,25 +319,29 @@ def _check_order(
 ) -> None:
     _check_line(core.scheduler.waiting, waiting)
     if core.transfers is None:
-        assert not loading, "somebody waits for KV, and nobody brings it"
-        assert not ready, "KV has come, and nobody brings it"
+        assert not loading, "a request waits for KV, but there is no connector"
+        assert not ready, "a request has loaded KV, but there is no connector"
         return
     loads = core.transfers.loads
     _check_line(loads.ready, ready)
-    assert loads.pending_count == len(loading), "the loads and the states differ"
+    assert loads.pending_count == len(loading), "the number of loads differs from the requests that wait for KV"
     overdue = loads.overdue(math.inf)
-    assert {live.request.id for live in overdue} == {live.request.id for live in loading}, "the loads and states differ"
+    assert {live.request.id for live in overdue} == {live.request.id for live in loading}, (
+        "the loads differ from the requests that wait for KV"
+    )
     deadline, load_deadline = core.next_deadline(), loads.next_deadline()
-    assert (load_deadline is None) == (not loading), "somebody waits for KV without end"
+    assert (load_deadline is None) == (not loading), "a request waits for KV without a deadline"
     assert load_deadline is None or (deadline is not None and deadline <= load_deadline)
 
 
 def _check_line(line: WaitingQueue[LiveRequest], expected: list[LiveRequest]) -> None:
     lives = list(line)
     orders = [live.order for live in lives]
-    assert orders == sorted(orders), f"a line is out of order: {[live.request.id for live in lives]}"
+    assert orders == sorted(orders), f"a queue is out of order: {[live.request.id for live in lives]}"
     assert len(line) == len(lives)
-    assert {live.request.id for live in lives} == {live.request.id for live in expected}, "a line and the states differ"
+    assert {live.request.id for live in lives} == {live.request.id for live in expected}, (
+        "a queue differs from the states of its requests"
+    )
 
 
 def _check_stats(core: EngineCore, running: list[LiveRequest], owners: list[LiveRequest]) -> None:

@@ -1,7 +1,7 @@
-"""A client joined to a server in memory, over HTTP/1.1 or HTTP/2, that can leave in every way there is.
+"""A client of a server in memory, over HTTP/1.1 or HTTP/2. It can leave in every way in which real clients leave.
 
-It has no task of its own: whoever waits for a response reads the connection. So a client that does not read is simply
-one whose answers nobody waits for.
+The client has no task: a caller that waits for a response reads from the connection. So while no caller waits, nothing
+is read.
 """
 
 from __future__ import annotations
@@ -33,14 +33,24 @@ DONE = b"[DONE]"  # ends a stream of events in OpenAI's API
 
 
 class ConnectionLost(TrioserveError):
-    """The server closed the connection, or reset the stream, before the response was complete."""
+    """The server closed the connection or reset the stream before the response was complete."""
 
 
 class MemoryResponse:
-    """What has come of one response. status and headers are there after `await head()`.
+    """The part of a response that has arrived.
 
-    body: the bytes so far. is_complete: that was all. Iterating gives the events of a stream, decoded, without the last
-    one, [DONE]; every read raises ConnectionLost if the response breaks off.
+    Iterating yields the decoded events of a stream, without [DONE]. Each read raises ConnectionLost if the response
+    breaks off.
+
+    Args:
+        read_more: reads from the connection once.
+
+    Attributes:
+        status: HTTP status. None before the head has arrived; see `head`.
+        headers: response headers, with names in lower case.
+        body: the bytes that have arrived.
+        is_complete: True after the whole body has arrived.
+        lost: why the rest of the response will not arrive. None: it may arrive.
     """
 
     def __init__(self, read_more: Callable[[], Awaitable[None]]) -> None:
@@ -48,33 +58,33 @@ class MemoryResponse:
         self.headers: dict[str, str] = {}
         self.body = b""
         self.is_complete = False
-        self.lost: str | None = None  # why there will be no more
+        self.lost: str | None = None
         self._read_more = read_more
-        self._told_bytes = 0  # of the body, given out as events or pieces
+        self._read_bytes = 0  # bytes of the body that were returned as events or pieces
 
     async def head(self) -> int:
-        """Wait for the status, and return it."""
+        """Wait for the head and return the status."""
         await self._until(lambda: self.status is not None)
         assert self.status is not None
         return self.status
 
     async def read(self) -> bytes:
-        """The whole body."""
+        """Wait for the whole body and return it."""
         await self._until(lambda: self.is_complete)
         return self.body
 
     async def json(self) -> Any:
-        """The whole body, decoded."""
+        """Wait for the whole body and return it decoded."""
         return msgspec.json.decode(await self.read())
 
     async def pieces(self) -> AsyncGenerator[bytes]:
-        """The body as it comes."""
+        """Yield pieces of the body as they arrive."""
         while True:
-            await self._until(lambda: self.is_complete or len(self.body) > self._told_bytes)
-            piece = self.body[self._told_bytes :]
+            await self._until(lambda: self.is_complete or len(self.body) > self._read_bytes)
+            piece = self.body[self._read_bytes :]
             if not piece:
                 return
-            self._told_bytes += len(piece)
+            self._read_bytes += len(piece)
             yield piece
 
     def __aiter__(self) -> MemoryResponse:
@@ -82,15 +92,15 @@ class MemoryResponse:
 
     async def __anext__(self) -> Any:
         while True:
-            await self._until(lambda: self.is_complete or b"\n\n" in self.body[self._told_bytes :])
-            block, end, _rest = self.body[self._told_bytes :].partition(b"\n\n")
+            await self._until(lambda: self.is_complete or b"\n\n" in self.body[self._read_bytes :])
+            block, end, _rest = self.body[self._read_bytes :].partition(b"\n\n")
             if not end:
                 raise StopAsyncIteration
-            self._told_bytes += len(block) + len(end)
+            self._read_bytes += len(block) + len(end)
             value = b"\n".join(
                 line.removeprefix(b"data: ") for line in block.split(b"\n") if line.startswith(b"data: ")
             )
-            if value not in (b"", DONE):  # a comment keeps the connection open and says nothing
+            if value not in (b"", DONE):  # A comment has no data. It only keeps the connection open.
                 return msgspec.json.decode(value)
 
     async def _until(self, condition: Callable[[], bool]) -> None:
@@ -102,7 +112,7 @@ class MemoryResponse:
 
 
 class _Listener:
-    """Writes down what the protocol tells of one response."""
+    """Copies what the protocol reports of a response into a MemoryResponse."""
 
     def __init__(self, response: MemoryResponse) -> None:
         self._response = response
@@ -122,13 +132,16 @@ class _Listener:
 
 
 class MemoryClient:
-    """One connection. HTTP/1.1 (http=1) has one request at a time on it, HTTP/2 (http=2) as many as the server takes.
+    """A client with one connection.
 
-    stream: the client's end, for a test that wants to send bytes of its own. headers: sent with every request.
+    Args:
+        stream: the client's end of the connection. A test may send bytes of its own through it.
+        http: 1 for HTTP/1.1 with one request at a time, 2 for HTTP/2 with as many requests as the server allows.
+        headers: headers of every request.
     """
 
     def __init__(self, stream: MemoryEnd, *, http: int, headers: dict[str, str] | None = None) -> None:
-        assert http in (1, 2), f"http is {http}, it may be 1 or 2"
+        assert http in (1, 2), f"http is {http}, allowed are 1 and 2"
         self.stream = stream
         self._headers = list((headers or {}).items())
         self._protocol: Http1ClientProtocol | Http2ClientProtocol
@@ -151,11 +164,17 @@ class MemoryClient:
         headers: dict[str, str] | None = None,
         withheld_bytes: int = 0,
     ) -> AsyncIterator[MemoryResponse]:
-        """Send a request and get its response, of which nothing need have come yet. Leaving before it is complete
-        leaves as clients do: over HTTP/2 by a reset of the stream, over HTTP/1.1 by closing the connection.
+        """Send a request. Yield its response, of which no part need have arrived.
 
-        body: bytes, or a value that becomes JSON. method: POST with a body, GET without. withheld_bytes: so many bytes
-        at the end of the body are announced and never sent.
+        If the context ends before the response is complete, the client leaves: over HTTP/2 it resets the stream, over
+        HTTP/1.1 it closes the connection.
+
+        Args:
+            path: path and query.
+            body: bytes, or a value that is sent as JSON. None: no body.
+            method: HTTP method. Default: POST with a body, GET without one.
+            headers: additional headers.
+            withheld_bytes: number of bytes at the end of the body that are announced but never sent.
         """
         data = b"" if body is None else body if isinstance(body, bytes) else msgspec.json.encode(body)
         fields = [*self._headers, *(headers or {}).items()]
@@ -164,7 +183,7 @@ class MemoryClient:
             if not any(name.lower() == "content-type" for name, _value in fields):
                 fields.append(("content-type", "application/json"))
         assert not isinstance(self._protocol, Http1ClientProtocol) or not self._protocol.waiting_count, (
-            "one request at a time over HTTP/1.1: take http=2, or another client"
+            "HTTP/1.1 allows one request at a time: use http=2, or another client"
         )
         response = MemoryResponse(self._receive)
         method = method or ("POST" if data else "GET")
@@ -179,7 +198,13 @@ class MemoryClient:
                 self._leave(number)
 
     async def post(self, path: str, body: object, *, headers: dict[str, str] | None = None) -> MemoryResponse:
-        """The whole response to a request."""
+        """Send a request with a body, and return the whole response.
+
+        Args:
+            path: path and query.
+            body: bytes, or a value that is sent as JSON.
+            headers: additional headers.
+        """
         async with self.ask(path, body, headers=headers) as response:
             await response.read()
         return response
@@ -190,30 +215,30 @@ class MemoryClient:
         return response
 
     def close(self) -> None:
-        """Close the connection, as a client does that is gone: both directions, at once, whatever is under way."""
+        """Close both directions of the connection at once, as the end of the client's process would."""
         self.stream.close()
         self._lose("this client has closed the connection")
 
     def abort(self) -> None:
-        """The same by a reset of the connection: the server loses what is on its way to it."""
+        """Reset the connection: the server also loses the bytes that are on their way to it."""
         self.stream.abort()
         self._lose("this client has reset the connection")
 
     async def half_close(self) -> None:
-        """Say that nothing more will be sent. Reading goes on."""
+        """Announce that no more bytes will be sent. The client still reads."""
         await self.stream.send_eof()
 
-    # --- inside ---
+    # --- helpers ---
 
     async def _send_body(self, number: int, data: bytes, *, is_whole: bool) -> None:
         if data:
             self._protocol.send_body(number, data, is_last=is_whole)
         await self._flush()
         while self._protocol.unsent_bytes(number) and self._responses[number].lost is None:
-            await self._receive()  # there may be room for more then
+            await self._receive()  # The server may have granted more window by then.
 
     async def _flush(self) -> None:
-        # If the other end is gone, what it answered before can still be read.
+        # If the server has closed the connection, its earlier responses can still be read.
         with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
             async with self._sending:
                 unsent = self._protocol.take_unsent()
@@ -223,12 +248,14 @@ class MemoryClient:
     def _leave(self, number: int) -> None:
         if self._protocol.reset(number):
             with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
-                self.stream.send_nowait(self._protocol.take_unsent())  # leaving waits for nothing
+                self.stream.send_nowait(self._protocol.take_unsent())  # Leaving must not wait.
         else:
             self.close()
 
     async def _receive(self) -> None:
-        """Take in what comes next; or wait until another reader has done so, who may have read what this one wants."""
+        """Read from the connection once, or wait until another reader has done so. That reader may have read bytes of
+        this response.
+        """
         if self._is_reading:
             await self._has_read.park()
             return

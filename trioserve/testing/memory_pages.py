@@ -1,4 +1,4 @@
-"""A KV cache that is nothing but bytes, for tests of whoever carries blocks (contracts.kv_transfer.KVPages)."""
+"""A KV cache that is only bytes in memory, for tests of connectors (contracts.kv_transfer.KVPages)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ SMALL_LAYOUT = KVLayout(model="small", layer_count=2, block_size=4, kv_head_coun
 
 
 class MemoryPages:
-    """has_views: whether blocks can be reached where they lie; without, it behaves like a device's memory."""
+    """KVPages in memory.
+
+    Args:
+        block_count: number of blocks.
+        layout: layout of the blocks.
+        has_views: if True, blocks can be addressed in place. If False, reads copy them, as from a device.
+    """
 
     def __init__(self, block_count: int, layout: KVLayout = SMALL_LAYOUT, *, has_views: bool = True) -> None:
         self.layout = layout
@@ -34,8 +40,14 @@ class MemoryPages:
         self._block(layer, block)[start : start + len(content)] = content
 
     def fill(self, blocks: Iterable[int], seed: int) -> None:
-        """Write numbers that follow from the seed and the place alone: ordinary float32 numbers between -1 and 1 where
-        the layout has float32, and bytes otherwise."""
+        """Write content that depends only on the seed, the layer and the block.
+
+        With dtype float32 the content is numbers from -1 to 1, otherwise random bytes.
+
+        Args:
+            blocks: indexes of the blocks.
+            seed: seed of the content.
+        """
         for block in blocks:
             for layer in range(self.layout.layer_count):
                 source = random.Random(f"{seed}/{layer}/{block}")
@@ -48,7 +60,11 @@ class MemoryPages:
                     here[:] = source.randbytes(len(here))
 
     def content(self, block: int) -> bytes:
-        """All layers of a block, one behind the other."""
+        """Return the bytes of a block, one layer after the other.
+
+        Args:
+            block: index of the block.
+        """
         return b"".join(bytes(self._block(layer, BlockIndex(block))) for layer in range(self.layout.layer_count))
 
     def _block(self, layer: int, block: BlockIndex) -> memoryview:

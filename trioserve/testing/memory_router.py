@@ -1,4 +1,4 @@
-"""A router and its front end in memory, before servers that are in memory too, or before any stream."""
+"""A router and its front end in memory, in front of servers in memory or of any streams."""
 
 from __future__ import annotations
 
@@ -43,11 +43,19 @@ __all__ = ["MemoryRouter", "open_memory_router"]
 Connect = Callable[[], Awaitable[trio.abc.Stream]]
 SELDOM_SECONDS = 3600.0
 SEED = 1590
-"""With it, the policies find endpoints named a to f in that order, where all are equal."""
+"""With this seed, the policies try equal endpoints named a to f in that order."""
 
 
 class MemoryRouter:
-    """Made by open_memory_router. dispatch, fleet, server, metrics: its parts, to look at."""
+    """A router in memory. `open_memory_router` makes it.
+
+    Attributes:
+        dispatch: the queue and the leases.
+        fleet: the endpoints.
+        server: the front end.
+        metrics: the metrics.
+        peer_watch: the other routers, or None.
+    """
 
     def __init__(
         self,
@@ -66,7 +74,12 @@ class MemoryRouter:
         self._nursery = nursery
 
     def client(self, *, http: int = 1, headers: dict[str, str] | None = None) -> MemoryClient:
-        """A client with a connection of its own."""
+        """Return a client with its own connection.
+
+        Args:
+            http: 1 for HTTP/1.1, 2 for HTTP/2.
+            headers: headers that the client sends with every request.
+        """
         return MemoryClient(self.connect(), http=http, headers=headers)
 
     def connect(self) -> MemoryEnd:
@@ -75,21 +88,25 @@ class MemoryRouter:
         return client
 
     def announce_drain(self) -> None:
-        """Begin to stop as the router does at SIGTERM: it still answers, and refuses new and queued requests."""
+        """Begin to stop, as the router does at SIGTERM: it still answers HTTP, but refuses new and queued requests."""
         self.dispatch.drain()
         self.server.announce_drain()
 
     def drain(self) -> None:
-        """Stop as the router does when its last request has ended."""
+        """Stop, as the router does after its last request."""
         self.dispatch.drain()
         self.server.drain()
 
     async def assert_all_free(self) -> None:
-        """Assert that no place and no lease is taken, after everybody has done what they can."""
+        """Assert that no request waits, has a lease or is open. First waits until all other tasks are idle.
+
+        Raises:
+            AssertionError: a request is left.
+        """
         await wait_all_tasks_blocked()
         stats = self.dispatch.core.stats()
         assert stats.waiting == 0, f"{stats.waiting} requests wait in the queue"
-        assert not any(stats.leases.values()), f"leases are out: {stats.leases}"
+        assert not any(stats.leases.values()), f"leases were not returned: {stats.leases}"
         in_flight = {state.id: state.in_flight for state in self.dispatch.core.endpoints.values()}
         assert not any(in_flight.values()), f"requests are in flight: {in_flight}"
         counters = self.server.counters()
@@ -122,12 +139,28 @@ async def open_memory_router(
     silence: SilenceSettings | None = None,
     **settings: Any,
 ) -> AsyncIterator[MemoryRouter]:
-    """endpoints: id to what opens a stream to it. watch: how often they are asked; once an hour if left out, since a
-    clock that jumps would do nothing else. models: what all of them serve, instead of asking. roles: of some, by id,
-    whatever they say. tokenizer: for the policy kv_aware. has_peers: others are before the same endpoints, and nobody
-    asks them how they are. peers: these, by name, and they are asked. own_name: this router's own; None: it finds out.
-    limits: of its front end. silence: bounds between bytes; None: endpoints are asked for no heartbeats. settings: the
-    router's.
+    """Open a router in memory. The context begins after each endpoint has been asked for its state.
+
+    Args:
+        endpoints: for each endpoint id, a function that opens a stream to the endpoint.
+        policy: name of the routing policy.
+        watch: how often endpoints are asked for health and load. Default: once an hour, since an autojump clock would
+            otherwise do nothing else.
+        rules: rules of the router for requests and headers.
+        models: names of the models that all endpoints serve. None: the router asks the endpoints.
+        roles: roles of endpoints by id. They override the roles that endpoints report.
+        api_keys, admin_api_key, access, page, logs_requests: as the router's flags.
+        endpoint_api_key: key that the router sends to the endpoints.
+        aliases: other names of models.
+        leases_max: maximum number of leases of each endpoint. None: the endpoint reports it.
+        tokenizer: tokenizer for the policy kv_aware. None: prompts have no block names.
+        has_peers: if True, other routers use the same endpoints, but this router does not ask them for their state.
+        peers: other routers by name, each with a function that opens a stream. This router asks them for their state.
+        own_name: name of this router. None: the router finds its name out.
+        tracer: receives the spans of requests.
+        limits: limits of the front end.
+        silence: limits for the time without bytes from an endpoint. None: endpoints are not asked for heartbeats.
+        **settings: fields of RouterSettings.
     """
     dispatch = Dispatch(
         RouterSettings(**{"slow_start_seconds": 0, **settings}), POLICIES[policy], rng=random.Random(SEED)
@@ -167,8 +200,8 @@ async def open_memory_router(
         naming = None
         if tokenizer is not None:
             naming = PromptBlocks(tokenizer, await stack.enter_async_context(InlineTexts()))
-        farewells = Farewells()
-        await nursery.start(farewells.run)
+        client_left = Farewells()
+        await nursery.start(client_left.run)
         if peer_watch is not None and peers is not None:
             nursery.start_soon(peer_watch.run)
         app = RouterApp(
@@ -180,7 +213,7 @@ async def open_memory_router(
             access=access,
             page=page or PageSettings(history_seconds=0, pauses_per_cost=0),
             naming=naming,
-            peers=None if peer_watch is None else PeerStreams(farewells, peer_watch),
+            peers=None if peer_watch is None else PeerStreams(client_left, peer_watch),
             tracer=tracer,
             logs_requests=logs_requests,
         )
@@ -194,6 +227,6 @@ async def open_memory_router(
         server = FrontendServer(app, limits=limits, knows_caller=app.knows_caller)
         router = MemoryRouter(dispatch, fleet, server, metrics, nursery, peer_watch)
         while not all(dispatch.core.endpoints[EndpointId(id)].is_settled for id in endpoints):
-            await wait_all_tasks_blocked()  # until each has been asked how it is
+            await wait_all_tasks_blocked()  # Wait until each endpoint has been asked for its state.
         yield router
         nursery.cancel_scope.cancel()

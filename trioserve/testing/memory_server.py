@@ -1,4 +1,4 @@
-"""The whole server but the sockets: front end, API and an engine without weights, joined to clients in memory."""
+"""The whole server without sockets: front end, API and an engine without weights, connected to clients in memory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,14 @@ AppT = TypeVar("AppT", bound=BaseApp[Any])
 
 
 class ServedInMemory(Generic[EngineT, AppT]):
-    """engine: to look at and to hold. server: the front end. app: between them."""
+    """An engine behind an API and a front end, with clients in memory.
+
+    Args:
+        engine: the engine.
+        server: the front end.
+        app: the API.
+        nursery: runs one task per connection.
+    """
 
     def __init__(self, engine: EngineT, server: FrontendServer, app: AppT, nursery: trio.Nursery) -> None:
         self.engine = engine
@@ -50,28 +57,33 @@ class ServedInMemory(Generic[EngineT, AppT]):
         self._clients: list[MemoryEnd] = []
 
     def client(self, *, http: int = 1, headers: dict[str, str] | None = None) -> MemoryClient:
-        """A client with a connection of its own, over HTTP/1.1 or HTTP/2 (http=2). headers: of every request."""
+        """Return a client with its own connection.
+
+        Args:
+            http: 1 for HTTP/1.1, 2 for HTTP/2.
+            headers: headers that the client sends with every request.
+        """
         return MemoryClient(self.connect(), http=http, headers=headers)
 
     def connect(self) -> MemoryEnd:
-        """The client's end of a new connection, for a test that speaks HTTP by itself."""
+        """Return the client's end of a new connection, for a test that writes the HTTP protocol itself."""
         client, server_end = memory_connection()
         self._nursery.start_soon(self.server.serve_connection, server_end)
         self._clients.append(client)
         return client
 
     def announce_drain(self) -> None:
-        """Begin to stop as the server does at SIGTERM: it still answers, and refuses new and queued requests."""
+        """Begin to stop, as the server does at SIGTERM: it still answers HTTP, but refuses new and queued requests."""
         self.engine.drain()
         self.server.announce_drain()
 
     def drain(self) -> None:
-        """Stop as the server does when its last request has ended: connections end, and nothing new is accepted."""
+        """Stop, as the server does after its last request: it closes connections and accepts no new ones."""
         self.engine.drain()
         self.server.drain()
 
     async def hang_up(self) -> None:
-        """Close every client's end."""
+        """Close the client's end of every connection."""
         while self._clients:
             await self._clients.pop().aclose()
 
@@ -80,8 +92,13 @@ class ServedInMemory(Generic[EngineT, AppT]):
         return len(self._nursery.child_tasks)
 
     async def assert_all_free(self) -> None:
-        """Assert that of no request anything is left, after everybody has done what they can: see
-        FakeEngine.assert_all_free; and no exchange is open in the front end."""
+        """Assert that no request uses a resource of the engine or of the front end.
+
+        First waits until all other tasks are idle. See FakeEngine.assert_all_free.
+
+        Raises:
+            AssertionError: a resource is in use.
+        """
         await self.engine.finish_step()
         self.engine.assert_all_free()
         counters = self.server.counters()
@@ -90,7 +107,11 @@ class ServedInMemory(Generic[EngineT, AppT]):
 
 
 class MemoryServer(ServedInMemory[FakeEngine, App]):
-    """Made by open_memory_server. store: what it keeps, whose disk can be made full."""
+    """A text server in memory. `open_memory_server` makes it.
+
+    Attributes:
+        store: the server's store. A test can make its disk full.
+    """
 
     store: InlineStore
 
@@ -104,7 +125,12 @@ class MemoryServer(ServedInMemory[FakeEngine, App]):
 
 
 class MemoryImageServer(ServedInMemory[FakeImageEngine, ImageApp]):
-    """Made by open_memory_image_server. threads: where it writes pictures. decoder: where it decodes what is sent."""
+    """An image server in memory. `open_memory_image_server` makes it.
+
+    Attributes:
+        threads: gate of the jobs that encode images for responses.
+        decoder: gate of the jobs that decode uploaded images.
+    """
 
     threads: JobGate
     decoder: JobGate
@@ -128,8 +154,17 @@ async def open_memory_server(
     logs_requests: bool = False,
     **engine_options: Any,
 ) -> AsyncIterator[MemoryServer]:
-    """engine_options: see open_fake_engine. The others: of the front end, as the server's flags. What it stores is in
-    memory, or in store_directory; its time to live goes by Trio's clock."""
+    """Open a server in memory with an engine without weights.
+
+    Args:
+        limits, api_keys, admin_api_key, access, page, background, batches, detaching, router_grace: as the server's
+        flags. None: the defaults, except that the status page keeps no history.
+        store_settings: limits of the store. Its times to live use the clock of the Trio program.
+        store_directory: existing folder for the store. None: the store is in memory.
+        tracer: receives the spans of requests.
+        logs_requests: if True, write one log line per request.
+        **engine_options: options of open_fake_engine.
+    """
     with open_inline_store(store_directory, store_settings) as store:
         async with open_fake_engine(**engine_options) as engine:
             app = App(
@@ -170,7 +205,15 @@ async def open_memory_image_server(
     request_limits: ImageRequestLimits | None = None,
     **engine_options: Any,
 ) -> AsyncIterator[MemoryImageServer]:
-    """The same for pictures. engine_options: see open_fake_image_engine; request_limits are its limits."""
+    """Open an image server in memory with an engine without weights.
+
+    Args:
+        limits, api_keys, admin_api_key, access, page, edits, unsent: as the server's flags. None: the defaults.
+        uploads: limits of uploaded images. None: the pixel limit of the engine.
+        logs_requests: if True, write one log line per request.
+        request_limits: limits of the fields of a request.
+        **engine_options: options of open_fake_image_engine.
+    """
     async with open_fake_image_engine(limits=request_limits, **engine_options) as engine:
         threads = InlinePictures()
         decoder = InlineDecoder(uploads or ImageLimits(pixels_max=engine.limits.pixels_max), engine.metrics)

@@ -1,4 +1,4 @@
-"""Two ends of a connection in memory that behave like sockets: what is on its way is bounded, and either may vanish."""
+"""Two ends of a connection in memory that behave like sockets: the buffer is bounded, and each end may vanish."""
 
 from __future__ import annotations
 
@@ -10,25 +10,29 @@ import trio
 
 __all__ = ["MemoryEnd", "memory_connection"]
 
-BUFFER_BYTES = 65_536  # on its way in one direction; less than a socket's, so that tests see back pressure early
+BUFFER_BYTES = 65_536  # bytes in flight in one direction. Less than a socket's, so that tests see back pressure early.
 RECEIVE_BYTES = 65_536
 
 
 def memory_connection(*, buffer_bytes: int = BUFFER_BYTES) -> tuple[MemoryEnd, MemoryEnd]:
-    """The client's end and the server's. buffer_bytes: a sender waits once so many are not yet read."""
+    """Return the client's end and the server's end of a new connection.
+
+    Args:
+        buffer_bytes: a sender waits while more bytes than this are unread.
+    """
     there, back = _Pipe(buffer_bytes), _Pipe(buffer_bytes)
     return MemoryEnd(outgoing=there, incoming=back), MemoryEnd(outgoing=back, incoming=there)
 
 
 class _Pipe:
-    """One direction."""
+    """One direction of a connection."""
 
     def __init__(self, buffer_bytes: int) -> None:
         self.data = bytearray()
         self.buffer_bytes = buffer_bytes
-        self.ended = False  # nothing more will be put in
-        self.is_silent = False  # what is put in is lost, and nobody is told
-        self.broken = False  # nobody will take anything out, or what is in it is lost
+        self.ended = False  # no more data will be put in
+        self.is_silent = False  # new data is lost without notice
+        self.broken = False  # no data will be read any more, or unread data is lost
         self.changed = trio.lowlevel.ParkingLot()
 
     def put(self, data: bytes | bytearray | memoryview) -> None:
@@ -52,7 +56,7 @@ class _Pipe:
 
 
 class MemoryEnd(trio.abc.HalfCloseableStream):
-    """One end. One task may send and one receive at a time. Closing and aborting need no waiting."""
+    """One end of a connection. At most one task may send and one task receive. Closing and aborting do not wait."""
 
     def __init__(self, *, outgoing: _Pipe, incoming: _Pipe) -> None:
         self._outgoing = outgoing
@@ -67,7 +71,15 @@ class MemoryEnd(trio.abc.HalfCloseableStream):
             await self._room()
 
     def send_nowait(self, data: bytes | bytearray | memoryview) -> None:
-        """Send, however much is on its way. Raises as send_all does."""
+        """Send without waiting, even if the buffer is full.
+
+        Args:
+            data: bytes to send.
+
+        Raises:
+            trio.ClosedResourceError: this end was closed, or send_eof was called.
+            trio.BrokenResourceError: the other end is gone.
+        """
         self._check_open()
         if self._outgoing.ended:
             raise trio.ClosedResourceError("nothing can be sent after send_eof")
@@ -116,22 +128,26 @@ class MemoryEnd(trio.abc.HalfCloseableStream):
         return received
 
     def close(self) -> None:
-        """As closing a socket: the other end reads what is on its way and then the end, and cannot send any more."""
+        """Close this end as a socket is closed: the other end reads the bytes in flight, then the end, and can send no
+        more.
+        """
         self._is_closed = True
         self._outgoing.end()
         self._incoming.break_()
         for pipe in (self._outgoing, self._incoming):
-            pipe.changed.unpark_all()  # this end's own tasks, also where nothing reaches the other one
+            pipe.changed.unpark_all()  # wakes this end's own tasks, also if nothing reaches the other end
 
     def abort(self) -> None:
-        """As a reset of the connection: what is on its way is lost, and the other end fails at once."""
+        """Reset the connection: bytes in flight are lost, and the other end fails at once."""
         self._is_closed = True
         self._outgoing.break_()
         self._incoming.break_()
 
     def go_silent(self) -> None:
-        """As a flow that a NAT has forgotten: from now on nothing arrives in either direction, not even an end, and
-        both ends go on as if it did."""
+        """Lose all later data in both directions, as for a connection that a NAT has forgotten.
+
+        Neither end notices it.
+        """
         self._incoming.is_silent = self._outgoing.is_silent = True
 
     async def aclose(self) -> None:

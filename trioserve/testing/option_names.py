@@ -1,4 +1,4 @@
-"""Names the kit's options in error messages as a test writes them."""
+"""Replaces the names of settings in error messages by the names of the test kit's options."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPTION_OF = {
     "slot_count": "max_num_seqs",
     "kept_slot_count": "kept_slots",
 }
-"""Options of the kit by the name that the engine's settings have for them."""
+"""The kit's option for each field of the engine's settings."""
 
 _SETTING = re.compile(rf"\b({'|'.join(OPTION_OF)})\b")
 _FLAG = re.compile(r"--([a-z][a-z-]*)")
@@ -36,7 +36,7 @@ _FLAG = re.compile(r"--([a-z][a-z-]*)")
 
 @contextmanager
 def options_named() -> Iterator[None]:
-    """Replace flags and names of settings in a StartupError by the kit's options."""
+    """Replace flags and names of settings in a StartupError by the names of the kit's options."""
     try:
         yield
     except StartupError as error:

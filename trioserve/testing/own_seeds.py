@@ -1,4 +1,4 @@
-"""From which seed an engine of a test draws those of requests that name none: the same in every run of the test."""
+"""Seeds for the engines of a test. They are the same in every run of the test."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _COUNTS: trio.lowlevel.RunVar[count[int]] = trio.lowlevel.RunVar("trioserve.test
 
 
 def next_own_seed() -> int:
-    """Another one for each engine of a Trio run, so that no two that are open together draw alike."""
+    """Return a number that no other engine of this Trio run has, so that two open engines draw different seeds."""
     try:
-        counted = _COUNTS.get()
+        counter = _COUNTS.get()
     except LookupError:
-        _COUNTS.set(counted := count())
-    return next(counted)
+        _COUNTS.set(counter := count())
+    return next(counter)

@@ -1,4 +1,7 @@
-"""A model that says one of some texts as far as it may, and ends soon where it may not: the mask of a grammar wins."""
+"""A model that writes a preferred text as far as a grammar allows it.
+
+Where the grammar forbids it, the model ends soon.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,22 @@ from trioserve.testing.fake_executor import FakeExecutor, FakeModel
 
 __all__ = ["PreferringModel", "UncheckedExecutor"]
 
-REQUESTS_KEPT_MAX = 256  # whose drafts are remembered; those of the oldest are made again
+REQUESTS_KEPT_MAX = 256  # Texts of this many requests are remembered. Those of older requests are made again.
 SPACE = b" \n\t\r"
-# What ends a value, an object or an array first, and what begins one last; so whatever is written is over soon.
+# The tokens that end a value, an object or an array come first, and those that begin one come last. So the output ends
+# soon.
 OUTSIDE_TEXTS = b'}],:"tfn1234567890-{[ \n'
 INSIDE_TEXTS = b'"aeinorstlcdu1024-.:/ @ATZx'
 FILLING = b"text"
-THOUGHTS = ((b"<think>", b"</think>"), (b"[THINK]", b"[/THINK]"))
+REASONING_MARKS = ((b"<think>", b"</think>"), (b"[THINK]", b"[/THINK]"))
 
 
 class PreferringModel(FakeModel):
-    """drafts: what it would say to a prompt's text, the best first. Without a grammar it says the first."""
+    """A model with preferred texts. Without a grammar it writes the first one.
+
+    Args:
+        drafts: function from the prompt's text to the preferred texts, best first.
+    """
 
     def __init__(self, drafts: Callable[[str], Sequence[str]]) -> None:
         super().__init__(vocab_size=BYTE_VOCAB_SIZE)
@@ -35,26 +43,33 @@ class PreferringModel(FakeModel):
     def chosen_token_id(
         self, request: EngineRequest, tokens: Sequence[int], digest: int, is_allowed: Callable[[int], bool] | None
     ) -> int | None:
-        """The preferred one of those that may come next. None: there is none."""
-        said = bytes(token_id for token_id in tokens[len(request.prompt_token_ids) :] if token_id < 256)
-        for token_id in self._wishes(request, said):
+        """Return the most preferred token that is allowed, or None if no token is allowed.
+
+        Args:
+            request: the request.
+            tokens: prompt and output so far.
+            digest: ignored.
+            is_allowed: returns True for an allowed token id. None: all are allowed.
+        """
+        written = bytes(token_id for token_id in tokens[len(request.prompt_token_ids) :] if token_id < 256)
+        for token_id in self._by_preference(request, written):
             if is_allowed is None or is_allowed(token_id):
                 return token_id
         return None
 
-    def _wishes(self, request: EngineRequest, said: bytes) -> Iterator[int]:
-        """Every token, the best first."""
+    def _by_preference(self, request: EngineRequest, written: bytes) -> Iterator[int]:
+        """Yield every token, the most preferred one first."""
         for draft in self._drafts_for(request):
-            if draft.startswith(said):
-                yield draft[len(said)] if len(said) < len(draft) else END_TOKEN_ID
-        for begin, end in THOUGHTS:
-            _before, opening, thought = said.rpartition(begin)
-            if opening and end not in thought:  # one that a grammar had it begin
-                yield from _rest_of(end, thought)
-            said = said.rpartition(end)[2]
+            if draft.startswith(written):
+                yield draft[len(written)] if len(written) < len(draft) else END_TOKEN_ID
+        for begin, end in REASONING_MARKS:
+            _before, opening, reasoning = written.rpartition(begin)
+            if opening and end not in reasoning:  # reasoning that a grammar made the model begin
+                yield from _rest_of(end, reasoning)
+            written = written.rpartition(end)[2]
         for draft in self._drafts_for(request):
-            yield from _beside(draft, said)
-        is_inside, text = _open_text(said)
+            yield from _beside(draft, written)
+        is_inside, text = _open_text(written)
         if is_inside:
             if len(text) < len(FILLING) and FILLING.startswith(text):
                 yield FILLING[len(text)]
@@ -75,8 +90,10 @@ class PreferringModel(FakeModel):
 
 
 class UncheckedExecutor(FakeExecutor):
-    """One that does not look whether every block holds what its reader expects: of a prompt of 50,000 tokens that takes
-    longer than a client's patience."""
+    """An executor that does not check the content of blocks.
+
+    With a prompt of 50,000 tokens, the check takes longer than a client waits.
+    """
 
     def _check_plan(self, plan: StepPlan, chunks: object) -> None:
         pass
@@ -88,42 +105,46 @@ class UncheckedExecutor(FakeExecutor):
         pass
 
     def _read(self, chunk: ScheduledChunk) -> list[int]:
-        # Log probabilities depend on these: here on the token before, and no more.
+        # Log probabilities depend on this result: here only on the token before.
         return [*chunk.tokens[: chunk.start + chunk.count], *chunk.draft]
 
 
-def _rest_of(text: bytes, said: bytes) -> Iterator[int]:
-    """The next byte of a text, of which the beginning may have been said."""
+def _rest_of(text: bytes, written: bytes) -> Iterator[int]:
+    """Yield the next byte of a text whose beginning may already be written."""
     for length in range(len(text) - 1, -1, -1):
-        if said.endswith(text[:length]):
+        if written.endswith(text[:length]):
             yield text[length]
             return
 
 
-def _beside(draft: bytes, said: bytes) -> Iterator[int]:
-    """What comes next in the draft if what was said is its beginning but for white space: a grammar may want more or
-    less of that between the same words."""
-    place = 0
-    for byte in said.translate(None, SPACE):
-        while place < len(draft) and draft[place] in SPACE:
-            place += 1
-        if place == len(draft) or draft[place] != byte:
-            return
-        place += 1
-    while place < len(draft) and draft[place] in SPACE:
-        if said[-1:] not in (b" ", b"\n"):
-            yield draft[place]
-        place += 1
-    yield draft[place] if place < len(draft) else END_TOKEN_ID
+def _beside(draft: bytes, written: bytes) -> Iterator[int]:
+    """Yield the next byte of a draft, if the output so far is its beginning apart from white space.
 
-
-def _open_text(said: bytes) -> tuple[bool, bytes]:
-    """Whether a text in quotation marks is open at the end, and what is in it so far."""
-    is_inside, begin, position = False, 0, 0
-    while position < len(said):
-        if is_inside and said[position] == ord("\\"):
+    A grammar may require other white space between the same words.
+    """
+    position = 0
+    for byte in written.translate(None, SPACE):
+        while position < len(draft) and draft[position] in SPACE:
             position += 1
-        elif said[position] == ord('"'):
+        if position == len(draft) or draft[position] != byte:
+            return
+        position += 1
+    while position < len(draft) and draft[position] in SPACE:
+        if written[-1:] not in (b" ", b"\n"):
+            yield draft[position]
+        position += 1
+    yield draft[position] if position < len(draft) else END_TOKEN_ID
+
+
+def _open_text(written: bytes) -> tuple[bool, bytes]:
+    """Return True and the content so far if the output ends inside of quotation marks, otherwise False and an empty
+    text.
+    """
+    is_inside, begin, position = False, 0, 0
+    while position < len(written):
+        if is_inside and written[position] == ord("\\"):
+            position += 1
+        elif written[position] == ord('"'):
             is_inside, begin = not is_inside, position + 1
         position += 1
-    return is_inside, said[begin:] if is_inside else b""
+    return is_inside, written[begin:] if is_inside else b""

@@ -1,6 +1,8 @@
-"""Fixtures for tests under pytest-trio: an engine and a server without weights, to be left as they were found.
+"""Fixtures for tests with pytest-trio: engines and servers without weights. After each test, they check that no
+resource is left in use.
 
-pytest loads this by itself once trioserve is installed. It imports nothing of trioserve until a fixture is asked for.
+pytest loads this plugin by itself if trioserve is installed. The plugin imports no other module of trioserve before a
+test uses a fixture.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 else:
     try:
         from pytest_trio import trio_fixture
-    except ImportError:  # then there are no tests that could ask for these fixtures
+    except ImportError:  # Without pytest-trio, no test can use these fixtures.
 
         def trio_fixture(function):
             return function
@@ -31,7 +33,7 @@ else:
 T = TypeVar("T")
 
 WAITS = "trioserve.testing.waits"
-"""Looked up among the loaded modules: a program without fake engines never loads it."""
+"""Module that is looked up in sys.modules. Programs without fake engines never load it."""
 
 __all__ = ["fake_engine", "fake_engine_options", "fake_image_engine", "memory_server"]
 
@@ -40,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
         "fake_engine(**options): options of trioserve.testing.open_fake_engine, for this test's fixtures fake_engine "
-        "and memory_server (the latter takes those of open_memory_server, too)",
+        "and memory_server (which also accepts options of open_memory_server)",
     )
     config.addinivalue_line(
         "markers",
@@ -60,9 +62,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[Any]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Report the sentence of a failure first, and of a hung test what its requests wait for.
+    """Put the sentence of a failure first, and add what the requests of a hung test wait for.
 
-    Tests that open no fake engine are reported as ever.
+    Reports of tests without fake engines stay unchanged.
+
+    Args:
+        item: the test.
+        call: its call, whose exception may be replaced by the only error in a group.
     """
     waits = sys.modules.get(WAITS)
     if waits is None or not waits.WATCH.is_used or call.excinfo is None:
@@ -81,7 +87,10 @@ def pytest_runtest_makereport(
 
 
 def _errors_of(error: BaseException) -> list[BaseException]:
-    """The errors in a group, in order. What pytest-timeout raises inside of Trio's run loop is not Trio's fault."""
+    """Return the errors in a group, in order.
+
+    The cause replaces a TrioInternalError, since pytest-timeout raises inside of Trio's run loop.
+    """
     if isinstance(error, BaseExceptionGroup):
         leaves = [leaf for part in error.exceptions for leaf in _errors_of(part)]
         return list({id(leaf): leaf for leaf in leaves}.values())
@@ -95,20 +104,27 @@ def _sentence_of(error: BaseException) -> str:
 
 
 def _is_hang(error: BaseException) -> bool:
-    """pytest-timeout fails the test, and trio.fail_after raises TooSlowError."""
+    """Return True for the failure of pytest-timeout and for the TooSlowError of trio.fail_after."""
     is_from_timeout = isinstance(error, pytest.fail.Exception) and "Timeout" in str(error)
     return is_from_timeout or type(error).__name__ == "TooSlowError"
 
 
 @pytest.fixture
 def fake_engine_options() -> dict[str, Any]:
-    """Override it in a module or a conftest.py to give options to all of its tests; those of a marker come on top."""
+    """Options for all fake engines of a module or folder. Override this fixture there. Options of a test's marker have
+    priority.
+    """
     return {}
 
 
 @trio_fixture
 async def fake_engine(request: pytest.FixtureRequest, fake_engine_options: dict[str, Any]) -> AsyncIterator[FakeEngine]:
-    """An engine without weights. After the test, no KV block and no place may be taken."""
+    """An engine without weights. The test fails if a KV block or a queue place is still in use at its end.
+
+    Args:
+        request: the pytest request, whose marker may have options.
+        fake_engine_options: options of the module or folder.
+    """
     from trioserve.testing.fake_engine import open_fake_engine
 
     async with _kept(open_fake_engine(**_options(request, fake_engine_options))) as engine:
@@ -120,7 +136,11 @@ async def fake_engine(request: pytest.FixtureRequest, fake_engine_options: dict[
 
 @trio_fixture
 async def fake_image_engine(request: pytest.FixtureRequest) -> AsyncIterator[FakeImageEngine]:
-    """An engine of pictures without weights. After the test, no latent slot and no place may be taken."""
+    """An image engine without weights. The test fails if a latent slot or a queue place is still in use at its end.
+
+    Args:
+        request: the pytest request, whose marker may have options.
+    """
     from trioserve.testing.fake_image_engine import open_fake_image_engine
 
     async with _kept(open_fake_image_engine(**_options(request, {}, "fake_image_engine"))) as engine:
@@ -134,7 +154,12 @@ async def fake_image_engine(request: pytest.FixtureRequest) -> AsyncIterator[Fak
 async def memory_server(
     request: pytest.FixtureRequest, fake_engine_options: dict[str, Any]
 ) -> AsyncIterator[MemoryServer]:
-    """The same engine behind its front end, with clients in memory. After the test, no request may be left."""
+    """A server in memory with a fake engine. The test fails if a request is left at its end.
+
+    Args:
+        request: the pytest request, whose marker may have options.
+        fake_engine_options: options of the module or folder.
+    """
     from trioserve.testing.memory_server import open_memory_server
 
     async with _kept(open_memory_server(**_options(request, fake_engine_options))) as server:
@@ -145,10 +170,10 @@ async def memory_server(
 
 @asynccontextmanager
 async def _kept(opened: AbstractAsyncContextManager[T]) -> AsyncIterator[T]:
-    """Keep it open in a task of its own, so that an engine that a test breaks does not cancel the test.
+    """Keep a context open in a separate task, so that a fault that a test injects does not cancel the test.
 
-    Any other fault of the engine fails the test, as does what is left over. Errors come out without groups around them,
-    so that the summary of pytest shows their sentence.
+    Any other fault of the engine fails the test. Errors are raised without groups around them, so that the summary of
+    pytest shows their text.
     """
     import trio
 

@@ -1,9 +1,9 @@
-"""What a scripted model says in a chat: text, thoughts and calls of tools, in the format of a family of models.
+"""A scripted chat model: it writes text, reasoning and tool calls in the format of a model family.
 
-It reads the conversation from its prompt, which its own chat template writes as JSON, finds the first rule of its
-script that fits, and writes the response as a model of that family would. Where no rule fits, it calls the first tool
-that the last message speaks of, tells what a tool has answered, or repeats the last message. So the server around it
-is judged, and not a small model.
+It reads the conversation from its prompt, which its own chat template writes as JSON. It finds the first rule of its
+script that matches, and writes the response as a model of that family would. If no rule matches, it calls the first
+tool that the last message mentions, repeats the result of a tool, or repeats the last message. So a test judges the
+server and not a small model.
 """
 
 from __future__ import annotations
@@ -23,15 +23,27 @@ _WORD = re.compile(r"[a-z]+")
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """name: of several, the first that is offered."""
+    """A tool call in a script.
+
+    Attributes:
+        name: name of the tool. Of a list of names, the first one that the request offers is called.
+        arguments: arguments of the call.
+    """
 
     name: str | list[str]
     arguments: dict[str, Any] = {}
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One line of a script. says: a pattern that the last message of the user has somewhere; whatever its case. after:
-    how many results of tools there are since then. Calls of tools that are not offered are left out."""
+    """One rule of a script. Calls of tools that the request does not offer are left out.
+
+    Attributes:
+        says: regular expression that is searched in the user's last message, without regard to case.
+        after: number of tool results since the user's last message.
+        reasoning: reasoning of the response.
+        content: text of the response.
+        calls: tool calls of the response.
+    """
 
     says: str
     after: int = 0
@@ -41,8 +53,13 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def chat_template(family: str) -> str:
-    """One line for the tools, and one for each message. What stands in the comment tells the family to those who look
-    for it in the template."""
+    """Return a chat template with one line for the tools and one line for each message.
+
+    A comment in the template has the marks from which a server recognizes the family.
+
+    Args:
+        family: key of FAMILIES.
+    """
     marks = FAMILIES[family].marks
     return (
         f"{{# {marks} #}}"
@@ -53,8 +70,13 @@ def chat_template(family: str) -> str:
 
 
 class ScriptedChat:
-    """family: how calls are written. rules: the first one that fits counts. thinks: every response begins with a
-    thought."""
+    """A scripted chat model.
+
+    Args:
+        family: key of FAMILIES, which decides the format of tool calls and reasoning.
+        rules: rules of the script. The first one that matches is used.
+        thinks: if True, every response begins with reasoning.
+    """
 
     def __init__(self, family: str = "hermes", rules: Sequence[Rule] = (), *, thinks: bool = False) -> None:
         self._family = FAMILIES[family]
@@ -62,21 +84,27 @@ class ScriptedChat:
         self._thinks = thinks
 
     def drafts(self, prompt: str) -> tuple[str, ...]:
-        """What it would say to this prompt, the best first. The others are for one whose response has a form: its calls
-        without the words before them, the arguments alone, and the content alone."""
+        """Return responses to a prompt, the best one first.
+
+        The others are for requests whose response must follow a grammar: the tool calls without the text before them,
+        the arguments alone, and the content alone.
+
+        Args:
+            prompt: text of the prompt.
+        """
         messages, tools = _conversation(prompt)
         reasoning, content, calls = self._turn(messages, tools)
         if self._thinks and not reasoning:
             reasoning = "Let me think."
         write = self._family.write_calls
-        thought = self._family.write_thought(reasoning) if reasoning else ""
-        said = self._family.write_content(content) if content else ""
+        reasoning_part = self._family.write_reasoning(reasoning) if reasoning else ""
+        text_part = self._family.write_content(content) if content else ""
         written = write(calls) if calls else ""
-        drafts = [thought + said + written]
+        drafts = [reasoning_part + text_part + written]
         if calls:
             drafts += [written, *(_json(arguments) for _name, arguments in calls)]
         if content:
-            drafts += [said, content]
+            drafts += [text_part, content]
         return tuple(dict.fromkeys(drafts))
 
     def _turn(
@@ -91,14 +119,14 @@ class ScriptedChat:
                     return rule.reasoning, rule.content, calls
         if results:
             return "", "The tool says: " + results[-1], []
-        named = _spoken_of(last_user, tools)
+        named = _mentioned(last_user, tools)
         if named is not None:
             return "", "", [(named, _arguments(tools[named], last_user))]
         return "", f"You said: {last_user}", []
 
 
 def _conversation(prompt: str) -> tuple[list[dict[str, Any]], dict[str, Mapping[str, Any]]]:
-    """Messages, and tools by name. A prompt that is no chat is one message."""
+    """Return the messages, and the tools by name. A prompt that is not a chat is one message."""
     messages: list[dict[str, Any]] = []
     tools: dict[str, Mapping[str, Any]] = {}
     for line in prompt.split("\n"):
@@ -119,7 +147,7 @@ def _text(message: Mapping[str, Any]) -> str:
 
 
 def _results(messages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Of tools, since the user spoke last."""
+    """Return the results of tools since the user's last message."""
     results: list[str] = []
     for message in messages:
         if message.get("role") == "user":
@@ -133,8 +161,8 @@ def _offered(names: str | list[str], tools: Mapping[str, object]) -> str | None:
     return next((name for name in ([names] if isinstance(names, str) else names) if name in tools), None)
 
 
-def _spoken_of(text: str, tools: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """The tool whose name has most words in common with the text; None if none has any."""
+def _mentioned(text: str, tools: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """Return the tool whose name has the most words in common with the text, or None if no tool has any."""
     words = set(_WORD.findall(text.lower()))
     counts = {name: len(words & set(_WORD.findall(name.lower().replace("_", " ")))) for name in tools}
     best = max(counts, key=lambda name: counts[name], default=None)
@@ -151,7 +179,13 @@ def _arguments(tool: Mapping[str, Any], text: str) -> dict[str, Any]:
 
 
 def value_of(schema: Any, text: str, depth: int = 0) -> Any:
-    """A value that most such schemas accept; for a text, the last capitalized word of `text`."""
+    """Return a value that most schemas of this kind accept.
+
+    Args:
+        schema: a JSON schema.
+        text: source of the value: the last capitalized word for a string, the first number for a number.
+        depth: depth of this schema in the outermost one. Deeper than 8, the value is "x".
+    """
     if not isinstance(schema, dict) or depth > 8:
         return "x"
     for word in ("const", "default"):
@@ -185,11 +219,18 @@ _Calls = Sequence[tuple[str, dict[str, Any]]]
 
 
 class _Family(msgspec.Struct, frozen=True, kw_only=True):
-    """marks: what its chat templates are known by. The names are those of --tool-call-parser."""
+    """Format of a model family. Its key in FAMILIES is the name of its --tool-call-parser.
+
+    Attributes:
+        marks: text by which a server recognizes the chat template of this family.
+        write_calls: writes tool calls.
+        write_reasoning: writes reasoning.
+        write_content: writes content.
+    """
 
     marks: str
     write_calls: Callable[[_Calls], str]
-    write_thought: Callable[[str], str] = "<think>\n{}\n</think>\n\n".format
+    write_reasoning: Callable[[str], str] = "<think>\n{}\n</think>\n\n".format
     write_content: Callable[[str], str] = str
 
 
@@ -202,7 +243,12 @@ def _raw(value: object) -> str:
 
 
 def _each(template: str, between: str = "") -> Callable[[_Calls], str]:
-    """template: `NAME`, `ARGUMENTS` and `INDEX` become those of a call."""
+    """Return a function that writes each tool call from a template.
+
+    Args:
+        template: text in which `NAME`, `ARGUMENTS` and `INDEX` are replaced by those of the call.
+        between: text between two calls.
+    """
 
     def write(calls: _Calls) -> str:
         return between.join(
@@ -262,7 +308,7 @@ FAMILIES: dict[str, _Family] = {
     "mistral": _Family(
         marks="[TOOL_CALLS] [THINK]",
         write_calls=_each("[TOOL_CALLS]NAME[ARGS]ARGUMENTS"),
-        write_thought="[THINK]{}[/THINK]".format,
+        write_reasoning="[THINK]{}[/THINK]".format,
     ),
     "deepseek_v3": _Family(
         marks="<｜tool▁calls▁begin｜> ```json </think>",
@@ -293,7 +339,7 @@ FAMILIES: dict[str, _Family] = {
             "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS<|call|>",
             "<|start|>assistant",
         ),
-        write_thought="<|channel|>analysis<|message|>{}<|end|><|start|>assistant".format,
+        write_reasoning="<|channel|>analysis<|message|>{}<|end|><|start|>assistant".format,
         write_content="<|channel|>final<|message|>{}".format,
     ),
 }

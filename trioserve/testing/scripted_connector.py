@@ -1,4 +1,4 @@
-"""A connector for an engine without weights: a test says what becomes of each transfer, and when."""
+"""A KV connector for an engine without weights. The test decides when and how each transfer ends."""
 
 from __future__ import annotations
 
@@ -17,12 +17,18 @@ __all__ = ["ScriptedConnector"]
 
 
 class ScriptedConnector(FakeConnector):
-    """For open_fake_engine(connector=ScriptedConnector). It holds what is asked to be held of whole responses, and
-    could load all of a prompt that is said to be elsewhere; nothing of that goes on by itself. It happens with
-    `release_all`, `load_all`, `fail_loads`, or transfer by transfer with `report(lambda: connector.released(id))` and
-    its like.
+    """Connector for open_fake_engine(connector=ScriptedConnector).
 
-    totals: what it counts, by the names of the catalogue without "kv_transfer_".
+    It holds the blocks of a finished request with do_remote_decode, and offers all tokens of a prompt with
+    do_remote_prefill. No transfer ends by itself. A test ends transfers with `release_all`, `load_all` or `fail_loads`,
+    or one transfer with `report(lambda: connector.released(id))`.
+
+    Args:
+        executor: the executor with the KV blocks.
+        wake: wakes the engine, which then asks for reports.
+
+    Attributes:
+        totals: counters that the connector reports, by metric name without "kv_transfer_".
     """
 
     def __init__(self, executor: FakeExecutor, wake: Callable[[], None]) -> None:
@@ -33,34 +39,42 @@ class ScriptedConnector(FakeConnector):
         self._error: Exception | None = None
         self._is_broken = trio.Event()
 
-    # --- the script's side ---
+    # --- calls of the test ---
 
     def report(self, happen: Callable[[], TransferEvent]) -> None:
-        """Let this happen, and the engine learn of it, in its next turn."""
+        """Wake the engine, and report an event when it asks for reports.
+
+        Args:
+            happen: makes the event at that moment.
+        """
         self._reports.append(happen)
         self._wake()
 
     def release_all(self) -> None:
-        """Whoever reads has read, or never will."""
+        """Report that all held blocks may be freed."""
         for request_id in list(self.sends):
             self.report(partial(self.released, request_id))
 
     def load_all(self) -> None:
-        """All that is being loaded has come."""
+        """Report that all loads have arrived whole."""
         for request_id in list(self.loads):
             self.report(partial(self.loaded, request_id))
 
     def fail_loads(self) -> None:
-        """Nothing of it comes."""
+        """Report that all loads have failed."""
         for request_id in list(self.loads):
             self.report(partial(self.load_failed, request_id))
 
     def break_down(self, error: Exception) -> None:
-        """Its task raises: a fault of the engine."""
+        """Make the connector's task raise, which is a fault of the engine.
+
+        Args:
+            error: the exception.
+        """
         self._error = error
         self._is_broken.set()
 
-    # --- the engine's side ---
+    # --- calls of the engine ---
 
     def progress(self) -> Iterable[TransferEvent]:
         events = [*super().progress(), *(happen() for happen in self._reports)]

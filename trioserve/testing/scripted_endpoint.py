@@ -1,7 +1,7 @@
-"""A server in memory that does what a test says: a prefill or a decode endpoint as a router sees it.
+"""A server in memory whose responses a test writes. To a router it is a prefill or a decode endpoint.
 
-It answers by itself what a router asks of a server (health, models, load). Every other request is an Ask, which waits
-for the test: it is answered, refused, broken off or left alone, and knows whether its client has left.
+It answers health, model and load requests by itself. Every other request becomes an Ask, which waits for the test. The
+test can answer it, refuse it, break the connection, or do nothing, and can see if the client has left.
 """
 
 from __future__ import annotations
@@ -23,8 +23,17 @@ HAND_OVER_SUFFIX = "/hand-over"
 
 
 class Ask:
-    """One request. headers: names in lower case. body: as parsed. is_gone: its client has closed the connection before
-    the response was over. is_over: the response is, or cannot be any more. is_held: blocks are kept for it."""
+    """A request at a scripted endpoint.
+
+    Attributes:
+        endpoint: the endpoint.
+        path: request path.
+        headers: headers, with names in lower case.
+        body: the decoded JSON body.
+        is_gone: True if the client closed the connection before the response was complete.
+        is_over: True if the response is complete or can no longer become complete.
+        is_held: True if blocks are held for this request.
+    """
 
     def __init__(self, endpoint: ScriptedEndpoint, end: MemoryEnd, path: str, headers: dict[str, str], body: Any):
         self.endpoint = endpoint
@@ -38,11 +47,17 @@ class Ask:
         self._is_begun = False
 
     def respond(self, content: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
-        """The whole response: a text as it is, anything else as JSON."""
+        """Send a whole response.
+
+        Args:
+            content: the body. A str is sent unchanged, any other value as JSON.
+            status: HTTP status.
+            headers: additional headers.
+        """
         body = (content if isinstance(content, str) else json.dumps(content)).encode()
         fields = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
         fields += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
-        self._say(f"HTTP/1.1 {status} Said\r\n{fields}\r\n".encode() + body)
+        self._send(f"HTTP/1.1 {status} Said\r\n{fields}\r\n".encode() + body)
         self.is_over = True
 
     def refuse(self, status: int, code: str = "said_so", *, headers: Mapping[str, str] | None = None) -> None:
@@ -50,19 +65,34 @@ class Ask:
         self.respond({"error": error}, status=status, headers=headers)
 
     def begin(self, headers: Mapping[str, str] | None = None, *, content_type: str = "text/event-stream") -> None:
-        """The head of a stream of events."""
+        """Send the head of an event stream with status 200.
+
+        Args:
+            headers: additional headers.
+            content_type: media type of the stream.
+        """
         self._is_begun = True
         fields = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
         fields += f"content-type: {content_type}\r\ntransfer-encoding: chunked\r\n"
-        self._say(f"HTTP/1.1 200 OK\r\n{fields}\r\n".encode())
+        self._send(f"HTTP/1.1 200 OK\r\n{fields}\r\n".encode())
 
-    def begin_resumable(self, *, fingerprint: str = "same+exact", **told: object) -> None:
-        """The same of an endpoint that tells how to go on elsewhere."""
-        told = {"prompt_digest": "d", "seed": 7, **told}
-        self.begin({"x-trioserve-resume": json.dumps(told), "x-trioserve-fingerprint": fingerprint})
+    def begin_resumable(self, *, fingerprint: str = "same+exact", **state: object) -> None:
+        """Send the head of a stream that another endpoint can resume.
+
+        Args:
+            fingerprint: fingerprint of the model.
+            **state: fields of the resume header, which override the defaults.
+        """
+        state = {"prompt_digest": "d", "seed": 7, **state}
+        self.begin({"x-trioserve-resume": json.dumps(state), "x-trioserve-fingerprint": fingerprint})
 
     def group(self, id: str, text: str | None = None) -> None:
-        """Of such a one: an event, and what the client has with it."""
+        """Send an event of a resumable stream.
+
+        Args:
+            id: event id, "choice:count". It names the output that the client has after this event.
+            text: text of the event. Default: a space and the id.
+        """
         choice = {"index": int(id.split(":")[0]), "text": f" {id}" if text is None else text, "finish_reason": None}
         self.say(f"id: {id}\ndata: {json.dumps({'id': 'cmpl-0', 'choices': [choice]})}\n\n")
 
@@ -71,61 +101,94 @@ class Ask:
         self.end()
 
     def fail(self, code: str) -> None:
-        """An event with an error, and the end."""
+        """Send an error event and end the stream.
+
+        Args:
+            code: error code.
+        """
         self.event(error={"message": "said so", "type": "server_error", "param": None, "code": code})
         self.end()
 
     def say(self, text: str) -> None:
-        """A piece of the stream, which has to be several events, or a part of one."""
+        """Send a piece of the stream. It need not be a whole event.
+
+        Args:
+            text: the piece.
+        """
         if not self._is_begun:
             self.begin()
         data = text.encode()
-        self._say(b"%x\r\n%b\r\n" % (len(data), data))
+        self._send(b"%x\r\n%b\r\n" % (len(data), data))
 
     def event(self, **fields: object) -> None:
         self.say(f"data: {json.dumps(fields)}\n\n")
 
     def token(self, text: str = "x", *, finish_reason: str | None = None, **fields: object) -> None:
-        """An event with a token."""
+        """Send an event with a token.
+
+        Args:
+            text: text of the token.
+            finish_reason: why the choice ends. None: it continues.
+            **fields: additional fields of the event.
+        """
         choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason}
         self.event(id="cmpl-0", object="text_completion", choices=[choice], **fields)
 
     def finish(self) -> None:
-        """The last event and the end; nothing is kept for it any more."""
+        """Send [DONE] and end the stream. Held blocks are freed."""
         self.say("data: [DONE]\n\n")
         self.end()
 
     def end(self) -> None:
-        """The end, without the event that says so."""
-        self._say(b"0\r\n\r\n")
+        """End the stream without [DONE]."""
+        self._send(b"0\r\n\r\n")
         self.is_over, self.is_held = True, False
 
     def hold(self, **params: object) -> None:
-        """The one token of a prefill, whose blocks are kept from now on, as one of our servers answers that."""
+        """Send the response to a prefill request: one token, and the parameters to read its blocks, which are held from
+        now on.
+
+        Args:
+            **params: fields of kv_transfer_params that override the endpoint's `params`.
+        """
         self.is_held = True
         self.token(finish_reason="length", kv_transfer_params={**self.endpoint.params, **params})
 
     def hang_up(self) -> None:
-        """Close the connection in the middle."""
+        """Close the connection before the response is complete."""
         self._end.close()
         self.is_over, self.is_held = True, False
 
     def leave(self) -> None:
-        """The client has closed the connection."""
+        """Note that the client closed the connection."""
         if not self.is_over:
             self.is_gone = True
         self.is_over, self.is_held = True, False
 
-    def _say(self, data: bytes) -> None:
+    def _send(self, data: bytes) -> None:
         if not self.is_over:
             self._end.send_nowait(data)
 
 
 class ScriptedEndpoint:
-    """role: what it says it is meant for; None: nothing, as servers of others do. load: beside that. asks: all that
-    came, oldest first. is_reachable, is_well, unready_reason, is_silent, gives_away: until told otherwise; the last:
-    its streams, when it is asked to, which servers of others do not know. is_vllm: it tells its load as vLLM does.
-    params: kv_transfer_params of what it holds."""
+    """An endpoint in memory.
+
+    Args:
+        nursery: runs one task per connection.
+        role: the role that it reports. None: it reports no role, as servers of other projects.
+        model: name of its model.
+
+    Attributes:
+        load: its other load fields.
+        asks: all requests so far, oldest first.
+        is_reachable: if False, connections are refused.
+        is_well: if False, health requests get status 503.
+        is_silent: if True, it answers no requests by itself.
+        unready_reason: reason in the response to /ready, with status 503. None: it is ready.
+        gives_away: if True, it hands over a stream when the router asks for it. Servers of other projects do not.
+        is_vllm: if True, it reports its load as vLLM does.
+        params: kv_transfer_params of its held blocks.
+    """
 
     def __init__(self, nursery: trio.Nursery, *, role: EngineRole | None = None, model: str = "fake") -> None:
         self.role = role
@@ -151,7 +214,7 @@ class ScriptedEndpoint:
 
     @property
     def open(self) -> list[Ask]:
-        """Those whose response is not over."""
+        """Requests whose response is not complete."""
         return [ask for ask in self.asks if not ask.is_over]
 
     @property
@@ -179,12 +242,14 @@ class ScriptedEndpoint:
                         ask = Ask(self, end, path, headers, json.loads(body))
                         self.asks.append(ask)
                     elif not self.is_reachable:
-                        return  # as one that stops closes what is idle
+                        return  # A server that stops closes idle connections.
                     elif not self.is_silent:
                         is_ready = self.unready_reason is None or path != "/ready"
                         status = 200 if self.is_well and is_ready else 503
-                        said = self._said(path) if is_ready else {"ready": False, "reason": self.unready_reason}
-                        Ask(self, end, path, headers, None).respond(said, status=status)
+                        content = (
+                            self._own_response(path) if is_ready else {"ready": False, "reason": self.unready_reason}
+                        )
+                        Ask(self, end, path, headers, None).respond(content, status=status)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             pass
         finally:
@@ -203,11 +268,11 @@ class ScriptedEndpoint:
             asked.refuse(404)
             return
         asked.respond({"id": id})
-        said = {"object": "hand_over", "kv_transfer_params": self.params}
-        found[0].say(f"data: {json.dumps(said)}\nid: >\n\n")
+        event = {"object": "hand_over", "kv_transfer_params": self.params}
+        found[0].say(f"data: {json.dumps(event)}\nid: >\n\n")
         found[0].end()
 
-    def _said(self, path: str) -> object:
+    def _own_response(self, path: str) -> object:
         if self.is_vllm and path in ("/load", "/metrics"):
             return {"server_load": 0} if path == "/load" else VLLM_METRICS
         if path == "/load":
@@ -216,7 +281,7 @@ class ScriptedEndpoint:
 
 
 def _parsed(received: bytes) -> tuple[tuple[str, str, dict[str, str], bytes], bytes] | None:
-    """The first request, and what is behind it; None if it is not whole."""
+    """Return the first request and the bytes after it, or None if the request is not complete."""
     head, found, rest = received.partition(b"\r\n\r\n")
     if not found:
         return None

@@ -1,4 +1,4 @@
-"""A router in memory, before endpoints that do what a test says."""
+"""A router in memory in front of endpoints whose responses a test writes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,13 @@ __all__ = ["ScriptedEndpoints", "open_scripted_endpoints"]
 
 
 class ScriptedEndpoints:
-    """A router, and scripted endpoints by id: those whose id begins with p are for prompts, with d for responses, with
-    b for both; w says nothing."""
+    """A router and its scripted endpoints.
+
+    Args:
+        router: the router.
+        endpoints: the endpoints by id. The first letter of an id is the role: p for prefill, d for decode, b for both.
+            Ids with w and v report no role.
+    """
 
     def __init__(self, router: MemoryRouter, endpoints: dict[str, ScriptedEndpoint]) -> None:
         self.router = router
@@ -33,7 +38,11 @@ class ScriptedEndpoints:
         return self.router.client(**options)
 
     async def ask_of(self, id: str) -> Ask:
-        """The one request that is open there, once everybody has done what they can."""
+        """Return the only open request at an endpoint, after all tasks have become idle.
+
+        Args:
+            id: the endpoint.
+        """
         await wait_all_tasks_blocked()
         [ask] = self.endpoints[id].open
         return ask
@@ -62,8 +71,12 @@ ROLES: dict[str, EngineRole | None] = {"p": "prefill", "d": "decode", "b": "both
 
 @asynccontextmanager
 async def open_scripted_endpoints(ids: str = "p d", **options: Any) -> AsyncIterator[ScriptedEndpoints]:
-    """ids: apart by spaces; those that begin with v tell their load as vLLM does. options: as of open_memory_router. It
-    begins when each endpoint has said what it is for."""
+    """Open a router with scripted endpoints. The context begins after each endpoint has reported its role.
+
+    Args:
+        ids: endpoint ids, separated by spaces. Ids that begin with v report their load as vLLM does.
+        **options: options of open_memory_router.
+    """
     async with trio.open_nursery() as nursery:
         endpoints = {id: ScriptedEndpoint(nursery, role=ROLES[id[0]]) for id in ids.split()}
         for id, endpoint in endpoints.items():

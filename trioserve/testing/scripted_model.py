@@ -1,4 +1,4 @@
-"""A model that says what a test tells it to: a text, a function of the prompt's text, or a function of the tokens."""
+"""Fake models whose output a test writes: as a text, as a function of the prompt, or as a function of the token ids."""
 
 from __future__ import annotations
 
@@ -12,20 +12,26 @@ from trioserve.testing.fake_executor import FakeModel
 __all__ = ["Response", "NextToken", "answering", "following"]
 
 Response = str | Callable[[str], str]
-"""What every request is answered, or a function of the prompt's text (of a chat: as its template renders it)."""
+"""The text of every response, or a function from the prompt's text to it. A chat's prompt is its rendered template."""
 
 NextToken = Callable[[Sequence[int]], int]
-"""Token ids, the prompt's and what was answered so far, to the id that comes next. It must depend on nothing else: a
-preempted request is computed again."""
+"""Function from the token ids of prompt and output so far to the next token id.
 
-PROMPTS_MAX = 1024  # whose responses are remembered; a function of the prompt is called once for each
+It must depend on nothing else, since a preempted request is computed again.
+"""
+
+PROMPTS_MAX = 1024  # Responses of this many prompts are remembered, so that a function is called once per prompt.
 
 
 def answering(response: Response) -> FakeModel:
-    """A model whose response is this text in UTF-8, a token a byte, and then the end token."""
+    """Return a model that writes a text in UTF-8, one token per byte, and then the end token.
+
+    Args:
+        response: the text, or a function from the prompt's text to it.
+    """
 
     @lru_cache(maxsize=PROMPTS_MAX)
-    def said(prompt_token_ids: tuple[int, ...]) -> bytes:
+    def response_bytes(prompt_token_ids: tuple[int, ...]) -> bytes:
         if isinstance(response, str):
             return response.encode()
         return response(
@@ -33,7 +39,7 @@ def answering(response: Response) -> FakeModel:
         ).encode()
 
     def choose(request: EngineRequest, tokens: Sequence[int]) -> int:
-        text = said(request.prompt_token_ids)
+        text = response_bytes(request.prompt_token_ids)
         position = len(tokens) - len(request.prompt_token_ids)
         return text[position] if position < len(text) else END_TOKEN_ID
 
@@ -41,18 +47,24 @@ def answering(response: Response) -> FakeModel:
 
 
 def following(next_token: NextToken) -> FakeModel:
-    """A model that says what the function says. What is no token id is a fault of the engine."""
+    """Return a model that chooses tokens with a function.
+
+    Args:
+        next_token: the function. A result that is not a token id is a fault of the engine.
+    """
 
     def choose(request: EngineRequest, tokens: Sequence[int]) -> int:
         token_id = next_token(tokens)
-        assert 0 <= token_id < BYTE_VOCAB_SIZE, f"next_token gave {token_id}, token ids are 0 to {BYTE_VOCAB_SIZE - 1}"
+        assert 0 <= token_id < BYTE_VOCAB_SIZE, (
+            f"next_token returned {token_id}, allowed are 0 to {BYTE_VOCAB_SIZE - 1}"
+        )
         return token_id
 
     return _ScriptedModel(choose)
 
 
 class _ScriptedModel(FakeModel):
-    """The request's sampling changes nothing of what is said, only where it ends."""
+    """A model that ignores the sampling parameters, except for those that end a response."""
 
     def __init__(self, choose: Callable[[EngineRequest, Sequence[int]], int]) -> None:
         super().__init__(vocab_size=BYTE_VOCAB_SIZE)

@@ -1,4 +1,4 @@
-"""What a test does with an engine's steps: it lets one happen, holds its forward pass open, or has it break."""
+"""Control over an engine's steps: a test can run single steps, hold a forward pass open, or make it fail."""
 
 from __future__ import annotations
 
@@ -22,43 +22,59 @@ PlanT = TypeVar("PlanT", bound=AnyPlan)
 
 
 class InjectedFault(Exception):
-    """What breaks an engine or a request because a test wants it to."""
+    """A fault that a test injected into an engine or a request."""
 
 
 class FailsRequests(Protocol):
-    """errors: of requests whose next forward pass fails."""
+    """An executor whose requests a test can make fail.
+
+    Attributes:
+        errors: requests that fail in their next forward pass, each with the error text.
+    """
 
     errors: dict[RequestId, str]
 
 
 class SteppedByHand(Generic[PlanT]):
-    """Stands before an engine among the parents of a class. core, steps: the engine's."""
+    """Mixin that gives a test control over an engine's steps. It must be the first base class, before the engine.
+
+    Attributes:
+        core: the engine's core.
+        steps: the engine's step runner.
+        executor: the engine's executor.
+        broken_openings: number of restarts that still fail.
+    """
 
     core: GatedSteps
     steps: ControlledSteps[PlanT, Any]
     executor: FailsRequests
     broken_openings = 0
-    wake: Any  # the engine's
+    wake: Any  # method of the engine
     _requests: RequestsById[Any]
 
-    # --- when it steps ---
+    # --- steps ---
 
     def pause(self) -> None:
-        """From now on no step begins by itself. One that is in flight goes on."""
+        """Begin no more steps. A step in flight continues."""
         self.core.is_paused = True
 
     def resume(self) -> None:
-        """The engine steps by itself again."""
+        """Let the engine step by itself again."""
         self.core.is_paused = False
         self.wake()
 
     async def step(self, count: int = 1) -> PlanT | None:
-        """Let one step happen, or several: schedule, forward pass, aborts, update, deliver. Before and after it, every
-        other task does what it can.
+        """Run one or more steps: schedule, forward pass, aborts, update, deliver. The engine must be paused.
 
-        Returns the last step's plan, or None when there was nothing to compute. The engine has to be paused.
+        Before and after each step, waits until all other tasks are idle.
+
+        Args:
+            count: number of steps.
+
+        Returns:
+            Plan of the last step, or None if there was nothing to compute.
         """
-        assert self.core.is_paused, "the engine steps by itself: pause() it, or open it with paused=True"
+        assert self.core.is_paused, "the engine is not paused: call pause(), or open it with paused=True"
         plan = None
         for _ in range(count):
             plan = await self._begin_held_step()
@@ -68,8 +84,10 @@ class SteppedByHand(Generic[PlanT]):
         return plan
 
     async def finish_step(self) -> None:
-        """Wait for the end of the step in flight, so that what its requests had is free. Other tasks do what they can
-        before and after. A step that a test holds is not waited for."""
+        """Wait for the end of the steps in flight, so that the resources of requests that left are free.
+
+        Before and after, waits until all other tasks are idle. Does not wait for a step that a test holds open.
+        """
         await wait_all_tasks_blocked()
         for _ in range(STEPS_IN_FLIGHT_MAX):
             if self.steps.plan is None or self.steps.is_held:
@@ -79,10 +97,13 @@ class SteppedByHand(Generic[PlanT]):
 
     @asynccontextmanager
     async def held_step(self) -> AsyncIterator[PlanT]:
-        """The next step, with its forward pass held open inside the `async with`: the blocks of its requests are being
-        read there, and come back right after. On the way out it computes, and all goes as in step().
+        """Begin the next step, and hold its forward pass open inside of the `async with`.
 
-        Of an engine that is not paused, it is the first step that begins. Raises AssertionError if none does.
+        Inside, the step reads the blocks of its requests. At the end of the context the forward pass runs, and the step
+        continues as in step(). If the engine is not paused, the held step is the next one that begins.
+
+        Raises:
+            AssertionError: no step begins, since no request waits or runs.
         """
         plan = await self._begin_held_step()
         assert plan is not None, "no step begins: no request waits or runs"
@@ -94,7 +115,7 @@ class SteppedByHand(Generic[PlanT]):
         await self._end_held_step()
 
     async def _begin_held_step(self) -> PlanT | None:
-        """None, and nothing held, if there is nothing to compute."""
+        """Begin a step and hold it. Return None, and hold nothing, if there is nothing to compute."""
         await wait_all_tasks_blocked()
         self.steps.hold()
         if self.core.is_paused:
@@ -102,7 +123,7 @@ class SteppedByHand(Generic[PlanT]):
         try:
             self.wake()
             await wait_all_tasks_blocked()
-            while self.steps.plan is not None and not self.steps.is_held:  # one that had begun before
+            while self.steps.plan is not None and not self.steps.is_held:  # A step that began before is still running.
                 await self.core.asked_again()
                 await wait_all_tasks_blocked()
             plan = self.steps.plan
@@ -124,37 +145,49 @@ class SteppedByHand(Generic[PlanT]):
 
     @property
     def step_seconds(self) -> float:
-        """What a forward pass takes, in the clock's time. Change it at any moment; it goes for the next one."""
+        """Seconds of one forward pass, by the clock of the Trio program. A change takes effect at the next step."""
         return self.steps.seconds
 
     @step_seconds.setter
     def step_seconds(self, seconds: float) -> None:
         self.steps.seconds = seconds
 
-    # --- what goes wrong ---
+    # --- faults ---
 
     def break_next_step(self, error: Exception | None = None) -> None:
-        """The next forward pass raises: a fault of the engine, which ends it. Default: an InjectedFault."""
+        """Make the next forward pass raise. That is a fault of the engine, which ends the engine or restarts it.
+
+        Args:
+            error: the exception. Default: an InjectedFault.
+        """
         self.steps.fault = error or InjectedFault("a test broke the engine")
 
-    # --- what goes wrong ---
-
     def break_openings(self, count: int = 1) -> None:
-        """The next openings after a fault raise, too."""
+        """Make the next restarts of the engine fail.
+
+        Args:
+            count: number of restarts.
+        """
         self.broken_openings = count
 
     def fail_request(self, request_id: str, message: str = "a test made this request fail") -> None:
-        """The request's next forward pass fails, for all that it asked for, and for nobody else's. It must live."""
+        """Make the next forward pass of all sequences of a request fail. Other requests are not affected.
+
+        Args:
+            request_id: id of a request that has not ended.
+            message: error text for the client.
+        """
         choices = [choice for request in self._requests.of(request_id) for choice in request.choices]
         live_ids = [choice.sequence_id for choice in choices if not choice.is_ended]
-        assert live_ids, f"no request {request_id!r} lives: {[request.id for request in self._requests]} do"
+        assert live_ids, f"no request {request_id!r} is open. Open: {[request.id for request in self._requests]}"
         for sequence_id in live_ids:
             self.executor.errors[sequence_id] = message
 
-    # --- what is left ---
+    # --- requests ---
 
     @property
     def first_unfinished_id(self) -> str | None:
-        """Of those that are entered, in the queue or beyond it, one that has not had the end of its response; None:
-        nobody."""
+        """Id of the first request whose response has not ended, also of a request that still waits in the queue. None:
+        there is none.
+        """
         return next((request.id for request in self._requests if not request.is_finished), None)

@@ -1,4 +1,4 @@
-"""Says what the requests of fake engines wait for, so that the report of a hung test names it."""
+"""Describes what the requests of fake engines wait for, for the report of a hung test."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from trioserve.core.request_state import RequestStatus
 __all__ = ["EngineWatch", "WATCH", "waits_of"]
 
 BURST_SECONDS = 0.1
-"""Requests that leave within this time were cancelled together. The first of them sees the others, too."""
+"""Requests that leave within this time were cancelled together. When the first one leaves, all of them are recorded."""
 
 
 def waits_of(engine: Any) -> list[str]:
-    """Describe the unfinished requests of a fake engine, one line each, then what they have.
+    """Describe the unfinished requests of a fake engine, one line each, then the resources in use and the state of the
+    steps.
 
     Args:
-        engine: a FakeEngine or a FakeImageEngine. Its Trio program may be over.
+        engine: a FakeEngine or a FakeImageEngine. Its Trio program may have ended.
 
     Returns:
-        Nothing if every request has finished.
+        No lines if every request has finished.
     """
     core = engine.current_core
     lives = {live.request.id: live for live in core.live_requests()}
@@ -31,15 +32,15 @@ def waits_of(engine: Any) -> list[str]:
         return []
     lines, queue_place = [], 0
     for request in sorted(unfinished, key=lambda request: (request.priority, request.entered_at)):
-        living = [live for choice in request.choices if (live := lives.get(choice.sequence_id)) is not None]
-        if not request.is_leased or (living and all(live.status is RequestStatus.WAITING for live in living)):
+        active = [live for choice in request.choices if (live := lives.get(choice.sequence_id)) is not None]
+        if not request.is_leased or (active and all(live.status is RequestStatus.WAITING for live in active)):
             queue_place += 1
             lines.append(f"{request.id} waits in the queue at place {queue_place}")
-        elif not living:
+        elif not active:
             lines.append(f"{request.id} is being prepared: the core does not have it yet")
         else:
-            states = sorted({live.status.name.lower().replace("_", " ") for live in living})
-            lines.append(f"{request.id} waits for {_next_of(living)}: {', '.join(states)}")
+            states = sorted({live.status.name.lower().replace("_", " ") for live in active})
+            lines.append(f"{request.id} waits for {_next_of(active)}: {', '.join(states)}")
     stats = core.stats()
     if hasattr(stats, "blocks_used"):
         lines.append(f"{stats.blocks_used} of {core.settings.block_count} blocks used")
@@ -56,18 +57,22 @@ def waits_of(engine: Any) -> list[str]:
     return lines
 
 
-def _next_of(living: list[Any]) -> str:
-    if hasattr(living[0], "steps_done"):
-        done, total = sum(live.steps_done for live in living), sum(live.request.step_count for live in living)
-        return f"denoising step {done + 1} of {total}" if done < total else "its decoded picture"
-    if living[0].is_pooled:
+def _next_of(active: list[Any]) -> str:
+    if hasattr(active[0], "steps_done"):
+        done, total = sum(live.steps_done for live in active), sum(live.request.step_count for live in active)
+        return f"denoising step {done + 1} of {total}" if done < total else "its decoded image"
+    if active[0].is_pooled:
         return "its vector"
-    done = sum(live.output_count for live in living)
-    return f"token {done + 1} of {sum(live.request.output_tokens_max for live in living)}"
+    done = sum(live.output_count for live in active)
+    return f"token {done + 1} of {sum(live.request.output_tokens_max for live in active)}"
 
 
 class EngineWatch:
-    """Remembers the fake engines of the running test, and what their requests waited for when they were cancelled."""
+    """Knows the fake engines of the running test, and what their requests waited for when they were cancelled.
+
+    Attributes:
+        is_used: True if the test has opened a fake engine, or has tried to.
+    """
 
     def __init__(self) -> None:
         self._engines: WeakSet[Any] = WeakSet()
@@ -76,21 +81,26 @@ class EngineWatch:
         self.is_used = False
 
     def begin_test(self) -> None:
-        """Forget what earlier tests opened."""
+        """Forget the engines of earlier tests."""
         self._engines.clear()
         self._left.clear()
         self._last = []
         self.is_used = False
 
     def note_use(self) -> None:
-        """The test opens a fake engine, which may fail."""
+        """Note that the test opens a fake engine, even if opening it fails."""
         self.is_used = True
 
     def add(self, engine: Any) -> None:
         self._engines.add(engine)
 
     def note_leaving(self, engine: Any, request: Any) -> None:
-        """A request leaves. If it has not finished, keep what every request of its engine waits for."""
+        """Record what the requests of an engine wait for, if a request leaves before it has finished.
+
+        Args:
+            engine: the engine.
+            request: the request that leaves.
+        """
         if request.is_finished or not request.choices:
             return
         now = trio.current_time()
@@ -99,7 +109,10 @@ class EngineWatch:
         self._left[engine] = now
 
     def lines(self) -> list[str]:
-        """What requests wait for: those that are open now, or else those that were cancelled last."""
+        """Return what the open requests wait for.
+
+        If none is open, return what the last cancelled requests waited for.
+        """
         waiting = [line for engine in self._engines for line in waits_of(engine)]
         return waiting or self._last
 

@@ -1,4 +1,4 @@
-"""Every promise of a KV connector (contracts/kv_transfer.py), as tests that any connector class can be run through.
+"""Tests of every promise of a KV connector (contracts/kv_transfer.py). Any connector class can be run through them.
 
     from trioserve.testing.connector_conformance import PairConformance
 
@@ -8,17 +8,17 @@
         def options(self, side):
             return {"port": 0}
 
-That is all; pytest finds the tests in the class. Take the part that fits:
+Nothing else is needed: pytest finds the tests in the class. Choose the base class that fits:
 
-    ConnectorConformance   what holds for every connector, also one that moves nothing
-    SenderConformance      and for one that holds blocks of a request with do_remote_decode for somebody else
-    PairConformance        and for two engines, of which one reads what the other holds
-    StoreConformance       instead, for one that keeps blocks by itself and brings them to the next equal prompt
+    ConnectorConformance   for every connector, also for a connector that moves nothing
+    SenderConformance      for a connector that holds blocks of a request with do_remote_decode for another engine
+    PairConformance        for two engines, of which one reads blocks that the other holds
+    StoreConformance       for a connector that saves blocks and loads them for the next equal prompt
 
-A test runs a Trio program of its own, by default with a clock that jumps. Set real_time where threads, sockets or other
-processes are at work. It plays both cores, judges from outside (reports, and the bytes of both caches), and overwrites
-blocks in the very moment in which they belong to another. Some tests do one thing at each moment of a load: after so
-many passes of Trio's loop, until the load is over before.
+Each test runs its own Trio program, by default with a clock that jumps. Set real_time if the connector uses threads,
+sockets or other processes. A test plays the cores of both engines and judges from outside: from the reports and from
+the bytes in both caches. It overwrites blocks at the moment at which they belong to another request. Some tests repeat
+one act at each moment of a load: after 0, 1, 2, ... passes of Trio's loop, until the load ends before the act.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What holds for every connector, also for one that moves nothing."""
+"""Conformance tests for every connector, also for a connector that moves nothing."""
 
 from __future__ import annotations
 
@@ -27,11 +27,14 @@ __all__ = ["ConnectorConformance"]
 
 
 class ConnectorConformance:
-    """For any connector.
+    """Tests for every connector.
 
-    factory: makes a connector, as an engine would do it. real_time: threads, sockets or processes are at work.
-    patience_seconds: how long anything may take that must come some time; settle_seconds: how long the suite waits, in
-    real time, for what must not come. layout: of the engines' caches.
+    Attributes:
+        factory: makes a connector, as an engine does.
+        real_time: set it to True if the connector uses threads, sockets or processes.
+        patience_seconds: maximum time for an event that must come.
+        settle_seconds: real time to wait for events that must not come, if `real_time` is True.
+        layout: layout of the engines' KV caches.
     """
 
     factory: ClassVar[ConnectorFactory | Callable[[ConnectorSetup], KVConnector]]
@@ -41,10 +44,14 @@ class ConnectorConformance:
     layout: KVLayout = SMALL_LAYOUT
 
     def options(self, side: str) -> Mapping[str, Any]:
-        """kv_connector_extra_config of the engine that plays this side: "sender" or "reader"."""
+        """Return kv_connector_extra_config of an engine. Override this method to set options.
+
+        Args:
+            side: "sender" or "reader".
+        """
         return {}
 
-    # --- how a test is played ---
+    # --- running a test ---
 
     def sides(self, *, reader_layout: KVLayout | None = None, has_views: bool = True) -> tuple[Side, Side]:
         reader = Side("reader", reader_layout or self.layout, has_views=has_views)
@@ -56,7 +63,7 @@ class ConnectorConformance:
                 await script(stage)
                 await stage.settle()
                 open_holds = [f"{side.name}: {name}" for side in stage.sides for name in (*side.sends, *side.loads)]
-                assert not open_holds, f"nothing was reported of {', '.join(open_holds)}"
+                assert not open_holds, f"no report ended {', '.join(open_holds)}"
             stage.check()
 
         with errors_unwrapped():
@@ -74,12 +81,12 @@ class ConnectorConformance:
         task_count = trio.lowlevel.current_statistics().tasks_living
         async with trio.open_nursery() as nursery:
             for side in stage.sides:
-                if hasattr(side.connector, "run"):  # one without a life of its own is none the worse
+                if hasattr(side.connector, "run"):  # A connector need not have a task.
                     stage.scopes[side.name] = await nursery.start(_run_scoped, side.connector.run)
             yield stage
             nursery.cancel_scope.cancel()
         left = trio.lowlevel.current_statistics().tasks_living - task_count
-        assert left == 0, f"{left} tasks are left when the connectors have ended"
+        assert left == 0, f"{left} tasks are left after the connectors have ended"
 
     # --- the tests ---
 
@@ -97,7 +104,9 @@ class ConnectorConformance:
         self.play(script)
 
     def test_one_that_only_ever_sees_aborts(self) -> None:
-        """Every request's end is told, also of one that the connector never heard of before, whatever it wanted."""
+        """The connector learns of every request's end, also of requests that it has not seen before, with any
+        parameters.
+        """
 
         async def script(stage: Stage) -> None:
             for side in stage.sides:
@@ -123,7 +132,7 @@ class ConnectorConformance:
                     load = reader.start_load(request, 0, min(count, len(TOKENS) - 1))
                     await stage.until_load_ends(load)
                 reader.finish(request, (), (), ABORT)
-            assert not reader.loaded, "KV came from nobody"
+            assert not reader.loaded, "KV was loaded from an engine that does not exist"
 
         self.play(script)
 
@@ -154,13 +163,13 @@ class ConnectorConformance:
             type(self).factory(setup)
         except StartupError:
             return
-        raise AssertionError("an option that does not exist was taken")
+        raise AssertionError("an unknown option was accepted")
 
 
 async def _run_scoped(
     run: Callable[..., Coroutine[Any, Any, None]], *, task_status: trio.TaskStatus[trio.CancelScope]
 ) -> None:
-    """Starts a connector's task in a scope of its own; tells the scope when the connector is ready."""
+    """Start a connector's task in its own cancel scope, and report the scope when the connector is ready."""
 
     class Status:
         def started(self, value: Any = None) -> None:
@@ -179,7 +188,7 @@ _WANTED = (
         remote_request_id="nothing",
         remote_block_ids=(0, 1, 2),
         remote_host="127.0.0.1",
-        remote_port=9,  # nobody listens there; the port of the discard protocol
+        remote_port=9,  # port of the discard protocol, where no server listens
         remote_block_size=4,
         remote_num_tokens=12,
     ),

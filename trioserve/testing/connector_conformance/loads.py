@@ -1,4 +1,4 @@
-"""What holds for a connector that loads, wherever the blocks come from."""
+"""Conformance tests for every connector that loads blocks, from any source."""
 
 from __future__ import annotations
 
@@ -13,29 +13,47 @@ from trioserve.testing.connector_stage import Load, is_same
 
 __all__ = ["LoadConformance"]
 
-WINDOW_TOKENS = 9  # of SMALL_LAYOUT three or four blocks
+WINDOW_TOKENS = 9  # in SMALL_LAYOUT three or four blocks
 
 
 class LoadConformance(ConnectorConformance):
-    """What holds wherever KV comes from."""
+    """Tests for every connector that loads blocks."""
 
     async def offer(self, stage: Stage, tokens: Sequence[int] = TOKENS) -> Offered:
         raise NotImplementedError
 
     def matched(self, stage: Stage, offered: Offered, computed_count: int = 0) -> int:
-        """How much a core would load."""
+        """Return the number of tokens that a core would load.
+
+        Args:
+            stage: the engines.
+            offered: the offered prompt.
+            computed_count: number of tokens that the reader already has.
+        """
         request = offered.request
         count = stage.reader.connector.num_matched_tokens(request, computed_count)
         return min(count, len(request.known_token_ids) - 1 - computed_count)
 
     def begin(self, stage: Stage, offered: Offered, computed_count: int = 0, token_count: int | None = None) -> Load:
         matched_count = self.matched(stage, offered, computed_count)
-        assert matched_count > 0, f"nothing matches of {offered.name} from token {computed_count} on"
+        assert matched_count > 0, f"no token of {offered.name} matches from token {computed_count} on"
         count = matched_count if token_count is None else min(token_count, matched_count)
         return stage.reader.start_load(offered.request, computed_count, count)
 
     def compare(self, stage: Stage, offered: Offered, load: Load) -> bool:
-        """Whether it was loaded, with nothing but what was offered."""
+        """Compare the loaded content with the offered content.
+
+        Args:
+            stage: the engines.
+            offered: the offered prompt.
+            load: a load that has ended.
+
+        Returns:
+            False if the load failed or was abandoned.
+
+        Raises:
+            AssertionError: other content was loaded.
+        """
         loaded = stage.reader.loaded.get(load.request.id)
         if loaded is None:
             return False
@@ -43,12 +61,18 @@ class LoadConformance(ConnectorConformance):
         expected = [layer[first : first + len(loaded[0])] for layer in offered.kv]
         layouts = stage.reader.pages.layout, stage.sender.pages.layout
         assert is_same(loaded, expected, layouts[0].dtype, layouts[1].dtype), (
-            f"{load.request.id}: what was loaded from token {load.start} on is not what was held"
+            f"{load.request.id}: the content loaded from token {load.start} on differs from the held content"
         )
         return True
 
     async def conclude(self, stage: Stage, offered: Offered, load: Load | None = None) -> None:
-        """The reader's request ends, and then nobody waits for anything any more."""
+        """End the reader's request and the sender's hold.
+
+        Args:
+            stage: the engines.
+            offered: the offered prompt.
+            load: an open load, which is abandoned first. None: no load is open.
+        """
         if load is not None:
             stage.reader.abandon(load)
             await stage.until_load_ends(load)
@@ -59,13 +83,19 @@ class LoadConformance(ConnectorConformance):
     async def load_whole(self, stage: Stage, offered: Offered, computed_count: int, token_count: int | None) -> None:
         load = self.begin(stage, offered, computed_count, token_count)
         await stage.until_load_ends(load)
-        assert self.compare(stage, offered, load), f"it was not loaded: {stage.reader.reports[-1]}"
+        assert self.compare(stage, offered, load), f"the load failed: {stage.reader.reports[-1]}"
         await self.conclude(stage, offered)
 
     async def at_each_moment(
         self, stage: Stage, act: Callable[[Offered, Load], None], *, ends_load: bool = True
     ) -> None:
-        """`act` after every number of passes of the loop, up to the load's end; then both sides come to an end."""
+        """Act after 0, 1, 2, ... passes of Trio's loop, up to the end of the load. Then end both sides.
+
+        Args:
+            stage: the engines.
+            act: the act.
+            ends_load: unused.
+        """
         for moment in range(MOMENTS_MAX):
             offered = await self.offer(stage)
             load = self.begin(stage, offered)
@@ -97,7 +127,7 @@ class LoadConformance(ConnectorConformance):
     def test_behind_a_window_nothing_is_held_and_nothing_loaded(self) -> None:
         async def script(stage: Stage) -> None:
             lengths = []
-            first = 1000 * (stage.reader.window_tokens or 0)  # files may be there from the stage before
+            first = 1000 * (stage.reader.window_tokens or 0)  # The files of an earlier stage may still be there.
             for length in (len(TOKENS), len(TOKENS) - 1, len(TOKENS) - 2, 5):
                 for computed_count in (0, self.layout.block_size):
                     offered = await self.offer(stage, range(first, first + length))
@@ -118,8 +148,8 @@ class LoadConformance(ConnectorConformance):
             load = self.begin(stage, offered, 0, WINDOW_TOKENS)
             await stage.until_load_ends(load)
             report = next(event for event in reversed(stage.reader.reports) if event.request_id == load.request.id)
-            assert isinstance(report, LoadFailed), f"{report}, and its blocks were given back"
-            assert report.message, "it failed, and nobody says why"
+            assert isinstance(report, LoadFailed), f"{report}, but the blocks before the window were freed"
+            assert report.message, "the load failed without a message"
             await self.conclude(stage, offered)
 
         self.play(script, window_tokens=WINDOW_TOKENS)
@@ -155,7 +185,7 @@ class LoadConformance(ConnectorConformance):
             loads = [self.begin(stage, offered) for offered in offers]
             for offered, load in zip(reversed(offers), reversed(loads), strict=True):
                 await stage.until_load_ends(load)
-                assert self.compare(stage, offered, load), f"it was not loaded: {stage.reader.reports}"
+                assert self.compare(stage, offered, load), f"the load failed: {stage.reader.reports}"
                 await self.conclude(stage, offered)
 
         self.play(script)

@@ -1,4 +1,4 @@
-"""What holds for two engines, of which one reads what the other holds."""
+"""Conformance tests for two engines, of which one reads blocks that the other holds."""
 
 from __future__ import annotations
 
@@ -24,10 +24,14 @@ __all__ = ["PairConformance"]
 
 
 class PairConformance(LoadConformance, SenderConformance):
-    """For two engines, each with a connector of its own, of which the reader reads what the sender holds.
+    """Tests for two engines, each with its own connector. The reader reads blocks that the sender holds.
 
-    tells_early: a reader that leaves before it has read, or in the middle, tells the sender, whose hold ends then and
-    not at its deadline. other_layouts: of the reader, where they are not the sender's: converted, or refused.
+    Attributes:
+        tells_early: if True, a reader that leaves before or during its load notifies the sender, whose hold ends then.
+            If False, the hold ends at its deadline.
+        other_layouts: layouts of the reader that differ from the sender's. The connector converts blocks or refuses the
+            load.
+        foreign_layouts: layouts of the reader that must be refused.
     """
 
     tells_early: bool = True
@@ -50,7 +54,7 @@ class PairConformance(LoadConformance, SenderConformance):
             {"part_count": 1, "head_dim": 4},
             {"kv_head_count": 2},
             {"head_dim": 4},
-            {"dtype": "int8"},  # what is kept in 8 bits is for its like alone
+            {"dtype": "int8"},  # 8-bit blocks can only be read with the same dtype
         )
     )
 
@@ -96,7 +100,7 @@ class PairConformance(LoadConformance, SenderConformance):
         self.play(script)
 
     def test_a_reader_that_leaves_tells_the_sender(self) -> None:
-        """Before it began, and in the middle."""
+        """The reader leaves before its load begins, or during the load."""
         if not self.tells_early:
             return
 
@@ -159,7 +163,7 @@ class PairConformance(LoadConformance, SenderConformance):
                 stage.end(stage.sender)
                 stage.sender.drain()
                 await trio.lowlevel.checkpoint()
-                stage.sender.expire_send(offered.name)  # its memory is another's
+                stage.sender.expire_send(offered.name)  # its memory belongs to another engine
                 await stage.until_load_ends(load)
                 self.compare(stage, offered, load)
                 await self.conclude(stage, offered)
@@ -193,7 +197,7 @@ class PairConformance(LoadConformance, SenderConformance):
             load = self.begin(stage, offers[1])
             sender.expire_send(offers[0].name)
             await stage.until_load_ends(load)
-            assert self.compare(stage, offers[1], load), "a hold that is not this one's has expired"
+            assert self.compare(stage, offers[1], load), "the load failed when another hold expired"
             for offered in offers:
                 await self.conclude(stage, offered)
 
@@ -242,11 +246,11 @@ class PairConformance(LoadConformance, SenderConformance):
             self.play(script, reader_layout=layout)
 
     async def _fail(self, stage: Stage, offered: Offered) -> None:
-        """It must not be loaded, and the end comes in time, with a sentence."""
+        """Check that a load fails in time with a message, or that nothing matches."""
         if self.matched(stage, offered) > 0:
             load = self.begin(stage, offered)
             await stage.until_load_ends(load)
             report = next(event for event in reversed(stage.reader.reports) if event.request_id == load.request.id)
-            assert isinstance(report, LoadFailed), f"{report}, and there was nothing to load"
-            assert report.message, "it failed, and nobody says why"
+            assert isinstance(report, LoadFailed), f"{report}, but there was nothing to load"
+            assert report.message, "the load failed without a message"
         await self.conclude(stage, offered)

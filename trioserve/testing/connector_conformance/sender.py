@@ -1,4 +1,4 @@
-"""What holds for a connector that holds blocks of a request for somebody else."""
+"""Conformance tests for a connector that holds blocks of a request for another engine."""
 
 from __future__ import annotations
 
@@ -13,18 +13,28 @@ __all__ = ["SenderConformance"]
 
 
 class SenderConformance(ConnectorConformance):
-    """For a connector that holds the blocks of a request with do_remote_decode that ended by itself."""
+    """Tests for a connector that holds the blocks of a finished request with do_remote_decode."""
 
     async def offer(self, stage: Stage, tokens: Sequence[int] = TOKENS) -> Offered:
-        """A request of the sender ends, and its blocks are held."""
+        """End a request of the sender, whose blocks are then held.
+
+        Args:
+            stage: the engines.
+            tokens: the prompt.
+
+        Returns:
+            The offered prompt, with a request for the reader.
+        """
         sender, name = stage.sender, stage.name()
         request = make_request(name, tokens, KVTransferParams(do_remote_decode=True), output_tokens_max=1)
         blocks = sender.take(len(tokens))
         kv = kv_of(sender.pages, blocks, range(len(tokens)))
         params = sender.finish(request, blocks, tokens, LENGTH)
         assert request.id in sender.sends, f"the blocks of {name} are not held"
-        assert params is not None, "nobody is told how to read what is held"
-        assert params.do_remote_prefill, "what the sender tells is passed on as it is, and has to say what it is for"
+        assert params is not None, "there are no parameters with which the held blocks can be read"
+        assert params.do_remote_prefill, (
+            "the sender's parameters must have do_remote_prefill, since routers forward them unchanged"
+        )
         return Offered(request.id, make_request(f"{name}-there", tokens, params), kv)
 
     def test_an_abort_after_the_end_releases_once(self) -> None:
@@ -41,7 +51,7 @@ class SenderConformance(ConnectorConformance):
             quiet, aborted = await self.offer(stage), await self.offer(stage)
             stage.sender.expire_send(quiet.name)
             stage.sender.abort_after_finish(aborted.name)
-            stage.sender.expire_send(aborted.name)  # before anybody has asked for its report
+            stage.sender.expire_send(aborted.name)  # before the core has asked for its report
 
         self.play(script)
 

@@ -1,4 +1,4 @@
-"""The engines of one conformance test, played by the test itself, and what both sides agree on."""
+"""The engines of one conformance test, which the test plays itself."""
 
 from __future__ import annotations
 
@@ -16,12 +16,18 @@ from trioserve.testing.connector_stage import KV, Load, Side
 __all__ = ["ABORT", "LENGTH", "MOMENTS_MAX", "TOKENS", "Offered", "Stage"]
 
 LENGTH, ABORT = FinishReason.LENGTH, FinishReason.ABORT
-MOMENTS_MAX = 60  # beyond that, one moment of a load is like another
-TOKENS = range(100, 130)  # a prompt: seven blocks and a half of SMALL_LAYOUT
+MOMENTS_MAX = 60  # Moments of a load beyond this number do not differ.
+TOKENS = range(100, 130)  # a prompt of seven and a half blocks of SMALL_LAYOUT
 
 
 class Offered(msgspec.Struct, frozen=True):
-    """What a sender has: name, of its request; request, for the reader; kv, of the prompt."""
+    """A prompt whose blocks a sender offers.
+
+    Attributes:
+        name: id of the sender's request.
+        request: the request for the reader.
+        kv: content of the prompt's positions.
+    """
 
     name: RequestId
     request: EngineRequest
@@ -61,7 +67,16 @@ class Stage:
             side.drain()
 
     async def until(self, side: Side, is_so: Callable[[], bool], what: str) -> None:
-        """Take reports until it is so. The connector has to call `wake` for each."""
+        """Take reports until a condition is True. The connector must call `wake` for each report.
+
+        Args:
+            side: the engine whose reports are taken.
+            is_so: the condition.
+            what: name of the awaited event, for the error text.
+
+        Raises:
+            AssertionError: the condition is not True after `patience_seconds`.
+        """
         with trio.move_on_after(self.suite.patience_seconds):
             while not is_so():
                 woken = side.woken
@@ -70,7 +85,7 @@ class Stage:
                 side.drain()
             return
         raise AssertionError(
-            f"{what} was not reported within {self.suite.patience_seconds} seconds, or nobody was woken for it"
+            f"{what} was not reported within {self.suite.patience_seconds} seconds, or `wake` was not called for it"
         )
 
     async def until_load_ends(self, load: Load) -> None:
@@ -82,7 +97,7 @@ class Stage:
         await self.until(here, lambda: name not in here.sends, f"the end of the send of {name}")
 
     async def settle(self) -> None:
-        """Whatever was begun comes to its end, or nothing comes of it."""
+        """Wait until all work has ended, and take the reports."""
         if self.suite.real_time:
             await trio.sleep(self.suite.settle_seconds)
         else:
@@ -97,5 +112,9 @@ class Stage:
         assert not broken, "; ".join(broken)
 
     def end(self, side: Side) -> None:
-        """The connector's task ends, as with its engine."""
+        """End a connector's task, as the end of its engine does.
+
+        Args:
+            side: the engine.
+        """
         self.scopes.pop(side.name).cancel()

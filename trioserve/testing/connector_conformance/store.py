@@ -1,4 +1,4 @@
-"""What holds for a connector that keeps blocks by itself and brings them to the next equal prompt."""
+"""Conformance tests for a connector that saves blocks and loads them for the next equal prompt."""
 
 from __future__ import annotations
 
@@ -17,17 +17,29 @@ __all__ = ["StoreConformance"]
 
 
 class StoreConformance(LoadConformance):
-    """For a connector that keeps the blocks of requests that end (StoreConformance.offer), and brings them to a later
-    request with the same tokens and salt; one engine, one connector. How much it keeps is its own affair, but a prompt
-    of some blocks that has just ended must match in part."""
+    """Tests for a connector that saves the blocks of requests that end, and loads them for later requests with equal
+    tokens and salt.
+
+    One engine has one connector. The connector decides how much it saves, but part of a prompt of several blocks that
+    has just ended must match.
+    """
 
     def sides(self, *, reader_layout: KVLayout | None = None, has_views: bool = True) -> tuple[Side, Side]:
         side = Side("sender", self.layout, has_views=has_views)
         return side, side
 
     async def offer(self, stage: Stage, tokens: Sequence[int] = TOKENS, salt: str | None = None) -> Offered:
-        """A request ends, and has been saved. Equal tokens under equal salts have equal KV, and here they would not: so
-        without a salt it gets one of its own."""
+        """End a request, whose blocks are then saved.
+
+        Args:
+            stage: the engine.
+            tokens: the prompt.
+            salt: cache salt of the request. Default: the request's name, since here equal prompts have different
+                content.
+
+        Returns:
+            The offered prompt, with a request for the reader.
+        """
         side, name = stage.sender, stage.name()
         salt = name if salt is None else salt
         request = make_request(name, tokens, cache_salt=salt)
@@ -42,10 +54,10 @@ class StoreConformance(LoadConformance):
             await self.offer(stage, salt="s")
             connector = stage.reader.connector
             shifted = make_request(stage.name(), range(101, 131), cache_salt="s")
-            assert connector.num_matched_tokens(shifted, 0) == 0, "other tokens match"
+            assert connector.num_matched_tokens(shifted, 0) == 0, "a prompt with other tokens matches"
             for salt in ("another", "", None):
                 salted = make_request(stage.name(), TOKENS, cache_salt=salt)
-                assert connector.num_matched_tokens(salted, 0) == 0, "what was kept under another salt matches"
+                assert connector.num_matched_tokens(salted, 0) == 0, "a prompt with another salt matches"
 
         self.play(script)
 
@@ -56,7 +68,7 @@ class StoreConformance(LoadConformance):
             tokens = [*TOKENS[:common], *range(500, 515)]
             other = make_request(stage.name(), tokens, cache_salt=offered.request.cache_salt)
             count = stage.reader.connector.num_matched_tokens(other, 0)
-            assert 0 <= count <= common, f"{count} tokens match, and {common} are the same"
+            assert 0 <= count <= common, f"{count} tokens match, but only {common} are the same"
             if count > 0:
                 load = stage.reader.start_load(other, 0, count)
                 await stage.until_load_ends(load)
