@@ -36,6 +36,8 @@ PLAIN_FOLDERS: tuple[str, ...] = (
     "trioserve/core",
     "trioserve/http",
     "trioserve/metrics",
+    "trioserve/model/drafts",
+    "trioserve/model/families",
     "trioserve/model/parallel",
     "trioserve/ranks",
     "trioserve/router",

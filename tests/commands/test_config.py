@@ -150,17 +150,17 @@ def test_the_models_own_further_layer_may_draft(method):
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ('{"method": "mtp", "model": "small", "num_speculative_tokens": 4}', 'leave "model" out'),
-        ("{", "is no JSON"),
-        ("[]", "is no object"),
+        ('{"method": "mtp", "model": "small", "num_speculative_tokens": 4}', 'remove "model"'),
+        ("{", "is not JSON"),
+        ("[]", "is not a JSON object"),
         ('{"model": "small"}', "num_speculative_tokens in --speculative-config is None, allowed is 1 to 15"),
         ('{"model": "small", "num_speculative_tokens": true}', "is True, allowed is 1 to 15"),
         ('{"model": "small", "num_speculative_tokens": 16}', "is 16, allowed is 1 to 15"),
         ('{"num_speculative_tokens": 4}', 'has no "model"'),
         ('{"model": "small", "num_speculative_tokens": 4, "method": "medusa"}', "is 'medusa', allowed is"),
-        ('{"model": "small", "num_speculative_tokens": 4, "temper": 1}', "has temper, which is not known here"),
+        ('{"model": "small", "num_speculative_tokens": 4, "temper": 1}', "has temper, which is not supported"),
         ('{"model": "small", "num_speculative_tokens": 4, "quantization": "awq"}', "is 'awq', allowed is one of"),
-        ('{"model": "small", "num_speculative_tokens": 4, "draft_tensor_parallel_size": 2}', "there is one device"),
+        ('{"model": "small", "num_speculative_tokens": 4, "draft_tensor_parallel_size": 2}', "runs on one device"),
     ],
 )
 def test_a_wrong_speculative_config_is_told_before_a_model_is_loaded(given, sentence):

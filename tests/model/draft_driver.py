@@ -1,4 +1,4 @@
-"""A real core over a real runner, with a draft model or a head beside the model or without one."""
+"""Test driver: a real core and a real runner, with or without a draft model or head."""
 
 from __future__ import annotations
 
@@ -75,7 +75,17 @@ def opened(target: Path, draft: Path | None, kernels: Sequence[str] = ("auto", "
 
 
 class Driver:
-    """source: where drafts come from; None: there are none. results: of the steps, by the place of their plans."""
+    """Runs requests step by step and collects their responses.
+
+    Args:
+        runner: computes the steps.
+        source: `draft_source` of the core's settings, or None for no draft tokens.
+        changes: further settings of the core.
+
+    Attributes:
+        plans: plans of all steps.
+        results: their results, in the same order. None marks an abandoned step.
+    """
 
     def __init__(self, runner: ModelRunner, *, source: str | None, **changes: Any) -> None:
         self.runner = runner
@@ -133,7 +143,7 @@ class Driver:
         if result is None:
             self.core.drop_plan(plan, 0.0)
         else:
-            # What things take is the machine's business; without it drafts are as long as they may be.
+            # Measured times would shorten the drafts. Without them, drafts have full length on every machine.
             result = msgspec.structs.replace(result, draft_times=None)
             for event in self.core.update_from_output(plan, result, 0.0):
                 self._take(event)
@@ -178,8 +188,14 @@ def check_equal(responses: dict[str, Response], expected: dict[str, Response]) -
 
 
 def check_proposed(runner: ModelRunner, expected: Callable[[list[int], int], list[int]]) -> None:
-    """A head proposes what is expected, behind each step of several requests whose drafts are wrong, right and cut off,
-    from prompts in chunks on. expected: the tokens so far and a count to what is to follow."""
+    """Check the draft tokens of a head after each step of two requests.
+
+    Prompts take several steps, and drafts are accepted, partly accepted and rejected.
+
+    Args:
+        runner: target model with a head.
+        expected: returns the draft tokens for the tokens so far and a number of tokens.
+    """
     driver = Driver(runner, source="head", step_tokens_max=24)
     prompts = {"a": prompt_of(9, 1), "b": prompt_of(30, 2)}
     for name, prompt in prompts.items():

@@ -61,7 +61,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gemma2", {"sliding_window": None}, "sliding_window in config.json is None, but it must be a whole number"),
     ("gpt-oss", {"sliding_window": 0}, "sliding_window in config.json is 0, but it must be at least 1"),
     ("llama4", {"attention_chunk_size": None}, "attention_chunk_size in config.json is None"),
-    ("gemma", {"hidden_activation": "gelu"}, "hidden_activation in config.json is 'gelu', but it must be what"),
+    ("gemma", {"hidden_activation": "gelu"}, "hidden_activation in config.json is 'gelu', but it must be the same function"),
     ("gemma2", {"hidden_activation": "relu"}, "hidden_activation in config.json is 'relu'; supported are"),
     ("gemma3n", {"hidden_activation": "gelu"}, "hidden_activation in config.json is 'gelu'"),
     ("gemma2", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping is 0.0, but it must be a positive number"),
@@ -71,8 +71,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3-next", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1, allowed is 2 to 64"),
     ("qwen3-next", {"linear_key_head_dim": 1}, "linear_key_head_dim is 1, allowed is 2 to"),
     ("gemma3n", {"altup_num_inputs": 1}, "altup_num_inputs is 1, allowed is 2 to 8"),
-    ("mamba2", {"expand": 1e308}, "belong to no model that can be computed"),
-    ("lfm2", {"block_ffn_dim_multiplier": 1e308}, "belong to no model that can be computed"),
+    ("mamba2", {"expand": 1e308}, "describe no model that can be computed"),
+    ("lfm2", {"block_ffn_dim_multiplier": 1e308}, "describe no model that can be computed"),
     ("minicpm3", {"hidden_size": 0}, "hidden_size is 0, allowed is 1 to"),
 ]
 

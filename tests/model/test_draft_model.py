@@ -1,6 +1,6 @@
-"""A draft model beside a model, in the real core: whatever it proposes, the response is the one without it.
+"""Tests of a draft model with a real core and runner. The response must equal the response without draft tokens.
 
-In float32 a step with draft tokens differs from one without by the order of sums alone, which changes no token here.
+In float32, a step with draft tokens differs from decoding only in the order of sums. That changes no token here.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def expected(tiny_checkpoint: Callable[..., Path], draft_driver: ModuleType) -> 
 
 @pytest.mark.parametrize("draft_kernels", ["native", "torch"])
 @pytest.mark.parametrize("draft", ["llama", "qwen3"])
-def test_the_response_is_the_one_without_a_draft_model(
+def test_draft_model_does_not_change_the_response(
     draft: str,
     draft_kernels: str,
     cpu_kernels: str,
@@ -47,7 +47,7 @@ def test_the_response_is_the_one_without_a_draft_model(
     draft_driver: ModuleType,
     expected: dict[str, Any],
 ) -> None:
-    """Its own weights are right nearly always, and others hardly ever; seeds, penalties, logprobs and all."""
+    """Draft with the target's own weights, which are nearly always right, and with others, which are mostly wrong."""
     runner = draft_driver.opened(tiny_checkpoint("llama"), tiny_checkpoint(draft), (cpu_kernels, draft_kernels))
     driver = draft_driver.Driver(runner, source="model")
     draft_driver.add_all(driver)
@@ -62,11 +62,11 @@ def test_the_response_is_the_one_without_a_draft_model(
     runner.close()
 
 
-def test_a_sampled_token_is_drafted_with_the_random_numbers_that_will_choose_it(
+def test_draft_model_samples_with_the_random_numbers_of_the_target_model(
     tiny_checkpoint: Callable[..., Path],
     draft_driver: ModuleType,
 ) -> None:
-    """At a high temperature two draws of their own would hardly ever agree, whatever the model."""
+    """Compare acceptance at a high temperature, where independent random numbers would hardly ever agree."""
     runner = draft_driver.opened(tiny_checkpoint("llama"), tiny_checkpoint("llama"))
     driver = draft_driver.Driver(runner, source="model")
     driver.add("a", draft_driver.prompt_of(9, 1), SamplingParams(temperature=3.0), tokens=40)
@@ -76,7 +76,7 @@ def test_a_sampled_token_is_drafted_with_the_random_numbers_that_will_choose_it(
     runner.close()
 
 
-def test_a_long_prompt_is_caught_up_with_in_parts_and_behind_the_first_token(
+def test_draft_model_reads_a_long_prompt_in_parts_after_the_first_output_token(
     tiny_checkpoint: Callable[..., Path], draft_driver: ModuleType, expected: dict[str, Any]
 ) -> None:
     runner = draft_driver.opened(tiny_checkpoint("llama"), tiny_checkpoint("llama"))
@@ -92,7 +92,7 @@ def test_a_long_prompt_is_caught_up_with_in_parts_and_behind_the_first_token(
     runner.close()
 
 
-def test_a_prefix_hit_is_one_for_the_draft_model_too(
+def test_prefix_cache_hit_counts_for_the_draft_model(
     tiny_checkpoint: Callable[..., Path], draft_driver: ModuleType
 ) -> None:
     runner = draft_driver.opened(tiny_checkpoint("llama"), tiny_checkpoint("llama"))
@@ -109,7 +109,7 @@ def test_a_prefix_hit_is_one_for_the_draft_model_too(
     runner.close()
 
 
-def test_whoever_leaves_at_any_step_leaves_nothing_behind(
+def test_aborts_at_any_step_leave_no_blocks_and_do_not_change_other_requests(
     tiny_checkpoint: Callable[..., Path], draft_driver: ModuleType, expected: dict[str, Any]
 ) -> None:
     runner = draft_driver.opened(tiny_checkpoint("llama"), tiny_checkpoint("llama"))
@@ -125,10 +125,10 @@ def test_whoever_leaves_at_any_step_leaves_nothing_behind(
     runner.close()
 
 
-def test_a_step_that_everybody_left_proposes_nothing(
+def test_abandoned_step_proposes_nothing(
     tiny_checkpoint: Callable[..., Path], draft_driver: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ends between two passes of the draft model, and its requests with it."""
+    """Abort the only request between two passes of the draft model. No further pass runs, and the core ends idle."""
     runner = draft_driver.opened(tiny_checkpoint("llama"), tiny_checkpoint("llama"))
     driver = draft_driver.Driver(runner, source="model")
     driver.add("a", draft_driver.prompt_of(9, 1), draft_driver.SAMPLINGS["greedy"])
@@ -151,9 +151,7 @@ def test_a_step_that_everybody_left_proposes_nothing(
     runner.close()
 
 
-def test_what_a_form_does_not_allow_is_not_drafted(
-    tiny_checkpoint: Callable[..., Path], draft_driver: ModuleType
-) -> None:
+def test_draft_tokens_follow_the_grammar(tiny_checkpoint: Callable[..., Path], draft_driver: ModuleType) -> None:
     automaton = (((20, 0), (21, 1), (22, 0)), ((30, 0), (31, 0)))
     responses = []
     for has_draft in (False, True):
@@ -169,10 +167,10 @@ def test_what_a_form_does_not_allow_is_not_drafted(
     assert set(responses[0]["a"][0]) <= {20, 21, 22, 30, 31}
 
 
-def test_given_rows_are_those_of_the_model_alone(
+def test_given_rows_go_only_to_the_target_model(
     cpu_kernels: str, tiny_checkpoint: Callable[..., Path], draft_driver: ModuleType
 ) -> None:
-    """The draft model's rows have another size."""
+    """Use a draft model with another hidden size, which could not read the rows."""
     rows = np.random.default_rng(1).standard_normal((5, 64)).astype(np.float32)
     given = (GivenRows(2, 5, bytes(16), rows),)
     responses = []
@@ -187,7 +185,7 @@ def test_given_rows_are_those_of_the_model_alone(
     assert responses[0]["a"] != responses[0]["b"]
 
 
-def test_its_kv_comes_out_of_the_same_memory(tiny_checkpoint: Callable[..., Path], draft_driver: ModuleType) -> None:
+def test_both_models_share_the_kv_cache_memory(tiny_checkpoint: Callable[..., Path], draft_driver: ModuleType) -> None:
     plain = draft_driver.opened(tiny_checkpoint("llama"), None)
     draft = DraftSource(
         "small", open_checkpoint(tiny_checkpoint("llama")), draft_driver.settings("auto"), draft_driver.DRAFT_TOKENS
@@ -201,7 +199,7 @@ def test_its_kv_comes_out_of_the_same_memory(tiny_checkpoint: Callable[..., Path
     plain.close()
 
 
-def test_a_draft_model_with_another_vocabulary_is_refused(
+def test_draft_model_with_another_vocabulary_size_is_refused(
     tiny_checkpoint: Callable[..., Path], draft_driver: ModuleType
 ) -> None:
     checkpoint = open_checkpoint(tiny_checkpoint("llama"))
@@ -215,7 +213,7 @@ def test_a_draft_model_with_another_vocabulary_is_refused(
         )
 
 
-def test_a_draft_model_that_cannot_take_a_token_back_is_refused(
+def test_draft_model_with_state_layers_is_refused(
     tiny_checkpoint: Callable[..., Path], draft_driver: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = open_checkpoint(tiny_checkpoint("llama")).config
@@ -234,13 +232,13 @@ class Names:
         return self.names[token_id]
 
 
-def test_a_draft_model_whose_tokens_are_others_is_refused() -> None:
+def test_draft_model_with_other_token_texts_is_refused() -> None:
     check_same_tokens(Names("a", "b"), Names("a", "b", "c"), "small")
     with pytest.raises(StartupError, match="token 1 is 'b' for the model and 'c' for the draft model small"):
         check_same_tokens(Names("a", "b"), Names("a", "c"), "small")
 
 
-def test_a_model_may_not_lack_the_room_for_one_block_of_both(
+def test_kv_cache_too_small_for_one_block_of_both_models_is_refused(
     tiny_checkpoint: Callable[..., Path], draft_driver: ModuleType
 ) -> None:
     draft = DraftSource(
@@ -250,7 +248,7 @@ def test_a_model_may_not_lack_the_room_for_one_block_of_both(
         ModelRunner.load(open_checkpoint(tiny_checkpoint("llama")), draft_driver.settings("auto", 2**14), draft=draft)
 
 
-def test_the_draft_model_is_closed_with_the_runner(
+def test_closing_the_runner_closes_the_draft_model(
     tiny_checkpoint: Callable[..., Path], draft_driver: ModuleType
 ) -> None:
     runner = draft_driver.opened(tiny_checkpoint("llama"), tiny_checkpoint("llama"), ("native", "native"))
@@ -260,15 +258,15 @@ def test_the_draft_model_is_closed_with_the_runner(
     assert draft.model.storage is None
 
 
-def test_the_memory_of_its_kv_is_claimed_behind_that_of_the_model(
+def test_kv_memory_of_the_draft_model_is_claimed_after_the_target_models(
     tiny_checkpoint: Callable[..., Path], draft_driver: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = draft_driver.opened(tiny_checkpoint("llama"), tiny_checkpoint("llama"))
     assert runner._model is not None
     assert runner._draft is not None
     asked: list[str] = []
-    for name, model, left in (("model", runner._model, 1), ("draft", runner._draft.model, 2)):
-        pieces = [True] * left
+    for name, model, calls_left in (("model", runner._model, 1), ("draft", runner._draft.model, 2)):
+        pieces = [True] * calls_left
         monkeypatch.setattr(
             model,
             "claim_memory",

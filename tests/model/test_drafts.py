@@ -1,6 +1,7 @@
-"""Draft tokens are computed beside the last known token: whatever they are, the tokens are those of one at a time.
+"""Tests that draft tokens, right or wrong, do not change the output of the target model.
 
-In float32 the two ways differ by the order of sums alone, which is too little to change a token here.
+In float32, a step with draft tokens differs from decoding only in the order of sums. That is too little to change a
+token here.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SAMPLINGS = {
     "min_tokens": SamplingParams(temperature=0.8, min_tokens=12),
     "logprobs": SamplingParams(temperature=0.8, logprobs=2),
 }
-STOPS = tuple(range(0, 320, 3))  # every third token may not come before min_tokens
+STOPS = tuple(range(0, 320, 3))  # one third of all tokens, which min_tokens forbids at first
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
@@ -42,7 +43,7 @@ def add_all(driver: Any) -> None:
 
 
 def one_at_a_time(step_driver: ModuleType, runner: Any) -> tuple[dict[str, list[int]], dict[str, list[Any]]]:
-    """Tokens and logprobs, one token a step, all requests together."""
+    """Return tokens and log-probabilities of all requests, decoded together without draft tokens."""
     driver = step_driver.StepDriver(runner)
     add_all(driver)
     logprobs: dict[str, list[Any]] = {name: [] for name in SAMPLINGS}
@@ -56,10 +57,10 @@ def one_at_a_time(step_driver: ModuleType, runner: Any) -> tuple[dict[str, list[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen3"])
-def test_tokens_do_not_depend_on_what_was_drafted(
+def test_output_does_not_depend_on_draft_tokens(
     kind: str, cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
-    """Accepted draft tokens, wrong ones, right ones up to somewhere, of all lengths, beside decodes and a prompt."""
+    """Mix right, wrong and partly right drafts of all lengths with decodes and a prompt in the same step."""
     runner = step_driver.load_runner(tiny_checkpoint(kind), cpu_kernels=cpu_kernels)
     expected, expected_logprobs = one_at_a_time(step_driver, runner)
     rng = random.Random(kind)
@@ -99,10 +100,10 @@ def test_tokens_do_not_depend_on_what_was_drafted(
             assert [token for token, _ in mine.top] == [token for token, _ in other.top]
 
 
-def test_what_cannot_be_sampled_behind_a_draft_token_ends_the_run_and_fails_nobody(
+def test_sampling_error_after_a_draft_token_ends_the_run_of_accepted_tokens(
     tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It fails the request only when its turn comes; by then the draft token may have been wrong."""
+    """The request fails only if the error recurs for its next token. The draft token before it may have been wrong."""
 
     def sample_all_but_two(*arguments: Any) -> Samples:
         samples = sample(*arguments)
@@ -119,7 +120,7 @@ def test_what_cannot_be_sampled_behind_a_draft_token_ends_the_run_and_fails_nobo
     for name, sampling in (("a", SAMPLINGS["greedy"]), ("b", SAMPLINGS["logprobs"])):
         driver.add(name, prompt_of(6, 1), sampling)
     driver.step({"a": 6, "b": 6})
-    bad_rows = (2, 5)  # of a behind its second draft token, of b behind its first
+    bad_rows = (2, 5)  # of request a after its second draft token, of b after its first
     result = driver.step({"a": 1, "b": 1}, {"a": (5, 6, 7), "b": (5, 6, 7)})
     assert not result.errors
     assert None not in result.token_ids
@@ -129,7 +130,7 @@ def test_what_cannot_be_sampled_behind_a_draft_token_ends_the_run_and_fails_nobo
     assert set(driver.step({"a": 1, "b": 1}, {"a": (5,)}).errors) == {"a"}
 
 
-def test_each_draft_token_has_the_position_and_history_that_it_would_have_alone(
+def test_each_draft_token_is_sampled_with_its_own_position_and_history(
     tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
     driver = step_driver.StepDriver(step_driver.load_runner(tiny_checkpoint("llama")))

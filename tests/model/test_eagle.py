@@ -1,4 +1,4 @@
-"""An EAGLE-3 head beside a model: it proposes what a plain reading of its weights does, and changes no response."""
+"""Tests of an EAGLE-3 head: its draft tokens equal a plain reference's, and it changes no response."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def reference(tiny_checkpoint: Callable[..., Path]) -> Any:
 
 @torch.inference_mode()
 def tapped_of(reference: Any, tokens: list[int]) -> torch.Tensor:
-    """What goes into the first three layers at all tokens but the last."""
+    """Return the inputs of the first three layers at all tokens but the last, [len(tokens) - 1, 3 * hidden_size]."""
     states = reference(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
     return torch.cat([states[layer][0] for layer in range(3)], -1)
 
@@ -37,7 +37,7 @@ def tapped_of(reference: Any, tokens: list[int]) -> torch.Tensor:
     [{}, {"own_embedding": True}, {"draft_vocab_size": 320}, {"norm_before_residual": True}],
     ids=["plain", "own embedding", "whole vocabulary", "norm before residual"],
 )
-def test_it_proposes_what_its_weights_say(
+def test_draft_tokens_equal_the_reference(
     changes: dict[str, Any],
     cpu_kernels: str,
     tiny_checkpoint: Callable[..., Path],
@@ -58,7 +58,7 @@ def test_it_proposes_what_its_weights_say(
     runner.close()
 
 
-def test_the_response_is_the_one_without_a_head(
+def test_head_does_not_change_the_response(
     cpu_kernels: str,
     tiny_checkpoint: Callable[..., Path],
     tiny_eagle: ModuleType,
@@ -77,7 +77,7 @@ def test_the_response_is_the_one_without_a_head(
     draft_driver.check_equal(responses[1], responses[0])
 
 
-def test_whoever_leaves_at_any_step_leaves_nothing_behind(
+def test_aborts_at_any_step_leave_no_blocks(
     tiny_checkpoint: Callable[..., Path], tiny_eagle: ModuleType, draft_driver: ModuleType, tmp_path: Path
 ) -> None:
     runner = draft_driver.opened(tiny_checkpoint(TARGET), tiny_eagle.write_eagle(tmp_path / "head"))
@@ -92,10 +92,10 @@ def test_whoever_leaves_at_any_step_leaves_nothing_behind(
     runner.close()
 
 
-def test_a_head_that_knows_the_next_tokens_saves_steps(
+def test_accepted_draft_tokens_save_steps(
     tiny_checkpoint: Callable[..., Path], tiny_eagle: ModuleType, draft_driver: ModuleType, tmp_path: Path
 ) -> None:
-    """Whatever it reads, it says token 7, which a bias has the model say, too."""
+    """Use a head that always proposes token 7, and a bias that makes the target model choose token 7."""
     directory = tiny_eagle.write_eagle(tmp_path / "head", draft_vocab_size=320)
     weights = load_file(directory / "model.safetensors")
     weights["norm.weight"] = torch.zeros_like(weights["norm.weight"])
@@ -112,15 +112,15 @@ def test_a_head_that_knows_the_next_tokens_saves_steps(
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 4]}}, "layers 0, 1, 4, and the model has 4"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 4]}}, "layers 0, 1, 4, but the model has 4"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1]}}, "has 2 layers, it must have 3"),
-        ({"eagle_config": None}, "layers 2, 2, 1, and the model has 4"),
-        ({"num_hidden_layers": 2}, "has 2 layers, and such a head has one"),
+        ({"eagle_config": None}, "layers 2, 2, 1, but the model has 4"),
+        ({"num_hidden_layers": 2}, "has 2 layers, but must have one"),
         ({"vocab_size": 319, "draft_vocab_size": 200}, "a vocabulary of 319 tokens, but the model has one of 320"),
-        ({"hidden_size": 128, "head_dim": 16}, "name the head that was trained for it"),
+        ({"hidden_size": 128, "head_dim": 16}, "name the head that was trained for this model"),
     ],
 )
-def test_a_head_of_another_model_is_refused(
+def test_head_of_another_model_is_refused(
     changes: dict[str, Any],
     sentence: str,
     tiny_checkpoint: Callable[..., Path],
@@ -140,10 +140,10 @@ def test_a_head_of_another_model_is_refused(
         ("fc.weight", torch.zeros(64, 64), r"fc.weight in .* has shape \[64, 64\]"),
         ("d2t", None, "has no d2t"),
         ("d2t", torch.full((200,), 200), "names tokens that the model does not have"),
-        ("midlayer.self_attn.q_proj.bias", torch.zeros(64), "has midlayer.self_attn.q_proj.bias, which no EAGLE-3"),
+        ("midlayer.self_attn.q_proj.bias", torch.zeros(64), "has midlayer.self_attn.q_proj.bias, which is not"),
     ],
 )
-def test_a_damaged_head_is_refused(
+def test_damaged_head_is_refused(
     name: str,
     tensor: torch.Tensor | None,
     sentence: str,

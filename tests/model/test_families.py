@@ -1,4 +1,4 @@
-"""Every family in the two formats: what a file says becomes the description, and unknown variants are refused."""
+"""Tests of all model families in both file formats: reading descriptions and refusing unknown variants."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def windows(config: ModelConfig) -> list[int | None]:
 @pytest.mark.parametrize(
     "kind, has_latent_halves", [*((kind, False) for kind in GGUF_KINDS), *((kind, True) for kind in HALVES_KINDS)]
 )
-def test_a_gguf_file_holds_the_model_that_its_directory_holds(
+def test_gguf_file_and_directory_give_the_same_model(
     kind: str,
     has_latent_halves: bool,
     tiny_checkpoints: ModuleType,
@@ -112,9 +112,9 @@ def test_a_gguf_file_holds_the_model_that_its_directory_holds(
     path = tmp_path / "model.gguf"
     tiny_checkpoints.write_family_gguf(tiny_checkpoint(kind), path, has_latent_halves=has_latent_halves)
     ours, theirs = open_checkpoint(path), open_checkpoint(tiny_checkpoint(kind))
-    # In a file these are float32, and the tokenizer's end tokens are the model's.
+    # GGUF files store these as float32, and take the end tokens from the tokenizer.
     numbers = {"norm_eps", "embedding_scale", "logit_scale", "logit_cap", "eos_token_ids", "layers"}
-    numbers |= {"row_factors"}  # a file has the products
+    numbers |= {"row_factors"}  # GGUF files contain weights that are already multiplied
     for field in set(ModelConfig.__struct_fields__) - numbers:
         assert getattr(ours.config, field) == getattr(theirs.config, field), field
     for field in ("norm_eps", "embedding_scale", "logit_scale", "logit_cap"):
@@ -128,7 +128,13 @@ def test_a_gguf_file_holds_the_model_that_its_directory_holds(
 
 
 def check_close(own: LayerConfig, other: LayerConfig, *, has_scale: bool) -> None:
-    """has_scale: of scores; llama.cpp knows that of a Gemma by its size."""
+    """Compare two layers, with a tolerance for numbers that GGUF files store as float32.
+
+    Args:
+        own: layer read from a GGUF file.
+        other: layer read from a directory of transformers.
+        has_scale: True to compare the scale of attention scores. llama.cpp derives Gemma's scale from the model size.
+    """
     replace = msgspec.structs.replace
     assert own.residual_scale == pytest.approx(other.residual_scale)
     if not isinstance(own.attention, KVAttention):
@@ -160,7 +166,7 @@ def test_every_family_is_named_once() -> None:
         assert len(set(listed)) == len(listed)
 
 
-def test_windows_alternate_as_each_family_does() -> None:
+def test_sliding_windows_follow_the_pattern_of_each_family() -> None:
     assert windows(read("Gemma2ForCausalLM", head_dim=16)) == [4096, None] * 3
     assert windows(read("Gemma3ForCausalLM", head_dim=16, sliding_window=8)) == [8] * 5 + [None]
     assert windows(read("Gemma3ForCausalLM", head_dim=16, sliding_window=8, sliding_window_pattern=2)) == [8, None] * 3
@@ -169,7 +175,7 @@ def test_windows_alternate_as_each_family_does() -> None:
     assert windows(read("Olmo2ForCausalLM")) == [None] * 6
 
 
-def test_gemma_3_turns_slower_where_it_sees_everything() -> None:
+def test_gemma_3_uses_a_larger_theta_in_layers_without_window() -> None:
     old = read("Gemma3ForCausalLM", head_dim=16, rope_theta=1e6, rope_local_base_freq=1e4)
     new = read(
         "Gemma3ForCausalLM",
@@ -184,7 +190,7 @@ def test_gemma_3_turns_slower_where_it_sees_everything() -> None:
     assert thetas == [1e4] * 5 + [1e6]
 
 
-def test_scaling_is_left_out_where_there_is_a_window() -> None:
+def test_gemma_3_scales_positions_only_in_layers_without_window() -> None:
     scaling = {"rope_type": "linear", "factor": 8.0}
     config = read("Gemma3ForCausalLM", head_dim=16, rope_theta=1e6, rope_local_base_freq=1e4, rope_scaling=scaling)
     scalings = [layer.attention.rotary.scaling for layer in config.layers if layer.attention.rotary is not None]
@@ -193,17 +199,17 @@ def test_scaling_is_left_out_where_there_is_a_window() -> None:
     assert config.context_tokens_max == 512
 
 
-def test_layers_that_know_no_positions() -> None:
-    def know(config: ModelConfig) -> list[bool]:
+def test_layers_without_position_embeddings() -> None:
+    def has_positions(config: ModelConfig) -> list[bool]:
         return [layer.attention.rotary is not None for layer in config.layers]
 
-    assert know(read("SmolLM3ForCausalLM")) == [True, True, True, False, True, True]
-    assert know(read("SmolLM3ForCausalLM", no_rope_layers=[1, 0, 1, 0, 1, 0])) == [True, False] * 3
-    assert know(read("Cohere2ForCausalLM", sliding_window=8)) == [True, True, True, False, True, True]
+    assert has_positions(read("SmolLM3ForCausalLM")) == [True, True, True, False, True, True]
+    assert has_positions(read("SmolLM3ForCausalLM", no_rope_layers=[1, 0, 1, 0, 1, 0])) == [True, False] * 3
+    assert has_positions(read("Cohere2ForCausalLM", sliding_window=8)) == [True, True, True, False, True, True]
 
 
-def test_gpt_oss_as_its_makers_write_it() -> None:
-    """The fields of the published config of the smaller one, without its other notes."""
+def test_published_config_of_gpt_oss_is_read() -> None:
+    """Read the fields of the smaller model's published config, without fields that do not matter here."""
     yarn = {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096}
     config = read(
         "GptOssForCausalLM",
@@ -241,8 +247,8 @@ def test_gpt_oss_as_its_makers_write_it() -> None:
     assert why_not_native(config, "bfloat16") is None
 
 
-def test_layers_of_a_llama_4() -> None:
-    """As Scout's and Maverick's configs have them."""
+def test_llama_4_layer_kinds() -> None:
+    """Read configs with the fields of Scout and Maverick."""
 
     def kinds(config: ModelConfig) -> list[tuple[bool, int | None, bool, str, str]]:
         return [
@@ -278,14 +284,14 @@ def test_layers_of_a_llama_4() -> None:
     assert [isinstance(layer.mlp, ExpertsConfig) for layer in by_name.layers] == [True] + [False] * 4 + [True]
 
 
-def test_a_cap_may_be_switched_off() -> None:
+def test_null_switches_off_a_cap_of_gemma_2() -> None:
     config = read("Gemma2ForCausalLM", head_dim=16, attn_logit_softcapping=None, final_logit_softcapping=None)
     assert (config.heads.score_cap, config.logit_cap) == (None, None)
     usual = read("Gemma2ForCausalLM", head_dim=16)
     assert (usual.heads.score_cap, usual.logit_cap) == (50.0, 30.0)
 
 
-def test_what_the_texts_config_of_an_idefics_leaves_out_is_that_of_a_llama() -> None:
+def test_idefics_text_config_defaults_to_llama() -> None:
     class_name = "Idefics3ForConditionalGeneration"
     described = {"architectures": [class_name], "text_config": {"num_hidden_layers": 2, "rope_theta": 500_000.0}}
     config = model_config_from(described, {}, dtype_name="bfloat16")
@@ -403,13 +409,13 @@ def test_what_the_texts_config_of_an_idefics_leaves_out_is_that_of_a_llama() -> 
         ("Glm4MoeForCausalLM", {**ROUTED, "topk_group": 0}, "groups for each token is 0, allowed is 1 to 1"),
     ],
 )
-def test_a_variant_that_is_not_computed_is_refused_by_name(class_name: str, fields: dict[str, Any], said: str) -> None:
+def test_unsupported_variant_is_refused_by_field_name(class_name: str, fields: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelLoadError) as caught:
         read(class_name, **fields)
     assert said in str(caught.value)
 
 
-def test_longrope_counts_by_the_context_that_is_served() -> None:
+def test_longrope_factors_depend_on_served_context() -> None:
     short, long = [1.0] * 8, [3.0] * 8
     scaling = {"type": "su", "short_factor": short, "long_factor": long}
     fields = {**BASE, "architectures": ["Phi3ForCausalLM"], "original_max_position_embeddings": 64}
@@ -423,7 +429,7 @@ def test_longrope_counts_by_the_context_that_is_served() -> None:
         assert found.frequency_factors == tuple(wanted)
 
 
-def test_longrope_in_gguf_counts_by_the_context_that_is_served(
+def test_longrope_factors_of_gguf_depend_on_served_context(
     tiny_checkpoints: ModuleType, tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     directory = shutil.copytree(tiny_checkpoint("phi3-longrope"), tmp_path / "model")
@@ -444,8 +450,8 @@ def test_dynamic_scaling_changes_nothing_within_the_context() -> None:
     assert read("InternLM3ForCausalLM", rope_scaling=scaling) == read("InternLM3ForCausalLM")
 
 
-def test_the_part_for_texts_of_a_model_that_sees_images() -> None:
-    """What the published config of such a Gemma leaves out is transformers' default."""
+def test_text_config_of_gemma_3_with_vision_is_read() -> None:
+    """Read the published fields. The fields that it leaves out have transformers' defaults."""
     text = {
         "hidden_size": 2560,
         "intermediate_size": 10240,
@@ -463,7 +469,7 @@ def test_the_part_for_texts_of_a_model_that_sees_images() -> None:
 
 
 @pytest.mark.parametrize("before", ("language_model.model.", "model.language_model."))
-def test_images_tensors_are_left_out_under_old_and_new_names(
+def test_image_tensors_are_skipped_under_old_and_new_names(
     before: str,
     tiny_checkpoint: Callable[..., Path],
     tensors_of: Callable[[Checkpoint], dict[str, torch.Tensor]],
@@ -487,14 +493,14 @@ def test_images_tensors_are_left_out_under_old_and_new_names(
     assert "images are not served" in caplog.text
 
 
-def test_layers_that_predict_further_tokens_are_left_out(
+def test_multi_token_prediction_layers_are_skipped(
     tiny_checkpoints: ModuleType,
     tiny_checkpoint: Callable[..., Path],
     tensors_of: Callable[[Checkpoint], dict[str, torch.Tensor]],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """DeepSeek's and GLM's checkpoints have one such layer, behind the others and named like them."""
+    """Skip the layer behind the last one. In checkpoints of DeepSeek and GLM its name looks like any layer's."""
     caplog.set_level("INFO")
     plain = tiny_checkpoint("glm4-moe")
     config = json.loads((plain / "config.json").read_text())
@@ -518,8 +524,8 @@ def test_layers_that_predict_further_tokens_are_left_out(
         open_checkpoint(tmp_path)
 
 
-def test_exaone_3_has_names_of_its_own_for_fields() -> None:
-    """As in its published config, and as transformers saves it."""
+def test_exaone_3_reads_both_spellings_of_fields() -> None:
+    """Read the published config, and the config that transformers saves."""
     theirs = {name: value for name, value in BASE.items() if name != "num_hidden_layers"}
     config = {**theirs, "architectures": ["ExaoneForCausalLM"], "num_layers": 6, "layer_norm_epsilon": 1e-3}
     published = model_config_from({**config, "activation_function": "silu"}, {}, dtype_name="float32")
@@ -529,8 +535,8 @@ def test_exaone_3_has_names_of_its_own_for_fields() -> None:
         model_config_from({**config, "activation_function": "gelu"}, {}, dtype_name="float32")
 
 
-def test_falcon_3_and_internlm_3_are_llamas() -> None:
-    """With the fields that their published configs have."""
+def test_falcon_3_and_internlm_3_are_described_as_llamas() -> None:
+    """Read the fields of the published configs."""
     falcon = {
         "head_dim": 256,
         "num_key_value_heads": 4,
@@ -546,13 +552,13 @@ def test_falcon_3_and_internlm_3_are_llamas() -> None:
     assert (biased.heads.has_bias, biased.heads.has_output_bias) == (True, False)
 
 
-def test_a_pattern_of_letters_beside_layer_types() -> None:
+def test_layer_types_win_over_a_pattern_of_letters() -> None:
     layer_types = ["sliding_attention", "sliding_attention", "full_attention"] * 2
     config = read("Exaone4ForCausalLM", sliding_window=8, sliding_window_pattern="LLG", layer_types=layer_types)
     assert windows(config) == [8, 8, None] * 2
 
 
-def test_notes_and_neutral_values_are_no_variants() -> None:
+def test_unknown_fields_and_neutral_values_are_accepted() -> None:
     plain = read("LlamaForCausalLM")
     assert plain == read(
         "LlamaForCausalLM",
@@ -564,10 +570,10 @@ def test_notes_and_neutral_values_are_no_variants() -> None:
     )
 
 
-def test_identical_experts_are_the_dense_model(
+def test_mixture_of_identical_experts_equals_dense_model(
     tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, cpu_kernels: str, tmp_path: Path
 ) -> None:
-    """The weights of those that are chosen add up to 1, so whichever they are, the sum is the dense MLP's."""
+    """Compare log-probabilities. The weights of a token's experts add up to 1, so the sum is the dense MLP's output."""
     dense = tiny_checkpoint("llama")
     config = json.loads((dense / "config.json").read_text())
     tensors = {}
@@ -593,8 +599,8 @@ def test_identical_experts_are_the_dense_model(
 
 
 @pytest.mark.parametrize("kind, launches", (("qwen3", True), ("qwen3-moe", False)))
-def test_a_mixtures_steps_are_not_launched(kind: str, launches: bool, tiny_checkpoint: Callable[..., Path]) -> None:
-    """Which expert has which rows is read in the middle of a step, and a recorded one cannot do that."""
+def test_steps_of_mixtures_are_not_recorded(kind: str, launches: bool, tiny_checkpoint: Callable[..., Path]) -> None:
+    """Check `launches`. A mixture reads the rows of each expert on the host in mid-step, so it cannot be recorded."""
     config = open_checkpoint(tiny_checkpoint(kind)).config
     kernels = importlib.import_module("trioserve_kernels.reference_fused")
     model = TorchStepModel(config, ModelSettings(), dtype="float32", device="cpu", kernels=kernels)

@@ -1,5 +1,5 @@
-"""A layer behind the model's own drafts for it: what it proposes is what a plain reading says, and no response
-changes."""
+"""Tests of drafting with a model's own prediction layer (MTP): draft tokens equal a plain reference's, and responses
+do not change."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def opened(draft_driver: ModuleType, directory: Path, kernels: str = "auto", *, 
 
 @pytest.mark.parametrize("is_shared", [False, True], ids=["own matrices", "the model's"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_proposes_what_its_weights_say(
+def test_draft_tokens_equal_the_reference(
     kind: str,
     is_shared: bool,
     cpu_kernels: str,
@@ -53,7 +53,7 @@ def test_it_proposes_what_its_weights_say(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_response_is_the_one_without_it(
+def test_prediction_layer_does_not_change_the_response(
     kind: str,
     cpu_kernels: str,
     tiny_checkpoint: Callable[..., Path],
@@ -66,7 +66,7 @@ def test_the_response_is_the_one_without_it(
     responses = []
     for drafts in (False, True):
         runner = opened(draft_driver, directory, cpu_kernels, drafts=drafts)
-        # So few blocks that some are preempted, and come back with hits.
+        # There are so few blocks that requests are preempted, and find their prefix in the cache when they resume.
         driver = draft_driver.Driver(runner, source="head" if drafts else None, **crowded)
         draft_driver.add_all(driver)
         driver.add("hit", draft_driver.prompt_of(5 + 11 * 3, 3), GREEDY)
@@ -78,7 +78,7 @@ def test_the_response_is_the_one_without_it(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_whoever_leaves_at_any_step_leaves_nothing_behind(
+def test_aborts_at_any_step_leave_no_blocks(
     kind: str, tiny_checkpoint: Callable[..., Path], tiny_mtp: ModuleType, draft_driver: ModuleType, tmp_path: Path
 ) -> None:
     runner = opened(draft_driver, tiny_mtp.write_mtp(tiny_checkpoint(kind), tmp_path))
@@ -95,7 +95,7 @@ def test_whoever_leaves_at_any_step_leaves_nothing_behind(
 
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=0.9)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_that_says_what_the_model_does_saves_steps(
+def test_accepted_draft_tokens_save_steps(
     kind: str,
     sampling: SamplingParams,
     cpu_kernels: str,
@@ -104,7 +104,7 @@ def test_one_that_says_what_the_model_does_saves_steps(
     draft_driver: ModuleType,
     tmp_path: Path,
 ) -> None:
-    """The model's next token depends on the last one alone, and its further layer computes the same."""
+    """Use a model whose next token depends on the last one only, and a prediction layer that computes the same."""
     runner = opened(
         draft_driver, tiny_mtp.write_mtp(tiny_checkpoint(kind), tmp_path, is_always_right=True), cpu_kernels
     )
@@ -126,7 +126,7 @@ def test_one_that_says_what_the_model_does_saves_steps(
         ("input_layernorm.weight", None, "the weights lack model.layers.0.input_layernorm"),
     ],
 )
-def test_a_damaged_one_is_refused(
+def test_damaged_prediction_layer_is_refused(
     name: str,
     tensor: torch.Tensor | None,
     sentence: str,
@@ -147,7 +147,7 @@ def test_a_damaged_one_is_refused(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_an_engine_drafts_with_it_by_its_flag(
+async def test_engine_drafts_with_the_prediction_layer_if_the_flag_says_mtp(
     kind: str, tiny_checkpoint: Callable[..., Path], tiny_mtp: ModuleType, tmp_path: Path
 ) -> None:
     directory = str(tiny_mtp.write_mtp(tiny_checkpoint(kind), tmp_path, is_always_right=True))
@@ -165,13 +165,13 @@ async def test_an_engine_drafts_with_it_by_its_flag(
     assert len(responses[0]) == 40
 
 
-def test_a_model_without_is_refused(tiny_checkpoint: Callable[..., Path], tiny_gguf: Any) -> None:
+def test_checkpoint_without_prediction_layer_is_refused(tiny_checkpoint: Callable[..., Path], tiny_gguf: Any) -> None:
     for path in (tiny_checkpoint("glm4-moe"), tiny_gguf("llama")):
         with pytest.raises(StartupError, match="num_nextn_predict_layers"):
             MtpCheckpoint(open_checkpoint(path))
 
 
-def test_who_uses_it_is_not_told_that_it_is_unused(
+def test_log_names_an_unused_prediction_layer(
     tiny_checkpoint: Callable[..., Path], tiny_mtp: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")

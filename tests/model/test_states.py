@@ -238,7 +238,7 @@ def test_triton_is_refused_and_torch_is_named(tiny_checkpoint: Callable[..., Pat
 
 def test_no_model_that_keeps_a_state_drafts() -> None:
     config = read()
-    with pytest.raises(StartupError, match="name another one"):
+    with pytest.raises(StartupError, match="name another draft model"):
         check_draft(config, config, "small")
 
 

@@ -1,5 +1,7 @@
-"""Tiny EAGLE-3 heads of random weights, as they are published, and what they compute, written plainly from the paper's
-own code: one row after the other, without a cache."""
+"""Tiny EAGLE-3 heads with random weights, and a plain reference without a KV cache.
+
+Source of the reference: the code that the paper's authors published.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,13 @@ class PlainHead:
         self.embedding = self.weights.get("embed_tokens.weight", embedding)
 
     def proposed(self, tokens: list[int], tapped: Tensor, count: int) -> list[int]:
-        """The `count` most likely tokens behind `tokens`. tapped: [len(tokens) - 1, 3 * hidden]."""
+        """Return the `count` most likely tokens after `tokens`.
+
+        Args:
+            tokens: tokens so far.
+            tapped: inputs of the tapped layers, float32 [len(tokens) - 1, 3 * hidden_size].
+            count: number of draft tokens.
+        """
         tokens = list(tokens)
         hidden = list(tapped @ self.weights["fc.weight"].T)
         for _ in range(count):
@@ -102,7 +110,7 @@ class PlainHead:
         def project(part: str, count: int) -> Tensor:
             return (both @ self.weights[f"midlayer.self_attn.{part}_proj.weight"].T).view(len(tokens), count, dim)
 
-        queries, keys = self._turned(project("q", heads)), self._turned(project("k", kv_heads))
+        queries, keys = self._rotated(project("q", heads)), self._rotated(project("k", kv_heads))
         values = project("v", kv_heads)
         rows = []
         for row in range(len(tokens)):
@@ -118,7 +126,7 @@ class PlainHead:
         gate, up = (normed @ self.weights[f"midlayer.mlp.{part}_proj.weight"].T for part in ("gate", "up"))
         return out + (torch.nn.functional.silu(gate) * up) @ self.weights["midlayer.mlp.down_proj.weight"].T
 
-    def _turned(self, heads: Tensor) -> Tensor:
+    def _rotated(self, heads: Tensor) -> Tensor:
         dim = heads.shape[-1]
         angles = torch.arange(heads.shape[0])[:, None] * self.config["rope_theta"] ** (-torch.arange(0, dim, 2) / dim)
         cos, sin = (torch.cat((part, part), -1)[:, None] for part in (angles.cos(), angles.sin()))

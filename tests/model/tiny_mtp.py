@@ -1,5 +1,7 @@
-"""Tiny checkpoints with a layer behind their own that predicts one token more, and what it computes, row after row
-without a cache. Its layer is one of transformers', which itself leaves such layers out."""
+"""Tiny checkpoints with a prediction layer (MTP), and a plain reference without a KV cache.
+
+The reference loads the prediction layer as an ordinary layer of transformers, which itself skips such layers.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,15 @@ __all__ = ["PlainMtp", "write_mtp"]
 
 
 def write_mtp(plain: Path, directory: Path, *, is_shared: bool = False, is_always_right: bool = False) -> Path:
-    """plain: a checkpoint without. is_shared: embedding and output projection are the model's, and not stored twice.
-    is_always_right: the model's layers add nothing, so that its next token follows from the last one, and the further
-    layer computes the same. Beside the checkpoint lies one for PlainMtp."""
+    """Write a checkpoint with a prediction layer, and in `directory`/reference a checkpoint for PlainMtp.
+
+    Args:
+        plain: checkpoint without a prediction layer.
+        directory: destination.
+        is_shared: True if embedding and output projection are the model's own, and are not stored twice.
+        is_always_right: True to make all layers add nothing. Then the next token depends on the last one only, and
+            the prediction layer computes the same token as the model.
+    """
     config = json.loads((plain / "config.json").read_text())
     tensors = load_file(plain / "model.safetensors")
     count, size, vocab = config["num_hidden_layers"], config["hidden_size"], config["vocab_size"]
@@ -58,6 +66,12 @@ def write_mtp(plain: Path, directory: Path, *, is_shared: bool = False, is_alway
 
 
 class PlainMtp:
+    """Reference that recomputes all rows for each draft token.
+
+    Args:
+        directory: destination of `write_mtp`.
+    """
+
     def __init__(self, directory: Path) -> None:
         self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             directory / "reference", dtype=torch.float32
@@ -73,7 +87,7 @@ class PlainMtp:
 
     @torch.inference_mode()
     def proposed(self, tokens: list[int], count: int) -> list[int]:
-        """The `count` most likely tokens behind `tokens`."""
+        """Return the `count` most likely tokens after `tokens`."""
         tokens = list(tokens)
         hidden = list(self.model.model(torch.tensor([tokens[:-1]]), use_cache=False).last_hidden_state[0])
         for _ in range(count):

@@ -1,12 +1,12 @@
-"""A small model that proposes what comes next, behind each step of the large one.
+"""Draft tokens from a smaller model, proposed after each step of the target model.
 
-It is a model like any other, and is asked like any other: a chunk of each request, with the request's own sampling,
-seed and position. So with a temperature both draw with the same random numbers (gumbel.py), and where the small one's
-probabilities are near the large one's, so is its token, whatever is drawn. The large one then samples as if nobody had
-drafted: what it samples does not depend on what was proposed, not even which random numbers it takes.
+The draft model is an ordinary StepModel. It gets a chunk of each request with the request's sampling parameters, seed
+and positions. So both models draw with the same random numbers (gumbel.py): if their probabilities are close, they pick
+the same token, also at temperatures above 0. The target model samples as if there were no draft tokens. So draft tokens
+change neither its output nor the random numbers that it uses.
 
-Its KV lies in blocks of the same numbers as the model's. Behind the tokens whose KV stays it writes to blocks of its
-own, which are nobody's after the step.
+The draft model's KV of known tokens is in blocks with the same indexes as the target model's. The KV of draft tokens
+goes to spare blocks, whose content is dropped after the step.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from trioserve.model.samples import ComputedStep
 
 __all__ = ["DraftModel"]
 
-DRAFTING_SEQS_MAX = 32  # of a step; what the core lets draft in one is less
+DRAFTING_SEQS_MAX = 32  # per step. The core schedules fewer.
 
 
 TakeTapped = Callable[[Mapping[RequestId, Any]], None]
 
 
 class ProposingModel(Protocol):
-    """What of a StepModel is asked here."""
+    """The part of StepModel that DraftModel uses."""
 
     def allocate_kv(self, block_count: int) -> None: ...
 
@@ -50,7 +50,16 @@ class ProposingModel(Protocol):
 
 @dataclass(slots=True)
 class _Row:
-    """One request that is drafted for: what it knows, what was proposed, and where its KV goes."""
+    """A request that draft tokens are proposed for, and the table of blocks for its KV.
+
+    Attributes:
+        request: the request without options that only concern the target model.
+        known_count: tokens of the prompt and the output so far.
+        start: first position that the draft model has not computed yet.
+        token_count: largest number of draft tokens.
+        tokens: known tokens, then draft tokens.
+        table: block indexes of the draft model's KV.
+    """
 
     request: EngineRequest
     known_count: int
@@ -66,7 +75,16 @@ class _Row:
 
 
 class DraftModel:
-    """Owns the model: closing this closes that."""
+    """Proposes draft tokens with a model, which `close` closes as well.
+
+    Args:
+        model: draft model, or a head that reads hidden states of the target model.
+        block_size: tokens of one block.
+        block_bytes: bytes of one block of the draft model's KV.
+        token_count_max: largest number of draft tokens of a request in one step.
+        take_tapped: passes hidden states of the target model to a head. A head's row for a token also reads the next
+            token. None for an ordinary model.
+    """
 
     def __init__(
         self,
@@ -77,8 +95,6 @@ class DraftModel:
         token_count_max: int,
         take_tapped: TakeTapped | None = None,
     ) -> None:
-        """block_bytes: of its KV. token_count_max: proposed for a request behind a step, at most. take_tapped: of a
-        head, whose row for a token reads the token behind it, and hidden states of the model."""
         self.model = model
         self.block_bytes = block_bytes
         self._take_tapped = take_tapped
@@ -89,7 +105,7 @@ class DraftModel:
 
     @property
     def spare_block_count(self) -> int:
-        """Beside those that requests own."""
+        """Blocks for the KV of draft tokens, in addition to the blocks that requests own."""
         return DRAFTING_SEQS_MAX * self._spare_per_row
 
     def allocate_kv(self, block_count: int) -> None:
@@ -97,14 +113,28 @@ class DraftModel:
         self.model.allocate_kv(block_count + self.spare_block_count)
 
     def take_tapped(self, tapped: Mapping[RequestId, Any]) -> None:
-        """What went into the model's tapped layers in the step that is just over, by request."""
+        """Pass the hidden states of the step that just ended to the head. Does nothing for an ordinary model.
+
+        Args:
+            tapped: for each request, the inputs of the tapped layers, float [rows, layers * hidden_size].
+        """
         if self._take_tapped is not None:
             self._take_tapped(tapped)
 
     def propose(
         self, plan: StepPlan, result: StepResult, step_seconds: float, is_abandoned: IsAbandoned
     ) -> StepResult | None:
-        """The result with what is proposed; None if nobody waits for it any more."""
+        """Propose draft tokens for the requests of a step that the target model has computed.
+
+        Args:
+            plan: the step. A chunk's `draft_task` says what to propose or to compute.
+            result: result of the target model.
+            step_seconds: duration of the target model's step.
+            is_abandoned: returns True if the result of the step is no longer needed.
+
+        Returns:
+            The result with draft tokens and times, or None if the step was abandoned.
+        """
         started_at = time.perf_counter()
         catching_up: list[ScheduledChunk] = []
         rows: list[_Row] = []
@@ -132,8 +162,8 @@ class DraftModel:
             pass_count += 1
             if not drafting:
                 break
-            assert computed.samples is not None, "all of them sample"
-            going_on = []
+            assert computed.samples is not None, "all drafting chunks sample"
+            continuing = []
             for row, token_id in zip(drafting, computed.samples.token_ids, strict=True):
                 row.start = len(row.tokens)
                 if token_id is None:
@@ -141,8 +171,8 @@ class DraftModel:
                 row.tokens.append(token_id)
                 is_last = len(row.tokens) - row.known_count == row.token_count
                 if not is_last and token_id not in row.request.stop_token_ids:
-                    going_on.append(row)
-            drafting = going_on
+                    continuing.append(row)
+            drafting = continuing
         proposed |= {row.request.id: tuple(row.tokens[row.known_count :]) for row in rows}
         times = DraftTimes(step_seconds, time.perf_counter() - started_at, pass_count)
         return msgspec.structs.replace(result, proposed=proposed, draft_times=times)
@@ -158,8 +188,13 @@ class DraftModel:
 
 
 def _known(chunk: ScheduledChunk, token_id: int | None, sampled: Sequence[int]) -> list[int]:
-    """The tokens of a request when the step is over. token_id, sampled: what follows its last known token, and what
-    follows each draft token."""
+    """Return the tokens of a request after the step.
+
+    Args:
+        chunk: the request's part of the step.
+        token_id: token that the target model sampled after the last known token, or None.
+        sampled: tokens that the target model sampled after each draft token. Those after a rejected one are dropped.
+    """
     tokens = list(chunk.tokens)
     if token_id is not None:
         tokens.append(token_id)
@@ -171,8 +206,11 @@ def _known(chunk: ScheduledChunk, token_id: int | None, sampled: Sequence[int]) 
 
 
 def _plain(request: EngineRequest) -> EngineRequest:
-    """The same, of which nothing is asked but tokens. Images it does not see: their rows are the other model's. Nor has
-    it the request's adapter: what it proposes without is right less often."""
+    """Return the request without log-probabilities, images and adapter.
+
+    Rows of images have the size of the target model. The draft model has no adapters, so its tokens are accepted less
+    often for requests that use one.
+    """
     sampling = request.sampling
     is_plain = not (request.given or request.adapter)
     if sampling.logprobs is None and sampling.prompt_logprobs is None and is_plain:

@@ -1,9 +1,10 @@
-"""An EAGLE-3 head in torch: one layer that guesses the next hidden state of the model from its own last guess.
+"""An EAGLE-3 head in torch: one layer that predicts the target model's next hidden state.
 
-Its row for a token reads the embedding of the token behind it, and the hidden states of the model at the token; where
-the model has not been yet, its own result in their place. So a row stands at the position of the token that it
-continues, and its KV there depends on one token more: in a block that is shared by prefix, the last row may have been
-another request's continuation. That costs a guess and nothing else.
+The head's row for a token reads the embedding of the next token and the target model's hidden states at the token. For
+positions that the target model has not computed, the head's own last output replaces those hidden states. A row has the
+position of the token before the one it embeds. So its KV depends on one more token than the position suggests. The last
+row of a block that is shared through the prefix cache may belong to another request's next token. That can only make a
+draft token worse.
 """
 
 from __future__ import annotations
@@ -30,11 +31,23 @@ from trioserve.model.torch_formats import TORCH_DTYPES
 
 __all__ = ["EagleHead"]
 
-FAR_BELOW = -1e30  # of a token that the head does not know: below any logit, and finite
+FAR_BELOW = -1e30  # logit of tokens outside of the head's vocabulary: finite, and below any computed logit
 
 
 class EagleHead:
-    """What a draft model is to DraftModel, with hidden states of the model beside its chunks (take_tapped)."""
+    """A draft model for DraftModel that also reads hidden states of the target model.
+
+    Args:
+        checkpoint: files of the head.
+        target: description of the target model.
+        embedding: the target model's embedding [vocab_size, hidden_size], for a head without its own.
+        dtype: dtype of weights and KV.
+        device: device of weights and KV.
+        block_size: tokens of one KV block.
+
+    Raises:
+        ModelLoadError: a tensor is missing, unknown, or has the wrong shape.
+    """
 
     def __init__(
         self,
@@ -46,15 +59,14 @@ class EagleHead:
         device: torch.device,
         block_size: int,
     ) -> None:
-        """embedding: the model's, for a head that has none of its own. Raises ModelLoadError."""
         self.config = checkpoint.config
         self.dtype = dtype
         self._block_size = block_size
         self._device = device
         self._norms_residual = checkpoint.norms_residual
         attention, mlp = self.config.layers[0].attention, self.config.layers[0].mlp
-        assert isinstance(attention, AttentionConfig), "a Llama's layer"
-        assert mlp is not None, "a Llama's layer"
+        assert isinstance(attention, AttentionConfig), "an EAGLE-3 layer has ordinary attention"
+        assert mlp is not None, "an EAGLE-3 layer has an MLP"
         heads = self.config.heads
         self._head_count, self._kv_head_count, self._head_dim = heads.head_count, heads.kv_head_count, heads.head_dim
         size, middle = self.config.hidden_size, mlp.intermediate_size
@@ -63,10 +75,10 @@ class EagleHead:
         def take(name: str, *shape: int) -> Tensor:
             tensor = stored.pop(name, None)
             if tensor is None:
-                raise ModelLoadError(f"{checkpoint.path} has no {name}: it is no whole EAGLE-3 head")
+                raise ModelLoadError(f"{checkpoint.path} has no {name}: the EAGLE-3 head is incomplete")
             if tuple(tensor.shape) != shape:
                 raise ModelLoadError(
-                    f"{name} in {checkpoint.path} has shape {list(tensor.shape)}, but config.json asks for "
+                    f"{name} in {checkpoint.path} has shape {list(tensor.shape)}, but config.json requires "
                     f"{list(shape)}"
                 )
             values = torch.from_numpy(tensor)
@@ -92,7 +104,7 @@ class EagleHead:
         if "d2t" in stored:
             self._token_ids = self._token_ids + take("d2t", checkpoint.vocab_size).to(torch.int64)
         elif checkpoint.vocab_size != target.vocab_size:
-            raise ModelLoadError(f"{checkpoint.path} has no d2t, which says what the tokens of its vocabulary are")
+            raise ModelLoadError(f"{checkpoint.path} has no d2t, which maps its vocabulary to the model's")
         if not 0 <= int(self._token_ids.min()) <= int(self._token_ids.max()) < target.vocab_size:
             raise ModelLoadError(f"d2t in {checkpoint.path} names tokens that the model does not have")
         self._vocab_size = target.vocab_size
@@ -101,15 +113,15 @@ class EagleHead:
         if self._embedding.shape[1] != size:
             raise ModelLoadError(
                 f"the EAGLE-3 head in {checkpoint.path} has hidden_size {size}, and the model's embedding "
-                f"{self._embedding.shape[1]}: name the head that was trained for it"
+                f"{self._embedding.shape[1]}: name the head that was trained for this model"
             )
         if stored:
-            raise ModelLoadError(f"{checkpoint.path} has {min(stored)}, which no EAGLE-3 head of this kind has")
+            raise ModelLoadError(f"{checkpoint.path} has {min(stored)}, which is not a tensor of an EAGLE-3 head")
         frequencies, magnitudes = rotary_frequencies(attention.rotary, self._head_dim)
         self._frequencies = torch.from_numpy(frequencies).to(device)
         self._magnitudes = torch.from_numpy(magnitudes).to(device)
         self._pages: Tensor | None = None
-        self._hidden: dict[RequestId, Tensor] = {}  # by request, in front of its next rows
+        self._hidden: dict[RequestId, Tensor] = {}  # of each request, at the positions of its next rows
 
     @property
     def block_bytes(self) -> int:
@@ -121,7 +133,11 @@ class EagleHead:
 
     @torch.inference_mode()
     def take_tapped(self, tapped: Mapping[RequestId, Any]) -> None:
-        """What went into the tapped layers in the step that is just over, by request, [rows, layers * hidden_size]."""
+        """Project and store the hidden states of the step that just ended.
+
+        Args:
+            tapped: for each request, the inputs of the tapped layers, float [rows, layers * hidden_size].
+        """
         self._hidden = {}
         for request_id, rows in tapped.items():
             tensor = torch.from_numpy(rows) if isinstance(rows, np.ndarray) else rows
@@ -131,7 +147,16 @@ class EagleHead:
     def compute(
         self, chunks: Sequence[ScheduledChunk], is_abandoned: IsAbandoned, masks: TokenMasks | None = None
     ) -> ComputedStep | None:
-        """The rows before the chunks' tokens; their hidden states are those that were tapped, or this head's own."""
+        """Compute the rows of the chunks. Each row's position is one before that of its token.
+
+        Args:
+            chunks: one per request. Their rows read tapped hidden states, or this head's last output.
+            is_abandoned: returns True if the result is no longer needed.
+            masks: not used.
+
+        Returns:
+            Sampled tokens of the chunks that sample, or None if the step was abandoned.
+        """
         if is_abandoned():
             return None
         token_ids = [token for chunk in chunks for token in chunk.row_tokens]
@@ -152,7 +177,7 @@ class EagleHead:
         return False
 
     def warm_up(self) -> None:
-        """Nothing is prepared ahead."""
+        """Do nothing, because nothing is prepared ahead."""
 
     def close(self) -> None:
         self._pages = None
@@ -168,7 +193,7 @@ class EagleHead:
         queries, keys, values = torch.split(qkv, parts, 1)
         angles = positions.to(torch.float32)[:, None] * self._frequencies
         cos, sin = (angles.cos() * self._magnitudes)[:, None], (angles.sin() * self._magnitudes)[:, None]
-        queries, keys = _turned(queries, cos, sin), _turned(keys, cos, sin)
+        queries, keys = _rotated(queries, cos, sin), _rotated(keys, cos, sin)
         attended, first = [], 0
         for chunk in chunks:
             rows = slice(first, first + chunk.count)
@@ -182,14 +207,27 @@ class EagleHead:
         return hidden + linear(silu(gate) * up, self._down)
 
     def _slots(self, chunk: ScheduledChunk) -> Tensor:
-        """Of positions 0 .. start + count - 2, the rows' own at the end."""
+        """Return the KV slots of positions 0 to start + count - 2. The last `count` slots are those of the new rows.
+
+        Returns:
+            int64 [start + count - 1], on the head's device.
+        """
         count = chunk.start + chunk.count - 1
         blocks = torch.tensor(chunk.block_table[: -(-count // self._block_size)])
         slots = (blocks[:, None] * self._block_size + torch.arange(self._block_size)).view(-1)[:count]
         return slots.to(self._device)
 
     def _attended(self, queries: Tensor, context: Tensor, start: int) -> Tensor:
-        """queries: [rows, heads, head_dim], at positions start and on; context: [positions, 2, kv_heads, head_dim]."""
+        """Attend to all positions up to each query's own.
+
+        Args:
+            queries: [rows, heads, head_dim] at the positions from `start`.
+            context: keys and values, [positions, 2, kv_heads, head_dim].
+            start: position of the first query.
+
+        Returns:
+            [rows, heads * head_dim].
+        """
         rows, group = queries.shape[0], self._head_count // self._kv_head_count
         keys, values = context.repeat_interleave(group, 2).permute(1, 2, 0, 3)
         positions = torch.arange(context.shape[0], device=self._device)
@@ -210,7 +248,16 @@ class EagleHead:
         return sample(every, chunks)
 
 
-def _turned(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """[rows, heads, head_dim], the halves of each head turned into one another."""
+def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the two halves of each head against each other.
+
+    Args:
+        heads: [rows, heads, head_dim].
+        cos: float32 [rows, 1, head_dim / 2].
+        sin: float32 [rows, 1, head_dim / 2].
+
+    Returns:
+        Same shape and dtype as `heads`.
+    """
     first, second = heads.float().chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(heads.dtype)

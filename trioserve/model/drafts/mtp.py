@@ -1,12 +1,12 @@
-"""The model's own further layer (MTP) as a head: it reads what the model has made of a token, and the token behind it.
+"""A model's own prediction layer (multi-token prediction, MTP) as a draft model.
 
-Its row for a token is eh_proj of the embedding of the token behind it and the model's last hidden state at the token,
-each behind a norm; where the model has not been yet, its own result stands in the place of that. The row then goes
-through a layer like the model's, with KV of its own, which whatever computes models computes. It stands at the position
-of the token that it continues, as an EAGLE-3 head's does.
+The row for a token embeds the next token and reads the model's last hidden state at the token. Each is normalized, and
+eh_proj projects both together. For positions that the model has not computed, the head's own last output replaces the
+hidden state. The row then passes through a layer like the model's, which a StepModel computes with its own KV. As in an
+EAGLE-3 head, a row has the position of the token before the one it embeds.
 
-Source: DeepSeek-V3's technical report (arXiv:2412.19437), section 2.2. It writes the hidden state first; eh_proj of the
-released checkpoints has the embedding first.
+Source: DeepSeek-V3's technical report (arXiv:2412.19437), section 2.2. There the hidden state comes first, but eh_proj
+of the released checkpoints expects the embedding first.
 """
 
 from __future__ import annotations
@@ -34,10 +34,17 @@ __all__ = ["MtpHead"]
 
 
 class MtpHead:
-    """What a draft model is to DraftModel, with hidden states of the model beside its chunks (take_tapped)."""
+    """A draft model for DraftModel that also reads hidden states of the target model.
+
+    Args:
+        checkpoint: the prediction layer and the tensors around it.
+        layer: computes the layer. This object closes it.
+
+    Raises:
+        ModelLoadError: a tensor is missing or has the wrong shape.
+    """
 
     def __init__(self, checkpoint: MtpCheckpoint, layer: StepModel) -> None:
-        """layer: the layer by itself, which is this one's to close once it is made. Raises ModelLoadError."""
         config = checkpoint.config
         self._layer = layer
         self._device = torch.device(layer.device)
@@ -56,21 +63,34 @@ class MtpHead:
         own_head = "embed.weight" if config.tie_word_embeddings else "lm_head.weight"
         self._head = kept(checkpoint.read_or_shared("shared_head.head", own_head, vocab, size))
         layer.tapped_layers = (layer.config.layer_count,)
-        self._hidden: dict[RequestId, Tensor] = {}  # by request, in front of its next rows
+        self._hidden: dict[RequestId, Tensor] = {}  # of each request, at the positions of its next rows
 
     def allocate_kv(self, block_count: int) -> None:
         self._layer.allocate_kv(block_count)
 
     @torch.inference_mode()
     def take_tapped(self, tapped: Mapping[RequestId, Any]) -> None:
-        """What came out of the last layer in the step that is just over, by request, [rows, hidden_size]."""
+        """Normalize and store the hidden states of the step that just ended.
+
+        Args:
+            tapped: for each request, the output of the target model's last layer, float [rows, hidden_size].
+        """
         self._hidden = {id: self._normed(self._kept(rows), self._model_norm) for id, rows in tapped.items()}
 
     @torch.inference_mode()
     def compute(
         self, chunks: Sequence[ScheduledChunk], is_abandoned: IsAbandoned, masks: TokenMasks | None = None
     ) -> ComputedStep | None:
-        """The rows before the chunks' tokens; their hidden states are those that were tapped, or this head's own."""
+        """Compute the rows of the chunks. Each row's position is one before that of its token.
+
+        Args:
+            chunks: one per request. Their rows read tapped hidden states, or this head's last output.
+            is_abandoned: returns True if the result is no longer needed.
+            masks: not used.
+
+        Returns:
+            Sampled tokens of the chunks that sample, or None if the step was abandoned.
+        """
         token_ids = [token for chunk in chunks for token in chunk.row_tokens]
         embedded = self._embedding[torch.tensor(token_ids, device=self._device)]
         hidden = torch.cat([self._hidden[chunk.request.id][: chunk.count] for chunk in chunks])
@@ -81,7 +101,7 @@ class MtpHead:
         computed = self._layer.compute(rows, is_abandoned)
         if computed is None:
             return None
-        assert computed.tapped is not None, "its layer is tapped"
+        assert computed.tapped is not None, "__init__ set tapped_layers"
         for chunk, result in zip(chunks, computed.tapped, strict=True):
             self._hidden[chunk.request.id] = self._kept(result[-1:])
         sampling = [chunk for chunk in chunks if chunk.samples]
@@ -100,7 +120,7 @@ class MtpHead:
         self._layer.close()
 
     def _kept(self, rows: Any) -> Tensor:
-        """A copy: the model goes on with its own."""
+        """Copy rows to the head's device and dtype, because the model reuses its own buffers."""
         tensor = torch.from_numpy(rows) if isinstance(rows, np.ndarray) else rows
         return tensor.to(self._device, self._norm.dtype, copy=True)
 
@@ -109,7 +129,7 @@ class MtpHead:
 
 
 def _given(chunk: ScheduledChunk, values: Any) -> ScheduledChunk:
-    """The chunk one position earlier, its rows given. The tokens that stand there are never read."""
+    """Return a chunk one position earlier that reads `values` instead of embeddings, so its token ids are unused."""
     start, end = chunk.start - 1, chunk.start - 1 + chunk.count
     rows = GivenRows(start, chunk.count, bytes(16), np.ascontiguousarray(values[: chunk.count]))
     tokens = [0] * end

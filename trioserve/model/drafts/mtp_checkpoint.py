@@ -1,7 +1,7 @@
-"""The layer behind a model's own that predicts one token more (MTP), as its checkpoint has it.
+"""The tensors of a checkpoint's prediction layer (multi-token prediction, MTP).
 
-DeepSeek-V3 (arXiv 2412.19437, 2.2) and GLM-4.5 store it as model.layers.N, where N is the number of layers: a layer
-like the last one, and beside it enorm, hnorm, eh_proj and shared_head.
+DeepSeek-V3 (arXiv 2412.19437, 2.2) and GLM-4.5 store it as model.layers.N, where N is the number of layers. It is a
+layer like the last one, with the additional tensors enorm, hnorm, eh_proj and shared_head.
 """
 
 from __future__ import annotations
@@ -25,12 +25,21 @@ from trioserve.model.number_formats import Dtype, Values, empty_values
 __all__ = ["MtpCheckpoint", "MtpLayer"]
 
 UNUSED_VOCAB_SIZE = 64
-"""Of the layer by itself, whose rows are all given: its embedding and its last norm are zeros, and never read."""
+"""Vocabulary of the prediction layer as a model. Its embedding and last norm are zeros and are never read."""
 BESIDE = ("embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head")
 
 
 class MtpLayer:
-    """The layer as a Checkpoint of one layer."""
+    """The prediction layer as a Checkpoint with one layer.
+
+    Args:
+        config: description of the target model.
+        stored: tensors of the layer, by their names without "model.layers.N.".
+        files: files of the checkpoint.
+
+    Raises:
+        ModelLoadError: a tensor is missing, unknown, or has the wrong shape.
+    """
 
     vision = None
     continues_texts = True
@@ -38,7 +47,6 @@ class MtpLayer:
     gguf_metadata = None
 
     def __init__(self, config: ModelConfig, stored: Mapping[str, FurtherTensor], files: tuple[Path, ...]) -> None:
-        """stored: by their names behind the layer's number. Raises ModelLoadError."""
         self.files = files
         self.sampling_defaults: dict[str, float | int] = {}
         self.config: ModelConfig = msgspec.structs.replace(
@@ -67,15 +75,26 @@ class MtpLayer:
 
 
 class MtpCheckpoint:
-    """config: of the model. layer: what is computed as any other layer."""
+    """The prediction layer of a checkpoint. Only headers are read until `read` is called.
+
+    Args:
+        checkpoint: the target model.
+
+    Attributes:
+        config: description of the target model.
+        layer: the part that is an ordinary layer.
+
+    Raises:
+        StartupError: the checkpoint has no prediction layer.
+        ModelLoadError: the layer is incomplete.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        """Reads headers alone. Raises StartupError if there is no such layer, ModelLoadError if it is not whole."""
         stored = checkpoint.further_tensors() if isinstance(checkpoint, SafetensorsCheckpoint) else {}
         if not stored:
             raise StartupError(
-                "drafts are to come from the model's own further layers (mtp), and its files have none that are read "
-                "here: take safetensors whose config.json has num_nextn_predict_layers, or name a draft model"
+                "the model's own prediction layers (mtp) must provide draft tokens, but its files have none that can "
+                "be read: use safetensors whose config.json has num_nextn_predict_layers, or name a draft model"
             )
         self.config: ModelConfig = checkpoint.config
         self._checkpoint = checkpoint
@@ -83,25 +102,52 @@ class MtpCheckpoint:
         self.layer = MtpLayer(checkpoint.config, stored, checkpoint.files)
 
     def read(self, name: str, *shape: int) -> npt.NDArray[Any]:
-        """One of what is beside the layer, float32. Raises ModelLoadError."""
+        """Read a tensor that is not part of the ordinary layer.
+
+        Args:
+            name: its name without "model.layers.N." and ".weight".
+            shape: expected shape.
+
+        Returns:
+            The values as float32.
+
+        Raises:
+            ModelLoadError: the tensor is missing or has another shape.
+        """
         tensor = self._beside.get(name)
         if tensor is None:
-            raise ModelLoadError(f"the layer that predicts further tokens has no {name}: fetch the checkpoint again")
+            raise ModelLoadError(f"the prediction layer (mtp) has no {name}: download the checkpoint again")
         if tuple(tensor.shape) != shape:
             raise ModelLoadError(
-                f"{name} of the layer that predicts further tokens has shape {list(tensor.shape)}, but the config asks "
-                f"for {list(shape)}"
+                f"{name} of the prediction layer (mtp) has shape {list(tensor.shape)}, but the config requires "
+                f"{list(shape)}"
             )
         return tensor.stored(name, TensorPlace(name, shape)).read("float32")
 
     def read_or_shared(self, name: str, shared: str, *shape: int) -> npt.NDArray[Any]:
-        """The same, or where it is not stored what the model has in its place."""
+        """Read a tensor of the prediction layer, or the target model's tensor if it is not stored.
+
+        Args:
+            name: name of the prediction layer's tensor, see `read`.
+            shared: name of the target model's tensor.
+            shape: expected shape of the prediction layer's tensor.
+
+        Returns:
+            The values as float32.
+        """
         if name in self._beside:
             return self.read(name, *shape)
         return self.read_shared(shared)
 
     def read_shared(self, name: str) -> npt.NDArray[Any]:
-        """One of the model's own, float32."""
+        """Read a tensor of the target model.
+
+        Args:
+            name: its name.
+
+        Returns:
+            The values as float32.
+        """
         return next(tensor for tensor in self._checkpoint.tensors() if tensor.name == name).read("float32")
 
 

@@ -1,4 +1,4 @@
-"""Where draft tokens come from: --speculative-ngram, -model and -config as one checked value."""
+"""The source of draft tokens: the values of --speculative-ngram, -model and -config as one checked object."""
 
 from __future__ import annotations
 
@@ -14,18 +14,26 @@ __all__ = ["DRAFT_TOKENS_MAX", "DraftSettings", "draft_settings"]
 
 FLAG = "--speculative-config"
 EXAMPLE = '{"model": "NAME", "num_speculative_tokens": 4}'
-DRAFT_TOKENS_MAX = 15  # with the token before them a step of 16 rows, beyond which a row costs what it can save
+DRAFT_TOKENS_MAX = 15  # with one known token, 16 rows per step. Further rows cost about what they save.
 
 MTP = "mtp"
-MTP_METHODS = (MTP, "deepseek_mtp", "glm4_moe_mtp")  # the longer ones as older versions of vLLM name it
+MTP_METHODS = (MTP, "deepseek_mtp", "glm4_moe_mtp")  # the longer names are those of older versions of vLLM
 IGNORED = frozenset({"prompt_lookup_max", "prompt_lookup_min", "disable_padded_drafter_batch"})
-"""What vLLM has besides, and what is found out here."""
+"""Keys of vLLM that have no meaning here, or whose values are found automatically."""
 
 
 class DraftSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """source: the request's own text, a draft model, whose files show whether it is a head, or the model's own further
-    layer (mtp). token_count: of a draft, at most. model: named like any model; None for the other sources.
-    quantization: how its weights are kept. ignored: keys of vLLM's that mean nothing here, to be said in the log."""
+    """Checked options of speculative decoding.
+
+    Attributes:
+        source: "text" copies from the request's own tokens. "model" uses a draft model or a head, which its files
+            tell apart. "mtp" uses the target model's own prediction layer.
+        token_count: largest number of draft tokens of a request in one step, 1 to DRAFT_TOKENS_MAX.
+        model: name of the draft model, or None for the other sources.
+        revision: revision of the draft model, or None for the default one.
+        quantization: how the draft model's weights are stored.
+        ignored: keys of vLLM without a meaning here, for a log line.
+    """
 
     source: Literal["text", "model", "mtp"]
     token_count: int
@@ -38,14 +46,30 @@ class DraftSettings(msgspec.Struct, frozen=True, kw_only=True):
 def draft_settings(
     *, ngram: int, model: str | None, token_count: int, quantization: str, given: str | Mapping[str, Any] | None
 ) -> DraftSettings | None:
-    """None: no drafts. given: JSON as vLLM takes it, or what it stands for. Raises StartupError."""
+    """Check the options of speculative decoding.
+
+    Args:
+        ngram: draft tokens from the request's own tokens per step. 0 is off.
+        model: name of a draft model, "mtp", or None.
+        token_count: draft tokens of `model` per step.
+        quantization: how the weights of `model` are stored.
+        given: JSON object in vLLM's format or its decoded value, or None. It excludes `ngram` and `model`.
+
+    Returns:
+        The settings, or None if there is no speculative decoding.
+
+    Raises:
+        StartupError: options contradict each other or a value is not allowed.
+    """
     if given is not None:
         if ngram or model is not None:
-            raise StartupError(f"{FLAG} says where drafts come from: leave --speculative-ngram and -model out")
+            raise StartupError(
+                f"{FLAG} already names the source of draft tokens: remove --speculative-ngram and --speculative-model"
+            )
         return _from_config(_fields(given))
     if model is not None:
         if ngram:
-            raise StartupError("drafts come from --speculative-model or from --speculative-ngram: give one of them")
+            raise StartupError("--speculative-model and --speculative-ngram were both given: remove one of them")
         source: Literal["model", "mtp"] = "mtp" if model == MTP else "model"
         name = None if source == "mtp" else model
         return DraftSettings(
@@ -64,7 +88,7 @@ def _from_config(fields: dict[str, Any]) -> DraftSettings:
     ignored = tuple(sorted(IGNORED & fields.keys()))
     for name in ignored:
         del fields[name]
-    if model in ("ngram", "[ngram]"):  # as older versions name it
+    if model in ("ngram", "[ngram]"):  # names of older versions of vLLM
         method, model = "ngram", None
     if method == "ngram":
         _nothing_else(fields)
@@ -73,16 +97,18 @@ def _from_config(fields: dict[str, Any]) -> DraftSettings:
         raise StartupError(f'method in {FLAG} is {method!r}, allowed is "draft_model", "eagle3", "mtp" or "ngram"')
     is_own = method in MTP_METHODS or (method is None and model == MTP)
     if is_own and model not in (None, MTP):
-        raise StartupError(f'{FLAG} has method {method!r}, whose layer is the model\'s own: leave "model" out')
+        raise StartupError(f'{FLAG} has method {method!r}, which uses the model\'s own layer: remove "model"')
     if not is_own and (not isinstance(model, str) or not model):
-        raise StartupError(f'{FLAG} has no "model": name one, as in {EXAMPLE}')
+        raise StartupError(f'{FLAG} has no "model": add one, as in {EXAMPLE}')
     devices = fields.pop("draft_tensor_parallel_size", 1)
     if devices != 1:
-        raise StartupError(f"draft_tensor_parallel_size in {FLAG} is {devices!r}: there is one device, leave it out")
+        raise StartupError(
+            f"draft_tensor_parallel_size in {FLAG} is {devices!r}, but the draft model runs on one device: remove it"
+        )
     revision, quantization = fields.pop("revision", None), fields.pop("quantization", None)
     _nothing_else(fields)
     if revision is not None and not isinstance(revision, str):
-        raise StartupError(f"revision in {FLAG} is {revision!r}, it must be a name")
+        raise StartupError(f"revision in {FLAG} is {revision!r}, but it must be a string")
     return DraftSettings(
         source="mtp" if is_own else "model",
         token_count=count,
@@ -99,15 +125,15 @@ def _fields(given: str | Mapping[str, Any]) -> dict[str, Any]:
     try:
         fields = msgspec.json.decode(given)
     except msgspec.DecodeError as error:
-        raise StartupError(f"{FLAG} is no JSON ({error}): give an object, such as {EXAMPLE}") from None
+        raise StartupError(f"{FLAG} is not JSON ({error}): give an object, such as {EXAMPLE}") from None
     if not isinstance(fields, dict):
-        raise StartupError(f"{FLAG} is no object: give one, such as {EXAMPLE}")
+        raise StartupError(f"{FLAG} is not a JSON object: give one, such as {EXAMPLE}")
     return fields
 
 
 def _nothing_else(fields: Mapping[str, Any]) -> None:
     if fields:
-        raise StartupError(f"{FLAG} has {', '.join(sorted(fields))}, which is not known here: leave it out")
+        raise StartupError(f"{FLAG} has {', '.join(sorted(fields))}, which is not supported: remove it")
 
 
 def _quantization(name: object) -> QuantizationName:

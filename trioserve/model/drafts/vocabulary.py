@@ -1,4 +1,4 @@
-"""Whether one model may draft for another: both mean the same tokens by the same ids, and it can take tokens back."""
+"""Checks that a draft model fits a target model: the same token ids, and no state that cannot be rolled back."""
 
 from __future__ import annotations
 
@@ -17,11 +17,20 @@ class TokenNames(Protocol):
 
 
 def check_draft(config: ModelConfig, draft: ModelConfig, name: str) -> None:
-    """Raises StartupError if their token ids cannot be the same, or the draft model cannot go back behind a token."""
+    """Check that a draft model can propose tokens for a model.
+
+    Args:
+        config: description of the target model.
+        draft: description of the draft model.
+        name: name of the draft model for error texts.
+
+    Raises:
+        StartupError: the vocabularies differ in size, or the draft model has layers with a state.
+    """
     if draft.state_bytes:
         raise StartupError(
-            f"the draft model {name} has layers that keep a state, which a wrong token would have changed for good: "
-            "name another one"
+            f"the draft model {name} has layers that keep a state, which cannot be undone after a rejected token: "
+            "name another draft model"
         )
     if draft.vocab_size != config.vocab_size:
         raise StartupError(
@@ -31,7 +40,16 @@ def check_draft(config: ModelConfig, draft: ModelConfig, name: str) -> None:
 
 
 def check_same_tokens(tokenizer: TokenNames, draft: TokenNames, name: str) -> None:
-    """Raises StartupError, which names the first token that differs. Takes some hundredths of a second."""
+    """Compare the texts of all tokens. This takes some hundredths of a second.
+
+    Args:
+        tokenizer: tokenizer of the target model.
+        draft: tokenizer of the draft model.
+        name: name of the draft model for error texts.
+
+    Raises:
+        StartupError: a token differs. The error names the first one.
+    """
     for token_id in range(min(tokenizer.vocab_size, draft.vocab_size)):
         ours, theirs = tokenizer.token_text(token_id), draft.token_text(token_id)
         if ours != theirs:

@@ -1,4 +1,4 @@
-"""Bamba: most layers are state spaces, as of Mamba-2, the others attention that turns half of each head."""
+"""Bamba: most layers are Mamba-2 state spaces. The others have attention that rotates half of each head."""
 
 from __future__ import annotations
 

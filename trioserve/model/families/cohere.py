@@ -1,5 +1,8 @@
-"""Command R and R7B: LayerNorm, attention and MLP side by side, neighbours turned together. R+ norms each head by
-weights of its own. In R7B three of four layers see a window, and the others know no positions."""
+"""Command R, R+ and R7B: LayerNorm, attention and MLP computed in parallel, rotary embeddings of adjacent pairs.
+
+R+ normalizes each head with its own weights. In R7B three of four layers have a sliding window. The others have no
+position embeddings.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Code World Model: a Llama in which three of four layers see a window."""
+"""Code World Model: a Llama in which three of four layers have a sliding window."""
 
 from __future__ import annotations
 

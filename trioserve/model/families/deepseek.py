@@ -1,5 +1,7 @@
-"""DeepSeek-V2 and V3, and what is built like them: attention by latents, and experts that are chosen from groups.
-MiniCPM3 has such attention and no experts, GLM-4.7-Flash the same as V3."""
+"""DeepSeek-V2 and V3 and their relatives: latent attention, and experts that are chosen from groups.
+
+MiniCPM3 has latent attention without experts. GLM-4.7-Flash is built like V3.
+"""
 
 from __future__ import annotations
 
@@ -17,27 +19,27 @@ def _attention(fields: ModelFields) -> LatentAttentionConfig:
     for name in ("attention_bias", "mlp_bias"):
         if fields.flag_or(name, False):
             raise fields.wrong(name, "false for this family")
-    plain, turned = fields.whole("qk_nope_head_dim"), fields.whole("qk_rope_head_dim")
-    if turned < 1 or plain < 1:
-        raise fields.wrong("qk_rope_head_dim" if turned < 1 else "qk_nope_head_dim", "at least 1")
+    plain, rotated = fields.whole("qk_nope_head_dim"), fields.whole("qk_rope_head_dim")
+    if rotated < 1 or plain < 1:
+        raise fields.wrong("qk_rope_head_dim" if rotated < 1 else "qk_nope_head_dim", "at least 1")
     head_count = fields.whole("num_attention_heads")
     if fields.whole_or("num_key_value_heads", head_count) not in (1, head_count):
-        raise fields.wrong("num_key_value_heads", f"{head_count} where attention is latent")
+        raise fields.wrong("num_key_value_heads", f"{head_count} with latent attention")
     value = fields.whole_or("v_head_dim", fields.whole("hidden_size") // max(head_count, 1))
-    # transformers computes the angles of positions by it; other programs write what else a head has.
-    said = fields.whole_or("head_dim", turned)
-    if said not in (turned, plain + turned, plain, value, fields.whole("hidden_size") // max(head_count, 1)):
-        raise fields.wrong("head_dim", f"{turned} as qk_rope_head_dim, or left out")
+    # transformers computes the angles from head_dim. Other programs write one of the other sizes there.
+    found = fields.whole_or("head_dim", rotated)
+    if found not in (rotated, plain + rotated, plain, value, fields.whole("hidden_size") // max(head_count, 1)):
+        raise fields.wrong("head_dim", f"{rotated} as qk_rope_head_dim, or left out")
     factor = fields.latent_score_factor()
     return LatentAttentionConfig(
         head_count=head_count,
         query_rank=fields.whole_or("q_lora_rank", None) or None,
         latent_dim=fields.whole("kv_lora_rank"),
         plain_dim=plain,
-        turned_dim=turned,
+        turned_dim=rotated,
         value_dim=value,
-        rotary=fields.rotary(turned),
-        scale=factor / math.sqrt(plain + turned),
+        rotary=fields.rotary(rotated),
+        scale=factor / math.sqrt(plain + rotated),
     )
 
 
@@ -77,10 +79,10 @@ def _described(
 
 
 def _describe_minicpm3(fields: ModelFields) -> ModelConfig:
-    """What goes into each sum is scaled by the depth, and what comes out at the end by the width."""
+    """Describe a model that scales residual sums by its depth and logits by its width."""
     count, hidden = fields.layer_count, fields.whole("hidden_size")
-    depth, base = fields.number_if_said("scale_depth", 1.4), fields.number_if_said("dim_model_base", 256.0)
-    depth = math.sqrt(count) if depth is None else depth  # null: nothing is scaled
+    depth, base = fields.number_unless_null("scale_depth", 1.4), fields.number_unless_null("dim_model_base", 256.0)
+    depth = math.sqrt(count) if depth is None else depth  # null makes residual_scale 1
     base = float(hidden) if base is None else base
     if not (base > 0 and depth > 0):
         raise fields.wrong("scale_depth" if base > 0 else "dim_model_base", "above 0")

@@ -1,4 +1,4 @@
-"""dots.llm1: a Qwen3 whose layers but the first are mixtures as DeepSeek-V3's."""
+"""dots.llm1: a Qwen3 with mixtures of experts as in DeepSeek-V3 in all layers but the first."""
 
 from __future__ import annotations
 

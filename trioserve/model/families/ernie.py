@@ -1,4 +1,4 @@
-"""ERNIE 4.5, dense: a Llama in which neighbours are turned together."""
+"""ERNIE 4.5, dense: a Llama whose rotary embeddings rotate adjacent pairs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["ERNIE45"]
 
 
 def _describe(fields: ModelFields) -> ModelConfig:
-    # A GGUF file says it by its tensors.
+    # The GGUF reader sets attention_bias if the file has bias tensors.
     has_bias = fields.flag_or("use_bias", fields.flag_or("attention_bias", False))
     attention = fields.attention(head_dim=128, has_bias=has_bias, has_output_bias=has_bias)
     layer = LayerConfig(attention=attention, mlp=fields.mlp(has_bias=has_bias))

@@ -1,5 +1,7 @@
-"""EXAONE 3: a Llama under other names. EXAONE 4: norms behind attention and MLP, normed heads; in the large ones the
-layers without a window know no positions."""
+"""EXAONE 3: a Llama with other field and tensor names. EXAONE 4: norms after attention and MLP, and normalized heads.
+
+In the large EXAONE 4 models, layers without a sliding window have no position embeddings.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ def _describe_exaone(fields: ModelFields) -> ModelConfig:
 
 def _describe_exaone4(fields: ModelFields) -> ModelConfig:
     window = fields.whole_or("sliding_window", None) or None
-    # Beside layer_types it may be a string, which says the same.
+    # If layer_types is present, this field may be a string with the same meaning.
     every = 0 if "layer_types" in fields else fields.whole_or("sliding_window_pattern", 4)
     rotary = fields.rotary(fields.head_dim())
     layers = [

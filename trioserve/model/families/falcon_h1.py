@@ -1,5 +1,8 @@
-"""Falcon-H1: in each layer attention and a state space, as of Mamba-2, read the same and are added. Its multipliers of
-embeddings, projections and logits are, but for the first and the last, in the weights when these are read."""
+"""Falcon-H1: in each layer, attention and a Mamba-2 state space read the same input, and their outputs are added.
+
+The multipliers of the projections are folded into the weights at loading. The multipliers of embeddings and logits
+are applied in the forward pass.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ __all__ = ["FALCON_H1"]
 
 def _describe(fields: ModelFields) -> ModelConfig:
     has_bias = fields.flag_or("attention_bias", False)
-    # null: as many as mamba_expand makes.
+    # If mamba_d_ssm is null, mamba_expand sets the inner size.
     inner_size = None if fields.is_null("mamba_d_ssm") else fields.whole_or("mamba_d_ssm", 1024)
     state_space = fields.state_space(inner_size, _norm(fields))
     if fields.flag_or("projectors_bias", False) != state_space.has_bias:
@@ -45,7 +48,10 @@ def _norm(fields: ModelFields) -> StateNorm:
 def _row_factors(
     fields: ModelFields, attention: AttentionConfig, state_space: StateSpaceConfig
 ) -> tuple[RowFactors, ...]:
-    """Whatever is multiplied is so before or behind a product, and a bias only behind it."""
+    """Return the factors for the rows of weights and biases.
+
+    A multiplier of a projection's input or output scales the weight. Only an output multiplier scales the bias.
+    """
     vectors = state_space.group_count * state_space.vector_size
     sizes = (state_space.inner_size, state_space.inner_size, vectors, vectors, state_space.head_count)
     hidden, middle = fields.whole("hidden_size"), fields.whole("intermediate_size")

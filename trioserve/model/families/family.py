@@ -1,6 +1,7 @@
-"""What a family of models says of itself: how its config is read into a description, and what its tensors are called.
+"""The description of a model family: how to read its config, and how its checkpoints name tensors.
 
-A new family is a file beside this one and a line in registry.py. Whatever computes knows descriptions, and no families.
+A new family is one file in this folder and one line in registry.py. The code that computes a model reads only the
+resulting `ModelConfig` and knows no families.
 """
 
 from __future__ import annotations
@@ -14,21 +15,25 @@ from trioserve.model.model_config import ModelConfig
 
 __all__ = ["SHARED_EXPERTS", "Family", "GgufNaming", "Naming"]
 
-# How DeepSeek's models, and those that took over their mixtures, name what every token goes through.
+# DeepSeek's name for the shared experts, which every token passes through. Families with its mixtures use it as well.
 SHARED_EXPERTS = {f"shared.{part}_proj": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Naming:
-    """How the files of a format write a family's tensors down.
+    """How one file format names and stores the tensors of a family.
 
-    layers: what stands before a layer's index, where it is not the usual.
-    modules: by the module's name in here (see loading/names.py), its name there, where it is not the usual one. Modules
-    that share a name are the rows of one tensor, in the usual order: q, k, v; gate, up. alternating: modules that share
-    one whose rows are theirs in turn. turned: modules whose matrices are [inputs, outputs] there. pairs_adjacent: what
-    rotary positions turn together are the rows 2j and 2j + 1 of a head, not j and j + half. norm_offset: is added to
-    norms' weights, but for that of what a state gives. grouped: projections of a delta rule that share tensors, in
-    which all of one group of heads lies side by side.
+    Attributes:
+        layers: prefix before a layer's index. None is the usual prefix of the format.
+        modules: module name in this project (see loading/names.py) to its name in the file, where it is unusual. If
+            several modules have the same name, the file has one tensor with their rows in the usual order: q, k, v or
+            gate, up.
+        alternating: modules that share a tensor whose rows belong to each of them in turn.
+        turned: modules whose matrices are transposed in the file, as [inputs, outputs].
+        pairs_adjacent: True if rotary embeddings rotate rows 2j and 2j + 1 of a head together. False if they rotate
+            rows j and j + half.
+        norm_offset: added to the weights of all norms except the norm of a recurrent layer's output.
+        grouped: projections of a delta-rule layer that share tensors. All rows of one group of heads are adjacent.
     """
 
     layers: str | None = None
@@ -42,21 +47,33 @@ class Naming:
 
 @dataclass(frozen=True, kw_only=True)
 class GgufNaming(Naming):
-    """architecture: the file's general.architecture."""
+    """Names of a family's tensors in GGUF files.
+
+    Attributes:
+        architecture: value of the metadata key general.architecture.
+    """
 
     architecture: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """classes: what config.json calls it in architectures; model_type: what it calls it where those are missing.
-    gguf: None if llama.cpp does not write it. with_images: classes of models that see images, too, and whose part for
-    texts, which text_config describes, is of this family. text_defaults: what such a text_config leaves out. spellings:
-    by the usual name of a field, the one that config.json may have in its place. defaults: values of fields that a
-    config.json lacks, as transformers' class of this family has them, where they differ from the usual. notes: fields
-    of this family's config.json that change nothing here, besides those of all families (see loading/unread_fields.py).
+    """One model family.
 
-    describe: reads the fields; it may raise ModelLoadError.
+    Attributes:
+        name: `ModelConfig.family`.
+        classes: names in config.json's `architectures`.
+        model_type: config.json's `model_type`, used if `architectures` is missing.
+        describe: reads the fields into a `ModelConfig`. It may raise ModelLoadError.
+        transformers: names in safetensors files of transformers.
+        gguf: names in GGUF files. None if llama.cpp does not write this family.
+        with_images: classes of vision models whose language model, described by `text_config`, is of this family.
+        text_defaults: values of fields that such a `text_config` leaves out.
+        spellings: usual name of a field to the name in this family's config.json.
+        defaults: values of fields that a config.json leaves out, where transformers' default for this family is
+            unusual.
+        notes: fields of this family's config.json that do not change the computation, in addition to the fields that
+            loading/unread_fields.py lists for all families.
     """
 
     name: str
@@ -73,7 +90,7 @@ class Family:
 
     @property
     def headless_classes(self) -> tuple[str, ...]:
-        """Class names that transformers writes for models that were saved without a head, for vectors only."""
+        """Class names that transformers writes for models saved without an output head, for embeddings only."""
         names = (name.removesuffix("ForCausalLM") for name in self.classes)
         return tuple(
             f"{name}TextModel" if f"{name}ForConditionalGeneration" in self.with_images else f"{name}Model"
@@ -81,17 +98,27 @@ class Family:
         )
 
     def with_defaults(self, config: Mapping[str, object]) -> dict[str, object]:
-        """Add the family's defaults to a config.json. A field that is null stays null: some say "none" with it."""
+        """Add the family's defaults to a config.json.
+
+        Args:
+            config: the fields of the file. A null field stays null, because for some fields null means "none".
+
+        Returns:
+            A new dictionary.
+        """
         present = {name for name, theirs in self.spellings.items() if theirs in config}
-        if "rope_scaling" in config:  # what transformers 4 calls it
+        if "rope_scaling" in config:  # the name in transformers 4
             present.add("rope_parameters")
         return {name: value for name, value in self.defaults.items() if name not in present} | dict(config)
 
     def config_from(self, fields: ModelFields) -> ModelConfig:
-        """Describe the model.
+        """Read the fields into the description of a model.
+
+        Args:
+            fields: the fields of the checkpoint.
 
         Raises:
-            ModelLoadError: a field changes what is computed and is not read, or numbers are too large to compute with.
+            ModelLoadError: a field that changes the computation is not supported, or a number is out of range.
         """
         try:
             config = self.describe(fields)
@@ -99,7 +126,7 @@ class Family:
             raise
         except (ArithmeticError, ValueError) as error:
             raise ModelLoadError(
-                f"numbers in {fields.source} belong to no model that can be computed: {error}"
+                f"numbers in {fields.source} describe no model that can be computed: {error}"
             ) from error
         asked = {fields.spelling(name) for name in fields.asked}
         for name, neutral in MEANINGFUL_FIELDS.items():
@@ -111,8 +138,8 @@ class Family:
         return config
 
 
-# Fields that some family's models are computed by, with the values that change nothing. Other fields that nobody reads
-# are named in a warning.
+# Fields that change the computation of at least one family, with the values that have no effect. Any other value is
+# refused by families that do not read the field. Further unread fields are only named in a warning.
 MEANINGFUL_FIELDS: dict[str, tuple[object, ...]] = {
     "activation_sparsity_pattern": (0, 0.0),
     "alibi": (False,),

@@ -1,5 +1,7 @@
-"""Gemma 1, 2 and 3, texts only: scaled embeddings, and norms that add 1 to their weights. In 2 and 3 there are norms
-behind attention and MLP, too, and layers with windows; 2 caps scores, 3 norms heads and turns slower without a window.
+"""Gemma 1, 2 and 3 (language models only): scaled embeddings, and norms that add 1 to their weights.
+
+Gemma 2 and 3 also have norms after attention and MLP, and layers with sliding windows. Gemma 2 caps attention scores.
+Gemma 3 normalizes heads, and its layers without a window use a larger theta.
 """
 
 from __future__ import annotations
@@ -12,9 +14,10 @@ from trioserve.model.model_config import LayerConfig, MlpConfig, ModelConfig
 
 __all__ = ["GEMMA", "GEMMA2", "GEMMA3"]
 
-# Models of 27 billion parameters scale by the hidden size's share of a head. llama.cpp tells them by their layers.
+# Models with 27 billion parameters divide by hidden_size / heads, not by head_dim. llama.cpp recognizes them by their
+# number of layers.
 LAYERS_OF_27B = (46, 62)
-# GGUF files have the 1 in the weights already.
+# No norm_offset for GGUF: llama.cpp adds the 1 to the weights when it writes a file.
 MODULES = {"mlp_norm": "pre_feedforward_layernorm"}
 
 
@@ -28,7 +31,7 @@ def _describe_gemma(fields: ModelFields) -> ModelConfig:
 def _describe_gemma2(fields: ModelFields) -> ModelConfig:
     has_bias = fields.flag_or("attention_bias", False)
     windows = fields.windows(fields.whole_or("sliding_window", 4096), lambda layer: layer % 2 == 0)
-    cap = fields.number_if_said("attn_logit_softcapping", 50.0)
+    cap = fields.number_unless_null("attn_logit_softcapping", 50.0)
     layers = [
         LayerConfig(
             attention=fields.attention(
@@ -44,12 +47,12 @@ def _describe_gemma2(fields: ModelFields) -> ModelConfig:
         )
         for window in windows
     ]
-    return _described(fields, "gemma2", layers, logit_cap=fields.number_if_said("final_logit_softcapping", 30.0))
+    return _described(fields, "gemma2", layers, logit_cap=fields.number_unless_null("final_logit_softcapping", 30.0))
 
 
 def _describe_gemma3(fields: ModelFields) -> ModelConfig:
     has_bias = fields.flag_or("attention_bias", False)
-    fields.number_or("attn_logit_softcapping", None)  # read and not used, as in transformers
+    fields.number_or("attn_logit_softcapping", None)  # ignored, as in transformers
     every = fields.interval("sliding_window_pattern", 6)
     windows = fields.windows(fields.whole_or("sliding_window", 4096), lambda layer: (layer + 1) % every != 0)
     head_dim = fields.whole_or("head_dim", 256)
@@ -75,17 +78,19 @@ def _describe_gemma3(fields: ModelFields) -> ModelConfig:
 
 
 def _mlp_of_first(fields: ModelFields) -> MlpConfig:
-    """By hidden_act. Gemma 1 was published with gelu there, and computes the approximation nevertheless."""
+    """Read hidden_act. Gemma 1 was published with "gelu" there, but computes the tanh approximation."""
     activation = fields.activation("hidden_act", default="gelu_pytorch_tanh")
     activation = "gelu_tanh" if activation == "gelu" else activation
-    # transformers 5 does not read it, and earlier versions and vLLM compute by it.
+    # transformers 5 ignores hidden_activation, but earlier versions and vLLM use it. So the two fields must agree.
     if "hidden_activation" in fields and fields.activation("hidden_activation", default="") != activation:
-        raise fields.wrong("hidden_activation", f"what hidden_act, {fields.shown('hidden_act')}, means, or null")
+        raise fields.wrong(
+            "hidden_activation", f"the same function as hidden_act, {fields.shown('hidden_act')}, or null"
+        )
     return fields.mlp(activation=activation)
 
 
 def _mlp(fields: ModelFields) -> MlpConfig:
-    """By hidden_activation. hidden_act is a note beside it, which transformers does not read."""
+    """Read hidden_activation. transformers ignores hidden_act in these models."""
     fields.text_or("hidden_act", None)
     return fields.mlp(activation=fields.activation("hidden_activation", default="gelu_pytorch_tanh"))
 
@@ -106,7 +111,7 @@ def _described(
     return fields.described(
         family,
         layers,
-        context_tokens_max=fields.whole("max_position_embeddings"),  # with the scaling already
+        context_tokens_max=fields.whole("max_position_embeddings"),  # already includes the rope scaling
         embedding_scale=math.sqrt(max(fields.whole("hidden_size"), 0)),
         logit_cap=logit_cap,
         tie_word_embeddings=fields.flag_or("tie_word_embeddings", True),

@@ -1,5 +1,9 @@
-"""Gemma 3n, texts only: a hidden state of several streams, an input of each layer's own for every token, layers that
-see the keys and values of an earlier one, few gates of a row in the first MLPs, and a low-rank way around attention."""
+"""Gemma 3n (language model only).
+
+The hidden state has several streams (AltUp). Each layer adds its own embedding of every token. The last layers read
+keys and values of an earlier layer. The first MLPs keep only the largest gates of a row. A low-rank product runs
+parallel to attention (LAuReL).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from trioserve.model.model_config import AttentionConfig, LayerConfig, MlpConfig
 
 __all__ = ["GEMMA3N"]
 
-SPARSE_LAYERS, SPARSITY = 10, 0.95  # where a config does not say it
+SPARSE_LAYERS, SPARSITY = 10, 0.95  # defaults if the config does not name them
 Number = TypeVar("Number", int, float)
 
 
@@ -30,7 +34,7 @@ def _describe(fields: ModelFields) -> ModelConfig:
         ],
         context_tokens_max=fields.whole("max_position_embeddings"),
         embedding_scale=float(max(fields.whole("hidden_size"), 0)) ** 0.5,
-        logit_cap=fields.number_if_said("final_logit_softcapping", 30.0),
+        logit_cap=fields.number_unless_null("final_logit_softcapping", 30.0),
         tie_word_embeddings=fields.flag_or("tie_word_embeddings", True),
         streams=StreamsConfig(
             count=fields.whole_or("altup_num_inputs", 4),
@@ -43,7 +47,7 @@ def _describe(fields: ModelFields) -> ModelConfig:
 
 
 def _attentions(fields: ModelFields) -> list[AttentionConfig]:
-    """Each of the last layers sees what the last layer of its kind before them keeps."""
+    """Return the attention of each layer. The last layers read the KV of the last unshared layer of their kind."""
     has_bias = fields.flag_or("attention_bias", False)
     windows = fields.windows(fields.whole_or("sliding_window", 512), lambda layer: (layer + 1) % 5 != 0)
     head_dim = fields.whole_or("head_dim", 256)
@@ -74,7 +78,7 @@ def _attentions(fields: ModelFields) -> list[AttentionConfig]:
 
 def _mlps(fields: ModelFields) -> list[MlpConfig]:
     sizes = _of_layers(fields, "intermediate_size", fields.wholes("intermediate_size"))
-    fields.text_or("hidden_act", None)  # a note, as in Gemma 2
+    fields.text_or("hidden_act", None)  # ignored, as in Gemma 2
     if fields.activation("hidden_activation", default="gelu_pytorch_tanh") != "gelu_tanh":
         raise fields.wrong("hidden_activation", "'gelu_pytorch_tanh'")
     return [
@@ -84,8 +88,11 @@ def _mlps(fields: ModelFields) -> list[MlpConfig]:
 
 
 def _cutoffs(fields: ModelFields) -> list[float | None]:
-    """GGUF files have them as they are; a config has the share of gates that are to be 0, of normally distributed
-    ones."""
+    """Return the cutoff of each layer's gates, None for layers that keep all gates.
+
+    GGUF files contain the cutoffs. A config contains the share of gates to set to 0, which assumes that gates are
+    normally distributed.
+    """
     if "activation_sparsity_scale" in fields:
         scales = _of_layers(fields, "activation_sparsity_scale", fields.numbers("activation_sparsity_scale"))
         return [scale if scale > float("-inf") else None for scale in scales]
@@ -95,12 +102,12 @@ def _cutoffs(fields: ModelFields) -> list[float | None]:
     elif fields.layer_count > SPARSE_LAYERS:
         shares[:SPARSE_LAYERS] = [SPARSITY] * SPARSE_LAYERS
     if not all(0 <= share < 1 for share in shares):
-        raise fields.wrong("activation_sparsity_pattern", "of numbers from 0 to below 1")
+        raise fields.wrong("activation_sparsity_pattern", "a list of numbers from 0 to below 1")
     return [NormalDist().inv_cdf(share) if share else None for share in shares]
 
 
 def _of_layers(fields: ModelFields, name: str, found: Sequence[Number]) -> list[Number]:
-    """One for each layer; a single one is every layer's."""
+    """Return one value for each layer. A single value counts for all layers."""
     if len(found) not in (1, fields.layer_count):
         raise fields.wrong(name, f"one number, or one for each of {fields.layer_count} layers")
     return list(found) * (fields.layer_count // len(found))

@@ -1,5 +1,7 @@
-"""GLM-4: half of each head is turned, neighbours together. Since 0414 there are norms behind attention and MLP, too.
-GLM-4.5: halves of that half are turned together, and most layers are mixtures as DeepSeek-V3's."""
+"""GLM-4: rotary embeddings rotate half of each head in adjacent pairs. GLM-4-0414 adds norms after attention and MLP.
+
+GLM-4.5 rotates the same half in pairs j and j + half, and most of its layers are mixtures as in DeepSeek-V3.
+"""
 
 from __future__ import annotations
 

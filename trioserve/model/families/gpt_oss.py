@@ -1,4 +1,4 @@
-"""gpt-oss: every other layer sees a window, heads have sinks, and every MLP is a mixture whose experts are clamped."""
+"""gpt-oss: every other layer has a sliding window, heads have sinks, and every MLP is a mixture of clamped experts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trioserve.model.model_config import ModelConfig
 __all__ = ["GPT_OSS"]
 
 GATE_UP = ("experts.gate_proj", "experts.up_proj")
-# The numbers of clamped_swiglu, which no GGUF file names.
+# Constants of clamped_swiglu. GGUF files do not contain them.
 CLAMPING = (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0))
 
 

@@ -1,5 +1,7 @@
-"""Granite 3: a Llama, or a mixture of experts, with factors for embeddings, scores, sums and logits. Granite 4.0-H: the
-same, but most layers are state spaces, as of Mamba-2, and the others see no positions."""
+"""Granite 3: a Llama, dense or with experts, with factors on embeddings, scores, residual sums and logits.
+
+In Granite 4.0-H most layers are Mamba-2 state spaces, and the attention layers have no position embeddings.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,15 @@ def _described(
     attends: Sequence[bool] | None = None,
     **choices: Any,
 ) -> ModelConfig:
-    """attends: of each layer whether it has attention; None: all have. choices: of ModelFields.attention."""
+    """Describe a model of any of the three families.
+
+    Args:
+        fields: the fields of the checkpoint.
+        family: name of the family.
+        mlp: MLP of all layers.
+        attends: for each layer, True if it has attention. None means all layers.
+        choices: arguments of `ModelFields.attention`.
+    """
     has_bias = fields.flag_or("attention_bias", False)
     attention = fields.attention(
         has_bias=has_bias, has_output_bias=has_bias, scale=fields.number_or("attention_multiplier", 1.0), **choices

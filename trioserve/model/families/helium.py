@@ -1,4 +1,4 @@
-"""Helium: a Llama in which neighbours are turned together."""
+"""Helium: a Llama whose rotary embeddings rotate adjacent pairs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HyperCLOVA X SEED Think: a Granite with norms behind attention and MLP, too; its logits' factor multiplies."""
+"""HyperCLOVA X SEED Think: a Granite with norms after attention and MLP. logits_scaling multiplies, not divides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""InternLM 3: a Llama whose biases have names of their own. In GGUF files it is a Llama."""
+"""InternLM 3: a Llama with other names for its bias fields. llama.cpp writes it as a Llama."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["INTERNLM3"]
 
 
 def _describe(fields: ModelFields) -> ModelConfig:
-    # transformers saves them under its own names.
+    # Published configs use `bias` and `qkv_bias`. transformers saves `mlp_bias` and `attention_bias`.
     has_bias = fields.flag_or("bias", fields.flag_or("mlp_bias", False))
     attention = fields.attention(
         has_bias=fields.flag_or("qkv_bias", fields.flag_or("attention_bias", False)), has_output_bias=has_bias

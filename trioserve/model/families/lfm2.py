@@ -1,5 +1,7 @@
-"""LFM2: most layers are short convolutions, the others attention whose heads are normed. Its mixtures have a router as
-DeepSeek-V3's."""
+"""LFM2: most layers are short convolutions. The others have attention with normalized heads.
+
+The mixtures of LFM2-MoE have the router of DeepSeek-V3.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def _described(fields: ModelFields, family: str, mlps: Sequence[MlpConfig | Expe
     if not any(name in fields for name in ("layer_types", "layers_block_type", "full_attn_idxs")):
         if family == "lfm2_moe":
             raise ModelLoadError(f"{fields.source} lacks layer_types, which must name the kind of each layer")
-        indexes: Sequence[int] = range(fields.layer_count)  # transformers takes all to have attention
+        indexes: Sequence[int] = range(fields.layer_count)  # without a list, transformers gives all layers attention
     else:
         indexes = fields.wholes("full_attn_idxs")
     attends = fields.attending_layers("conv", indexes)
@@ -59,7 +61,7 @@ def _described(fields: ModelFields, family: str, mlps: Sequence[MlpConfig | Expe
 
 
 def _intermediate_size(fields: ModelFields) -> int:
-    """What the config names is two matrices' share of three, in whole pieces."""
+    """Return the channels of the MLP: two thirds of the configured size, rounded up to a multiple."""
     size = fields.whole_or("block_ff_dim", None)
     if size is None:
         size = fields.whole("intermediate_size")

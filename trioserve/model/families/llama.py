@@ -1,4 +1,4 @@
-"""Llama 2 to 3.3 and what has its config: SmolLM2, Falcon 3, Yi, TinyLlama and many more."""
+"""Llama 2 to 3.3, and models with the same config: SmolLM2, Falcon 3, Yi, TinyLlama and many more."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _describe(fields: ModelFields) -> ModelConfig:
     has_output_bias = fields.flag_or("attention_output_bias", has_bias)
     attention = fields.attention(has_bias=has_bias, has_output_bias=has_output_bias)
     mlp = fields.mlp(has_bias=fields.flag_or("mlp_bias", False))
-    # A Mistral in a GGUF file is a Llama.
+    # llama.cpp writes a Mistral, which has a sliding window, as a Llama.
     windows = fields.windows(fields.whole_or("sliding_window", None) or None, lambda layer: True)
     return fields.described("llama", windowed_layers(attention, mlp, windows))
 

@@ -1,5 +1,9 @@
-"""Llama 4, texts only: three of four layers see the section of the text that a token is in, and the others everything,
-without positions; a token's expert reads it weighed, beside a shared one."""
+"""Llama 4 (language model only).
+
+Three of four layers attend only within the section of the context that contains the token. The others attend to
+everything, without position embeddings. An expert's input is scaled by the router's weight, and every token also passes
+through a shared expert.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +19,12 @@ EXPERT_MATRICES = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")
 
 def _describe(fields: ModelFields) -> ModelConfig:
     count = fields.layer_count
-    knows = _layers_with_positions(fields)
+    has_positions = _layers_with_positions(fields)
     section = fields.whole_or("attention_chunk_size", 8192) if not fields.is_null("attention_chunk_size") else None
-    if (
-        fields.whole_or("sliding_window", None) == 0
-    ):  # as llama.cpp says that there are neither sections nor such layers
-        knows, section = [True] * count, None
-    has_sections = _layers_with_sections(fields, knows)
+    # llama.cpp writes a window of 0 for models without sections, whose layers all have position embeddings.
+    if fields.whole_or("sliding_window", None) == 0:
+        has_positions, section = [True] * count, None
+    has_sections = _layers_with_sections(fields, has_positions)
     temperature = None
     if not fields.is_one_of("attn_temperature_tuning", (False, 0)):
         scale, interval = fields.number_or("attn_scale", 0.1), fields.whole_or("floor_scale", 8192)
@@ -36,12 +39,12 @@ def _describe(fields: ModelFields) -> ModelConfig:
         LayerConfig(
             attention=fields.attention(
                 head_dim=128,
-                rotary=rotary if knows[layer] else None,
+                rotary=rotary if has_positions[layer] else None,
                 section=section if has_sections[layer] else None,
-                temperature=None if knows[layer] else temperature,
+                temperature=None if has_positions[layer] else temperature,
                 has_bias=has_bias,
                 has_output_bias=has_bias,
-                qk_norm="unit" if has_norm and knows[layer] else "none",
+                qk_norm="unit" if has_norm and has_positions[layer] else "none",
             ),
             mlp=experts if ((layer + 1) % every == 0 if mixed is None else layer in mixed) else dense,
         )
@@ -60,22 +63,22 @@ def _layers_with_positions(fields: ModelFields) -> list[bool]:
             f"no_rope_layers in {fields.source} has {len(named)} entries, the model has {fields.layer_count} layers: "
             "the checkpoint's config is damaged"
         )
-    return [knows != 0 for knows in named]
+    return [flag != 0 for flag in named]
 
 
-def _layers_with_sections(fields: ModelFields, knows: list[bool]) -> list[bool]:
+def _layers_with_sections(fields: ModelFields, has_positions: list[bool]) -> list[bool]:
     kinds = fields.strings_or("layer_types", None)
     if kinds is None:
-        return knows
+        return has_positions
     if len(kinds) != fields.layer_count or not set(kinds) <= {"chunked_attention", "full_attention"}:
         raise fields.wrong("layer_types", "chunked_attention or full_attention for each layer")
     return [kind == "chunked_attention" for kind in kinds]
 
 
 def _mlps(fields: ModelFields) -> tuple[MlpConfig, ExpertsConfig]:
-    """That of a dense layer, and the mixture of another."""
+    """Return the MLP of dense layers and the mixture of the other layers."""
     of_mlp = fields.mlp()
-    # llama.cpp gives a dense layer's size the usual name.
+    # In llama.cpp's files intermediate_size is the size of dense layers, not of experts.
     of_file = fields.whole_or("moe_intermediate_size", None)
     middle = of_mlp.intermediate_size if of_file is None else of_file
     dense = (

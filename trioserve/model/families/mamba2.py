@@ -1,4 +1,4 @@
-"""Mamba-2: every layer is a state space and nothing else. So nothing is kept of single tokens."""
+"""Mamba-2: every layer is a state space without an MLP. Nothing is stored per token, so it needs no KV cache."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from trioserve.model.model_config import LayerConfig, ModelConfig, StateSpaceCon
 
 __all__ = ["MAMBA2"]
 
-CONTEXT_TOKENS = 2**20  # of a config that names no length, as states have none; llama.cpp writes as many
+# Used if the config names no context length, since states have no limit. llama.cpp writes this value too.
+CONTEXT_TOKENS = 2**20
 
 
 def _describe(fields: ModelFields) -> ModelConfig:

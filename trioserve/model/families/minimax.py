@@ -1,5 +1,7 @@
-"""MiniMax-M2: every MLP is a mixture of experts that are chosen by sigmoids with a bias; a row's queries and keys are
-normed whole, and a part of each head is turned."""
+"""MiniMax-M2: every MLP is a mixture whose router uses sigmoid scores with a bias.
+
+Queries and keys are normalized over all heads together, and a part of each head is rotated.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ def _describe(fields: ModelFields) -> ModelConfig:
     if (scoring := fields.text_or("scoring_func", "sigmoid")) != "sigmoid":
         raise fields.wrong("scoring_func", f"'sigmoid' for this family, and not {scoring!r}")
     head_dim = fields.whole_or("head_dim", 128)
-    turned = fields.whole_or("rotary_dim", head_dim)  # before it was written down as a factor
-    rotated = fields.part_of_head(head_dim, turned / max(head_dim, 1))
+    rotated_default = fields.whole_or("rotary_dim", head_dim)  # the field before partial_rotary_factor
+    rotated = fields.part_of_head(head_dim, rotated_default / max(head_dim, 1))
     rotary = fields.rotary(head_dim, rotated_dims=rotated, theta=5_000_000.0)
     attention = fields.attention(head_dim=128, rotary=rotary, qk_norm="row")
     middle = fields.whole_or("moe_intermediate_size", None) or fields.whole("intermediate_size")

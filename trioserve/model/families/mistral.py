@@ -1,5 +1,7 @@
-"""Mistral and Ministral: a Llama whose layers may see a window. In older GGUF files they are Llamas. Ministral 3 turns
-queries up by their positions."""
+"""Mistral and Ministral: a Llama that may have sliding windows. Older GGUF files call it a Llama.
+
+Ministral 3 multiplies queries by a factor that grows with the position.
+"""
 
 from __future__ import annotations
 

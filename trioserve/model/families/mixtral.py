@@ -1,4 +1,4 @@
-"""Mixtral: a Mistral whose MLPs are mixtures of experts. In GGUF files they are Llamas with experts."""
+"""Mixtral: a Mistral whose MLPs are mixtures of experts. GGUF files call it a Llama with experts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""What a checkpoint says of its model, under the names of transformers' config.json, whichever file says it; and the
-parts of a description that most families read in the same way."""
+"""Typed fields of a checkpoint's config under the names of transformers' config.json, for every file format.
+
+`ModelFields` also builds the parts of a description that most families read alike.
+"""
 
 from __future__ import annotations
 
@@ -41,17 +43,30 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 def is_long(served_tokens: int | None, context_tokens: int, original_tokens: int) -> bool:
-    """Which of longrope's two lists of factors counts, for all texts that are served: where KV of earlier tokens is
-    kept, it cannot depend on how long a text becomes.
+    """Return True if longrope's factors for long contexts apply.
 
-    served_tokens: of the longest context that is served; None is what the model takes, context_tokens.
-    original_tokens: of the longest one before scaling.
+    One list of factors applies to all requests of a server. Cached keys were rotated earlier, so the choice cannot
+    depend on how long one sequence becomes.
+
+    Args:
+        served_tokens: longest context that is served. None is `context_tokens`.
+        context_tokens: longest context of the model.
+        original_tokens: longest context before scaling.
     """
     return (context_tokens if served_tokens is None else served_tokens) > original_tokens
 
 
 class ModelFields(Fields):
-    """Fields of one model. What a file does not keep as a field, its reader has found out and says here."""
+    """Fields of one model.
+
+    Args:
+        values: the fields by name.
+        source: name of the file, for error texts.
+        rope: reads theta and scaling. It takes the fields, a layer type or None for all layers, and a default theta.
+        eos_token_ids: end tokens, found by the reader of the format. Duplicates are dropped.
+        dtype_name: dtype of the weights, found by the reader of the format.
+        spellings: usual name of a field to its name in the file, where they differ.
+    """
 
     def __init__(
         self,
@@ -63,28 +78,48 @@ class ModelFields(Fields):
         dtype_name: Dtype,
         spellings: Mapping[str, str] | None = None,
     ) -> None:
-        """rope: the theta, with this default, and the scaling, of layers of one of the config's layer_types or of all
-        (None)."""
         super().__init__(values, source, spellings)
         self._rope = rope
         self._eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
         self._dtype_name: Dtype = dtype_name
 
     def is_neutral(self, name: str, values: tuple[object, ...]) -> bool:
-        """Whether the field has one of these values, or is a list of layers that are all the usual ones."""
+        """Return True if the field has one of `values`, or lists only full-attention layers.
+
+        Args:
+            name: usual name of the field.
+            values: values that do not change the computation.
+        """
         value = self._value(name)
         return value in values or (isinstance(value, list) and all(item == "full_attention" for item in value))
 
     def flag_or(self, name: str, default: bool) -> bool:
-        """Read a flag. Null is false, as in transformers' models."""
+        """Read a flag.
+
+        Args:
+            name: usual name of the field.
+            default: value if the field is missing. A null field is False, as in transformers.
+        """
         return False if self.is_null(name) else super().flag_or(name, default)
 
-    def number_if_said(self, name: str, default: float) -> float | None:
-        """None where the field is there and null."""
+    def number_unless_null(self, name: str, default: float) -> float | None:
+        """Read a number.
+
+        Args:
+            name: usual name of the field.
+            default: value if the field is missing.
+
+        Returns:
+            The number, or None if the field is null.
+        """
         return None if self.is_null(name) else self.number_or(name, default)
 
     def head_dim(self, default: int | None = None) -> int:
-        """default: where the file does not say it; None divides the hidden size."""
+        """Return the size of one head.
+
+        Args:
+            default: value if the field is missing. None divides the hidden size by the number of heads.
+        """
         hidden_size, head_count = self.whole("hidden_size"), self.whole("num_attention_heads")
         if head_count < 1:
             raise self.wrong("num_attention_heads", "at least 1")
@@ -92,7 +127,7 @@ class ModelFields(Fields):
 
     @property
     def layer_count(self) -> int:
-        """At least 1, and no more than any model has: a damaged file must not make us build a tuple of a billion."""
+        """Number of layers, from 1 to LAYERS_MAX. A damaged file must not cause a tuple with a billion layers."""
         count = self.whole("num_hidden_layers")
         if not 1 <= count <= LAYERS_MAX:
             raise ModelLoadError(
@@ -101,7 +136,13 @@ class ModelFields(Fields):
         return count
 
     def described(self, family: str, layers: Sequence[LayerConfig], **choices: Any) -> ModelConfig:
-        """choices: what differs from the usual, by ModelConfig's names."""
+        """Build the description of the model.
+
+        Args:
+            family: name of the family.
+            layers: the layers in order.
+            choices: fields of ModelConfig that are not read in the usual way.
+        """
         context_tokens = choices.get("context_tokens_max") or self.whole("max_position_embeddings")
         rotaries = (layer.attention.rotary for layer in layers if isinstance(layer.attention, AttentionConfig))
         scalings = {rotary.scaling for rotary in rotaries if rotary is not None}
@@ -121,7 +162,12 @@ class ModelFields(Fields):
         return ModelConfig(family=family, layers=tuple(layers), **parts)
 
     def attention(self, *, head_dim: int | None = None, **choices: Any) -> AttentionConfig:
-        """head_dim: as the default of head_dim(). choices: what differs from the usual, by AttentionConfig's names."""
+        """Build the description of one attention layer.
+
+        Args:
+            head_dim: default size of a head, see `head_dim()`.
+            choices: fields of AttentionConfig that are not read in the usual way.
+        """
         head_dim = self.head_dim(head_dim)
         head_count = self.whole("num_attention_heads")
         parts: dict[str, Any] = {
@@ -142,8 +188,14 @@ class ModelFields(Fields):
         rotated_dims: int | None = None,
         theta: float = 10_000.0,
     ) -> RotaryConfig:
-        """layer_type: of which layers, where a config may tell them apart. rotated_dims: None is all of a head's, and
-        then a config that turns a part is refused. theta: where the file does not say it."""
+        """Read the parameters of rotary position embeddings.
+
+        Args:
+            head_dim: size of one head.
+            layer_type: entry of layer_types whose parameters are read. None reads the parameters of all layers.
+            rotated_dims: rotated numbers of each head. None rotates all, and refuses a config that rotates a part.
+            theta: value if the file does not name it.
+        """
         theta, scaling = self._rope(self, layer_type, theta)
         if rotated_dims is None:
             rotated_dims = head_dim
@@ -155,9 +207,11 @@ class ModelFields(Fields):
         return RotaryConfig(theta=theta, rotated_dims=rotated_dims, scaling=scaling)
 
     def latent_score_factor(self) -> float:
-        """What scores of latent attention are multiplied by, besides the usual: the temperature of YaRN (arXiv
-        2309.00071), with the factor mscale_all_dim before the logarithm."""
-        if (multiplier := self.number_or("yarn_log_multiplier", None)) is not None:  # as GGUF files have it
+        """Return the extra factor on the scores of latent attention.
+
+        The factor is the temperature of YaRN (arXiv 2309.00071), with mscale_all_dim before the logarithm.
+        """
+        if (multiplier := self.number_or("yarn_log_multiplier", None)) is not None:  # in GGUF files
             return (multiplier * math.log(max(self.number_or("yarn_factor", 1.0), 1.0)) + 1.0) ** 2
         rope = self.group_or_none("rope_parameters") or self.group_or_none("rope_scaling")
         if rope is None or (rope.text_or("rope_type", None) or rope.text_or("type", None) or "default") == "default":
@@ -168,7 +222,12 @@ class ModelFields(Fields):
         return (0.1 * strength * math.log(factor) + 1.0) ** 2 if strength and factor > 1 else 1.0
 
     def part_of_head(self, head_dim: int, default: float) -> int:
-        """How many numbers of each head are turned: partial_rotary_factor of them."""
+        """Return how many numbers of each head are rotated.
+
+        Args:
+            head_dim: size of one head.
+            default: rotated share of a head if partial_rotary_factor is missing, above 0 and at most 1.
+        """
         rope = self.group_or_none("rope_parameters") or self.group_or_none("rope_scaling")
         factor = self.number_or("partial_rotary_factor", default)
         if rope is not None:
@@ -178,7 +237,12 @@ class ModelFields(Fields):
         return int(head_dim * factor)
 
     def mlp(self, *, has_bias: bool = False, activation: Activation | None = None) -> MlpConfig:
-        """activation: where the family settles it; None reads hidden_act, for which only silu is allowed."""
+        """Build the description of a dense MLP.
+
+        Args:
+            has_bias: True if its projections have biases.
+            activation: fixed by the family. None reads hidden_act, which must be silu.
+        """
         if activation is None and (name := self.text_or("hidden_act", "silu")) != "silu":
             raise ModelLoadError(f"{self.spelling('hidden_act')} in {self.source} is {name!r}; supported is silu")
         return MlpConfig(
@@ -186,11 +250,18 @@ class ModelFields(Fields):
         )
 
     def experts(self, count_field: str, intermediate_size: int, *, normalizes: bool, **choices: Any) -> ExpertsConfig:
-        """count_field: the one that says how many experts there are. choices: by ExpertsConfig's names."""
+        """Build the description of a mixture of experts.
+
+        Args:
+            count_field: name of the field with the number of experts.
+            intermediate_size: channels of one expert.
+            normalizes: True if the weights of a token's experts are scaled to sum 1.
+            choices: further fields of ExpertsConfig.
+        """
         if (name := self.text_or("hidden_act", "silu")) != "silu":
             raise ModelLoadError(f"{self.spelling('hidden_act')} in {self.source} is {name!r}; supported is silu")
         if not choices.get("shared_size"):
-            choices.pop("has_shared_gate", None)  # of a shared expert without any channels
+            choices.pop("has_shared_gate", None)  # a shared expert without channels has no gate
         return ExpertsConfig(
             expert_count=self.whole(count_field),
             experts_per_token=self.whole("num_experts_per_tok"),
@@ -200,8 +271,13 @@ class ModelFields(Fields):
         )
 
     def mlps_by_layer(self, experts: ExpertsConfig) -> list[MlpConfig | ExpertsConfig]:
-        """As Qwen's mixtures have them: some layers are dense, those that mlp_only_layers names, and all but every
-        decoder_sparse_step-th."""
+        """Return the MLP of each layer, as Qwen's mixtures arrange them.
+
+        Layers named in mlp_only_layers are dense. Of the others, every decoder_sparse_step-th layer has experts.
+
+        Args:
+            experts: description of the layers with experts.
+        """
         dense, step = self.wholes("mlp_only_layers"), self.whole_or("decoder_sparse_step", 1)
         return [
             self.mlp() if layer in dense or step < 1 or (layer + 1) % step else experts
@@ -209,13 +285,17 @@ class ModelFields(Fields):
         ]
 
     def routed_mlps(self, scoring: Scoring, dense_count: int = 0, **choices: Any) -> list[MlpConfig | ExpertsConfig]:
-        """As DeepSeek's models have them, and those that took over their router: some dense layers first, then mixtures
-        with experts that every token goes through besides.
+        """Return the MLP of each layer, as DeepSeek's mixtures arrange them.
 
-        scoring, dense_count: where the file does not say it. choices: by ExpertsConfig's names.
+        The first layers are dense. The others have routed experts, and shared experts that every token passes through.
+
+        Args:
+            scoring: how the router turns scores into weights. Another value in the file is refused.
+            dense_count: number of dense layers if the file does not name it.
+            choices: further fields of ExpertsConfig.
         """
-        said = self.text_or("scoring_func", scoring)
-        if said != scoring:
+        found = self.text_or("scoring_func", scoring)
+        if found != scoring:
             raise self.wrong("scoring_func", f"{scoring!r} for this family")
         if (every := self.whole_or("moe_layer_freq", 1)) != 1:
             raise self.wrong("moe_layer_freq", f"1, and not every {every}th layer")
@@ -241,14 +321,23 @@ class ModelFields(Fields):
         return [*dense, *[experts] * (self.layer_count - len(dense))]
 
     def routed_by_sigmoid(self, dense_count: int = 0) -> list[MlpConfig | ExpertsConfig]:
-        """As those of DeepSeek-V3: chosen from groups, with a bias. dense_count: where the file does not say it."""
+        """Return the MLP of each layer, with the router of DeepSeek-V3: sigmoid scores with a bias, experts in groups.
+
+        Args:
+            dense_count: number of dense layers if the file does not name it.
+        """
         if (method := self.text_or("topk_method", "noaux_tc")) != "noaux_tc":
             raise self.wrong("topk_method", f"'noaux_tc' for this family, and not {method!r}")
         leaders = 2 if self.whole_or("n_group", 1) > 1 else 1
         return self.routed_mlps("sigmoid", dense_count, has_score_bias=True, group_leaders=leaders)
 
     def activation(self, *names: str, default: str) -> Activation:
-        """Which one the first of these fields that is there names."""
+        """Read an activation function.
+
+        Args:
+            names: fields to try in order. The first one that is present counts.
+            default: value if all are missing.
+        """
         for name in names:
             found = self.text_or(name, None)
             if found is not None:
@@ -262,15 +351,27 @@ class ModelFields(Fields):
         return _ACTIVATIONS[found]
 
     def interval(self, name: str, default: int) -> int:
-        """Every how many layers one is of the other kind: at least 1."""
+        """Read the distance between two layers of a special kind.
+
+        Args:
+            name: usual name of the field.
+            default: value if the field is missing.
+
+        Returns:
+            The distance in layers, at least 1.
+        """
         every = self.whole_or(name, default)
         if every < 1:
             raise self.wrong(name, "at least 1")
         return every
 
     def windows(self, window: int | None, pattern: Callable[[int], bool]) -> tuple[int | None, ...]:
-        """One for each layer, by the config's layer_types, and by the pattern, which says of a layer's index whether it
-        slides, where there are none."""
+        """Return the sliding window of each layer, None for layers with full attention.
+
+        Args:
+            window: tokens that a sliding layer attends to. None makes all layers full.
+            pattern: returns True for the index of a sliding layer. It counts only if the file has no layer_types.
+        """
         layer_types = self.layer_types()
         if window is None:
             return (None,) * self.layer_count
@@ -279,8 +380,14 @@ class ModelFields(Fields):
         return tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)
 
     def attending_layers(self, other: str, indexes: Sequence[int]) -> list[bool]:
-        """Of each layer whether it has attention, by the config's layer_types or layers_block_type, where those that do
-        not are called `other` or "mamba"; and without such a list by the indexes of those that do."""
+        """Return for each layer whether it has attention.
+
+        The config's layer_types or layers_block_type decides. Without such a list, `indexes` decides.
+
+        Args:
+            other: name of layers without attention. "mamba" is allowed as well.
+            indexes: indexes of the layers with attention, for files without a list.
+        """
         types = self.strings_or("layer_types", None) or self.strings_or("layers_block_type", None)
         if types is None:
             return [index in indexes for index in range(self.layer_count)]
@@ -298,8 +405,12 @@ class ModelFields(Fields):
         return [allowed[name] for name in types]
 
     def state_space(self, inner_size: int | None = None, norm: StateNorm = "gated") -> StateSpaceConfig:
-        """By the names that hybrids of attention and Mamba-2 have in common. inner_size: where it is not a multiple of
-        the hidden size."""
+        """Build the description of a state-space layer, by the field names of hybrids of attention and Mamba-2.
+
+        Args:
+            inner_size: channels of all heads. None is mamba_expand times the hidden size.
+            norm: how the layer normalizes its output.
+        """
         if (name := self.text_or("hidden_act", "silu")) != "silu":
             raise ModelLoadError(f"{self.spelling('hidden_act')} in {self.source} is {name!r}; supported is silu")
         if inner_size is None:
@@ -352,5 +463,11 @@ class ModelFields(Fields):
 def windowed_layers(
     attention: AttentionConfig, mlp: MlpConfig | ExpertsConfig, windows: Sequence[int | None]
 ) -> list[LayerConfig]:
-    """Layers that differ in nothing but their windows."""
+    """Build layers that differ only in their sliding windows.
+
+    Args:
+        attention: description of the attention of all layers.
+        mlp: description of the MLP of all layers.
+        windows: window of each layer in tokens, or None for full attention.
+    """
     return [LayerConfig(attention=msgspec.structs.replace(attention, window=window), mlp=mlp) for window in windows]

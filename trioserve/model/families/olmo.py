@@ -1,6 +1,8 @@
-"""OLMo 2 and 3: norms behind attention and MLP instead of before, and all query or key heads of a row normed together.
-In OLMo 3 three of four layers see a window, and only the others have scaled positions. OLMoE is a Llama with the latter
-norms and mixtures of experts."""
+"""OLMo 2 and 3 have norms after attention and MLP instead of before. Queries and keys are normalized over all heads.
+
+In OLMo 3 three of four layers have a sliding window, and only the others have scaled positions. OLMoE is a Llama with
+the same norms of queries and keys, and with mixtures of experts.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ __all__ = ["OLMO2", "OLMO3", "OLMOE"]
 
 
 def _describe_olmo2(fields: ModelFields) -> ModelConfig:
-    # llama.cpp writes OLMo 3 as OLMo 2 with a window.
+    # llama.cpp writes an OLMo 3 as an OLMo 2 with a sliding window.
     return _described(fields, "olmo2", fields.whole_or("sliding_window", None))
 
 

@@ -1,4 +1,4 @@
-"""Qwen2 and 2.5: a Llama with biases. Qwen3: one whose query and key heads are normed. Some layers may see a window."""
+"""Qwen2 and 2.5: a Llama with biases. Qwen3: norms on query and key heads. Both may have sliding windows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen3 with mixtures of experts; in Qwen2 every token goes through a shared expert, too."""
+"""Qwen2 and Qwen3 with mixtures of experts. In Qwen2 every token also passes through a shared expert."""
 
 from __future__ import annotations
 

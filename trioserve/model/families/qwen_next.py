@@ -1,5 +1,7 @@
-"""Qwen3-Next and Qwen3.5, texts only: most layers have the gated delta rule in the place of attention, and the others
-gate what they attend to. With and without mixtures of experts, beside which every token goes through a shared one."""
+"""Qwen3-Next and Qwen3.5 (language models only), dense or with experts and one shared expert.
+
+Most layers have the gated delta rule instead of attention. The attention layers multiply their output by a gate.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ MODULES = {
     "state.time_step_bias": "linear_attn.dt_bias",
 }
 GGUF_MODULES = {"mlp_norm": "post_attention_norm"}
-# Of models that see images, too.
+# Defaults of the `text_config` of vision models.
 TEXT_DEFAULTS = {"num_attention_heads": 16, "max_position_embeddings": 32_768}
 
 

@@ -1,4 +1,4 @@
-"""The families that are served. A new one is a file and a line here."""
+"""The supported model families. A new family is one file in this folder and one line here."""
 
 from __future__ import annotations
 
@@ -93,14 +93,25 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def family_named(name: str) -> Family:
-    """name: ModelConfig.family."""
+    """Return the family with this name.
+
+    Args:
+        name: `ModelConfig.family`.
+    """
     return next(family for family in FAMILIES if family.name == name)
 
 
 def family_of_class(name: str, text_type: str | None = None) -> Family:
-    """name: an entry of config.json's architectures. text_type: the model_type of the part for texts, where images are
-    seen, too; of several families that may be that part the first, if it is none of theirs. Raises ModelLoadError for
-    one that is not served."""
+    """Return the family of a class of transformers.
+
+    Args:
+        name: an entry of config.json's `architectures`.
+        text_type: `model_type` of the language model of a vision model. It selects among several possible families.
+            If it matches none of them, the first family counts.
+
+    Raises:
+        ModelLoadError: the class is not supported.
+    """
     found = [family for family in FAMILIES if name in (*family.classes, *family.headless_classes, *family.with_images)]
     if not found:
         raise _unknown(name, _classes())
@@ -108,7 +119,14 @@ def family_of_class(name: str, text_type: str | None = None) -> Family:
 
 
 def family_of_model_type(name: str | None) -> Family:
-    """Where config.json has no architectures."""
+    """Return the family of a model_type, for a config.json without `architectures`.
+
+    Args:
+        name: config.json's `model_type`, or None if it is missing.
+
+    Raises:
+        ModelLoadError: the type is not supported.
+    """
     for family in FAMILIES:
         if name == family.model_type:
             return family
@@ -116,8 +134,14 @@ def family_of_model_type(name: str | None) -> Family:
 
 
 def family_of_gguf(name: str | None) -> Family:
-    """name: the file's general.architecture; of several families the first. Raises ModelLoadError for one that is not
-    served."""
+    """Return the first family of an architecture of llama.cpp.
+
+    Args:
+        name: the file's general.architecture, or None if it is missing.
+
+    Raises:
+        ModelLoadError: the architecture is not supported.
+    """
     for family in FAMILIES:
         if family.gguf is not None and name == family.gguf.architecture:
             return family
@@ -129,5 +153,5 @@ def _classes() -> Iterable[str]:
     return (name for family in FAMILIES for name in (*family.classes, *family.with_images))
 
 
-def _unknown(came: str, supported: Iterable[str]) -> ModelLoadError:
-    return ModelLoadError(f"the model's architecture is {came}; supported are {', '.join(supported)}")
+def _unknown(found: str, supported: Iterable[str]) -> ModelLoadError:
+    return ModelLoadError(f"the model's architecture is {found}; supported are {', '.join(supported)}")

@@ -1,4 +1,4 @@
-"""Seed-OSS: a Llama with biases before attention."""
+"""Seed-OSS: a Llama with biases on the projections of queries, keys and values."""
 
 from __future__ import annotations
 

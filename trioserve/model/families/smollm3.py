@@ -1,4 +1,4 @@
-"""SmolLM3: a Llama in which every fourth layer knows no positions."""
+"""SmolLM3: a Llama in which every fourth layer has no position embeddings."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ __all__ = ["SMOLLM3"]
 
 def _describe(fields: ModelFields) -> ModelConfig:
     interval = fields.interval("no_rope_layer_interval", 4)
-    # The list says which layers do know positions.
-    knows = fields.wholes("no_rope_layers") or tuple(
+    # Despite its name, no_rope_layers has 1 for layers with position embeddings.
+    has_positions = fields.wholes("no_rope_layers") or tuple(
         int((layer + 1) % interval != 0) for layer in range(fields.layer_count)
     )
-    if len(knows) != fields.layer_count:
+    if len(has_positions) != fields.layer_count:
         raise ModelLoadError(
-            f"no_rope_layers in {fields.source} has {len(knows)} entries, the model has {fields.layer_count} layers: "
-            "the checkpoint's config is damaged"
+            f"no_rope_layers in {fields.source} has {len(has_positions)} entries, the model has {fields.layer_count} "
+            "layers: the checkpoint's config is damaged"
         )
     has_bias = fields.flag_or("attention_bias", False)
     slides = fields.flag_or("use_sliding_window", False)
     windows = fields.windows(
-        fields.whole_or("sliding_window", None) if slides else None, lambda layer: not knows[layer]
+        fields.whole_or("sliding_window", None) if slides else None, lambda layer: not has_positions[layer]
     )
     rotary = fields.rotary(fields.head_dim())
     layers = [
         LayerConfig(
             attention=fields.attention(
-                rotary=rotary if knows[layer] else None,
+                rotary=rotary if has_positions[layer] else None,
                 window=window,
                 has_bias=has_bias,
                 has_output_bias=has_bias,
