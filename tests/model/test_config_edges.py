@@ -61,7 +61,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gemma2", {"sliding_window": None}, "sliding_window in config.json is None, but it must be a whole number"),
     ("gpt-oss", {"sliding_window": 0}, "sliding_window in config.json is 0, but it must be at least 1"),
     ("llama4", {"attention_chunk_size": None}, "attention_chunk_size in config.json is None"),
-    ("gemma", {"hidden_activation": "gelu"}, "hidden_activation in config.json is 'gelu', but it must be the same function"),
+    (
+        "gemma",
+        {"hidden_activation": "gelu"},
+        "hidden_activation in config.json is 'gelu', but it must be the same function",
+    ),
     ("gemma2", {"hidden_activation": "relu"}, "hidden_activation in config.json is 'relu'; supported are"),
     ("gemma3n", {"hidden_activation": "gelu"}, "hidden_activation in config.json is 'gelu'"),
     ("gemma2", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping is 0.0, but it must be a positive number"),

@@ -50,7 +50,7 @@ def test_every_phase_is_left_and_every_way_makes_pictures(tiny_model: Path, caps
 
 
 def test_a_directory_without_a_model_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match="name a directory that diffusers' save_pretrained has written"):
+    with pytest.raises(ModelLoadError, match="name a directory written by diffusers' save_pretrained"):
         run_inside(
             ["images", "--model", str(tmp_path)], open_engine=open_image_engine, open_image_engine=open_image_engine
         )

@@ -1,4 +1,4 @@
-"""Tiny random models, written once a session, and the two helpers that these tests share."""
+"""Fixtures: tiny random models, written once per session, and the helper modules of these tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trioserve.model.diffusion.runner import DiffusionRunner
 
 
 def _neighbour(name: str) -> ModuleType:
-    # pytest's importlib mode leaves sys.path alone, so a neighbouring helper is loaded by its path.
+    # pytest's importlib mode does not change sys.path, so a helper module is loaded by its path.
     spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
     assert spec is not None
     assert spec.loader is not None
@@ -24,19 +24,19 @@ def _neighbour(name: str) -> ModuleType:
 
 @pytest.fixture(scope="session")
 def tiny() -> ModuleType:
-    """The module tiny_pipelines itself."""
+    """Return the module tiny_pipelines."""
     return _neighbour("tiny_pipelines")
 
 
 @pytest.fixture(scope="session")
 def driver() -> ModuleType:
-    """The module picture_driver itself: load, request, Driver, latents."""
+    """Return the module picture_driver: load, request, Driver, latents."""
     return _neighbour("picture_driver")
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """checkpoint(family) -> directory. It is shared: copy it before changing it."""
+    """Return checkpoint(family), which writes a directory. Tests share it, so copy it before changing it."""
     made: dict[str, Path] = {}
 
     def write(family: str) -> Path:
@@ -49,7 +49,7 @@ def checkpoint(tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Ca
 
 @pytest.fixture(scope="session")
 def runner(driver: ModuleType, checkpoint: Callable[[str], Path]) -> Callable[[str], DiffusionRunner]:
-    """runner(family), in float32 on the CPU. It is shared, and its slots are whoever's uses them."""
+    """Return runner(family), in float32 on the CPU. Tests share it, and each may overwrite all slots."""
     loaded: dict[str, DiffusionRunner] = {}
 
     def load(family: str) -> DiffusionRunner:

@@ -1,4 +1,4 @@
-"""Plans as the core makes them, for a runner without an engine."""
+"""Builds plans as the core does, to test a runner without an engine."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def request(
 
 
 class Driver:
-    """Each request has the slot of its place in the list."""
+    """Runs plans. A request's slot is its index in the list."""
 
     def __init__(self, runner: DiffusionRunner, requests: Sequence[IterativeRequest]) -> None:
         self.runner = runner
@@ -101,7 +101,7 @@ class Driver:
         return state.latent
 
     def finish(self, requests: Sequence[IterativeRequest]) -> None:
-        """Denoise each as far as it goes, all that are not ready in one pass."""
+        """Denoise all requests to their last step, in joint passes."""
         while waiting := [one for one in requests if self.steps_done[one.id] < one.step_count]:
             result = self.run(IterativePhase.DENOISE, waiting)
             assert result is not None

@@ -1,4 +1,4 @@
-"""A directory says what its model takes, and one that is not served says why."""
+"""Tests of reading a diffusers directory: the description of the model, and the errors for unsupported ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def describe_at(path):
 
 @pytest.fixture
 def changed(checkpoint, tmp_path):
-    """changed(family, file, **fields): a copy, with other fields in one of its files."""
+    """Return changed(family, file, **fields), which copies a model and sets fields in one of its JSON files."""
 
     def change(family, file, **fields):
         path = tmp_path / "changed"
@@ -38,7 +38,7 @@ def changed(checkpoint, tmp_path):
     return change
 
 
-def test_what_a_class_conditional_model_takes(checkpoint):
+def test_description_of_a_class_conditional_model(checkpoint):
     found = describe_at(checkpoint("dit"))
     assert (found.family, found.width, found.height, found.side_min, found.side_max) == ("dit", 8, 8, 8, 8)
     assert (found.steps, found.guidance) == (50, 4.0)
@@ -49,7 +49,7 @@ def test_what_a_class_conditional_model_takes(checkpoint):
     assert not found.takes_images
 
 
-def test_what_a_model_of_texts_takes(checkpoint):
+def test_description_of_a_text_conditional_model(checkpoint):
     found = describe_at(checkpoint("stable-diffusion"))
     assert (found.family, found.width, found.height, found.side_multiple) == ("stable-diffusion", 16, 16, 2)
     assert (found.steps, found.guidance, found.classes) == (50, 7.5, None)
@@ -57,22 +57,22 @@ def test_what_a_model_of_texts_takes(checkpoint):
     assert found.takes_images
 
 
-def test_a_class_without_a_name_has_its_number(changed):
+def test_class_without_a_name_is_named_by_its_number(changed):
     path = changed("dit", "model_index.json", id2label={"2": "owl"})
     assert describe_at(path).classes[:4] == ("0", "1", "owl", "3")
 
 
-def test_there_are_no_classes_behind_the_named_ones(changed):
+def test_classes_after_the_named_ones_do_not_exist(changed):
     path = changed("dit", "model_index.json", id2label={"1": "owl", "0": "cat"})
     assert describe_at(path).classes == ("cat", "owl")
 
 
-def test_a_scheduler_that_is_not_had_here_leaves_the_samplers_that_are(changed):
+def test_unsupported_scheduler_leaves_the_other_samplers(changed):
     path = changed("stable-diffusion", "model_index.json", scheduler=["diffusers", "HeunDiscreteScheduler"])
     assert describe_at(path).samplers == ("ddim", "dpm++", "euler", "euler-ancestral", "pndm")
 
 
-def test_a_scheduler_that_is_not_had_here_is_said_to_be_another(changed, caplog):
+def test_log_names_the_replacement_of_an_unsupported_scheduler(changed, caplog):
     path = changed("dit", "model_index.json", scheduler=["diffusers", "HeunDiscreteScheduler"])
     DiffusionRunner.load(ImageDirectory(path), ImageModelSettings(), check_tokenizer=check_tokenizer)
     assert "scheduler=HeunDiscreteScheduler sampler=ddim" in caplog.text
@@ -89,8 +89,8 @@ def test_a_scheduler_that_is_not_had_here_is_said_to_be_another(changed, caplog)
     ],
     ids=["as-published", "runge-kutta", "left-out", "corrected", "sample"],
 )
-def test_pndm_is_had_as_stable_diffusion_is_published_with_it(changed, pipeline, fields, samplers):
-    """Without its Runge-Kutta steps, which diffusers leaves out of any that fills in."""
+def test_pndm_is_offered_without_runge_kutta_steps(changed, pipeline, fields, samplers):
+    """Check skip_prk_steps, which diffusers sets in every inpainting pipeline."""
     index = {"_class_name": pipeline, "scheduler": ["diffusers", "PNDMScheduler"]}
     path = changed("stable-diffusion", "model_index.json", **index)
     file = path / "scheduler" / "scheduler_config.json"
@@ -100,7 +100,7 @@ def test_pndm_is_had_as_stable_diffusion_is_published_with_it(changed, pipeline,
     assert ("pndm" in found) == (fields.get("prediction_type") != "sample")
 
 
-def test_the_own_scheduler_comes_first(changed):
+def test_own_scheduler_is_the_default_sampler(changed):
     path = changed("stable-diffusion", "model_index.json", scheduler=["diffusers", "EulerDiscreteScheduler"])
     assert describe_at(path).samplers == ("euler", "ddim", "dpm++", "euler-ancestral", "pndm")
 
@@ -108,16 +108,16 @@ def test_the_own_scheduler_comes_first(changed):
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"_class_name": "ShapEPipeline"}, "is a ShapEPipeline, and pictures are made by DiTPipeline"),
-        ({"transformer": ["diffusers", "AuraFlowTransformer2DModel"]}, "takes DiTTransformer2DModel or Transformer2D"),
+        ({"_class_name": "ShapEPipeline"}, "is a ShapEPipeline, but supported are DiTPipeline"),
+        ({"transformer": ["diffusers", "AuraFlowTransformer2DModel"]}, "needs DiTTransformer2DModel or Transformer2D"),
         ({"vae": None}, "vae is missing"),
-        ({"scheduler": None}, "names no scheduler"),
-        ({"id2label": {"x": "owl"}}, "an index that is no number"),
-        ({"id2label": {"1000": "owl"}}, "the network knows 1000"),
+        ({"scheduler": None}, "does not name a scheduler"),
+        ({"id2label": {"x": "owl"}}, "an index that is not a number"),
+        ({"id2label": {"1000": "owl"}}, "the network has 1000"),
     ],
     ids=["family", "class", "missing", "scheduler", "label", "labels"],
 )
-def test_what_is_not_served_says_what_came_and_what_is_taken(changed, fields, says):
+def test_unsupported_index_is_refused(changed, fields, says):
     with pytest.raises(ModelLoadError, match=says):
         describe_at(changed("dit", "model_index.json", **fields))
 
@@ -131,18 +131,18 @@ def test_what_is_not_served_says_what_came_and_what_is_taken(changed, fields, sa
     ],
     ids=["thresholding", "algorithm", "prediction"],
 )
-def test_a_scheduler_that_is_not_computed_here_is_refused(changed, fields, says):
+def test_unsupported_scheduler_setting_is_refused(changed, fields, says):
     path = changed("dit", "scheduler/scheduler_config.json", **fields)
     with pytest.raises(ModelLoadError, match=says):
         DiffusionRunner.load(ImageDirectory(path), ImageModelSettings(), check_tokenizer=check_tokenizer)
 
 
-def test_a_network_that_takes_more_than_a_latent_is_refused(changed):
-    with pytest.raises(ModelLoadError, match="in_channels is 8, and latents have 4"):
+def test_network_with_other_additional_input_is_refused(changed):
+    with pytest.raises(ModelLoadError, match="in_channels is 8, but latents have 4"):
         ImageDirectory(changed("stable-diffusion", "unet/config.json", in_channels=8))
 
 
-def test_weights_that_would_run_code_are_refused(changed):
+def test_pickled_weights_are_refused(changed):
     path = changed("dit", "model_index.json")
     weights = path / "vae" / "diffusion_pytorch_model.safetensors"
     weights.rename(weights.with_suffix(".bin"))
@@ -150,8 +150,8 @@ def test_weights_that_would_run_code_are_refused(changed):
         DiffusionRunner.load(ImageDirectory(path), ImageModelSettings(), check_tokenizer=check_tokenizer)
 
 
-def test_the_format_is_that_of_the_weights_that_are_loaded(changed):
-    """Hubs have both beside each other, and "fp16" comes first by its name."""
+def test_dtype_is_that_of_the_loaded_variant(changed):
+    """Store two variants side by side, as hubs do. The "fp16" file name sorts first."""
     path = changed("dit", "model_index.json")
     weights = path / "transformer" / "diffusion_pytorch_model.safetensors"
     header = b'{"x":{"dtype":"F16","shape":[0],"data_offsets":[0,0]}}'
@@ -163,7 +163,7 @@ def test_the_format_is_that_of_the_weights_that_are_loaded(changed):
 
 
 @pytest.mark.parametrize("content", [b"", b"\x05\0\0\0\0\0\0\0{", b"version https://git-lfs.github.com/spec/v1"])
-def test_weights_that_were_not_downloaded_whole_say_so(changed, content):
+def test_incomplete_weight_file_is_refused(changed, content):
     path = changed("dit", "model_index.json")
     (path / "transformer" / "diffusion_pytorch_model.safetensors").write_bytes(content)
     with pytest.raises(ModelLoadError, match=r"diffusion_pytorch_model.safetensors.*(complete|bytes)"):
@@ -176,7 +176,7 @@ def tensors_of(path):
 
 
 @pytest.mark.parametrize("component", ["text_encoder", "unet", "vae"])
-def test_a_tensor_that_is_missing_is_not_made_up(changed, component):
+def test_missing_tensor_is_refused(changed, component):
     path = changed("stable-diffusion", "model_index.json")
     weights = tensors_of(path / component)
     tensors = load_file(weights)
@@ -188,7 +188,7 @@ def test_a_tensor_that_is_missing_is_not_made_up(changed, component):
 
 
 @pytest.mark.parametrize("component", ["text_encoder", "unet", "vae"])
-def test_a_download_that_broke_off_says_so(changed, component):
+def test_truncated_weight_file_is_refused(changed, component):
     path = changed("stable-diffusion", "model_index.json")
     weights = tensors_of(path / component)
     weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
@@ -208,7 +208,7 @@ def test_a_download_that_broke_off_says_so(changed, component):
         ("vae/config.json", {"latent_channels": "4"}, "latent_channels is '4'"),
     ],
 )
-def test_a_file_that_says_nonsense_is_named(changed, file, fields, says):
+def test_error_names_the_file_with_a_wrong_value(changed, file, fields, says):
     with pytest.raises(ModelLoadError, match=says):
         DiffusionRunner.load(
             ImageDirectory(changed("stable-diffusion", file, **fields)),
@@ -217,7 +217,7 @@ def test_a_file_that_says_nonsense_is_named(changed, file, fields, says):
         )
 
 
-def test_weights_of_another_shape_are_refused(changed):
+def test_weights_with_other_shapes_are_refused(changed):
     path = changed("dit", "transformer/config.json", num_layers=3, num_attention_heads=4)
     with pytest.raises(ModelLoadError, match="transformer cannot be loaded"):
         DiffusionRunner.load(ImageDirectory(path), ImageModelSettings(), check_tokenizer=check_tokenizer)
@@ -236,13 +236,13 @@ def test_weights_of_another_shape_are_refused(changed):
         ("dit", "transformer", {"num_layers": 1}, r"transformer_blocks\.1\..*fewer layers"),
     ],
 )
-def test_a_description_of_fewer_layers_than_the_weights_have_is_refused(changed, kind, component, fields, says):
+def test_config_with_fewer_layers_than_the_weights_is_refused(changed, kind, component, fields, says):
     path = changed(kind, f"{component}/config.json", **fields)
     with pytest.raises(ModelLoadError, match=says):
         DiffusionRunner.load(ImageDirectory(path), ImageModelSettings(), check_tokenizer=check_tokenizer)
 
 
-def test_tensors_that_are_of_no_layer_may_be_left_over(changed):
+def test_unused_tensor_outside_of_layers_is_accepted(changed):
     path = changed("stable-diffusion", "text_encoder/config.json", pad_token_id=-1)
     weights = tensors_of(path / "text_encoder")
     tensors = load_file(weights)
@@ -251,7 +251,7 @@ def test_tensors_that_are_of_no_layer_may_be_left_over(changed):
     DiffusionRunner.load(ImageDirectory(path), ImageModelSettings(), check_tokenizer=check_tokenizer)
 
 
-def test_what_is_no_directory_of_this_kind_is_none(tmp_path):
+def test_directory_without_a_readable_index_is_refused(tmp_path):
     assert not is_image_model(tmp_path)
     assert not is_image_model("x" * 5000)
     with pytest.raises(ModelLoadError, match="has no model_index"):
@@ -262,20 +262,20 @@ def test_what_is_no_directory_of_this_kind_is_none(tmp_path):
         ImageDirectory(tmp_path)
 
 
-def test_a_missing_extra_says_what_to_install(monkeypatch):
+def test_error_of_a_missing_extra_names_the_command_to_install(monkeypatch):
     monkeypatch.setattr(directory_file.importlib.util, "find_spec", lambda name: None if name == "diffusers" else name)
     with pytest.raises(StartupError, match=r"needs diffusers.*pip install 'trioserve\[image\]'"):
         check_image_extra()
 
 
-def test_settings_name_the_field_that_is_out_of_range():
+def test_settings_error_names_the_field_out_of_range():
     with pytest.raises(StartupError, match="slot_count is 0"):
         ImageModelSettings(slot_count=0)
     with pytest.raises(StartupError, match="device is 'tpu'"):
         ImageModelSettings(device="tpu")
 
 
-def test_a_tokenizer_that_is_a_sentencepiece_model_is_read(checkpoint, driver, tmp_path):
+def test_sentencepiece_tokenizer_is_read(checkpoint, driver, tmp_path):
     path = tmp_path / "pixart"
     shutil.copytree(checkpoint("pixart"), path)
     (path / "tokenizer" / "tokenizer.json").unlink()
@@ -303,29 +303,29 @@ def load(path):
 @pytest.mark.parametrize(
     "file, field, value, words",
     [
-        ("unet", "layers_per_block", 5000, "its weights have so many tensors"),
-        ("unet", "layers_per_block", [1, 5000], "its weights have so many tensors"),
-        ("unet", "block_out_channels", [1_048_576, 1_048_576], "the longest side of its tensors"),
-        ("unet", "cross_attention_dim", 10**12, "the longest side of its tensors"),
-        ("vae", "block_out_channels", [1_048_576, 1_048_576], "the longest side of its tensors"),
-        ("text_encoder", "num_hidden_layers", 20_000, "its weights have so many tensors"),
-        ("text_encoder", "vocab_size", 2_000_000_000, "the longest side of its tensors"),
-        ("text_encoder", "max_position_embeddings", 10**40, "the longest side of its tensors"),
+        ("unet", "layers_per_block", 5000, "the number of stored tensors"),
+        ("unet", "layers_per_block", [1, 5000], "the number of stored tensors"),
+        ("unet", "block_out_channels", [1_048_576, 1_048_576], "the longest side of stored tensors"),
+        ("unet", "cross_attention_dim", 10**12, "the longest side of stored tensors"),
+        ("vae", "block_out_channels", [1_048_576, 1_048_576], "the longest side of stored tensors"),
+        ("text_encoder", "num_hidden_layers", 20_000, "the number of stored tensors"),
+        ("text_encoder", "vocab_size", 2_000_000_000, "the longest side of stored tensors"),
+        ("text_encoder", "max_position_embeddings", 10**40, "the longest side of stored tensors"),
     ],
 )
-def test_a_number_that_no_network_with_these_weights_needs_is_refused(changed, file, field, value, words):
+def test_config_number_too_large_for_the_weights_is_refused(changed, file, field, value, words):
     with pytest.raises(ModelLoadError, match=f"{file}/config.json: {field} is .* at most .*{words}"):
         load(changed("stable-diffusion", f"{file}/config.json", **{field: value}))
 
 
 @pytest.mark.parametrize("field", ["num_train_timesteps", "steps_offset", "solver_order"])
-def test_a_scheduler_of_very_many_steps_is_refused(changed, field):
+def test_scheduler_with_huge_numbers_is_refused(changed, field):
     path = changed("stable-diffusion", "scheduler/scheduler_config.json", **{field: 10**12})
     with pytest.raises(ModelLoadError, match=f"{field} is 1000000000000, at most 100000 is allowed"):
         ImageDirectory(path)
 
 
-def test_a_vae_of_very_many_blocks_is_refused(changed):
+def test_vae_with_too_many_blocks_is_refused(changed):
     with pytest.raises(ModelLoadError, match="block_out_channels has 17 entries, at most 16"):
         describe_at(changed("stable-diffusion", "vae/config.json", block_out_channels=[4] * 17))
 
@@ -339,8 +339,8 @@ def test_a_vae_of_very_many_blocks_is_refused(changed):
         ("text_encoder", {"intermediate_size": 60_000, "hidden_size": 1024}),
     ],
 )
-def test_a_network_is_not_made_beyond_what_its_weights_hold(changed, monkeypatch, file, fields):
-    """Whatever field it is that asks for more."""
+def test_network_much_larger_than_its_weights_is_refused(changed, monkeypatch, file, fields):
+    """Skip the check of single fields. The limit on built parameters must hold for any field."""
     monkeypatch.setattr(ImageDirectory, "check_sizes", lambda directory, component: None)
     with pytest.raises(ModelLoadError, match=f"{file}: config.json describes a network with more than"):
         load(changed("stable-diffusion", f"{file}/config.json", **fields))
@@ -357,8 +357,8 @@ DOUBLING = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
         ({"normalizer": {"type": "Sequence", "normalizers": [DOUBLING] * 8}}, "times as long"),
     ],
 )
-def test_a_tokenizer_that_a_text_can_stall_is_refused(checkpoint, tmp_path, monkeypatch, changes, words):
-    def as_the_file_says(folder, **options):  # as transformers 4 reads it; 5 has the rules in its classes
+def test_tokenizer_with_stalling_rules_is_refused(checkpoint, tmp_path, monkeypatch, changes, words):
+    def as_the_file_says(folder, **options):  # like transformers 4. Version 5 has the rules in code.
         return transformers.PreTrainedTokenizerFast(tokenizer_file=f"{folder}/tokenizer.json")
 
     monkeypatch.setattr(transformers.T5Tokenizer, "from_pretrained", as_the_file_says)
@@ -370,21 +370,21 @@ def test_a_tokenizer_that_a_text_can_stall_is_refused(checkpoint, tmp_path, monk
         load(path)
 
 
-def test_a_very_large_file_of_a_tokenizer_is_refused(changed, monkeypatch):
+def test_too_large_tokenizer_file_is_refused(changed, monkeypatch):
     monkeypatch.setattr(directory_file, "TOKENIZER_BYTES_MAX", 100)
-    with pytest.raises(ModelLoadError, match=r"tokenizer.* bytes, at most 100 are read"):
+    with pytest.raises(ModelLoadError, match=r"tokenizer.* bytes, at most 100 are allowed"):
         load(changed("stable-diffusion", "tokenizer/tokenizer_config.json"))
 
 
-def test_loading_can_be_ended_while_a_network_is_made(checkpoint):
+def test_progress_callback_can_end_the_loading(checkpoint):
     class Enough(Exception):
-        """Raised by who waits."""
+        """Raised by the callback."""
 
-    told = []
+    reported = []
 
     def progress(name):
-        told.append(name)
-        if told.count("unet") == 2:
+        reported.append(name)
+        if reported.count("unet") == 2:
             raise Enough
 
     with pytest.raises(ModelLoadError):
@@ -394,4 +394,4 @@ def test_loading_can_be_ended_while_a_network_is_made(checkpoint):
             check_tokenizer=check_tokenizer,
             progress=progress,
         )
-    assert told[-1] == "unet"
+    assert reported[-1] == "unet"

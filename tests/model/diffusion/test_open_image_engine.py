@@ -1,4 +1,4 @@
-"""An engine of pictures over real, tiny networks: what comes of it, and that leaving it leaves nothing."""
+"""Tests of an image engine over real, tiny networks: results, and no leftovers after a request or an engine ends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def leaves_no_thread():
     assert [thread.name for thread in threading.enumerate() if thread not in before] == []
 
 
-async def test_pictures_alone_and_together_are_the_same(checkpoint):
+async def test_images_alone_and_together_are_equal(checkpoint):
     async with open_image_engine(checkpoint("stable-diffusion"), max_num_seqs=4, dtype="float32") as engine:
         params = ImageParams(steps=4, seed=1)
         (alone,) = await engine.generate_image("a cat", params)
@@ -47,7 +47,7 @@ async def test_pictures_alone_and_together_are_the_same(checkpoint):
         assert (stats.slots_used, stats.kept_used, stats.running_count) == (0, 0, 0)
 
 
-async def test_a_class_by_its_name_with_partial_pictures(checkpoint):
+async def test_class_by_name_with_partial_images(checkpoint):
     async with trioserve.open_image_engine(checkpoint("dit"), served_model_name=("digits",)) as engine:
         assert engine.model.name == "digits"
         assert engine.model.fingerprint is not None
@@ -62,7 +62,7 @@ async def test_a_class_by_its_name_with_partial_pictures(checkpoint):
             await engine.generate_image("a cat", params)
 
 
-async def test_leaving_gives_the_slot_back(checkpoint):
+async def test_leaving_a_request_releases_its_slot(checkpoint):
     async with open_image_engine(checkpoint("stable-diffusion"), max_num_seqs=2) as engine:
         with trio.move_on_after(30):
             async with engine.generate_image("a cat", ImageParams(steps=200)) as stream:
@@ -70,12 +70,12 @@ async def test_leaving_gives_the_slot_back(checkpoint):
                     assert engine.stats().slots_used == 1
                     if delta.steps_done >= 2:
                         break
-        await engine.generate_image("b", ImageParams(steps=1))  # the step in flight is over then
+        await engine.generate_image("b", ImageParams(steps=1))  # after it, the step in flight is over
         assert engine.stats().slots_used == 0
 
 
 @pytest.mark.parametrize("level", [1, 2])
-async def test_an_engine_that_slept_makes_the_same_picture_of_what_it_had_begun(checkpoint, level):
+async def test_request_that_spans_a_sleep_gives_the_same_image(checkpoint, level):
     params = ImageParams(steps=20, seed=1)
     async with open_image_engine(checkpoint("stable-diffusion"), max_num_seqs=2, dtype="float32") as engine:
         (expected,) = await engine.generate_image("a cat", params)
@@ -88,7 +88,7 @@ async def test_an_engine_that_slept_makes_the_same_picture_of_what_it_had_begun(
         assert engine.stats().slots_used == 0
 
 
-async def test_a_picture_outlives_what_broke(checkpoint, monkeypatch):
+async def test_request_survives_an_engine_restart(checkpoint, monkeypatch):
     async with open_image_engine(checkpoint("dit"), engine_restarts=1, dtype="float32") as engine:
         params = ImageParams(steps=6, seed=3)
         (expected,) = await engine.generate_image("1", params)
@@ -105,7 +105,7 @@ async def test_a_picture_outlives_what_broke(checkpoint, monkeypatch):
         assert breaks[0] < 0
 
 
-async def test_other_weights_are_no_way_to_go_on(checkpoint, tiny, tmp_path, monkeypatch):
+async def test_restart_fails_if_the_weights_have_changed(checkpoint, tiny, tmp_path, monkeypatch):
     path = tmp_path / "model"
     shutil.copytree(checkpoint("dit"), path)
     with pytest.raises(trioserve.EngineFault) as raised:
@@ -120,7 +120,7 @@ async def test_other_weights_are_no_way_to_go_on(checkpoint, tiny, tmp_path, mon
     assert "has changed since the engine was opened" in str(raised.value.__cause__ or raised.value)
 
 
-async def test_being_cancelled_while_it_loads_ends_the_loading(checkpoint):
+async def test_cancelling_ends_the_loading(checkpoint):
     loaded = []
     with trio.CancelScope() as scope:
         token = trio.lowlevel.current_trio_token()
@@ -146,13 +146,13 @@ async def test_being_cancelled_while_it_loads_ends_the_loading(checkpoint):
     ],
     ids=["slots", "kept", "device", "deadline"],
 )
-async def test_what_is_out_of_range_is_named(checkpoint, options, says):
+async def test_option_out_of_range_is_named(checkpoint, options, says):
     with pytest.raises(StartupError, match=says):
         async with open_image_engine(checkpoint("dit"), **options):
             pytest.fail("it was opened")
 
 
-async def test_no_model_and_no_extra_are_told(tmp_path, monkeypatch):
+async def test_missing_model_and_missing_extra_are_reported(tmp_path, monkeypatch):
     with pytest.raises(ModelLoadError, match="save_pretrained"):
         async with open_image_engine(tmp_path):
             pytest.fail("it was opened")
@@ -166,7 +166,7 @@ async def test_no_model_and_no_extra_are_told(tmp_path, monkeypatch):
             pytest.fail("it was opened")
 
 
-async def test_no_more_steps_than_noise_levels_whatever_the_operator_allows(checkpoint):
+async def test_step_limit_is_at_most_the_number_of_noise_levels(checkpoint):
     async with open_image_engine(checkpoint("dit"), max_image_steps=5000) as engine:
         assert engine.limits.steps_max == 1000
         with pytest.raises(InvalidRequest, match="steps is 1001, at most 1000 denoising steps are allowed here"):

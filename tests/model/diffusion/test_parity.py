@@ -1,4 +1,4 @@
-"""Latents are those of diffusers' own pipelines, for each family, sampler, number of steps and guidance."""
+"""Tests that latents equal those of diffusers' pipelines, for all families and samplers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SEED = 2**40 + 5
 
 
 class Case:
-    """A pipeline of diffusers and our runner, over the same directory."""
+    """A pipeline of diffusers and our runner, loaded from the same directory."""
 
     def __init__(self, path: Path, driver: ModuleType, runner: DiffusionRunner, pipeline: str) -> None:
         self.driver = driver
@@ -45,7 +45,7 @@ class Case:
         self.config = dict(self.pipeline.scheduler.config)
 
     def use(self, sampler: str) -> None:
-        # DDIM, made of another scheduler's file, would cut what it expects, for which no model here was trained.
+        # Created from another scheduler's config, DDIM would clamp clean latents. No model here was trained for that.
         config = {"clip_sample": False, **self.config, "skip_prk_steps": True}
         self.pipeline.scheduler = getattr(diffusers, SCHEDULERS[sampler]).from_config(config)
 
@@ -66,7 +66,7 @@ class Case:
 
 
 def check(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    """A random network lets latents grow, so the tolerance grows with them."""
+    """Compare latents. Latents of random networks grow, so the tolerance grows with them."""
     assert ours.shape == theirs.shape
     assert float((ours - theirs).abs().max()) <= 1e-4 * max(1.0, float(theirs.abs().max()) / 10)
 
@@ -98,11 +98,11 @@ def other(request, checkpoint: Callable[[str], Path], driver: ModuleType, runner
 
 @pytest.mark.parametrize("guidance", [1.0, 4.0])
 @pytest.mark.parametrize("steps", [2, 5])
-def test_the_other_families_give_the_latents_of_their_pipelines(other, steps, guidance):
+def test_other_families_give_the_latents_of_their_pipelines(other, steps, guidance):
     name, case = other
     for sampler in case.description.samplers:
         if sampler == "euler-ancestral":
-            continue  # the noise of a pipeline's steps is not ours; see below
+            continue  # pipelines draw other noise in a step; a test below replaces it
         case.use(sampler)
         theirs = case.theirs(
             "a cat", guidance_scale=guidance, num_inference_steps=steps, width=24, height=16, **ARGUMENTS[name]
@@ -119,7 +119,7 @@ def test_the_other_families_give_the_latents_of_their_pipelines(other, steps, gu
         check(packed(ours) if name.startswith("flux") else ours, theirs)
 
 
-def test_xl_without_a_negative_prompt_is_guided_away_from_nothing(checkpoint, driver, runner):
+def test_xl_without_negative_prompt_is_guided_by_zero_embeddings(checkpoint, driver, runner):
     case = Case(checkpoint("stable-diffusion-xl"), driver, runner("stable-diffusion-xl"), "StableDiffusionXLPipeline")
     theirs = case.theirs("a cat", guidance_scale=4.0, num_inference_steps=3)
     check(case.ours("a cat", steps=3, guidance=4.0, sampler="euler"), theirs)
@@ -142,7 +142,7 @@ def test_dit_gives_the_latents_of_its_pipeline(dit, sampler, steps, guidance, mo
     dit.use(sampler)
     decoded: list[torch.Tensor] = []
     decode = dit.pipeline.vae.decode
-    # This pipeline has no output_type "latent": what it decodes is looked at.
+    # This pipeline has no output_type "latent", so its input of the VAE is recorded.
     monkeypatch.setattr(dit.pipeline.vae, "decode", lambda latent: (decoded.append(latent), decode(latent))[1])
     dit.pipeline(
         [3],
@@ -155,8 +155,8 @@ def test_dit_gives_the_latents_of_its_pipeline(dit, sampler, steps, guidance, mo
     check(ours, decoded[0] * dit.pipeline.vae.config.scaling_factor)
 
 
-def test_dit_by_euler_begins_with_as_much_noise_as_its_schedule_says(dit):
-    """The pipeline leaves out what its scheduler scales the first latent with, so this is compared with a loop."""
+def test_dit_with_euler_scales_the_first_noise_by_its_schedule(dit):
+    """Compare with a loop over the scheduler, because DiTPipeline forgets to scale the first latent."""
     dit.use("euler")
     scheduler, network = dit.pipeline.scheduler, dit.pipeline.transformer
     scheduler.set_timesteps(6)
@@ -194,7 +194,7 @@ def test_stable_diffusion_gives_the_latents_of_its_pipeline(sd, sampler, steps, 
     ids=["third-order", "first-order", "heun-karras", "to-the-least-sigma", "v", "sample"],
 )
 @pytest.mark.parametrize("steps", [4, 16])
-def test_settings_of_a_schedulers_file_are_kept(sd, driver, settings, steps):
+def test_dpm_settings_of_the_scheduler_config_are_used(sd, driver, settings, steps):
     from trioserve.model.diffusion.solvers import Solver
 
     config = {**sd.config, **settings}
@@ -210,7 +210,7 @@ def test_settings_of_a_schedulers_file_are_kept(sd, driver, settings, steps):
 
 @pytest.mark.parametrize("spacing", ["leading", "trailing", "linspace"])
 @pytest.mark.parametrize("steps", [2, 3, 4, 7, 13])
-def test_pndm_takes_the_spacing_of_its_file(sd, spacing, steps):
+def test_pndm_spacing_of_the_scheduler_config_is_used(sd, spacing, steps):
     from trioserve.model.diffusion.solvers import Solver
 
     config = {**sd.config, "timestep_spacing": spacing, "skip_prk_steps": True}
@@ -230,7 +230,7 @@ def test_pndm_takes_the_spacing_of_its_file(sd, spacing, steps):
         *itertools.product(["pndm"], ["epsilon", "v_prediction"]),
     ],
 )
-def test_what_a_network_was_trained_to_predict_is_taken_for_that(sd, sampler, prediction):
+def test_prediction_type_of_the_scheduler_config_is_used(sd, sampler, prediction):
     from trioserve.model.diffusion.solvers import Solver
 
     config = {
@@ -257,7 +257,7 @@ def test_what_a_network_was_trained_to_predict_is_taken_for_that(sd, sampler, pr
     ],
     ids=["ancestral", "sde", "sde-heun"],
 )
-def test_a_step_adds_noise_that_seed_and_step_decide(sd, sampler, module, settings, monkeypatch):
+def test_stochastic_step_adds_noise_of_seed_and_step(sd, sampler, module, settings, monkeypatch):
     from trioserve.model.diffusion.runner import step_noise
     from trioserve.model.diffusion.solvers import Solver
 
@@ -309,7 +309,7 @@ def as_image(given: Picture) -> Any:
         ("StableDiffusionXL", "dpm++"),
     ],
 )
-def test_a_picture_is_changed_as_pipelines_do(checkpoint, driver, runner, family, sampler, is_masked, strength):
+def test_edited_image_equals_that_of_the_pipelines(checkpoint, driver, runner, family, sampler, is_masked, strength):
     name = {"StableDiffusion": "stable-diffusion", "StableDiffusionXL": "stable-diffusion-xl"}[family]
     case = Case(checkpoint(name), driver, runner(name), f"{family}Pipeline")
     case.use(sampler)
@@ -343,7 +343,7 @@ def test_a_picture_is_changed_as_pipelines_do(checkpoint, driver, runner, family
 
 @pytest.mark.parametrize("strength", [0.5, 1.0])
 @pytest.mark.parametrize("sampler", ["ddim", "euler", "pndm"])
-def test_a_network_that_fills_in_is_told_what_is_masked(checkpoint, driver, runner, sampler, strength):
+def test_inpainting_network_reads_the_mask(checkpoint, driver, runner, sampler, strength):
     case = Case(checkpoint("inpainting"), driver, runner("inpainting"), "StableDiffusionInpaintPipeline")
     case.use(sampler)
     given, mask = picture(16, 16, 1), half_mask(16, 16)
@@ -354,7 +354,7 @@ def test_a_network_that_fills_in_is_told_what_is_masked(checkpoint, driver, runn
     check(ours, theirs)
 
 
-def test_a_network_that_fills_in_makes_a_whole_picture_where_all_is_masked(checkpoint, driver, runner):
+def test_inpainting_network_without_input_image_makes_a_whole_image(checkpoint, driver, runner):
     case = Case(checkpoint("inpainting"), driver, runner("inpainting"), "StableDiffusionInpaintPipeline")
     white = Picture(16, 16, b"\xff" * 768)
     theirs = case.theirs(

@@ -1,4 +1,4 @@
-"""What a request gives does not depend on what else is in the plan: in float32 not by a bit."""
+"""Tests that a request's result does not depend on other requests in the plan. In float32 all bits are equal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DENOISE = IterativePhase.DENOISE
 
 
 def different_requests(driver, tiny, family, runner):
-    """Five, of other steps, step counts, samplers, guidance and prompts."""
+    """Return five requests that differ in numbers of steps, samplers, guidance, prompts and seeds."""
     samplers = tuple(runner.beginning.solvers)
     size = tiny.SIZES.get(family, (16, 24))
     return [
@@ -43,7 +43,7 @@ def different_requests(driver, tiny, family, runner):
 
 
 def outcome(driver, runner, requests, batches):
-    """Every latent and picture of the first request, while `batches` says who else is computed with it."""
+    """Return all latents and images of the first request. `batches` lists the other requests of each step."""
     first = driver.Driver(runner, requests)
     seen = []
     result = first.run(IterativePhase.ENCODE, requests)
@@ -60,14 +60,14 @@ def outcome(driver, runner, requests, batches):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_request_alone_and_among_others_has_the_same_bytes(driver, tiny, runner, family):
+def test_request_alone_and_among_others_gives_the_same_bytes(driver, tiny, runner, family):
     made = runner(family)
     requests = different_requests(driver, tiny, family, made)
     for first in range(len(requests)):
         one, *others = requests[first:] + requests[:first]
         steps = one.step_count
         alone = outcome(driver, made, [one, *others], [[]] * steps)
-        # The others are one, two, ... steps ahead, and not always the same ones.
+        # The others are one or more steps ahead, and their number changes from step to step.
         among = outcome(
             driver, made, [one, *others], [others[: 4 - step % 2] for step in range(min(steps, 3))] + [[]] * (steps - 3)
         )
@@ -80,14 +80,14 @@ def test_a_request_alone_and_among_others_has_the_same_bytes(driver, tiny, runne
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_no_function_of_a_familys_network_is_unknown(driver, tiny, runner, family):
-    """Or every row would be computed alone."""
+def test_all_functions_of_the_networks_are_known(driver, tiny, runner, family):
+    """Check the fallback flag. With an unknown function, each row would be computed alone, which is slower."""
     made = runner(family)
     driver.latents(made, different_requests(driver, tiny, family, made))
     assert not made.computes_rows_alone
 
 
-def test_what_multiplies_is_done_for_each_row():
+def test_matrix_product_is_computed_for_each_row():
     weight, rows = torch.randn(7, 5), torch.randn(4, 3, 5)
     with RowByRow(4):
         found = torch.nn.functional.silu(torch.nn.functional.linear(rows, weight)) + 1
@@ -97,17 +97,17 @@ def test_what_multiplies_is_done_for_each_row():
         )
 
 
-def test_a_function_that_nobody_has_judged_is_not_called():
+def test_unknown_function_is_refused():
     with RowByRow(2), pytest.raises(UnknownFunction, match="logsumexp"):
         torch.logsumexp(torch.ones(2, 3), 1)
 
 
-def test_a_product_of_what_holds_no_rows_is_not_guessed_at():
-    with RowByRow(2), pytest.raises(UnknownFunction, match="no 2 rows"):
+def test_product_of_a_tensor_without_rows_is_refused():
+    with RowByRow(2), pytest.raises(UnknownFunction, match="does not have 2 rows"):
         torch.nn.functional.linear(torch.ones(3, 4), torch.ones(2, 4))
 
 
-def test_a_network_with_an_unknown_function_is_computed_row_by_row_from_outside(driver, tiny, checkpoint, caplog):
+def test_network_with_an_unknown_function_is_called_once_per_row(driver, tiny, checkpoint, caplog):
     made = driver.load(checkpoint("dit"))
     requests = different_requests(driver, tiny, "dit", made)
     expected = [driver.latents(made, [one])[0] for one in requests]
@@ -120,14 +120,14 @@ def test_a_network_with_an_unknown_function_is_computed_row_by_row_from_outside(
 
 
 @pytest.mark.slow
-def test_a_moved_request_goes_on_where_it_was(driver, tiny, runner):
+def test_moved_request_continues_with_its_state(driver, tiny, runner):
     made = runner("stable-diffusion")
     one, other = different_requests(driver, tiny, "stable-diffusion", made)[:2]
     (expected,) = driver.latents(made, [one])
     moving = driver.Driver(made, [one, other])
     moving.run(IterativePhase.ENCODE, [one, other])
     moving.run(DENOISE, [one, other])
-    moving.slots[one.id] = 6  # kept, and its slot is another's
+    moving.slots[one.id] = 6  # moved to a slot for keeping
     moving.run(DENOISE, [other], moves=(LatentMove(0, 6),))
     assert made.slots[0] is None
     moving.slots[one.id] = 0

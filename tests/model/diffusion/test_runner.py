@@ -1,4 +1,4 @@
-"""One request's failure is its own, an abandoned step ends soon, and pictures come of latents."""
+"""Tests of the runner: a failure ends one request only, an abandoned step ends early, and latents become images."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def pictures(driver, count, **keywords):
     ]
 
 
-def test_a_request_that_cannot_be_encoded_says_why_and_leaves_the_others(driver, dit):
+def test_request_that_cannot_be_encoded_fails_alone(driver, dit):
     good, bad = pictures(driver, 2)[1], driver.request("bad", 1000, size=(8, 8), sampler="ddim")
     text = driver.request("text", "a cat", size=(8, 8), sampler="ddim")
     sampler = driver.request("sampler", 3, size=(8, 8), sampler="heun")
@@ -43,23 +43,23 @@ def test_a_request_that_cannot_be_encoded_says_why_and_leaves_the_others(driver,
 
 
 @pytest.mark.parametrize(("sampler", "steps"), [("dpm++", 1000), ("ddim", 1000), ("dpm++", 3000)])
-def test_steps_that_no_schedule_has_end_their_request_alone(driver, tiny, tmp_path, sampler, steps):
-    """Two steps of one noise level, or one behind the last: diffusers' schedulers make such ones."""
+def test_request_with_impossible_steps_fails_alone(driver, tiny, tmp_path, sampler, steps):
+    """Use step counts for which diffusers' schedulers give two equal noise levels, or a step after the last one."""
     path = tiny.save_dit(tmp_path / "dit", timestep_spacing="leading", steps_offset=1)
     runner = driver.load(path, slot_count=2)
     good, many = pictures(driver, 1)[0], driver.request("many", 3, size=(8, 8), sampler=sampler, steps=steps)
     result = driver.Driver(runner, [good, many]).run(ENCODE, [good, many])
     assert list(result.errors) == ["many"]
-    assert f"{steps} steps cannot be made by {sampler}" in result.errors["many"]
+    assert f"{steps} steps are not possible with {sampler}" in result.errors["many"]
 
 
-def test_a_schedule_has_as_many_steps_as_are_asked_for():
-    """diffusers' own, spaced by "trailing", has one more for some numbers."""
+def test_trailing_schedule_has_the_requested_number_of_steps():
+    """Check counts for which diffusers' own schedule with "trailing" spacing has one step more."""
     solver = Solver("ddim", {"num_train_timesteps": 1000, "timestep_spacing": "trailing"})
     assert all(len(solver.schedule(count, 0, 1).steps) == count for count in range(1, 251))
 
 
-def test_what_is_no_number_ends_its_request_alone(driver, dit):
+def test_latent_with_nan_fails_alone(driver, dit):
     one, other = pictures(driver, 2)
     (expected,) = driver.latents(dit, [other])
     running = driver.Driver(dit, [one, other])
@@ -68,12 +68,12 @@ def test_what_is_no_number_ends_its_request_alone(driver, dit):
         dit.slots[0].latent[0, 0, 0, 0] = torch.nan
     result = running.run(DENOISE, [one, other])
     assert list(result.errors) == [one.id]
-    assert "no numbers" in result.errors[one.id]
+    assert "NaN or infinite" in result.errors[one.id]
     running.finish([other])
     assert torch.equal(running.latent(other), expected)
 
 
-def test_a_picture_that_is_decoded_to_no_numbers_is_an_error(driver, dit, monkeypatch):
+def test_image_that_decodes_to_nan_fails_alone(driver, dit, monkeypatch):
     one, other = pictures(driver, 2, steps=1, partial_every=1)
     running = driver.Driver(dit, [one, other])
     running.run(ENCODE, [one, other])
@@ -84,12 +84,12 @@ def test_a_picture_that_is_decoded_to_no_numbers_is_an_error(driver, dit, monkey
     partials = running.run(DENOISE, [one, other]).partials
     assert partials[one.id].rgb == bytes(192)
     result = running.run(DECODE, [one, other])
-    assert "decoding gave values that are no numbers" in result.errors[one.id]
+    assert "decoding gave NaN or infinite values" in result.errors[one.id]
     assert result.outputs == {other.id: partials[other.id]}
 
 
 class LeftAt(IsAbandoned):
-    """Says so when it was asked often enough."""
+    """Reports that the step is abandoned after a number of calls."""
 
     def __init__(self, count: int) -> None:
         super().__init__(1)
@@ -101,14 +101,14 @@ class LeftAt(IsAbandoned):
 
 
 def looks(driver, dit, requests, phase) -> int:
-    """How often a step of these asks."""
+    """Return how often a step of these requests checks whether it is abandoned."""
     counting = LeftAt(10**6)
     assert driver.Driver(dit, requests).run(phase, requests, is_abandoned=counting) is not None
     return 10**6 - counting.count
 
 
 @pytest.mark.parametrize("phase", [ENCODE, DENOISE, DECODE], ids=["encode", "denoise", "decode"])
-def test_a_step_that_nobody_waits_for_ends_between_two_blocks(driver, dit, phase):
+def test_abandoned_step_ends_between_two_blocks(driver, dit, phase):
     requests = pictures(driver, 2, steps=1)
 
     def ready():
@@ -121,16 +121,16 @@ def test_a_step_that_nobody_waits_for_ends_between_two_blocks(driver, dit, phase
     counting = LeftAt(10**6)
     assert ready().run(phase, requests, is_abandoned=counting) is not None
     asked = 10**6 - counting.count
-    assert asked >= 2 + (phase is not ENCODE) * 2  # between requests or groups, and at blocks of a network
+    assert asked >= 2 + (phase is not ENCODE) * 2  # once per request or group, and at the blocks of a network
     for count in range(asked):
         assert ready().run(phase, requests, is_abandoned=LeftAt(count)) is None
-    (expected,) = driver.latents(dit, requests[:1])  # and what comes behind it is computed as ever
+    (expected,) = driver.latents(dit, requests[:1])  # the next requests are computed as usual
     assert torch.isfinite(expected).all()
 
 
-def test_a_place_without_a_block_is_none_where_a_step_may_end():
+def test_missing_block_gets_no_hook():
     network = torch.nn.Module()
-    network.blocks = torch.nn.ModuleList([torch.nn.Linear(1, 1), None])  # as in an autoencoder without attention
+    network.blocks = torch.nn.ModuleList([torch.nn.Linear(1, 1), None])  # like an autoencoder without attention
     abandoning = Abandoning([network])
     network.blocks[0](torch.ones(1))
     abandoning.begin(LeftAt(0))
@@ -138,7 +138,7 @@ def test_a_place_without_a_block_is_none_where_a_step_may_end():
         network.blocks[0](torch.ones(1))
 
 
-def test_moves_are_done_before_a_step_is_abandoned(driver, dit):
+def test_moves_are_applied_in_an_abandoned_step(driver, dit):
     (one,) = pictures(driver, 1)
     running = driver.Driver(dit, [one])
     running.run(ENCODE, [one])
@@ -148,7 +148,7 @@ def test_moves_are_done_before_a_step_is_abandoned(driver, dit):
     assert dit.slots[0] is None
 
 
-def test_of_what_has_ended_nothing_is_kept(driver, dit):
+def test_freed_and_abandoned_slots_are_emptied(driver, dit):
     one, other, gone = pictures(driver, 3)
     running = driver.Driver(dit, [one, other, gone])
     running.run(ENCODE, [one, other, gone])
@@ -159,7 +159,7 @@ def test_of_what_has_ended_nothing_is_kept(driver, dit):
     assert dit.slots[1] is None
 
 
-def test_a_request_becomes_a_picture_and_gives_its_slot_back(driver, dit):
+def test_request_becomes_an_image_and_releases_its_slot(driver, dit):
     (one,) = pictures(driver, 1, partial_every=2, steps=4)
     running = driver.Driver(dit, [one])
     running.run(ENCODE, [one])
@@ -167,12 +167,12 @@ def test_a_request_becomes_a_picture_and_gives_its_slot_back(driver, dit):
     assert [list(found) for found in partials] == [[], [one.id], [], [one.id]]
     picture = running.run(DECODE, [one]).outputs[one.id]
     assert (picture.width, picture.height, len(picture.rgb)) == (8, 8, 192)
-    assert partials[3][one.id] == picture  # what the last step expects is what comes
+    assert partials[3][one.id] == picture  # the clean latent of the last step is the final latent
     assert partials[1][one.id] != picture
     assert dit.slots[0] is None
 
 
-def test_a_seed_decides_a_picture(driver, dit):
+def test_seed_decides_the_image(driver, dit):
     one, other, again = (
         driver.request("a", 3, seed=seed, size=(8, 8), sampler="ddim") for seed in (2**64 - 1, 5, 2**64 - 1)
     )
@@ -181,7 +181,7 @@ def test_a_seed_decides_a_picture(driver, dit):
     assert not torch.equal(found[0], found[1])
 
 
-def test_pictures_are_the_bytes_of_their_tensors():
+def test_image_converts_to_a_tensor_and_back():
     picture = Picture(2, 1, bytes((0, 128, 255, 1, 2, 3)))
     assert picture_of(picture_tensor(picture, 2, 1)[0]) == picture
     assert picture_of(torch.full((3, 1, 1), 7.0)).rgb == b"\xff\xff\xff"
@@ -189,7 +189,7 @@ def test_pictures_are_the_bytes_of_their_tensors():
     assert (resized.width, resized.height) == (8, 4)
 
 
-def test_a_mask_is_what_is_bright_by_the_mean_of_its_colours():
+def test_mask_is_where_the_mean_colour_is_bright():
     mask = Picture(4, 1, bytes((128, 128, 128, 127, 127, 127, 255, 129, 0, 255, 128, 0)))
     assert mask_tensor(mask, 4, 1, 1).flatten().tolist() == [1, 0, 1, 0]
 
@@ -199,7 +199,7 @@ def test_a_mask_is_what_is_bright_by_the_mean_of_its_colours():
 @pytest.mark.parametrize(
     "family", ["dit", "stable-diffusion", "inpainting", "stable-diffusion-xl", "pixart-large", "flux"]
 )
-def test_in_16_bits_a_picture_is_about_the_same(driver, tiny, runner, checkpoint, family, dtype):
+def test_latents_in_16_bits_are_close_to_float32(driver, tiny, runner, checkpoint, family, dtype):
     exact = runner(family)
     requests = [
         driver.request(
@@ -213,7 +213,7 @@ def test_in_16_bits_a_picture_is_about_the_same(driver, tiny, runner, checkpoint
         )
         for index, prompt in enumerate(tiny.prompts(family)[:2])
     ]
-    # All begin with noise that is rounded to 16 bits, so as not to compare two different draws.
+    # Both runs start from the noise of the 16-bit run, so that they do not compare two different draws.
     made = driver.load(checkpoint(family), dtype=dtype)
     running = driver.Driver(made, requests)
     assert not running.run(ENCODE, requests).errors

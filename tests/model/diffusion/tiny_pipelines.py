@@ -1,4 +1,4 @@
-"""Random models small enough for a test, as diffusers saves them, with tokenizers of a few letters."""
+"""Random image models that are small enough for a test, saved by diffusers, with tokenizers of single letters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import diffusers
 import torch
 import transformers
 
-transformers.utils.logging.disable_progress_bar()  # which starts a thread
+transformers.utils.logging.disable_progress_bar()  # it starts a thread
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -40,7 +40,7 @@ def save_dit(path: Path, *, classes: int = 1000, learned_variance: bool = False,
         transformer, tiny_vae(channels), diffusers.DDIMScheduler(clip_sample=False, **scheduler)
     )
     pipeline.save_pretrained(path)
-    # The pipeline reads these names and does not write them.
+    # The pipeline reads the names of classes but does not write them.
     index = json.loads((path / "model_index.json").read_text())
     index["id2label"] = {str(label): f"{LETTERS[label % 26]}{label}" for label in range(classes)}
     (path / "model_index.json").write_text(json.dumps(index))
@@ -64,7 +64,7 @@ def save_stable_diffusion(path: Path, scheduler: object = None, **unet: object) 
 
 
 def save_inpainting(path: Path) -> Path:
-    """Whose network is told what is masked."""
+    """Save an inpainting model, whose network reads the mask."""
     torch.manual_seed(12)
     pipeline = diffusers.StableDiffusionInpaintPipeline(
         vae=tiny_vae(4),
@@ -136,11 +136,11 @@ def save_pixart_sigma(path: Path) -> Path:
 
 
 def save_pixart_large(path: Path) -> Path:
-    """Which is told a picture's size."""
+    """Save a model whose network reads the size of the image."""
     return save_pixart(path, sample_size=128)
 
 
-def save_flux(path: Path, *, is_told_guidance: bool = True) -> Path:
+def save_flux(path: Path, *, takes_guidance: bool = True) -> Path:
     torch.manual_seed(11)
     transformer = diffusers.FluxTransformer2DModel(
         patch_size=1,
@@ -152,10 +152,10 @@ def save_flux(path: Path, *, is_told_guidance: bool = True) -> Path:
         joint_attention_dim=16,
         pooled_projection_dim=32,
         axes_dims_rope=(4, 6, 6),
-        guidance_embeds=is_told_guidance,
+        guidance_embeds=takes_guidance,
     )
     pipeline = diffusers.FluxPipeline(
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=is_told_guidance, shift=3.0),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=takes_guidance, shift=3.0),
         text_encoder=tiny_clip(32),
         text_encoder_2=tiny_t5(16),
         tokenizer=clip_tokenizer(),
@@ -168,7 +168,7 @@ def save_flux(path: Path, *, is_told_guidance: bool = True) -> Path:
 
 
 def save_flux_distilled(path: Path) -> Path:
-    return save_flux(path, is_told_guidance=False)
+    return save_flux(path, takes_guidance=False)
 
 
 def tiny_unet(*, cross_attention_dim: int, **more: object) -> torch.nn.Module:
@@ -221,7 +221,7 @@ def clip_config(size: int, **more: object) -> transformers.CLIPTextConfig:
 
 
 def clip_tokenizer() -> transformers.CLIPTokenizer:
-    """Each letter is a token."""
+    """Build a tokenizer with one token per letter."""
     names = ["<|startoftext|>", "<|endoftext|>", *LETTERS, *(f"{letter}</w>" for letter in LETTERS)]
     return transformers.CLIPTokenizer(
         vocab={name: index for index, name in enumerate(names)}, merges=[], model_max_length=12
@@ -235,13 +235,13 @@ def tiny_t5(size: int) -> torch.nn.Module:
 
 
 def t5_tokenizer() -> transformers.T5Tokenizer:
-    """Each letter is a token."""
+    """Build a tokenizer with one token per letter."""
     pieces = ["<pad>", "</s>", "<unk>", "\u2581", *LETTERS]
     return transformers.T5Tokenizer(vocab=[(piece, -float(rank)) for rank, piece in enumerate(pieces)], extra_ids=0)
 
 
 def _shake(network: torch.nn.Module) -> None:
-    """What is begun with zeros, so that a block does nothing before it has learned, is to do something."""
+    """Replace parameters that are initialized as zeros by random numbers, so that every block has an effect."""
     with torch.no_grad():
         for parameter in network.parameters():
             if not parameter.any():
@@ -264,7 +264,7 @@ TEXTS = ("a cat", "two dogs at a lake", "", "q", "a very long text that is cut s
 
 
 def prompts(family: str) -> tuple[str | int, ...]:
-    """Five different ones."""
+    """Return five different prompts."""
     return PROMPTS.get(family, TEXTS)
 
 

@@ -1,1 +1,1 @@
-"""Models that make pictures in many small steps: what diffusers' components compute, for requests at any steps."""
+"""Models that make images in many denoising steps. Components of diffusers compute requests at any steps together."""

@@ -1,7 +1,7 @@
-"""How a picture is begun: its prompt as the network's inputs, the schedule of its steps, and its first latent.
+"""Creates the state of a request before its first step: network inputs, schedule and first latent.
 
-What is random is drawn in the order of diffusers' pipelines from a generator that only this request has, so a seed
-makes the same picture here and there.
+Random numbers are drawn in the order of diffusers' pipelines from a generator of the request. So a seed gives the same
+image as in diffusers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,17 @@ MASK_SPLIT = 0.5
 
 
 class Beginning:
-    """patch_side: see Pipeline. fills_in: the network is told what is masked, and what lies around it."""
+    """Creates first states.
+
+    Args:
+        family: encodes prompts.
+        autoencoder: encodes images that a request edits.
+        solvers: samplers by name.
+        device: device of the latents.
+        dtype: dtype in which noise is drawn.
+        patch_side: latent pixels per side of one network token, see `Pipeline`.
+        fills_in: True for an inpainting network, whose input includes the mask and the latent of the unmasked part.
+    """
 
     def __init__(
         self,
@@ -44,9 +54,16 @@ class Beginning:
         self._fills_in = fills_in
 
     def begin(self, request: IterativeRequest) -> LatentState:
-        """Raises BadTask."""
+        """Create the state of a request.
+
+        Args:
+            request: a request with an image task.
+
+        Raises:
+            BadTask: the model or the sampler cannot do this task.
+        """
         task = request.task
-        assert isinstance(task, ImageTask), f"{request.id} is no picture"
+        assert isinstance(task, ImageTask), f"{request.id} has no image task"
         scale = self._autoencoder.scale
         height, width = task.height // scale, task.width // scale
         schedule = self._schedule(task, request.step_count, height * width // self._patch_side**2)
@@ -77,15 +94,21 @@ class Beginning:
     def _schedule(self, task: ImageTask, step_count: int, token_count: int) -> Schedule:
         solver = self.solvers.get(task.sampler)
         if solver is None:
-            raise BadTask(f"the sampler is {task.sampler!r}, this model has {', '.join(self.solvers)}")
+            raise BadTask(f"the sampler is {task.sampler!r}, but this model supports {', '.join(self.solvers)}")
         try:
             return solver.schedule(task.step_count, task.step_count - step_count, token_count)
         except ValueError as error:
-            raise BadTask(f"{task.step_count} steps cannot be made by {task.sampler}: {error}") from None
+            raise BadTask(f"{task.step_count} steps are not possible with {task.sampler}: {error}") from None
 
     def _masked(self, task: ImageTask, scale: int, generator: torch.Generator) -> torch.Tensor:
-        """[1, 1 + channels, height, width]: where it may change, and the latent of what is around. Without a picture,
-        or without a mask, all of it may."""
+        """Build the additional input of an inpainting network.
+
+        Without an input image or without a mask, the whole image may change.
+
+        Returns:
+            float32 [1, 1 + channels, height, width]: the mask, 1 where the image may change, and the latent of the
+            unmasked part.
+        """
         shape = (1, 1, task.height, task.width)
         whole = torch.ones(shape) if task.mask is None else mask_tensor(task.mask, task.width, task.height, 1)
         picture = torch.zeros((1, 3, task.height, task.width))

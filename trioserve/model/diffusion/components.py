@@ -1,4 +1,4 @@
-"""Reads the components of a directory, with diffusers and transformers, onto a device."""
+"""Loads the components of a diffusers directory onto a device, with diffusers and transformers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["load_parts", "make_family"]
 
 logger = logging.getLogger(__name__)
 
-PARAMETERS_SPARE = 256  # that a network may have beside its weights, such as tables of positions
+PARAMETERS_SPARE = 256  # parameters of a network that its weights may lack, such as tables of positions
 ELEMENTS_SPARE = 2**24
 PARAMETERS_PER_CHECK = 64
 
@@ -37,17 +37,21 @@ def load_parts(
     check_tokenizer: Callable[[Any, Path], None],
     progress: Callable[[str], None] = lambda component: None,
 ) -> Parts:
-    """Read all components. Nothing is downloaded, and no code of the checkpoint is run.
+    """Load all components. Nothing is downloaded, and no code of the checkpoint runs.
 
     Args:
-        check_tokenizer: refuses a tokenizer of the tokenizers library, read from this folder, by a ModelLoadError.
-        progress: called before each component is read. What it raises ends the loading.
+        directory: the diffusers directory.
+        device: device of the networks.
+        dtype: dtype of the networks. A VAE that overflows in float16 is loaded as float32.
+        check_tokenizer: raises ModelLoadError for an unsafe tokenizer of the tokenizers library. It also takes the
+            folder that the tokenizer came from.
+        progress: called with a component's name before it is read, and during reading. An exception ends the loading.
 
     Raises:
-        ModelLoadError: a file is damaged, or a tensor is missing, of which transformers would make up one.
+        ModelLoadError: a file is damaged, or a tensor is missing. transformers would replace it by random numbers.
     """
     components: dict[str, Any] = {}
-    transformers.utils.logging.disable_progress_bar()  # of its own, on the terminal of whoever serves
+    transformers.utils.logging.disable_progress_bar()  # the server's terminal must not show it
     for name in directory.pipeline.classes:
         progress(name)
         try:
@@ -57,12 +61,18 @@ def load_parts(
                 components[name] = _load(directory, name, device, dtype, functools.partial(progress, name))
         except ModelLoadError:
             raise
-        except Exception as error:  # what a bad file makes of libraries that believe it: anything
+        except Exception as error:  # libraries trust the files, so a bad file can raise anything
             raise ModelLoadError(f"{directory.path / name} cannot be loaded: {one_line(str(error))}") from error
     return Parts(components, directory.options, device, dtype)
 
 
 def make_family(directory: ImageDirectory, parts: Parts) -> Family:
+    """Create the family of a directory from its loaded components.
+
+    Args:
+        directory: the diffusers directory.
+        parts: its components.
+    """
     module = importlib.import_module(f"trioserve.model.diffusion.families.{directory.pipeline.file}")
     family: Family = module.Model(parts)
     return family
@@ -72,7 +82,7 @@ def _tokenizer(directory: ImageDirectory, name: str, check: Callable[[Any, Path]
     directory.check_tokenizer_sizes(name)
     tokenizer = _class_of(directory, name).from_pretrained(str(directory.path / name), local_files_only=True)
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:  # tokenizers in Python, which transformers 4 has, take no rules from a file
+    if backend is not None:  # transformers 4's Python tokenizers read no rules
         check(backend, directory.path / name)
     return tokenizer
 
@@ -87,7 +97,7 @@ def _load(
 ) -> Any:
     folder = str(directory.path / name)
     if name == "vae" and dtype is torch.float16 and directory.vae.get("force_upcast"):
-        dtype = torch.float32  # its numbers do not fit
+        dtype = torch.float32  # its activations overflow float16
     directory.check_sizes(name)
     with _bounded_network(folder, directory.stored_shapes(name), check):
         network, found = _class_of(directory, name).from_pretrained(
@@ -101,22 +111,23 @@ def _load(
     missing = sorted(found["missing_keys"])
     if missing:
         raise ModelLoadError(
-            f"{folder} lacks {len(missing)} tensors of its weights, such as {missing[0]}: the download may not be "
-            "complete, or its config.json is another model's"
+            f"{folder} lacks {len(missing)} tensors of its weights, such as {missing[0]}: the download may be "
+            "incomplete, or config.json belongs to another model"
         )
     if (further := _further_layer(network, found["unexpected_keys"])) is not None:
         raise ModelLoadError(
-            f"{folder} holds {further}, and its config.json describes a network with fewer layers: it is damaged, or "
-            "another model's"
+            f"{folder} contains {further}, but its config.json describes a network with fewer layers: config.json is "
+            "damaged or belongs to another model"
         )
     return network.to(device).eval().requires_grad_(False)
 
 
 def _further_layer(network: torch.nn.Module, unused: Iterable[str]) -> str | None:
-    """Return a tensor of a layer behind those that a network has.
+    """Return the name of a stored tensor whose layer index is beyond the layers of the network, or None.
 
     Args:
-        unused: tensors of its weights that the network has no place for. Others than those of layers do no harm.
+        network: the loaded network.
+        unused: stored tensors that the network did not use. Unused tensors outside of layers are harmless.
     """
     modules = dict(network.named_modules())
     for name in sorted(unused):
@@ -129,14 +140,18 @@ def _further_layer(network: torch.nn.Module, unused: Iterable[str]) -> str | Non
 
 @contextmanager
 def _bounded_network(folder: str, shapes: Sequence[tuple[int, ...]], check: Callable[[], None]) -> Iterator[None]:
-    """Inside, the networks that a library makes in this thread have about as many parameters as their weights hold.
+    """Limit the size of the networks that a library builds in this thread inside the context.
 
-    This holds for whatever field of a description asks for more. Raises ModelLoadError from within the library.
+    The limit follows from the stored weights, so it holds for every field of a config. A larger network raises
+    ModelLoadError from within the library.
 
     Args:
-        check: called now and then. What it raises ends the loading.
+        folder: folder of the component, for the error text.
+        shapes: shapes of the stored tensors.
+        check: called from time to time. An exception ends the loading.
     """
-    # A library registers a parameter when it makes a network, and again when it reads the tensor. Tensors may be tied.
+    # A library registers a parameter when it builds the network, and again when it reads the tensor. Tied tensors
+    # are registered more often.
     count_max = 4 * len(shapes) + PARAMETERS_SPARE
     elements_max = 4 * sum(map(math.prod, shapes)) + ELEMENTS_SPARE
     thread_id, count, elements = threading.get_ident(), 0, 0
@@ -150,8 +165,8 @@ def _bounded_network(folder: str, shapes: Sequence[tuple[int, ...]], check: Call
         if count > count_max or elements > elements_max:
             raise ModelLoadError(
                 f"{folder}: config.json describes a network with more than {count} parameters of {elements} numbers, "
-                f"and its weights hold {len(shapes)} tensors of {sum(map(math.prod, shapes))} numbers: the file is "
-                "damaged, or another model's"
+                f"but its weights contain {len(shapes)} tensors of {sum(map(math.prod, shapes))} numbers: the file is "
+                "damaged or belongs to another model"
             )
         if count % PARAMETERS_PER_CHECK == 0:
             check()

@@ -1,4 +1,4 @@
-"""What a directory's model takes and does by itself, for whoever serves it."""
+"""The description of an image model: allowed sizes, steps and samplers, and its defaults."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from trioserve.model.diffusion.directory import ImageDirectory
 
 __all__ = ["SAMPLER_NAMES", "describe", "samplers_of"]
 
-SIDE_MAX = 2048  # in pixels, or twice what the model was made for: beyond that nothing good comes of it
-STEPS_WITHOUT_GUIDANCE = 4  # such a model is distilled to few steps
+SIDE_MAX = 2048  # pixels. The limit is twice the trained size if that is larger. Larger images lose quality.
+STEPS_WITHOUT_GUIDANCE = 4  # a model without guidance is distilled to few steps
 SAMPLER_NAMES = {
     "DDIMScheduler": "ddim",
     "DPMSolverMultistepScheduler": "dpm++",
@@ -24,12 +24,17 @@ PNDM_PREDICTIONS = ("epsilon", "v_prediction")
 
 
 def samplers_of(directory: ImageDirectory) -> tuple[str, ...]:
-    """Its own scheduler first. One that nobody has here leaves the others, by which any model of its kind can be
-    sampled."""
+    """Return the samplers of a model, its own scheduler first.
+
+    If its scheduler is not supported, the others remain, because any sampler of the same kind can sample the model.
+
+    Args:
+        directory: the diffusers directory.
+    """
     scheduler = directory.scheduler
     own = SAMPLER_NAMES.get(scheduler["_class_name"])
     if own == PNDM and not scheduler.get("skip_prk_steps", False):
-        own = None  # it would begin with Runge-Kutta steps
+        own = None  # its first steps are Runge-Kutta steps, which are not implemented
     allowed = directory.pipeline.samplers
     if scheduler.get("prediction_type", "epsilon") not in PNDM_PREDICTIONS:
         allowed = tuple(name for name in allowed if name != PNDM)
@@ -37,7 +42,16 @@ def samplers_of(directory: ImageDirectory) -> tuple[str, ...]:
 
 
 def describe(directory: ImageDirectory, *, served_names: tuple[str, ...], source: str) -> ImageModelDescription:
-    """Raises ModelLoadError for what no picture can be made by."""
+    """Describe a model.
+
+    Args:
+        directory: the diffusers directory.
+        served_names: names that requests may use.
+        source: path or name that the model was opened by.
+
+    Raises:
+        ModelLoadError: the directory's configs contradict each other or the family.
+    """
     pipeline = directory.pipeline
     scale = directory.vae_scale
     height, width = (side * scale for side in directory.latent_sides)
@@ -46,7 +60,7 @@ def describe(directory: ImageDirectory, *, served_names: tuple[str, ...], source
     if pipeline.has_one_size:
         if width != height:
             raise ModelLoadError(
-                f"{source} makes pictures of {width}x{height}, and a {pipeline.family} model square ones"
+                f"{source} makes images of {width}x{height}, but a {pipeline.family} model must make square ones"
             )
         side_min = side_max = width
     takes_guidance = pipeline.has_guided_rows or bool(directory.denoiser.get("guidance_embeds"))
@@ -73,22 +87,25 @@ def describe(directory: ImageDirectory, *, served_names: tuple[str, ...], source
 
 
 def _steps_max(directory: ImageDirectory) -> int:
-    count = directory.scheduler.get("num_train_timesteps", 1000)  # what diffusers takes where nothing is said
+    count = directory.scheduler.get("num_train_timesteps", 1000)  # diffusers' default
     if not isinstance(count, int) or count < 1:
         raise ModelLoadError(
-            f"{directory.path}: scheduler_config.json: num_train_timesteps is {count!r}, and has to be a number from 1"
+            f"{directory.path}: scheduler_config.json: num_train_timesteps is {count!r}, but must be at least 1"
         )
     return count
 
 
 def _classes(directory: ImageDirectory) -> tuple[str, ...]:
-    """Without a name for a class it has its number. Where the first ones are named, and none behind them, there are no
-    others: DiTPipeline gives the rows without a class the index 1000, so that no network can have fewer places."""
-    count = directory.denoiser.get("num_embeds_ada_norm", 1000)  # what diffusers takes where nothing is said
+    """Return the names of a model's classes. A class without a name is named by its number.
+
+    If the first classes have names and no later ones do, there are no further classes. DiTPipeline gives rows without a
+    class the index 1000, so a network cannot have fewer embeddings than that.
+    """
+    count = directory.denoiser.get("num_embeds_ada_norm", 1000)  # diffusers' default
     labels = directory.labels
     if not isinstance(count, int) or count < 1 or any(not 0 <= index < count for index in labels):
         raise ModelLoadError(
-            f"{directory.path}: id2label names classes up to {max(labels, default=0)}, and the network knows {count}"
+            f"{directory.path}: id2label names classes up to {max(labels, default=0)}, but the network has {count}"
         )
     if labels and max(labels) == len(labels) - 1:
         count = len(labels)

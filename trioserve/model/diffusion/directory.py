@@ -1,4 +1,4 @@
-"""A directory that diffusers has saved: what it holds, read without torch and without diffusers."""
+"""Reads the descriptions in a diffusers directory, without torch and without diffusers."""
 
 from __future__ import annotations
 
@@ -23,51 +23,68 @@ from trioserve.model.model_config import Dtype
 __all__ = ["ImageDirectory", "check_image_extra", "is_image_model"]
 
 INDEX_NAME = "model_index.json"
-JSON_BYTES_MAX = 16 * 2**20  # a description is small; labels of some thousand classes are a tenth of this
-TOKENIZER_BYTES_MAX = 64 * 2**20  # of each file of a tokenizer; those of CLIP and T5 have up to 3 MB
+JSON_BYTES_MAX = 16 * 2**20  # per config file. Labels of some thousand classes need a tenth of this.
+TOKENIZER_BYTES_MAX = 64 * 2**20  # per file of a tokenizer. Files of CLIP and T5 have up to 3 MB.
 WEIGHT_NAMES = ("diffusion_pytorch_model", "model")
-WHOLE_MAX = 65_536  # of a number in a description, if no tensor of the weights has a larger side
-SCHEDULER_WHOLE_MAX = 100_000  # timesteps that a scheduler was trained with are 1000
-# Numbers of a description that no network has at 0, by how their names end. An encoder has no use for a decoder's.
+WHOLE_MAX = 65_536  # for numbers in a config, unless a stored tensor has a larger side
+SCHEDULER_WHOLE_MAX = 100_000  # for numbers in a scheduler's config. Schedulers are trained with 1000 timesteps.
+# Fields that must be at least 1, by the ends of their names. Fields of a decoder may be 0 in an encoder's config.
 POSITIVE_ENDINGS = ("_channels", "_dim", "_distance", "_groups", "_heads", "_kernel", "_layers", "_size")
 POSITIVE_NAMES = ("d_ff", "d_kv", "d_model", "layers_per_block")
-BLOCKS_MAX = 16  # each halves an image's sides; real ones are 3 to 5
+BLOCKS_MAX = 16  # each halves the sides of an image. Real VAEs have 3 to 5.
 DTYPES: dict[str, Dtype] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 DIGEST_BYTES = 8
-SAMPLES, SAMPLE_BYTES = 64, 4096  # of each file, all over it
+SAMPLES, SAMPLE_BYTES = 64, 4096  # per file, evenly distributed
 
 
 def is_image_model(directory: str | Path) -> bool:
-    """Whether it is a directory of a model that makes pictures, of a kind that is served or of another."""
+    """Return True if a directory contains an image model of diffusers, also of an unsupported kind.
+
+    Args:
+        directory: any path.
+    """
     try:
         return (Path(directory) / INDEX_NAME).is_file()
-    except OSError:  # such as a name that is too long for a file
+    except OSError:  # for example, the name is too long
         return False
 
 
 def check_image_extra() -> None:
-    """Raises StartupError where what computes pictures is not installed. Imports nothing."""
+    """Check that the packages for image models are installed, without importing them.
+
+    Raises:
+        StartupError: a package is missing.
+    """
     for package in ("torch", "diffusers", "transformers", "PIL"):
         if importlib.util.find_spec(package) is None:
             raise StartupError(
-                f"a model that makes pictures needs {package}, which is not installed: pip install 'trioserve[image]'"
+                f"an image model needs {package}, which is not installed: pip install 'trioserve[image]'"
             )
 
 
 class ImageDirectory:
-    """Raises ModelLoadError if it is none, or one of a kind that is not served.
+    """Configs of an image model.
 
-    fills_in: its network is told what is masked.
+    Args:
+        path: a directory that diffusers' save_pretrained wrote.
+
+    Attributes:
+        pipeline: the kind of the model.
+        denoiser: config of the network that computes the steps.
+        vae: config of the VAE.
+        scheduler: config of the scheduler, with its class as `_class_name`.
+        fills_in: True for an inpainting network, whose input includes the mask.
+
+    Raises:
+        ModelLoadError: the path is not such a directory, or its kind is not supported.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not is_image_model(self.path):
-            raise ModelLoadError(
-                f"{path} has no {INDEX_NAME}: name a directory that diffusers' save_pretrained has written"
-            )
+            raise ModelLoadError(f"{path} has no {INDEX_NAME}: name a directory written by diffusers' save_pretrained")
         self._index = _read_json(self.path / INDEX_NAME)
         class_name = str(self._index.get("_class_name"))
         self.pipeline: Pipeline = find_pipeline(class_name, str(path))
@@ -80,33 +97,34 @@ class ImageDirectory:
 
     @property
     def labels(self) -> dict[int, str]:
+        """Names of classes by number, empty if the model has none."""
         found = self._index.get("id2label")
         if not isinstance(found, dict):
             return {}
         try:
             return {int(index): str(label) for index, label in found.items()}
         except ValueError:
-            raise ModelLoadError(f"{self.path / INDEX_NAME}: id2label has an index that is no number") from None
+            raise ModelLoadError(f"{self.path / INDEX_NAME}: id2label has an index that is not a number") from None
 
     @property
     def options(self) -> dict[str, Any]:
-        """All of the index that is no component."""
+        """The entries of model_index.json that are not components."""
         return {name: value for name, value in self._index.items() if not isinstance(value, list)}
 
     @property
     def vae_scale(self) -> int:
-        """Pixels in a side of what the VAE makes one latent pixel of."""
+        """Image pixels per side of one latent pixel."""
         channels: list[int] = self._field("vae", self.vae, "block_out_channels", list)
         if len(channels) > BLOCKS_MAX:
             raise ModelLoadError(
                 f"{self.path / 'vae' / 'config.json'}: block_out_channels has {len(channels)} entries, at most "
-                f"{BLOCKS_MAX} are read"
+                f"{BLOCKS_MAX} are allowed"
             )
         return 1 << (len(channels) - 1)
 
     @property
     def latent_sides(self) -> tuple[int, int]:
-        """Height and width that it was made for, in latent pixels."""
+        """Height and width that the model was trained for, in latent pixels."""
         size = self.denoiser.get("sample_size", self.pipeline.latent_side)
         sides = [size, size] if isinstance(size, int) else size
         if not (
@@ -119,20 +137,29 @@ class ImageDirectory:
 
     @property
     def dtype(self) -> Dtype:
-        """Of the network that denoises."""
+        """Stored dtype of the network that computes the steps."""
         variant = self.variant(self.pipeline.denoiser)
         ending = "" if variant is None else f".{variant}"
         folder = self.path / self.pipeline.denoiser
         for name in WEIGHT_NAMES:
-            # Whole, or in parts such as "...-00001-of-00002.safetensors". Beside them others may lie, in other formats.
+            # Weights are one file, or several such as "...-00001-of-00002.safetensors". Other variants may be beside.
             for pattern in (f"{name}{ending}.safetensors", f"{name}{ending}-?????-of-?????.safetensors"):
                 for path in sorted(folder.glob(pattern)):
                     return _stored_dtype(path)
-        raise ModelLoadError(f"{folder}: the weights that its index names are missing: the directory is not complete")
+        raise ModelLoadError(f"{folder}: the weight files are missing: the directory is incomplete")
 
     def variant(self, component: str) -> str | None:
-        """Which of the weights that a component may have are there; None: the plain ones. Raises ModelLoadError if
-        there are none that can be read without running code."""
+        """Return the variant of a component's weights that is present.
+
+        Args:
+            component: name of the component.
+
+        Returns:
+            "bf16", "fp16", "fp32", or None for weights without a variant.
+
+        Raises:
+            ModelLoadError: there are no safetensors files. Other formats could run code.
+        """
         folder = self.path / component
         for variant in (None, "bf16", "fp16", "fp32"):
             ending = "" if variant is None else f".{variant}"
@@ -145,15 +172,34 @@ class ImageDirectory:
         raise ModelLoadError(f"{folder} has no weights in safetensors: save the pipeline with safe_serialization=True")
 
     def component(self, name: str) -> tuple[str, str]:
-        """Its library and its class."""
+        """Return the library and the class of a component.
+
+        Args:
+            name: name of the component.
+        """
         library, class_name = self._index[name]
         return library, class_name
 
     def config(self, component: str) -> dict[str, Any]:
+        """Read the config of a component.
+
+        Args:
+            component: name of the component.
+
+        Raises:
+            ModelLoadError: config.json is missing or damaged.
+        """
         return _read_json(self.path / component / "config.json")
 
     def stored_shapes(self, component: str) -> list[tuple[int, ...]]:
-        """The shapes of all tensors in a component's weights, as the headers of its files say."""
+        """Return the shapes of all stored tensors of a component, read from file headers.
+
+        Args:
+            component: name of the component.
+
+        Raises:
+            ModelLoadError: files are missing or damaged.
+        """
         variant = self.variant(component)
         ending = "" if variant is None else f".{variant}"
         folder = self.path / component
@@ -168,24 +214,31 @@ class ImageDirectory:
                     for file in files:
                         stored |= tensors_in_file(file, tuple(STORAGE_BYTES))
                     return [tuple(tensor.shape) for tensor in stored.values()]
-        raise ModelLoadError(f"{folder}: the weights that its index names are missing: the directory is not complete")
+        raise ModelLoadError(f"{folder}: the weight files are missing: the directory is incomplete")
 
     def check_tokenizer_sizes(self, component: str) -> None:
-        """Compare the sizes of a tokenizer's files with what is allowed, before a library reads them.
+        """Check the file sizes of a tokenizer before a library reads the files.
+
+        Args:
+            component: name of the tokenizer.
 
         Raises:
-            ModelLoadError: a file is larger.
+            ModelLoadError: a file is too large.
         """
         for path in (self.path / component).iterdir():
             if path.is_file() and (size := path.stat().st_size) > TOKENIZER_BYTES_MAX:
-                raise ModelLoadError(f"{path} has {size} bytes, at most {TOKENIZER_BYTES_MAX} are read: it is damaged")
+                raise ModelLoadError(
+                    f"{path} has {size} bytes, at most {TOKENIZER_BYTES_MAX} are allowed: the file is damaged"
+                )
 
     def check_sizes(self, component: str) -> None:
-        """Compare the numbers of a component's description with its weights, before a library makes a network of them.
+        """Compare the numbers of a component's config with its weights, before a library builds a network from them.
+
+        Args:
+            component: name of the component.
 
         Raises:
-            ModelLoadError: a number is negative, or 0 where there must be something, or larger than any network with
-                these weights could need.
+            ModelLoadError: a number is too small, or larger than any network with these weights needs.
         """
         shapes = self.stored_shapes(component)
         largest = max(WHOLE_MAX, *(side for shape in shapes for side in shape), 0)
@@ -197,10 +250,10 @@ class ImageDirectory:
                 )
             whole_max = len(shapes) if "layer" in name else largest
             if value > whole_max:
-                what = "its weights have so many tensors" if "layer" in name else "the longest side of its tensors"
+                what = "the number of stored tensors" if "layer" in name else "the longest side of stored tensors"
                 raise ModelLoadError(
                     f"{self.path / component / 'config.json'}: {name} is {reprlib.repr(value)}, at most {whole_max} is "
-                    f"allowed ({what}): the file is damaged, or another model's"
+                    f"allowed ({what}): the file is damaged or belongs to another model"
                 )
 
     def _check_component(self, component: str, allowed: tuple[str, ...]) -> None:
@@ -208,16 +261,23 @@ class ImageDirectory:
         found = entry[1] if isinstance(entry, list) and len(entry) == 2 else None
         if found not in allowed:
             raise ModelLoadError(
-                f"{self.path / INDEX_NAME}: {component} is {found or 'missing'}, and a {self.pipeline.family} model "
-                f"takes {' or '.join(allowed)}: take a checkpoint that has one"
+                f"{self.path / INDEX_NAME}: {component} is {found or 'missing'}, but a {self.pipeline.family} model "
+                f"needs {' or '.join(allowed)}: use a checkpoint that has it"
             )
 
     def _fills_in(self) -> bool:
-        """Whether the network takes a mask and the latent of what is around it, too, as inpainting ones of nine
-        channels do. Raises ModelLoadError for one that takes anything else."""
-        channels = self.vae.get("latent_channels", 4)  # what diffusers takes where nothing is said
+        """Return True if the network also reads a mask and the latent of the unmasked part.
+
+        Inpainting networks of Stable Diffusion do, with 9 input channels.
+
+        Raises:
+            ModelLoadError: the network needs any other additional input.
+        """
+        channels = self.vae.get("latent_channels", 4)  # diffusers' default
         if not isinstance(channels, int):
-            raise ModelLoadError(f"{self.path / 'vae' / 'config.json'}: latent_channels is {channels!r}, and no number")
+            raise ModelLoadError(
+                f"{self.path / 'vae' / 'config.json'}: latent_channels is {channels!r}, must be a number"
+            )
         latent = channels * self.pipeline.packed_count
         taken = self.denoiser.get("in_channels", latent)
         if taken == latent:
@@ -225,14 +285,14 @@ class ImageDirectory:
         if self.pipeline.takes_images and taken == 2 * latent + 1:
             return True
         raise ModelLoadError(
-            f"{self.path / self.pipeline.denoiser}: in_channels is {taken}, and latents have {latent}: take a "
-            "checkpoint that makes pictures of a prompt"
+            f"{self.path / self.pipeline.denoiser}: in_channels is {taken}, but latents have {latent} channels: use a "
+            "checkpoint that makes images from a prompt"
         )
 
     def _scheduler(self) -> dict[str, Any]:
         entry = self._index.get("scheduler")
         if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], str)):
-            raise ModelLoadError(f"{self.path / INDEX_NAME} names no scheduler: save the pipeline with one")
+            raise ModelLoadError(f"{self.path / INDEX_NAME} does not name a scheduler: save the pipeline with one")
         config = _read_json(self.path / "scheduler" / "scheduler_config.json")
         for name, value in _wholes(config):
             if value > SCHEDULER_WHOLE_MAX:
@@ -242,7 +302,7 @@ class ImageDirectory:
                 )
         config["_class_name"] = entry[1]
         if entry[1] != "DDIMScheduler":
-            config.setdefault("clip_sample", False)  # of another scheduler's file DDIM would take True
+            config.setdefault("clip_sample", False)  # DDIM's default is True, but other schedulers never clip
         if self.pipeline.corrects_scheduler:
             config = {**config, "steps_offset": 1, "clip_sample": False}
             if self._index["_class_name"] == "StableDiffusionInpaintPipeline":
@@ -252,19 +312,19 @@ class ImageDirectory:
     def _field(self, component: str, config: dict[str, Any], name: str, kind: type) -> Any:
         value = config.get(name)
         if not isinstance(value, kind) or not value:
-            raise ModelLoadError(f"{self.path / component / 'config.json'}: {name} is {value!r}, which says nothing")
+            raise ModelLoadError(f"{self.path / component / 'config.json'}: {name} is {value!r}, which is not allowed")
         return value
 
 
 def _least(name: str) -> float:
     if name.endswith(("_id", "_ids")):
-        return -math.inf  # of tokens: some files have -1 for none
+        return -math.inf  # token ids. Some files have -1 for none.
     is_positive = name in POSITIVE_NAMES or name.endswith(POSITIVE_ENDINGS)
     return 1 if is_positive and "decoder" not in name else 0
 
 
 def _wholes(config: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """All whole numbers with the names of their fields, those in lists and objects included."""
+    """Yield all whole numbers of a config, also in lists and objects, each with the name of its field."""
     waiting: list[tuple[str, Any]] = list(config.items())
     while waiting:
         name, value = waiting.pop()
@@ -279,11 +339,11 @@ def _wholes(config: dict[str, Any]) -> Iterator[tuple[str, int]]:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > JSON_BYTES_MAX:
-            raise ModelLoadError(f"{path} has {path.stat().st_size} bytes, at most {JSON_BYTES_MAX} are read")
-        # Not by msgspec: schedulers' files have numbers such as -Infinity.
+            raise ModelLoadError(f"{path} has {path.stat().st_size} bytes, at most {JSON_BYTES_MAX} are allowed")
+        # msgspec rejects numbers such as -Infinity, which configs of schedulers contain.
         found = json.loads(path.read_bytes())
     except OSError as error:
-        raise ModelLoadError(f"{path} cannot be read ({error.strerror}): the directory is not complete") from None
+        raise ModelLoadError(f"{path} cannot be read ({error.strerror}): the directory is incomplete") from None
     except (ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path} is not a JSON object: {error}") from None
     if not isinstance(found, dict):
@@ -292,15 +352,15 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _stored_dtype(path: Path) -> Dtype:
-    """Of the first tensor with numbers of its own; float32 where the file does not say."""
+    """Return the dtype of the first tensor of floating-point numbers, or float32 if there is none."""
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > JSON_BYTES_MAX:
-                raise ModelLoadError(f"{path}: the header has {length} bytes, at most {JSON_BYTES_MAX} are read")
+                raise ModelLoadError(f"{path}: the header has {length} bytes, at most {JSON_BYTES_MAX} are allowed")
             header = msgspec.json.decode(file.read(length), type=dict[str, dict[str, Any]])
     except (OSError, struct.error, msgspec.MsgspecError) as error:
-        raise ModelLoadError(f"{path} is no file of safetensors ({error}): the download may not be complete") from None
+        raise ModelLoadError(f"{path} is not a safetensors file ({error}): the download may be incomplete") from None
     for name, entry in header.items():
         if name != "__metadata__" and entry.get("dtype") in DTYPES:
             return DTYPES[entry["dtype"]]

@@ -1,4 +1,4 @@
-"""What lies in a latent slot: all that a request has become. Frozen: a step puts another one in its place."""
+"""The content of a latent slot: the complete state of a request. It is frozen, and each step replaces it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from trioserve.model.diffusion.solver_steps import Schedule
 __all__ = ["Inputs", "LatentState", "Original"]
 
 Inputs: TypeAlias = dict[str, torch.Tensor]
-"""What the network is told of a row besides the latent and the timestep, by the names of its arguments; each tensor
-[1, ...]."""
+"""Inputs of the network for one row, besides latent and timestep, by argument name. Each tensor is [1, ...]."""
 
 
 class Original(msgspec.Struct, frozen=True):
-    """Of a picture that is changed in part. latent, noise: [1, channels, height, width]. mask: [1, 1, height, width], 1
-    where it may change."""
+    """The image that a request edits within a mask.
+
+    Attributes:
+        latent: its latent, [1, channels, height, width].
+        noise: the noise that is added to it before each step, [1, channels, height, width].
+        mask: [1, 1, height, width], 1 where the image may change.
+    """
 
     latent: torch.Tensor
     noise: torch.Tensor
@@ -27,8 +31,17 @@ class Original(msgspec.Struct, frozen=True):
 
 
 class LatentState(msgspec.Struct, frozen=True, kw_only=True):
-    """latent: float32 [1, channels, height, width]. earlier: what the schedule remembers of the steps
-    before, the last one first. rows: the network's inputs of each row that a step computes, with the prompt first."""
+    """State of one request between two steps.
+
+    Attributes:
+        request_id: the request.
+        steps_done: denoising steps computed so far.
+        schedule: steps of the request.
+        latent: float32 [1, channels, height, width].
+        rows: network inputs of each row of a step. The first row has the prompt, a second one is for guidance.
+        earlier: results of earlier steps that the solver needs, newest first.
+        original: the edited image, or None.
+    """
 
     request_id: RequestId
     steps_done: int

@@ -1,6 +1,6 @@
-"""Which pipelines of diffusers are served, and by which family: what is known of each without its weights.
+"""The supported pipelines of diffusers, with the facts about each that do not need its weights.
 
-To add one, write its file in families/ and its line in PIPELINES.
+To add one, write its file in families/ and its entry in PIPELINES.
 """
 
 from __future__ import annotations
@@ -17,12 +17,25 @@ FLOW_SAMPLERS = ("flow-euler",)
 
 
 class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
-    """family: as the description names it, and its file in families/. denoiser: the folder of the network that computes
-    the steps. classes: which classes each component may have; a component that is not named here is not loaded.
-    steps, guidance: what diffusers' pipeline does by itself. samplers: that can be had. patch_side: latent pixels in a
-    side of what the network takes as one. packed_count: that are one pixel of its input. latent_side: that it was made
-    for, where its file does not say. has_one_size: it makes pictures of one size only. corrects_scheduler: the pipeline
-    sets right what it takes for outdated in a scheduler's file."""
+    """A kind of image model.
+
+    Attributes:
+        family: name in descriptions.
+        file: its module in families/.
+        denoiser: name of the component that computes the steps.
+        classes: allowed classes of each component. Other components are not loaded.
+        steps: diffusers' default number of steps.
+        guidance: diffusers' default guidance scale.
+        samplers: names of the allowed samplers.
+        patch_side: latent pixels per side of one network token.
+        packed_count: latent pixels that are packed into the channels of one network token.
+        latent_side: trained side in latent pixels, if the config does not name it.
+        takes_texts: True if prompts are texts, False if they are classes.
+        takes_images: True if requests may edit images.
+        has_guided_rows: True if guidance needs a second row in each step.
+        has_one_size: True if all images have the trained size.
+        corrects_scheduler: True if diffusers' pipeline overrides outdated fields of the scheduler's config.
+    """
 
     family: str
     file: str
@@ -129,15 +142,23 @@ PIPELINES: dict[str, Pipeline] = {
     "PixArtSigmaPipeline": PIXART,
     "FluxPipeline": FLUX,
 }
-"""By what `_class_name` in model_index.json says."""
+"""Pipelines by `_class_name` in model_index.json."""
 
 
 def find_pipeline(class_name: str, source: str) -> Pipeline:
-    """Raises ModelLoadError for one that is not served."""
+    """Return the pipeline of a class.
+
+    Args:
+        class_name: `_class_name` in model_index.json.
+        source: path of the model, for the error text.
+
+    Raises:
+        ModelLoadError: the class is not supported.
+    """
     found = PIPELINES.get(class_name)
     if found is None:
         raise ModelLoadError(
-            f"{source} is a {class_name}, and pictures are made by {', '.join(sorted(PIPELINES))}: take a checkpoint "
-            "of one of these"
+            f"{source} is a {class_name}, but supported are {', '.join(sorted(PIPELINES))}: use a checkpoint of one of "
+            "these pipelines"
         )
     return found

@@ -1,11 +1,11 @@
-"""A forward pass over several rows in which no row's bits depend on the others.
+"""A forward pass over several rows in which the bits of a row do not depend on the other rows.
 
-What multiplies matrices, convolves or normalizes chooses how to add up by the size of what it gets, and what computes
-exp or sin does the last numbers of a tensor by another code than the others. Such functions are called for each row.
-Additions, products and moves are rounded the same way wherever a number stands, so they are done for all rows at once,
-and with them goes most of what a small network's pass costs.
+Matrix products, convolutions and norms choose the order of their sums by the size of their input. exp and sin compute
+the last numbers of a tensor with other code than the rest. Such functions are called once for each row. Sums, products
+and copies of single numbers are rounded in the same way at every position. So they run once for all rows, which keeps
+most of the speed of a joint pass.
 
-A function that is in neither list may be either, so none of it is guessed: UnknownFunction ends the pass.
+A function in neither list could be of either kind. Then UnknownFunction ends the pass.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 __all__ = ["RowByRow", "UnknownFunction"]
 
-ALIGNMENT = 64  # bytes: on it torch puts what it allocates, and products may begin otherwise elsewhere
+ALIGNMENT = 64  # bytes. torch aligns its allocations to it, and products may use other code at other addresses.
 
 FIRST_HOLDS_ROWS = """
 __pow__ conv1d conv2d cos gelu group_norm layer_norm linear mean pow rms_norm rsqrt sigmoid silu sin softmax std tanh
@@ -32,7 +32,7 @@ BY_ROW = {
     for count, names in enumerate((FIRST_HOLDS_ROWS, TWO_HOLD_ROWS, THREE_HOLD_ROWS), start=1)
     for name in names.split()
 }
-HOLD_ROWS = frozenset(("attn_mask", "input", "key", "query", "value"))  # where they are named
+HOLD_ROWS = frozenset(("attn_mask", "input", "key", "query", "value"))  # keyword arguments
 
 EXACT = """
 __add__ __eq__ __ge__ __gt__ __iadd__ __imul__ __isub__ __itruediv__ __le__ __lt__ __mul__ __ne__ __neg__ __radd__
@@ -48,33 +48,35 @@ LOOKS = """
 __get__ __len__ __set__ dim element_size is_complex is_contiguous is_floating_point ndimension numel size
 storage_offset stride
 """
-# Of these only what holds no rows is made: positions, frequencies and masks, the same in every pass.
+# Only tensors without rows are created by these: positions, frequencies and masks, the same in every pass.
 MAKES = "__rpow__ arange as_tensor empty exp full new_ones new_zeros ones outer tensor zeros zeros_like ones_like"
 AS_IT_IS = frozenset(" ".join((EXACT, MOVES, LOOKS, MAKES)).split())
 
 
 class UnknownFunction(Exception):
-    """Nobody has said whether it may be called for all rows at once."""
+    """A function in neither list was called. It may depend on the other rows."""
 
 
 class RowByRow(TorchFunctionMode):
-    """`with RowByRow(rows): network(...)`: whose tensors hold `rows` rows along their first dimension, each as many
-    entries one after the other.
+    """Context in which the bits of a row do not depend on other rows: `with RowByRow(rows): network(...)`.
 
-    apart: modules that compute the same for every row, and get tensors that hold none.
+    Args:
+        rows: number of rows. The first dimension of every tensor is a multiple of it, with the entries of one row
+            side by side.
+        apart: modules whose output is equal for all rows, and whose input tensors have no rows.
     """
 
     def __init__(self, rows: int, apart: Iterable[torch.nn.Module] = ()) -> None:
         super().__init__()
         self._rows = rows
         self._apart = tuple(apart)
-        self._depth = 0  # of calls of such modules
+        self._depth = 0  # of nested calls of modules in `apart`
         self._handles: list[Any] = []
 
     def __enter__(self) -> Any:
         for module in self._apart:
-            self._handles.append(module.register_forward_pre_hook(self._go_in))
-            self._handles.append(module.register_forward_hook(self._come_out, always_call=True))
+            self._handles.append(module.register_forward_pre_hook(self._enter_apart))
+            self._handles.append(module.register_forward_hook(self._leave_apart, always_call=True))
         return super().__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
 
     def __exit__(
@@ -84,10 +86,10 @@ class RowByRow(TorchFunctionMode):
             handle.remove()
         super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]  # nor here
 
-    def _go_in(self, *_: object) -> None:
+    def _enter_apart(self, *_: object) -> None:
         self._depth += 1
 
-    def _come_out(self, *_: object) -> None:
+    def _leave_apart(self, *_: object) -> None:
         self._depth -= 1
 
     def __torch_function__(
@@ -104,12 +106,12 @@ class RowByRow(TorchFunctionMode):
         return self._by_row(function, count, args, kwargs)
 
     def _check(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Of those that are a move with some arguments only."""
+        """Raise UnknownFunction for arguments with which a function of AS_IT_IS does more than copy."""
         if self._depth == 0 and (
             (name == "einsum" and len(args) > 2)
             or (name == "interpolate" and kwargs.get("mode", "nearest") not in ("nearest", "nearest-exact"))
         ):
-            raise UnknownFunction(f"{name} that adds up")
+            raise UnknownFunction(f"{name} that sums")
 
     def _by_row(self, function: Callable[..., Any], count: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         parts = [self._parts(argument) for argument in args[:count]]
@@ -119,7 +121,7 @@ class RowByRow(TorchFunctionMode):
             if key in HOLD_ROWS and isinstance(value, torch.Tensor)
         }
         if not parts and not named:
-            raise UnknownFunction("a call without rows")
+            raise UnknownFunction("a call without row tensors")
         rest = args[count:]
         if not named:
             return torch.cat([function(*mine, *rest, **kwargs) for mine in zip(*parts, strict=True)])
@@ -131,7 +133,7 @@ class RowByRow(TorchFunctionMode):
 
     def _parts(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0 or tensor.shape[0] % self._rows:
-            raise UnknownFunction(f"a call whose tensor holds no {self._rows} rows")
+            raise UnknownFunction(f"a call whose tensor does not have {self._rows} rows")
         parts = tensor.chunk(self._rows)
         apart_bytes = tensor.stride(0) * (tensor.shape[0] // self._rows) * tensor.element_size()
         if tensor.data_ptr() % ALIGNMENT == 0 and apart_bytes % ALIGNMENT == 0:

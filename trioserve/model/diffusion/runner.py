@@ -1,8 +1,8 @@
-"""Computes IterativePlans: an IterativeExecutor over the components of a diffusers directory.
+"""Computes IterativePlans with the components of a diffusers directory.
 
-A denoising step is one forward pass for all requests whose latents and inputs have the same shape, whatever timestep,
-number of steps, solver and guidance each has. Guidance adds a row. What lies in a slot is all that is known of a
-request, so whoever moves it moves the request.
+A denoising step is one forward pass for all requests whose latents and inputs have equal shapes. Their timesteps,
+numbers of steps, solvers and guidance may differ. Guidance adds a second row for a request. A slot holds the complete
+state of its request, so moving the slot's content moves the request.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = ["Abandoned", "Abandoning", "DiffusionRunner", "step_noise"]
 
 logger = logging.getLogger(__name__)
 
-NO_NUMBERS = "take less guidance, another sampler, or have the model served with dtype float32"
+NAN_ADVICE = "use less guidance, another sampler, or serve the model with dtype float32"
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -50,10 +50,10 @@ class Abandoned(Exception):
 
 
 class Abandoning:
-    """Raise Abandoned out of a forward pass, before a block of the networks, once the step is abandoned.
+    """Ends a forward pass early: raises Abandoned before a block of a network once the step is abandoned.
 
     Args:
-        networks: their blocks get a hook.
+        networks: networks whose blocks get a hook.
     """
 
     def __init__(self, networks: Iterable[torch.nn.Module]) -> None:
@@ -61,14 +61,14 @@ class Abandoning:
         for network in networks:
             for module in network.modules():
                 if isinstance(module, torch.nn.ModuleList):
-                    for block in filter(None, module):  # diffusers has None where there is no attention
+                    for block in filter(None, module):  # diffusers lists None for a missing attention block
                         block.register_forward_pre_hook(self._look)
 
     def begin(self, is_abandoned: IsAbandoned) -> None:
         """Set the check for the step that starts now.
 
         Args:
-            is_abandoned: the step's own check.
+            is_abandoned: returns True once the step is abandoned.
         """
         self._is_abandoned = is_abandoned
 
@@ -82,15 +82,15 @@ class Abandoning:
 
 
 def step_noise(seed: int, step: int, latent: torch.Tensor) -> torch.Tensor:
-    """Draw normally distributed noise for one step. It is drawn on the CPU, so it is equal on every device.
+    """Draw the normally distributed noise of one step. It is drawn on the CPU, so it is equal on all devices.
 
     Args:
-        seed: of the image.
+        seed: seed of the image.
         step: number of the denoising step.
-        latent: gives shape and device.
+        latent: gives shape and device of the result.
 
     Returns:
-        float32, shaped like `latent`, of unit variance.
+        float32, with the shape of `latent` and unit variance.
     """
     digest = hashlib.blake2b(f"{seed} {step}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
@@ -98,9 +98,24 @@ def step_noise(seed: int, step: int, latent: torch.Tensor) -> torch.Tensor:
 
 
 class DiffusionRunner:
-    """One model; an IterativeExecutor. Every method is called in one thread.
+    """An IterativeExecutor for one image model. All methods are called in one thread.
 
-    In float32 a request's bytes do not depend on the other requests (see row_by_row). In 16 bits they are about equal.
+    In float32 the bytes of an image do not depend on other requests (see row_by_row). In 16 bits they may differ a
+    little.
+
+    Args:
+        family: encodes prompts and calls the network.
+        parts: loaded components.
+        solvers: samplers by name.
+        slot_count: latent slots, both for computing and for keeping.
+        patch_side: latent pixels per side of one network token.
+        fills_in: True for an inpainting network.
+
+    Attributes:
+        slots: state of the request in each slot, or None.
+        beginning: creates the first states.
+        computes_rows_alone: True after the network called a function that row_by_row does not know.
+        takes_every_cpu: True if computing uses all cores.
     """
 
     def __init__(
@@ -141,13 +156,17 @@ class DiffusionRunner:
         check_tokenizer: Callable[[Any, Path], None],
         progress: Callable[[str], None] = lambda component: None,
     ) -> DiffusionRunner:
-        """Load a model. Call it in the thread that will compute.
+        """Load a model. Call this in the thread that will compute.
 
         Args:
-            check_tokenizer, progress: see load_parts.
+            directory: the diffusers directory.
+            settings: dtype, device, threads and slots.
+            check_tokenizer: see `load_parts`.
+            progress: see `load_parts`.
 
         Raises:
-            ModelLoadError, StartupError
+            ModelLoadError: a file is missing, damaged or not supported.
+            StartupError: the device is missing.
         """
         placing = settings.placing()
         device = pick_device(placing)
@@ -159,7 +178,7 @@ class DiffusionRunner:
         own, samplers = directory.scheduler["_class_name"], samplers_of(directory)
         if SAMPLER_NAMES.get(own) != samplers[0]:
             logger.warning(
-                "pictures come out otherwise, since the model's scheduler is not had here scheduler=%s sampler=%s",
+                "images will differ, because the model's own scheduler is not supported scheduler=%s sampler=%s",
                 own,
                 samplers[0],
             )
@@ -188,7 +207,7 @@ class DiffusionRunner:
         self.release_latents()
 
     def release_latents(self) -> None:
-        """Keep the weights alone: no latent, and on a GPU none of the memory that steps were computed in."""
+        """Drop all latents. On a GPU, free the memory that steps used as well."""
         self.slots = [None] * len(self.slots)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -198,7 +217,7 @@ class DiffusionRunner:
         for slot in plan.freed:
             self.slots[slot] = None
         for move in plan.moves:
-            assert self.slots[move.source] is not None, f"nothing lies in slot {move.source}, and it is moved"
+            assert self.slots[move.source] is not None, f"slot {move.source} is moved but empty"
             self.slots[move.target] = self.slots[move.source]
             self.slots[move.source] = None
         result = IterativeResult(outputs={}, partials={}, errors={})
@@ -211,7 +230,7 @@ class DiffusionRunner:
             else:
                 self._decode(plan.works, result)
         except Abandoned:
-            for work in plan.works:  # there may be no other plan for long
+            for work in plan.works:  # the next plan, which would free them, may come much later
                 self.slots[work.slot] = None
             return None
         finally:
@@ -238,13 +257,14 @@ class DiffusionRunner:
             stepped = [
                 _stepped(state, predicted, work) for (work, state), predicted in zip(group, predictions, strict=True)
             ]
-            # Also what is infinite: the next step makes no number of it. All at once, since a GPU is waited for.
+            # An infinite value becomes NaN in the next step. One check for the whole group, since each one waits for
+            # the GPU.
             are_numbers = torch.isfinite(torch.cat([after.latent for _, after in stepped])).flatten(1).all(1).tolist()
             for (work, _), (clean, after), is_number in zip(group, stepped, are_numbers, strict=True):
                 if not is_number:
                     self.slots[work.slot] = None
                     done = f"step {work.step + 1} of {work.request.step_count}"
-                    result.errors[work.request.id] = f"{done} gave values that are no numbers: {NO_NUMBERS}"
+                    result.errors[work.request.id] = f"{done} gave NaN or infinite values: {NAN_ADVICE}"
                     continue
                 self.slots[work.slot] = after
                 if work.wants_partial:
@@ -252,7 +272,11 @@ class DiffusionRunner:
                     result.partials[work.request.id] = picture_of(self._autoencoder.decode(clean))
 
     def _predict(self, states: list[LatentState]) -> list[torch.Tensor]:
-        """What the network says of each state's rows, float32 [its rows, channels, height, width], in one pass."""
+        """Call the network once for all rows of the states.
+
+        Returns:
+            For each state, float32 [its rows, channels, height, width].
+        """
         latents: list[torch.Tensor] = []
         timesteps: list[float] = []
         rows: list[Inputs] = []
@@ -272,7 +296,16 @@ class DiffusionRunner:
         return found
 
     def _pass(self, latents: list[torch.Tensor], timesteps: list[float], rows: list[Inputs]) -> torch.Tensor:
-        """float32 [rows, channels, height, width]."""
+        """Call the network for all rows, jointly if possible.
+
+        Args:
+            latents: [1, channels, height, width] of each row, in the network's dtype.
+            timesteps: one per row.
+            rows: network inputs of each row.
+
+        Returns:
+            float32 [rows, channels, height, width].
+        """
         times = torch.tensor(timesteps, dtype=torch.float32, device=self._device)
         if self._is_row_by_row and len(rows) > 1:
             if not self.computes_rows_alone:
@@ -280,8 +313,8 @@ class DiffusionRunner:
                     with RowByRow(len(rows), self.family.apart):
                         return self.family.predict(torch.cat(latents), times, _joined(rows)).float()
                 except UnknownFunction as error:
-                    # Slower, and right: what one row gives is what it gives alone.
-                    logger.warning("each row is computed alone, since the network calls function=%s", error)
+                    # This is slower, but keeps a row's result independent of the others.
+                    logger.warning("each row is computed alone, the network calls an unknown function=%s", error)
                     self.computes_rows_alone = True
             return torch.cat(
                 [
@@ -299,13 +332,13 @@ class DiffusionRunner:
             if bool(torch.isfinite(values).all()):
                 result.outputs[work.request.id] = picture_of(values)
             else:
-                result.errors[work.request.id] = f"decoding gave values that are no numbers: {NO_NUMBERS}"
+                result.errors[work.request.id] = f"decoding gave NaN or infinite values: {NAN_ADVICE}"
             self.slots[work.slot] = None
 
     def _state(self, work: LatentWork, steps_done: int) -> LatentState:
         state = self.slots[work.slot]
-        assert state is not None, f"{work.request.id}: nothing lies in slot {work.slot}"
-        assert state.request_id == work.request.id, f"{work.request.id}: {state.request_id} lies in slot {work.slot}"
+        assert state is not None, f"{work.request.id}: slot {work.slot} is empty"
+        assert state.request_id == work.request.id, f"{work.request.id}: slot {work.slot} holds {state.request_id}"
         assert state.steps_done == steps_done, f"{work.request.id}: {state.steps_done} steps are done, not {steps_done}"
         return state
 
@@ -320,7 +353,16 @@ def _joined(rows: list[Inputs]) -> Inputs:
 
 
 def _stepped(state: LatentState, predicted: torch.Tensor, work: LatentWork) -> tuple[torch.Tensor, LatentState]:
-    """What is expected at the end, and the state behind the step. predicted: [rows of the request, ...]."""
+    """Apply one denoising step to a state.
+
+    Args:
+        state: state before the step.
+        predicted: output of the network, float32 [rows of the request, channels, height, width].
+        work: the request and the number of the step.
+
+    Returns:
+        The predicted clean latent, for a partial image, and the state after the step.
+    """
     schedule, latent = state.schedule, state.latent
     step: SolverStep = schedule.steps[state.steps_done]
     output = predicted[:1]

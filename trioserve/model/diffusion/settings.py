@@ -1,4 +1,4 @@
-"""How a model that makes pictures is run. Checked here, without torch."""
+"""Settings of an image model, checked without importing torch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,18 @@ __all__ = ["ImageModelSettings"]
 
 
 class ImageModelSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """dtype: auto is the checkpoint's own, but float32 for float16 on a CPU, which is slow at it. Only in float32 a
-    picture has the same bytes whatever else is computed. device: auto is CUDA where there is one. threads: of computing
-    on the CPU; None takes torch's default, one per core. slot_count: latent slots of both kinds together. Raises
-    StartupError, naming the field."""
+    """Settings of an image model.
+
+    Attributes:
+        dtype: "auto" is the checkpoint's dtype, or float32 for a float16 checkpoint on a CPU, where float16 is slow.
+            Only in float32 are the bytes of an image independent of other requests.
+        device: "auto" is CUDA if there is a GPU.
+        threads: CPU threads for computing. None is torch's default, one per core.
+        slot_count: latent slots, both for computing and for keeping, at least 1.
+
+    Raises:
+        StartupError: a value is not allowed. The error names the field.
+    """
 
     dtype: DtypeName = "auto"
     device: DeviceName = "auto"
@@ -24,8 +32,8 @@ class ImageModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         self.placing()
         if self.slot_count < 1:
-            raise StartupError(f"slot_count is {self.slot_count}, it must be at least 1")
+            raise StartupError(f"slot_count is {self.slot_count}, but must be at least 1")
 
     def placing(self) -> ModelSettings:
-        """What of it concerns any model."""
+        """Return the settings that text models have as well."""
         return ModelSettings(dtype=self.dtype, device=self.device, threads=self.threads)

@@ -1,8 +1,8 @@
-"""How one denoising step changes a latent, as numbers: every solver here is a sum of what it knows, with weights.
+"""A denoising step as numbers: the next latent is a weighted sum of known tensors.
 
-A step knows the latent, what the network made of it, the picture that these two let expect (clean), one of these two
-from the steps before, and noise. With weights alone, requests at different steps and of different solvers need no
-scheduler objects with a state, and what they need lies in their slots.
+The known tensors are the latent, the network's output, the clean latent that these two predict, noise, and results of
+earlier steps (outputs or clean latents). Diffusers' schedulers are objects with a state. Weights have none, so requests
+at different steps and with different solvers share a pass, and all state is in their slots.
 """
 
 from __future__ import annotations
@@ -13,9 +13,20 @@ __all__ = ["Schedule", "SolverStep"]
 
 
 class SolverStep(msgspec.Struct, frozen=True, kw_only=True):
-    """timestep: what the network is told. input_scale: the latent is multiplied with it for the network.
-    clean_of_latent, clean_of_output: what is expected, which is then cut to -clean_limit .. clean_limit. next_of_*: the
-    weights of the next latent; next_of_earlier: of what is remembered of the steps before, the last one first."""
+    """Weights of one denoising step.
+
+    Attributes:
+        timestep: input of the network.
+        input_scale: factor on the latent before it enters the network.
+        clean_of_latent: weight of the latent in the predicted clean latent.
+        clean_of_output: weight of the network's output in the predicted clean latent.
+        clean_limit: the clean latent is clamped to -clean_limit .. clean_limit. None does not clamp.
+        next_of_latent: weight of the latent in the next latent.
+        next_of_output: weight of the network's output in the next latent.
+        next_of_clean: weight of the clean latent in the next latent.
+        next_of_earlier: weights of the results of earlier steps in the next latent, newest first.
+        next_of_noise: weight of new noise in the next latent.
+    """
 
     timestep: float
     input_scale: float = 1.0
@@ -30,10 +41,15 @@ class SolverStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True):
-    """The steps of a request, from its own first to the last. initial_scale: of the noise that a picture is begun with
-    that nothing is known of. noised: before each step, how much of a given picture and how much of noise a latent is.
-    history_count: of so many earlier steps something is needed at most: what they expected, or, where it
-    remembers_outputs, what the network made."""
+    """Denoising steps of a request, without steps that it skips.
+
+    Attributes:
+        steps: the steps in order.
+        initial_scale: factor on the noise that a new image starts from.
+        noised: for each step, the weights of a given image's latent and of noise in the latent before the step.
+        history_count: number of earlier results that a step needs.
+        remembers_outputs: True if those results are outputs of the network, False if they are clean latents.
+    """
 
     steps: tuple[SolverStep, ...]
     initial_scale: float

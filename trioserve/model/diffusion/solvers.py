@@ -1,7 +1,7 @@
-"""diffusers' schedulers as weights: a schedule for each number of steps, which its scheduler is asked for once.
+"""Converts diffusers' schedulers to weights: one schedule for each number of steps.
 
-Timesteps and noise levels come from the scheduler, with all that its file says of spacing, shift and training; what it
-does with them in `step` is written out here, since a scheduler object computes one request and has a state.
+Timesteps and noise levels come from the scheduler, including the spacing, shift and training values of its config. Its
+`step` method is reimplemented as weights, because a scheduler object has a state and serves one request.
 """
 
 from __future__ import annotations
@@ -19,28 +19,43 @@ from trioserve.model.diffusion.solver_steps import Schedule, SolverStep
 
 __all__ = ["Solver"]
 
-SCHEDULES_MAX = 256  # kept; a schedule of 50 steps is about 20 KiB and takes a millisecond to make
+SCHEDULES_MAX = 256  # in the cache. A schedule of 50 steps has about 20 KiB and takes a millisecond to compute.
 
 Weights = tuple[float, float]
 
 
 class Solver:
-    """name: of the sampler. config: of a scheduler of any class, what diffusers' from_config takes. Raises
-    ModelLoadError for what is not computed here."""
+    """One sampler with the noise levels of a model.
+
+    Args:
+        name: name of the sampler.
+        config: config of any scheduler of diffusers, as `from_config` accepts it.
+
+    Raises:
+        ModelLoadError: the config is damaged, or asks for something that is not implemented.
+    """
 
     def __init__(self, name: str, config: dict[str, Any]) -> None:
         class_name, self._steps = _SOLVERS[name]
         self.name = name
         try:
             self._scheduler: Any = getattr(diffusers, class_name).from_config(config, **_SETTINGS.get(name, {}))
-        except Exception as error:  # it believes what the file says
-            raise ModelLoadError(f"scheduler_config.json: {class_name} cannot be made of it: {error}") from error
+        except Exception as error:  # diffusers trusts the file, so a bad file can raise anything
+            raise ModelLoadError(f"scheduler_config.json: {class_name} cannot be created from it: {error}") from error
         self._schedules: dict[tuple[int, int, int], Schedule] = {}
         self._check()
 
     def schedule(self, step_count: int, start: int, token_count: int) -> Schedule:
-        """step_count: of the whole schedule, of which the first `start` are left out. token_count: of the picture, on
-        which some models' noise depends. Raises ValueError for more steps than there are."""
+        """Return the steps for a request.
+
+        Args:
+            step_count: steps of the whole schedule.
+            start: number of first steps that are skipped.
+            token_count: network tokens of the image. The noise levels of some models depend on it.
+
+        Raises:
+            ValueError: there are more steps than noise levels.
+        """
         key = (step_count, start, token_count)
         found = self._schedules.get(key)
         if found is None:
@@ -48,8 +63,8 @@ class Solver:
                 self._schedules.clear()
             try:
                 found = self._steps(self._scheduler, step_count, start, token_count)
-            except (ArithmeticError, IndexError) as error:  # two steps at one noise level, or one behind the last
-                raise ValueError(f"noise levels lie too close: {error}") from error
+            except (ArithmeticError, IndexError) as error:  # equal noise levels, or a step after the last one
+                raise ValueError(f"noise levels are too close: {error}") from error
             self._schedules[key] = found
         return found
 
@@ -65,22 +80,22 @@ class Solver:
             value = config.get(field)
             if value not in allowed:
                 raise ModelLoadError(
-                    f"scheduler_config.json: {field} is {value!r}, and sampler {self.name} takes "
+                    f"scheduler_config.json: {field} is {value!r}, but sampler {self.name} supports "
                     f"{' or '.join(repr(one) for one in allowed if one is not None) or 'none'}: change it in the file"
                 )
         if "prediction_type" in config:
             _clean(config.prediction_type, 0.5, 0.5)
         if config.get("algorithm_type") == "sde-dpmsolver++" and config.solver_order > 2:
             raise ModelLoadError(
-                "scheduler_config.json: sde-dpmsolver++ is computed up to solver_order 2: change it there"
+                "scheduler_config.json: sde-dpmsolver++ supports solver_order 1 and 2: change it in the file"
             )
 
 
 def _ddim(scheduler: Any, step_count: int, start: int, _token_count: int) -> Schedule:
-    """arXiv 2010.02502, formula 12, without noise (eta 0)."""
+    """Compute the steps of DDIM without noise (arXiv 2010.02502, formula 12, eta 0)."""
     scheduler.set_timesteps(step_count)
     config = scheduler.config
-    # Spaced by "trailing" there is one more for some numbers of steps, since diffusers adds up what was rounded.
+    # "trailing" spacing gives one timestep too many for some counts, because diffusers adds up a rounded stride.
     timesteps = [int(timestep) for timestep in scheduler.timesteps][:step_count]
     stride = config.num_train_timesteps // step_count
     limit = config.clip_sample_range if config.clip_sample else None
@@ -92,7 +107,7 @@ def _ddim(scheduler: Any, step_count: int, start: int, _token_count: int) -> Sch
         next_alpha = float(scheduler.alphas_cumprod[before] if before >= 0 else scheduler.final_alpha_cumprod)
         signal, noise = math.sqrt(alpha), math.sqrt(1 - alpha)
         clean = _clean(config.prediction_type, signal, noise)
-        # Of the noise that the network sees, not of what is left of it when the picture was cut.
+        # The noise that the network predicts, not the noise that remains after the clean latent was clamped.
         noise_of_latent, noise_of_output = _noise(config.prediction_type, signal, noise)
         left = math.sqrt(1 - next_alpha)
         steps.append(
@@ -111,12 +126,12 @@ def _ddim(scheduler: Any, step_count: int, start: int, _token_count: int) -> Sch
 
 
 def _euler(scheduler: Any, step_count: int, start: int, _token_count: int) -> Schedule:
-    """arXiv 2206.00364, algorithm 2 without churn: latents are a picture plus sigma times noise."""
+    """Compute Euler steps (arXiv 2206.00364, algorithm 2 without churn). A latent is image + sigma * noise."""
     return _sigma_steps(scheduler, step_count, start, lambda sigma, next_sigma: (next_sigma, 0.0))
 
 
 def _euler_ancestral(scheduler: Any, step_count: int, start: int, _token_count: int) -> Schedule:
-    """The same, but each step goes further down, and adds noise up to the next sigma, as k-diffusion does."""
+    """Compute ancestral Euler steps, as k-diffusion does: each goes below the next sigma and then adds noise."""
 
     def down_and_up(sigma: float, next_sigma: float) -> Weights:
         up = next_sigma * math.sqrt(sigma**2 - next_sigma**2) / sigma
@@ -126,7 +141,14 @@ def _euler_ancestral(scheduler: Any, step_count: int, start: int, _token_count: 
 
 
 def _sigma_steps(scheduler: Any, step_count: int, start: int, aims_at: Callable[[float, float], Weights]) -> Schedule:
-    """aims_at: from a sigma and the next one, the sigma that a step goes to, and that of the noise it adds."""
+    """Compute steps from one sigma to a lower one.
+
+    Args:
+        scheduler: a scheduler of diffusers.
+        step_count: steps of the whole schedule.
+        start: number of first steps that are skipped.
+        aims_at: takes a sigma and the next one. It returns the sigma to step to, and the sigma of noise to add.
+    """
     scheduler.set_timesteps(step_count)
     sigmas = [float(sigma) for sigma in scheduler.sigmas]
     steps: list[SolverStep] = []
@@ -156,7 +178,7 @@ def _sigma_steps(scheduler: Any, step_count: int, start: int, aims_at: Callable[
 
 
 def _dpm(scheduler: Any, step_count: int, start: int, _token_count: int) -> Schedule:
-    """arXiv 2211.01095: DPM-Solver++ of up to the third order, from what earlier steps expected."""
+    """Compute steps of DPM-Solver++ up to the third order, from clean latents of earlier steps (arXiv 2211.01095)."""
     scheduler.set_timesteps(step_count)
     config = scheduler.config
     levels = [_level(float(sigma), is_flow=config.use_flow_sigmas) for sigma in scheduler.sigmas]
@@ -182,8 +204,11 @@ def _dpm(scheduler: Any, step_count: int, start: int, _token_count: int) -> Sche
 
 
 def _flow(scheduler: Any, step_count: int, start: int, token_count: int) -> Schedule:
-    """Euler steps along a flow from noise to a picture: a latent is (1 - sigma) picture + sigma noise, and the network
-    predicts noise less picture. How the sigmas are shifted depends on the picture's size (arXiv 2403.03206)."""
+    """Compute Euler steps along a flow from noise to an image.
+
+    A latent is (1 - sigma) * image + sigma * noise, and the network predicts noise - image. The shift of the sigmas
+    depends on the size of the image (arXiv 2403.03206).
+    """
     config = scheduler.config
     arguments: dict[str, Any] = {"sigmas": np.linspace(1.0, 1 / step_count, step_count)}
     if config.use_dynamic_shifting:
@@ -206,12 +231,14 @@ def _flow(scheduler: Any, step_count: int, start: int, token_count: int) -> Sche
 
 
 def _pndm(scheduler: Any, step_count: int, start: int, _token_count: int) -> Schedule:
-    """arXiv 2202.09778 without its Runge-Kutta steps: a linear multistep method over what the network made, as
-    diffusers' scheduler computes it with skip_prk_steps. It does the first step twice, the second time with the mean of
-    both ends: so it asks the network once more than it has noise levels (see network_steps).
+    """Compute steps of a linear multistep method over network outputs (arXiv 2202.09778, no Runge-Kutta steps).
 
-    Of a picture that is changed the first steps are left out, and the two that it begins with are counted from there,
-    also where they are not at one noise level: that is how diffusers does it.
+    This matches diffusers' PNDMScheduler with skip_prk_steps. It computes the first step twice, the second time with
+    the mean of the outputs at both ends. So it calls the network once more than it has noise levels (see
+    network_steps).
+
+    If an image is edited, the first steps are skipped. The first two remaining steps then count as this double step,
+    even if their noise levels differ. diffusers does the same.
     """
     levels_count = step_count - 1 if step_count > 1 else 1
     scheduler.set_timesteps(levels_count)
@@ -220,13 +247,13 @@ def _pndm(scheduler: Any, step_count: int, start: int, _token_count: int) -> Sch
     stride = config.num_train_timesteps // levels_count
     steps: list[SolverStep] = []
     noised: list[Weights] = []
-    first: Weights = (1.0, 0.0)  # of the first latent, and of what the network made of it, in the second one
+    first: Weights = (1.0, 0.0)  # weights of the first latent and of the first output in the second latent
     for index, timestep in enumerate(timesteps[start:]):
         signal, noise = _signal_and_noise(scheduler, timestep)
         from_timestep = timestep + stride if index == 1 else timestep
         of_latent, of_output = _pndm_weights(scheduler, from_timestep, from_timestep - stride)
         weights: dict[str, Any]
-        if index == 1:  # again from the first latent, which is what the second one is, less what was put to it
+        if index == 1:  # restarts at the first latent, which is recovered from the second latent
             of_second = of_latent / first[0]
             of_first_output = of_output / 2 - of_second * first[1]
             weights = {"of_latent": of_second, "of_output": of_output / 2, "of_earlier": (of_first_output,)}
@@ -250,8 +277,8 @@ def _pndm(scheduler: Any, step_count: int, start: int, _token_count: int) -> Sch
     )
 
 
-# What counts of the network's outputs, the last one first, in the first step, in the third and so on. That of the
-# second step is not used again.
+# Weights of network outputs, newest first, by the index of a step. Steps from 5 on share one entry. The output of
+# step 1 is only used in that step.
 _PNDM_SHARES: dict[int, tuple[float, ...]] = {
     0: (1.0,),
     2: (3 / 2, 0.0, -1 / 2),
@@ -262,7 +289,7 @@ _PNDM_SHARES: dict[int, tuple[float, ...]] = {
 
 
 def _pndm_weights(scheduler: Any, timestep: int, next_timestep: int) -> Weights:
-    """Formula 9 there: how a step between two noise levels weighs a latent and what the network made."""
+    """Return the weights of a latent and of a network output in a step between two timesteps (formula 9 there)."""
     signal, noise = _signal_and_noise(scheduler, timestep)
     next_signal, next_noise = _signal_and_noise(scheduler, next_timestep)
     of_latent = next_signal / signal
@@ -277,7 +304,7 @@ def _signal_and_noise(scheduler: Any, timestep: int) -> Weights:
 
 
 _SETTINGS: dict[str, dict[str, Any]] = {PNDM: {"skip_prk_steps": True}}
-"""What is so whatever the file says."""
+"""Config fields that override the file."""
 
 _SOLVERS: dict[str, tuple[str, Callable[[Any, int, int, int], Schedule]]] = {
     "ddim": ("DDIMScheduler", _ddim),
@@ -290,7 +317,13 @@ _SOLVERS: dict[str, tuple[str, Callable[[Any, int, int, int], Schedule]]] = {
 
 
 def _clean(prediction: str, signal: float, noise: float) -> Weights:
-    """What of a latent, signal * picture + noise * noise, and of what a network predicts makes the picture."""
+    """Return the weights of a latent and of a network output in the predicted clean image.
+
+    Args:
+        prediction: prediction_type of the scheduler.
+        signal: weight of the image in the latent.
+        noise: weight of the noise in the latent.
+    """
     if prediction == "epsilon":
         return 1 / signal, -noise / signal
     if prediction == "v_prediction":
@@ -305,7 +338,7 @@ def _clean(prediction: str, signal: float, noise: float) -> Weights:
 
 
 def _noise(prediction: str, signal: float, noise: float) -> Weights:
-    """The same for the noise."""
+    """Return the weights of a latent and of a network output in the predicted noise. Arguments as in `_clean`."""
     if prediction == "epsilon":
         return 0.0, 1.0
     if prediction == "v_prediction":
@@ -314,7 +347,7 @@ def _noise(prediction: str, signal: float, noise: float) -> Weights:
 
 
 def _level(sigma: float, *, is_flow: bool) -> tuple[float, float, float]:
-    """How much of a latent is signal, how much is noise, and half the logarithm of the ratio of their squares."""
+    """Return the weights of image and noise in a latent, and the logarithm of their ratio."""
     signal = 1 - sigma if is_flow else 1 / math.sqrt(sigma**2 + 1)
     noise = sigma if is_flow else sigma * signal
     if noise <= 0:
@@ -323,7 +356,7 @@ def _level(sigma: float, *, is_flow: bool) -> tuple[float, float, float]:
 
 
 def _dpm_order(config: Any, index: int, step_count: int, steps_done: int) -> int:
-    """Lower at the beginning, where nothing came before, and at the end, where the noise level falls too far."""
+    """Return the order of a step: lower at the start, without history, and at the end, where noise falls fast."""
     is_few = config.lower_order_final and step_count < 15
     if index == step_count - 1 and (config.euler_at_final or is_few or config.final_sigmas_type == "zero"):
         return 1
@@ -332,11 +365,11 @@ def _dpm_order(config: Any, index: int, step_count: int, steps_done: int) -> int
 
 
 def _dpm_weights(config: Any, levels: list[tuple[float, float, float]], index: int, order: int) -> dict[str, Any]:
-    """next_of_* of a step from noise level `index` to the next."""
+    """Return the `next_of_*` weights of a step from noise level `index` to the next one."""
     (_, noise, level), (next_signal, next_noise, next_level) = levels[index], levels[index + 1]
     width = next_level - level
     is_sde = config.algorithm_type == "sde-dpmsolver++"
-    # The stochastic variant goes twice as far and adds noise again.
+    # The stochastic variant goes twice as far and then adds noise.
     reach = 2 * width if is_sde else width
     of_latent = next_noise / noise * (math.exp(-width) if is_sde else 1.0)
     first = -next_signal * math.expm1(-reach)
@@ -353,7 +386,7 @@ def _dpm_weights(config: Any, levels: list[tuple[float, float, float]], index: i
         return {**weights, "next_of_clean": first + slope, "next_of_earlier": (-slope,)}
     earlier_ratio = (levels[index - 1][2] - levels[index - 2][2]) / width
     square = -next_signal * ((math.expm1(-reach) + reach) / reach**2 - 0.5)
-    # D1 = near + ratio / span * (near - far) and D2 = (near - far) / span, of differences between expectations.
+    # D1 = near + ratio / span * (near - far), D2 = (near - far) / span. near and far are differences of clean latents.
     span = ratio + earlier_ratio
     of_near = linear * (1 + ratio / span) + square / span
     of_far = -linear * ratio / span - square / span

@@ -1,1 +1,1 @@
-"""One file for each family: how its texts are encoded, and what its network is told of a row."""
+"""One module per family: encodes prompts, and calls the network with the inputs of all rows."""

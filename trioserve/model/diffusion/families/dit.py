@@ -1,4 +1,4 @@
-"""DiT (arXiv 2212.09748): a transformer that is told the index of a class."""
+"""DiT (arXiv 2212.09748): a transformer whose prompt is the number of a class."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Model"]
 
 
 class Model:
-    """A Family."""
+    """The family of DiT, see `Family`."""
 
     apart: tuple[torch.nn.Module, ...] = ()
 
@@ -26,10 +26,10 @@ class Model:
         index = task.prompt
         if not isinstance(index, int) or not 0 <= index < self._class_count:
             raise BadTask(f"the class is {index!r}, this model has classes 0 to {self._class_count - 1}")
-        # The embedding behind those of the classes was learned for rows whose class was left out.
+        # The embedding after those of the classes was trained for rows without a class.
         indices = (index, self._class_count) if is_guided else (index,)
         return tuple({"class_labels": torch.tensor([index], device=self._device)} for index in indices)
 
     def predict(self, latents: torch.Tensor, timesteps: torch.Tensor, inputs: Inputs) -> torch.Tensor:
         predicted: torch.Tensor = self.network(latents, timestep=timesteps, return_dict=False, **inputs)[0]
-        return predicted[:, : self.channels]  # behind these are the variances, where it learned them
+        return predicted[:, : self.channels]  # further channels are learned variances

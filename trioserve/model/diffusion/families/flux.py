@@ -1,5 +1,7 @@
-"""Flux.1: a transformer over a text's tokens and a picture's, four latent pixels each. Guidance is a number that it is
-told; the distilled variant knows none."""
+"""Flux.1: a transformer over the tokens of a text and of an image. An image token packs four latent pixels.
+
+Guidance is a number in the network's input. The distilled variant has no guidance.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,11 @@ from trioserve.model.diffusion.latent_state import Inputs
 __all__ = ["Model", "packed", "unpacked"]
 
 TOKENS_MAX, TOKENS_MAX_DISTILLED = 512, 256
-TIME_SCALE = 1000.0  # the network multiplies with it again
+TIME_SCALE = 1000.0  # the network multiplies timesteps by it again
 
 
 class Model:
-    """A Family."""
+    """The family of Flux.1, see `Family`."""
 
     def __init__(self, parts: Parts) -> None:
         self.network = parts["transformer"]
@@ -24,17 +26,17 @@ class Model:
         self._tokenizers = parts["tokenizer"], parts["tokenizer_2"]
         self._encoders = parts["text_encoder"], parts["text_encoder_2"]
         self._device, self._dtype = parts.device, parts.dtype
-        self._is_told_guidance = bool(self.network.config.guidance_embeds)
+        self._takes_guidance = bool(self.network.config.guidance_embeds)
         self.channels: int = self.network.config.in_channels // 4
 
     def encode(self, task: ImageTask, *, is_guided: bool) -> tuple[Inputs, ...]:
-        assert not is_guided, "guidance is no second row"
+        assert not is_guided, "Flux needs no second row for guidance"
         text = prompt_of(task)
         short = clip_tokens(self._tokenizers[0], text, self._device)
         long = self._tokenizers[1](
             text,
             padding="max_length",
-            max_length=TOKENS_MAX if self._is_told_guidance else TOKENS_MAX_DISTILLED,
+            max_length=TOKENS_MAX if self._takes_guidance else TOKENS_MAX_DISTILLED,
             truncation=True,
             return_tensors="pt",
         ).to(self._device)
@@ -42,7 +44,7 @@ class Model:
             "pooled_projections": self._encoders[0](short.input_ids).pooler_output.to(self._dtype),
             "encoder_hidden_states": self._encoders[1](long.input_ids)[0].to(self._dtype),
         }
-        if self._is_told_guidance:
+        if self._takes_guidance:
             inputs["guidance"] = torch.tensor([task.guidance], dtype=torch.float32, device=self._device)
         return (inputs,)
 
@@ -64,14 +66,30 @@ class Model:
 
 
 def packed(latents: torch.Tensor) -> torch.Tensor:
-    """[rows, channels, height, width] to [rows, height / 2 * width / 2, channels * 4]."""
+    """Pack squares of 2 by 2 latent pixels into tokens.
+
+    Args:
+        latents: [rows, channels, height, width].
+
+    Returns:
+        [rows, height / 2 * width / 2, channels * 4].
+    """
     rows, channels, height, width = latents.shape
     squares = latents.reshape(rows, channels, height // 2, 2, width // 2, 2).permute(0, 2, 4, 1, 3, 5)
     return squares.reshape(rows, (height // 2) * (width // 2), channels * 4)
 
 
 def unpacked(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """The other way; height and width of the latents."""
+    """Unpack tokens into latents, the inverse of `packed`.
+
+    Args:
+        tokens: [rows, height / 2 * width / 2, channels * 4].
+        height: height of the latents.
+        width: width of the latents.
+
+    Returns:
+        [rows, channels, height, width].
+    """
     rows, _, numbers = tokens.shape
     squares = tokens.reshape(rows, height // 2, width // 2, numbers // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
     return squares.reshape(rows, numbers // 4, height, width)

@@ -14,11 +14,11 @@ from trioserve.model.diffusion.latent_state import Inputs
 __all__ = ["Model"]
 
 TOKENS_ALPHA, TOKENS_SIGMA = 120, 300
-TABLES_MAX = 16  # of positions; one for a megapixel has 19 MB
+TABLES_MAX = 16  # of position embeddings. One for a megapixel has 19 MB.
 
 
 class Model:
-    """A Family."""
+    """The family of PixArt, see `Family`."""
 
     def __init__(self, parts: Parts) -> None:
         self.network = parts["transformer"]
@@ -50,7 +50,7 @@ class Model:
             added_cond_kwargs={name: inputs.get(name) for name in ("resolution", "aspect_ratio")},
             return_dict=False,
         )[0]
-        return predicted[:, : self.channels]  # behind these are the variances, where it learned them
+        return predicted[:, : self.channels]  # further channels are learned variances
 
     def _numbers(self, *numbers: float) -> torch.Tensor:
         return torch.tensor([numbers], dtype=self._dtype, device=self._device)
@@ -71,16 +71,20 @@ class Model:
 
 
 class _Positions(torch.nn.Module):
-    """Where the patches of a picture lie. The network has a table for one size, and makes those of others anew in each
-    pass: here they are kept."""
+    """Cache of position embeddings. The network would recompute embeddings of unusual sizes in each pass."""
 
     def __init__(self, patches: Any) -> None:
         super().__init__()
-        self._patches = (patches,)  # and no child of this module
+        self._patches = (patches,)  # in a tuple, so that torch does not register it as a child
         self._tables: dict[tuple[int, int], torch.Tensor] = {}
 
     def forward(self, height: int, width: int) -> None:
-        """The network has the table for latents of this size from now on."""
+        """Set the network's position embeddings for latents of a size.
+
+        Args:
+            height: height of the latents.
+            width: width of the latents.
+        """
         (patches,) = self._patches
         size = height // patches.patch_size, width // patches.patch_size
         table = self._tables.get(size)

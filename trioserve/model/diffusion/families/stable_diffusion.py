@@ -12,7 +12,7 @@ __all__ = ["Model"]
 
 
 class Model:
-    """A Family."""
+    """The family of Stable Diffusion 1 and 2, see `Family`."""
 
     apart: tuple[torch.nn.Module, ...] = ()
 

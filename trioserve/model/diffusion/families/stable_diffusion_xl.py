@@ -1,4 +1,4 @@
-"""Stable Diffusion XL (arXiv 2307.01952): two text encoders, and a UNet that is told the picture's size."""
+"""Stable Diffusion XL (arXiv 2307.01952): two text encoders, and a UNet whose input includes the image size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Model"]
 
 
 class Model:
-    """A Family."""
+    """The family of Stable Diffusion XL, see `Family`."""
 
     apart: tuple[torch.nn.Module, ...] = ()
 
@@ -22,15 +22,15 @@ class Model:
         self.network = parts["unet"]
         self._encoders = [(parts[f"tokenizer{end}"], parts[f"text_encoder{end}"]) for end in ("", "_2")]
         self._device, self._dtype = parts.device, parts.dtype
-        self._has_zeros_for_nothing = bool(parts.options.get("force_zeros_for_empty_prompt", True))
+        self._has_zeros_for_empty = bool(parts.options.get("force_zeros_for_empty_prompt", True))
         self.channels: int = self.network.config.out_channels
 
     def encode(self, task: ImageTask, *, is_guided: bool) -> tuple[Inputs, ...]:
         sides = (task.height, task.width)
-        # Its size, where it was cut out at the top left, and the size that it is to have.
+        # Original size, position of the crop, and target size, as in training.
         times = torch.tensor([[*sides, 0, 0, *sides]], dtype=self._dtype, device=self._device)
         rows = [{**self._embed(prompt_of(task)), "time_ids": times}]
-        if is_guided and task.negative_prompt is None and self._has_zeros_for_nothing:
+        if is_guided and task.negative_prompt is None and self._has_zeros_for_empty:
             rows.append({**{name: torch.zeros_like(value) for name, value in rows[0].items()}, "time_ids": times})
         elif is_guided:
             rows.append({**self._embed(task.negative_prompt or ""), "time_ids": times})
@@ -55,5 +55,5 @@ class Model:
             hidden.append(found.hidden_states[-2])
         return {
             "encoder_hidden_states": torch.cat(hidden, dim=-1).to(self._dtype),
-            "text_embeds": found.text_embeds.to(self._dtype),  # the second encoder's
+            "text_embeds": found.text_embeds.to(self._dtype),  # of the second encoder
         }
