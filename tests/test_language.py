@@ -35,6 +35,7 @@ PLAIN_FOLDERS: tuple[str, ...] = (
     "trioserve/connectors/stream",
     "trioserve/contracts",
     "trioserve/core",
+    "trioserve/engine",
     "trioserve/http",
     "trioserve/metrics",
     "trioserve/model/diffusion",

@@ -34,7 +34,7 @@ from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
 from trioserve.engine.adapters import AdapterPlace, Adapters
 from trioserve.engine.engine import Engine, ModelDescription
-from trioserve.engine.engine_parts import EngineParts, Guard, Nap
+from trioserve.engine.engine_parts import CacheRelease, EngineParts, Guard
 from trioserve.engine.guide_preparation import show_masks
 from trioserve.engine.kv_events import EVENTS_MAX
 from trioserve.engine.mask_thread import MaskThread
@@ -458,7 +458,7 @@ class _Opening:
                         when_idle=computing.claim_memory,
                         image_encoder=computing.image_encoder,
                         guard=computing.guard,
-                        nap=_nap(runner, compute, new_parts),
+                        cache_release=_cache_release(runner, compute, new_parts),
                         weights=computing.weights,
                     )
 
@@ -472,7 +472,7 @@ class _Opening:
 
     def make_engine(self, parts: EngineParts) -> Engine:
         """To be called when they have been opened first."""
-        core, steps, connector, readers_first, when_idle, image_encoder, guard, nap, weights = parts
+        core, steps, connector, readers_first, when_idle, image_encoder, guard, cache_release, weights = parts
         config, checkpoint, compiler, settings = self._config, self._checkpoint, self._compiler, core.settings
         assert checkpoint is not None, "nothing was opened"
         assert self._defaults is not None, "nothing was opened"
@@ -525,7 +525,7 @@ class _Opening:
             else None,
             adapters=self._adapters,
             guard=guard,
-            nap=nap,
+            cache_release=cache_release,
             weights=weights,
         )
         return self._engine
@@ -1006,15 +1006,17 @@ class _Nap:
         self._compute = compute
         self._new_parts = new_parts
 
-    async def let_go(self) -> None:
+    async def release_cache(self) -> None:
         await self._compute.run(self._runner.release_kv)
 
-    async def make_anew(self) -> EngineParts:
+    async def rebuild_parts(self) -> EngineParts:
         await self._compute.run(self._runner.allocate_kv, self._runner.block_count)
         return self._new_parts()
 
 
-def _nap(runner: Runner, compute: WorkerThread, new_parts: Callable[[], EngineParts]) -> Nap[EngineParts] | str:
+def _cache_release(
+    runner: Runner, compute: WorkerThread, new_parts: Callable[[], EngineParts]
+) -> CacheRelease[EngineParts] | str:
     from trioserve.model.runner import ModelRunner
 
     if isinstance(runner, RankedRunner):

@@ -152,7 +152,7 @@ async def open_configured_image_engine(
             nursery.cancel_scope.cancel()
 
 
-class _Nap:
+class _CacheRelease:
     """Latents go, and with them the memory of steps; the weights stay."""
 
     def __init__(self, runner: DiffusionRunner, compute: WorkerThread, new_parts: Callable[[], ImageParts]) -> None:
@@ -160,10 +160,10 @@ class _Nap:
         self._compute = compute
         self._new_parts = new_parts
 
-    async def let_go(self) -> None:
+    async def release_cache(self) -> None:
         await self._compute.run(self._runner.release_latents)
 
-    async def make_anew(self) -> ImageParts:
+    async def rebuild_parts(self) -> ImageParts:
         await trio.lowlevel.checkpoint()
         return self._new_parts()  # slots are made as latents come
 
@@ -222,7 +222,7 @@ class _Opening:
         return ImageParts(
             IterativeCore(self._core_settings()),
             ThreadedExecutor(runner, compute, takes_cpu=runner.takes_every_cpu),
-            nap=_Nap(runner, compute, lambda: self._new_parts(runner, compute)),
+            cache_release=_CacheRelease(runner, compute, lambda: self._new_parts(runner, compute)),
         )
 
     def make_engine(self, parts: ImageParts) -> ImageEngine:
@@ -241,7 +241,7 @@ class _Opening:
                 seed=config.seed,
             ),
             limits=self._limits,
-            nap=parts.nap,
+            cache_release=parts.cache_release,
         )
 
     def _load(self, job: LongJob, runners: list[DiffusionRunner]) -> None:

@@ -149,7 +149,7 @@ async def test_2048_inputs_are_one_request_and_more_are_refused(autojump_clock: 
             "maximum context length is 128 tokens, and input[1] has 200",
         ),
         ({"input": "x" * 200}, "input", "maximum context length is 128 tokens, and input has 200"),
-        ({"input": "x" * 26, "pooling": "mean"}, "input", "25 tokens for what is computed in one step"),
+        ({"input": "x" * 26, "pooling": "mean"}, "input", "25 tokens for inputs that are computed in one step"),
         ({"input": 5}, "input", ""),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format", "int8"),
         ({"input": "a", "dimensions": 0}, "dimensions", ">= 1"),
@@ -186,7 +186,9 @@ async def test_an_encoder_serves_vectors_and_says_so_where_text_is_asked_for(aut
         ):
             status, response = await ask(server, body, path)
             assert status == 400
-            assert "fake is an encoder and continues no text: ask it for embeddings" in response["error"]["message"]
+            assert (
+                "fake is an encoder and does not generate text: ask it for embeddings" in response["error"]["message"]
+            )
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ async def test_a_model_with_a_head_for_it_judges_each_pair(autojump_clock: Any) 
         assert all(0 <= result["relevance_score"] <= 1 for result in response["results"])
         status, response = await ask(server, "/v1/embeddings", {"input": "a"})
         assert status == 400
-        assert "scores pairs of texts and makes no embeddings" in response["error"]["message"]
+        assert "scores pairs of texts and computes no embeddings" in response["error"]["message"]
 
 
 @pytest.mark.parametrize("path", ["/v1/score", "/score"])

@@ -62,7 +62,7 @@ async def test_the_same_content_under_another_name_hits_the_same_blocks():
 async def test_a_name_that_is_not_loaded_is_refused_on_entering():
     async with opened() as engine:
         stream = engine.generate(PROMPT, adapter="c")
-        with pytest.raises(UnknownModel, match='the adapter "c" is not loaded here'):
+        with pytest.raises(UnknownModel, match='the adapter "c" is not loaded'):
             async with stream:
                 pass
 

@@ -124,7 +124,7 @@ async def test_drain_refuses_new_and_queued_requests_and_lets_running_ones_finis
             assert fake.ready
             fake.drain()
             assert not fake.ready
-            with pytest.raises(Draining, match="the server is leaving"):
+            with pytest.raises(Draining, match="the server is shutting down"):
                 await anext(queued)
             with pytest.raises(Draining):
                 async with fake.generate("late"):

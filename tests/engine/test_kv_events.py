@@ -151,7 +151,7 @@ def test_another_engine_is_another_epoch():
 def test_only_so_many_may_read_and_who_leaves_makes_room(monkeypatch):
     monkeypatch.setattr(kv_events, "READERS_MAX", 1)
     cache = Cache()
-    with cache.events.reading(), pytest.raises(Overloaded, match="1 read"), cache.events.reading():
+    with cache.events.reading(), pytest.raises(Overloaded, match="1 clients read"), cache.events.reading():
         pass
     with cache.events.reading():
         pass

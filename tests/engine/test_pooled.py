@@ -40,9 +40,11 @@ async def test_a_decoder_without_a_head_makes_vectors_alone(autojump_clock):
     async with open_fake_engine() as fake:
         model = fake.model
         headless = structs.replace(model, pooled=structs.replace(model.pooled, continues_texts=False))
-    with pytest.raises(InvalidRequest, match="was saved without a head and continues no text: ask it for embeddings"):
+    with pytest.raises(
+        InvalidRequest, match="was saved without a head and does not generate text: ask it for embeddings"
+    ):
         check_can_generate(headless)
-    with pytest.raises(InvalidRequest, match="was saved without a head: it says of no token"):
+    with pytest.raises(InvalidRequest, match="was saved without a head: it has no probabilities"):
         check_can_be_pooled(headless, PoolingParams(task="labels"), [LabelledPrompt("a", ("b",))])
     assert check_can_be_pooled(headless, PoolingParams(), ["a"]) is headless.pooled
 
@@ -173,7 +175,9 @@ async def test_what_is_computed_whole_is_as_long_as_a_step_has_room_for(autojump
     mean = PoolingParams(method="mean")
     async with open_fake_engine(max_num_batched_tokens=32, max_num_seqs=8) as fake:
         assert await fake.embed("x" * 25, mean) == (expected("x" * 25, method="mean"),)
-        with pytest.raises(ContextTooLong, match="25 tokens for what is computed in one step, as here, and input has"):
+        with pytest.raises(
+            ContextTooLong, match="25 tokens for inputs that are computed in one step, as here, and input has"
+        ):
             await fake.embed("x" * 26, mean)
         assert await fake.embed("x" * 26) == (expected("x" * 26),)
     async with open_fake_engine(**WHOLE) as fake:
@@ -269,12 +273,12 @@ async def test_the_prefix_cache_serves_vectors_of_the_last_token(autojump_clock)
 async def test_an_encoder_continues_no_text_and_scores_are_for_those_that_give_them(autojump_clock):
     pair = TextPair("query", "document")
     async with open_fake_engine(encoder="embed") as fake:
-        with pytest.raises(InvalidRequest, match="encoder and continues no text: ask it for embeddings"):
+        with pytest.raises(InvalidRequest, match="encoder and does not generate text: ask it for embeddings"):
             async with fake.generate("hello"):
                 pass
         with pytest.raises(InvalidRequest, match="has no head that scores"):
             await fake.embed(pair, PoolingParams(task="score"))
-        with pytest.raises(InvalidRequest, match="a vector is made of one text"):
+        with pytest.raises(InvalidRequest, match="a vector is computed from one text"):
             await fake.embed(pair)
         with pytest.raises(InvalidRequest, match="dimensions is 9, but vectors of fake have 8") as caught:
             await fake.embed("x", PoolingParams(dimensions=9))
@@ -282,7 +286,7 @@ async def test_an_encoder_continues_no_text_and_scores_are_for_those_that_give_t
     async with open_fake_engine(encoder="score") as fake:
         (score,) = await fake.embed(pair, PoolingParams(task="score"))
         assert 0 <= score.values()[0] <= 1
-        with pytest.raises(InvalidRequest, match="makes no embeddings"):
+        with pytest.raises(InvalidRequest, match="computes no embeddings"):
             await fake.embed("text")
     async with open_fake_engine() as fake:
         with pytest.raises(InvalidRequest, match='method is "cls", but fake is a decoder'):

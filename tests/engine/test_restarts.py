@@ -157,7 +157,9 @@ async def test_the_request_that_breaks_it_again_is_ended_and_the_others_go_on(au
         fake.assert_all_free()
     poisoned = readers.pop("poison")
     assert poisoned.end.finish_reason is FinishReason.ERROR
-    assert "3 times in steps that computed this request, also where it was alone" in str(poisoned.end.message)
+    assert "3 times in steps that computed this request, also in a step that computed nothing else" in str(
+        poisoned.end.message
+    )
     assert sum(len(delta.token_ids) for delta in poisoned.deltas) == 5  # what it had is told, once
     for reader in readers.values():
         assert reader.end.finish_reason is FinishReason.LENGTH
@@ -434,7 +436,7 @@ async def test_an_opening_that_fails_is_tried_again(autojump_clock):
 
 async def test_an_opening_that_fails_for_good_ends_it(autojump_clock):
     reader = Reader()
-    message = "could not be opened anew: InjectedFault: a test made the restart fail; 3 times"
+    message = "could not be reopened: InjectedFault: a test made the restart fail; 3 times"
     with pytest.raises(EngineFault, match=message):
         async with open_fake_engine(step_seconds=0.01, engine_restarts=9) as fake, trio.open_nursery() as nursery:
             nursery.start_soon(reader.read, fake, "first")

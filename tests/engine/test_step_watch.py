@@ -166,7 +166,9 @@ async def test_new_requests_are_refused_while_a_step_is_too_old(autojump_clock):
         fake = server.engine
         async with fake.generate("prompt", LONG), fake.held_step():
             await trio.sleep(61)
-            with pytest.raises(StepOverdue, match=r"is 61\.0 s old, and 60 s are allowed: ask another server"):
+            with pytest.raises(
+                StepOverdue, match=r"is 61\.0 s old, and 60 s are allowed: send the request to another server"
+            ):
                 async with fake.generate("prompt"):
                     pass
             response = await server.client().post(CHAT, {"model": "fake", "prompt": "hello"})

@@ -212,7 +212,7 @@ async def test_weights_that_came_in_part_keep_all_steps_back_until_others_are_wh
             nursery.start_soon(kept.read, fake, "kept")
             await trio.sleep(0.055)
             fake.weights.breaks = True
-            with pytest.raises(WeightsLost, match="only in part"):
+            with pytest.raises(WeightsLost, match="only a part of the new weights arrived"):
                 await fake.update_weights("b", version="b")
             assert fake.has_half_weights
             assert not fake.ready

@@ -1,7 +1,7 @@
-"""LoRA adapters of an engine: read, put where steps find them, and let go when nobody uses them any more.
+"""LoRA adapters of an engine: read, attached to the executor, and removed when no request uses them.
 
-What decides is AdapterBook. Whatever way a request leaves by, it gives its lease back in one synchronous call; a task
-of the engine lets go of what has no lease any more, in the compute thread, behind the step in flight.
+`AdapterBook` makes the decisions. Every way out of a request releases its lease in one synchronous call. A task of the
+engine removes adapters without leases. The removal runs in the compute thread, after the step in flight.
 """
 
 from __future__ import annotations
@@ -29,24 +29,36 @@ logger = logging.getLogger(__name__)
 NAME_CHARACTERS_MAX = 256
 
 ReadAdapter = Callable[[str, bool], Awaitable[AdapterContent]]
-"""read(path, is_checked): files are read elsewhere than here. is_checked: only from directories that are allowed.
-Raises ModelLoadError."""
+"""Reads an adapter: `await read(path, is_checked)`. Files are not read in the calling thread.
+
+If `is_checked` is True, the directory must be an allowed one. Raises ModelLoadError.
+"""
 
 
 class AdapterPlace(Protocol):
-    """What computes with adapters. Raises MemoryError, and RankLost where it has broken."""
+    """The part of the executor that has adapters. Methods raise MemoryError, and RankLost if a process is lost."""
 
     async def add(self, id: AdapterId, content: Any) -> None: ...
     async def remove(self, id: AdapterId) -> None: ...
 
 
 async def _cannot_read(path: str, is_checked: bool) -> AdapterContent:
-    raise ModelLoadError("this server takes no lora adapters: start it with --enable-lora")
+    raise ModelLoadError("LoRA adapters are disabled: start the server with --enable-lora")
 
 
 @uninterrupted
 class Adapters:
-    """read: None: there are none. adapters_max: see AdapterBook. reserved_names: the model's own."""
+    """The adapters of an engine.
+
+    Args:
+        read: reads an adapter. None: adapters are disabled.
+        adapters_max: see `AdapterBook`.
+        reserved_names: names of the model, which adapters cannot have.
+
+    Attributes:
+        is_enabled: False if adapters are disabled.
+        book: names, leases and states of the adapters.
+    """
 
     def __init__(
         self, read: ReadAdapter | None = None, *, adapters_max: int = 1, reserved_names: tuple[str, ...] = ()
@@ -55,35 +67,56 @@ class Adapters:
         self.book = AdapterBook(adapters_max)
         self._read = read or _cannot_read
         self._reserved_names = reserved_names
-        self._contents: dict[AdapterId, AdapterContent] = {}  # that are, or are to be, where steps find them
+        self._contents: dict[AdapterId, AdapterContent] = {}  # adapters that are attached, or will be
         self._place: AdapterPlace | None = None
         self._reading = trio.CapacityLimiter(1)
         self._has_idle = trio.Event()
-        self._forgotten: dict[AdapterId, trio.Event] = {}  # for those who wait
+        self._forgotten: dict[AdapterId, trio.Event] = {}  # set when the adapter is removed, for waiting tasks
 
-    # --- who uses which ---
+    # --- leases ---
 
     @property
     def names(self) -> tuple[str, ...]:
         return self.book.names
 
     def acquire(self, name: str) -> AdapterLease:
-        """Raises UnknownModel."""
+        """Take a lease on an adapter.
+
+        Args:
+            name: name of the adapter.
+
+        Raises:
+            UnknownModel: no such adapter is loaded.
+        """
         lease = self.book.acquire(name)
         if lease is None:
-            raise UnknownModel(f'the adapter "{name}" is not loaded here (any more)', param="model")
+            raise UnknownModel(f'the adapter "{name}" is not loaded', param="model")
         return lease
 
     def release(self, lease: AdapterLease) -> None:
-        """Once for each lease; never waits."""
+        """Release a lease. Call this once for each lease. Never waits.
+
+        Args:
+            lease: the lease.
+        """
         lease.release()
         self._look()
 
     # --- loaded and unloaded ---
 
     async def load(self, name: str, path: str, *, replaces: bool = False, is_checked: bool = True) -> LoadedAdapter:
-        """When this returns, requests may use it. replaces: it may take over the name of another one, which who has it
-        keeps. is_checked: it is refused if it lies in no allowed directory. Raises AdapterRefused, ModelLoadError."""
+        """Load an adapter. When this returns, requests may use it.
+
+        Args:
+            name: name of the adapter.
+            path: directory in the format of peft.
+            replaces: True to take over the name of a loaded adapter. Requests that use the old adapter keep it.
+            is_checked: True to refuse a directory that is not allowed.
+
+        Raises:
+            AdapterRefused: the adapter cannot be loaded under this name, or there is not enough memory.
+            ModelLoadError: the adapter cannot be read.
+        """
         self._check_name(name)
         id = self.book.begin_load(name, path, replaces=replaces)
         is_done = False
@@ -97,16 +130,26 @@ class Adapters:
         finally:
             if not is_done:
                 self.book.fail_load(id)
-            self._look()  # also for the one whose name it has taken
+            self._look()  # also for the adapter whose name was taken over
         if not is_done:
             raise AdapterRefused(f"The lora adapter '{name}' was unloaded while it was being loaded", reason="unloaded")
         logger.info("adapter loaded name=%s rank=%d bytes=%d", name, content.rank_max, content.byte_count)
         loaded = self.book.get(name)
-        assert loaded is not None, "nothing was awaited since"
+        assert loaded is not None, "no await since the load was finished"
         return loaded
 
     def retire(self, name: str) -> list[AdapterId]:
-        """From here on nobody gets it any more. Raises UnknownModel."""
+        """Unload the adapters with a name. No further request can use them.
+
+        Args:
+            name: name of the adapters.
+
+        Returns:
+            Ids of the adapters. They stay in memory until the last lease is released.
+
+        Raises:
+            UnknownModel: no such adapter is loaded.
+        """
         retired = self.book.retire(name)
         if not retired:
             raise UnknownModel(f"The lora adapter '{name}' cannot be found.", param="lora_name")
@@ -114,7 +157,11 @@ class Adapters:
         return retired
 
     async def wait_until_forgotten(self, ids: list[AdapterId]) -> None:
-        """Until nothing of these is in memory."""
+        """Wait until adapters are removed from memory.
+
+        Args:
+            ids: ids of the adapters.
+        """
         for id in ids:
             while self.book.knows(id):
                 await self._forgotten.setdefault(id, trio.Event()).wait()
@@ -122,12 +169,12 @@ class Adapters:
     # --- the engine's side ---
 
     async def keep(self) -> None:
-        """Let go of what nobody uses. Runs until cancelled."""
+        """Remove adapters that no request uses. Runs until cancelled."""
         while True:
             for id in self.book.idle():
-                self._contents.pop(id, None)  # first, so that whoever attaches a place meanwhile does not add it again
+                self._contents.pop(id, None)  # first, so that a concurrent `attach` does not add it again
                 if self._place is not None:
-                    with suppress(RankLost):  # then it is gone, too
+                    with suppress(RankLost):  # its memory is lost with the process
                         await self._place.remove(id)
                 self.book.forget(id)
                 if id in self._forgotten:
@@ -137,25 +184,29 @@ class Adapters:
                 await self._has_idle.wait()
 
     async def attach(self, place: AdapterPlace) -> None:
-        """An engine was opened, perhaps anew: what there is goes there."""
-        self._place = place  # first: what is loaded from here on goes there by itself
+        """Attach all adapters to the executor of an engine that was opened or reopened.
+
+        Args:
+            place: the executor's part.
+        """
+        self._place = place  # first, so that adapters loaded from now on are added by `load`
         for id, content in [*self._contents.items()]:
             if id in self._contents:
                 try:
                     await place.add(id, content)
                 except MemoryError as error:
-                    # It was being loaded when the last place broke, before that could refuse it.
+                    # It was being loaded when the last executor broke, before that executor could refuse it.
                     self._give_up(id, error)
 
     def _give_up(self, id: AdapterId, error: MemoryError) -> None:
-        """There is no room for it: nobody gets it from here on, and requests that have it fail in their next step."""
+        """Unload an adapter for which there is no memory. Requests that use it fail in their next step."""
         name = self.book.name_of(id)
-        logger.error("adapter given up, since there is no room for it name=%s error=%s", name, error)
+        logger.error("adapter unloaded, because there is not enough memory name=%s error=%s", name, error)
         self.book.retire(name)
         self._look()
 
     def detach(self) -> None:
-        """It is closed, or broke; what is to be let go of goes with it."""
+        """Forget the executor, because it is closed or broke. Its adapters are lost with it."""
         self._place = None
 
     def count_of(self, state: AdapterState) -> int:
@@ -172,7 +223,7 @@ class Adapters:
     def _check_name(self, name: str) -> None:
         if not 1 <= len(name) <= NAME_CHARACTERS_MAX or not name.isprintable():
             raise AdapterRefused(
-                f"lora_name has {len(name)} characters; it takes 1 to {NAME_CHARACTERS_MAX} that can be printed",
+                f"lora_name has {len(name)} characters; allowed are 1 to {NAME_CHARACTERS_MAX} printable characters",
                 reason="bad_name",
             )
         if name in self._reserved_names:
@@ -181,11 +232,11 @@ class Adapters:
 
 async def _added(place: AdapterPlace, id: AdapterId, name: str, content: AdapterContent) -> None:
     try:
-        with suppress(RankLost):  # the engine breaks with it, and finds the content when it is opened anew
+        with suppress(RankLost):  # the fault reopens the engine, and `attach` adds the content then
             await place.add(id, content)
     except MemoryError:
         raise AdapterRefused(
-            f"there is no memory for '{name}', which takes {content.byte_count} bytes", reason="no_memory"
+            f"there is not enough memory for '{name}', which needs {content.byte_count} bytes", reason="no_memory"
         ) from None
 
 
@@ -193,6 +244,8 @@ def show_adapters(metrics: Metrics, adapters: Adapters, requests: Iterable[OpenR
     """Show adapters and the requests that use them as metrics, read at each scrape. Adapter names are the operator's.
 
     Args:
+        metrics: registry to update.
+        adapters: the adapters.
         requests: all requests that have been entered and not left.
     """
 

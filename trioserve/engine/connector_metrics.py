@@ -1,4 +1,4 @@
-"""How a connector's counts become metrics: at every scrape, by their names."""
+"""Metrics from a connector's counts: read at every scrape, and matched by name."""
 
 from __future__ import annotations
 
@@ -15,9 +15,18 @@ PREFIX = "kv_transfer_"
 
 
 def show_connector(metrics: Metrics, counts: Callable[[], Mapping[str, float]]) -> Callable[[], None]:
-    """Have every exposition show what `counts` says at that moment: totals, with or without "_total" behind their name,
-    and levels where the catalogue has a gauge. A name that the catalogue does not have is left out, and said once; so
-    is what it raises. Returns what ends it."""
+    """Update the connector's metrics at every scrape.
+
+    A count that the metrics catalogue does not know is skipped and logged once. An error of `counts` is logged once,
+    too.
+
+    Args:
+        metrics: registry to update.
+        counts: returns the current values. The name of a total may lack the suffix "_total". Other names are gauges.
+
+    Returns:
+        A function that stops the updates.
+    """
     shown: dict[str, float] = {}
     unknown: set[str] = set()
     is_broken = False
@@ -35,10 +44,10 @@ def show_connector(metrics: Metrics, counts: Callable[[], Mapping[str, float]]) 
                 note_broken()
 
     def note_broken() -> None:
-        """The others' metrics are not to be lost for it."""
+        """Log the first error. The scrape continues, so that no other metric is lost."""
         nonlocal is_broken
         if not is_broken:
-            logger.exception("the connector cannot say what it has counted")
+            logger.exception("the connector's counts cannot be read")
         is_broken = True
 
     def take(given: str, value: float) -> None:
@@ -52,6 +61,6 @@ def show_connector(metrics: Metrics, counts: Callable[[], Mapping[str, float]]) 
             getattr(metrics, name).set(value)
         elif given not in unknown:
             unknown.add(given)
-            logger.info("the connector counts what is no metric count=%s", given)
+            logger.info("the connector has a count that is not a metric count=%s", given)
 
     return metrics.on_scrape(show)

@@ -1,5 +1,6 @@
-"""What a step has brought, as text in the hands of the readers, and what is held of it for other engines. The ends that
-come from outside are CoreDelivery's.
+"""Turns the results of steps into deltas for request streams, and tracks blocks held for other engines.
+
+`CoreDelivery` handles requests that end from outside.
 """
 
 from __future__ import annotations
@@ -43,8 +44,16 @@ MAY_BE_HELD = (*WHOLE, FinishReason.HANDED_OVER)
 
 
 class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
-    """wake: called when the step loop may have something new to see to. step_watch: told of each step. cancels: told
-    of each cancel. weight_version: of the weights that sample; None: they were never replaced."""
+    """Delivery of an engine for text.
+
+    Args:
+        core: the core.
+        metrics: registry of the engine's metrics.
+        wake: called when the step loop may have something new to do.
+        step_watch: receives the begin and end of each step. None: a watch of its own.
+        cancels: observes cancelled sequences. None: no observer.
+        weight_version: version of the weights that sample. None: they were never replaced.
+    """
 
     def __init__(
         self,
@@ -61,18 +70,22 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
         self._core = core
         self._metrics = metrics
         self._requests = RequestMetrics(metrics)
-        self._held: dict[RequestId, Choice] = {}  # over, and their blocks are held for another engine
-        self._faults_told: set[TransferFault] = set()
+        self._held: dict[RequestId, Choice] = {}  # ended sequences whose blocks are held for another engine
+        self._faults_logged: set[TransferFault] = set()
         self._weight_version = weight_version
         core.notify_hold_ends(self._on_hold_end)
 
     @property
     def held_count(self) -> int:
-        """Sequences that are over and held for another engine."""
+        """Number of ended sequences whose blocks are held for another engine."""
         return len(self._held)
 
     def held_block_count(self, request: OpenRequest) -> int:
-        """Blocks that are held of a request for another engine."""
+        """Return how many blocks of a request are held for another engine.
+
+        Args:
+            request: the request.
+        """
         return sum(self._core.held_block_count(choice.sequence_id) for choice in request.choices if choice.is_held)
 
     def add(self, choice: Choice) -> None:
@@ -81,8 +94,11 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
             choice.output.use_weights(self._weight_version)
 
     def use_weights(self, version: str) -> None:
-        """What is computed from here on, weights of this version compute. No step is in flight; all requests know of
-        it."""
+        """Stamp new tokens with a weight version from now on. No step is in flight, and all requests know the version.
+
+        Args:
+            version: the version.
+        """
         self._core.change_weights(lambda sequence_id: self._choices[sequence_id].request.block_salt)
         self._weight_version = version
         for choice in self._choices.values():
@@ -91,9 +107,17 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
     # --- ends that come from outside ---
 
     def hand_over(self, request: OpenRequest) -> bool:
-        """End a request that another engine goes on with, at the latest when the step in flight has come back: its
-        reader gets a last delta with HANDED_OVER, of one choice. What that one has computed is held, where there is a
-        connector. False: nothing of it is in the core, or there is nothing to go on with."""
+        """End a request that another engine will resume, at the latest when the step in flight has ended.
+
+        The reader gets one last delta with finish reason HANDED_OVER, for one choice. If there is a connector, it holds
+        the blocks of this choice.
+
+        Args:
+            request: the request.
+
+        Returns:
+            False if the core has no part of the request, or if there is nothing to resume.
+        """
         choices = [choice for choice in request.choices if choice.sequence_id in self._choices and not choice.is_ended]
         if request.upcoming or not choices or any(choice.is_mute for choice in choices):
             return False
@@ -101,7 +125,7 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
         now = trio.current_time()
         request.is_hold_kept = request.is_given_away = True
         request.kv_transfer = request.kv_transfer or KVTransferParams(do_remote_decode=True)
-        for choice in others:  # they say nothing more: their reader has the end of the first for all of them
+        for choice in others:  # the end of the first choice stands for all choices
             request.end_silently(choice)
             self._cancelled[choice.sequence_id] = None
         aborted = self._core.abort([choice.sequence_id for choice in others], now=now)
@@ -116,11 +140,14 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
         return True
 
     def end_holds(self, request: OpenRequest) -> None:
-        """Nobody wants any more what is held of a request for another engine: the connector is told, and lets it go in
-        its own time."""
+        """End the holds of a request's blocks. The connector is notified, and releases the blocks in its own time.
+
+        Args:
+            request: the request.
+        """
         if request.kv_transfer is None:
             return
-        # Also of those that a step planned ahead still reads: they are held only after it.
+        # Include sequences that a step planned ahead still reads. They are held only after that step.
         ids = [choice.sequence_id for choice in request.choices if choice.sequence_id not in self._choices]
         self._core.abort(ids, now=trio.current_time())
         self._wake()
@@ -133,8 +160,10 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
         message: str | None,
         stop_reason: str | None,
     ) -> None:
-        """It gets what was held back of its text, too. Of one that may go on elsewhere nothing held back is shown: it
-        would be said again."""
+        """Push the last delta with the text that was held back.
+
+        If the request may be resumed elsewhere, no text is added, because the resumed response will contain it.
+        """
         held_back = None
         if not choice.is_mute and not request.is_resumable:
             finished = RequestFinished(request_id=choice.sequence_id, reason=reason, phase=Phase.DECODE)
@@ -149,7 +178,7 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
     # --- when the engine broke ---
 
     def give_up(self) -> list[Choice]:
-        """What was held is held no longer."""
+        """Forget all sequences and holds, because the core is lost. See `CoreDelivery.give_up`."""
         choices = super().give_up()
         held, self._held = self._held, {}
         for choice in held.values():
@@ -177,7 +206,7 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
 
     def _deliver(self, events: list[EngineEvent], now: float) -> None:
         choices = self._choices
-        ready: TokensReady | None = None  # not fed yet: its request's end may come next
+        ready: TokensReady | None = None  # delivered later, because the end of its request may come next
         for event in events:
             if isinstance(event, TokensReady):
                 if ready is not None:
@@ -198,31 +227,38 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
             self._feed(choices[ready.request_id], ready.token_ids, ready.logprobs, None, now)
 
     def on_ended(self, events: list[EngineEvent]) -> None:
-        """Before each step: requests ended while none did, since the KV they waited for did not come."""
+        """Deliver ends that happened between two steps: requests whose KV could not be loaded. Log new transfer faults.
+
+        Args:
+            events: the ends. May be empty.
+        """
         for event in events:
             assert isinstance(event, RequestFinished)
             self._on_finished(event, None, trio.current_time())
-        self._tell_faults(self._core.latest_faults)
+        self._log_faults(self._core.latest_faults)
 
-    def _tell_faults(self, latest: Mapping[TransferFault, str]) -> None:
-        """Each kind has its line in the log once; the metric counts them all."""
-        if len(latest) > len(self._faults_told):
-            for fault in latest.keys() - self._faults_told:
-                self._faults_told.add(fault)
+    def _log_faults(self, latest: Mapping[TransferFault, str]) -> None:
+        """Log the first fault of each kind. A metric counts all of them."""
+        if len(latest) > len(self._faults_logged):
+            for fault in latest.keys() - self._faults_logged:
+                self._faults_logged.add(fault)
                 logger.warning('transfer fault kind=%s first="%s"; more are only counted', fault.value, latest[fault])
 
     def _on_finished(self, event: RequestFinished, ready: TokensReady | None, now: float) -> None:
         reason = event.reason
         has_reader = not self._is_cancelled(event, now)
         if has_reader:
-            reason = self._tell_end(self._choices[event.request_id], event, ready, now)
+            reason = self._push_core_end(self._choices[event.request_id], event, ready, now)
         self._let_go(event, now, reason, has_reader=has_reader)
 
-    def _tell_end(self, choice: Choice, event: RequestFinished, ready: TokensReady | None, now: float) -> FinishReason:
-        """Returns the reason that the reader was given."""
+    def _push_core_end(
+        self, choice: Choice, event: RequestFinished, ready: TokensReady | None, now: float
+    ) -> FinishReason:
+        """Push the last delta of a choice that the core ended. Return the finish reason that the reader gets."""
         if event.reason is FinishReason.ERROR:
             choice.request.push_end(choice, FinishReason.ERROR, event.message)
-        elif event.reason is FinishReason.HANDED_OVER:  # what was held back is said by who goes on
+        elif event.reason is FinishReason.HANDED_OVER:
+            # The engine that resumes the request sends the text that was held back.
             choice.request.push_end(choice, FinishReason.HANDED_OVER, kv_transfer=event.kv_transfer)
         else:
             token_ids, logprobs = ((), None) if ready is None else (ready.token_ids, ready.logprobs)
@@ -237,7 +273,7 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
         finished: RequestFinished | None,
         now: float,
     ) -> FinishReason | None:
-        """Turn a sequence's new tokens into text for its reader. Returns the reason if that was the end."""
+        """Turn a sequence's new tokens into text for its reader. Return the finish reason if the choice has ended."""
         assert not choice.is_ended
         if choice.is_mute:
             if choice.pooled is not None or self._timings.note_tokens(choice, len(token_ids), now):
@@ -254,7 +290,7 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
             if not is_request_fault(error):
                 raise
             delta = _text_failed(choice, token_ids, logprobs, error)
-        # Of several tokens, those behind a stop string are dropped: they are nobody's.
+        # Tokens after a stop string are dropped and not counted.
         if self._timings.note_tokens(choice, output.token_count - count_before, now):
             choice.request.note_first_token()
         if delta is None:
@@ -265,14 +301,16 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
         return delta.finish_reason
 
     def _ended(self, choice: Choice, delta: Delta, finished: RequestFinished | None, now: float) -> Delta:
-        """A choice gets its last delta; its sequence ends with it, if it has not. Returns the delta as it is told."""
+        """End a choice with its last delta, and its sequence if the core still has it. Return the final form of the
+        delta.
+        """
         choice.is_ended = True
         assert delta.finish_reason is not None
-        if finished is None:  # a stop string ended it, or its text failed
+        if finished is None:  # a stop string or a text error ended it
             ended = self._core.abort([choice.sequence_id], delta.finish_reason, now=now)
             finished = ended[choice.sequence_id].finished
             if finished is None:
-                self._cancelled[choice.sequence_id] = None  # a step that was planned ahead has it once more
+                self._cancelled[choice.sequence_id] = None  # a step that was planned ahead still computes it
             else:
                 self._let_go(finished, now, delta.finish_reason)
         if finished is not None and finished.kv_transfer is not None and delta.finish_reason in WHOLE:
@@ -286,8 +324,15 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
             request.prompt_logprobs = (request.prompt_logprobs or ()) + event.logprobs
 
     def _let_go(self, event: RequestFinished, now: float, reason: FinishReason, *, has_reader: bool = True) -> None:
-        """Its blocks, too, unless they are held. reason: the one its reader is given, since a last token may complete a
-        stop string. has_reader: who gets to know how it is held."""
+        """Process the end of a sequence in the core. Its blocks are free, unless they are held.
+
+        Args:
+            event: the end.
+            now: current time.
+            reason: finish reason that the reader gets. It may differ from the core's, because the last token may
+                complete a stop string.
+            has_reader: True if the reader gets the end, and so learns how to read held blocks.
+        """
         choice = self._choices[event.request_id]
         request = choice.request
         is_held = event.kv_transfer is not None and has_reader and reason in MAY_BE_HELD
@@ -315,7 +360,9 @@ class Delivery(CoreDelivery[OpenRequest, Choice, StepPlan, EngineEvent]):
 def _text_failed(
     choice: Choice, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprob, ...] | None, error: BaseException
 ) -> Delta:
-    """The fault of one request's text stays with that request. To be called where it is handled."""
+    """Return the last delta of a choice whose text failed. The fault affects only this request. Call in an except
+    block.
+    """
     logger.exception("text of a request failed request=%s", choice.request.id)
     return Delta(
         index=choice.index,

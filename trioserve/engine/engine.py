@@ -1,7 +1,7 @@
-"""The engine as a Trio program sees it: ask for text, abort by id, drain, and one place where its faults rise.
+"""The engine for text, as a Trio program sees it: generate, embed, abort by id, pause, sleep, drain.
 
-Decisions are the core's and tensors the executor's. Here requests for text are prepared. How any request gets in and
-out is EngineShell's, and how an engine lives and breaks EngineLife's.
+The core makes decisions, and the executor computes tensors. This module prepares requests for text. `EngineShell`
+admits requests, and `EngineLife` runs the engine.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from trioserve.core.engine import EngineCore
 from trioserve.engine.adapters import Adapters, show_adapters
 from trioserve.engine.connector_metrics import show_connector
 from trioserve.engine.delivery import Delivery
-from trioserve.engine.engine_parts import EngineParts, Guard, Nap, no_parts
+from trioserve.engine.engine_parts import CacheRelease, EngineParts, Guard, no_parts
 from trioserve.engine.guide_preparation import GuidePreparation
 from trioserve.engine.image_encoding import ImageEncoding
 from trioserve.engine.kv_events import KvEvents
@@ -96,19 +96,39 @@ __all__ = ["Engine", "ModelDescription"]
 logger = logging.getLogger(__name__)
 
 ADAPTER_UNLOADED = "adapter_unloaded"
-WEIGHTS_REPLACED_MESSAGE = "the weights were replaced, and this request ended with what it had"
+WEIGHTS_REPLACED_MESSAGE = "the weights were replaced, and this request ended with its partial result"
 
 
 @uninterrupted
 class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
-    """Made by open_engine.
+    """An engine that serves one model. `open_engine` makes it.
 
-    kv_events: what came and went in the prefix cache; None where nobody is told. connector: the core's; it runs as long
-    as this does. role: what routers are told; None where KV neither comes from other engines nor goes to them.
-    families: how the model writes calls and thoughts; None: as its chat template says. readers_first and when_idle: see
-    EngineLoop. guides: makes those of requests, and the core their masks; None: no request has any. image_encoder: of a
-    model that is described to see images. media: fetches those that are elsewhere; None: nobody does. adapters: what
-    there is of LoRA; None: nothing. guard, nap, weights: see EngineParts.
+    Args:
+        model: description of the model.
+        core: scheduler and owner of the KV blocks.
+        steps: computes the plans of the core.
+        tokenizer: the model's tokenizer.
+        text_threads: threads that tokenize and compile grammars.
+        metrics: registry of the engine's metrics.
+        settings: limits of the engine.
+        default_sampling: sampling options of requests that have none. None: `SamplingParams()`.
+        new_request_id: makes the id of a request whose caller gives none.
+        connector: the core's connector. It runs as long as the engine. None: no connector.
+        role: role in KV exchange, shown to routers. None: the engine does not exchange KV with others.
+        families: formats in which the model writes tool calls and reasoning. None: detected from its chat template.
+        readers_first: see `EngineLoop`.
+        when_idle: see `EngineLoop`.
+        guides: compiles grammars. None: requests with structured output are refused.
+        image_encoder: computes embeddings of images. None: the model reads text only.
+        image_decoder: decodes image files. Required if the model reads images.
+        media: fetches images by URL. None: URLs are refused.
+        adapters: LoRA adapters. None: adapters are disabled.
+        guard: see `EngineParts`.
+        cache_release: see `EngineParts`.
+        weights: see `EngineParts`.
+
+    Attributes:
+        kv_events: changes of the prefix cache, for subscribers. None: events are disabled.
     """
 
     _delivery: Delivery
@@ -136,8 +156,8 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         media: MediaFetcher | None = None,
         adapters: Adapters | None = None,
         guard: Guard | None = None,
-        nap: Nap[EngineParts] | str = "this engine cannot give its KV cache back alone",
-        weights: WeightPlace | str = "this engine has none",
+        cache_release: CacheRelease[EngineParts] | str = "this engine cannot release its KV cache alone",
+        weights: WeightPlace | str = "this engine has no weights",
     ) -> None:
         super().__init__(
             metrics=metrics,
@@ -161,18 +181,19 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         self.tokenizer = tokenizer
         self.families = families or ResponseFamilies(tokenizer)
         defaults = default_sampling or SamplingParams()
-        if defaults.max_tokens is not None:  # a limit that the operator set refuses no prompt that leaves less room
+        # Such a limit of the operator must not refuse a prompt that leaves less space.
+        if defaults.max_tokens is not None:
             defaults = msgspec.structs.replace(defaults, clamp_max_tokens=True)
         self.default_sampling = defaults
         self._draw_bits = secrets.randbits if settings.seed is None else Random(settings.seed).getrandbits
-        # finished and left, and what is held of them is still to be read
+        # Requests that have left, and whose blocks another engine still has to read.
         self._kept_holds = RequestsById[OpenRequest]()
         self.step_times = StepTimes()
         self._text_threads = text_threads
         self._image_reader: ImageReader | None = None
         self._images: ImageEncoding | None = None
         if model.images is not None:
-            assert image_decoder is not None, "the model sees images, and nothing decodes them"
+            assert image_decoder is not None, "the model reads images, and there is no decoder for them"
             self._image_reader = ImageReader(model.images, image_decoder.limits)
             self._images = ImageEncoding(model.images, image_decoder, metrics, self._wait_until_open)
         self._prompts = self._encoder(text_threads, media)
@@ -183,7 +204,9 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
             model, self._requests, self._kept_holds, metrics, self.step_times, self._look, trio.current_time()
         )
         self._forget_connector: Callable[[], None] = lambda: None
-        self._install(EngineParts(core, steps, connector, readers_first, when_idle, image_encoder, guard, nap, weights))
+        self._install(
+            EngineParts(core, steps, connector, readers_first, when_idle, image_encoder, guard, cache_release, weights)
+        )
         self._show_sleep()
         self._show_weights()
         metrics.on_scrape(self._set_gauges)
@@ -191,10 +214,10 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         show_adapters(metrics, self.adapters, self._requests)
 
     def _install(self, parts: EngineParts) -> None:
-        """From here on it computes with these, and nothing of those before is known any more."""
-        core, steps, connector, readers_first, when_idle, image_encoder, guard, nap, _ = parts
+        """Use new parts, and forget the previous ones."""
+        core, steps, connector, readers_first, when_idle, image_encoder, guard, cache_release, _ = parts
         self._guard = guard
-        self._why_no_nap = nap if isinstance(nap, str) else None
+        self._why_no_cache_release = cache_release if isinstance(cache_release, str) else None
         if self._images is not None:
             self._images.encoder = image_encoder
         metrics, settings = self.metrics, self._settings
@@ -240,7 +263,15 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         *,
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Raises StartupError, too, and has not started, if the connector cannot start."""
+        """Run the engine and its connector, see `EngineLife.run`.
+
+        Args:
+            task_status: notified when the engine runs.
+
+        Raises:
+            StartupError: the connector cannot start.
+            EngineFault: the engine broke for good.
+        """
         if self._connector is None:
             await self._run_steps(task_status)
             return
@@ -250,7 +281,8 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
                 place = await nursery.start(self._run_connector, self._connector, scope)
                 listens = "" if place is None else f" listens={place}"
                 logger.info("connector runs connector=%s role=%s%s", type(self._connector).__name__, self.role, listens)
-                scope.shield = True  # it is there as long as the core may call it: until the step in flight is over
+                # The connector must run until the step in flight is over, because the core may call it.
+                scope.shield = True
                 try:
                     await self._run_steps(task_status)
                 finally:
@@ -262,22 +294,22 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         try:
             with scope:
                 await connector.run(task_status=cast(Started, task_status))
-                # A promise that it broke: what is held and loaded has its deadlines.
+                # The connector broke its contract. Blocks that are held or being loaded still have deadlines.
                 logger.warning("connector ended by itself connector=%s", type(connector).__name__)
         except Exception as error:
             if not self._is_running:
                 raise
             if self.fault is not None:
                 logger.exception("the connector failed beside a step")
-            self._outer_error = error  # rises where a step's would, once the step in flight is over
+            self._outer_error = error  # raised when the step in flight is over, like the error of a step
             self._steps_scope.cancel()
 
     def close(self) -> None:
         super().close()
-        self._core.progress(trio.current_time())  # what the connector lets go of at once is free
+        self._core.progress(trio.current_time())  # frees blocks that the connector releases at once
 
     async def keep_deadlines(self) -> None:
-        """It lets go of adapters that nobody uses, too."""
+        """End requests whose deadline has passed, and unload unused adapters."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.adapters.keep)
             await super().keep_deadlines()
@@ -287,7 +319,7 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         return bool(self._requests or self._kept_holds)
 
     def _note_broken(self) -> None:
-        self._kept_holds.clear()  # nobody will report their end
+        self._kept_holds.clear()  # no one reports the end of these holds
 
     def _note_leaving(self) -> None:
         self.live_feed.leave()
@@ -313,16 +345,21 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         return continued
 
     def _ended_given_up(self, choice: Choice) -> bool:
-        if choice.request.is_given_away:  # it was to end with this step, and its other choices have
+        if choice.request.is_given_away:  # It was about to end with this step, and its other choices have ended.
             choice.request.push_end(choice, FinishReason.HANDED_OVER)
         return choice.request.is_given_away
 
     def abort_all(self, message: str, *, hands_over: bool = False) -> None:
-        """End every request, and every hold; each reader gets a last delta with finish_reason ABORT and the message,
-        unless it had one. Where the request may go on elsewhere its stop_reason says why it should.
+        """End every request and every hold. Each reader gets a last delta with finish reason ABORT, unless it had its
+        last one.
 
-        hands_over: with a connector, those are given away as by `hand_over`, and so is what was before: it is held
-        until it was fetched or somebody closes the engine."""
+        If another server can resume the request, the delta's stop reason says so.
+
+        Args:
+            message: message for the readers.
+            hands_over: True to give requests away as `hand_over` does, if the engine has a connector. Blocks of
+                requests that were given away stay held until they are read or the engine is closed.
+        """
         hands_over = hands_over and self._connector is not None and self.step_watch.overdue() is None
         for request in self._requests:
             if hands_over and self._gives_away(request):
@@ -348,13 +385,13 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
     async def _pause_and_sleep(self, level: int, mode: str) -> None:
         async with self._weights.turn:
             if mode == "wait" and self._weights.is_half and self._has_begun():
-                # It would have the turn of the update that alone lets them end.
+                # Sleeping would block the update without which these requests cannot end.
                 raise InvalidRequest(
-                    "the weights came only in part, and what has begun cannot end: replace them first, or let it sleep "
-                    "with another mode",
+                    "an update of the weights failed halfway, so begun requests cannot end: update the weights first, "
+                    "or sleep with another mode",
                     param="mode",
                 )
-            self._check_may_pause(mode)  # an engine that drains by now is to end what it has
+            self._check_may_pause(mode)  # an engine that started to drain meanwhile must finish its requests
             await super()._pause_and_sleep(level, mode)
 
     def _end_begun_unless_it_goes_on(self) -> None:
@@ -370,39 +407,61 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         version: str | None = None,
         in_flight: Literal["keep", "recompute", "abort"] = "keep",
     ) -> str:
-        """Replace the model's weights between two steps, tensor by tensor. Returns their version. A second one waits
-        for the first; an engine that was paused before stays so. What comes meanwhile waits, as in a pause.
+        """Replace the model's weights between two steps, tensor by tensor.
 
-        source: where they are; all tensors of the model, by the names of its checkpoint, in bfloat16, float16 or
-            float32. A path is that of a directory or a file from which the model could be opened; SharedWeights lie in
-            shared memory, and BroadcastWeights are sent (init_weights_update_group).
-        version: what the new ones are called in deltas; the prefix cache takes equal versions for equal weights.
-            Default: a new name.
-        in_flight: what becomes of requests that have begun: "keep" goes on with the KV that it has, "recompute"
-            computes that anew, and "abort" ends them with what they have.
+        A second update waits for the first one. New requests wait during an update, as in a pause. An engine that was
+        paused before is paused afterwards. A cancelled call first finishes writing the weights, unless a trainer sends
+        them.
 
-        Raises InvalidRequest, and has changed nothing, for weights that are not this model's, or cannot be replaced
-        here. Raises WeightsLost where they came only in part: then the engine holds everything up until another update
-        is whole. Leaving while they are written waits for that, unless they are sent. Raises Draining, EngineReopening
-        and EngineFault.
+        Args:
+            source: the new weights: all tensors of the model, by the names of its checkpoint, in bfloat16, float16 or
+                float32. A path names a directory or file from which the model could be opened. SharedWeights are in
+                shared memory. BroadcastWeights are sent by a trainer (see `init_weights_update_group`).
+            version: name of the new weights, shown in deltas. The prefix cache treats equal versions as equal weights.
+                None: a new name.
+            in_flight: what happens to begun requests. "keep" continues with the KV of the old weights. "recompute"
+                computes the KV again. "abort" ends them with their partial results.
+
+        Returns:
+            The version.
+
+        Raises:
+            InvalidRequest: the weights do not fit this model, or cannot be replaced here. Nothing was changed.
+            WeightsLost: only a part of the weights arrived. No step begins until another update is complete.
+            Draining: the server is shutting down.
+            EngineReopening: the engine broke, and is being reopened.
+            EngineFault: the engine is broken.
         """
         self._own_run.check("engine.update_weights")
         return await self._weights.update(source, version, in_flight)
 
     async def init_weights_update_group(self, group: WeightGroup) -> None:
-        """Join a group of torch.distributed in which a trainer is going to send weights. Returns when all are there.
-        Raises InvalidRequest, also if they do not come in time."""
+        """Join a torch.distributed group in which a trainer will send weights. Return when all members have joined.
+
+        Args:
+            group: address, rank and size of the group.
+
+        Raises:
+            InvalidRequest: an argument is not allowed, or the members did not join in time.
+        """
         self._own_run.check("engine.init_weights_update_group")
         await self._weights.join_group(instance_of(WeightGroup, "group", group, group))
 
     async def destroy_weights_update_group(self, group_name: str = WEIGHT_GROUP) -> None:
-        """Leave it, after an update that is under way. Raises InvalidRequest if there is none of this name."""
+        """Leave a group. Waits for an update that is running.
+
+        Args:
+            group_name: name of the group.
+
+        Raises:
+            InvalidRequest: there is no such group.
+        """
         self._own_run.check("engine.destroy_weights_update_group")
         await self._weights.leave_group(group_name)
 
     @property
     def weight_version(self) -> str:
-        """Of the weights that it computes with: "default" until they are replaced."""
+        """Version of the current weights: "default" until they are replaced."""
         return self._weights.shown_version
 
     @property
@@ -410,18 +469,18 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         return self._weights.is_half
 
     def _check_may_replace(self) -> None:
-        """Raises what refuses it."""
+        """Raise the refusal if the weights cannot be replaced now."""
         if self.fault is not None:
             raise self.fault
         if self.draining:
             raise self._admission.refused_draining()
         if self.sleep_level:
-            raise InvalidRequest("the engine sleeps, and has no weights to replace: wake it up first")
+            raise InvalidRequest("the engine sleeps, and its weights cannot be replaced: wake it up first")
         if not self._is_running:
             raise self._admission.refused_reopening()
 
     def _take_weights(self, version: str, recomputes: bool) -> None:
-        """No step is in flight."""
+        """Use new weights from now on. No step is in flight."""
         self.model = self._first_model.with_weights(version)
         if recomputes:
             self._core.preempt_all(trio.current_time())
@@ -440,7 +499,7 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         self.load_changes.note()
 
     def _gives_away(self, request: OpenRequest) -> bool:
-        """Whether another engine goes on with it from here on, or does already."""
+        """Return True if another engine resumes the request, from now on or already."""
         if request.is_given_away:
             return True
         return request.is_resumable and not request.is_finished and self._delivery.hand_over(request)
@@ -450,11 +509,13 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
     async def pause_generation(
         self, mode: Literal["abort", "wait", "keep", "retract"] = "abort", *, clear_cache: bool = False
     ) -> None:
-        """As every engine pauses. With "retract", requests that have begun are kept, and give their blocks back: they
-        are computed again when it goes on, with the tokens that they have, and their streams go on with the same ones.
+        """Begin no further step until `resume_generation`. See `EngineLife.pause_generation`.
 
-        clear_cache: what was computed is no hit afterwards, and so nothing that goes on uses any of it: "keep" is
-        "retract" then. What a connector keeps elsewhere it keeps.
+        Args:
+            mode: as there. In addition, "retract" keeps begun requests and frees their blocks. When the engine is
+                resumed, it computes their KV again, and their streams continue with the same tokens.
+            clear_cache: True to empty the prefix cache. Then "keep" acts as "retract", so that no request uses old KV.
+                Blocks that a connector stores elsewhere stay there.
         """
         self._own_run.check("engine.pause_generation")
         kept: Literal["abort", "wait", "keep"] = "keep" if mode == "retract" else mode
@@ -465,16 +526,23 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         await super().pause_generation(kept)
 
     def reset_prefix_cache(self, *, retract: bool = False) -> None:
-        """What was computed is no hit for anybody any more; requests that run keep what they use. What a connector
-        keeps elsewhere it keeps. retract: whoever runs gives that back, too, and computes it again; of an engine that
-        pauses, with no step in flight. Raises InvalidRequest."""
+        """Empty the prefix cache. Running requests keep their blocks. Blocks that a connector stores elsewhere stay
+        there.
+
+        Args:
+            retract: True to free the blocks of running requests, too. They are computed again later. The engine must be
+                paused, and no step may be in flight.
+
+        Raises:
+            InvalidRequest: `retract` is True, and the engine computes.
+        """
         self._own_run.check("engine.reset_prefix_cache")
         if to_bool("retract", retract) and not (self.is_paused and self._give_back(retracts=True, forgets=True)):
-            raise InvalidRequest("the engine computes: pause it before requests that run give back what they use")
+            raise InvalidRequest("the engine computes: pause it before you reset the cache with retract")
         self._core.forget_prefixes()
 
     def _give_back(self, *, retracts: bool, forgets: bool) -> bool:
-        """Whether it could be done, since no step is in flight."""
+        """Free blocks if no step is in flight. Return whether this was possible."""
         if self._core.flights:
             return False
         if retracts:
@@ -507,41 +575,45 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         strict: bool | None = None,
         part_of: Span = NO_SPAN,
     ) -> RequestStream:
-        """A request, to be entered with `async with`; until then it holds nothing.
+        """Make a request. It begins when it is entered with `async with`. Until then it uses nothing.
 
         Args:
             prompt: text, token ids (a list, or an array of one dimension), or a ChatPrompt.
-            sampling: how tokens are chosen and when to stop. Default: default_sampling, whose max_tokens is also the
-                most that any request gets.
-            request_id: the caller's own; it need not be unique, and an abort by it ends all that bear it. Default: a
-                new one.
-            priority: PRIORITY_MIN to PRIORITY_MAX (-100 to 100), a lower number runs sooner.
-            cache_salt: prefix blocks are shared only between requests with equal salts.
-            add_special_tokens: of a prompt that is text, begin it as the model's tokenizer says; a chat's template does
-                that itself.
-            deadlines: in seconds from entering; what passes one ends with finish_reason DEADLINE. Default: those that
-                the engine was opened with, whose limits go for all.
-            owner: who may see it and abort it by its id, besides those who may see everything.
-            tenant: the queue is fair between them. Default: the owner.
-            kv_transfer: whether the KV of its prompt is to be taken from another engine (of n choices the first one
-                takes it, the others compute it or hit), or held for one (n = 1; see RequestStream).
-            cut: what becomes of a prompt that is too long. Default: entering raises ContextTooLong.
-            resume: the response so far, given by another stream of the same request (RequestStream.resume_state): it
-                goes on behind it. The stream gives what is new; its counts are those of the whole response.
-            resumable: whoever ends it by another way than its own (an abort, a deadline) wants it to go on: what is
-                held back of its text then is not given, so that nothing is given twice.
-            keep_logprobs: those that were given are kept as long as the scope, where sampling asks for them: for
-                cut_off, and for a response that goes on with them.
-            adapter: the name of a LoRA adapter (load_adapter). Entering raises UnknownModel if none is loaded under it.
-            tool_choice: which of the ChatPrompt's tools may or must be called, in the shape of OpenAI's API: "auto",
-                "none", "required", or a dict that names a function or allowed ones. Default: "auto".
-            strict: True: calls fit the schemas of their functions. False: free calls need not. Default: as each
-                function of the tools says by its own `strict`.
-            part_of: the span of what it is made for, where requests are traced.
+            sampling: how tokens are chosen, and when to stop. Default: `default_sampling`, whose `max_tokens` also
+                limits every request.
+            request_id: the caller's id. It need not be unique: an abort by id ends all requests with this id. Default:
+                a new id.
+            priority: PRIORITY_MIN to PRIORITY_MAX (-100 to 100). A lower number runs sooner.
+            cache_salt: requests share prefix blocks only if their salts are equal.
+            add_special_tokens: True to begin a text prompt with the tokenizer's special tokens. Chat templates add them
+                themselves.
+            deadlines: seconds from entering. A request that passes a deadline ends with finish reason DEADLINE.
+                Default: the engine's deadlines. The engine's maximum applies to all.
+            owner: user who may see and abort the request by its id, besides users who may see all requests.
+            tenant: the queue is fair between tenants. Default: the owner.
+            kv_transfer: to load the KV of the prompt from another engine, or to hold it for one. With n choices, the
+                first one loads the KV, and the others use the prefix cache or compute. Holding requires n = 1, see
+                `RequestStream`.
+            cut: how to shorten a prompt that is too long. Default: entering raises ContextTooLong.
+            resume: state of an earlier stream of the same request (`RequestStream.resume_state`). The stream continues
+                after its tokens. Deltas contain only new output, counts include the known output.
+            resumable: True if the caller will resume the request after an abort or a deadline. Then text that was held
+                back is not sent at that end, because the resumed response will contain it.
+            keep_logprobs: True to keep log probabilities that were delivered, if `sampling` requests them, for partial
+                results and for resumed responses.
+            adapter: name of a LoRA adapter (`load_adapter`). Entering raises UnknownModel if it is not loaded.
+            tool_choice: which tools of the ChatPrompt may or must be called, as in OpenAI's API: "auto", "none",
+                "required", or a dict that names one function or several allowed ones. Default: "auto".
+            strict: True: tool calls match the schemas of their functions. False: free tool calls need not match.
+                Default: the `strict` field of each tool decides.
+            part_of: parent span of the request's trace.
+
+        Returns:
+            The stream, to be entered.
 
         Raises:
-            InvalidRequest: an argument has a wrong type; its `param` names it. What is wrong with the values (a token
-                id that the model does not have, a prompt that is too long) rises on entering.
+            InvalidRequest: an argument has a wrong type. `param` names it. Wrong values (an unknown token id, a prompt
+                that is too long) are reported on entering.
         """
         sampling = self._bounded(instance_of(SamplingParams, "sampling", sampling, self.default_sampling))
         prompt = checked_prompt(prompt)
@@ -572,7 +644,7 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         return RequestStream(request, submit=self._submit, leave=self._leave, own_run=self._own_run)
 
     def _seed_of(self, sampling: SamplingParams, resume: Resume | None) -> int:
-        """A response that goes on has the seed with which it began."""
+        """Return the seed of a request. A resumed response keeps its seed."""
         if resume is not None and resume.seed is not None:
             return resume.seed
         return self._draw_bits(64) if sampling.seed is None else sampling.seed
@@ -581,7 +653,7 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         tokens_max, asked = self.default_sampling.max_tokens, sampling.max_tokens
         if tokens_max is None or (asked is not None and asked <= tokens_max):
             return sampling
-        # Without a number of its own the request asks for as many as fit.
+        # A request without its own limit gets as many tokens as fit.
         clamp = asked is None or sampling.clamp_max_tokens
         return msgspec.structs.replace(sampling, max_tokens=tokens_max, clamp_max_tokens=clamp)
 
@@ -602,19 +674,35 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         adapter: str | None = None,
         part_of: Span = NO_SPAN,
     ) -> PooledStream:
-        """A request whose inputs become vectors or scores: `vectors = await engine.embed(texts)`, or enter it with
-        `async with`, as generate's. Until then it holds nothing. However many inputs it has, it is one scope, with one
-        place in the queue and one lease, and at most half of what may run at a time is its own.
+        """Make a request that turns inputs into vectors or scores: `vectors = await engine.embed(texts)`.
+
+        The request can also be entered with `async with`, as with `generate`. Until then it uses nothing. All inputs
+        together are one request with one place in the queue and one lease. At most half of the engine's running
+        sequences belong to it.
 
         Args:
-            inputs: one prompt or several (INPUTS_MAX, 2048, at most), as generate takes them; a list of whole numbers
-                is one. For scores, a TextPair or several.
-            pooling: what is made of them. Default: vectors, as the model's makers recommend.
-            cut: what becomes of an input that is too long. Default: entering raises ContextTooLong, which names it.
-            name_of: what an input is called in an error, by its index. Default: input[index].
-            deadlines: as for generate; the first vector stands for the first token.
+            inputs: one prompt, or a list of up to INPUTS_MAX (2048) prompts, as for `generate`. A list of integers is
+                one
+                prompt. For scores: a TextPair, or several.
+            pooling: what is computed. Default: vectors, as the model's makers recommend.
+            request_id: as for `generate`.
+            priority: as for `generate`.
+            cache_salt: as for `generate`.
+            add_special_tokens: as for `generate`.
+            cut: how to shorten an input that is too long. Default: entering raises ContextTooLong, which names the
+                input.
+            name_of: returns the name of an input for error messages, by its index. Default: "input[index]".
+            deadlines: as for `generate`. The first vector counts as the first token.
+            owner: as for `generate`.
+            tenant: as for `generate`.
+            adapter: as for `generate`.
+            part_of: as for `generate`.
 
-        The others are generate's. Raises InvalidRequest for an argument of a wrong type.
+        Returns:
+            The stream, to be awaited or entered.
+
+        Raises:
+            InvalidRequest: an argument has a wrong type.
         """
         checked = checked_inputs(inputs)
         request = PooledRequest(
@@ -638,24 +726,39 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         return PooledStream(request, submit=self._submit, leave=self._leave, own_run=self._own_run)
 
     def read_parts(self, stream: RequestStream, *, tools: Sequence[Mapping[str, Any]] | None = None) -> PartStream:
-        """What a chat's response consists of: content, thoughts and calls, as the model's family writes them.
+        """Split the response of a chat into content, reasoning and tool calls, as the model's family writes them.
 
         Args:
-            stream: entered, and read by nobody else.
-            tools: those of its prompt; without any, nothing is a call.
+            stream: an entered stream. No other task may read it.
+            tools: the tools of its prompt. None: no text is read as a tool call.
+
+        Returns:
+            The parts, as an asynchronous iterator.
 
         Raises:
-            InvalidRequest: a tool has another shape than OpenAI's.
+            InvalidRequest: a tool does not have OpenAI's format.
         """
         return PartStream(stream, self.families, tools)
 
     def cut_off(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT, *, owner: str | None = None
     ) -> dict[str, CutOff]:
-        """Abort, and get what there is of each request: exactly what its reader was given, or is by the end of its
-        stream, and how it goes on: `engine.generate(..., resume=partial.resume)`, also after the weights were replaced.
-        What the step in flight computes of it is nobody's. Log probabilities are there where it was asked to keep
-        them. Otherwise as `abort`.
+        """Abort requests, and return their partial results.
+
+        A partial result is exactly the output that the reader has received, or will receive until the end of its
+        stream. To resume, also after the weights were replaced: `engine.generate(..., resume=partial.resume)`. Results
+        of the step in flight are dropped. Log probabilities are included if the request keeps them.
+
+        Args:
+            request_ids: ids of requests. A single string is one id. An unknown id is not an error.
+            reason: finish reason of the last delta.
+            owner: abort only requests of this user. None: all requests.
+
+        Returns:
+            The outcome and the partial results per id.
+
+        Raises:
+            InvalidRequest: an argument has a wrong type. Then no request was ended.
         """
         request_ids = (request_ids,) if isinstance(request_ids, str) else list(request_ids)
         outcomes = self.abort(request_ids, reason, owner=owner)
@@ -672,12 +775,19 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         }
 
     def hand_over(self, request_ids: Iterable[str], *, owner: str | None = None) -> dict[str, HandOverOutcome]:
-        """Give requests away that run, for another engine to go on with them, by the ids that their callers gave. Never
-        waits. A reader gets what came before and, at the latest after the step in flight, a last delta with HANDED_OVER
-        and how the KV can be had, if a connector holds it now: until it was fetched, or kv_hold_timeout has passed.
-        Only requests that were made `resumable` are given away.
+        """Give running requests away, so that another engine can resume them. Never waits.
 
-        request_ids: one id will do, too. owner: only theirs; those of others are unknown. No id is an error.
+        A reader gets the deltas that came before, and then a last delta with finish reason HANDED_OVER, at the latest
+        after the step in flight. If a connector holds the KV blocks, the delta says how to read them. The blocks are
+        held until they are read, or `kv_hold_timeout` has passed. Only requests that were made `resumable` are given
+        away.
+
+        Args:
+            request_ids: ids of requests. A single string is one id. An unknown id is not an error.
+            owner: give away only requests of this user. None: all requests.
+
+        Returns:
+            The outcome per id.
         """
         self._own_run.check("engine.hand_over")
         if isinstance(request_ids, str):
@@ -694,11 +804,16 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         return outcomes
 
     def end_thoughts(self, request_ids: Iterable[str], *, owner: str | None = None) -> dict[str, ThoughtOutcome]:
-        """Have the thoughts of requests end with the next token, by the ids that their callers gave; what follows them
-        is written as ever. Never waits. Only a request whose sampling says how its thoughts end (thinking) can be
-        asked.
+        """End the reasoning of requests with the next token. The rest of the response follows as usual. Never waits.
 
-        request_ids: one id will do, too. owner: only theirs; those of others are unknown. No id is an error.
+        This affects only requests whose sampling defines the end of reasoning (`thinking`).
+
+        Args:
+            request_ids: ids of requests. A single string is one id. An unknown id is not an error.
+            owner: affect only requests of this user. None: all requests.
+
+        Returns:
+            The outcome per id.
         """
         if isinstance(request_ids, str):
             request_ids = (request_ids,)
@@ -713,7 +828,11 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         return outcomes
 
     def live_requests(self, *, owner: str | None = None) -> list[LiveRequestView]:
-        """Every request that is entered and not left, or held, oldest first. owner: only theirs."""
+        """Describe every request that is entered or whose blocks are held, the oldest first.
+
+        Args:
+            owner: only requests of this user. None: all requests.
+        """
         self._own_run.check("engine.live_requests")
         sequences = {live.request.id: live for live in self._core.live_requests()}
         requests = [*self._requests, *self._kept_holds]
@@ -730,16 +849,34 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         ]
 
     async def load_adapter(self, name: str, path: str, *, replaces: bool = False) -> None:
-        """Load a LoRA adapter, a directory that peft has saved, under a name that requests may then give. replaces: it
-        may take over the name of another one: requests that have that keep it. Raises AdapterRefused, and
-        ModelLoadError for what cannot be computed here."""
+        """Load a LoRA adapter under a name that requests can then use.
+
+        Args:
+            name: name of the adapter.
+            path: directory in the format of peft.
+            replaces: True to take over the name of a loaded adapter. Requests that use the old adapter keep it.
+
+        Raises:
+            AdapterRefused: the adapter cannot be loaded under this name, or there is not enough memory.
+            ModelLoadError: this server cannot compute with the adapter.
+        """
         self._own_run.check("engine.load_adapter")
         name, path = to_str("name", name), to_str("path", path)
         await self.adapters.load(name, path, replaces=to_bool("replaces", replaces), is_checked=False)
 
     async def unload_adapter(self, name: str, *, seconds: float | None = None) -> None:
-        """Nobody gets it from here on; returns when nobody has it any more, and its memory is free. Leaving earlier
-        changes nothing about that. seconds: then requests that still have it are ended. Raises UnknownModel."""
+        """Unload an adapter. New requests cannot use it. Return when no request uses it any more, and its memory is
+        free.
+
+        If the caller stops waiting, the adapter is still unloaded.
+
+        Args:
+            name: name of the adapter.
+            seconds: time after which requests that still use the adapter are ended. None: no limit.
+
+        Raises:
+            UnknownModel: there is no such adapter.
+        """
         self._own_run.check("engine.unload_adapter")
         deadline = None if seconds is None else to_float("seconds", seconds)
         ids = self.adapters.retire(to_str("name", name))
@@ -756,19 +893,41 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
                 self._delivery.end_with_final_delta(request, FinishReason.ABORT, message, stop_reason=ADAPTER_UNLOADED)
 
     async def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt. Raises InvalidRequest; ContextTooLong for one that is refused without counting."""
+        """Return the token ids of a prompt.
+
+        Args:
+            prompt: text, token ids, or a ChatPrompt.
+            add_special_tokens: as for `generate`.
+
+        Raises:
+            InvalidRequest: the prompt is not valid.
+            ContextTooLong: the text is so long that it is not tokenized.
+        """
         self._own_run.check("engine.encode")
         return await self._prompts.encode(checked_prompt(prompt), add_special_tokens=add_special_tokens)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of token ids. Raises InvalidRequest for an id that the model does not have."""
+        """Return the text of token ids.
+
+        Args:
+            token_ids: token ids.
+            skip_special_tokens: True to leave out special tokens.
+
+        Raises:
+            InvalidRequest: the model does not have one of the ids.
+        """
         self._own_run.check("engine.decode")
         return await self._prompts.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     @contextmanager
     def tokenizing(self, *, owner: str | None = None) -> Iterator[PromptEncoder]:
-        """Tokens of texts, and texts of tokens, for their own sake: beside all requests, and delaying none. Few may do
-        this at a time, and fewer of one owner; otherwise the encoder raises Overloaded."""
+        """Give access to the tokenizer outside of requests, without delaying requests.
+
+        Only a few callers may do this at a time, and fewer of one owner. Above that, the encoder raises Overloaded.
+
+        Args:
+            owner: the user.
+        """
         try:
             with self._text_threads.aside(owner) as texts:
                 yield self._encoder(texts)
@@ -777,12 +936,12 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
             raise
 
     def stats(self) -> EngineStats:
-        """How many sequences run and wait, and what the KV blocks are: a frozen snapshot."""
+        """Return counts of sequences and KV blocks, as a frozen snapshot."""
         self._own_run.check_process("engine.stats")
         return self._core.stats()
 
     def load(self) -> EndpointLoad:
-        """How much there is to do, as a router asks. Waiting are those being tokenized, too."""
+        """Return the load of this engine, for a router. Requests that are being tokenized count as waiting."""
         self._own_run.check_process("engine.load")
         stats = self._core.stats()
         return EndpointLoad(
@@ -795,7 +954,7 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
             weight_version=self._weights.stamped_version or UNSET,
         )
 
-    # --- how a request gets in and out; see EngineShell ---
+    # --- hooks of EngineShell ---
 
     def _new_choices(self, request: OpenRequest) -> list[Choice]:
         if request.adapter is not None:
@@ -811,7 +970,7 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
             raise
 
     async def _prepare_in_turn(self, request: OpenRequest) -> None:
-        """Do what costs time before the core has the request, at each stage in turn with other tenants."""
+        """Do the costly preparation before the core gets the request. Each stage takes tenants in turn."""
         request.guides = await self._guides.prepare(request.sampling, request.cache_salt, tenant=request.tenant)
         prompts = self._prompts.within(self._text_threads.of_tenant(request.tenant))
         await request.tokenize(prompts)
@@ -851,13 +1010,13 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         return [*self._requests.of(request_id), *self._kept_holds.of(request_id)]
 
     def _release_outputs(self, request: OpenRequest) -> None:
-        """The core has nothing of it any more: what the model made of its images others may have."""
+        """Release the embeddings of its images, so that other requests can use the memory."""
         if self._images is not None:
             self._images.release(request)
 
     @property
     def image_outputs(self) -> EncoderOutputs | None:
-        """Who uses what of images, for a look; None: it sees none."""
+        """Image embeddings and their users, for tests and status. None: the model reads no images."""
         return None if self._images is None else self._images.outputs
 
     def _check(self, request: OpenRequest) -> None:
@@ -878,16 +1037,18 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
         return sequences
 
     async def _take_known(self, request: OpenRequest, resume: Resume, prompts: PromptEncoder) -> None:
-        """Put the choices where they stood: here if that is soon done, else where long texts are worked on."""
+        """Put the choices into the state after their known tokens, in this thread if that is short, otherwise in a text
+        thread.
+        """
         known = self._preparation.known_output(request, resume)
         request.take_known(await prompts.run(known.choices, size=known.size))
         self.metrics.resumed_requests_total.inc()
         self.metrics.resumed_tokens_total.inc(sum(map(len, resume.token_ids)))
         if request.is_finished:
-            request.on_gone()  # there is nothing left to do
+            request.on_gone()  # no output is left to compute
 
     def _begin_next(self, request: OpenRequest) -> None:
-        """The core gets one more of its sequences."""
+        """Hand the next sequence of a request to the core."""
         choice, sequence = request.upcoming.popleft()
         self._core.add(sequence)
         self._delivery.add(choice)
@@ -916,7 +1077,7 @@ class Engine(EngineShell[OpenRequest, Choice, EngineRequest, EngineParts]):
             self.adapters.release(lease)
 
     def _trace(self, request: OpenRequest) -> RequestTrace:
-        """To be made when it has entered the queue."""
+        """Begin the trace of a request that has entered the queue."""
         if self.tracer is NO_TRACER:
             return NO_TRACE
         is_pooled = isinstance(request, PooledRequest)

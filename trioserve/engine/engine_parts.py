@@ -1,4 +1,4 @@
-"""What of an engine goes with a fault, and is there anew when the engine is opened anew: everything else stays."""
+"""The parts of an engine that are lost with a fault. They are built again when the engine is reopened."""
 
 from __future__ import annotations
 
@@ -15,28 +15,46 @@ from trioserve.engine.shell.engine_life import Guard
 from trioserve.engine.shell.engine_loop import StepRunner, WhenIdle
 from trioserve.engine.weight_updates import WeightPlace
 
-__all__ = ["EngineParts", "Guard", "Nap", "OpenParts", "no_parts"]
+__all__ = ["EngineParts", "Guard", "CacheRelease", "OpenParts", "no_parts"]
 
 
 PartsOut = TypeVar("PartsOut", covariant=True)
 
 
-class Nap(Protocol[PartsOut]):
-    """How the KV cache is given back, and made anew, while the weights stay where they are."""
+class CacheRelease(Protocol[PartsOut]):
+    """Releases the memory of the KV cache and allocates it again, while the weights stay loaded."""
 
-    async def let_go(self) -> None:
-        """Nobody has the parts any more: give back all memory that is not the weights'."""
+    async def release_cache(self) -> None:
+        """Free all memory except the weights. The caller guarantees that no other code uses the parts."""
         ...
 
-    async def make_anew(self) -> PartsOut:
-        """Take it again, empty. Raises what opening raises."""
+    async def rebuild_parts(self) -> PartsOut:
+        """Allocate the memory again, with an empty KV cache.
+
+        Returns:
+            New parts for the engine.
+
+        Raises:
+            Exception: the same errors as when the engine is opened.
+        """
         ...
 
 
 class EngineParts(NamedTuple):
-    """For their meanings see Engine and EngineLoop. guard: None: what computes is not gone before a step says so. nap:
-    or why the KV cache cannot be given back alone, in a sentence. weights: where they are replaced, or why they cannot
-    be, in a sentence; the same object as long as they are there."""
+    """Parts of one opening of an engine. `Engine` and `EngineLoop` document the fields that have no description here.
+
+    Attributes:
+        core: the scheduler and owner of the KV blocks.
+        steps: computes the plans of the core.
+        connector: moves KV blocks to and from other engines. None: no connector.
+        readers_first: see `EngineLoop`.
+        when_idle: see `EngineLoop`.
+        image_encoder: computes the embeddings of images in prompts. None: the model reads text only.
+        guard: waits until the processes that compute are lost. None: only a failed step can report a loss.
+        cache_release: releases the KV cache alone. A string instead is a sentence that says why this is impossible.
+        weights: replaces the weights. A string instead is a sentence that says why this is impossible. The object stays
+            the same as long as the weights are loaded.
+    """
 
     core: EngineCore
     steps: StepRunner
@@ -45,12 +63,12 @@ class EngineParts(NamedTuple):
     when_idle: WhenIdle | None = None
     image_encoder: ImageEncoder | None = None
     guard: Guard | None = None
-    nap: Nap[EngineParts] | str = "this engine cannot give its KV cache back alone"
-    weights: WeightPlace | str = "this engine has none"
+    cache_release: CacheRelease[EngineParts] | str = "this engine cannot release its KV cache alone"
+    weights: WeightPlace | str = "this engine has no weights"
 
 
 OpenParts = Callable[[], AbstractAsyncContextManager[EngineParts]]
-"""Opens them, model, threads and memory included. Leaving gives all of that back, also after a fault."""
+"""Opens the parts, with model, threads and memory. Leaving the context frees all of them, also after a fault."""
 
 
 class _NoSteps:
@@ -59,5 +77,9 @@ class _NoSteps:
 
 
 def no_parts(settings: CoreSettings) -> EngineParts:
-    """Those of an engine that is being opened anew: nobody is there, and nothing is computed."""
+    """Return the parts of an engine that is being reopened: an empty core, and no computation.
+
+    Args:
+        settings: settings of the empty core.
+    """
     return EngineParts(EngineCore(settings), _NoSteps())

@@ -1,4 +1,4 @@
-"""What the reader of a choice was given: all that another engine, or the same one later, needs to go on behind it."""
+"""The output of a choice that its reader has received: all that is needed to resume after it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,17 @@ __all__ = ["GivenOutput"]
 
 
 class GivenOutput:
-    """logprobs: None where they are not kept. keeps: there is more than token ids to be kept of each delta."""
+    """Collects the deltas of a choice that were read.
+
+    Args:
+        token_ids: tokens that were received before, for a resumed response.
+        logprobs: log probabilities of these tokens. None: log probabilities are not kept.
+        weight_versions: versions of the weights that sampled these tokens.
+        is_complete: True if the choice had already finished.
+
+    Attributes:
+        keeps: True if more than token ids must be kept of each delta.
+    """
 
     __slots__ = ("_versions", "finish_reason", "keeps", "logprobs", "token_ids")
 
@@ -27,7 +37,7 @@ class GivenOutput:
         self.logprobs = None if logprobs is None else list(logprobs)
         self._versions = [*weight_versions]
         self.keeps = logprobs is not None or bool(weight_versions)
-        # Until what is known of it is gone through, STOP stands for LENGTH, too.
+        # Replaying the known tokens later decides between STOP and LENGTH. Until then STOP stands for both.
         self.finish_reason = FinishReason.STOP if is_complete else None
 
     @property
@@ -35,18 +45,27 @@ class GivenOutput:
         return tuple(self._versions)
 
     def take(self, delta: Delta) -> None:
-        """The next one."""
+        """Add the next delta that was read.
+
+        Args:
+            delta: the delta.
+        """
         if delta.weight_versions or self._versions:
             self.keeps = True
             add_versions(self._versions, len(self.token_ids), delta.weight_versions, len(delta.token_ids))
         self.token_ids += delta.token_ids
         if self.logprobs is not None:
             self.logprobs += delta.logprobs or ()
-        if self.finish_reason is None:  # one that was complete before stays so, though its request was cut off
+        # A choice that was complete before stays complete, even if its request was stopped.
+        if self.finish_reason is None:
             self.finish_reason = delta.finish_reason
 
     def with_next(self, delta: Delta | None) -> PartialChoice:
-        """All of it, and of a delta that is not read yet."""
+        """Return all received output, and optionally one unread delta.
+
+        Args:
+            delta: the delta that is not read yet. None: none.
+        """
         given = self
         if delta is not None:
             given = GivenOutput(

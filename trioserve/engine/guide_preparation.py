@@ -1,6 +1,6 @@
-"""Compiles the guides of requests in a thread while the requests wait for their turn, and shows metrics of guides.
+"""Compiles the grammars of requests in a thread while the requests wait for their turn, and shows metrics of grammars.
 
-A request whose client leaves during the compilation leaves at once.
+If a client leaves during the compilation, its request ends at once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class MaskTotals(Protocol):
     rows_total: int
 
 
-def show_forms(metrics: Metrics, compiler: FormCompiler) -> None:
+def show_grammars(metrics: Metrics, compiler: FormCompiler) -> None:
     seen = [0, 0]
 
     def show() -> None:
@@ -41,7 +41,15 @@ def show_forms(metrics: Metrics, compiler: FormCompiler) -> None:
 
 
 def show_masks(metrics: Metrics, totals: MaskTotals) -> Callable[[], None]:
-    """Returns what ends it."""
+    """Update the metrics of token masks at every scrape.
+
+    Args:
+        metrics: registry to update.
+        totals: source of the counts.
+
+    Returns:
+        A function that stops the updates.
+    """
     seen = [0.0, 0.0]
 
     def show() -> None:
@@ -54,12 +62,12 @@ def show_masks(metrics: Metrics, totals: MaskTotals) -> Callable[[], None]:
 
 
 class GuidePreparation:
-    """Compiles guides of requests.
+    """Compiles the grammars of requests.
 
     Args:
-        factory: None if this engine cannot restrain tokens.
+        factory: compiles grammars. None: this engine does not support structured output.
         threads: run the compilation, tenants in turn.
-        metrics: get the seconds of each compilation.
+        metrics: receive the duration of each compilation.
     """
 
     def __init__(self, factory: GuideFactory | None, threads: TextThreads, metrics: Metrics) -> None:
@@ -67,25 +75,30 @@ class GuidePreparation:
         self._threads = threads
         self._metrics = metrics
         if factory is not None:
-            show_forms(metrics, factory.compiler)
+            show_grammars(metrics, factory.compiler)
 
     async def prepare(
         self, sampling: SamplingParams, cache_salt: str | None, *, tenant: str | None
     ) -> PreparedGuides | None:
-        """Compile the guides of a request, in turn with other tenants.
+        """Compile the grammars of a request, in turn with other tenants.
+
+        Args:
+            sampling: sampling options of the request.
+            cache_salt: separates caches of different users.
+            tenant: the tenant.
 
         Returns:
             The guides, or None if the request does not restrain its tokens.
 
         Raises:
-            InvalidRequest: its form cannot be compiled.
-            Overloaded: too many forms of this tenant wait.
+            InvalidRequest: its grammar or schema cannot be compiled.
+            Overloaded: too many grammars of this tenant wait.
         """
         if not is_guided(sampling):
             return None
         factory = self._factory
         if factory is None:
-            raise InvalidRequest("this engine makes no masks, and so no structured output", param="structured")
+            raise InvalidRequest("this engine does not support structured output", param="structured")
         prepared = factory.find(sampling, cache_salt)
         if prepared is not None:
             return prepared

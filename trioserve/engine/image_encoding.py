@@ -1,6 +1,7 @@
-"""What the model makes of a prompt's images, before its request joins the core. A few images are decoded at a time, in
-processes, and one is encoded, between the steps. A request that leaves meanwhile leaves at once, and gives its room
-back in the same call.
+"""Computes the embeddings of a prompt's images before its request joins the core.
+
+Processes decode a few images at a time. The model encodes one image at a time, between steps. A request that leaves
+meanwhile leaves at once, and releases its claim on memory in the same call.
 """
 
 from __future__ import annotations
@@ -26,8 +27,18 @@ logger = logging.getLogger(__name__)
 
 
 class ImageEncoding:
-    """wait_until_open: returns when the engine computes, and raises what refuses a request when it does not any more.
-    encoder: set by the engine, whenever it is opened."""
+    """Encodes the images of requests.
+
+    Args:
+        processing: how the model expects images.
+        decoder: decodes image files.
+        metrics: receive times and cache counts.
+        wait_until_open: waits until the engine computes. Raises the refusal if the engine is closed.
+
+    Attributes:
+        outputs: cache of embeddings, with a limit on memory.
+        encoder: computes embeddings. The engine sets it whenever it is opened.
+    """
 
     def __init__(
         self,
@@ -42,13 +53,21 @@ class ImageEncoding:
         self._decoder = decoder
         self._metrics = metrics
         self._wait_until_open = wait_until_open
-        self._encoder_turn = trio.Lock()  # it takes the processors
-        self._under_way: dict[bytes, trio.Event] = {}  # set when its image is encoded, or is not after all
+        self._encoder_turn = trio.Lock()  # one image at a time, because encoding uses all processors
+        self._under_way: dict[bytes, trio.Event] = {}  # set when the encoding of this image has ended or failed
         self._seen = (0, 0)
         metrics.on_scrape(self._show)
 
     async def prepare(self, request: OpenRequest) -> None:
-        """Have its rows given. Its claim is released by `release`, however this ends. Raises InvalidRequest."""
+        """Encode the images of a request. `release` releases its claim on memory, however this ends.
+
+        Args:
+            request: a request whose prompt is tokenized.
+
+        Raises:
+            InvalidRequest: an image cannot be decoded.
+            RequestFailed: an image cannot be encoded.
+        """
         if request.is_finished:
             return
         granted = trio.Event()
@@ -58,12 +77,16 @@ class ImageEncoding:
             await granted.wait()
         for image in {one.image.digest: one.image for one in request.images}.values():
             await self._have_encoded(image, output_name(image.digest, request.cache_salt), request.tenant)
-        if request.output_claim is claim:  # otherwise it was ended meanwhile
+        if request.output_claim is claim:  # otherwise the request was ended meanwhile
             request.given = tuple(rows for image in request.images for rows in self._rows(image, request.cache_salt))
             request.forget_files()
 
     def release(self, request: OpenRequest) -> None:
-        """Synchronous, at any moment, any number of times: what it claimed is given back once."""
+        """Release the claim of a request. May be called at any time, and more than once.
+
+        Args:
+            request: the request.
+        """
         claim, request.output_claim = request.output_claim, None
         if claim is not None:
             request.given = ()
@@ -76,14 +99,16 @@ class ImageEncoding:
         }
 
     async def _have_encoded(self, image: ReadImage, name: bytes, tenant: str) -> None:
-        """Whoever comes first does it; one that leaves halfway leaves it to the next."""
+        """Encode an image unless it is cached. Requests with the same image wait for the first one, or take over if it
+        leaves.
+        """
         while self.outputs.values(name) is None:
             if (other := self._under_way.get(name)) is not None:
                 await other.wait()
                 continue
             is_over = self._under_way[name] = trio.Event()
             try:
-                # The place is kept until the tiles are encoded, which bounds how many wait for that in memory.
+                # Keep the decoder slot until the tiles are encoded. This bounds how many decoded images wait in memory.
                 async with self._decoder.turn(tenant):
                     tiles = await self._decoder.tiles(image.content, self._processing, image.place)
                     async with self._encoder_turn:
@@ -100,21 +125,21 @@ class ImageEncoding:
             await self._wait_until_open()
             encoder = self.encoder
             if encoder is None:
-                raise InvalidRequest("this engine encodes no images: it was opened anew without them", param="messages")
+                raise InvalidRequest("this engine encodes no images: it was reopened without them", param="messages")
             try:
                 return await encoder.encode(tiles)
             except AlreadyEnded:
-                if encoder is self.encoder:  # it is closed, and will not be opened anew
+                if encoder is self.encoder:  # the engine is closed, and will not be reopened
                     await self._wait_until_open()
                     raise
-            except Exception as error:  # of what computes: its memory may not do, say
+            except Exception as error:  # an error of the encoder, such as too little memory
                 logger.exception("an image could not be encoded")
                 raise RequestFailed(f"the image could not be encoded: {type(error).__name__}: {error}") from error
 
     def _rows(self, image: PromptImage, cache_salt: str | None) -> list[GivenRows]:
-        """Of each tile, a part of the whole."""
+        """Return the embeddings of each tile of an image."""
         values = self.outputs.values(output_name(image.image.digest, cache_salt))
-        assert values is not None, "it is claimed, and was encoded"
+        assert values is not None, "the claim keeps the encoded image"
         whole = memoryview(values).cast("B")  # type: ignore[arg-type]  # it has a buffer
         row_bytes = 4 * self._processing.embedding_size
         rows, first = [], 0
@@ -135,8 +160,14 @@ class ImageEncoding:
 
 
 def output_name(digest: bytes, cache_salt: str | None) -> bytes:
-    """The name of what the model makes of an image: another one for each salt, so that the time of a request does not
-    show whether another key has sent the image."""
+    """Return the cache name of an image's embeddings.
+
+    The name depends on the salt. So the response time does not reveal whether another user has sent the image.
+
+    Args:
+        digest: digest of the image.
+        cache_salt: separates caches of different users. None: shared.
+    """
     if cache_salt is None:
         return digest
     key = blake2b(cache_salt.encode("utf-8", "surrogatepass"), digest_size=32).digest()

@@ -1,5 +1,7 @@
-"""The response so far of a request that goes on: its choices are put where they stood, token by token, as if each had
-just come. What they gave then is not given again."""
+"""The known output of a resumed request: each choice is put into the state after its known tokens.
+
+The tokens are replayed one by one, as if each had just been sampled. The deltas of the replay are not sent again.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +22,22 @@ from trioserve.text.tokenizer import Tokenizer
 
 __all__ = ["KNOWN_TOKENS_MAX", "REPLAY_CHARACTERS", "KnownChoice", "KnownOutput", "checked_resume"]
 
-# Of all choices together: two seconds of a thread. One choice may fill the context of its model, however long that is.
+# This limits all choices together to about two seconds of a thread. One choice may always fill the model's context.
 KNOWN_TOKENS_MAX = 524_288
-REPLAY_CHARACTERS = 8  # what a known token counts for that is gone through: several microseconds
+REPLAY_CHARACTERS = 8  # cost of replaying one token, in characters of tokenized text: several microseconds
 
 PARAM = "resume.token_ids"
 
 
 class KnownChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """output: behind its known tokens. deltas: what these gave; joined, all of them. guide: None where nothing
-    restrains it, or it has finished."""
+    """State of one choice after its known tokens.
+
+    Attributes:
+        output: continues after the known tokens.
+        deltas: the deltas of the replay. Joined, they hold all known tokens.
+        is_finished: True if the choice ended with the known tokens.
+        guide: grammar state. None: no grammar, or the choice has finished.
+    """
 
     output: ChoiceOutput
     deltas: tuple[Delta, ...]
@@ -38,7 +46,18 @@ class KnownChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KnownOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """What there is to go through, for a thread of its own where it is long. tokens_max: of each choice."""
+    """Known tokens of a request, ready to be replayed. A long replay belongs in a worker thread.
+
+    Attributes:
+        tokenizer: turns tokens into text.
+        sampling: sampling options of the request.
+        cache_salt: separates prefix caches of different users. None: shared.
+        resume: the known tokens.
+        stop_token_ids: token ids that end a choice.
+        tokens_max: most output tokens of each choice.
+        prompt_token_ids: tokens of the prompt.
+        guides: compiled grammars. None: no grammar.
+    """
 
     tokenizer: Tokenizer
     sampling: SamplingParams
@@ -51,11 +70,18 @@ class KnownOutput(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def size(self) -> int:
-        """See PromptEncoder.run."""
+        """Work of the replay, in the unit of `PromptEncoder.run`."""
         return REPLAY_CHARACTERS * sum(map(len, self.resume.token_ids))
 
     def choices(self) -> list[KnownChoice]:
-        """Raises InvalidRequest for output that cannot be this request's so far."""
+        """Replay the known tokens of each choice.
+
+        Returns:
+            One entry per choice.
+
+        Raises:
+            InvalidRequest: the output cannot be the beginning of a response to this request.
+        """
         return [self._choice(index) for index in range(len(self.resume.token_ids))]
 
     def _choice(self, index: int) -> KnownChoice:
@@ -88,17 +114,17 @@ class KnownOutput(msgspec.Struct, frozen=True, kw_only=True):
         guide = self.guides.new_guide(self.stop_token_ids, self.prompt_token_ids)
         for place, token_id in enumerate(self.resume.token_ids[index]):
             if guide.is_over:
-                raise _over(index, f"its form is complete with token {place}")
+                raise _over(index, f"its grammar is complete with token {place}")
             if not guide.accept(token_id):
                 raise InvalidRequest(
-                    f"resume.token_ids[{index}][{place}] is {token_id}, which may not come there: {guide.fault}",
+                    f"resume.token_ids[{index}][{place}] is {token_id}, which is not allowed there: {guide.fault}",
                     param=PARAM,
                 )
         if guide.is_over:
-            raise _over(index, "its form is complete")
+            raise _over(index, "its grammar is complete")
         return guide
 
-    def _is_form_complete(self, token_ids: Sequence[int]) -> bool:
+    def _is_grammar_complete(self, token_ids: Sequence[int]) -> bool:
         if self.guides is None:
             return False
         guide = self.guides.new_guide(self.stop_token_ids, self.prompt_token_ids)
@@ -109,10 +135,10 @@ class KnownOutput(msgspec.Struct, frozen=True, kw_only=True):
         return is_stop and len(token_ids) > self.sampling.min_tokens
 
     def _end(self, index: int) -> RequestFinished:
-        """As its tokens tell it; a stop string is found where they become text."""
+        """Return how a finished choice ended, as far as its tokens show. The replay finds a stop string in the text."""
         token_ids = self.resume.token_ids[index]
         is_stopped = self._stops(token_ids)
-        is_full = len(token_ids) >= self.tokens_max and not is_stopped and not self._is_form_complete(token_ids)
+        is_full = len(token_ids) >= self.tokens_max and not is_stopped and not self._is_grammar_complete(token_ids)
         return RequestFinished(
             request_id=RequestId(""),
             reason=FinishReason.LENGTH if is_full or self.sampling.max_tokens == 0 else FinishReason.STOP,
@@ -122,7 +148,17 @@ class KnownOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def checked_resume(resume: Resume, sampling: SamplingParams, *, vocab_size: int, context_tokens_max: int) -> None:
-    """Raises InvalidRequest for what cannot be a response to this request, whatever its prompt."""
+    """Check that known output can belong to a request, without looking at the prompt.
+
+    Args:
+        resume: the known output.
+        sampling: sampling options of the request.
+        vocab_size: number of token ids.
+        context_tokens_max: most tokens of prompt and output together.
+
+    Raises:
+        InvalidRequest: the output cannot be the beginning of a response to this request.
+    """
     if len(resume.token_ids) != sampling.n:
         raise InvalidRequest(
             f"resume.token_ids has {len(resume.token_ids)} lists and the request {sampling.n} choices: there is one "
@@ -153,7 +189,7 @@ def checked_resume(resume: Resume, sampling: SamplingParams, *, vocab_size: int,
 
 
 def _check_logprobs(index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprob], vocab_size: int) -> None:
-    """Each is of its token, and all that they name have a text. Raises InvalidRequest."""
+    """Check that each entry belongs to its token, and that all token ids in it exist. Raises InvalidRequest."""
     param = "resume.logprobs"
     for place, (token_id, entry) in enumerate(zip(token_ids, entries, strict=True)):
         if entry.token_id != token_id:

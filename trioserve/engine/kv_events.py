@@ -1,7 +1,7 @@
-"""What came and went in the prefix cache, numbered, for readers at their own pace. The engine never waits for one.
+"""Changes of the prefix cache, numbered, for subscribers at their own pace. The engine never waits for a subscriber.
 
-The last changes are kept in a ring. A reader that has fallen behind its end, or has just come, gets a snapshot of all
-that is resident, and goes on from there.
+The last changes are kept in a ring buffer. A new subscriber, or one that is too far behind, gets a snapshot of all
+resident blocks, and continues from there.
 """
 
 from __future__ import annotations
@@ -19,15 +19,27 @@ from trioserve.core.prefix_cache import PrefixCache
 
 __all__ = ["EVENTS_MAX", "KvEvents", "KvReader"]
 
-EVENTS_MAX = 65_536  # about 10 MB at most; a reader may be away while that many blocks come and go
-EVENT_HASHES_MAX = 512  # in one event: 14 KB of JSON, far below what is held for a slow client
-READERS_MAX = 16  # routers before one engine; each may hold the list of all blocks while it gets a snapshot
+EVENTS_MAX = 65_536  # about 10 MB at most. A subscriber may miss this many changes before it needs a snapshot.
+EVENT_HASHES_MAX = 512  # per event: 14 KB of JSON, far less than the buffer of a slow client
+READERS_MAX = 16  # one subscriber per router. Each may use memory for a list of all blocks while it gets a snapshot.
 RETRY_SECONDS = 30.0
 
 
 class KvEvents:
-    """Listens to a prefix cache. epoch: of this engine, like no other's. Every method belongs to the thread of the
-    engine's Trio program."""
+    """Records the changes of a prefix cache. Every method belongs to the thread of the engine's Trio program.
+
+    Args:
+        cache: the prefix cache.
+        model: name of the model.
+        block_size: tokens per block.
+        window_tokens: attention window of the model, in tokens. None: no window.
+        events_max: changes that are kept.
+
+    Attributes:
+        epoch: random name of this record. Sequence numbers are valid only within one epoch.
+        next_sequence: number of the next change.
+        is_over: True if no more changes will come.
+    """
 
     def __init__(
         self,
@@ -46,17 +58,18 @@ class KvEvents:
         self.is_over = False
         self._cache = cache
         self._events_max = events_max
-        self._ring: list[tuple[BlockHash, bool]] = []  # number n is at n modulo its length, once it is full
+        # Change n is at index n modulo the length, once the buffer is full.
+        self._ring: list[tuple[BlockHash, bool]] = []
         self._reader_count = 0
         self._waiting = trio.lowlevel.ParkingLot()
         cache.on_residency = self._note
 
     @contextmanager
     def reading(self) -> Iterator[KvReader]:
-        """Raises Overloaded when too many read already."""
+        """Count a subscriber while the context is entered. Raises Overloaded if there are too many subscribers."""
         if self._reader_count >= READERS_MAX:
             raise Overloaded(
-                f"{READERS_MAX} read the events of this engine's cache already, and no more may",
+                f"{READERS_MAX} clients read the cache events of this engine already, and no more are allowed",
                 reason="too_many_readers",
                 retry_after_seconds=RETRY_SECONDS,
             )
@@ -67,18 +80,25 @@ class KvEvents:
             self._reader_count -= 1
 
     def end(self) -> None:
-        """Let the readers go: the engine is leaving."""
+        """Wake the subscribers for the last time, because the engine ends."""
         self.is_over = True
         self._waiting.unpark_all()
 
     @property
     def first_sequence(self) -> int:
-        """The oldest change that is kept."""
+        """Number of the oldest change that is kept."""
         return self.next_sequence - len(self._ring)
 
     def run_from(self, sequence: int) -> tuple[bool, list[BlockHash]]:
-        """Whether change number `sequence`, which must be kept, brought a block, and the names in it and those behind
-        it that did the same, up to what one event holds."""
+        """Return a run of changes of one kind.
+
+        Args:
+            sequence: number of the first change. It must be kept.
+
+        Returns:
+            True if blocks were stored, False if they were removed. And the names of the blocks, at most
+            EVENT_HASHES_MAX.
+        """
         assert self.first_sequence <= sequence < self.next_sequence
         is_stored = self._change(sequence)[1]
         hashes = []
@@ -93,7 +113,11 @@ class KvEvents:
         return self._cache.resident_hashes()
 
     async def wait_beyond(self, sequence: int) -> None:
-        """Returns when there is a change with this number, or nothing more will come."""
+        """Wait until a change exists, or no more changes will come.
+
+        Args:
+            sequence: number of the change.
+        """
         while self.next_sequence <= sequence and not self.is_over:
             await self._waiting.park()
 
@@ -111,16 +135,20 @@ class KvEvents:
 
 
 class KvReader:
-    """One reader's place in the events."""
+    """Position of one subscriber in the changes.
+
+    Args:
+        events: the changes.
+    """
 
     def __init__(self, events: KvEvents) -> None:
         self._events = events
-        self._sequence: int | None = None  # of the next change that it gets; None: a snapshot comes first
-        self._unsent: list[BlockHash] = []  # of the snapshot, the last ones first
+        self._sequence: int | None = None  # number of the next change. None: a snapshot comes first.
+        self._unsent: list[BlockHash] = []  # rest of the snapshot, in reverse order
         self._snapshot_is_open = False
 
     def next_nowait(self) -> KvEvent | None:
-        """The next event; None if there is none yet."""
+        """Return the next event, or None if there is none yet."""
         events = self._events
         if self._snapshot_is_open:
             return self._snapshot_part()
@@ -138,7 +166,7 @@ class KvReader:
         return event
 
     async def next(self) -> KvEvent | None:
-        """The next event, as soon as there is one; None when the engine leaves."""
+        """Wait for the next event. Return None when the engine ends."""
         while not self._events.is_over:
             event = self.next_nowait()
             if event is not None:

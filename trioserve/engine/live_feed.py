@@ -1,7 +1,7 @@
-"""What an engine does at this moment, for those who watch it: every block, every request, and what a cancel has freed.
+"""The present state of an engine for the status page: blocks, requests, and the blocks that cancels have freed.
 
-It is looked at when somebody asks. While nobody watches nothing is kept, but for a point of the history in 5 seconds.
-Of requests that have left, and of those that are cancelled, something is kept only inside of `watching`.
+State is read when a client asks for it. Without watchers, only the history is kept, one point every 5 seconds. Ended
+and cancelled requests are recorded only inside `watching`.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from trioserve.trio_tools.watchers import Watchers
 
 __all__ = ["EngineLook", "LiveFeed"]
 
-STEPS_SECONDS = 1.0  # over which the parts of a step are summed up
-GAUGES_SECONDS = 1.0  # between two questions for what the metrics alone know
+STEPS_SECONDS = 1.0  # period over which the parts of steps are summed
+GAUGES_SECONDS = 1.0  # time between two refreshes of the gauges
 HISTORY_SERIES = (
     "tokens_per_second",
     "ttft_p50",
@@ -65,7 +65,15 @@ OUTCOMES = {
 
 
 class EngineLook(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine itself knows of the moment."""
+    """State that the engine itself provides.
+
+    Attributes:
+        is_draining: True if the engine accepts no new requests.
+        restarts: how often the engine was reopened.
+        preparing_count: sequences that are not in the core yet.
+        held_count: ended sequences whose blocks are held for another engine.
+        role: role in KV exchange. None: no KV exchange.
+    """
 
     is_draining: bool
     restarts: int
@@ -75,7 +83,13 @@ class EngineLook(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Cancel:
-    """sequence_count: so many still have their blocks. blocks: of all of them."""
+    """A cancelled request whose blocks are not all free.
+
+    Args:
+        key: key of the request on the status page.
+        blocks: blocks of all its sequences when it was cancelled.
+        sequence_count: sequences that still have their blocks.
+    """
 
     __slots__ = ("blocks", "key", "seconds", "sequence_count", "steps")
 
@@ -88,8 +102,15 @@ class _Cancel:
 
 
 class _Watched:
-    """What is known of a request from one look to the next. blocks: at the last one, and the runs that they make.
-    shown: as of the last one; mark: what has to be other before that is."""
+    """State of a request that is kept between two snapshots.
+
+    Attributes:
+        key: key of the request on the status page.
+        blocks: blocks at the last snapshot.
+        runs: the same blocks as runs of consecutive blocks.
+        shown: the row of the last snapshot.
+        mark: values from which the row was made. The row is made again if they change. None: always.
+    """
 
     __slots__ = ("blocks", "entered_at", "key", "mark", "runs", "shown", "tenant")
 
@@ -104,8 +125,21 @@ class _Watched:
 
 
 class LiveFeed:
-    """Every method belongs to the thread of the engine's Trio program. leaving: set when the engine takes nothing new
-    any more. requests: entered and not left. kept_holds: left, and something of them is held."""
+    """Makes snapshots of an engine for the status page. Every method belongs to the thread of the engine's Trio
+    program.
+
+    Args:
+        model: description of the model.
+        requests: requests that were entered and not left.
+        kept_holds: requests that have left, and whose blocks are held.
+        metrics: registry of the engine's metrics.
+        step_times: times of the engine's steps.
+        look: returns the engine's own state.
+        started_at: start of the engine, in seconds of Trio's clock.
+
+    Attributes:
+        leaving: set when the engine accepts no new requests any more.
+    """
 
     def __init__(
         self,
@@ -128,7 +162,8 @@ class LiveFeed:
         self._watchers = Watchers(self._forget_all)
         self._watched: dict[OpenRequest, _Watched] = {}
         self._keys: set[str] = set()  # in use
-        self._ended: OrderedDict[str, tuple[str | None, RequestShown]] = OrderedDict()  # whose, and what is shown
+        # Owner and row of each ended request.
+        self._ended: OrderedDict[str, tuple[str | None, RequestShown]] = OrderedDict()
         self._outcomes: dict[str, str] = {}
         self._cancels: dict[RequestId, _Cancel] = {}
         self._freed: dict[str, Freed] = {}
@@ -137,19 +172,30 @@ class LiveFeed:
         self._history: History | None = None
 
     def install(self, core: EngineCore, connector: RunningConnector | None) -> None:
-        """From here on the engine computes with these; blocks of those before are nobody's."""
+        """Use new parts, and forget cancels in the previous ones.
+
+        Args:
+            core: the new core.
+            connector: the new connector. None: no connector.
+        """
         self._core = core
         self._connector = connector
         self._cancels.clear()
 
     def watching(self) -> AbstractContextManager[None]:
-        """Somebody looks now and then."""
+        """Count a watcher while the context is entered. State of ended requests is recorded meanwhile."""
         return self._watchers.watching()
 
-    # --- told by the engine ---
+    # --- called by the engine ---
 
     def note_cancelled(self, request: OpenRequest, ids: Sequence[RequestId], reason: FinishReason) -> None:
-        """It ends by another hand than its own; these are its sequences that the core has, still with their blocks."""
+        """Note that a request is ended from outside.
+
+        Args:
+            request: the request.
+            ids: its sequences in the core, which still have their blocks.
+            reason: the finish reason.
+        """
         if not self._watchers or request.is_finished:
             return
         key = self._of(request).key
@@ -163,7 +209,13 @@ class LiveFeed:
             self._cancels.setdefault(sequence_id, cancel)
 
     def note_freed(self, sequence_id: RequestId, steps: int, seconds: float) -> None:
-        """A sequence that was cancelled has no blocks any more."""
+        """Note that a cancelled sequence has no blocks any more.
+
+        Args:
+            sequence_id: the sequence.
+            steps: steps that ended between cancel and release.
+            seconds: time between cancel and release.
+        """
         cancel = self._cancels.pop(sequence_id, None)
         if cancel is None:
             return
@@ -179,7 +231,11 @@ class LiveFeed:
             self._ended[cancel.key] = owner, msgspec.structs.replace(shown, freed=freed)
 
     def note_left(self, request: OpenRequest) -> None:
-        """It is entered no longer, and nothing of it is held."""
+        """Note that a request has left, and no block of it is held.
+
+        Args:
+            request: the request.
+        """
         if not self._watchers:
             return
         watched = self._of(request)
@@ -190,13 +246,17 @@ class LiveFeed:
             self._forget_ended()
 
     def leave(self) -> None:
-        """The engine takes nothing new, or has broken."""
+        """Note that the engine accepts no new requests, or has broken."""
         self.leaving.set()
 
     # --- the history ---
 
     async def keep_history(self, interval_seconds: float) -> None:
-        """A point every so many seconds, until cancelled."""
+        """Record a point of the history at fixed intervals. Runs until cancelled.
+
+        Args:
+            interval_seconds: time between two points.
+        """
         self._history = History(interval_seconds, HISTORY_SERIES)
         ttft = HistogramWindow(self._metrics.time_to_first_token_seconds)
         itl = HistogramWindow(self._metrics.inter_token_latency_seconds)
@@ -217,11 +277,15 @@ class LiveFeed:
             ]
             self._history.note(dict(zip(HISTORY_SERIES, values, strict=True)), trio.current_time())
 
-    # --- looking ---
+    # --- snapshots ---
 
     def snapshot(self, owner: str | None, *, sees_counts: bool = True) -> PageSnapshot:
-        """owner: whose requests are to be seen; None: all. sees_counts: whether what counts everybody's requests is,
-        too, and the state of each block. To be asked for inside of `watching`."""
+        """Make a snapshot. Call it inside `watching`.
+
+        Args:
+            owner: show only requests of this user. None: all requests.
+            sees_counts: True to include counts of all users' requests, and the state of each block.
+        """
         now = trio.current_time()
         look = self._look()
         requests, request_count = self._shown_requests(owner, now)
@@ -262,7 +326,7 @@ class LiveFeed:
         shown = {}
         for request in requests[-REQUESTS_SHOWN_MAX:]:
             watched = self._of(request)
-            if len(request.choices) == 1:  # nearly all
+            if len(request.choices) == 1:  # the usual case
                 live = lives.get(request.choices[0].sequence_id)
                 own = [] if live is None else [live]
                 mark = None if live is not None and live.status is RequestStatus.RUNNING else self._mark(request, live)
@@ -278,8 +342,10 @@ class LiveFeed:
         return shown, len(requests)
 
     def _mark(self, request: OpenRequest, live: LiveRequest | None) -> tuple[object, ...] | None:
-        """Of a request of one choice that does not run. There may be hundreds, of which nothing is new. None: it has to
-        be looked at."""
+        """Return values that change when the row of a waiting or ended request with one choice changes, or None.
+
+        There may be hundreds of such requests without a change. None means that the row must be made again.
+        """
         if request.is_finished:
             return None if request.is_held else (len(self._freed), request.ended_at)
         if live is None:
@@ -390,7 +456,7 @@ class LiveFeed:
         )
 
     def _transfers(self, look: EngineLook) -> dict[str, object] | None:
-        """None without a connector."""
+        """Return counts of KV transfers, or None without a connector."""
         if self._connector is None:
             return None
         stats = self._core.stats()
@@ -403,13 +469,13 @@ class LiveFeed:
             "counts": dict(self._connector.counts()),
         }
 
-    # --- inside ---
+    # --- internal ---
 
     def _of(self, request: OpenRequest) -> _Watched:
         watched = self._watched.get(request)
         if watched is None:
             key, number = request.id, 1
-            while key in self._keys:  # several may bear the same id
+            while key in self._keys:  # several requests may have the same id
                 number += 1
                 key = f"{request.id}~{number}"
             self._keys.add(key)
@@ -417,7 +483,7 @@ class LiveFeed:
         return watched
 
     def _forget_ended(self, now: float | None = None) -> None:
-        """Those that left long ago; without a time, the one that left first."""
+        """Forget requests that ended long ago. Without a time, forget the request that ended first."""
         while self._ended:
             key, (_, shown) = next(iter(self._ended.items()))
             if now is not None and shown.ended_at is not None and now - shown.ended_at < ENDED_SECONDS:
@@ -436,15 +502,17 @@ class LiveFeed:
 
 
 def _blocks_of(lives: list[LiveRequest]) -> Sequence[BlockIndex]:
-    """Each once, in the order of the block tables."""
+    """Return each block once, in the order of the block tables."""
     if len(lives) == 1 and not lives[0].reserved_blocks and not lives[0].absent_block_count:
         return lives[0].blocks
     return list(dict.fromkeys(block for live in lives for block in live.own_blocks))
 
 
 def _runs(watched: _Watched, blocks: Sequence[BlockIndex]) -> tuple[tuple[int, int], ...]:
-    """(first, count) of blocks that follow each other, in the table and in the pool. Most often they are what they were
-    at the last look, or a few more."""
+    """Return (first, count) for each run of consecutive block indexes in the table.
+
+    Usually the blocks are unchanged since the last snapshot, or a few were appended.
+    """
     known = watched.blocks
     if len(blocks) == len(known) and blocks == known:
         return watched.runs

@@ -1,6 +1,6 @@
-"""Memory for the masks of steps, used again and again, and the plainest way to fill it: at once.
+"""Reused memory for token masks, and the simplest way to fill it: synchronously.
 
-Everything here but `fill` belongs to the thread of the core.
+Only `fill` may run in another thread. Everything else belongs to the thread of the core.
 """
 
 from __future__ import annotations
@@ -19,11 +19,20 @@ __all__ = ["MaskBuffers", "MaskRows", "MasksAtOnce"]
 logger = logging.getLogger(__name__)
 
 WORD_BYTES = 4
-SPARE_MAX = 4  # two steps in flight, and two that were given up while their masks are filled
+SPARE_MAX = 4  # two steps in flight, and two abandoned steps whose masks are still being filled
 
 
 class MaskRows:
-    """A TokenMasks. guided: whose rows they are, until they are filled. is_over: nobody reads them any more."""
+    """Token masks of one step. Implements `TokenMasks`.
+
+    Args:
+        words_per_row: 32-bit words per row.
+        row_capacity: number of rows for which memory is allocated.
+
+    Attributes:
+        row_count: rows that the current step uses.
+        is_over: True when no reader needs the rows any more.
+    """
 
     def __init__(self, words_per_row: int, row_capacity: int) -> None:
         self.words_per_row = words_per_row
@@ -42,7 +51,12 @@ class MaskRows:
         return self._filled[0] == 1
 
     def begin(self, guided: Sequence[GuidedRows], row_count: int) -> None:
-        """They are another step's from now on."""
+        """Assign the memory to another step.
+
+        Args:
+            guided: the guides that fill the rows.
+            row_count: rows that the step needs, at most `row_capacity`.
+        """
         assert row_count <= self.row_capacity
         self._filled[0] = 0
         self._is_filled.clear()
@@ -54,7 +68,7 @@ class MaskRows:
         self._is_filled.wait()
 
     def fill(self) -> None:
-        """In whichever thread. Rows that nobody reads any more are left as they are."""
+        """Fill the rows, in any thread. After `is_over` is set, remaining rows are left unfilled."""
         for rows in self._guided:
             if self.is_over:
                 break
@@ -68,19 +82,23 @@ class MaskRows:
         address = self.address + row * row_bytes
         try:
             guide.fill_masks(address, self.words_per_row, draft)
-        except BaseException:  # a panic of the library, too: whoever waits for the rows would wait for ever
-            # The fault of one request. Without a bit it cannot go on.
+        except BaseException:  # includes a panic of the library, because otherwise the sampler would wait for ever
+            # Only this request is affected. It fails because its mask allows no token.
             logger.exception("a mask could not be filled")
             ctypes.memset(address, 0, row_bytes * (1 + len(draft)))
 
 
 class MaskBuffers:
-    """Lends memory to one step after another. What is over, and still being filled, comes back when it is filled."""
+    """Lends mask memory to steps. Memory that is returned while a thread still fills it becomes available after that.
+
+    Args:
+        vocab_size: number of token ids.
+    """
 
     def __init__(self, vocab_size: int) -> None:
         self._words_per_row = mask_words(vocab_size)
         self._spare: list[MaskRows] = []
-        self._leaving: list[MaskRows] = []  # over, and still being filled
+        self._leaving: list[MaskRows] = []  # returned, and still being filled
 
     def take(self, guided: Sequence[GuidedRows], row_count: int) -> MaskRows:
         self._sweep()
@@ -101,12 +119,16 @@ class MaskBuffers:
         if self._leaving:
             filled = [rows for rows in self._leaving if rows.is_filled]
             self._leaving = [rows for rows in self._leaving if not rows.is_filled]
-            # The largest are kept: a step of a busy moment is not the last of its kind.
+            # Keep the largest buffers, because a busy moment usually has more steps of that size.
             self._spare = sorted((*self._spare, *filled), key=lambda rows: rows.row_capacity)[-SPARE_MAX:]
 
 
 class MasksAtOnce:
-    """A MaskMaker without a thread, for tests and simulations: masks are filled when they are asked for."""
+    """Fills masks synchronously, for tests and simulations. Implements `MaskMaker` without a thread.
+
+    Args:
+        vocab_size: number of token ids.
+    """
 
     def __init__(self, vocab_size: int) -> None:
         self._buffers = MaskBuffers(vocab_size)

@@ -1,7 +1,7 @@
-"""The thread that fills masks while the forward pass runs.
+"""The thread that fills token masks while the forward pass runs.
 
-It stands beside the compute thread and takes one step's masks after another. Most of the work is a library's, without
-the GIL, so the event loop stays live. Whoever samples waits for the masks, and no sooner.
+It runs beside the compute thread and fills the masks of one step after another. A library does most of the work without
+the GIL, so the event loop stays responsive. Only the sampler waits for the masks.
 """
 
 from __future__ import annotations
@@ -22,11 +22,18 @@ __all__ = ["MaskThread"]
 
 @uninterrupted
 class MaskThread:
-    """`with MaskThread(vocab_size) as masks:`; a MaskMaker inside. Leaving ends the thread, after the row at hand.
+    """A `MaskMaker` with its own thread: `with MaskThread(vocab_size) as masks: ...`.
 
-    Every method belongs to the thread of the core. At most as many steps wait for their masks as are in flight, and
-    those that were given up, of which nothing more is filled than the guide at hand.
-    seconds_total, rows_total: what filling took so far, and how many rows it were.
+    Leaving the context ends the thread after the guide that it is filling. Every method belongs to the thread of the
+    core. The queue is short: it holds the masks of the steps in flight, and of abandoned steps. Of an abandoned step
+    the thread fills at most the current guide.
+
+    Args:
+        vocab_size: number of token ids.
+
+    Attributes:
+        seconds_total: time spent on filling so far.
+        rows_total: number of rows filled so far.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -60,6 +67,6 @@ class MaskThread:
             began_at = time.perf_counter()
             row_count = rows.row_count
             rows.fill()
-            del rows  # what it holds may be large
+            del rows  # its guides may use much memory
             self.seconds_total += time.perf_counter() - began_at
             self.rows_total += row_count

@@ -1,4 +1,4 @@
-"""What an engine serves, as its users are told."""
+"""Description of the model that an engine serves, for its users."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ DIGEST_BYTES = 16
 
 
 class PooledModel(msgspec.Struct, frozen=True, kw_only=True):
-    """Describes the vectors or scores that a model makes of prompts.
+    """Describes the vectors or scores that a model computes from prompts.
 
     Args:
-        embedding_size: the length of a vector.
-        method: how the model's makers recommend to pool the tokens.
-        normalize: whether the model's makers recommend vectors of length 1.
-        is_encoder: the model computes the whole prompt in one step.
-        continues_texts: the model can generate, too. Encoders cannot, nor can decoders that were saved without a head.
-        scores_pairs: the model gives a pair of texts a score, and makes no vectors.
-        whole_tokens_max: the most tokens of a prompt that is computed in one step.
+        embedding_size: length of a vector.
+        method: pooling method that the model's makers recommend.
+        normalize: True if the model's makers recommend vectors of length 1.
+        is_encoder: True if the model computes the whole prompt in one step.
+        continues_texts: True if the model can also generate. False for encoders, and for decoders that were saved
+            without a head.
+        scores_pairs: True if the model scores a pair of texts and computes no vectors.
+        whole_tokens_max: most tokens of a prompt that is computed in one step.
     """
 
     embedding_size: int
@@ -36,21 +37,35 @@ class PooledModel(msgspec.Struct, frozen=True, kw_only=True):
     whole_tokens_max: int
 
     def is_whole(self, params: PoolingParams) -> bool:
-        """Whether an input has to be computed in one step."""
+        """Return True if an input must be computed in one step.
+
+        Args:
+            params: pooling options of the request.
+        """
         return self.is_encoder or (params.method or self.method) != "last"
 
 
 class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """What is served. name is the first of served_names; source is what it was loaded from, as it was named;
-    created_at is in seconds since 1970. pooled: what its prompts can be pooled to; None: nothing.
+    """Describes a served model.
 
-    arithmetic: what decides about the bits of a result besides tokens and weights. Engines of the same arithmetic and
-    weights, both batch-invariant, compute the same bits from the same tokens. batch_invariant: they depend on nothing
-    else. fingerprint: names all that decides about the tokens of a response, so that servers with the same one go on
-    with each other's; None: nobody has looked.
-    executor: what computes, in a few words for people. family: which model it is a checkpoint of, such as "llama".
-    weight_bytes: of its weights, as they are stored; 0 where nobody has looked. images: how it wants those of a chat;
-    None: it reads text alone."""
+    Attributes:
+        served_names: names that requests may use. The first one is the main name.
+        source: path or name from which the model was loaded, as the user wrote it.
+        context_tokens_max: most tokens of prompt and output together.
+        vocab_size: number of token ids.
+        eos_token_ids: token ids that end a response.
+        created_at: time of opening, in seconds since 1970.
+        pooled: the vectors or scores that the model can compute. None: it computes none.
+        arithmetic: names everything that decides the bits of a result besides tokens and weights. Two batch-invariant
+            engines with equal arithmetic and equal weights compute equal bits from equal tokens.
+        batch_invariant: True if results do not depend on the other sequences of a step.
+        fingerprint: names everything that decides the tokens of a response. Servers with equal fingerprints can resume
+            each other's responses. None: not determined.
+        executor: short description of the computing backend, for people. None: not known.
+        family: model family of the checkpoint, such as "llama". None: not known.
+        weight_bytes: size of the stored weights. 0: not determined.
+        images: how the model expects the images of a chat. None: it reads text only.
+    """
 
     served_names: tuple[str, ...]
     source: str
@@ -68,14 +83,27 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     images: ImageProcessing | None = None
 
     def fingerprint_with(self, adapter_digest: str | None) -> str | None:
-        """The same of responses that are computed with an adapter."""
+        """Return the fingerprint of responses that are computed with an adapter.
+
+        Args:
+            adapter_digest: digest of the adapter. None: without adapter.
+
+        Returns:
+            The combined fingerprint, or None if the model has no fingerprint.
+        """
         if adapter_digest is None or self.fingerprint is None:
             return self.fingerprint
         name, plus, promise = self.fingerprint.partition("+")
         return f"{name}.{adapter_digest}{plus}{promise}"
 
     def with_weights(self, version: str) -> ModelDescription:
-        """The same with other weights, and another fingerprint. To be asked of what the engine was opened with."""
+        """Return this description with the fingerprint of other weights.
+
+        Call this on the description with which the engine was opened, not on an earlier result of this method.
+
+        Args:
+            version: version of the new weights.
+        """
         if self.fingerprint is None:
             return self
         name, plus, promise = self.fingerprint.partition("+")
@@ -83,7 +111,11 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, fingerprint=f"{digest}{plus}{promise}")
 
     def pooled_tokens_max(self, params: PoolingParams) -> int:
-        """Tokens that an input may have."""
+        """Return how many tokens an input may have.
+
+        Args:
+            params: pooling options of the request.
+        """
         pooled = self.pooled
         if pooled is None or not pooled.is_whole(params):
             return self.context_tokens_max

@@ -1,6 +1,7 @@
-"""The engine's side of a request for text: what was asked, its choices, and what its reader has of them. What it has in
-common with all others stands in shell/request_scope.py, what is different where its prompts are pooled in
-pooled_request.py. A delta that is kept for a slow reader is bounded by the request's own length.
+"""The engine's side of a request for text: its options, its choices, and the output that its reader has received.
+
+shell/request_scope.py has the part that is common to all requests. pooled_request.py has pooled requests. Unread output
+is bounded by the length of the response.
 """
 
 from __future__ import annotations
@@ -45,7 +46,24 @@ __all__ = ["Choice", "OpenRequest", "view_of"]
 
 
 class Choice(RequestPart["OpenRequest"]):
-    """One of a request's n answers: its sequence in the engine, and the text it makes, or what it is pooled to."""
+    """One of a request's n choices: its sequence in the core, and its text, or its pooled result.
+
+    Args:
+        request: the request.
+        index: index of the choice.
+        sequence_id: id of its sequence in the core.
+        output: turns its tokens into text.
+        is_mute: True if no token is shown, because `max_tokens` is 0 or the request is pooled.
+
+    Attributes:
+        guide: grammar state. It is set when the prompt is tokenized. None: no grammar.
+        pooled: the pooled result, as soon as it is computed.
+        is_held: True if the choice has ended, and a connector holds its blocks for another engine.
+        held_since: when the hold began.
+        prompt_saved_count: prompt tokens that needed no computation when the choice first ran.
+        first_token_at: when its first token was delivered. None: not yet.
+        last_token_at: when its last token was delivered.
+    """
 
     __slots__ = (
         "first_token_at",
@@ -64,13 +82,12 @@ class Choice(RequestPart["OpenRequest"]):
     ) -> None:
         super().__init__(request, index, sequence_id)
         self.output = output
-        self.guide: SequenceGuide | None = None  # made when the prompt is tokenized
-        # max_tokens is 0: the prompt is computed, the one token it gives is not shown. Or it is pooled, and gives none.
+        self.guide: SequenceGuide | None = None
         self.is_mute = is_mute
         self.pooled: Pooled | None = None
-        self.is_held = False  # it is over, and a connector holds its blocks for another engine
+        self.is_held = False
         self.held_since = 0.0
-        self.prompt_saved_count = 0  # tokens of its prompt that it had not to compute when it first ran
+        self.prompt_saved_count = 0
         self.first_token_at: float | None = None
         self.last_token_at = 0.0
 
@@ -80,7 +97,9 @@ class Choice(RequestPart["OpenRequest"]):
 
     @property
     def sampled_count(self) -> int:
-        """Tokens that were sampled for it here, shown or not: without those of a response that began elsewhere."""
+        """Tokens that this engine sampled for the choice, shown or not. Known tokens of a resumed response do not
+        count.
+        """
         if self.is_mute:
             return int(self.first_token_at is not None)
         resume = self.request.resume
@@ -88,15 +107,27 @@ class Choice(RequestPart["OpenRequest"]):
 
 
 class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
-    """For the meanings of what was asked see Engine.generate.
+    """A request for text. `Engine.generate` documents the options.
 
-    on_released: called when no block of it is held any more. is_hold_kept: what is held outlives the scope.
-    is_given_away: it ends as soon as the step in flight is over, and another engine goes on. known: what the response
-    so far gave, where it goes on; there once it is entered. is_resumable: it may go on elsewhere when another's hand
-    has ended it, so that what was held back of its text is not shown then. keep_logprobs: those that its reader was
-    given are kept, for whoever goes on with it.
-    generates: its sequences are continued, and not pooled. adapter: the name of the one that it is computed with, or
-    None; adapter_lease: on it, from entering until the core has nothing of the request any more.
+    Args:
+        prompt: see `Engine.generate`. All other arguments that are not listed here are documented there, too.
+        seed: seed of the first choice.
+        is_resumable: True if the caller will resume the request after an abort. Then held-back text is not sent.
+        keep_logprobs: True to keep log probabilities that were delivered.
+        adapter: name of the adapter. None: no adapter.
+
+    Attributes:
+        generates: True if sequences are continued. False if they are pooled.
+        adapter_lease: use of the adapter, from entering until the core has no part of the request.
+        adapter_digest: digest of the adapter that the request has or had. None: no adapter.
+        weight_version: weights that compute the next token. None: the engine's first weights.
+        on_released: called when no block of the request is held any more.
+        is_hold_kept: True if held blocks outlive the scope.
+        is_given_away: True if the request ends with the step in flight, and another engine resumes it.
+        known: deltas of the earlier part of a resumed response. Set after entering.
+        output_claim: claim on the memory of image embeddings.
+        guides: compiled grammars, as soon as they are compiled. None: no grammar.
+        is_reasoning_ended_early: True if reasoning must end at once, also in choices that have not begun.
     """
 
     generates = True
@@ -133,8 +164,8 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
         )
         self.adapter = adapter
         self.adapter_lease: AdapterLease | None = None
-        self.adapter_digest: str | None = None  # of the one that it has, or had
-        self.weight_version: str | None = None  # of what computes its next token; None: the engine's first weights
+        self.adapter_digest: str | None = None
+        self.weight_version: str | None = None
         self.kv_transfer = kv_transfer
         self.is_hold_kept = False
         self.is_given_away = False
@@ -150,21 +181,20 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
         self.prompt = prompt
         self.prompt_token_ids: tuple[int, ...] = ()
         self.images: tuple[PromptImage, ...] = ()
-        self.output_claim: OutputClaim | None = None  # on what the model makes of them
+        self.output_claim: OutputClaim | None = None
         self.given: tuple[GivenRows, ...] = ()
         self._image_names: tuple[bytes, ...] = ()
         self.prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
         self.cached_token_count = 0
-        self.guides: PreparedGuides | None = None  # what restrains its tokens, once it is compiled
-        # Thoughts are to end at once, also those that are still to come.
-        self.is_thought_hurried = resume is not None and resume.end_thinking
-        # Unknown log probabilities of the first tokens cannot be part of those of all.
+        self.guides: PreparedGuides | None = None
+        self.is_reasoning_ended_early = resume is not None and resume.end_thinking
+        # If log probabilities of the first tokens are unknown, none are kept.
         has_logprobs = keep_logprobs and sampling.logprobs is not None
         self._keeps_logprobs = has_logprobs and (resume is None or resume.logprobs is not None)
-        self._given: dict[int, GivenOutput] = {}  # to the reader, by choice
+        self._given: dict[int, GivenOutput] = {}  # output that the reader has received, by choice
         if resume is not None:
             self._given = {index: self._given_before(resume, index) for index in range(len(resume.token_ids))}
-        self._released: trio.Event | None = None  # while somebody waits for it
+        self._released: trio.Event | None = None  # set while a task waits for the release
 
     @property
     def choice_count(self) -> int:
@@ -184,42 +214,55 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
 
     @property
     def prompts(self) -> tuple[PooledInput, ...]:
-        """What there is to be tokenized."""
+        """Inputs to be tokenized."""
         return (self.prompt,)
 
     async def tokenize(self, encoder: PromptEncoder) -> None:
-        """Raises what the encoder does."""
+        """Tokenize the prompt. Raises the encoder's errors.
+
+        Args:
+            encoder: the tokenizer.
+        """
         encoded = await encoder.encode_prompt(self.prompt, add_special_tokens=self.add_special_tokens, cut=self.cut)
         self.prompt_token_ids = tuple(encoded.token_ids)
         self.images = encoded.images
         self._image_names = tuple(one.image.digest for one in encoded.images)
 
     def forget_files(self) -> None:
-        """Its images are encoded, and their files need not be kept as long as the rest takes."""
+        """Drop the image files to save memory, because the images are encoded."""
         self.images = ()
 
     @property
     def prompt_token_count(self) -> int:
-        """A prompt counts once, however many choices it has."""
+        """Tokens of the prompt, counted once for all choices."""
         return len(self.prompt_token_ids)
 
     def prompt_token_count_of(self, choice: Choice) -> int:
-        """Of the sequence of one choice."""
+        """Return the prompt tokens of one choice's sequence.
+
+        Args:
+            choice: the choice.
+        """
         return len(self.prompt_token_ids)
 
     def note_cached(self, choice: Choice, token_count: int) -> None:
-        """A choice has ended, and so many tokens of its prompt were found in the prefix cache."""
+        """Note how many prompt tokens of an ended choice were found in the prefix cache.
+
+        Args:
+            choice: the choice.
+            token_count: number of tokens.
+        """
         if choice.index == 0:
             self.cached_token_count = token_count
 
     @property
     def completion_token_count(self) -> int:
-        """Tokens of all choices so far, shown or not."""
+        """Sampled tokens of all choices so far, including tokens that the client does not receive."""
         return sum(choice.output.token_count for choice in self.choices)
 
     @property
     def is_held(self) -> bool:
-        """Whether a connector holds blocks of it for another engine: of a choice that is over."""
+        """True while a connector holds blocks of a finished choice for another engine."""
         return any(choice.is_held for choice in self.choices)
 
     # --- the reader's side ---
@@ -232,34 +275,38 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
         given = self._given.get(delta.index)
         if given is None or given.keeps or delta.weight_versions or delta.finish_reason is not None:
             self._given_to(delta.index).take(delta)
-        else:  # the same for nearly all deltas, without a call
+        else:  # same effect, without a call, for nearly all deltas
             given.token_ids += delta.token_ids
 
     def resume_state(self) -> Resume:
-        """See RequestStream."""
-        return self._resume_behind([self._given_to(index).with_next(None) for index in range(self.choice_count)])
+        """See `RequestStream.resume_state`."""
+        return self._resume_after([self._given_to(index).with_next(None) for index in range(self.choice_count)])
 
     def weight_versions_of(self, index: int) -> WeightVersions:
-        """See RequestStream."""
+        """See `RequestStream.weight_versions`.
+
+        Args:
+            index: index of the choice.
+        """
         given = self._given.get(index)
         return () if given is None else given.weight_versions
 
     def partial(self) -> Partial:
-        """What the reader has, and what is still to be read."""
+        """Return the output that the reader has received or can still read, and the state to resume after it."""
         choices = [
             self._given_to(index).with_next(join_unread(self._pending.get(index), merge))
             for index in range(self.choice_count)
         ]
-        return Partial(choices=tuple(choices), resume=self._resume_behind(choices))
+        return Partial(choices=tuple(choices), resume=self._resume_after(choices))
 
-    def _resume_behind(self, choices: Sequence[PartialChoice]) -> Resume:
+    def _resume_after(self, choices: Sequence[PartialChoice]) -> Resume:
         has_versions = any(choice.weight_versions for choice in choices)
         return Resume(
             token_ids=tuple(choice.token_ids for choice in choices),
             finished=tuple(choice.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) for choice in choices),
             prompt_digest=self.prompt_digest,
             seed=self.seed,
-            end_thinking=self.is_thought_hurried,
+            end_thinking=self.is_reasoning_ended_early,
             logprobs=tuple(choice.logprobs or () for choice in choices) if self._keeps_logprobs else None,
             weight_versions=tuple(choice.weight_versions for choice in choices) if has_versions else None,
         )
@@ -280,8 +327,11 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
 
     @property
     def prompt_digest(self) -> str | None:
-        """None until its prompt is tokenized. With an adapter, its content is in it: elsewhere another one may have the
-        same name, and would go on with another text."""
+        """Digest of the prompt's tokens and of the adapter, or None until the prompt is tokenized.
+
+        The adapter's content is included, because another server may use its name for another adapter and would
+        generate other text.
+        """
         if not self.prompt_token_ids:
             return None
         digest = digest_of(self.prompt_token_ids, self._image_names)
@@ -293,11 +343,15 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
 
     @property
     def block_salt(self) -> str | None:
-        """Of its blocks' names."""
+        """Salt of the names of its blocks."""
         return weights_salt(adapter_salt(self.cache_salt, self.adapter_digest), self.weight_version)
 
     def use_weights(self, version: str | None) -> None:
-        """What the core gets of it from here on, these weights compute."""
+        """Use a weight version for all sequences that the core gets from now on.
+
+        Args:
+            version: the version. None: the engine's first weights.
+        """
         self.weight_version = version
         salt = self.block_salt
         sequences = [(choice, msgspec.structs.replace(sequence, cache_salt=salt)) for choice, sequence in self.upcoming]
@@ -305,7 +359,7 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
         self.upcoming.extend(sequences)
 
     async def wait_until_released(self) -> None:
-        """See RequestStream."""
+        """See `RequestStream.wait_until_released`."""
         await trio.lowlevel.checkpoint_if_cancelled()
         while self.is_held:
             self._check_entered()
@@ -318,10 +372,10 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
     # --- the engine's side: synchronous, called while delivering ---
 
     def end_thoughts(self) -> bool:
-        """Thoughts are to end now, in each choice. False: there are none."""
+        """End the reasoning now, in each choice. Return False if there is no reasoning to end."""
         if self.is_finished or self.sampling.thinking is None:
             return False
-        self.is_thought_hurried = True
+        self.is_reasoning_ended_early = True
         guides = [choice.guide for choice in self.choices if not choice.is_ended]
         if None in guides:
             return True  # it is being prepared
@@ -331,10 +385,14 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
     def carry(self, sequences: Iterable[tuple[Choice, EngineRequest]]) -> None:
         super().carry(sequences)
         if self.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt_token_ids):
-            self.prompt_logprobs = None  # all of it is computed again
+            self.prompt_logprobs = None  # all of them are computed again
 
     def take_known(self, choices: Sequence[KnownChoice]) -> None:
-        """The response so far: its choices go on from there, and those that have finished are over."""
+        """Continue from the known output of a resumed response. Finished choices end.
+
+        Args:
+            choices: replayed state, one per choice.
+        """
         for choice, known in zip(self.choices, choices, strict=True):
             choice.output = known.output
             choice.guide = known.guide
@@ -346,7 +404,7 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
             self._begun.set()
 
     def note_released(self) -> None:
-        """The hold of one of its choices has ended."""
+        """Note that the hold of one of its choices has ended."""
         if not self.is_held:
             self._end_wait_for_release()
             self.trace.released()
@@ -362,10 +420,20 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
         held_back: Delta | None = None,
         kv_transfer: KVTransferParams | None = None,
     ) -> None:
-        """The last delta of a choice that ended by another's hand. held_back: the text that had not been shown yet."""
+        """Push the last delta of a choice that was ended from outside.
+
+        Args:
+            choice: the choice.
+            reason: the finish reason.
+            message: message for the reader.
+            stop_reason: more exact reason, for programs.
+            held_back: text that was not sent yet. None: it is not sent.
+            kv_transfer: how another engine can read the KV.
+        """
         choice.is_ended = True
         if self.resume is not None and self.resume.finished[choice.index]:
-            # It had ended before it came here, and is not gone through yet. Where all had, nobody else says that.
+            # The choice had ended before this request, and its known output was not replayed yet. It gets no delta,
+            # unless all choices had ended: then no other delta reports the end.
             if self.sequence_count or self._first_end is not None:
                 self._begun.set()
                 return
@@ -385,7 +453,11 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
         )
 
     def end_silently(self, choice: Choice) -> None:
-        """Nothing more is said of a choice, since another one says it for all."""
+        """End a choice without a delta, because the delta of another choice reports the end for all.
+
+        Args:
+            choice: the choice.
+        """
         choice.is_ended = True
         self._unfinished_count -= 1
 
@@ -396,7 +468,8 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
 
     def fail(self, error: Exception) -> None:
         if not self.is_finished and self._unfinished_count == 0:
-            self._unfinished_count = 1  # the client resumes behind the end, and the known output was not replayed
+            # The client resumes a response that has ended, and the known output was not replayed.
+            self._unfinished_count = 1
         super().fail(error)
         self._end_wait_for_release()
 
@@ -407,6 +480,7 @@ def view_of(
     """Describe a request for status pages, from the engine's and the core's state.
 
     Args:
+        request: the request.
         sequences: the core's state per choice. None: the choice has ended, or has not reached the core.
         now: seconds of Trio's clock.
         held_block_count: its blocks that are held for another engine.

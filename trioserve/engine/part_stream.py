@@ -1,4 +1,4 @@
-"""The response of a chat as its parts, for programs that embed an engine: content, thoughts, calls of tools."""
+"""The response of a chat as its parts (content, reasoning, tool calls), for programs that embed an engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["ChoiceParts", "PartStream", "ReadStream"]
 
 
 class ReadStream(Protocol):
-    """A RequestStream, of whichever loop."""
+    """The interface of `RequestStream` that `PartStream` needs, for Trio and asyncio."""
 
     def __anext__(self) -> Awaitable[Delta]: ...
 
@@ -31,8 +31,13 @@ class ReadStream(Protocol):
 
 
 class ChoiceParts(msgspec.Struct, frozen=True):
-    """index: of the choice. parts: those that are new, perhaps none. delta: what brought them; the choice's last one
-    has a finish_reason."""
+    """New parts of one choice.
+
+    Attributes:
+        index: index of the choice.
+        parts: the new parts. May be empty.
+        delta: the delta from which the parts were read. The last delta of a choice has a finish_reason.
+    """
 
     index: int
     parts: list[ResponsePart]
@@ -41,11 +46,11 @@ class ChoiceParts(msgspec.Struct, frozen=True):
 
 @uninterrupted
 class PartStream:
-    """`async for parts in engine.read_parts(stream, tools=...)`, inside of the stream's scope, instead of iterating
-    over the stream. Raises what that raises.
+    """Iterates over the parts of a response: `async for parts in engine.read_parts(stream, tools=...)`.
 
-    A call has its ToolCallEnd when it is complete. What the parser held back when a choice was aborted, or its deadline
-    passed, is not given.
+    Use this inside the stream's scope, instead of iterating over the stream. Iteration raises the errors of the stream.
+    A complete tool call ends with a `ToolCallEnd`. If a choice is aborted or passes its deadline, text that the parser
+    still held back is dropped.
     """
 
     def __init__(
@@ -54,7 +59,16 @@ class PartStream:
         families: ResponseFamilies,
         tools: Sequence[Mapping[str, Any]] | None,
     ) -> None:
-        """Raises InvalidRequest for tools that are none."""
+        """Store the stream, and check the tools.
+
+        Args:
+            stream: the entered stream.
+            families: response formats of the model.
+            tools: tools of the request, in OpenAI's format. None: no tools.
+
+        Raises:
+            InvalidRequest: an entry of `tools` is not a function tool.
+        """
         for tool in tools or ():
             function = tool.get("function") if isinstance(tool, Mapping) else None
             if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -74,7 +88,7 @@ class PartStream:
             parser = self._parsers[delta.index] = self._families.new_parser(
                 self._tools, prompt_token_ids=self._stream.prompt_token_ids
             )
-            for known in self._stream.known:  # its parts were given before
+            for known in self._stream.known:  # the reader got these parts from an earlier stream
                 if known.index == delta.index and known.text:
                     parser.feed(known.text)
         parts = parser.feed(delta.text) if delta.text else []

@@ -1,4 +1,4 @@
-"""What may be pooled by which model, and the sequences that the core gets of it."""
+"""Checks pooled requests against the model, and makes their sequences for the core."""
 
 from __future__ import annotations
 
@@ -16,11 +16,18 @@ from trioserve.engine.request_preparation import checked_prompt
 __all__ = ["check_can_be_pooled", "check_can_generate", "checked_inputs", "name_of_input", "pooled_sequences"]
 
 
-LABELS_MAX = 128  # of one prompt; each is a row of logits in the step that ends it
+LABELS_MAX = 128  # labels of one prompt. Each is a row of logits in the step that ends the prompt.
 
 
 def checked_inputs(inputs: object) -> tuple[PooledInput, ...]:
-    """One prompt, or several in a list: a list of whole numbers is one. Raises InvalidRequest."""
+    """Return the inputs of a pooled request as a tuple. A list of integers is one prompt.
+
+    Args:
+        inputs: one input or a list of inputs.
+
+    Raises:
+        InvalidRequest: an input has a wrong type, or there are none or too many.
+    """
     if isinstance(inputs, str | ChatPrompt | TextPair | LabelledPrompt):
         return (_checked_input(inputs),)
     if not is_list(inputs):
@@ -52,52 +59,75 @@ def _checked_input(one: object) -> PooledInput:
 
 
 def name_of_input(count: int) -> Callable[[int], str]:
-    """What an input is called, by its index."""
+    """Return a function that names an input for error messages, by its index.
+
+    Args:
+        count: number of inputs.
+    """
     return (lambda index: "input") if count == 1 else "input[{}]".format
 
 
 def check_can_generate(model: ModelDescription) -> None:
-    """Raises InvalidRequest for a model that continues no text."""
+    """Check that a model can generate text.
+
+    Args:
+        model: description of the model.
+
+    Raises:
+        InvalidRequest: the model cannot generate.
+    """
     if model.pooled is not None and not model.pooled.continues_texts:
         what = "scores of pairs of texts" if model.pooled.scores_pairs else "embeddings"
         kind = "is an encoder" if model.pooled.is_encoder else "was saved without a head"
         raise InvalidRequest(
-            f"{model.name} {kind} and continues no text: ask it for {what}, or another model for this",
+            f"{model.name} {kind} and does not generate text: ask it for {what}, or use another model",
             param="model",
         )
 
 
 def check_can_be_pooled(model: ModelDescription, params: PoolingParams, inputs: Sequence[object]) -> PooledModel:
-    """Raises InvalidRequest for what this model cannot do."""
+    """Check that a model can compute what a pooled request asks for.
+
+    Args:
+        model: description of the model.
+        params: pooling options.
+        inputs: the inputs.
+
+    Returns:
+        The pooling abilities of the model.
+
+    Raises:
+        InvalidRequest: the model cannot compute this.
+    """
     pooled = model.pooled
     if pooled is None:
-        raise InvalidRequest(f"{model.name} makes no embeddings here", param="model")
+        raise InvalidRequest(f"{model.name} computes no embeddings here", param="model")
     if params.task == "score":
         if not pooled.scores_pairs:
             raise InvalidRequest(f"{model.name} has no head that scores pairs of texts", param="model")
         if not all(isinstance(one, TextPair) for one in inputs):
-            raise InvalidRequest("what is scored are pairs of texts (TextPair)", param="input")
+            raise InvalidRequest("only pairs of texts (TextPair) can be scored", param="input")
         return pooled
     if params.task == "labels":
         if not pooled.continues_texts:
             kind = "is an encoder" if pooled.is_encoder else "was saved without a head"
-            raise InvalidRequest(f"{model.name} {kind}: it says of no token how likely it comes next", param="model")
+            raise InvalidRequest(f"{model.name} {kind}: it has no probabilities of next tokens", param="model")
         if not all(isinstance(one, LabelledPrompt) for one in inputs):
-            raise InvalidRequest("labels come with their prompts (LabelledPrompt)", param="input")
+            raise InvalidRequest("labels need prompts with labels (LabelledPrompt)", param="input")
         return pooled
     if pooled.scores_pairs:
         raise InvalidRequest(
-            f"{model.name} scores pairs of texts and makes no embeddings: ask it for scores, or to rerank",
+            f"{model.name} scores pairs of texts and computes no embeddings: ask it for scores, or to rerank",
             param="model",
         )
     if any(isinstance(one, TextPair | LabelledPrompt) for one in inputs):
         raise InvalidRequest(
-            'pairs of texts are for the task "score" and labels for "labels": a vector is made of one text',
+            'pairs of texts are for the task "score" and labels for "labels": a vector is computed from one text',
             param="input",
         )
     if params.method == "cls" and not pooled.is_encoder:
         raise InvalidRequest(
-            f'the pooling method is "cls", but {model.name} is a decoder, whose first token has seen no other: '
+            f'the pooling method is "cls", but {model.name} is a decoder, whose first token attends to no other: '
             'allowed are "last" and "mean"',
             param="pooling",
         )
@@ -111,10 +141,21 @@ def check_can_be_pooled(model: ModelDescription, params: PoolingParams, inputs: 
 
 
 def pooled_sequences(model: ModelDescription, request: PooledRequest) -> list[EngineRequest]:
-    """One for each choice, once the inputs are tokenized. Raises InvalidRequest or ContextTooLong that names the first
-    input that is empty or too long."""
+    """Make one sequence per choice of a pooled request.
+
+    Args:
+        model: description of the model.
+        request: a request whose inputs are tokenized.
+
+    Returns:
+        The sequences, in the order of the choices.
+
+    Raises:
+        InvalidRequest: an input is empty, or has a label that the model does not know. The first such input is named.
+        ContextTooLong: an input is too long. The first such input is named.
+    """
     pooled, params = model.pooled, request.params
-    assert pooled is not None, "it was checked before it was taken"
+    assert pooled is not None, "checked before the request was admitted"
     method = params.method or pooled.method
     is_whole = pooled.is_whole(params)
     tokens_max = model.pooled_tokens_max(params)
@@ -159,12 +200,12 @@ def _check_length(name: str, count: int, tokens_max: int, context_tokens_max: in
     if tokens_max == context_tokens_max:
         raise ContextTooLong(
             f"This model's maximum context length is {context_tokens_max} tokens, and {name} has {count}: shorten it, "
-            "have it cut off with truncate_prompt_tokens, or raise max_model_len",
+            "truncate it with truncate_prompt_tokens, or raise max_model_len",
             param=name,
         )
     raise ContextTooLong(
-        f"This model's maximum context length is {tokens_max} tokens for what is computed in one step, as here, and "
-        f"{name} has {count}: shorten it, have it cut off with truncate_prompt_tokens, or raise "
+        f"This model's maximum context length is {tokens_max} tokens for inputs that are computed in one step, as "
+        f"here, and {name} has {count}: shorten it, truncate it with truncate_prompt_tokens, or raise "
         "max_num_batched_tokens",
         param=name,
     )

@@ -1,8 +1,7 @@
-"""The engine's side of a request whose prompts become vectors or scores: any number of them, and still one scope, one
-place in the queue and one lease.
+"""The engine's side of a request whose inputs become vectors or scores.
 
-The core has a bounded number of its sequences at a time. The next one joins when one has ended, so that a request of
-thousands of prompts neither fills the core's queue nor keeps everybody else out.
+A request may have thousands of inputs. The core has only a bounded number of its sequences at a time. The next sequence
+joins when another one has ended. So the request neither fills the core's queue nor blocks other requests.
 """
 
 from __future__ import annotations
@@ -20,12 +19,23 @@ from trioserve.text.tokenizer import EncodedInput
 
 __all__ = ["PooledRequest"]
 
-NO_SAMPLING = SamplingParams(max_tokens=0)  # nothing is sampled, and nothing shown
+NO_SAMPLING = SamplingParams(max_tokens=0)  # no token is sampled
 
 
 class PooledRequest(OpenRequest):
-    """inputs: one sequence each, and one choice, in this order. name_of: what an input is called in an error. cut: what
-    becomes of one that is too long; None: it is refused."""
+    """A pooled request. `Engine.embed` and `Engine.generate` document the other arguments.
+
+    Args:
+        inputs: one sequence and one choice each, in this order.
+        params: what is computed from the inputs.
+        name_of: returns the name of an input for error messages, by its index.
+        cut: how to shorten an input that is too long. None: it is refused.
+        sequence_count_max: most sequences that the core has of this request at a time.
+
+    Attributes:
+        encoded: the tokenized inputs, until sequences are made from them.
+        input_token_counts: tokens of each input. Set when the inputs are tokenized.
+    """
 
     generates = False
 
@@ -65,8 +75,8 @@ class PooledRequest(OpenRequest):
         self.name_of = name_of
         self.cut = cut
         self.sequence_count = min(len(self.inputs), sequence_count_max)
-        self.encoded: list[EncodedInput] = []  # until its sequences are made of it
-        self.input_token_counts: tuple[int, ...] = ()  # known once they are tokenized
+        self.encoded: list[EncodedInput] = []
+        self.input_token_counts: tuple[int, ...] = ()
         self._unfinished_count = len(self.inputs)
 
     @property

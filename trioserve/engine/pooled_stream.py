@@ -1,4 +1,4 @@
-"""What a task holds of a request that is pooled: await it for everything at once, or enter it and leave to abort."""
+"""The caller's side of a pooled request: await it for all results, or enter it, and leave it to abort."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ __all__ = ["PooledStream"]
 
 @uninterrupted
 class PooledStream(RequestStream):
-    """`vectors = await engine.embed(texts)`; or, for a look at it meanwhile and at what it has cost,
-    `async with engine.embed(texts) as stream: vectors = await stream.results()`.
+    """The results of a pooled request: `vectors = await engine.embed(texts)`.
 
-    Entering raises what a RequestStream's does. Iterating yields one delta for each input, with its index and why it
-    ended, in the order in which they do; `results` does that by itself.
+    To see its progress and its token counts, use `async with engine.embed(texts) as stream: vectors = await
+    stream.results()`.
+
+    Entering raises the errors of `RequestStream`. Iteration yields one delta per input, in the order in which the
+    inputs end, with the input's index and its finish reason. `results` does this iteration itself.
     """
 
     def __init__(
@@ -44,8 +46,16 @@ class PooledStream(RequestStream):
             return await self.results()
 
     async def results(self) -> tuple[Pooled, ...]:
-        """What each input gave, in the order of the inputs, when all have. Raises RequestFailed, RequestAborted or
-        DeadlinePassed for the first one that gave nothing, and EngineFault."""
+        """Wait for the results of all inputs.
+
+        Returns:
+            One result per input, in the order of the inputs.
+
+        Raises:
+            RequestFailed, RequestAborted, DeadlinePassed: an input ended without a result. The first such input
+                decides.
+            EngineFault: the engine broke.
+        """
         async for delta in self:
             if (error := error_of(delta)) is not None:
                 raise error
@@ -53,12 +63,12 @@ class PooledStream(RequestStream):
 
     @property
     def pooled(self) -> tuple[Pooled, ...]:
-        """The same, of one that was read to its end without an error."""
+        """Results of a stream that was read to its end without an error, in the order of the inputs."""
         found = tuple(choice.pooled for choice in self._inputs.choices if choice.pooled is not None)
-        assert len(found) == len(self._inputs.inputs), "not every input has ended well"
+        assert len(found) == len(self._inputs.inputs), "an input has no result"
         return found
 
     @property
     def input_token_counts(self) -> tuple[int, ...]:
-        """Of each input; known once it is entered."""
+        """Tokens of each input. Available after entering."""
         return self._inputs.input_token_counts

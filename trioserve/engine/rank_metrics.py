@@ -1,4 +1,4 @@
-"""What the steps of a model in several processes took each of them, as metrics: read at every scrape."""
+"""Metrics of the time that steps take in each rank, read at every scrape."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ __all__ = ["RankSeconds", "RankTotals", "show_ranks"]
 
 
 class RankSeconds(NamedTuple):
-    """Of one rank: what its steps took so far, and how much of that the ranks did together."""
+    """Times of one rank so far.
+
+    Attributes:
+        steps: seconds of all steps.
+        together: the part of these seconds that all ranks spent together.
+    """
 
     steps: float = 0.0
     together: float = 0.0
@@ -20,12 +25,20 @@ class RankSeconds(NamedTuple):
 class RankTotals(Protocol):
     @property
     def rank_seconds(self) -> Sequence[tuple[float, float]]:
-        """Of each rank, as RankSeconds."""
+        """One `RankSeconds` per rank."""
         ...
 
 
 def show_ranks(metrics: Metrics, totals: RankTotals) -> Callable[[], None]:
-    """Returns what ends it."""
+    """Update the rank metrics at every scrape.
+
+    Args:
+        metrics: registry to update.
+        totals: source of the times.
+
+    Returns:
+        A function that stops the updates.
+    """
     seen: dict[int, RankSeconds] = {}
 
     def show() -> None:

@@ -1,7 +1,7 @@
-"""How large requests are and how long their stages take, as metrics: counted once, when a sequence starts or ends.
+"""Metrics of request sizes and stage times, counted once when a sequence starts or ends.
 
-Sizes are counted of every sequence that was started, so that their sums are those of the counters of tokens. Times are
-counted of those that were finished: of one that was aborted they would tell of its client.
+Sizes are counted for every started sequence, so that they add up to the token counters. Times are counted only for
+sequences that finished, because the time of an aborted sequence depends on its client.
 """
 
 from __future__ import annotations
@@ -12,11 +12,15 @@ from trioserve.metrics.registry import Metrics
 
 __all__ = ["WHOLE", "RequestMetrics"]
 
-WHOLE = (FinishReason.STOP, FinishReason.LENGTH)  # a response that ended so is complete
+WHOLE = (FinishReason.STOP, FinishReason.LENGTH)  # finish reasons of a complete response
 
 
 class RequestMetrics:
-    """All times are seconds of Trio's clock."""
+    """Observes the sizes and times of sequences. All times are seconds of Trio's clock.
+
+    Args:
+        metrics: receives the observations.
+    """
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -27,8 +31,14 @@ class RequestMetrics:
         self._loaded = by_source.labels("external_kv_transfer")
 
     def note_run(self, choice: Choice, found: int, loaded: int, now: float) -> None:
-        """A sequence is in a step for the first time. found, loaded: tokens of its prompt that the prefix cache had,
-        and that came from elsewhere."""
+        """Count a sequence that is in a step for the first time.
+
+        Args:
+            choice: the choice of the sequence.
+            found: prompt tokens that the prefix cache had.
+            loaded: prompt tokens whose KV was loaded from elsewhere.
+            now: current time.
+        """
         count = choice.request.prompt_token_count_of(choice)
         choice.prompt_saved_count = found + loaded
         self._metrics.request_queue_time_seconds.observe(now - choice.request.entered_at)
@@ -39,7 +49,13 @@ class RequestMetrics:
         self._loaded.inc(loaded)
 
     def note_end(self, choice: Choice, reason: FinishReason, now: float) -> None:
-        """A sequence that the core had is over."""
+        """Count the end of a sequence that the core had.
+
+        Args:
+            choice: the choice of the sequence.
+            reason: why the sequence ended.
+            now: current time.
+        """
         self._ended[reason].inc()
         request, metrics = choice.request, self._metrics
         if reason in WHOLE:
@@ -53,7 +69,11 @@ class RequestMetrics:
                 metrics.request_generation_tokens.observe(choice.sampled_count)
 
     def note_all_ended(self, request: OpenRequest) -> None:
-        """That was the last of a request's sequences."""
+        """Count a request whose last sequence has ended.
+
+        Args:
+            request: the request.
+        """
         metrics, sampling = self._metrics, request.sampling
         if not request.generates or not request.has_run:
             return
@@ -69,7 +89,7 @@ class RequestMetrics:
         last_at = now if first_at is None else choice.last_token_at
         metrics.request_inference_time_seconds.observe(last_at - began_at)
         metrics.request_prefill_time_seconds.observe((last_at if first_at is None else first_at) - began_at)
-        if first_at is None:  # it was pooled
+        if first_at is None:  # the sequence was pooled
             return
         metrics.request_decode_time_seconds.observe(last_at - first_at)
         if choice.sampled_count > 1:

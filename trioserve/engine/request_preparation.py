@@ -1,4 +1,4 @@
-"""What a caller asks of an engine: checked before anything is held for it, and then as the core wants it."""
+"""Checks the options of a request before it enters, and makes its sequences for the core."""
 
 from __future__ import annotations
 
@@ -30,11 +30,17 @@ __all__ = ["SEED_STRIDE", "RequestPreparation", "checked_kv_transfer", "checked_
 
 T = TypeVar("T")
 
-SEED_STRIDE = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: seeds of a request's choices lie far apart
+SEED_STRIDE = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads the seeds of a request's choices far apart
 
 
 class RequestPreparation:
-    """role: the engine's; None where KV neither comes from other engines nor goes to them."""
+    """Checks and prepares requests for one model.
+
+    Args:
+        model: description of the model.
+        tokenizer: the model's tokenizer.
+        role: the engine's role in KV exchange. None: the engine does not exchange KV with others.
+    """
 
     def __init__(self, model: ModelDescription, tokenizer: Tokenizer, *, role: EngineRole | None) -> None:
         self._model = model
@@ -43,7 +49,14 @@ class RequestPreparation:
         self._sequence_numbers = itertools.count()
 
     def check(self, request: OpenRequest) -> None:
-        """What this model and this engine cannot do. Raises InvalidRequest."""
+        """Check that this model and this engine can serve a request.
+
+        Args:
+            request: the request.
+
+        Raises:
+            InvalidRequest: an option is not possible here.
+        """
         self._check_vocabulary(request.sampling)
         self._check_images(request)
         self._check_kv_transfer(request)
@@ -56,17 +69,30 @@ class RequestPreparation:
             )
 
     def new_choices(self, request: OpenRequest) -> list[Choice]:
-        """Its n choices, with ids for their sequences that no others have."""
+        """Make the n choices of a request, with unique sequence ids.
+
+        Args:
+            request: the request.
+        """
         return [self._new_choice(request, index) for index in range(request.choice_count)]
 
     def known_output(self, request: OpenRequest, resume: Resume) -> KnownOutput:
-        """The response so far of a request whose prompt is tokenized. Raises ResumeMismatch, ContextTooLong."""
+        """Return the known output of a resumed request, ready to be replayed.
+
+        Args:
+            request: a request whose prompt is tokenized.
+            resume: the known output.
+
+        Raises:
+            ResumeMismatch: the output belongs to another prompt.
+            ContextTooLong: the prompt leaves no space for output.
+        """
         digest = request.prompt_digest
         if resume.prompt_digest is not None and resume.prompt_digest != digest:
             raise ResumeMismatch(
-                f"the response began behind a prompt whose digest is {resume.prompt_digest}, and here it is {digest}: "
-                "its continuation would be another text. A chat template that prints the date does that; send the "
-                "request without resume",
+                f"the response began after a prompt with digest {resume.prompt_digest}, and here the digest is "
+                f"{digest}: its continuation would be another text. A chat template that prints the date has this "
+                "effect; send the request without resume",
                 param="resume.prompt_digest",
             )
         sampling = request.sampling
@@ -82,8 +108,17 @@ class RequestPreparation:
         )
 
     def sequences(self, request: OpenRequest) -> list[EngineRequest]:
-        """What the core gets of it, a sequence for each choice that has not finished, once its prompt is tokenized.
-        Raises ContextTooLong."""
+        """Make one sequence per unfinished choice.
+
+        Args:
+            request: a request whose prompt is tokenized.
+
+        Returns:
+            The sequences, in the order of the choices.
+
+        Raises:
+            ContextTooLong: the prompt leaves no space for output.
+        """
         sampling = request.sampling
         tokens_max = self._tokens_max(request)
         stop_token_ids = self._stop_token_ids(sampling)
@@ -92,7 +127,7 @@ class RequestPreparation:
             for choice in choices:
                 if choice.guide is None:
                     choice.guide = request.guides.new_guide(stop_token_ids, request.prompt_token_ids)
-                if request.is_thought_hurried:
+                if request.is_reasoning_ended_early:
                     choice.guide.end_thought()
         return [
             EngineRequest(
@@ -105,7 +140,7 @@ class RequestPreparation:
                 priority=request.priority,
                 cache_salt=request.block_salt,
                 adapter=request.adapter_ref,
-                # What one choice has loaded, the others may hit.
+                # Only the first choice loads KV. The others can find it in the prefix cache.
                 kv_transfer=request.kv_transfer if choice is choices[0] and not request.given else None,
                 guide=choice.guide,
                 known_output=() if request.resume is None else request.resume.token_ids[choice.index],
@@ -115,11 +150,18 @@ class RequestPreparation:
         ]
 
     def check_room(self, request: OpenRequest) -> None:
-        """Raises ContextTooLong for a prompt that has no room, before what is costly is done for it."""
+        """Check the length of a prompt before costly work is done for it.
+
+        Args:
+            request: a request whose prompt is tokenized.
+
+        Raises:
+            ContextTooLong: the prompt leaves no space for output.
+        """
         self._tokens_max(request)
 
     def _tokens_max(self, request: OpenRequest) -> int:
-        """Of the output of each choice. Raises ContextTooLong."""
+        """Return how many output tokens each choice may have. Raises ContextTooLong."""
         room = self._model.context_tokens_max - len(request.prompt_token_ids)
         if room < 1:
             raise ContextTooLong(
@@ -138,17 +180,23 @@ class RequestPreparation:
         return stop_token_ids if sampling.ignore_eos else stop_token_ids | frozenset(self._model.eos_token_ids)
 
     def continued(self, request: OpenRequest, sequence: EngineRequest, output: Sequence[int]) -> EngineRequest:
-        """The same sequence for another core, with the tokens that it had."""
+        """Make a sequence for another core that continues after its delivered output.
+
+        Args:
+            request: the request.
+            sequence: the sequence of the old core.
+            output: the output tokens that were delivered.
+        """
         guide: SequenceGuide | None = None
-        if sequence.guide is not None:  # whether it knows what was delivered is not sure: the old core broke
+        if sequence.guide is not None:  # build a new guide: the old one may have seen tokens that were never delivered
             assert request.guides is not None, request.id
             guide = request.guides.new_guide(sequence.stop_token_ids, sequence.prompt_token_ids)
             for token_id in output:
                 guide.accept(token_id)
-            if request.is_thought_hurried:
+            if request.is_reasoning_ended_early:
                 guide.end_thought()
         kv_transfer = sequence.kv_transfer
-        if kv_transfer is not None:  # what it was to load is computed; what it is to leave, it still is
+        if kv_transfer is not None:  # KV that was to be loaded is computed instead. A requested hold stays.
             kv_transfer = KVTransferParams(do_remote_decode=True) if kv_transfer.do_remote_decode else None
         return msgspec.structs.replace(sequence, known_output=tuple(output), guide=guide, kv_transfer=kv_transfer)
 
@@ -196,7 +244,17 @@ class RequestPreparation:
 
 
 def instance_of(kind: type[T], param: str, value: object, default: T) -> T:
-    """The value, or the default for None. Raises InvalidRequest for one of another type."""
+    """Return a value of the right type, or the default for None.
+
+    Args:
+        kind: allowed type.
+        param: name of the parameter.
+        value: the value.
+        default: used for None.
+
+    Raises:
+        InvalidRequest: the value has another type.
+    """
     if value is None:
         return default
     if not isinstance(value, kind):
@@ -205,13 +263,29 @@ def instance_of(kind: type[T], param: str, value: object, default: T) -> T:
 
 
 def text_or_none(param: str, value: object) -> str | None:
-    """Raises InvalidRequest for anything but a text and None."""
+    """Return a text, or None for None.
+
+    Args:
+        param: name of the parameter.
+        value: the value.
+
+    Raises:
+        InvalidRequest: the value has another type.
+    """
     return None if value is None else to_str(param, value, "a text (str), or None")
 
 
 def checked_prompt(prompt: object) -> Prompt:
-    """The prompt, if it is one of those that there are. The token ids themselves are looked at where texts are
-    tokenized, and what is in a message where it is rendered: both may be long. Raises InvalidRequest."""
+    """Return a prompt of a valid type.
+
+    Long content is checked later: token ids when the prompt is tokenized, messages when the template is rendered.
+
+    Args:
+        prompt: the prompt.
+
+    Raises:
+        InvalidRequest: the prompt has another type.
+    """
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, ChatPrompt):
@@ -219,7 +293,7 @@ def checked_prompt(prompt: object) -> Prompt:
         return prompt
     if not is_list(prompt):
         refuse("prompt", prompt, "a text (str), a ChatPrompt, or a list of token ids (int)")
-    return prompt  # type: ignore[return-value]  # an array of numpy, which is no Sequence, does as well
+    return prompt  # type: ignore[return-value]  # a numpy array also works, although it is not a Sequence
 
 
 def _check_chat(prompt: ChatPrompt) -> None:
@@ -244,7 +318,14 @@ def _check_dicts(param: str, value: object) -> None:
 
 
 def checked_kv_transfer(asked: object) -> KVTransferParams | None:
-    """None where nothing is asked for. Raises InvalidRequest for a field of another type, too."""
+    """Return valid options for KV exchange, or None if none were given.
+
+    Args:
+        asked: the options.
+
+    Raises:
+        InvalidRequest: the options or a field have a wrong type.
+    """
     if asked is None:
         return None
     if not isinstance(asked, KVTransferParams):

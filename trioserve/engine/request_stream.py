@@ -1,4 +1,4 @@
-"""What a task holds of a request for text."""
+"""The caller's side of a request for text."""
 
 from __future__ import annotations
 
@@ -15,102 +15,123 @@ __all__ = ["RequestStream"]
 
 @uninterrupted
 class RequestStream(ScopeStream[OpenRequest, Delta]):
-    """`async with engine.generate(...) as stream: async for delta in stream: ...`. See ScopeStream; entering raises
-    ContextTooLong besides.
+    """A response as a stream of deltas: `async with engine.generate(...) as stream: async for delta in stream: ...`.
 
-    A response may leave blocks that are held for another engine (is_held; the last delta has kv_transfer then). Leaving
-    the scope ends the hold like everything else, so whoever wants it read waits for that inside
-    (wait_until_released), or says that it may outlive the scope (keep_hold). A hold takes no place and no lease.
+    `ScopeStream` documents entering, iterating and leaving. Entering can also raise ContextTooLong.
+
+    A connector may hold blocks of the finished response for another engine. Then `is_held` is True, and the last delta
+    has `kv_transfer`. Leaving the scope ends the hold. To let the other engine read the blocks, either call
+    `wait_until_released` inside the scope, or call `keep_hold`, and the hold outlives the scope. A hold uses no slot
+    and no lease.
     """
 
     @property
     def choice_count(self) -> int:
-        """How many choices were asked for: n."""
+        """Number of requested choices (`n`)."""
         return self._request.choice_count
 
     @property
     def known(self) -> tuple[Delta, ...]:
-        """What the response so far gave, where it goes on (see Engine.generate): choice by choice, and all tokens of
-        it. Iterating does not give it again. Known once it is entered."""
+        """Deltas of the earlier part of a resumed response (see `Engine.generate`), choice by choice.
+
+        Together they hold all of its tokens. Iteration does not yield them again. Available after entering.
+        """
         return self._request.known
 
     def forget_known(self) -> None:
-        """Nobody asks for it again, and it need not be kept as long as the rest takes."""
+        """Drop the known deltas to save memory, because no reader needs them any more."""
         self._request.known = ()
 
     @property
     def ignored_keywords(self) -> tuple[str, ...]:
-        """Paths of the keywords of its schemas that the response need not keep to. Known once it is entered."""
+        """Paths of schema keywords that the response need not satisfy. Available after entering."""
         guides = self._request.guides
         return () if guides is None else guides.ignored_keywords
 
     @property
     def seed(self) -> int:
-        """That of the first choice."""
+        """Seed of the first choice."""
         return self._request.seed
 
     @property
     def adapter_digest(self) -> str | None:
-        """Of the LoRA adapter that it is computed with; None: without one, or not entered yet."""
+        """Digest of the LoRA adapter. None: no adapter, or not entered yet."""
         return self._request.adapter_digest
 
     @property
     def prompt_digest(self) -> str | None:
-        """The name of its prompt's tokens (see Resume); None until it is entered."""
+        """Digest of the prompt's tokens (see `Resume`). None until the stream is entered."""
         return self._request.prompt_digest
 
     def resume_state(self) -> Resume:
-        """All that is needed to have the same request go on behind what was read of it so far, in this engine or in
-        another: `engine.generate(..., resume=stream.resume_state())`. May be asked for at any time, also when the
-        stream has failed or its scope is over. What was not read is computed again."""
+        """Return the state with which the same request can be resumed after the last delta that was read.
+
+        Resume in this engine or in another one: `engine.generate(..., resume=stream.resume_state())`. This may be
+        called at any time, also after the stream failed or its scope ended. Tokens that were not read are computed
+        again.
+        """
         return self._request.resume_state()
 
     def weight_versions(self, index: int = 0) -> WeightVersions:
-        """Which weights sampled what was read of this choice, in runs of a version and how many tokens it sampled.
-        Empty: all are of those that the engine was opened with."""
+        """Return which weight versions sampled the tokens that were read of a choice.
+
+        Args:
+            index: index of the choice.
+
+        Returns:
+            Runs of (version, token count). Empty: all tokens are from the weights with which the engine was opened.
+        """
         return self._request.weight_versions_of(index)
 
     @property
     def completion_token_count(self) -> int:
-        """Tokens of all choices so far, shown or not."""
+        """Sampled tokens of all choices so far, including tokens that the client does not receive."""
         return self._request.completion_token_count
 
     @property
     def prompt_token_count(self) -> int:
-        """Tokens of what was asked; known once it is entered."""
+        """Tokens of the prompt. Available after entering."""
         return self._request.prompt_token_count
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:
-        """Known once it is entered."""
+        """Token ids of the prompt. Available after entering."""
         return self._request.prompt_token_ids
 
     @property
     def cached_token_count(self) -> int:
-        """Tokens of the prompt that were found in the prefix cache; known at the end of the first choice."""
+        """Prompt tokens that were found in the prefix cache. Available at the end of the first choice."""
         return self._request.cached_token_count
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
-        """Of the prompt's own tokens, if they were asked for; complete with the first token."""
+        """Log probabilities of the prompt's own tokens, if requested. Complete when the first token arrives."""
         return self._request.prompt_logprobs
 
     @property
     def is_held(self) -> bool:
-        """Whether a connector holds blocks of it for another engine: of a choice that is over."""
+        """True while a connector holds blocks of a finished choice for another engine."""
         return self._request.is_held
 
     async def wait_until_released(self) -> None:
-        """Returns when no block of it is held for another engine: they have been read, or nobody wants them any more,
-        or their time is over. At once where none is. Raises EngineFault if the engine breaks meanwhile, AlreadyEnded
-        outside of its scope while something is held."""
+        """Wait until no block of this request is held for another engine.
+
+        The wait ends when the blocks were read, were aborted, or their time has passed. If no block is held, it ends at
+        once.
+
+        Raises:
+            EngineFault: the engine broke while blocks were held.
+            AlreadyEnded: the scope is not entered, and blocks are held.
+        """
         await self._request.wait_until_released()
 
     def keep_hold(self) -> None:
-        """Let what is held of it outlive the scope: until it has been read, or is aborted by id, or its time is
-        over. Whoever calls this has told somebody how to read it."""
+        """Let held blocks outlive the scope, until they are read, aborted by id, or expired.
+
+        Call this after another engine was notified how to read the blocks.
+        """
         self._request.is_hold_kept = True
 
     def drop_hold(self) -> None:
-        """Nobody is told how to read it: leaving the scope ends the hold."""
+        """End the hold when the scope is left, because no other engine was notified how to read the blocks."""
         self._request.is_hold_kept = False

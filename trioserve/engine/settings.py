@@ -1,4 +1,4 @@
-"""The bounds of an engine's shell, each with its unit and its reason."""
+"""Limits of an engine's shell, each with its unit and its reason."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from trioserve.contracts.errors import InvalidRequest, StartupError
 
 __all__ = ["RESTARTS_MAX", "EngineSettings", "deadlines_of"]
 
-RESTARTS_MAX = 100  # within ten minutes; an engine that breaks more often serves nobody
+RESTARTS_MAX = 100  # within ten minutes. An engine that breaks more often is of no use.
 
 
 class EngineSettings(AdmissionSettings, frozen=True, kw_only=True):
-    """step_seconds_max: how old the step in flight may get before new requests are refused and readiness turns; None:
-    60 s, or ten times the longest step so far, if that is more; 0: as old as it likes.
-    kv_events_max: changes of the prefix cache that are kept for those who read them; 0: nobody may, and none are.
-    restarts_max: how often within ten minutes the engine may be opened anew after a fault; 0: a fault ends it.
-    seed: from which the seeds of requests come that name none; None: they cannot be foreseen.
+    """Settings of an engine's shell.
+
+    Attributes:
+        step_seconds_max: age in seconds of the step in flight above which the engine refuses new requests and is not
+            ready. None: 60 s or ten times the longest step so far, the larger of both. 0: no limit.
+        kv_events_max: changes of the prefix cache that the engine keeps for subscribers. 0: no events, no subscribers.
+        restarts_max: how often within ten minutes the engine may be reopened after a fault. 0: a fault ends the engine.
+        seed: source of the seeds of requests that name no seed. None: those seeds are unpredictable.
     """
 
     step_seconds_max: float | None = None
@@ -35,13 +38,15 @@ class EngineSettings(AdmissionSettings, frozen=True, kw_only=True):
 
 
 def deadlines_of(queue: float | None, first_token: float | None, total: float | None) -> Deadlines:
-    """Make deadlines of three options.
+    """Make deadlines from three options.
 
     Args:
-        queue, first_token, total: seconds. None: no such deadline.
+        queue: longest time in the queue, in seconds. None: no such deadline.
+        first_token: longest time until the first token, in seconds. None: no such deadline.
+        total: longest time until the end of the response, in seconds. None: no such deadline.
 
     Raises:
-        StartupError: one of them is out of range.
+        StartupError: an option is out of range.
     """
     try:
         return Deadlines(queue_timeout=queue, ttft_timeout=first_token, timeout=total)

@@ -1,4 +1,4 @@
-"""Images encoded in the compute thread, between its steps."""
+"""Encodes images in the compute thread, between its steps."""
 
 from __future__ import annotations
 
@@ -12,19 +12,29 @@ __all__ = ["Encoding", "ThreadedImageEncoder"]
 
 
 class Encoding(Protocol):
-    """One image under way. rows: see ImageEncoder.encode, when advance has said that it is done."""
+    """The encoding of one image.
+
+    Attributes:
+        rows: the result, when `advance` has returned True. See `ImageEncoder.encode`.
+    """
 
     @property
     def rows(self) -> object: ...
 
     def advance(self) -> bool:
-        """Compute a piece of it. True: that was all."""
+        """Compute a part of the encoding. Return True if it is complete."""
         ...
 
 
 class ThreadedImageEncoder:
-    """An ImageEncoder. begin: of what computes, to be called in the thread. A piece is asked for when the one before it
-    is done, so a step that waits meanwhile comes first."""
+    """Encodes images in the compute thread. Implements `ImageEncoder`.
+
+    Images are encoded in parts. Each part is submitted when the previous one is done, so a waiting step runs first.
+
+    Args:
+        begin: begins an encoding. Called in the compute thread.
+        thread: the compute thread.
+    """
 
     def __init__(self, begin: Callable[[Tiles], Encoding], thread: WorkerThread) -> None:
         self._begin = begin

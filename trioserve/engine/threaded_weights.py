@@ -1,4 +1,4 @@
-"""New weights, looked at in a thread of their own and written in the compute thread, behind the step in flight."""
+"""Checks new weights in a thread of their own, and writes them in the compute thread, after the step in flight."""
 
 from __future__ import annotations
 
@@ -16,34 +16,46 @@ LOOK_THREAD = "trioserve-weights"
 
 
 class WrittenWeights(Protocol):
-    """A Replacement of what blocks. state: may be read in any thread."""
+    """New weights that were checked, with a blocking `replace`.
+
+    Attributes:
+        state: progress of the replacement. Any thread may read it.
+    """
 
     @property
     def state(self) -> ReplacementState: ...
 
     def replace(self) -> None:
-        """To be called in the compute thread."""
+        """Write the weights. Called in the compute thread."""
         ...
 
 
 class SentWeights(Protocol):
-    """Weights that come tensor by tensor. state: as above."""
+    """New weights that arrive tensor by tensor.
+
+    Attributes:
+        state: progress of the replacement. Any thread may read it.
+        forms: name, shape and dtype of each tensor, in the order of arrival.
+    """
 
     @property
     def state(self) -> ReplacementState: ...
 
     @property
-    def forms(self) -> Sequence[tuple[str, tuple[int, ...], Any]]:
-        """Name, shape and type of each, in the order in which they come."""
-        ...
+    def forms(self) -> Sequence[tuple[str, tuple[int, ...], Any]]: ...
 
     def put(self, name: str, values: Any) -> None:
-        """To be called in the compute thread."""
+        """Write one tensor. Called in the compute thread.
+
+        Args:
+            name: name of the tensor.
+            values: the tensor.
+        """
         ...
 
 
 class Groups(Protocol):
-    """Of trainers. Calls wait for others; see TrainerGroups."""
+    """Groups of trainers. The calls block until other members act, see `TrainerGroups`."""
 
     def join(self, asked: WeightGroup) -> None: ...
     def check(self, name: str) -> None: ...
@@ -53,8 +65,17 @@ class Groups(Protocol):
 
 
 class ThreadedWeights:
-    """A WeightPlace. look, look_at_sent: read of a source what there is, and raise InvalidRequest. What waits for a
-    trainer has a thread that is not waited for, since nothing ends it but its own deadline."""
+    """Replaces the weights of a model that computes in a thread. Implements `WeightPlace`.
+
+    Calls that wait for a trainer run in threads that are abandoned on cancel, because only their own deadline ends
+    them.
+
+    Args:
+        look: checks weights in files or shared memory. Raises InvalidRequest.
+        look_at_sent: checks the description of weights that will be sent. Raises InvalidRequest.
+        groups: groups of trainers.
+        compute: the compute thread.
+    """
 
     def __init__(
         self,
@@ -69,7 +90,7 @@ class ThreadedWeights:
         self._compute = compute
 
     async def check(self, source: WeightSource) -> Replacement:
-        # Files that hang cannot be ended from outside: not in a thread that steps need.
+        # Not in the compute thread, because reading a file may hang and cannot be stopped from outside.
         if isinstance(source, BroadcastWeights):
             self._groups.check(source.group_name)
             sent = await call_abandonable(self._look_at_sent, source, thread_name=LOOK_THREAD)
@@ -85,7 +106,7 @@ class ThreadedWeights:
 
 
 class _SentReplacement:
-    """One thread waits for a tensor, and another one writes it, so that nothing is written once the caller is gone."""
+    """Receives a tensor in one thread, and writes it in another one. So nothing is written after the caller is gone."""
 
     def __init__(self, weights: SentWeights, groups: Groups, group_name: str, compute: WorkerThread) -> None:
         self._weights = weights
@@ -105,7 +126,7 @@ class _SentReplacement:
                 )
                 await self._compute.run(self._weights.put, name, values)
         finally:
-            if self.state is not ReplacementState.WHOLE:  # nobody knows any more what the trainer sends next
+            if self.state is not ReplacementState.WHOLE:  # it is unknown which tensor the trainer sends next
                 self._groups.forget(self._group_name)
 
 
@@ -119,4 +140,4 @@ class _ThreadedReplacement:
         return self._weights.state
 
     async def replace(self) -> None:
-        await self._compute.run(self._weights.replace)  # ends also when cancelled
+        await self._compute.run(self._weights.replace)  # writes all weights, even when cancelled

@@ -1,6 +1,7 @@
-"""When tokens came, as metrics, beside what StepTimings counts.
+"""Metrics of token times, in addition to the metrics of `StepTimings`.
 
-What a step's tokens have in common is counted once a step: most of them follow one that came at the same time.
+Most tokens of a step follow a token of the same earlier step. So equal time differences are observed once per step,
+with a count.
 """
 
 from __future__ import annotations
@@ -15,15 +16,28 @@ __all__ = ["TokenTimings"]
 
 
 class TokenTimings(StepTimings):
-    """All times are seconds of Trio's clock."""
+    """Counts tokens and the times between them. All times are seconds of Trio's clock.
+
+    Args:
+        metrics: receives the observations.
+    """
 
     def __init__(self, metrics: Metrics) -> None:
         super().__init__(metrics)
-        self._token_count = 0  # of the step that is being delivered, without those in _followed
-        self._followed: list[float] = []  # of each of its tokens that came alone, when the one before it had come
+        self._token_count = 0  # of the step that is being delivered, without the tokens in _followed
+        self._followed: list[float] = []  # one entry per single token of the step: the time of the token before it
 
     def note_tokens(self, choice: Choice, count: int, now: float) -> bool:
-        """The step has brought a choice so many tokens. Returns whether these are its first."""
+        """Count the tokens that a step produced for a choice.
+
+        Args:
+            choice: the choice that gets the tokens.
+            count: number of tokens, may be 0.
+            now: time of delivery.
+
+        Returns:
+            True if these are the first tokens of the choice.
+        """
         if count == 0:
             return False
         before, choice.last_token_at = choice.last_token_at, now
@@ -32,16 +46,21 @@ class TokenTimings(StepTimings):
             self._token_count += count
             self._metrics.time_to_first_token_seconds.observe(now - choice.request.entered_at)
             return True
-        if count == 1:  # nearly every token
+        if count == 1:  # the usual case
             self._followed.append(before)
         else:
             self._token_count += count
-            # Tokens that come together share the time since the last ones, so that its mean is that of a token.
+            # Tokens that arrive together share the time since the previous token equally, so the mean per token stays
+            # right.
             self._metrics.inter_token_latency_seconds.observe((now - before) / count, count)
         return False
 
     def show(self, now: float) -> None:
-        """All of the step's tokens are noted."""
+        """Publish the counts after all tokens of a step are noted.
+
+        Args:
+            now: time of delivery.
+        """
         self._metrics.generation_tokens_total.inc(self._token_count + len(self._followed))
         self._token_count = 0
         for before, count in Counter(self._followed).items():

@@ -1,9 +1,9 @@
-"""Which weights an engine computes with, and how they are replaced between two steps. What computes writes them.
+"""The weights with which an engine computes, and their replacement between two steps. `WeightPlace` writes them.
 
-    one at a time:  look at what is offered ─► begin no step ─► the step in flight ends ─► replace ─► go on
+    one at a time:  check the source ─► stop steps ─► the step in flight ends ─► replace ─► resume
 
-Until it is replaced nothing has changed. From then on nothing may be computed until all of it is: one that ends halfway
-leaves an engine that holds everything up until another one is whole, or the model is read anew.
+Nothing changes before the replacement begins. After that, nothing may be computed until it is complete. If a
+replacement fails halfway, the engine blocks all steps until another one is complete, or the model is read again.
 """
 
 from __future__ import annotations
@@ -36,48 +36,93 @@ logger = logging.getLogger(__name__)
 IN_FLIGHT = ("keep", "recompute", "abort")
 WEIGHTS_REPLACED = "weights_replaced"
 VERSION_CHARACTERS_MAX = 256
-ENDED_MEANWHILE = "the engine ended meanwhile; one that is opened anew has the weights that it began with"
-GROUP_SECONDS_MAX = 3600  # the time in which a trainer that has died may hold an engine up
+ENDED_MEANWHILE = "the engine ended meanwhile; a reopened engine has its first weights"
+GROUP_SECONDS_MAX = 3600  # limits how long a dead trainer can block the engine
 
 GivenSource = str | os.PathLike[str] | SharedWeights | BroadcastWeights
 
 
 class Replacement(Protocol):
-    """Weights that can take the place of those that are there. state: how far they have."""
+    """New weights that were checked and can be written.
+
+    Attributes:
+        state: progress of the replacement.
+    """
 
     @property
     def state(self) -> ReplacementState: ...
 
     async def replace(self) -> None:
-        """Write them, with nothing computing meanwhile. Those that lie somewhere are written to the end also when
-        cancelled; of others, who sends them may have gone. Raises ModelLoadError, WeightsLost, RankLost, and what comes
-        of a model that is closed meanwhile."""
+        """Write the weights, while nothing computes.
+
+        When cancelled, weights from a file or shared memory are still written completely. Weights that are sent are
+        not, because the sender may be gone.
+
+        Raises:
+            ModelLoadError: the weights cannot be read.
+            WeightsLost: the sender is gone.
+            RankLost: a process that computes is lost.
+            Exception: the model was closed meanwhile.
+        """
         ...
 
 
 class WeightPlace(Protocol):
-    """What computes, for new weights."""
+    """Replaces the weights of the executor."""
 
     async def check(self, source: WeightSource) -> Replacement:
-        """Look at what is offered, without a change to anything. Raises InvalidRequest, and RankLost."""
+        """Check new weights, without a change to anything.
+
+        Args:
+            source: the new weights.
+
+        Raises:
+            InvalidRequest: the weights do not fit this model.
+            RankLost: a process that computes is lost.
+        """
         ...
 
     async def join_group(self, group: WeightGroup) -> None:
-        """Returns when all are there. Raises InvalidRequest."""
+        """Join a group of trainers. Return when all members have joined.
+
+        Args:
+            group: address, rank and size of the group.
+
+        Raises:
+            InvalidRequest: the members did not join in time.
+        """
         ...
 
     async def leave_group(self, name: str) -> None:
-        """Raises InvalidRequest if there is none."""
+        """Leave a group of trainers.
+
+        Args:
+            name: name of the group.
+
+        Raises:
+            InvalidRequest: there is no such group.
+        """
         ...
 
 
 class WeightUpdates:
-    """place: of what computes; a sentence where nothing can be replaced. version: what is computed with; None: what the
-    engine was opened with. turn: to be had by whoever takes away what computes.
+    """Updates the weights of one engine.
 
-    computes: whether there is what steps need. check_may_replace: raises what refuses it now. end_begun: what has begun
-    ends with what it has. take_weights(version, recomputes): steps compute with them from here on, and none is in
-    flight. note_ended: it goes on as before, or nothing is computed until an update is whole.
+    Args:
+        place: replaces weights. A string instead is a sentence that says why this is impossible.
+        pausing: pause state of the engine.
+        gate: waits for the end of the step in flight.
+        computes: returns True if the engine can run steps.
+        check_may_replace: raises the refusal if the weights cannot be replaced now.
+        end_begun: ends begun requests with their partial results.
+        take_weights: called with the version, and with True if KV must be computed again, when the weights are replaced
+            and no step is in flight.
+        note_ended: called when an update has ended, successful or not.
+
+    Attributes:
+        version: version of the current weights. None: the weights with which the engine was opened.
+        turn: lock that other code must hold while it releases what computes.
+        is_half: True if the last replacement failed halfway.
     """
 
     def __init__(
@@ -112,16 +157,23 @@ class WeightUpdates:
 
     @property
     def stamped_version(self) -> str | None:
-        """What deltas say of new tokens. None: nothing, since weights were never replaced."""
+        """Version that deltas show for new tokens. None if the weights were never replaced."""
         return self.shown_version if self._has_replaced else None
 
     @property
     def is_under_way(self) -> bool:
-        """Whether an update keeps steps from beginning, for a while."""
+        """True while an update stops the steps for a short time."""
         return self._pausing.is_replacing and not self.is_half
 
     def install(self, place: WeightPlace | str) -> bool:
-        """What computes may be another. Returns whether it is, with the weights that it was opened with."""
+        """Use the place of newly opened parts.
+
+        Args:
+            place: the place, or a sentence.
+
+        Returns:
+            True if the place is a new one, with the weights from opening.
+        """
         if place is self._place:
             return False
         self._place = place
@@ -130,7 +182,11 @@ class WeightUpdates:
         return True
 
     async def join_group(self, group: WeightGroup) -> None:
-        """See Engine.init_weights_update_group."""
+        """Join a group of trainers. See `Engine.init_weights_update_group`.
+
+        Args:
+            group: address, rank and size of the group.
+        """
         for param in ("rank", "world_size", "master_port"):
             to_int(param, getattr(group, param))
         if not 0 < group.rank < group.world_size:
@@ -146,24 +202,37 @@ class WeightUpdates:
         await self._known_place().join_group(group)
 
     async def leave_group(self, name: str) -> None:
-        """See Engine.destroy_weights_update_group."""
+        """Leave a group of trainers. See `Engine.destroy_weights_update_group`.
+
+        Args:
+            name: name of the group.
+        """
         async with self.turn:
             await self._known_place().leave_group(to_str("group_name", name))
 
     def _known_place(self) -> WeightPlace:
-        """Raises InvalidRequest."""
+        """Return the place. Raises InvalidRequest if weights cannot be replaced."""
         if isinstance(self._place, str):
-            raise InvalidRequest(f"{self._place}: they cannot be replaced while it computes")
+            raise InvalidRequest(f"{self._place}: the weights of a running engine cannot be replaced")
         return self._place
 
     async def update(self, source: GivenSource, version: str | None, in_flight: str) -> str:
-        """See Engine.update_weights."""
+        """Replace the weights. See `Engine.update_weights`.
+
+        Args:
+            source: the new weights.
+            version: their name. None: a new name.
+            in_flight: one of IN_FLIGHT.
+
+        Returns:
+            The version.
+        """
         new = self._checked_version(version)
         checked = _checked_source(source)
         if in_flight not in IN_FLIGHT:
             refuse("in_flight", in_flight, f"one of {', '.join(IN_FLIGHT)}")
         async with self.turn:
-            place, replacement = await self._looked_at(checked)
+            place, replacement = await self._checked_by_place(checked)
             try:
                 self._pausing.set_replacing(True)
                 if in_flight == "abort":
@@ -176,40 +245,40 @@ class WeightUpdates:
                     self._note_end(replacement.state, new, recomputes=in_flight == "recompute")
         return new
 
-    async def _looked_at(self, source: WeightSource) -> tuple[WeightPlace, Replacement]:
-        """By what computes when it returns: looking takes its time, and the engine may be opened anew meanwhile."""
+    async def _checked_by_place(self, source: WeightSource) -> tuple[WeightPlace, Replacement]:
+        """Check a source with the current place. Checks again if the engine was reopened meanwhile."""
         while True:
             self._check_may_replace()
             place = self._known_place()
             try:
                 replacement = await place.check(source)
-            except RankLost as error:  # the engine's affair, which ends with it
+            except RankLost as error:  # the engine handles its fault itself
                 raise WeightsLost(ENDED_MEANWHILE) from error
             except Exception:
-                if self._is_there(place):
+                if self._is_current(place):
                     raise
-                continue  # what it looked with may be gone, and that is nothing of the weights'
+                continue  # The check failed because its place was closed, not because of the weights.
             self._check_may_replace()
-            if self._is_there(place):
+            if self._is_current(place):
                 return place, replacement
 
     async def _write(self, replacement: Replacement, place: WeightPlace) -> None:
         try:
             await replacement.replace()
         except Exception as error:
-            self._check_is_there(place)
+            self._check_is_current(place)
             if isinstance(error, RankLost):
                 raise WeightsLost(ENDED_MEANWHILE) from error
             if replacement.state is ReplacementState.BEGUN:
                 raise WeightsLost(
-                    f"the new weights came only in part, and the engine pauses until an update is whole: {error}"
+                    f"only a part of the new weights arrived; the engine pauses until an update is complete: {error}"
                 ) from error
             raise
-        self._check_is_there(place)
+        self._check_is_current(place)
 
     def _note_end(self, state: ReplacementState, version: str, *, recomputes: bool) -> None:
         if state is ReplacementState.GONE:
-            return  # until the engine knows it, too, no step begins
+            return  # no step begins until the engine handles the loss, too
         if state is ReplacementState.WHOLE:
             self.is_half = False
             self.version, self._has_replaced = version, True
@@ -217,16 +286,16 @@ class WeightUpdates:
             self._take_weights(version, recomputes)
         elif state is ReplacementState.BEGUN:
             self.is_half = True
-            logger.error("weights half replaced: nothing is computed until an update is whole version=%s", version)
+            logger.error("weights replaced halfway: no step begins until an update is complete version=%s", version)
         self._pausing.set_replacing(self.is_half)
         self._note_ended()
 
-    def _is_there(self, place: WeightPlace) -> bool:
+    def _is_current(self, place: WeightPlace) -> bool:
         return place is self._place and self._computes()
 
-    def _check_is_there(self, place: WeightPlace) -> None:
-        """Raises WeightsLost."""
-        if not self._is_there(place):
+    def _check_is_current(self, place: WeightPlace) -> None:
+        """Raise WeightsLost if the place was closed or replaced."""
+        if not self._is_current(place):
             raise WeightsLost(ENDED_MEANWHILE)
 
     def _checked_version(self, version: str | None) -> str:
@@ -239,7 +308,7 @@ class WeightUpdates:
             )
         if version == INITIAL_WEIGHTS:
             raise InvalidRequest(
-                f'version is "{version}", which names the weights that the engine was opened with: take another name',
+                f'version is "{version}", which is the name of the first weights: use another name',
                 param="version",
             )
         return version
@@ -252,5 +321,5 @@ def _checked_source(source: object) -> WeightSource:
         refuse("source", source, "a path, a SharedWeights, or a BroadcastWeights")
     path = os.fspath(source)
     if not path:
-        raise InvalidRequest("model_path is empty: name the directory with the new weights", param="model_path")
+        raise InvalidRequest("model_path is empty: set it to the directory with the new weights", param="model_path")
     return path

@@ -132,7 +132,7 @@ class FakeEngine(SteppedByHand[StepPlan], Engine):
             role=role,
             guides=GuideFactory(byte_form_compiler()),
             adapters=adapters,
-            nap=parts.nap,
+            cache_release=parts.cache_release,
             weights=parts.weights,
             families=ResponseFamilies(
                 tokenizer,
@@ -431,7 +431,9 @@ async def open_fake_engine(
             adapter_place[:] = [_FakeAdapterPlace(executor)]
             steps = ControlledSteps(executor, seconds=seconds)
             weights.attach(executor)
-            return EngineParts(core, steps, connects, image_encoder=images, nap=FakeNap(remade), weights=weights)
+            return EngineParts(
+                core, steps, connects, image_encoder=images, cache_release=FakeNap(remade), weights=weights
+            )
 
         async def remade() -> EngineParts:
             await trio.sleep(opening_seconds)

@@ -80,7 +80,7 @@ class FakeImageEngine(SteppedByHand[IterativePlan], ImageEngine):
             settings=settings,
             limits=limits,
             new_request_id=map("req-{}".format, itertools.count(1)).__next__,
-            nap=parts.nap,
+            cache_release=parts.cache_release,
         )
 
     def reopen(self, parts: ImageParts) -> None:
@@ -206,7 +206,7 @@ async def open_fake_image_engine(
         executor = new_executor(max_num_seqs + kept_slots)
         core = GatedImageCore(core_settings, is_paused=opened[0].core.is_paused if opened else paused)
         steps = ControlledSteps(executor, seconds=opened[0].step_seconds if opened else step_seconds)
-        return ImageParts(core, steps, nap=FakeNap(make_parts))
+        return ImageParts(core, steps, cache_release=FakeNap(make_parts))
 
     @asynccontextmanager
     async def open_parts() -> AsyncIterator[ImageParts]:

@@ -22,8 +22,8 @@ class FakeNap(Generic[PartsT]):
     def __init__(self, make_anew: Callable[[], Awaitable[PartsT]]) -> None:
         self._make_anew = make_anew
 
-    async def let_go(self) -> None:
+    async def release_cache(self) -> None:
         await trio.lowlevel.checkpoint()
 
-    async def make_anew(self) -> PartsT:
+    async def rebuild_parts(self) -> PartsT:
         return await self._make_anew()

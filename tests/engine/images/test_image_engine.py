@@ -160,7 +160,7 @@ async def test_more_pictures_than_slots_come_one_after_the_other(autojump_clock)
 
 async def test_more_pictures_than_may_ever_wait_are_refused(autojump_clock):
     async with open_fake_image_engine(max_num_seqs=1, max_queued_requests=2) as fake:
-        with pytest.raises(InvalidRequest, match="n is 4, but at most 3 pictures may run and wait here"):
+        with pytest.raises(InvalidRequest, match="n is 4, but at most 3 images may run and wait here"):
             await fake.generate_image("many", ImageParams(n=4))
         assert len(await fake.generate_image("many", ImageParams(n=3))) == 3
         fake.assert_all_free()

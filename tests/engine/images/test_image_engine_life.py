@@ -280,7 +280,7 @@ async def test_a_drain_ends_what_a_pause_holds(autojump_clock):
         await trio.sleep(2.5)
         await fake.pause_generation("keep")
         fake.drain()
-        with pytest.raises(RequestAborted, match="the server is leaving"):
+        with pytest.raises(RequestAborted, match="the server is shutting down"):
             await stream.pictures()
 
 

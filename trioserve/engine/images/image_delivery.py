@@ -1,6 +1,4 @@
-"""What a step has brought, as deltas of pictures in the hands of the readers. The ends that come from outside are
-CoreDelivery's.
-"""
+"""Turns the results of steps into deltas of generated images. `CoreDelivery` handles requests that end from outside."""
 
 from __future__ import annotations
 
@@ -21,7 +19,14 @@ __all__ = ["ImageDelivery"]
 
 
 class ImageDelivery(CoreDelivery[OpenImage, ImageChoice, IterativePlan, IterativeEvent]):
-    """See CoreDelivery."""
+    """Delivery of an engine for images. See `CoreDelivery`.
+
+    Args:
+        core: the core.
+        metrics: registry of the engine's metrics.
+        wake: called when the step loop may have something new to do.
+        step_watch: receives the begin and end of each step.
+    """
 
     def __init__(
         self, core: IterativeCore, metrics: Metrics, *, wake: Callable[[], None], step_watch: StepWatch
@@ -49,15 +54,15 @@ class ImageDelivery(CoreDelivery[OpenImage, ImageChoice, IterativePlan, Iterativ
 
     def _on_step(self, choice: ImageChoice, event: StepDone, now: float) -> None:
         if event.steps_done <= choice.steps_done:
-            return  # told before the engine broke, and computed anew
+            return  # delivered before the engine broke, and computed again
         choice.steps_done = event.steps_done
-        assert event.partial is None or isinstance(event.partial, Picture), "a partial result that is no picture"
+        assert event.partial is None or isinstance(event.partial, Picture), "a partial result that is not an image"
         if event.partial is not None:
             self._note_shown(choice, now)
         choice.request.push(choice.request.delta(choice, event.partial))
 
     def _note_shown(self, choice: ImageChoice, now: float) -> None:
-        """There is something to be seen of it."""
+        """Observe when the first output of an image, partial or complete, was delivered."""
         if choice.first_shown_at is None:
             choice.first_shown_at = now
             self._metrics.time_to_first_picture_seconds.observe(now - choice.request.entered_at)

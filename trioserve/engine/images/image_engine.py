@@ -1,6 +1,7 @@
-"""The engine of a model that makes pictures, as a Trio program sees it. It keeps every promise that the engine of texts
-keeps, by the same code: a place and a lease, deadlines, aborts by id, drain, pauses, faults (see EngineShell and
-EngineLife). What is different stands here: what is asked, and what the core gets of it.
+"""The engine of a model that generates images, as a Trio program sees it.
+
+`EngineShell` and `EngineLife` provide what it shares with the engine for text: queue, leases, deadlines, aborts by id,
+drain, pauses and faults. This module defines requests for images, and how the core gets them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from trioserve.contracts.iterative import IterativePlan, IterativeRequest, Itera
 from trioserve.contracts.live import LiveImageView
 from trioserve.contracts.tracing import NO_SPAN, NO_TRACER, Span
 from trioserve.core.iterative.engine import IterativeCore
-from trioserve.engine.engine_parts import Nap
+from trioserve.engine.engine_parts import CacheRelease
 from trioserve.engine.images.image_delivery import ImageDelivery
 from trioserve.engine.images.image_parts import ImageParts, ImageSteps, no_image_parts
 from trioserve.engine.images.image_preparation import ImagePreparation
@@ -45,11 +46,11 @@ from trioserve.trio_tools.interrupts import uninterrupted
 
 __all__ = ["ImageEngine"]
 
-DRAWN_SEED_BITS = 53  # whoever reads a seed that was drawn may send it back: JavaScript's numbers hold so many
+DRAWN_SEED_BITS = 53  # clients may send a drawn seed back, and JavaScript's numbers are exact up to this size
 
 
 class ImageStepTimes(PlanTimes[IterativePlan]):
-    """PlanTimes of steps that compute images."""
+    """Step times of an engine for images."""
 
     def _counts(self, plan: IterativePlan) -> StepCounts:
         return StepCounts(len(plan.works), phase=plan.phase.value, work_count=plan.work_count)
@@ -57,14 +58,22 @@ class ImageStepTimes(PlanTimes[IterativePlan]):
 
 @uninterrupted
 class ImageEngine(EngineShell[OpenImage, ImageChoice, IterativeRequest, ImageParts]):
-    """Made by open_image_engine.
+    """An engine that serves one image model. `open_image_engine` makes it.
 
-    core, steps, guard, nap: see ImageParts. metrics: with the part "images". limits: what is taken of callers beside
-    what the model takes.
+    Args:
+        model: description of the model.
+        core: scheduler and owner of the slots.
+        steps: computes the plans of the core.
+        metrics: registry with the part "images".
+        settings: limits of the engine.
+        limits: limits of requests, in addition to those of the model. None: default limits.
+        new_request_id: makes the id of a request whose caller gives none.
+        guard: see `EngineParts`.
+        cache_release: see `EngineParts`.
     """
 
     _delivery: ImageDelivery
-    _part_name = "pictures"
+    _part_name = "images"
 
     def __init__(
         self,
@@ -77,7 +86,7 @@ class ImageEngine(EngineShell[OpenImage, ImageChoice, IterativeRequest, ImagePar
         limits: ImageRequestLimits | None = None,
         new_request_id: Callable[[], str] = new_request_id,
         guard: Guard | None = None,
-        nap: Nap[ImageParts] | str = ImageParts._field_defaults["nap"],
+        cache_release: CacheRelease[ImageParts] | str = ImageParts._field_defaults["cache_release"],
     ) -> None:
         super().__init__(
             metrics=metrics,
@@ -92,16 +101,16 @@ class ImageEngine(EngineShell[OpenImage, ImageChoice, IterativeRequest, ImagePar
         self._draw_bits = secrets.randbits if settings.seed is None else Random(settings.seed).getrandbits
         self._preparation = ImagePreparation(model, self.limits, step_work_max=core.settings.step_work_max)
         self.step_times = ImageStepTimes()
-        self._parts_total = 0  # of all requests: what makes their ids in the core unique
-        self._install(ImageParts(core, steps, guard, nap))
+        self._parts_total = 0  # parts of all requests so far, to make their ids in the core unique
+        self._install(ImageParts(core, steps, guard, cache_release))
         self._show_sleep()
         metrics.on_scrape(self._set_gauges)
         show_router(metrics, self.dispatch)
 
     def _install(self, parts: ImageParts) -> None:
-        core, steps, guard, nap = parts
+        core, steps, guard, cache_release = parts
         self._guard = guard
-        self._why_no_nap = nap if isinstance(nap, str) else None
+        self._why_no_cache_release = cache_release if isinstance(cache_release, str) else None
         self._core = core
         self._delivery = ImageDelivery(core, self.metrics, wake=self.wake, step_watch=self.step_watch)
         self._install_loop(
@@ -116,7 +125,7 @@ class ImageEngine(EngineShell[OpenImage, ImageChoice, IterativeRequest, ImagePar
         )
         self._gauges = ImageGauges(self.metrics, core.stats())
 
-    # --- what it is asked ---
+    # --- requests ---
 
     def generate_image(
         self,
@@ -130,25 +139,29 @@ class ImageEngine(EngineShell[OpenImage, ImageChoice, IterativeRequest, ImagePar
         tenant: str | None = None,
         part_of: Span = NO_SPAN,
     ) -> ImageStream:
-        """A request, to be awaited, or entered with `async with`; until then it holds nothing. However many pictures it
-        is for, it is one scope, with one place in the queue and one lease.
+        """Make a request. Await it for all images, or enter it with `async with`. Until then it uses nothing.
+
+        All images of a request are one request with one place in the queue and one lease.
 
         Args:
-            prompt: what is to be seen. Of a model that knows classes, the name of one, or its index, as text.
-            params: size, steps and the like. Default: all is left to the model.
-            request_id: the caller's own; it need not be unique, and an abort by it ends all that bear it. Default: a
-                new one.
-            priority: PRIORITY_MIN to PRIORITY_MAX (-100 to 100), a lower number runs sooner. A picture that has begun
-                leaves its slot to a better one, and goes on later from where it was.
-            deadlines: in seconds from entering; what passes one ends with finish_reason DEADLINE. For ttft_timeout,
-                what is first to be seen of a picture stands for the first token: a partial result, or the whole.
-            owner: who may see it and abort it by its id, besides those who may see everything.
-            tenant: the queue is fair between them. Default: the owner.
-            part_of: the span of what it is made for, where requests are traced.
+            prompt: describes the image. For a model of classes: the name of a class, or its index as text.
+            params: size, steps and other options. Default: the model's defaults.
+            request_id: the caller's id. It need not be unique: an abort by id ends all requests with this id. Default:
+                a new id.
+            priority: PRIORITY_MIN to PRIORITY_MAX (-100 to 100). A lower number runs sooner. An image that has begun
+                can lose its slot to a request with a lower number, and later continues where it stopped.
+            deadlines: seconds from entering. A request that passes a deadline ends with finish reason DEADLINE. For
+                `ttft_timeout`, the first partial or complete image counts as the first token.
+            owner: user who may see and abort the request by its id, besides users who may see all requests.
+            tenant: the queue is fair between tenants. Default: the owner.
+            part_of: parent span of the request's trace.
+
+        Returns:
+            The stream, to be awaited or entered.
 
         Raises:
-            InvalidRequest: an argument has a wrong type; its `param` names it. What this model cannot do rises on
-                entering.
+            InvalidRequest: an argument has a wrong type. `param` names it. Options that this model does not support are
+                reported on entering.
         """
         params = instance_of(ImageParams, "params", params, ImageParams())
         request = OpenImage(
@@ -167,7 +180,11 @@ class ImageEngine(EngineShell[OpenImage, ImageChoice, IterativeRequest, ImagePar
         return ImageStream(request, submit=self._submit, leave=self._leave, own_run=self._own_run)
 
     def live_requests(self, *, owner: str | None = None) -> list[LiveImageView]:
-        """Every request that is entered and not left, oldest first. owner: only theirs."""
+        """Describe every request that is entered and not left, the oldest first.
+
+        Args:
+            owner: only requests of this user. None: all requests.
+        """
         self._own_run.check("engine.live_requests")
         lives = {live.request.id: live for live in self._core.live_requests()}
         now = trio.current_time()
@@ -178,12 +195,12 @@ class ImageEngine(EngineShell[OpenImage, ImageChoice, IterativeRequest, ImagePar
         ]
 
     def stats(self) -> IterativeStats:
-        """How many pictures are worked on and wait, and how many slots are taken: a frozen snapshot."""
+        """Return counts of images and slots, as a frozen snapshot."""
         self._own_run.check_process("engine.stats")
         return self._core.stats()
 
     def load(self) -> EndpointLoad:
-        """How much there is to do, as a router asks."""
+        """Return the load of this engine, for a router."""
         self._own_run.check_process("engine.load")
         stats = self._core.stats()
         return EndpointLoad(
@@ -195,11 +212,15 @@ class ImageEngine(EngineShell[OpenImage, ImageChoice, IterativeRequest, ImagePar
         )
 
     def abort_all(self, message: str) -> None:
-        """End every request; readers get a last delta for each picture that is not made, with this message."""
+        """End every request. Each reader gets a last delta for each unfinished image.
+
+        Args:
+            message: message for the readers.
+        """
         for request in self._requests:
             self._delivery.end_with_final_delta(request, FinishReason.ABORT, message, stop_reason=SERVER_STOPPING)
 
-    # --- how a request gets in and out; see EngineShell ---
+    # --- hooks of EngineShell ---
 
     def _check(self, request: OpenImage) -> None:
         request.wanted = self._preparation.wanted(request.prompt, request.params, priority=request.priority)
@@ -212,12 +233,15 @@ class ImageEngine(EngineShell[OpenImage, ImageChoice, IterativeRequest, ImagePar
         return ImageChoice(request, index, RequestId(f"{request.id}#{self._parts_total}"))
 
     def _make_way(self, request: OpenImage) -> None:
-        """A better priority takes the slot of a worse one; in the queue it would wait until somebody is done."""
+        """Lend a lease to a request that can take the slot of a running request with a higher priority number.
+
+        In the queue it would wait until another request has ended.
+        """
         if any(live.request.priority > request.priority for live in self._core.live_requests()):
             self.dispatch.lend(LOCAL_ENDPOINT, request.sequence_count)
 
     async def _prepare(self, request: OpenImage) -> None:
-        """All was made when it was checked: encoding the prompt is the model's."""
+        """Do nothing, because `_check` has prepared everything. The model encodes the prompt."""
 
     def _sequences(self, request: OpenImage) -> Sequence[IterativeRequest]:
         asked = []
@@ -235,7 +259,7 @@ class ImageEngine(EngineShell[OpenImage, ImageChoice, IterativeRequest, ImagePar
 
     def _take_down(self) -> Callable[[ImageChoice], IterativeRequest | None]:
         self._install(no_image_parts(self._core.settings))
-        # Nothing is left of a latent, and nothing has to be: its seed and its steps make the same one.
+        # No latent is saved. The seed and the steps reproduce it.
         return lambda choice: choice.asked
 
     def _trace(self, request: OpenImage) -> RequestTrace:

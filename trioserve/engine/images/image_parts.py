@@ -1,4 +1,4 @@
-"""What of an engine of pictures goes with a fault, and is there anew when it is opened anew: everything else stays."""
+"""The parts of an image engine that are lost with a fault. They are built again when the engine is reopened."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trioserve.contracts.iterative import IterativePlan, IterativeResult
 from trioserve.contracts.step import IsAbandoned
 from trioserve.core.iterative.engine import IterativeCore
 from trioserve.core.iterative.settings import IterativeSettings
-from trioserve.engine.engine_parts import Nap
+from trioserve.engine.engine_parts import CacheRelease
 from trioserve.engine.shell.engine_life import Guard
 from trioserve.engine.shell.stepped_core import StepRunnerOf
 
@@ -19,13 +19,19 @@ ImageSteps: TypeAlias = StepRunnerOf[IterativePlan, IterativeResult]
 
 
 class ImageParts(NamedTuple):
-    """core: has no request yet. steps: see StepRunnerOf; such as a ThreadedExecutor around an IterativeExecutor. guard
-    and nap: see EngineParts."""
+    """Parts of one opening of an image engine.
+
+    Attributes:
+        core: a core without requests.
+        steps: computes its plans, such as a `ThreadedExecutor` around an `IterativeExecutor`.
+        guard: see `EngineParts`.
+        cache_release: see `EngineParts`. Releases the latents.
+    """
 
     core: IterativeCore
     steps: ImageSteps
     guard: Guard | None = None
-    nap: Nap[ImageParts] | str = "this engine cannot give its latents back alone"
+    cache_release: CacheRelease[ImageParts] | str = "this engine cannot release its latents alone"
 
 
 class _NoSteps:
@@ -34,5 +40,9 @@ class _NoSteps:
 
 
 def no_image_parts(settings: IterativeSettings) -> ImageParts:
-    """Those of an engine that is being opened anew: nobody is there, and nothing is computed."""
+    """Return the parts of an engine that is being reopened: an empty core, and no computation.
+
+    Args:
+        settings: settings of the empty core.
+    """
     return ImageParts(IterativeCore(settings), _NoSteps())

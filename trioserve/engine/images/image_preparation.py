@@ -1,6 +1,4 @@
-"""What is asked of a model that makes pictures, checked against what it can do, and as core and executor take it. Knows
-no core and no stream.
-"""
+"""Checks a request for images against the model's abilities, and makes its tasks for the core and the executor."""
 
 from __future__ import annotations
 
@@ -25,15 +23,23 @@ from trioserve.contracts.spelling import closest_name
 
 __all__ = ["ImagePreparation", "WantedImage"]
 
-STRENGTH = 0.8  # of an image that is changed; as diffusers' pipelines take it
-MASKED_STRENGTH = 1.0  # where a mask says what may change, that is made anew
-NAMED_MAX = 5  # classes that are named where one is not known
-INDEX_DIGITS_MAX = 18  # Python refuses to read a number of thousands
+STRENGTH = 0.8  # default for an image that is changed, as in diffusers' pipelines
+MASKED_STRENGTH = 1.0  # default with a mask: the masked area is generated from noise
+NAMED_MAX = 5  # classes that an error message names
+INDEX_DIGITS_MAX = 18  # Python refuses to read a number of thousands of digits
 
 
 class WantedImage(msgspec.Struct, frozen=True, kw_only=True):
-    """What each picture of a request is, but for its seed. step_count: of its own; that of the task is the whole
-    schedule's. work: of a row in a denoising step, and of decoding it."""
+    """Description of each image of a request, without its seed.
+
+    Attributes:
+        task: options for the executor. Its step count is that of the whole schedule.
+        step_count: denoising steps of an image. Fewer than the schedule's if an image is changed.
+        is_guided: True if each image needs a second row for guidance.
+        partial_every: steps between two partial results. None: no partial results.
+        work: cost of a row in a denoising step, and of decoding.
+        encode_work: cost of encoding.
+    """
 
     task: ImageTask
     step_count: int
@@ -43,7 +49,13 @@ class WantedImage(msgspec.Struct, frozen=True, kw_only=True):
     encode_work: int
 
     def asked(self, id: RequestId, *, seed: int, priority: int) -> IterativeRequest:
-        """What the core gets of one picture."""
+        """Return the core's request for one image.
+
+        Args:
+            id: id of the image in the core.
+            seed: seed of the image.
+            priority: a lower number runs sooner.
+        """
         return IterativeRequest(
             id=id,
             step_count=self.step_count,
@@ -59,7 +71,13 @@ class WantedImage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ImagePreparation:
-    """step_work_max: of the core: what one step may cost."""
+    """Checks and prepares requests for one image model.
+
+    Args:
+        model: description of the model.
+        limits: limits of requests.
+        step_work_max: highest cost of one step of the core.
+    """
 
     def __init__(self, model: ImageModelDescription, limits: ImageRequestLimits, *, step_work_max: int) -> None:
         self._model = model
@@ -69,13 +87,25 @@ class ImagePreparation:
         for index, name in enumerate(model.classes or ()):
             self._classes.setdefault(_plain(name), index)
         for index, name in enumerate(model.classes or ()):
-            for synonym in name.split(","):  # as ImageNet's are: "goldfish, Carassius auratus"
+            for synonym in name.split(","):  # ImageNet's names are lists of synonyms: "goldfish, Carassius auratus"
                 self._classes.setdefault(_plain(synonym), index)
 
     def wanted(self, prompt: str, params: ImageParams, *, priority: int) -> WantedImage:
-        """Raises InvalidRequest for what this model cannot do, naming the parameter."""
+        """Describe the images of a request.
+
+        Args:
+            prompt: the prompt.
+            params: options of the request.
+            priority: priority of the request.
+
+        Returns:
+            The description.
+
+        Raises:
+            InvalidRequest: this model cannot generate such an image. `param` names the option.
+        """
         model, limits = self._model, self._limits
-        _check_most("n", params.n, limits.n_max, "pictures of one request")
+        _check_most("n", params.n, limits.n_max, "images of one request")
         if not PRIORITY_MIN <= priority <= PRIORITY_MAX:
             raise InvalidRequest(
                 f"priority is {priority}, allowed is {PRIORITY_MIN} to {PRIORITY_MAX}", param="priority"
@@ -104,10 +134,10 @@ class ImagePreparation:
             task=task,
             step_count=step_count,
             is_guided=is_guided,
-            # As many as fit at even distances, and never more: behind the last step the picture itself comes.
+            # At most the requested number, at equal distances. The last step gives the complete image instead.
             partial_every=math.ceil(step_count / (params.partial_images + 1)) if params.partial_images else None,
             work=work,
-            # An image that is changed is encoded by the network that decodes it. A row always fits in a step.
+            # The network that decodes also encodes an image to be changed. One row always fits in a step.
             encode_work=model.encode_work if params.image is None else max(model.encode_work, work),
         )
 
@@ -130,8 +160,8 @@ class ImagePreparation:
         nearest = closest_name(prompt.strip(), classes)
         hint = f"one of {names}" if nearest is None else f'did you mean "{nearest}"?'
         raise InvalidRequest(
-            f"{self._model.name} makes pictures of {len(classes)} classes, and {shown(prompt)} is none of them: give "
-            f"the name of one, or its index, 0 to {len(classes) - 1}; {hint}",
+            f"{self._model.name} generates images of {len(classes)} classes, and {shown(prompt)} is none of them: "
+            f"give the name of a class, or its index, 0 to {len(classes) - 1}; {hint}",
             param="prompt",
         )
 
@@ -140,7 +170,7 @@ class ImagePreparation:
             return self._model.guidance
         if not self._model.takes_guidance:
             raise InvalidRequest(
-                f"guidance is {params.guidance:g}, and {self._model.name} cannot be guided: leave it out",
+                f"guidance is {params.guidance:g}, and {self._model.name} does not support guidance: leave it out",
                 param="guidance",
             )
         return params.guidance
@@ -151,13 +181,13 @@ class ImagePreparation:
             return None
         if self._model.classes is not None or not self._model.takes_negative:
             raise InvalidRequest(
-                f"{self._model.name} cannot be told what is not to be seen: leave negative_prompt out",
+                f"{self._model.name} does not support negative prompts: leave negative_prompt out",
                 param="negative_prompt",
             )
         if guidance <= 1:
             raise InvalidRequest(
-                f"negative_prompt counts with a guidance above 1, and it is {guidance:g}: raise it, or leave "
-                "negative_prompt out",
+                f"negative_prompt has an effect only with a guidance above 1, and guidance is {guidance:g}: raise it, "
+                "or leave negative_prompt out",
                 param="negative_prompt",
             )
         if len(negative) > PROMPT_CHARACTERS_MAX:
@@ -181,10 +211,12 @@ class ImagePreparation:
     def _check_image(self, params: ImageParams) -> None:
         if params.image is not None and not self._model.takes_images:
             name = "mask" if params.mask is not None else "image"
-            raise InvalidRequest(f"{self._model.name} makes pictures, and changes none: leave {name} out", param=name)
+            raise InvalidRequest(f"{self._model.name} cannot change images: leave {name} out", param=name)
 
     def _side(self, name: str, params: ImageParams) -> int:
-        """Of an image that is changed, its own if none was asked for, as near as the model comes to it."""
+        """Return a side of the image. Default for an image that is changed: its own side, rounded to what the model
+        allows.
+        """
         model = self._model
         multiple = model.side_multiple
         asked: int | None = getattr(params, name)
@@ -215,8 +247,8 @@ class ImagePreparation:
         rows = 2 if is_guided else 1
         if work * rows > self._step_work_max:
             raise InvalidRequest(
-                f"a picture of {width} x {height}{' that is guided' if is_guided else ''} costs {work * rows} a step, "
-                f"and a step has room for {self._step_work_max}: ask for a smaller one",
+                f"an image of {width} x {height}{' with guidance' if is_guided else ''} costs {work * rows} per step, "
+                f"and a step may cost {self._step_work_max}: ask for a smaller image",
                 param="width",
             )
         return work
@@ -228,19 +260,19 @@ def _check_most(name: str, value: int, most: int, what: str) -> None:
 
 
 def _check_whole(name: str, text: str) -> None:
-    """Half a surrogate pair is no text for any tokenizer, and would end the step of all others, too."""
+    """Refuse half a surrogate pair. No tokenizer accepts it, and it would fail the step of all requests."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise InvalidRequest(
             f"{name} holds U+{ord(text[error.start]):04X} at character {error.start}, half of a surrogate pair: send "
-            "characters beyond U+FFFF whole",
+            "both halves of characters beyond U+FFFF",
             param=name,
         ) from None
 
 
 def _step_count(params: ImageParams, steps: int) -> int:
-    """Of an image that is changed the steps that its strength leaves, as diffusers' pipelines count them."""
+    """Return the denoising steps. A changed image gets the part of them that its strength leaves, as in diffusers."""
     if params.image is None:
         return steps
     default = STRENGTH if params.mask is None else MASKED_STRENGTH

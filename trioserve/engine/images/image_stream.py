@@ -1,4 +1,4 @@
-"""What a task holds of a request for pictures: await it for all of them, or enter it and leave to abort."""
+"""The caller's side of a request for images: await it for all images, or enter it, and leave it to abort."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ __all__ = ["ImageStream", "pictures_of"]
 
 @uninterrupted
 class ImageStream(ScopeStream[OpenImage, ImageDelta]):
-    """`pictures = await engine.generate_image("a cat")`; or, for a look at them meanwhile,
-    `async with engine.generate_image("a cat") as stream: async for delta in stream: ...`. See ScopeStream.
+    """The images of a request: `pictures = await engine.generate_image("a cat")`.
 
-    A reader that is slow finds one delta for each picture: the newest. The last one of each is never lost.
+    To see partial results: `async with engine.generate_image("a cat") as stream: async for delta in stream: ...`.
+    `ScopeStream` documents entering, iterating and leaving.
+
+    A slow reader gets the newest delta of each image. The last delta of an image is never lost.
     """
 
     def __await__(self) -> Generator[Any, Any, tuple[Picture, ...]]:
@@ -30,34 +32,45 @@ class ImageStream(ScopeStream[OpenImage, ImageDelta]):
             return await self.pictures()
 
     async def pictures(self) -> tuple[Picture, ...]:
-        """All that were asked for, in their order, when each is made. Raises RequestFailed, RequestAborted or
-        DeadlinePassed for the first one that is not, and EngineFault."""
+        """Wait for all images.
+
+        Returns:
+            The images, in the order of their indexes.
+
+        Raises:
+            RequestFailed, RequestAborted, DeadlinePassed: an image was not generated. The first such image decides.
+            EngineFault: the engine broke.
+        """
         return await pictures_of(self)
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """Of each picture."""
+        """Seed of each image."""
         return self._request.seeds
 
     @property
     def step_count(self) -> int:
-        """Denoising steps of each picture; known once it is entered."""
+        """Denoising steps of each image. Available after entering."""
         return self._request.wanted.step_count
 
     @property
     def size(self) -> tuple[int, int]:
-        """Width and height of each picture; known once it is entered."""
+        """Width and height of each image. Available after entering."""
         task = self._request.wanted.task
         return task.width, task.height
 
 
 async def pictures_of(deltas: AsyncIterable[ImageDelta]) -> tuple[Picture, ...]:
-    """See ImageStream.pictures."""
+    """Wait for all images of a stream. See `ImageStream.pictures`.
+
+    Args:
+        deltas: an entered stream.
+    """
     made: dict[int, Picture] = {}
     async for delta in deltas:
         if (error := error_of(delta)) is not None:
             raise error
         if delta.finish_reason is not None:
-            assert delta.picture is not None, "a picture is made, and is not there"
+            assert delta.picture is not None, "a finished image is missing"
             made[delta.index] = delta.picture
     return tuple(made[index] for index in sorted(made))

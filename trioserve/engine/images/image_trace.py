@@ -1,5 +1,6 @@
-"""The life of a request for pictures as a span: its queue, its wait for a slot, its pictures, its end, and the moment
-at which nothing of it is left. Names as in OpenTelemetry's conventions for generative AI, where they have one.
+"""The life of a request for images as a trace span, with a child span per stage: queue, wait, denoise.
+
+Names follow OpenTelemetry's conventions for generative AI where these define a name.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ OPERATION = "generate_content"
 
 
 class SpannedImage(SpannedRequest):
-    """See SpannedRequest. A request for pictures has no tokens, and its first picture begins no stage."""
+    """Records the events of a request for images. It has no tokens, and its first image begins no new stage."""
 
     __slots__ = ()
 
@@ -38,7 +39,12 @@ class SpannedImage(SpannedRequest):
 
 
 def image_attributes(request: OpenImage) -> Attributes:
-    """What is known of what is asked. Never the prompt: that is the caller's text."""
+    """Return the options of a request as trace attributes. The prompt is never included, because it is the caller's
+    text.
+
+    Args:
+        request: the request.
+    """
     task = request.wanted.task
     return {
         "gen_ai.output.type": "image",

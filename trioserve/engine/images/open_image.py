@@ -1,6 +1,4 @@
-"""The engine's side of a request for pictures: what was asked, and each of its pictures, with how far its reader has
-been told that it is.
-"""
+"""The engine's side of a request for images: its options, and each image with the progress that the reader knows."""
 
 from __future__ import annotations
 
@@ -29,8 +27,19 @@ PHASES = tuple(IterativePhase)
 
 
 class ImageChoice(RequestPart["OpenImage"]):
-    """One of a request's n pictures. asked: what the core gets of it, once it is prepared. steps_done: as its reader
-    was told. picture: once it is made; its end comes next."""
+    """One of a request's n images.
+
+    Args:
+        request: the request.
+        index: index of the image.
+        sequence_id: id of the image in the core.
+
+    Attributes:
+        asked: the core's request for the image. None until the request is prepared.
+        steps_done: progress that was delivered.
+        picture: the complete image. The end of the image comes next.
+        first_shown_at: when the first partial or complete image was delivered. None: not yet.
+    """
 
     __slots__ = ("asked", "first_shown_at", "picture", "steps_done")
 
@@ -39,7 +48,7 @@ class ImageChoice(RequestPart["OpenImage"]):
         self.asked: IterativeRequest | None = None
         self.steps_done = 0
         self.picture: Picture | None = None
-        self.first_shown_at: float | None = None  # when its first partial result came, or it was whole
+        self.first_shown_at: float | None = None
 
     @property
     def progress(self) -> int:
@@ -47,8 +56,22 @@ class ImageChoice(RequestPart["OpenImage"]):
 
 
 class OpenImage(RequestScope[ImageChoice, ImageDelta, IterativeRequest]):
-    """For the meanings of what was asked see ImageEngine.generate_image. seed: of the first picture. wanted: what is
-    made of prompt and params when it is entered."""
+    """A request for images. `ImageEngine.generate_image` documents the options.
+
+    Args:
+        prompt: the prompt.
+        params: options of the images.
+        seed: seed of the first image.
+        request_id: the caller's id.
+        priority: a lower number runs sooner.
+        deadlines: deadlines of the request.
+        owner: user who may see and abort the request. None: not restricted.
+        tenant: the queue is fair between tenants.
+        part_of: parent span of the request's trace.
+
+    Attributes:
+        wanted: description of the images, made from prompt and params when the request is entered.
+    """
 
     wanted: WantedImage
 
@@ -85,14 +108,23 @@ class OpenImage(RequestScope[ImageChoice, ImageDelta, IterativeRequest]):
         return merge(pending, delta)
 
     def delta(self, choice: ImageChoice, picture: Picture | None) -> ImageDelta:
-        """How far a picture is now, and what it is by now."""
+        """Make a delta with the progress of an image.
+
+        Args:
+            choice: the image.
+            picture: a partial result. None: none.
+        """
         return ImageDelta(
             index=choice.index, steps_done=choice.steps_done, step_count=self.wanted.step_count, picture=picture
         )
 
     def push_whole(self, choice: ImageChoice) -> None:
-        """A picture is made: the last delta of it."""
-        assert choice.picture is not None, f"{choice.sequence_id} ended without a picture"
+        """Push the last delta of an image, with the complete image.
+
+        Args:
+            choice: the image.
+        """
+        assert choice.picture is not None, f"{choice.sequence_id} ended without an image"
         choice.is_ended = True
         self.push(
             ImageDelta(
@@ -103,7 +135,7 @@ class OpenImage(RequestScope[ImageChoice, ImageDelta, IterativeRequest]):
                 finish_reason=FinishReason.STOP,
             )
         )
-        choice.picture = None  # it is the reader's
+        choice.picture = None  # only the reader needs it now
 
     def push_end(
         self, choice: ImageChoice, reason: FinishReason, message: str | None = None, *, stop_reason: str | None = None
@@ -123,8 +155,15 @@ class OpenImage(RequestScope[ImageChoice, ImageDelta, IterativeRequest]):
 
 
 def merge(pending: ImageDelta, delta: ImageDelta) -> ImageDelta:
-    """Two deltas of one picture that follow each other, as one. The later one says how far it is; a picture that was
-    not read stays until there is a newer one, or an end."""
+    """Merge two consecutive unread deltas of one image.
+
+    The result has the progress of the newer delta. An unread image is kept, unless the newer delta has an image or
+    is the last one.
+
+    Args:
+        pending: the older delta.
+        delta: the newer delta.
+    """
     if delta.picture is not None or delta.finish_reason is not None or pending.picture is None:
         return delta
     return msgspec.structs.replace(delta, picture=pending.picture)
@@ -134,6 +173,7 @@ def view_of(request: OpenImage, lives: Sequence[LiveIteration | None], now: floa
     """Describe a request for images for status pages, from the engine's and the core's state.
 
     Args:
+        request: the request.
         lives: the core's state per image. None: the image has ended, or has not reached the core.
         now: seconds of Trio's clock.
     """

@@ -1,8 +1,7 @@
-"""What the core has of requests, and the end of each of them, however it comes. What a step has brought is told by
-those who know what it is made of.
+"""The sequences that the core has, and the ends of requests. Subclasses deliver the results of steps.
 
-Knows every sequence that the core knows, also those whose reader has left already. Everything here is synchronous and
-runs between two steps, or, ending a request, at any moment.
+This includes sequences whose reader has already left. Everything here is synchronous. It runs between two steps, except
+that a request may be ended at any time.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ EventT = TypeVar("EventT")
 
 
 class AbortingCore(Protocol):
-    """A core, to end requests in."""
+    """A core in which requests can be aborted."""
 
     def abort(
         self, request_ids: Iterable[RequestId], reason: FinishReason = FinishReason.ABORT, *, now: float
@@ -39,19 +38,29 @@ class AbortingCore(Protocol):
 
 
 class WatchesCancels(Protocol[ScopeIn]):
-    """Who wants to know what cancels free."""
+    """Observer of cancelled sequences and of the blocks that they free."""
 
     def note_cancelled(self, request: ScopeIn, ids: Sequence[RequestId], reason: FinishReason) -> None:
-        """A request ends by another hand than its own; ids: of its sequences that the core has, still with their
-        blocks. To be called also for one that is over; nothing to do then."""
+        """Note that a request is ended from outside. Has no effect for a request that is over.
+
+        Args:
+            request: the request.
+            ids: its sequences in the core, which still have their blocks.
+            reason: the finish reason.
+        """
 
     def note_freed(self, sequence_id: RequestId, steps: int, seconds: float) -> None:
-        """A sequence that was cancelled has no blocks any more: how many steps ended meanwhile, and how long it
-        took."""
+        """Note that a cancelled sequence has no blocks any more.
+
+        Args:
+            sequence_id: the sequence.
+            steps: steps that ended between cancel and release.
+            seconds: time between cancel and release.
+        """
 
 
 class NobodyWatches:
-    """The same for nobody."""
+    """An observer that ignores everything."""
 
     def note_cancelled(self, request: AnyScope, ids: Sequence[RequestId], reason: FinishReason) -> None:
         pass
@@ -61,8 +70,18 @@ class NobodyWatches:
 
 
 class CoreDelivery(ABC, Generic[ScopeT, PartT, PlanT, EventT]):
-    """wake: called when the step loop may have something new to see to. step_watch: told of each step. cancels: told
-    of each cancel. has_brought: a step has brought somebody something."""
+    """Connects the sequences of the core with the requests that wait for them.
+
+    Args:
+        core: aborts sequences.
+        timings: observes step times and aborts.
+        wake: called when the step loop may have something new to do.
+        step_watch: receives the begin and end of each step. None: a watch of its own.
+        cancels: observes cancelled sequences. None: no observer.
+
+    Attributes:
+        has_brought: True if a step has produced any event.
+    """
 
     def __init__(
         self,
@@ -78,58 +97,67 @@ class CoreDelivery(ABC, Generic[ScopeT, PartT, PlanT, EventT]):
         self._wake = wake
         self._step_watch = step_watch or StepWatch()
         self._choices: dict[RequestId, PartT] = {}
-        # Aborted while a step reads what they have; None: it was their own output that ended them.
+        # Sequences that were aborted while a step reads their blocks. None: their own output ended them.
         self._cancelled: dict[RequestId, Cancelled | None] = {}
         self._step_timings = timings
-        self._plans: deque[PlanT] = deque()  # that have not been delivered, the oldest first
+        self._plans: deque[PlanT] = deque()  # not delivered yet, the oldest first
         self.has_brought = False
 
     # --- what is other for each kind ---
-
+    # --- different for each kind of engine ---
     @abstractmethod
     def _deliver(self, events: list[EventT], now: float) -> None:
-        """A step, or what came to pass without one, has brought this."""
+        """Deliver the events of a step, or events that happened between two steps."""
 
     @abstractmethod
     def _ids_of(self, plan: PlanT) -> Iterable[RequestId]:
-        """The sequences that it computes."""
+        """Return the sequences that a plan computes."""
 
     @abstractmethod
     def _count_run(self, choice: PartT, now: float) -> None:
-        """It is in a step for the first time."""
+        """Count a sequence that is in a step for the first time."""
 
     @abstractmethod
     def _count_step(self, plan: PlanT, now: float) -> None:
-        """It was delivered."""
+        """Count a step that was delivered."""
 
     @abstractmethod
     def _count_end(self, choice: PartT, reason: FinishReason, now: float) -> None:
-        """A sequence that the core had is over."""
+        """Count the end of a sequence that the core had."""
 
     def _count_all_ended(self, request: ScopeT) -> None:
-        """That was the last of a request's sequences."""
+        """Count a request whose last sequence has ended."""
 
     def _push_last(
         self, request: ScopeT, choice: PartT, reason: FinishReason, message: str | None, stop_reason: str | None
     ) -> None:
-        """The reader of a choice is told why another's hand has ended it."""
+        """Send the reader of a choice the reason why the choice was ended from outside."""
         request.push_end(choice, reason, message, stop_reason=stop_reason)
 
     # --- what the core has ---
 
     def __len__(self) -> int:
-        """Sequences that the core has."""
+        """Number of sequences that the core has."""
         return len(self._choices)
 
     def add(self, choice: PartT) -> None:
-        """The core has the choice's sequence now."""
+        """Note that the core has the choice's sequence now.
+
+        Args:
+            choice: the choice.
+        """
         self._choices[choice.sequence_id] = choice
         choice.request.core_count += 1
 
     # --- ends that come from outside ---
 
     def end(self, request: ScopeT, reason: FinishReason) -> None:
-        """Abort what of a request the core still has. From here on nothing of it is delivered, and no more begun."""
+        """Abort all sequences of a request. Nothing more is delivered for it, and no further sequence begins.
+
+        Args:
+            request: the request.
+            reason: the finish reason.
+        """
         if not request.is_finished:
             request.trace.cancelled(reason.value)
         request.upcoming.clear()
@@ -146,12 +174,19 @@ class CoreDelivery(ABC, Generic[ScopeT, PartT, PlanT, EventT]):
                 self._cancelled.setdefault(sequence_id, cancelled)
         if not request.core_count:
             request.on_gone()
-        self._wake()  # what a connector still needs of them has a deadline
+        self._wake()  # a connector may still need the blocks until a deadline
 
     def end_with_final_delta(
         self, request: ScopeT, reason: FinishReason, message: str | None, *, stop_reason: str | None = None
     ) -> None:
-        """The same, and the reader gets, for each choice, why it ended."""
+        """Abort all sequences of a request, and send its reader the reason for each unfinished choice.
+
+        Args:
+            request: the request.
+            reason: the finish reason.
+            message: message for the reader.
+            stop_reason: more exact reason, for programs.
+        """
         request.preparation.cancel()
         unfinished = [choice for choice in request.choices if not choice.is_ended]
         self.end(request, reason)
@@ -159,24 +194,35 @@ class CoreDelivery(ABC, Generic[ScopeT, PartT, PlanT, EventT]):
             self._push_last(request, choice, reason, message, stop_reason)
 
     def note_left_queue(self, count: int) -> None:
-        """So many sequences were aborted before the core had them: nothing had to be freed."""
+        """Count sequences that were aborted before the core had them.
+
+        Args:
+            count: number of sequences.
+        """
         self._step_timings.note_left_queue(count)
 
     # --- when the engine broke ---
 
     def ids_in_flight(self) -> frozenset[RequestId]:
-        """Sequences of the steps that did not come back, or were not delivered."""
+        """Return the sequences of the steps that did not end, or were not delivered."""
         return frozenset(request_id for plan in self._plans for request_id in self._ids_of(plan))
 
     def give_up(self) -> list[PartT]:
-        """The core is gone. Returns the choices whose sequences it had, in the order in which it got them; nothing of
-        them is known here any more."""
+        """Forget all sequences, because the core is lost.
+
+        Returns:
+            The choices whose sequences the core had, in the order in which they were added.
+        """
         choices = list(self._choices.values())
         self._choices.clear()
         return choices
 
     def note_lost(self, request: ScopeT) -> None:
-        """What has not ended of a request ends with the core that was given up."""
+        """Count the unfinished choices of a request as lost with the core.
+
+        Args:
+            request: the request.
+        """
         now = trio.current_time()
         for choice in request.choices:
             if not choice.is_ended:
@@ -191,7 +237,7 @@ class CoreDelivery(ABC, Generic[ScopeT, PartT, PlanT, EventT]):
         self._step_watch.begin(now)
         for sequence_id in plan.admitted:
             choice = self._choices[sequence_id]
-            if not choice.has_run:  # a preempted one is admitted again
+            if not choice.has_run:  # a preempted sequence is admitted again
                 choice.running_at = now
                 choice.request.note_run(now)
                 self._count_run(choice, now)
@@ -205,12 +251,16 @@ class CoreDelivery(ABC, Generic[ScopeT, PartT, PlanT, EventT]):
         self.has_brought = self.has_brought or bool(events)
 
     def on_ended(self, events: list[EventT]) -> None:
-        """Before each step: what came to pass while none did."""
+        """Deliver events that happened between two steps. Called before each step.
+
+        Args:
+            events: the events. May be empty.
+        """
         if events:
             self._deliver(events, trio.current_time())
 
     def _is_cancelled(self, event: RequestFinished, now: float) -> bool:
-        """Whether nobody is to be told of this end, since it was cancelled while a step had it."""
+        """Return True if no reader gets this end, because the sequence was cancelled while a step computed it."""
         if event.request_id not in self._cancelled:
             return False
         cancelled = self._cancelled.pop(event.request_id)
@@ -219,13 +269,19 @@ class CoreDelivery(ABC, Generic[ScopeT, PartT, PlanT, EventT]):
         return True
 
     def _note_abort(self, event: RequestFinished, cancelled: Cancelled, now: float) -> None:
-        """What a sequence had that was aborted is back."""
+        """Observe how long an aborted sequence kept its blocks."""
         self._step_timings.note_abort(event.phase, cancelled, now)
         self._cancels.note_freed(event.request_id, self._step_timings.steps_since(cancelled), now - cancelled.at)
 
     def _let_go(self, event: RequestFinished, now: float, reason: FinishReason, *, has_reader: bool = True) -> None:
-        """The core has let a sequence go. reason: the one its reader is given, since that may be another one than the
-        core's. has_reader: who gets to know of it."""
+        """Process the end of a sequence in the core.
+
+        Args:
+            event: the end.
+            now: current time.
+            reason: finish reason that the reader gets. It may differ from the core's.
+            has_reader: True if the reader gets the end. Subclasses hold blocks only then.
+        """
         choice = self._choices.pop(event.request_id)
         request: ScopeT = choice.request
         request.core_count -= 1

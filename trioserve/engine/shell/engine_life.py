@@ -1,7 +1,6 @@
-"""An engine's life, whatever it computes: it runs, pauses, sleeps, drains, breaks, and is opened anew. One place where
-its faults rise.
+"""The life of any engine: it runs, pauses, sleeps, drains, breaks, and is reopened. All faults of an engine end here.
 
-What requests are, and how a core gets them, is EngineShell's and that of the engines themselves.
+`EngineShell` and its subclasses define requests, and how a core gets them.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ PAUSED = "paused"
 PAUSE_MODES = ("abort", "wait", "keep")
 
 Guard = Callable[[], Coroutine[Any, Any, None]]
-"""Waits until what computes is gone, also while there is nothing to compute, and raises why."""
+"""Waits until the processes that compute are lost, also while the engine is idle, and raises the reason."""
 
 ScopeT = TypeVar("ScopeT", bound=RequestScope[Any, Any, Any])
 PartT = TypeVar("PartT", bound=RequestPart[Any])
@@ -60,16 +59,21 @@ PartsT = TypeVar("PartsT")
 
 @uninterrupted
 class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
-    """ScopeT: its requests. PartT: what each consists of, and AskedT: what the core gets for it. PartsT: what goes with
-    a fault, and is there anew when the engine is opened anew.
+    """The life of an engine. Every method belongs to the thread of the Trio program that opened the engine.
 
-    sequences_max: so many may run at a time. lent_max: so many more leases there are for who is not to wait in the
-    queue.
+    The type parameters are: ScopeT, its requests. PartT, the parts of a request. AskedT, what the core gets for a part.
+    PartsT, the parts of the engine that are lost with a fault and rebuilt when it is reopened.
+
+    Args:
+        metrics: registry of the engine's metrics.
+        settings: limits of the engine.
+        sequences_max: most sequences that run at a time.
+        lent_max: further leases for requests that must not wait in the queue.
     """
 
     _delivery: CoreDelivery[ScopeT, PartT, Any, Any]
     _loop: EngineLoop[Any, Any, Any]
-    _why_no_nap: str | None = None  # None: level 1 of sleep is to be had
+    _why_no_cache_release: str | None = None  # None: sleep level 1 is possible. A string says why it is not.
     _guard: Guard | None = None
 
     def __init__(self, *, metrics: Metrics, settings: EngineSettings, sequences_max: int, lent_max: int = 0) -> None:
@@ -78,11 +82,11 @@ class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
         self._settings = settings
         self.draining = False
         self.fault: EngineFault | None = None
-        self.on_fault: Callable[[], Awaitable[None]] | None = None  # has the clients told
+        self.on_fault: Callable[[], Awaitable[None]] | None = None  # passes the fault on to the clients
         self.step_watch = StepWatch(settings.step_seconds_max)
         self._requests = RequestsById[ScopeT]()  # entered and not left
         self._preparing_count = 0
-        self._leased_count = 0  # of these, the ones whose turn has come
+        self._leased_count = 0  # sequences among these whose request has its lease
         self._deadline_keeper = DeadlineKeeper()
         self.dispatch = local_dispatch(sequences_max, settings, lent_max=lent_max)
         self._admission = RequestAdmission(self.dispatch, metrics)
@@ -92,65 +96,73 @@ class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
         self._readmission = Readmission[ScopeT](
             self._begin, end=self._end_poisoned, has_brought=lambda: self._delivery.has_brought
         )
-        self._last_fault: EngineFault | None = None  # that the engine was opened again after
-        self._carried: list[ScopeT] = []  # who goes on when the engine was opened anew
+        self._last_fault: EngineFault | None = None  # the engine was reopened after this fault
+        self._carried: list[ScopeT] = []  # requests to resume in the reopened engine
         self._reopened = trio.Event()
-        self.reopens_at: float | None = None  # it broke, and is to be opened anew, not before this time of Trio's clock
+        self.reopens_at: float | None = None  # set while the engine is broken or asleep: the earliest time to reopen it
         self._gate = StepGate()
-        self._pausing = Pausing(self._gate, self._has_begun, self._go_on)
+        self._pausing = Pausing(self._gate, self._has_begun, self._on_resume)
         self._sleeping = Sleeping()
         self._is_paused_by_sleep = False
         self.instance = secrets.token_hex(8)
-        """Names this engine from here to its end, also when it is opened anew in between."""
+        """Random name of this engine. It stays the same when the engine is reopened."""
         self.load_changes = LoadChanges()
         self._steps_scope = trio.CancelScope()
-        self._outer_error: Exception | None = None  # of the connector, or of what computes
+        self._outer_error: Exception | None = None  # error of the connector or of the guard
         self._shell_gauges = ShellGauges(metrics)
 
-    # --- what is other for each kind ---
+    # --- different for each kind of engine ---
 
     @abstractmethod
     def _install(self, parts: PartsT) -> None:
-        """From here on it computes with these, and nothing of those before is known any more. Calls _install_loop."""
+        """Use new parts, and forget the previous ones. Calls `_install_loop`."""
 
     @abstractmethod
     def _take_down(self) -> Callable[[PartT], AskedT | None]:
-        """Let go of the parts that broke. Returns what tells, for each sequence that the core had, how it goes on in
-        another one; None: it ended in what broke, and nobody can say how."""
+        """Drop the parts that broke.
+
+        Returns:
+            A function that returns, for each part that the core had, how the part continues in the next core. None
+            means that this is unknown, so the request ends with an error.
+        """
 
     @abstractmethod
     def _begin_next(self, request: ScopeT) -> None:
-        """The core gets one more of its sequences."""
+        """Hand the next sequence of a request to the core."""
 
     @abstractmethod
     def _set_gauges(self) -> None:
-        """Before the metrics are shown."""
+        """Update the gauges. Called before the metrics are shown."""
 
     @abstractmethod
     def abort_all(self, message: str) -> None:
-        """End every request; each reader gets a last delta with finish_reason ABORT and the message, unless it had
-        one."""
+        """End every request. Each reader gets a last delta with finish reason ABORT and a message, unless it had its
+        last one.
+
+        Args:
+            message: message for the readers.
+        """
 
     def _ended_given_up(self, choice: PartT) -> bool:
-        """Whether a sequence was about to end when its core was given up, and is over with that."""
+        """Return True if a sequence was about to end when its core was lost, so that it need not be resumed."""
         return False
 
     def _note_leaving(self) -> None:
-        """It takes nothing new any more, or has broken: whoever follows it is told."""
+        """Notify subscribers that the engine accepts no new requests, or has broken."""
 
     def _note_broken(self) -> None:
-        """It has broken for good: nothing that the core had will be reported."""
+        """Note that the engine has broken for good. The core will report nothing more."""
 
     def _note_over(self) -> None:
-        """Its steps have ended, or it leaves: nothing more changes."""
+        """Note that no more steps will come from these parts, or that the engine drains."""
         self.load_changes.end()
 
     @property
     def _is_busy(self) -> bool:
-        """Whether somebody has something of it."""
+        """True while a request is entered, or its blocks are held."""
         return bool(self._requests)
 
-    # --- the life of the engine ---
+    # --- running ---
 
     def _install_loop(self, loop: EngineLoop[Any, Any, Any]) -> None:
         self._loop = loop
@@ -163,16 +175,23 @@ class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
         *,
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """The engine's own task. Ends when cancelled, after the step in flight, with all that requests had back.
-        Returns when it broke and is to be opened anew (reopens_at): its requests wait for that.
+        """Run the engine's main task until it is cancelled. Then it waits for the step in flight, and releases
+        everything.
 
-        Raises EngineFault when it is not: every reader has the fault by then, and `on_fault` had grace_seconds_max to
-        pass it on.
+        The task returns when the engine sleeps, or broke and can be reopened. Then `reopens_at` is set, and its
+        requests wait.
+
+        Args:
+            task_status: notified when the engine runs.
+
+        Raises:
+            EngineFault: the engine broke for good. Every reader has this error, and `on_fault` had up to
+                `grace_seconds_max` to pass it on.
         """
         await self._run_steps(task_status)
 
     async def _run_guard(self, guard: Guard, scope: trio.CancelScope) -> None:
-        """Until the scope is cancelled."""
+        """Run the guard until its scope is cancelled. Its error stops the steps."""
         with scope:
             try:
                 await guard()
@@ -187,7 +206,8 @@ class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
             else:
                 with errors_unwrapped():
                     async with trio.open_nursery() as nursery:
-                        # Shielded, so that being cancelled does not hide what the step in flight raises then.
+                        # Shielded, so that the guard is cancelled only after the loop, and the error of the step in
+                        # flight is not hidden.
                         scope = trio.CancelScope(shield=True)
                         nursery.start_soon(self._run_guard, self._guard, scope)
                         try:
@@ -213,8 +233,9 @@ class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
             if not self._is_to_be_reopened(fault, has_progress=self._delivery.has_brought):
                 await self._fail(fault)
                 raise fault from error
-            # Here, where it is handled: nothing may keep the frames of the step, which have the model.
-            logger.exception("the engine broke, and is opened anew restarts=%d", self._restarts.taken_count)
+            # Log the fault here, where it is handled. The traceback must not live longer, because it refers to the
+            # model.
+            logger.exception("the engine broke, and is being reopened restarts=%d", self._restarts.taken_count)
             self._carry_requests(fault)
         finally:
             self._is_running = False
@@ -223,7 +244,7 @@ class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
                 self.close()
 
     async def _fail(self, fault: EngineFault) -> None:
-        """It broke for good: everybody is told."""
+        """Notify all requests and subscribers that the engine broke for good."""
         if self._restarts.ended_by:
             fault.args = (f"{fault}; {self._restarts.ended_by}",)
         self.fault = fault
@@ -242,17 +263,19 @@ class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
                 try:
                     await self.on_fault()
                 except Exception:
-                    logger.exception("the fault could not be passed on")  # and must not be hidden by this
+                    logger.exception("the fault could not be passed on")  # This error must not hide the fault.
 
     def close(self) -> None:
-        """Nothing more is computed: every reader gets a last delta, and all that requests had is back."""
+        """End all requests, because nothing more is computed. Each reader gets a last delta, and everything is
+        released.
+        """
         self.reopens_at = None
         self._reopened.set()
         self._pausing.end()
         self._sleeping.end()
         self.abort_all("the engine was closed")
 
-    # --- opened anew after a fault ---
+    # --- reopened after a fault ---
 
     def _is_to_be_reopened(self, fault: EngineFault, *, has_progress: bool) -> bool:
         now = trio.current_time()
@@ -264,11 +287,15 @@ class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
         return True
 
     def _carry_requests(self, fault: EngineFault | None) -> None:
-        """Take from a core that broke what it knows of its requests, and let it go: from here on each of their
-        sequences is one that the core is still to get, with what it had. What was held is lost. fault: None: it did not
-        break, and no step is in flight."""
+        """Take the unfinished sequences from a core that broke or goes to sleep, to resume them in the next core.
+
+        Blocks that were held are lost.
+
+        Args:
+            fault: the fault. None: the engine goes to sleep, and no step is in flight.
+        """
         delivery = self._delivery
-        self._set_gauges()  # what it has counted so far
+        self._set_gauges()  # publish the counts so far, because the next core starts from zero
         self._reopened = trio.Event()
         suspect_ids = delivery.ids_in_flight()
         choices = delivery.give_up()
@@ -305,13 +332,13 @@ class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
         self._note_idle()
 
     def _end_poisoned(self, request: ScopeT) -> None:
-        """End a request that broke the engine: the failed steps had it, and one of them had nothing else."""
+        """End a request that broke the engine: all failed steps had it, and one of them had no other request."""
         logger.error("request ended: it was in %d steps that failed request=%s", request.fault_count, request.id)
         self.metrics.requests_poisoned_total.inc()
         self._restarts.forgive(request.fault_count)
         message = (
-            f"the engine broke {request.fault_count} times in steps that computed this request, also where it was "
-            f"alone in one; it was ended so that the others go on: {self._last_fault}"
+            f"the engine broke {request.fault_count} times in steps that computed this request, also in a step that "
+            f"computed nothing else; it was ended so that other requests continue: {self._last_fault}"
         )
         self._end_with_error(request, message, stop_reason=REQUEST_POISONED)
 
@@ -321,14 +348,25 @@ class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
         self._delivery.end_with_final_delta(request, FinishReason.ERROR, message, stop_reason=stop_reason)
 
     def reopen(self, parts: PartsT) -> None:
-        """Go on with these; run is called next."""
+        """Use new parts. The caller then calls `run`.
+
+        Args:
+            parts: the new parts.
+        """
         assert self.reopens_at is not None, "the engine did not break"
         self._install(parts)
         self.reopens_at = None
 
     async def reopening_failed(self, error: Exception) -> None:
-        """It could not be opened anew. Raises EngineFault if it is not to be tried again."""
-        fault = EngineFault(f"the engine could not be opened anew: {type(error).__name__}: {error}")
+        """Handle an error while the engine was reopened.
+
+        Args:
+            error: the error.
+
+        Raises:
+            EngineFault: no further attempt is allowed.
+        """
+        fault = EngineFault(f"the engine could not be reopened: {type(error).__name__}: {error}")
         if not self._is_to_be_reopened(fault, has_progress=False):
             await self._fail(fault)
             raise fault from error
@@ -342,32 +380,34 @@ class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
             self._note_awake()
 
     def _begin(self, request: ScopeT) -> None:
-        """The core gets as many of its sequences as it may have at a time."""
+        """Hand sequences of a request to the core, up to the number that it may have at a time."""
         while request.upcoming and request.core_count < request.sequence_count:
             self._begin_next(request)
 
     async def keep_deadlines(self) -> None:
-        """The engine's other task, beside run: ends requests whose time has come. Runs until cancelled."""
+        """End requests whose deadline has passed. This is the engine's second task, and runs until it is cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.dispatch.run)
             await self._deadline_keeper.run()
 
     @property
     def ready(self) -> bool:
-        """Whether a new request would be taken, a full queue apart."""
+        """True if the engine would admit a new request, unless its queue is full."""
         return self._is_open and not self._pausing.holds_up and self.step_watch.overdue() is None
 
     @property
     def _is_open(self) -> bool:
-        """Whether it goes on with what it has taken."""
+        """True if the engine continues the requests that it has accepted."""
         return self._is_running and not self.draining and self.fault is None
 
     def drain(self) -> None:
-        """Take nothing new; requests that have not begun to run are refused, the others go on. Where they cannot, since
-        the engine is paused, they end with what they have."""
+        """Stop accepting requests. Requests that have not begun to run are refused. Running requests continue.
+
+        If the engine is paused, running requests cannot continue. They end with their partial results.
+        """
         self._own_run.check("engine.drain")
         self.draining = True
-        self._reopened.set()  # who waits for it has not begun to run
+        self._reopened.set()  # requests that wait for the reopened engine have not begun to run
         self._pausing.end()
         self.dispatch.drain()
         self._note_over()
@@ -379,33 +419,33 @@ class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
         self._end_begun_unless_it_goes_on()
 
     def _end_begun_unless_it_goes_on(self) -> None:
-        """The server is leaving."""
+        """End begun requests if they cannot continue, because the server is shutting down."""
         if not self._gate.is_open:
-            self._end_begun("the server is leaving, and its engine is paused", SERVER_STOPPING)
+            self._end_begun("the server is shutting down, and its engine is paused", SERVER_STOPPING)
 
     @abstractmethod
     def stats(self) -> EngineStats | IterativeStats:
-        """How much the core has."""
+        """Return counts from the core."""
 
     async def wait_until_idle(self) -> None:
-        """Wait until no request is entered, nothing is held for another engine, and all KV blocks are free.
+        """Wait until no request is entered, no block is held for another engine, and all KV blocks are free.
 
         Blocks of a request that left during a step are free when that step ends. To wait for the end of a server, call
         drain() first.
         """
         self._own_run.check("engine.wait_until_idle")
         while self._is_busy or self._computes:
-            if self._idle.is_set():  # otherwise somebody else waits for it, too
+            if self._idle.is_set():  # otherwise another task waits for the same event
                 self._idle = trio.Event()
             await self._idle.wait()
 
     async def wait_all_free(self) -> None:
-        """Wait until everything that requests had is free: the same as wait_until_idle, named for tests."""
+        """Wait until everything that requests had is free. An alias of `wait_until_idle` for tests."""
         await self.wait_until_idle()
 
     @property
     def _computes(self) -> bool:
-        """Whether the core still has sequences, also such whose readers have left during the step in flight."""
+        """True if the core still has sequences, including sequences whose readers left during the step in flight."""
         if not self._is_running or self.fault is not None:
             return False
         stats = self.stats()
@@ -416,8 +456,10 @@ class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
             self._idle.set()
 
     def wake(self) -> None:
-        """There may be something for the step loop to do; a connector calls this when it has something to report.
-        Costs nothing while steps run."""
+        """Wake the step loop, because there may be something to do. Costs nothing while steps run.
+
+        A connector calls this when it has something to report.
+        """
         self._loop.wake()
 
     def _after_step(self) -> None:
@@ -430,13 +472,21 @@ class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
     # --- paused ---
 
     async def pause_generation(self, mode: Literal["abort", "wait", "keep"] = "abort") -> None:
-        """Begin no further step until resume_generation. Returns when none is in flight, or it was resumed meanwhile.
-        Leaving earlier takes nothing back. Requests that come wait for it; their deadlines count, and so do those of
-        all others. Whoever leaves is out at once.
+        """Begin no further step until `resume_generation`. Return when no step is in flight, or when the engine was
+        resumed.
 
-        mode: what becomes of requests that have begun: "abort" ends them with what they have; "wait" lets them end
-        first, and nothing new begins meanwhile; "keep" has their streams pause. An engine that pauses already stays as
-        it is, but for what "abort" ends. Raises InvalidRequest, Draining and EngineFault.
+        New requests wait, and all deadlines continue to count. A request that is left during the pause ends at once. If
+        the caller stops waiting, the engine still pauses.
+
+        Args:
+            mode: what happens to begun requests. "abort" ends them with their partial results. "wait" lets them end
+                first, and meanwhile no new request begins. "keep" suspends them until the engine is resumed. If the
+                engine is paused already, only the aborts of "abort" happen.
+
+        Raises:
+            InvalidRequest: an argument is not allowed.
+            Draining: the server is shutting down.
+            EngineFault: the engine is broken.
         """
         self._own_run.check("engine.pause_generation")
         self._check_may_pause(mode)
@@ -447,14 +497,14 @@ class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
         was = self._pausing.state
         self._pausing.pause(drains=mode == "wait")
         if mode == "abort":
-            self._end_begun("the engine was paused, and this request ended with what it had", PAUSED)
+            self._end_begun("the engine was paused, and this request ended with its partial result", PAUSED)
         if self._pausing.state is not was:
             logger.info("pauses mode=%s", mode)
         self.load_changes.note()
         await self._pausing.wait_until_paused()
 
     def resume_generation(self) -> None:
-        """Go on; nothing to do if it is not paused."""
+        """Resume steps. No effect if the engine is not paused."""
         self._own_run.check("engine.resume_generation")
         if self._pausing.state is not PauseState.RUNS:
             logger.info("resumes")
@@ -463,37 +513,45 @@ class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
 
     @property
     def has_half_weights(self) -> bool:
-        """Whether an update of the weights has ended halfway, so that nothing is computed until another one is
-        whole."""
+        """True after an update of the weights failed halfway. Nothing is computed until another update is complete."""
         return False
 
     @property
     def is_paused(self) -> bool:
-        """Whether no step begins until resume_generation."""
+        """True if no step begins until `resume_generation`."""
         return self._pausing.state is PauseState.PAUSED
 
     @property
     def holds_up(self) -> bool:
-        """Whether requests that come wait: it is paused, or about to be."""
+        """True if new requests wait, because the engine is paused or about to be."""
         return self._pausing.holds_up
 
     async def sleep(self, level: int = 1, mode: Literal["abort", "wait", "keep"] = "abort") -> None:
-        """Give memory back until wake_up. Pauses first, as pause_generation does; who leaves meanwhile takes that back.
-        Returns when the memory is given back, or it was resumed before. An engine that sleeps already stays as it is.
-        What is held for other engines is given up.
+        """Release memory until `wake_up`.
 
-        level: 1 gives the KV cache back and keeps the weights; 2 gives the weights back, too, and all else that opening
-        the engine takes: on wake-up the model is read anew. mode: what becomes of requests that have begun. Those that
-        are kept are computed again on wake-up, and their streams go on with the same tokens. Raises InvalidRequest,
-        also where level 1 is not to be had; Draining, EngineReopening and EngineFault.
+        The engine pauses first, as in `pause_generation`. If the caller stops waiting during the pause, the pause is
+        undone. The method returns when the memory is released, or when the engine was resumed before. If the engine
+        sleeps already, its level does not change. Blocks that are held for other engines are lost.
+
+        Args:
+            level: 1 releases the KV cache, and keeps the weights. 2 also releases the weights and everything else that
+                the engine opened. Then `wake_up` reads the model again.
+            mode: what happens to begun requests, as in `pause_generation`. Kept requests are computed again after
+                `wake_up`, and their streams continue with the same tokens.
+
+        Raises:
+            InvalidRequest: an argument is not allowed, or this engine does not support level 1.
+            Draining: the server is shutting down.
+            EngineReopening: the engine broke, and is being reopened.
+            EngineFault: the engine is broken.
         """
         self._own_run.check("engine.sleep")
         level = to_int("level", level)
         if level not in LEVELS:
             refuse("level", level, "1 or 2")
         self._check_may_pause(mode)
-        if level == 1 and self._why_no_nap is not None and not self.sleep_level:
-            raise InvalidRequest(f"{self._why_no_nap}: it can sleep at level 2", param="level")
+        if level == 1 and self._why_no_cache_release is not None and not self.sleep_level:
+            raise InvalidRequest(f"{self._why_no_cache_release}: it can sleep at level 2", param="level")
         while self._sleeping.is_waking:
             await self._sleeping.wait_until_up()
         await self._pause_and_sleep(level, mode)
@@ -522,7 +580,7 @@ class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
             raise
 
     def _fall_asleep(self, level: int) -> None:
-        """No step is in flight."""
+        """Begin to sleep. No step is in flight."""
         logger.info("falls asleep level=%d", level)
         self._sleeping.fall_asleep(level)
         self._pausing.set_asleep(True)
@@ -530,9 +588,14 @@ class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
         self._steps_scope.cancel()
 
     async def wake_up(self) -> None:
-        """Take the memory again, with an empty prefix cache. Returns when it goes on; an engine that was paused when it
-        fell asleep is paused then. Nothing to do if it is awake. Leaving earlier takes nothing back. Raises
-        EngineFault if the memory cannot be had, or the model cannot be read."""
+        """Allocate the memory again, with an empty prefix cache. Return when the engine runs again.
+
+        An engine that was paused when it fell asleep is paused afterwards. The call has no effect if the engine is
+        awake. If the caller stops waiting, the engine still wakes up.
+
+        Raises:
+            EngineFault: there is not enough memory, or the model cannot be read.
+        """
         self._own_run.check("engine.wake_up")
         if self.sleep_level:
             self._sleeping.wake()
@@ -542,19 +605,20 @@ class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether it has given memory back, or is about to, until all is there again."""
+        """True from the moment when the engine begins to release memory until all memory is allocated again."""
         return self.sleep_level > 0
 
     @property
     def sleep_level(self) -> int:
-        """0 while it is awake."""
+        """Sleep level of the engine. 0: awake."""
         return self._sleeping.level
 
     async def sleep_on(self) -> None:
-        """The memory is given back: returns when it is to be taken again, by reopen."""
+        """Note that the memory is released, and wait until it must be allocated again."""
         self._sleeping.note_down()
         await self._sleeping.wait_until_woken()
-        if self.reopens_at == math.inf:  # otherwise taking it has failed, and is to be tried again then
+        # Otherwise an attempt to wake up failed, and reopens_at has the time of the next attempt.
+        if self.reopens_at == math.inf:
             self.reopens_at = trio.current_time()
 
     def _note_awake(self) -> None:
@@ -585,13 +649,13 @@ class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
             if request.has_begun:
                 self._delivery.end_with_final_delta(request, FinishReason.ABORT, message, stop_reason=stop_reason)
 
-    def _go_on(self) -> None:
-        self.step_watch.note_going_on(trio.current_time())
+    def _on_resume(self) -> None:
+        self.step_watch.note_unblocked(trio.current_time())
         self.load_changes.note()
         self.wake()
 
     async def _wait_until_admitted(self) -> None:
-        """Returns when it computes what is new, or takes nothing any more."""
+        """Wait until new requests are computed, or the engine accepts no more requests."""
         while self._pausing.holds_up or self.reopens_at is not None:
             if self.draining or self.fault is not None:
                 return
@@ -602,14 +666,19 @@ class EngineLife(ABC, Generic[ScopeT, PartT, AskedT, PartsT]):
     # --- what it shows ---
 
     def _waiting_since(self) -> float | None:
-        """When the first of those that wait or run has come; None if nobody does, or they are to wait."""
+        """Return when the oldest unfinished request entered, or None if there is none, or if steps are blocked."""
         if not self._gate.is_open:
             return None
         return min((request.entered_at for request in self._requests if not request.is_finished), default=None)
 
     def _show_shell(self, *, running_count: int, waiting_count: int, deferred_count: int) -> None:
-        """What every engine shows of itself. Of those that wait in the core deferred_count wait for something else than
-        room."""
+        """Update the gauges that every engine has.
+
+        Args:
+            running_count: sequences that run.
+            waiting_count: sequences that wait in the core.
+            deferred_count: sequences among these that wait for something else than free blocks or slots.
+        """
         now = trio.current_time()
         self._shell_gauges.show(
             running_count=running_count,

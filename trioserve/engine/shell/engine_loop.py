@@ -1,8 +1,8 @@
-"""One step after another: schedule, forward, update (which takes the aborts first), deliver.
+"""The step loop: schedule, forward pass, update, deliver. The update processes aborts first.
 
-The forward pass runs elsewhere; meanwhile this task waits and the event loop stays live, so that aborts find their
-requests. Cancelling the loop waits for the step in flight: its blocks are being read. Where steps overlap, what happens
-from one step to the next is overlapped_step's.
+The forward pass runs in another thread. Meanwhile this task waits, and the event loop stays responsive, so that aborts
+reach their requests. When the loop is cancelled, it waits for the step in flight, because the step uses the blocks.
+overlapped_step.py contains the loop for overlapping steps.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from trioserve.trio_tools.worker_thread import WorkerThread
 
 __all__ = ["EngineLoop", "StepRunner", "ThreadedExecutor", "WhenIdle"]
 
-READER_TURNS = 3  # in one readers answer, in the next the flusher writes; within a turn no order is promised
+READER_TURNS = 3  # the readers run in one turn, the flusher writes in the next. Trio promises no order within a turn.
 
 
 WhenIdle = Callable[[], Coroutine[Any, Any, bool]]
 
 
 class StepRunner(StepRunnerOf[StepPlan, StepResult], Protocol):
-    """Of the plans of an EngineCore."""
+    """A step runner for plans of `EngineCore`."""
 
 
 Plan = TypeVar("Plan", bound=AnyPlan)
@@ -44,8 +44,13 @@ Event = TypeVar("Event")
 
 
 class ThreadedExecutor(Generic[Plan, Result]):
-    """Runs an executor's steps in the compute thread. takes_cpu: a step begins on the event loop's CPU. For steps
-    that take every CPU, and do not overlap."""
+    """Runs an executor's steps in the compute thread.
+
+    Args:
+        executor: computes the plans.
+        thread: the compute thread.
+        takes_cpu: True to begin a step on the CPU of the event loop. For steps that use every CPU and do not overlap.
+    """
 
     def __init__(self, executor: ComputesPlans[Plan, Result], thread: WorkerThread, *, takes_cpu: bool = False) -> None:
         self._executor = executor
@@ -67,13 +72,21 @@ class ThreadedExecutor(Generic[Plan, Result]):
 
 
 class EngineLoop(Generic[Plan, Result, Event]):
-    """readers_first: what a step brought is written before the next one begins. For steps that take the event loop's
-    own core: what readers did meanwhile, one of a step's threads would lose, and the others wait for it. Overlapped
-    steps have no such moment.
-    after_step: called when a step was delivered. step_times: told where the time of each went. gate: while it is closed
-    no step begins; what a connector reports and what has its deadline is seen to all the same.
-    when_idle: done again and again while there is nothing to compute, until it says that nothing is left to do. What
-    comes meanwhile waits for it, so each time is to be short."""
+    """Runs steps until it is cancelled.
+
+    Args:
+        core: plans the steps.
+        steps: computes them.
+        delivery: delivers their results.
+        readers_first: True to let readers write a step's results before the next step begins. For steps that also use
+            the CPU of the event loop: otherwise a reader slows one thread of the step, and the others wait for that
+                thread. Has no effect on overlapping steps.
+        when_idle: called repeatedly while there is nothing to compute, until it returns False. New work waits for each
+            call, so calls must be short. None: nothing to do.
+        after_step: called after a step was delivered.
+        step_times: receives the times of each step. None: no times are recorded.
+        gate: while it is closed, no step begins. Connector events and deadlines are still processed.
+    """
 
     def __init__(
         self,
@@ -102,12 +115,12 @@ class EngineLoop(Generic[Plan, Result, Event]):
         self._is_woken = False
 
     def wake(self) -> None:
-        """There may be something to do. Costs nothing while steps run."""
+        """Note that there may be something to do. Costs nothing while steps run."""
         self._is_woken = True
         self._work_arrived.set()
 
     async def run(self) -> None:
-        """Runs until cancelled. Whatever a step raises rises here: it is a fault of the engine."""
+        """Run until cancelled. An error of a step is raised here, because it is a fault of the engine."""
         checkpoint: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint_if_cancelled
         while True:
             await checkpoint()
@@ -116,7 +129,7 @@ class EngineLoop(Generic[Plan, Result, Event]):
             self._delivery.on_ended([*self._core.progress(now), *self._core.expire(now)])
             plan = self._core.schedule(now) if self._gate.is_open else None
             if plan is None:
-                if self._is_woken:  # by the connector, just when the core asked it: there is more to ask
+                if self._is_woken:  # The connector woke the loop while the core asked it, and has more to report.
                     await trio.lowlevel.checkpoint()
                     continue
                 if self._when_idle is not None:
@@ -134,7 +147,12 @@ class EngineLoop(Generic[Plan, Result, Event]):
                 await trio.lowlevel.checkpoint()
 
     async def _step(self, plan: Plan, now: float) -> None:
-        """Compute a plan, and whatever overlaps it, and deliver it. now: when its planning began."""
+        """Compute and deliver a plan, and all steps that overlap with it.
+
+        Args:
+            plan: the plan.
+            now: when its planning began.
+        """
         self._delivery.on_plan(plan)
         if self._overlapped is not None:
             await self._overlapped.run(plan, now)

@@ -1,5 +1,6 @@
-"""How a request gets into an engine and out of it, whatever it asks for: a place in the queue, a lease, what the core
-gets, its deadlines, an abort by its id. Every way out leads to one synchronous call.
+"""How a request enters an engine and leaves it: queue, lease, preparation, deadlines, and abort by id.
+
+Every way out of a request leads to one synchronous call, `_leave`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def new_request_id() -> str:
 
 
 class ScopeArguments(TypedDict):
-    """What every request is told of who asks; see RequestScope."""
+    """Arguments that every request has, see `RequestScope`."""
 
     request_id: str
     priority: int
@@ -54,8 +55,15 @@ class ScopeArguments(TypedDict):
 
 @uninterrupted
 class EngineShell(EngineLife[ScopeT, PartT, AskedT, PartsT]):
-    """Every method belongs to the thread of the Trio program that opened it. new_request_id: for requests whose caller
-    gives none."""
+    """An engine that accepts requests. Every method belongs to the thread of the Trio program that opened the engine.
+
+    Args:
+        metrics: registry of the engine's metrics.
+        settings: limits of the engine.
+        sequences_max: most sequences that run at a time.
+        new_request_id: makes the id of a request whose caller gives none.
+        lent_max: further leases for requests that must not wait in the queue.
+    """
 
     _part_name: ClassVar[str] = "sequences"
 
@@ -74,50 +82,52 @@ class EngineShell(EngineLife[ScopeT, PartT, AskedT, PartsT]):
         self._ended_ids = EndedIds()
         self._live_max = sequences_max + settings.waiting_requests_max
 
-    # --- what is other for each kind ---
+    # --- different for each kind of engine ---
 
     @abstractmethod
     def _check(self, request: ScopeT) -> None:
-        """Raises InvalidRequest for what this engine does not do, before anything is held."""
+        """Raise InvalidRequest if this engine cannot serve the request. Called before anything is acquired."""
 
     @abstractmethod
     def _new_choices(self, request: ScopeT) -> list[PartT]:
-        """Its parts, each with an id of its own for the core; and what it has from entering on."""
+        """Make the parts of a request, each with a unique id for the core. May acquire what the request has from the
+        start.
+        """
 
     @abstractmethod
     async def _prepare(self, request: ScopeT) -> None:
-        """It has its lease: make what the core's sequences are made of."""
+        """Make the input of the core's sequences. Called when the request has its lease."""
 
     @abstractmethod
     def _sequences(self, request: ScopeT) -> Sequence[AskedT]:
-        """Of each part that has not ended."""
+        """Return one sequence per part that has not ended."""
 
     @abstractmethod
     def _trace(self, request: ScopeT) -> RequestTrace:
-        """To be made when it has entered the queue."""
+        """Begin the trace of a request that has entered the queue."""
 
     def _make_way(self, request: ScopeT) -> None:
-        """It waits in the queue now. Where it is not to wait until others are done, lend it a lease."""
+        """Note that a request waits in the queue. A subclass may lend a lease so that it need not wait."""
 
     def _release(self, request: ScopeT) -> None:
-        """The core has nothing of it any more: neither has what was acquired for it."""
+        """Release what was acquired for a request, because the core has no part of it any more."""
 
     def _release_prepared(self, request: ScopeT) -> None:
-        """It leaves, and the core has nothing of it any more: what was prepared meanwhile is of no use."""
+        """Release what was prepared for a request that leaves, because the core has no part of it."""
 
     def _end_holds(self, request: ScopeT) -> None:
-        """Nobody wants any more what is held of it."""
+        """End the holds of a request's blocks."""
 
     def _leave_holds(self, request: ScopeT) -> None:
-        """It leaves: what is held of it is held on, or is not."""
+        """Keep or end the holds of a request that leaves."""
         self._end_holds(request)
 
     def _note_left(self, request: ScopeT) -> None:
-        """Its scope is over: its trace is told."""
+        """Note in the trace that the scope of a request is over."""
         request.trace.left(prompt_tokens=0, completion_tokens=0, cached_tokens=0)
 
     def _known(self, request_id: str) -> list[ScopeT]:
-        """Those that bear the id and can be aborted."""
+        """Return the requests with an id that can be aborted."""
         return self._requests.of(request_id)
 
     # --- requests ---
@@ -132,8 +142,7 @@ class EngineShell(EngineLife[ScopeT, PartT, AskedT, PartsT]):
         tenant: str | None,
         part_of: Span,
     ) -> ScopeArguments:
-        """What a caller gave, with the engine's defaults and within its limits. Raises InvalidRequest for an argument
-        of a wrong type."""
+        """Check the arguments of a caller, and apply the engine's defaults and limits. Raises InvalidRequest."""
         asked = instance_of(Deadlines, "deadlines", deadlines, NO_DEADLINES)
         owner = text_or_none("owner", owner)
         return ScopeArguments(
@@ -146,8 +155,9 @@ class EngineShell(EngineLife[ScopeT, PartT, AskedT, PartsT]):
         )
 
     async def _submit(self, request: ScopeT) -> None:
-        """Take a place in the queue, wait for a lease, prepare, and hand the sequences to the core. Holds nothing when
-        it raises."""
+        """Enter the queue, wait for a lease, prepare, and hand the sequences to the core. If it raises, nothing is
+        held.
+        """
         count = request.sequence_count
         self._check(request)
         self._check_open(count)
@@ -155,7 +165,7 @@ class EngineShell(EngineLife[ScopeT, PartT, AskedT, PartsT]):
         request.on_gone = lambda: self._leave_queue(request, admission)
         self._requests.add(request)
         request.trace = self._trace(request)
-        try:  # from here on there is something to be given back
+        try:  # from here on an error must release something
             request.choices = self._new_choices(request)
             request.begin_next = lambda: self._begin_next(request)
             self._set_alarms(request)
@@ -170,14 +180,14 @@ class EngineShell(EngineLife[ScopeT, PartT, AskedT, PartsT]):
                     self._leased_count += count
                     request.trace.leased()
                     await self._prepare(request)
-                    if not request.is_finished:  # a response that is known whole wants nothing computed
+                    if not request.is_finished:  # a resumed response that is already complete needs no computation
                         await self._wait_until_admitted()
             finally:
                 self._preparing_count -= count
                 self._leased_count -= count if request.is_leased else 0
                 self.load_changes.note()
             if request.is_finished:
-                return  # aborted meanwhile; its reader finds the final delta
+                return  # It was aborted meanwhile, and its reader gets the final delta.
             if not self._is_open:
                 raise self.fault or self._admission.refused_draining()
             sequences = self._sequences(request)
@@ -190,7 +200,9 @@ class EngineShell(EngineLife[ScopeT, PartT, AskedT, PartsT]):
         self._loop.wake()
 
     def _leave(self, request: ScopeT) -> None:
-        """The one way out of a request's scope. Synchronous; nothing to do when it has finished and is not held."""
+        """Leave a request's scope. This synchronous call is the only way out. Without running or held parts it does
+        little.
+        """
         self._delivery.end(request, FinishReason.ABORT)
         if not request.core_count:
             self._release_prepared(request)
@@ -199,14 +211,14 @@ class EngineShell(EngineLife[ScopeT, PartT, AskedT, PartsT]):
         self._requests.remove(request)
         self._ended_ids.note(request.id, request.owner)
         if self.fault is not None:
-            request.trace.freed()  # a core that broke says nothing any more
+            request.trace.freed()  # a broken core reports nothing more
             self._release(request)
         self._note_left(request)
         self.load_changes.note()
         self._note_idle()
 
     def _leave_queue(self, request: ScopeT, admission: AdmissionScope) -> None:
-        """The core has nothing of it any more: its place or its lease is another's."""
+        """Return the place in the queue or the lease, because the core has no part of the request any more."""
         if admission.is_queued:
             self._delivery.note_left_queue(request.sequence_count)
         self.dispatch.leave(admission)
@@ -223,16 +235,27 @@ class EngineShell(EngineLife[ScopeT, PartT, AskedT, PartsT]):
         owner: str | None = None,
         min_age_seconds: float = 0.0,
     ) -> dict[str, AbortOutcome]:
-        """End requests by the ids their callers gave. Never waits. A reader gets what came before and a last delta with
-        the reason; what they had is back at once, or right after the step in flight. What is held of one that had
-        finished comes back when the connector lets it go, which it is told to do.
+        """End requests by the ids that their callers gave. Never waits.
 
-        request_ids: one id will do, too. owner: only theirs; those of others are unknown. No id is an error: what
-        became of each is what is returned. Raises InvalidRequest, and has ended nothing, for arguments of another type.
-        min_age_seconds: only requests that were entered at least so long ago; younger ones with the same id go on.
+        A reader gets the deltas that came before, and then a last delta with the reason. Blocks are free at once, or
+        right after the step in flight. For a finished request whose blocks are held, the connector is notified, and
+        releases the blocks in its own time.
+
+        Args:
+            request_ids: ids of requests. A single string is one id. An unknown id is not an error.
+            reason: finish reason of the last delta.
+            owner: abort only requests of this user. Requests of others are reported as unknown. None: all requests.
+            min_age_seconds: abort only requests that were entered at least this long ago. Younger requests with the
+                same id continue.
+
+        Returns:
+            The outcome per id.
+
+        Raises:
+            InvalidRequest: an argument has a wrong type. Then no request was ended.
         """
         self._own_run.check("engine.abort")
-        if isinstance(request_ids, str):  # otherwise each of its letters were an id
+        if isinstance(request_ids, str):  # otherwise each letter would be an id
             request_ids = (request_ids,)
         request_ids = [to_str("request_ids", request_id, verb="holds") for request_id in request_ids]
         reason = instance_of(FinishReason, "reason", reason, FinishReason.ABORT)
@@ -258,8 +281,18 @@ class EngineShell(EngineLife[ScopeT, PartT, AskedT, PartsT]):
         return outcomes
 
     def call_at(self, at: float, function: Callable[[], None]) -> Alarm:
-        """Have `function` called at a time of Trio's clock, by the engine's one task for this. It must not wait or
-        raise. Raises InvalidRequest for what is no time or no function."""
+        """Call a function at a given time, from the engine's task for deadlines.
+
+        Args:
+            at: time of Trio's clock.
+            function: must not wait or raise.
+
+        Returns:
+            An alarm that can be cancelled.
+
+        Raises:
+            InvalidRequest: an argument has a wrong type.
+        """
         at = to_float("at", at)
         if math.isnan(at):
             refuse("at", at, "a time of Trio's clock")
@@ -267,10 +300,10 @@ class EngineShell(EngineLife[ScopeT, PartT, AskedT, PartsT]):
             refuse("function", function, "a function without parameters")
         return self._deadline_keeper.set(at, function)
 
-    # --- inside ---
+    # --- internal ---
 
     async def _wait_until_open(self) -> None:
-        """Raises what refuses a request if it does not compute any more."""
+        """Wait until new requests are admitted. Raises the refusal if the engine is closed."""
         await self._wait_until_admitted()
         if not self._is_open:
             raise self.fault or self._admission.refused_draining()
@@ -300,7 +333,15 @@ class EngineShell(EngineLife[ScopeT, PartT, AskedT, PartsT]):
         attributes: Attributes,
         traceparent: str | None = None,
     ) -> Span:
-        """Begun now: it has entered the queue. operation: as in OpenTelemetry's conventions for generative AI."""
+        """Begin a span for a request that has entered the queue now.
+
+        Args:
+            request: the request.
+            operation: operation name from OpenTelemetry's conventions for generative AI.
+            model_name: name of the model or adapter.
+            attributes: further attributes.
+            traceparent: trace context of another engine that gave the request away. None: none.
+        """
         return self.tracer.begin(
             f"{operation} {model_name}",
             parent=request.part_of,
@@ -320,8 +361,8 @@ class EngineShell(EngineLife[ScopeT, PartT, AskedT, PartsT]):
         for deadline in Deadline:
             seconds = request.deadlines.seconds(deadline)
             if seconds is not None:
-                ring = functools.partial(self._pass_deadline, request, deadline, seconds)
-                request.alarms[deadline] = self._deadline_keeper.set(request.entered_at + seconds, ring)
+                on_deadline = functools.partial(self._pass_deadline, request, deadline, seconds)
+                request.alarms[deadline] = self._deadline_keeper.set(request.entered_at + seconds, on_deadline)
 
     def _pass_deadline(self, request: ScopeT, deadline: Deadline, seconds: float) -> None:
         if not request.is_finished:

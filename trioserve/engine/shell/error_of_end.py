@@ -1,4 +1,4 @@
-"""What went wrong with something that was asked for, as an error, for those who want all of it or none."""
+"""The error that corresponds to the failed end of a request, for callers that need the whole result."""
 
 from __future__ import annotations
 
@@ -10,11 +10,18 @@ __all__ = ["error_of"]
 
 
 def error_of(delta: AnyDelta) -> TrioserveError | None:
-    """Of what gave nothing; None for what has ended well, or goes on."""
+    """Return the error for the last delta of a request or part that failed.
+
+    Args:
+        delta: any delta.
+
+    Returns:
+        The error, or None if the delta has no finish reason or a successful one.
+    """
     if delta.finish_reason is FinishReason.DEADLINE:
         return DeadlinePassed(delta.message or "the request's deadline has passed")
     if delta.finish_reason is FinishReason.ABORT:
         return RequestAborted(delta.message or "the request was aborted")
     if delta.finish_reason is FinishReason.ERROR:
-        return RequestFailed(delta.message or "the engine could not go on with this request")
+        return RequestFailed(delta.message or "the engine could not continue this request")
     return None

@@ -1,8 +1,7 @@
-"""Steps of a device that computes by itself, for steps that overlap: each is begun as soon as it is handed over, and
-waited for when the event loop comes to ask for its result.
+"""Overlapping steps on a device with its own queue, such as a GPU.
 
-So while the compute thread waits for step N, N+1 stands in the device's own queue, and between the two the device waits
-for nobody.
+A step is launched as soon as the event loop hands it over. Its result is awaited later. While the compute thread waits
+for step N, step N+1 is already in the device's queue. So the device does not wait between two steps.
 """
 
 from __future__ import annotations
@@ -19,13 +18,19 @@ Finish = Callable[[], StepResult | None]
 
 
 class LaunchedSteps:
-    """A StepRunner. Both halves of a step run in the compute thread; a later step's first half comes before an earlier
-    one's second."""
+    """A `StepRunner` that launches and finishes each step in the compute thread, as two separate jobs.
+
+    The launch of a later step runs before an earlier step is finished.
+
+    Args:
+        executor: launches steps on the device.
+        thread: the compute thread.
+    """
 
     def __init__(self, executor: LaunchingExecutor, thread: WorkerThread) -> None:
         self._executor = executor
         self._thread = thread
-        # A step that cannot be launched says nothing against those before it; one that cannot be finished is the last.
+        # A failed launch does not affect the earlier steps. After a failed finish, no later step can be finished.
         self._is_broken = False
         self._is_over = False
 

@@ -1,4 +1,4 @@
-"""Tells those who follow an engine's load that it may be another one now. The engine never waits for one of them."""
+"""Notifies subscribers that an engine's load may have changed. The engine never waits for a subscriber."""
 
 from __future__ import annotations
 
@@ -12,12 +12,19 @@ from trioserve.contracts.errors import Overloaded
 
 __all__ = ["LoadChanges"]
 
-READERS_MAX = 64  # routers before one engine
+READERS_MAX = 64  # one subscriber per router
 RETRY_SECONDS = 30.0
 
 
 class LoadChanges:
-    """clock: names the engine's clock, like no other's. Every method belongs to the thread of its Trio program."""
+    """Lets tasks wait for a change of an engine's load.
+
+    Every method belongs to the thread of the engine's Trio program.
+
+    Attributes:
+        clock: random name of the engine's clock, unique to this opening of the engine.
+        is_over: True if no more changes will come.
+    """
 
     def __init__(self) -> None:
         self.clock = secrets.token_hex(8)
@@ -26,21 +33,23 @@ class LoadChanges:
         self._waiting = trio.lowlevel.ParkingLot()
 
     def note(self) -> None:
-        """It may be another one. Called after every step: costs nothing while nobody waits."""
+        """Wake the waiting tasks, because the load may have changed. Called after every step. Costs nothing without
+        waiters.
+        """
         if self._waiting:
             self._waiting.unpark_all()
 
     def end(self) -> None:
-        """Let the readers go: the engine is leaving."""
+        """Wake the waiting tasks for the last time, because the engine ends."""
         self.is_over = True
         self._waiting.unpark_all()
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Raises Overloaded when too many read already."""
+        """Count a subscriber while the context is entered. Raises Overloaded if there are too many subscribers."""
         if self._reader_count >= READERS_MAX:
             raise Overloaded(
-                f"{READERS_MAX} follow the load of this engine already, and no more may",
+                f"{READERS_MAX} clients follow the load of this engine already, and no more are allowed",
                 reason="too_many_readers",
                 retry_after_seconds=RETRY_SECONDS,
             )
@@ -51,6 +60,6 @@ class LoadChanges:
             self._reader_count -= 1
 
     async def wait(self) -> None:
-        """Returns when it may be another one, or nothing more will come."""
+        """Wait until the load may have changed, or the engine ends."""
         if not self.is_over:
             await self._waiting.park()

@@ -1,9 +1,8 @@
-"""Steps that overlap: while one is computed the next is planned and handed over, so that the compute thread goes from
-one forward pass to the next without waiting for this one.
+"""Overlapping steps: the next step is planned and handed over while one is computed.
 
-What is left between two forward passes is what the next cannot do without: the tokens of the one before. Taking its
-result, delivering it and planning the step after next happen while the next one is computed. What the core makes of it
-is said in core/steps_in_flight.
+So the compute thread starts the next forward pass without waiting for the event loop. Between two forward passes only
+the new tokens are passed on, because the next step needs them. The loop processes and delivers the result, and plans
+the step after next, while the next step is computed. core/steps_in_flight.py describes how the core plans ahead.
 """
 
 from __future__ import annotations
@@ -25,7 +24,14 @@ Event = TypeVar("Event")
 
 
 class _StepInFlight(Generic[Plan, Result]):
-    """A plan that was handed over. at: when. schedule_at: when its planning began."""
+    """A plan that was handed over.
+
+    Attributes:
+        at: when it was handed over.
+        plan: the plan.
+        result: awaitable of the result.
+        schedule_at: when its planning began.
+    """
 
     __slots__ = ("at", "plan", "result", "schedule_at")
 
@@ -37,8 +43,16 @@ class _StepInFlight(Generic[Plan, Result]):
 
 
 class OverlappedSteps(Generic[Plan, Result, Event]):
-    """after_step: called when a step was delivered. step_times: told where the time of each went. gate: while it is
-    closed nothing is planned behind the step in flight."""
+    """Runs overlapping steps.
+
+    Args:
+        core: plans the steps.
+        run_step: computes them.
+        delivery: delivers their results.
+        after_step: called after a step was delivered.
+        step_times: receives the times of each step. None: no times are recorded.
+        gate: while it is closed, no further step is planned.
+    """
 
     def __init__(
         self,
@@ -57,14 +71,20 @@ class OverlappedSteps(Generic[Plan, Result, Event]):
         self._delivery = delivery
 
     async def run(self, plan: Plan, schedule_at: float) -> None:
-        """Compute this plan, and whatever can be planned behind it, and behind that, until nothing can; the plan is the
-        core's, and told of. schedule_at: when its planning began. When cancelled, no further step is planned, and those
-        in flight are waited for: returns then, too. Whatever a step raises rises here, when no step is in flight."""
+        """Compute a plan and all plans that can be made ahead, until no further plan can be made.
+
+        When cancelled, this function plans no further step, waits for the steps in flight, and returns. If a step
+        raises, the error is raised after no step is in flight any more.
+
+        Args:
+            plan: the first plan, made by the core. The delivery was notified of it.
+            schedule_at: when its planning began.
+        """
         ended_at = -math.inf
         out = [self._hand_over(plan, schedule_at)]
         try:
             while out:
-                out += self._hand_over_behind()
+                out += self._hand_over_ahead()
                 step = out.pop(0)
                 result = await step.result
                 now = trio.current_time()
@@ -72,17 +92,17 @@ class OverlappedSteps(Generic[Plan, Result, Event]):
                 ended_at = now
         except BaseException:
             for step in out:
-                await step.result  # its blocks are being written
+                await step.result  # wait, because the steps still write to their blocks
             raise
 
     def _hand_over(self, plan: Plan, schedule_at: float) -> _StepInFlight[Plan, Result]:
         return _StepInFlight(plan, self._run_step(plan, self._core.abandonment(plan)), schedule_at)
 
-    def _hand_over_behind(self) -> list[_StepInFlight[Plan, Result]]:
+    def _hand_over_ahead(self) -> list[_StepInFlight[Plan, Result]]:
         now = trio.current_time()
         self._delivery.on_ended([*self._core.progress(now), *self._core.expire(now)])
         if not self._gate.is_open or trio.current_effective_deadline() == -math.inf:
-            return []  # the one in flight is the last
+            return []  # the step in flight is the last one
         plan = self._core.schedule_ahead(now)
         if plan is None:
             return []

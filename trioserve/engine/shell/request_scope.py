@@ -1,7 +1,7 @@
-"""The engine's side of a request, from asking for it to the end of all that it holds, whatever it asks for: who asked,
-its parts, each of which is one sequence or one picture in the core, and what its reader has not fetched yet.
+"""The engine's side of any request, from its creation until everything that it holds is released.
 
-A reader that is slower than the engine finds several deltas merged into one: what is kept for it is one delta a part.
+A request consists of parts. Each part is one sequence or one image in the core. Deltas wait here until the reader gets
+them. For a reader that is slower than the engine, deltas are merged, so at most about one delta per part waits.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ __all__ = ["AnyScope", "RequestPart", "RequestScope", "ScopeState"]
 
 
 class ScopeState(enum.Enum):
-    """Of the caller's `async with`."""
+    """States of the caller's `async with`."""
 
     NEW = "new"
     ENTERED = "entered"
     LEFT = "left"
 
 
-_ENTERED = ScopeState.ENTERED  # until Python 3.12 looking up a member of an enum is slow
+_ENTERED = ScopeState.ENTERED  # lookup of an enum member is slow before Python 3.12
 
 
 ScopeT = TypeVar("ScopeT", bound="RequestScope[Any, Any, Any]")
@@ -48,8 +48,17 @@ AskedT = TypeVar("AskedT")
 
 
 class RequestPart(ABC, Generic[ScopeT]):
-    """One of a request's n responses, and its sequence in the core. is_ended: its last delta was pushed, or its request
-    failed. running_at: when it first was in a step, whether or not it lost its place again."""
+    """One of a request's n results, and its sequence in the core.
+
+    Args:
+        request: the request.
+        index: index of the choice.
+        sequence_id: id of its sequence in the core.
+
+    Attributes:
+        is_ended: True if its last delta was pushed, or its request failed.
+        running_at: when it was first in a step. It stays set after a preemption. None: never.
+    """
 
     __slots__ = ("index", "is_ended", "request", "running_at", "sequence_id")
 
@@ -67,19 +76,33 @@ class RequestPart(ABC, Generic[ScopeT]):
     @property
     @abstractmethod
     def progress(self) -> int:
-        """How far it is; where it is less than before, it is computed anew."""
+        """Amount of computed output. It becomes smaller when output is computed again."""
 
 
 @uninterrupted
 class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
-    """The engine writes, synchronously; the reader, through its stream, waits and fetches.
+    """State of a request. The engine writes deltas synchronously. The reader waits for them through its stream.
 
-    on_gone: called when the core has none of it, and gets none any more. preparation: the scope around waiting for a
-    lease and making what the core gets. choices: its parts. core_count: of these, the ones that the core has.
-    upcoming: what the core gets one by one, each when it is done with another, so that what it has of this request at a
-    time is bounded. begin_next: hands it the next of them. sequence_count: as many are with the core at a time, at
-    most. fault_count: failed steps that had this request since it last made progress. lone_fault_count: how many of
-    them had no other request. part_of: the span of what it is made for. trace: is told what becomes of it.
+    Args:
+        request_id: the caller's id of the request.
+        priority: a lower number runs sooner.
+        deadlines: deadlines of the request.
+        owner: user who may see and abort the request. None: not restricted.
+        tenant: the queue is fair between tenants.
+        sequence_count: most sequences that the core has of this request at a time.
+        part_of: parent span of the request's trace.
+
+    Attributes:
+        choices: the parts.
+        core_count: number of parts that the core has.
+        upcoming: parts that the core gets later, one when another one has ended. This bounds the core's work for one
+            request.
+        begin_next: hands the next of these to the core.
+        on_gone: called when the core has no part of the request, and will get none.
+        preparation: cancel scope around the wait for a lease and the preparation of the sequences.
+        fault_count: failed steps that had this request since it last made progress.
+        lone_fault_count: how many of these steps had no other request.
+        trace: receives the events of the request.
     """
 
     def __init__(
@@ -102,7 +125,7 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
         self.trace: RequestTrace = NO_TRACE
         self.alarms: dict[Deadline, Alarm] = {}
         self.entered_at = 0.0
-        self.is_leased = False  # its turn has come, and it is prepared
+        self.is_leased = False  # it has got its lease, and is being prepared
         self.running_at: float | None = None
         self.ended_at: float | None = None
         self.choices: list[PartT] = []
@@ -115,90 +138,119 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
         self.fault_count = 0
         self.lone_fault_count = 0
         self.scope = ScopeState.NEW
-        self._pending: dict[int, list[DeltaT]] = {}  # of each choice, see hold_unread
+        self._pending: dict[int, list[DeltaT]] = {}  # per choice, see hold_unread
         self._unfinished_count = sequence_count
         self._run_count = 0  # choices that run, or have run
         self._first_end: DeltaT | None = None  # the last delta of the choice that ended first
         self._error: Exception | None = None
-        self._waiting: list[trio.lowlevel.Task] = []  # most often one, the reader
+        self._waiting: list[trio.lowlevel.Task] = []  # usually only the reader
         self._begun = trio.Event()
 
-    # --- what is other for each kind ---
+    # --- different for each kind of engine ---
 
     @abstractmethod
     def routed(self) -> RoutedRequest:
-        """What the queue is told of it."""
+        """Return the description of the request for the queue."""
 
     @abstractmethod
     def merged(self, pending: DeltaT, delta: DeltaT) -> DeltaT:
-        """What is left to be read of two deltas of one part that follow each other."""
+        """Merge two consecutive deltas of one part that the reader has not read.
+
+        Args:
+            pending: the older delta.
+            delta: the newer delta.
+        """
 
     @abstractmethod
     def push_end(
         self, choice: PartT, reason: FinishReason, message: str | None = None, *, stop_reason: str | None = None
     ) -> None:
-        """The last delta of a part that ended by another's hand."""
+        """Push the last delta of a part that was ended from outside.
+
+        Args:
+            choice: the part.
+            reason: the finish reason.
+            message: message for the reader.
+            stop_reason: more exact reason, for programs.
+        """
 
     def note_read(self, delta: DeltaT) -> None:
-        """Its reader has it."""
+        """Note that the reader has received a delta.
 
-    # --- how it stands ---
+        Args:
+            delta: the delta.
+        """
+
+    # --- state ---
 
     @property
     def has_begun(self) -> bool:
-        """Whether the core has some of it, or is to get some without anything being waited for."""
+        """True if the core has a part of the request, or gets one without waiting for anything."""
         return self.core_count > 0 or bool(self.upcoming)
 
     @property
     def has_run(self) -> bool:
-        """Whether one of its choices was in a step."""
+        """True if one of its choices was in a step."""
         return self._run_count > 0
 
     @property
     def is_finished(self) -> bool:
-        """Every choice has had its last delta, or the request failed."""
+        """True if every choice had its last delta, or the request failed."""
         return all(choice.is_ended for choice in self.choices)
 
     @property
     def end_reason(self) -> FinishReason | None:
-        """Of the choice that ended first; None: none has, unless it was by its scope."""
+        """Finish reason of the choice that ended first.
+
+        None if no choice has ended, or if the caller left the scope.
+        """
         if self._error is not None:
             return FinishReason.ERROR
         return None if self._first_end is None else self._first_end.finish_reason
 
     def note_fault(self, *, is_alone: bool) -> None:
-        """A step that had this request failed. is_alone: it had no other request."""
+        """Count a failed step that had this request.
+
+        Args:
+            is_alone: True if the step had no other request.
+        """
         self.fault_count += 1
         self.lone_fault_count += is_alone
 
     def clear_faults(self) -> None:
-        """The request made progress in an engine that was opened again."""
+        """Reset the fault counts, because the request made progress in a reopened engine."""
         self.fault_count = self.lone_fault_count = 0
 
     # --- the reader's side ---
 
     def enter(self) -> None:
-        """The scope begins. Raises AlreadyEnded if it has begun before."""
+        """Begin the scope. Raises AlreadyEnded if it has begun before."""
         if self.scope is not ScopeState.NEW:
-            raise AlreadyEnded(f"request {self.id} was entered before: ask for another one")
+            raise AlreadyEnded(f"request {self.id} was entered before: make another request")
         self.scope = ScopeState.ENTERED
         self.entered_at = trio.current_time()
 
     def check_may_leave(self) -> None:
-        """Raises AlreadyEnded if the scope was left before, or was never entered."""
+        """Raise AlreadyEnded if the scope was left before, or was never entered."""
         if self.scope is not ScopeState.ENTERED:
             how = "was left before" if self.scope is ScopeState.LEFT else "is left, and was not entered"
             raise AlreadyEnded(f"request {self.id} {how}: leave its scope once, after entering it")
 
     def leave(self) -> None:
-        """The scope is over: whoever still waits for something of it is told so."""
+        """End the scope. Tasks that still wait for the request get AlreadyEnded."""
         self.scope = ScopeState.LEFT
         self._begun.set()
         self._wake_readers()
 
     async def next_delta(self) -> DeltaT:
-        """Raises StopAsyncIteration when each choice has had its last one, and what the request failed with."""
-        if self.scope is not _ENTERED:  # and no call: this is done for every delta
+        """Wait for the next delta.
+
+        Raises:
+            StopAsyncIteration: each choice had its last delta.
+            AlreadyEnded: the scope was left, or not entered.
+            Exception: the error with which the request failed.
+        """
+        if self.scope is not _ENTERED:  # Checked inline, because this runs for every delta.
             self._check_entered()
         await trio.lowlevel.checkpoint_if_cancelled()
         while not self._pending:
@@ -206,7 +258,7 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
                 raise StopAsyncIteration
             if self._error is not None:
                 raise self._error
-            # An event for each token would cost more than all else here, and so would a call more.
+            # A Trio event per token would cost more than everything else here, and so would one more call.
             task = current_task()
             self._waiting.append(task)
 
@@ -224,12 +276,12 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
         else:
             delta = take_unread(held, self.merged)
             if held:
-                self._pending[index] = held  # behind the other choices
+                self._pending[index] = held  # after the other choices
         self.note_read(delta)
         return delta
 
     async def wait_until_begun(self) -> DeltaT | None:
-        """See RequestStream."""
+        """Wait until the request runs. See `ScopeStream.wait_until_begun`."""
         self._check_entered()
         await self._begun.wait()
         self._check_entered()
@@ -246,12 +298,20 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
     # --- the engine's side: synchronous, called while delivering ---
 
     def carry(self, sequences: Iterable[tuple[PartT, AskedT]]) -> None:
-        """The core is gone, and what it had is still to come: these, before those that it did not have yet."""
+        """Take sequences back from a lost core. They come before the sequences that the core did not have yet.
+
+        Args:
+            sequences: unfinished parts, and their requests to the next core.
+        """
         self.core_count = 0
         self.upcoming.extendleft(reversed([*sequences]))
 
     def note_run(self, now: float) -> None:
-        """One more choice of it runs; when all do, the queue is over."""
+        """Note that one more choice runs. When all choices run, the queue deadline is cancelled.
+
+        Args:
+            now: current time.
+        """
         if self.running_at is None:
             self.running_at = now
         self._run_count += 1
@@ -274,10 +334,14 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
             alarm.cancel()
 
     def push(self, delta: DeltaT) -> None:
-        """Hand a delta to the reader, joined to the one it has not fetched yet."""
+        """Hand a delta to the reader. It is merged with a delta that the reader has not read yet.
+
+        Args:
+            delta: the delta.
+        """
         index, pending = delta.index, self._pending
         if delta.finish_reason is not None:
-            delta = self.trace.told(delta)
+            delta = self.trace.ended(delta)
         if index in pending:
             hold_unread(pending[index], delta, self.merged)
         else:
@@ -291,7 +355,11 @@ class RequestScope(ABC, Generic[PartT, DeltaT, AskedT]):
         self._wake_readers()
 
     def fail(self, error: Exception) -> None:
-        """The reader gets `error` once it has fetched what came before, unless that was all."""
+        """Fail the request. The reader gets the error after the deltas that came before it.
+
+        Args:
+            error: the error.
+        """
         self.preparation.cancel()
         for choice in self.choices:
             choice.is_ended = True

@@ -1,7 +1,7 @@
-"""The life of a request of an engine as a span: its queue, its preparation, its prompt, its tokens, its end, and the
-moment at which nothing of it is left. Names as in OpenTelemetry's conventions for generative AI.
+"""The life of a request as a trace span, with a child span per stage: queue, tokenize, wait, prefill, decode, hold.
 
-The span ends when three things are over: the caller's scope, what the core has of the request, and what is held of it.
+Names follow OpenTelemetry's conventions for generative AI. The span ends when three things are over: the caller's
+scope, the core's state of the request, and the holds of its blocks.
 """
 
 from __future__ import annotations
@@ -21,49 +21,76 @@ DeltaT = TypeVar("DeltaT", bound=AnyDelta)
 
 
 class RequestTrace:
-    """One that nobody follows. Told in the order in which things happen."""
+    """Receives the events of a request, in the order in which they happen. This class ignores them, for untraced
+    requests.
+    """
 
     __slots__ = ()
 
     def leased(self) -> None:
-        """Its time in the queue is over."""
+        """Note that the request left the queue."""
 
     def prepared(self, prompt_tokens: int) -> None:
-        """It is tokenized, and with the core."""
+        """Note that the request is tokenized and handed to the core.
+
+        Args:
+            prompt_tokens: tokens of the prompt.
+        """
 
     def runs(self) -> None:
-        """A step has it, perhaps not for the first time."""
+        """Note that the request is in a step. May be called more than once."""
 
     def first_token(self) -> None: ...
 
     def cancelled(self, reason: str) -> None:
-        """It is ended from outside, before its own end."""
+        """Note that the request is ended from outside, before its own end.
+
+        Args:
+            reason: the finish reason.
+        """
 
     def freed(self) -> None:
-        """The core has nothing of it any more."""
+        """Note that the core has no state of the request any more."""
 
     def held(self) -> None:
-        """A connector holds blocks of it."""
+        """Note that a connector holds blocks of the request."""
 
     def released(self) -> None:
-        """And holds none any more."""
+        """Note that no block is held any more."""
 
     def failed(self, error: Exception) -> None: ...
 
-    def told(self, delta: DeltaT) -> DeltaT:
-        """Its reader gets this, the last delta of a part. Returns it with what whoever takes the KV is to know of the
-        trace."""
+    def ended(self, delta: DeltaT) -> DeltaT:
+        """Note the last delta of a choice or image.
+
+        Args:
+            delta: the delta.
+
+        Returns:
+            The delta, with the trace context for the engine that will read its KV.
+        """
         return delta
 
     def left(self, *, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> None:
-        """The caller's scope is over."""
+        """Note that the caller's scope is over.
+
+        Args:
+            prompt_tokens: tokens of the prompt.
+            completion_tokens: sampled tokens.
+            cached_tokens: prompt tokens found in the prefix cache.
+        """
 
 
 NO_TRACE = RequestTrace()
 
 
 class SpannedRequest(RequestTrace):
-    """span: begun when the request was entered. is_pooled: it has no tokens of its own."""
+    """Records the events of a request in a span.
+
+    Args:
+        span: a span that begins with the request.
+        is_pooled: True if the request has no output tokens.
+    """
 
     __slots__ = (
         "_error",
@@ -150,7 +177,7 @@ class SpannedRequest(RequestTrace):
     def failed(self, error: Exception) -> None:
         self._error = type(error).__name__
 
-    def told(self, delta: DeltaT) -> DeltaT:
+    def ended(self, delta: DeltaT) -> DeltaT:
         if delta.finish_reason is not None:
             self._reasons.append(delta.finish_reason.value)
             if delta.finish_reason is FinishReason.ERROR:
@@ -181,8 +208,13 @@ class SpannedRequest(RequestTrace):
 
 
 def sampling_attributes(sampling: SamplingParams) -> dict[str, int | float]:
-    """What is known of how tokens are chosen, as far as it is said. Never stop strings or schemas: they are the
-    caller's text."""
+    """Return the sampling options that the caller set, as trace attributes.
+
+    Stop strings and schemas are never included, because they are the caller's text.
+
+    Args:
+        sampling: sampling options.
+    """
     attributes: dict[str, int | float | None] = {
         "gen_ai.request.max_tokens": sampling.max_tokens,
         "gen_ai.request.temperature": sampling.temperature,

@@ -1,4 +1,4 @@
-"""Requests by the ids that their callers know, which several may share."""
+"""Requests by the ids that their callers chose. Several requests may share an id."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ScopeT = TypeVar("ScopeT", bound=AnyScope)
 
 
 class RequestsById(Generic[ScopeT]):
-    """In the order in which they came, for each id."""
+    """Entered requests. Requests of equal id stay in the order in which they entered."""
 
     def __init__(self) -> None:
         self._requests: dict[str, list[ScopeT]] = {}
@@ -26,7 +26,7 @@ class RequestsById(Generic[ScopeT]):
         return sum(len(requests) for requests in self._requests.values())
 
     def __iter__(self) -> Iterator[ScopeT]:
-        """Of a moment: they may go while one iterates."""
+        """Iterate over a copy, so that requests may be removed meanwhile."""
         return iter([request for requests in self._requests.values() for request in requests])
 
     def of(self, request_id: str) -> list[ScopeT]:

@@ -1,17 +1,17 @@
-"""Decides whether a broken engine is opened again, and which requests resume in it when. Nothing here waits.
+"""Decides whether a broken engine is reopened, and in which order requests resume in it. Nothing here waits.
 
-A failed step has many requests, and a fault can also be the machine's. So the requests of a failed step are suspects,
-and only evidence turns a suspect into the cause:
+A failed step has many requests, and a fault can also be the machine's. So all requests of a failed step are suspects.
+Only evidence turns a suspect into the cause:
 
-- In the new engine the suspects begin one by one. The next one begins when the one before has brought a token.
-- The first suspect begins alone: no other request is in the engine until that one has passed the point where the step
-  failed. Suspects that were in the most failed steps come first, those that have failed alone come last.
+- In the reopened engine the suspects begin one by one. The next suspect begins after the previous one produced a token.
+- The first suspect begins alone. No other request is in the engine until this suspect has passed the point where the
+  step failed. Suspects that were in the most failed steps come first. Suspects that have failed alone come last.
 - A suspect that was in three failed steps, and alone in one of them, is accused. It is ended as soon as another request
-  gets a step done in the new engine: the machine works, so the accused request was the cause.
-- A suspect that fails alone a second time is ended at once. That happens where there is no other request to compare.
+  completes a step in the reopened engine: the machine works, so the accused request was the cause.
+- A suspect that fails alone a second time is ended at once. This happens when there is no other request to compare.
 - Two accused requests clear each other. Then the machine is the cause, and `RestartBudget` counts its faults.
-- A request that was ended as the cause costs the budget nothing: the budget is for faults of the machine. To end the
-  engine instead would do more harm than the restarts that found the request.
+- A request that was ended as the cause costs the budget nothing, because the budget is for faults of the machine.
+  Ending the engine instead would do more harm than the restarts that found the request.
 """
 
 from __future__ import annotations
@@ -24,27 +24,42 @@ from trioserve.engine.shell.request_scope import AnyScope, RequestPart
 
 __all__ = ["LONE_FAULTS_MAX", "Readmission", "RestartBudget"]
 
-PERIOD_SECONDS = 600.0  # faults that lie further apart than this many restarts say nothing of each other
-FAULTS_IN_A_ROW_MAX = 3  # that many openings which brought nothing: another one will not either
-BACKOFF_SECONDS = 1.0  # after the first one that brought nothing; twice as long after each further one
+PERIOD_SECONDS = 600.0  # older restarts no longer count, because faults this far apart are independent
+FAULTS_IN_A_ROW_MAX = 3  # after this many restarts without any progress, another restart will not help either
+BACKOFF_SECONDS = 1.0  # delay after the first restart without progress. It doubles with each further one.
 FAULTS_OF_ONE_MAX = 3  # a request that was in this many failed steps, and alone in one of them, is accused
 LONE_FAULTS_MAX = 2  # a request that was alone in this many failed steps is ended at once
 
 
 class RestartBudget:
-    """restarts_max: within PERIOD_SECONDS; 0: the first fault ends the engine. Times are seconds of any clock.
-    taken_count: all there were."""
+    """Limits how often an engine is reopened. Times are seconds of any clock.
+
+    Args:
+        restarts_max: restarts within PERIOD_SECONDS. 0: the first fault ends the engine.
+
+    Attributes:
+        taken_count: all restarts so far.
+        ended_by: reason why no further restart is allowed, as part of a sentence. Empty: restarts were never enabled,
+            or are still allowed.
+    """
 
     def __init__(self, restarts_max: int) -> None:
         self._restarts_max = restarts_max
         self._restarted_at: deque[float] = deque()
-        self._in_a_row = 0  # faults since something was brought
+        self._in_a_row = 0  # faults since a step last made progress
         self.taken_count = 0
         self.ended_by = ""
 
     def take(self, now: float, *, has_progress: bool) -> float | None:
-        """The engine broke: how many seconds to wait before it is opened anew. None: no more, and ended_by says why; ""
-        where it was never to be. has_progress: it had brought something since it was opened last."""
+        """Count a fault, and decide about a restart.
+
+        Args:
+            now: current time.
+            has_progress: True if a step made progress since the engine was opened.
+
+        Returns:
+            Seconds to wait before the engine is reopened. None: no further restart, and `ended_by` has the reason.
+        """
         self._in_a_row = 0 if has_progress else self._in_a_row + 1
         while self._restarted_at and now - self._restarted_at[0] >= PERIOD_SECONDS:
             self._restarted_at.popleft()
@@ -52,7 +67,7 @@ class RestartBudget:
             self.ended_by = f"{FAULTS_IN_A_ROW_MAX} times in a row it broke before it had computed anything"
         elif len(self._restarted_at) >= self._restarts_max > 0:
             count = len(self._restarted_at)
-            self.ended_by = f"it was opened anew {count} times within {PERIOD_SECONDS:g} s, and no more are allowed"
+            self.ended_by = f"it was reopened {count} times within {PERIOD_SECONDS:g} s, and no more are allowed"
         if self.ended_by or not self._restarts_max:
             return None
         self._restarted_at.append(now)
@@ -60,7 +75,11 @@ class RestartBudget:
         return BACKOFF_SECONDS * 2 ** (self._in_a_row - 1) if self._in_a_row else 0.0
 
     def forgive(self, count: int) -> None:
-        """Give back the latest `count` restarts: their cause was found and has ended."""
+        """Return the latest restarts to the budget, because their cause was found and has ended.
+
+        Args:
+            count: number of restarts.
+        """
         for _ in range(min(count, len(self._restarted_at))):
             self._restarted_at.pop()
 
@@ -69,12 +88,12 @@ ScopeT = TypeVar("ScopeT", bound=AnyScope)
 
 
 class Readmission(Generic[ScopeT]):
-    """Which requests still wait to begin in an engine that was opened again.
+    """Decides when carried requests begin in a reopened engine.
 
     Args:
-        begin: Hands a request's sequences to the core.
-        end: Ends an accused request.
-        has_brought: Whether a step has brought something since the engine was opened.
+        begin: hands a request's sequences to the core.
+        end: ends an accused request.
+        has_brought: returns True if a step made progress since the engine was opened.
     """
 
     def __init__(
@@ -84,14 +103,19 @@ class Readmission(Generic[ScopeT]):
         self._end = end
         self._has_brought = has_brought
         self._suspects: deque[ScopeT] = deque()
-        self._others: deque[ScopeT] = deque()  # in no failed step: they wait only while a suspect is alone
+        self._others: deque[ScopeT] = deque()  # were in no failed step, and wait only while a suspect runs alone
         self._accused: list[ScopeT] = []
-        self._is_alone = False  # whether the request on trial has the engine for itself
+        self._is_alone = False  # the request on trial has the engine for itself
         self._on_trial: ScopeT | None = None
-        self._tried: list[tuple[RequestPart[Any], int]] = []  # its choices, and how far each was
+        # Its choices, and the progress of each when the trial began.
+        self._tried: list[tuple[RequestPart[Any], int]] = []
 
     def start(self, requests: Iterable[ScopeT]) -> None:
-        """The engine runs again. `requests` are in the order in which they will be computed."""
+        """Begin requests in a reopened engine.
+
+        Args:
+            requests: carried requests, in the order in which they should be computed.
+        """
         self.stop()
         requests = [*requests]
         suspects = [request for request in requests if request.fault_count]
@@ -113,7 +137,11 @@ class Readmission(Generic[ScopeT]):
         self.look()
 
     def admit(self, request: ScopeT) -> None:
-        """Begin a new request, or keep it until the request on trial is not alone any more."""
+        """Begin a new request, or keep it until the request on trial is not alone any more.
+
+        Args:
+            request: the request.
+        """
         if self._is_alone:
             self._others.append(request)
             self.look()
@@ -121,7 +149,11 @@ class Readmission(Generic[ScopeT]):
             self._begin(request)
 
     def stop(self) -> list[ScopeT]:
-        """The engine broke again. Returns the requests that have not begun."""
+        """Forget all state, because the engine broke again.
+
+        Returns:
+            The requests that have not begun.
+        """
         waiting = [*self._suspects, *self._others]
         self._suspects.clear()
         self._others.clear()
@@ -132,14 +164,16 @@ class Readmission(Generic[ScopeT]):
         return waiting
 
     def look(self) -> None:
-        """Begin the next suspect if the one on trial has passed. Call this after a step was delivered, and when a
-        request has left the core."""
+        """Begin the next suspect if the one on trial has passed.
+
+        Call this after a step was delivered, and when a request has left the core.
+        """
         while self._has_passed():
             if self._on_trial is not None:
                 passed, self._on_trial = self._on_trial, None
                 passed.clear_faults()
             if self._is_alone and (self._has_brought() or not self._suspects):
-                self._end_loneliness()
+                self._let_others_begin()
                 continue  # ending a request may have begun others
             if not self._suspects:
                 return
@@ -149,8 +183,8 @@ class Readmission(Generic[ScopeT]):
                 self._tried = [(choice, choice.progress) for choice, _ in request.upcoming]
                 self._begin(request)
 
-    def _end_loneliness(self) -> None:
-        """A step has brought something, so the machine works: judge the accused request, and let the others begin."""
+    def _let_others_begin(self) -> None:
+        """Let the other requests begin, and end accused requests if the machine works."""
         self._is_alone = False
         accused, others = [*self._accused], [*self._others]
         self._accused.clear()
@@ -164,7 +198,7 @@ class Readmission(Generic[ScopeT]):
                 self._begin(request)
 
     def _has_passed(self) -> bool:
-        """The core has none of it any more, or each of its sequences has gone beyond where it was, or is over."""
+        """Return True if the request on trial left the core, or each of its sequences made progress or ended."""
         request = self._on_trial
         if request is None or not request.has_begun:
             return True

@@ -1,7 +1,7 @@
-"""What a request's task holds, whatever the request asks for: iterate for what is new, leave to abort.
+"""The caller's side of any request: iterate for new deltas, and leave the context to abort.
 
-Entering takes a place in the waiting queue, before anything costly is done; leaving, in whichever way, is one
-synchronous call that ends what still runs.
+Entering puts the request into the waiting queue before any costly work. Leaving is one synchronous call that aborts
+unfinished work.
 """
 
 from __future__ import annotations
@@ -23,13 +23,21 @@ DeltaT = TypeVar("DeltaT", bound=AnyDelta)
 
 @uninterrupted
 class ScopeStream(Generic[ScopeT, DeltaT]):
-    """`async with engine.generate(...) as stream: async for delta in stream: ...`.
+    """A stream of deltas: `async with engine.generate(...) as stream: async for delta in stream: ...`.
 
-    Entering raises Overloaded, Draining or InvalidRequest, and then holds nothing. Iterating yields the deltas of all
-    that was asked for until each has one with a finish_reason, and raises EngineFault when the engine broke, or
-    Draining when the server is leaving and the request had not begun to run. Several tasks may iterate over one stream:
-    each delta goes to one of them, and the end to all. All that waits for it belongs inside of the scope: whoever still
-    does when the scope is left, in whichever task, gets AlreadyEnded.
+    Entering raises Overloaded, Draining or InvalidRequest. Then nothing needs to be released.
+
+    Iteration yields deltas until each choice had a delta with a finish_reason. It raises EngineFault if the engine
+    broke. It raises Draining if the server shuts down before the request began to run. Several tasks may iterate over
+    one stream. Then one of them gets each delta, and all of them see the end.
+
+    All waiting belongs inside the scope. A task that still waits when the scope is left gets AlreadyEnded.
+
+    Args:
+        request: the engine's side of the request.
+        submit: admits the request, and hands it to the core.
+        leave: aborts the request, and releases everything that it holds.
+        own_run: checks that calls come from the right thread, Trio program and process.
     """
 
     def __init__(
@@ -66,23 +74,30 @@ class ScopeStream(Generic[ScopeT, DeltaT]):
     def __aiter__(self) -> Self:
         return self
 
-    def __anext__(self) -> Awaitable[DeltaT]:  # not async: a call more for every delta would be seen
+    def __anext__(self) -> Awaitable[DeltaT]:  # not async, because one more call for every delta would be measurable
         self._own_run.check_process("reading a request")  # a forked child would wait for ever
         return self._request.next_delta()
 
     @property
     def id(self) -> str:
-        """The caller's own, or the one that it was given."""
+        """Id of the request: the caller's id, or a generated one."""
         return self._request.id
 
     @property
     def is_finished(self) -> bool:
-        """All that was asked for has had its last delta, or the request failed."""
+        """True if every choice had its last delta, or the request failed."""
         return self._request.is_finished
 
     async def wait_until_begun(self) -> DeltaT | None:
-        """Returns when the request runs; or, if it ended in the queue, the delta that says so, which is read as well.
-        Raises what it failed with, and AlreadyEnded outside of its scope. So whoever answers over HTTP can still choose
-        the status."""
+        """Wait until the request runs. So an HTTP handler can still choose the response status.
+
+        Returns:
+            None if the request runs. If it ended in the queue, the delta that reports this. Iteration yields this
+            delta, too.
+
+        Raises:
+            AlreadyEnded: called outside of the scope.
+            Exception: the error with which the request failed.
+        """
         begun: DeltaT | None = await self._request.wait_until_begun()
         return begun

@@ -1,4 +1,4 @@
-"""Whether a next step may begin, and whether one is in flight. Who closes the gate may wait for that one's end."""
+"""The gate before each step: it stops further steps, and lets callers wait for the end of the step in flight."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["StepGate"]
 
 
 class StepGate:
-    """Open until told otherwise. Every method belongs to the thread of the engine's Trio program."""
+    """A gate that is open until it is closed. Every method belongs to the thread of the engine's Trio program."""
 
     def __init__(self) -> None:
         self._is_open = True
@@ -23,14 +23,19 @@ class StepGate:
         return self._is_open
 
     def set_open(self, is_open: bool) -> None:
-        """The step in flight goes on in any case. Whoever opens it wakes the step loop, too."""
+        """Open or close the gate. Closing does not affect the step in flight. After opening, the caller must wake the
+        step loop.
+
+        Args:
+            is_open: True to allow further steps.
+        """
         self._is_open = is_open
         if is_open:
             self._waiting.unpark_all()
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """A step is in flight, or several that overlap, until it has been delivered."""
+        """Mark that steps are in flight, until they are delivered. Overlapping steps use one context together."""
         self._is_stepping = True
         try:
             yield
@@ -39,6 +44,6 @@ class StepGate:
             self._waiting.unpark_all()
 
     async def wait_until_at_rest(self) -> None:
-        """Returns when no step is in flight and none begins, or the gate was opened again."""
+        """Wait until no step is in flight while the gate is closed. Opening the gate ends the wait."""
         while self._is_stepping and not self._is_open:
             await self._waiting.park()

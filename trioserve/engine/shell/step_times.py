@@ -1,6 +1,6 @@
-"""Where the time of each step went, and what it computed: of the last 1,000 steps, and in all.
+"""The times and the work of the last 1,000 steps, and their totals.
 
-Written by the step loop, a line a step; whoever shows it reads it when it is asked.
+The step loop records one entry per step. Readers take a copy when they need one.
 """
 
 from __future__ import annotations
@@ -15,16 +15,32 @@ from trioserve.engine.shell.stepped_core import AnyPlan
 
 __all__ = ["STEPS_MAX", "PlanTimes", "StepCounts", "StepTime", "StepTimes"]
 
-STEPS_MAX = 1000  # half a minute of decoding on a CPU, some seconds on a GPU: enough to see what a step waits for
+STEPS_MAX = 1000  # half a minute of decoding on a CPU, some seconds on a GPU: enough to see where steps lose time
 
 
 class StepTime(NamedTuple):
-    """One step. Times are seconds of Trio's clock. Where steps overlap, it was planned while the one before was
-    computed, and its forward pass begins when that one's ends.
+    """Times and work of one step. Times are seconds of Trio's clock.
 
-    prefill_tokens: of prompts, and of what is computed again. decode_tokens: drafts included. is_dropped: nothing of it
-    was delivered, since nobody waited for it any more. phase, work_count: of a step of pictures what it did, and how
-    much; it has no tokens.
+    A step that overlaps was planned while the step before it was computed. Its forward pass begins when that of the
+    step before ends.
+
+    Attributes:
+        step_index: number of the step, from 0.
+        schedule_at: when planning began.
+        schedule_seconds: duration of planning.
+        forward_at: when the forward pass began.
+        forward_seconds: duration of the forward pass.
+        update_seconds: duration of the core's update from the result.
+        deliver_seconds: duration of the delivery.
+        sequence_count: sequences in the step.
+        prefill_tokens: prompt tokens, and tokens that are computed again after a preemption.
+        decode_tokens: tokens of decoding sequences, including draft tokens.
+        admitted_count: sequences that the plan admitted.
+        preempted_count: sequences that the plan preempted.
+        is_ahead: True if the plan was made while another step was in flight.
+        is_dropped: True if the result was dropped, because no request waited for it any more.
+        phase: phase of an image step. Empty for text.
+        work_count: amount of work of an image step. 0 for text.
     """
 
     step_index: int
@@ -46,7 +62,7 @@ class StepTime(NamedTuple):
 
 
 class StepCounts(NamedTuple):
-    """What a plan computes; see StepTime."""
+    """Amount of work in a plan. `StepTime` documents the fields."""
 
     sequence_count: int
     prefill_tokens: int = 0
@@ -60,7 +76,12 @@ Plan = TypeVar("Plan", bound=AnyPlan)
 
 
 class PlanTimes(ABC, Generic[Plan]):
-    """count and the sums: of all steps so far, for whoever takes the difference of two looks."""
+    """Records the times of steps.
+
+    Attributes:
+        count: number of all steps so far.
+        schedule_seconds: sum over all steps. The other sums are named likewise.
+    """
 
     def __init__(self) -> None:
         self._steps: deque[StepTime] = deque(maxlen=STEPS_MAX)
@@ -71,12 +92,12 @@ class PlanTimes(ABC, Generic[Plan]):
         self.deliver_seconds = 0.0
 
     def latest(self) -> Iterable[StepTime]:
-        """The last steps, the oldest first, as they stand now."""
+        """Return a copy of the last steps, the oldest first."""
         return tuple(self._steps)
 
     @abstractmethod
     def _counts(self, plan: Plan) -> StepCounts:
-        """What it computes."""
+        """Return the amount of work in a plan."""
 
     def note(
         self,
@@ -90,7 +111,18 @@ class PlanTimes(ABC, Generic[Plan]):
         delivered_at: float,
         is_dropped: bool,
     ) -> None:
-        """A step was delivered. The times are those at which one thing ended and the next began."""
+        """Record a step that was delivered.
+
+        Args:
+            plan: the plan of the step.
+            schedule_at: when planning began.
+            planned_at: when planning ended.
+            forward_at: when the forward pass began.
+            computed_at: when the result was there.
+            updated_at: when the core had processed the result.
+            delivered_at: when the result was delivered.
+            is_dropped: True if there was no result.
+        """
         counts = self._counts(plan)
         step = StepTime(
             step_index=plan.step_index,
@@ -119,7 +151,7 @@ class PlanTimes(ABC, Generic[Plan]):
 
 
 class StepTimes(PlanTimes[StepPlan]):
-    """Of an engine of texts."""
+    """Step times of an engine for text."""
 
     def _counts(self, plan: StepPlan) -> StepCounts:
         decode_tokens = sum([chunk.row_count for chunk in plan.chunks if chunk.count == 1 and chunk.samples])

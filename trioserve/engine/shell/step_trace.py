@@ -1,6 +1,6 @@
-"""The last steps as a trace that ui.perfetto.dev and chrome://tracing show: JSON in the Trace Event Format.
+"""A trace of the last steps for ui.perfetto.dev and chrome://tracing: JSON in the Trace Event Format.
 
-One row for the event loop, one for where steps are computed, and counters of what each step had to do.
+The trace has one row for the event loop, one row for the computation, and counters of each step's tokens and sequences.
 """
 
 from __future__ import annotations
@@ -20,7 +20,14 @@ MICROSECONDS = 1_000_000
 
 
 def step_trace(steps: Iterable[StepTime]) -> bytes:
-    """Some milliseconds for a thousand steps: for a thread. Times are microseconds since the first step."""
+    """Encode steps as a trace. Times are microseconds since the first step.
+
+    Args:
+        steps: the steps.
+
+    Cost:
+        Some milliseconds per thousand steps. Call it in a worker thread.
+    """
     steps = list(steps)
     events = [*_names(), *_events(steps, origin=min((step.schedule_at for step in steps), default=0.0))]
     return msgspec.json.encode(

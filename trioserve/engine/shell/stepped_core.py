@@ -1,4 +1,4 @@
-"""What is needed of a core to take its steps, and of what delivers them, whatever it is that they compute."""
+"""Protocols of the step loop: the core that plans steps, the delivery of their results, and the executor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ __all__ = ["AnyPlan", "ComputesPlans", "NotesSteps", "RunStep", "StepDelivery", 
 
 
 class AnyPlan(Protocol):
-    """step_index: counts from 0. admitted, preempted: requests that got what they run with by this plan, or lost it."""
+    """A plan of one step.
+
+    Attributes:
+        step_index: number of the step, from 0.
+        admitted: requests that get the memory they run with by this plan.
+        preempted: requests that lose this memory.
+    """
 
     @property
     def step_index(self) -> int: ...
@@ -33,11 +39,11 @@ ResultOut = TypeVar("ResultOut", covariant=True)
 
 
 class SteppedCore(Protocol[Plan, ResultIn, Event]):
-    """A core as the step loop drives it; for the meanings see EngineCore and IterativeCore."""
+    """A core as the step loop uses it. `EngineCore` and `IterativeCore` document the methods."""
 
     @property
     def plans_ahead(self) -> bool:
-        """Whether schedule_ahead may ever give a plan."""
+        """True if `schedule_ahead` may return plans."""
         ...
 
     def progress(self, now: float) -> list[Event]: ...
@@ -58,43 +64,69 @@ class SteppedCore(Protocol[Plan, ResultIn, Event]):
 
 
 class StepDelivery(Protocol[PlanIn, Event]):
-    """Who brings what steps have brought to those who wait for it. Synchronous."""
+    """Delivers the results of steps to the requests. All methods are synchronous."""
 
     def on_plan(self, plan: PlanIn) -> None:
-        """It is handed over now."""
+        """Note that a plan is handed over now.
+
+        Args:
+            plan: the plan.
+        """
 
     def on_events(self, events: list[Event], step_seconds: float) -> None:
-        """The oldest plan that was handed over has come back, and this is what it brought."""
+        """Deliver the events of the oldest plan in flight.
+
+        Args:
+            events: the events.
+            step_seconds: duration of the step.
+        """
 
     def on_ended(self, events: list[Event]) -> None:
-        """Before each step: what came to pass while none did."""
+        """Deliver events that happened between two steps. Called before each step.
+
+        Args:
+            events: the events. May be empty.
+        """
 
 
 class StepRunnerOf(Protocol[PlanIn, ResultOut]):
-    """An executor as seen from the event loop."""
+    """An executor as the event loop uses it."""
 
     def run_step(self, plan: PlanIn, is_abandoned: IsAbandoned) -> Coroutine[Any, Any, ResultOut | None]:
-        """Hand a plan over, to be computed after those that were handed over before, at the latest when it is awaited;
-        which has to happen, in that order. That ends with the result, even when cancelled, or with None once
-        is_abandoned has said so. Raises what the executor raises; whatever was handed over behind that is not computed,
-        and its result is None."""
+        """Hand a plan over. It is computed after the plans that were handed over before.
+
+        The caller must await every result, in the order of the plans. The computation begins when the result is
+        awaited, or earlier. The await is not cancellable: it ends with the result, or with None once `is_abandoned`
+        returned True.
+
+        Args:
+            plan: the plan.
+            is_abandoned: returns True if the rest of the step need not be computed.
+
+        Returns:
+            An awaitable of the result.
+
+        Raises:
+            Exception: the error of the executor, when awaited. Plans that were handed over later are not computed then,
+                and their results are None.
+        """
         ...
 
 
 class ComputesPlans(Protocol[PlanIn, ResultOut]):
-    """An executor, of whichever plans."""
+    """An executor of any kind of plan."""
 
     def execute(self, plan: PlanIn, is_abandoned: IsAbandoned) -> ResultOut | None: ...
 
 
 class RunStep(Protocol[PlanIn, ResultOut]):
-    """StepRunnerOf.run_step: hands a plan over at once, and is awaited for its result."""
+    """The function `StepRunnerOf.run_step`: hands a plan over at once, and returns an awaitable of its result."""
 
     def __call__(self, plan: PlanIn, is_abandoned: IsAbandoned, /) -> Coroutine[Any, Any, ResultOut | None]: ...
 
 
 class NotesSteps(Protocol[PlanIn]):
-    """Is told where the time of each step went; see StepTimes."""
+    """Receives the times of each step, see `StepTimes`."""
 
     def note(
         self,

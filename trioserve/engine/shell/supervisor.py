@@ -1,9 +1,9 @@
-"""An engine's task from its first opening to its end: opens what it computes with, and opens that anew after a fault.
+"""The task of an engine from its first opening to its end. It opens the parts, and opens them again after a fault.
 
-One task, one nursery around it. What breaks ends inside of one `async with`, so that threads, KV and connections of the
-old parts are gone before the new ones are opened; requests, their queue and the front end do not notice but for the
-pause. An engine that sleeps is one whose parts are gone; if it keeps its weights, they are emptied and made anew inside
-of that `async with`.
+There is one task with one nursery. A fault ends the `async with` of the parts. So threads, KV memory and connections of
+the old parts are released before new parts are opened. Requests, the queue and the HTTP server only notice the delay.
+An engine that sleeps has no open parts. If it keeps its weights while it sleeps, the parts stay open: they release the
+KV cache and allocate it again inside the same `async with`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 import trio
 from trio.lowlevel import enable_ki_protection
 
-from trioserve.engine.engine_parts import Nap
+from trioserve.engine.engine_parts import CacheRelease
 from trioserve.engine.shell.engine_life import EngineLife
 from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
@@ -23,10 +23,10 @@ __all__ = ["supervise"]
 
 
 class Parts(Protocol):
-    """Such as EngineParts."""
+    """Parts of an engine, such as `EngineParts`."""
 
     @property
-    def nap(self) -> Nap[Any] | str: ...
+    def cache_release(self) -> CacheRelease[Any] | str: ...
 
 
 PartsType = TypeVar("PartsType", bound=Parts)
@@ -40,8 +40,19 @@ async def supervise(
     *,
     task_status: trio.TaskStatus[EngineType] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Started with the engine, which runs then. Ends when cancelled, with every block back. Raises what opening raises
-    the first time, and EngineFault when the engine broke and is not opened anew (any more)."""
+    """Run an engine until it is cancelled or breaks for good. `task_status` reports the engine once it runs.
+
+    When this function ends, every block is free.
+
+    Args:
+        open_parts: opens the parts of the engine.
+        make_engine: makes the engine from its first parts.
+        task_status: receives the engine.
+
+    Raises:
+        Exception: the error of the first opening.
+        EngineFault: the engine broke, and is not reopened again.
+    """
     engine: EngineType | None = None
     try:
         while True:
@@ -52,15 +63,16 @@ async def supervise(
                         engine = make_engine(parts)
                     else:
                         engine.reopen(parts)
-                    nap = parts.nap
-                    del parts  # from here on they are the engine's, which lets go of them when it breaks
+                    cache_release = parts.cache_release
+                    # Keep no reference: from here on the engine owns the parts, and drops them when it breaks.
+                    del parts
                     await (_run_first(engine, task_status) if is_first else engine.run())
-                    while engine.sleep_level == 1 and not isinstance(nap, str):
-                        await nap.let_go()
+                    while engine.sleep_level == 1 and not isinstance(cache_release, str):
+                        await cache_release.release_cache()
                         await engine.sleep_on()
-                        engine.reopen(await nap.make_anew())
+                        engine.reopen(await cache_release.rebuild_parts())
                         await engine.run()
-                    del nap  # as it has what computes
+                    del cache_release  # it refers to the executor
             except Exception as error:
                 if engine is None or engine.reopens_at is None:
                     raise
@@ -70,7 +82,7 @@ async def supervise(
                 await engine.sleep_on()
             await trio.sleep_until(engine.reopens_at)
     finally:
-        if engine is not None and engine.reopens_at is not None:  # cancelled while there was none
+        if engine is not None and engine.reopens_at is not None:  # cancelled while the engine had no parts
             engine.close()
 
 
