@@ -73,7 +73,7 @@ from trioserve.api.responses.kept import cancel_response, delete_response, list_
 from trioserve.api.responses.settings import BackgroundSettings
 from trioserve.api.server_context import ServerContext, ServerServices
 from trioserve.api.sse import encode
-from trioserve.api.streams.detached_streams import DetachedStreams, Wish
+from trioserve.api.streams.detached_streams import DetachedStreams, StreamRequest
 from trioserve.api.streams.handlers import delete_stream, end_kept_stream, read_kept_stream, read_stream
 from trioserve.api.streams.router_streams import RouterStreams
 from trioserve.api.streams.settings import ROUTER_GRACE, DetachSettings
@@ -329,13 +329,13 @@ class App(BaseApp[ServerContext]):
     def operate(self, context: ServerContext, operation: Operation[ServerContext]) -> Awaitable[None]:
         # A stream that the client wants to leave takes precedence over one that its router wants to keep.
         for streams in (self.detached, self.router_streams):
-            wish = streams.wish_of(context)
+            wish = streams.requested_stream(context)
             if wish is not None:
                 return self._operate_in_stream(context, operation, streams, wish)
         return operation(context)
 
     async def _operate_in_stream(
-        self, context: ServerContext, operation: Operation[ServerContext], streams: DetachedStreams, wish: Wish
+        self, context: ServerContext, operation: Operation[ServerContext], streams: DetachedStreams, wish: StreamRequest
     ) -> None:
         def handle(inner: ServerContext) -> Awaitable[None]:
             return self.handle(inner, operation)

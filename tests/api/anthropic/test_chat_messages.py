@@ -143,7 +143,7 @@ def test_images_stand_where_they_are_among_the_texts() -> None:
         ),
         ([user([{"type": "document", "source": {"type": "base64"}}])], "messages[0].content[0].source", "is no text"),
         ([user([result("x", "nobody")])], "messages[0].content[0].tool_use_id", "'nobody'"),
-        ([user([use()])], "messages[0].content[0]", "tool_use cannot stand in a message of the role user"),
+        ([user([use()])], "messages[0].content[0]", "tool_use is not allowed in a message of the role user"),
         ([assistant([result()])], "messages[0].content[0]", "tool_result cannot stand"),
         ([user("a"), assistant([use()])], "messages[1]", "send the tool_result"),
     ],

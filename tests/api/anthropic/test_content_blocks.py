@@ -133,10 +133,10 @@ def test_a_block_ends_before_the_next_begins() -> None:
 
 
 def test_a_thought_that_is_not_shown_leaves_its_signature() -> None:
-    events, content = streamed([*THOUGHT, *TEXT], shows_thoughts=False)
+    events, content = streamed([*THOUGHT, *TEXT], shows_reasoning=False)
     assert (
         shape(content)
-        == shape(whole([*THOUGHT, *TEXT], shows_thoughts=False))
+        == shape(whole([*THOUGHT, *TEXT], shows_reasoning=False))
         == [
             ("thinking", ""),
             ("text", "Hello"),

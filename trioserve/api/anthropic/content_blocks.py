@@ -1,4 +1,4 @@
-"""The parts of a response as blocks of content: which block begins and ends when, whole or as events. Pure."""
+"""Turns the parts of a response into content blocks, as a whole or as events. Does no I/O."""
 
 from __future__ import annotations
 
@@ -21,11 +21,20 @@ from trioserve.text.response_parts import (
 __all__ = ["BlockEvents", "ContentBlocks"]
 
 SIGNATURE_BYTES = 24
-DIRECT = {"type": "direct"}  # the model called, and no program of its
+DIRECT = {"type": "direct"}  # the model made the call itself, not a program that the model wrote
 
 
 class _OpenBlock:
-    """The block that is being written. text: of a thought so far. call_index: of a call."""
+    """A content block that is still growing.
+
+    Args:
+        index: Index of the block.
+        kind: Type of the block.
+        call_index: Index of the tool call, for blocks of tool calls.
+
+    Attributes:
+        digest: Hash of the reasoning so far.
+    """
 
     def __init__(self, index: int, kind: str, call_index: int | None = None) -> None:
         self.index = index
@@ -34,19 +43,25 @@ class _OpenBlock:
         self.digest = blake2b(digest_size=SIGNATURE_BYTES)
 
     def signature(self) -> str:
-        """Clients send it back with the thought and want it not to be empty. It proves nothing, and is not checked."""
+        """Return the signature of the reasoning.
+
+        Clients send it back with the reasoning and require that it is not empty. It proves nothing, and is not checked.
+        """
         return self.digest.hexdigest()
 
 
 class BlockEvents:
-    """Parts to events content_block_start, content_block_delta and content_block_stop.
+    """Turns parts into events: content_block_start, content_block_delta and content_block_stop.
 
-    shows_thoughts: otherwise a thought is a block without text. A call that was cut off at max_tokens has a stop, too,
-    as in Anthropic's API: that it is not complete is what stop_reason says.
+    A tool call that is incomplete at max_tokens gets a stop event, as in Anthropic's API. Its stop_reason says that it
+    is incomplete.
+
+    Args:
+        shows_reasoning: If False, a reasoning block has no text.
     """
 
-    def __init__(self, *, shows_thoughts: bool = True) -> None:
-        self._shows_thoughts = shows_thoughts
+    def __init__(self, *, shows_reasoning: bool = True) -> None:
+        self._shows_reasoning = shows_reasoning
         self._count = 0
         self._open: _OpenBlock | None = None
 
@@ -54,7 +69,7 @@ class BlockEvents:
         return b"".join([piece for part in parts for piece in self._part(part)])
 
     def end(self) -> bytes:
-        """The rest. A message without any content has one empty text, so that there is something to look at."""
+        """Return the last events. A message without content gets one empty text block, because clients expect one."""
         pieces = self._begin("text", {"type": "text", "text": ""}) if not self._count else []
         return b"".join([*pieces, *self._stop()])
 
@@ -66,20 +81,20 @@ class BlockEvents:
             pieces = self._begin("thinking", {"type": "thinking", "thinking": "", "signature": ""})
             assert self._open is not None
             self._open.digest.update(part.text.encode("utf-8", "surrogatepass"))
-            if self._shows_thoughts and part.text:
+            if self._shows_reasoning and part.text:
                 pieces.append(self._delta({"type": "thinking_delta", "thinking": part.text}))
             return pieces
         if isinstance(part, ToolCallBegin):
             block = {"type": "tool_use", "id": part.id, "name": part.name, "input": {}, "caller": DIRECT}
             return self._begin("tool_use", block, part.index)
         is_open = self._open is not None and self._open.call_index == part.index
-        assert is_open, "a call's arguments and its end follow its begin"
+        assert is_open, "arguments or end of a tool call that is not the open block"
         if isinstance(part, ToolCallArguments):
             return [self._delta({"type": "input_json_delta", "partial_json": part.text})]
         return self._stop()
 
     def _begin(self, kind: str, block: dict[str, Any], call_index: int | None = None) -> list[bytes]:
-        """Nothing if such a block is open."""
+        """Return the events that begin a block. Empty if such a block is open already."""
         if self._open is not None and self._open.kind == kind and self._open.call_index == call_index:
             return []
         stop = self._stop()
@@ -105,10 +120,16 @@ class BlockEvents:
 
 
 class ContentBlocks:
-    """Parts to the blocks of a whole response. A call that was cut off is left out: half of its input is no object."""
+    """Collects parts into the blocks of a whole response.
 
-    def __init__(self, *, shows_thoughts: bool = True) -> None:
-        self._shows_thoughts = shows_thoughts
+    An incomplete tool call is left out, because its input is not a JSON object.
+
+    Args:
+        shows_reasoning: If False, a reasoning block has no text.
+    """
+
+    def __init__(self, *, shows_reasoning: bool = True) -> None:
+        self._shows_reasoning = shows_reasoning
         self._kind: str | None = None
         self._texts: list[str] = []
         self._call: ToolCallBegin | None = None
@@ -129,7 +150,7 @@ class ContentBlocks:
                 self._texts.append(part.text)
 
     def whole(self) -> list[dict[str, Any]]:
-        """The response is over."""
+        """Return all blocks after the response has ended."""
         self._close()
         return self._blocks or [_text_block("")]
 
@@ -139,7 +160,7 @@ class ContentBlocks:
             self._blocks.append(_text_block(text))
         elif self._kind == "thinking":
             signature = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=SIGNATURE_BYTES).hexdigest()
-            shown = text if self._shows_thoughts else ""
+            shown = text if self._shows_reasoning else ""
             self._blocks.append({"type": "thinking", "thinking": shown, "signature": signature})
         self._kind, self._call = None, None
         self._texts.clear()
@@ -147,7 +168,7 @@ class ContentBlocks:
     def _end_call(self) -> None:
         call = self._call
         assert call is not None
-        # As the model wrote it: when the call is complete, that is one JSON object.
+        # The model's own text. In a complete call, the text is one JSON object.
         given = msgspec.Raw("".join(self._texts).encode() or b"{}")
         self._blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given, "caller": DIRECT})
         self._kind, self._call = None, None

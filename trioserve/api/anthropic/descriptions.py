@@ -1,4 +1,4 @@
-"""What each path of the Messages API does and may answer: for the API's own description."""
+"""Descriptions of the operations of the Messages API, for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -18,15 +18,19 @@ RANGES = {
 
 
 def own_statuses(statuses: tuple[int, ...]) -> tuple[int, ...]:
-    """As this API says them: 503 is 529."""
+    """Return the statuses as this API sends them: 529 in place of 503.
+
+    Args:
+        statuses: HTTP statuses.
+    """
     return tuple(529 if status == 503 else status for status in statuses)
 
 
 OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
     ("POST", "/v1/messages"): DescribedOperation(
         summary="Answer a conversation, in Anthropic's shape",
-        description="Fields, and their meanings, are those of Anthropic's Messages API. Fields that are not named here "
-        "are ignored or refused, cache_control among them: prefixes are cached without being asked.",
+        description="Fields have the meaning of Anthropic's Messages API. Fields that are not listed here are ignored "
+        "or refused. cache_control is ignored, because all prefixes are cached anyway.",
         body=MessagesBody,
         ranges=RANGES,
         response=response_types.MessageResponse,

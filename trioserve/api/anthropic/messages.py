@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's Messages API over the same turns as any other chat."""
+"""Handlers of POST /v1/messages and /v1/messages/count_tokens: Anthropic's Messages API."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["count_message_tokens", "create_message"]
 
 PING = event("ping", {"type": "ping"})
 BEGUN = b"1"
-"""The state of a stream whose message has begun."""
+"""Resume state of a stream whose message has begun."""
 
 
 async def create_message(context: RequestContext) -> None:
@@ -30,7 +30,7 @@ async def create_message(context: RequestContext) -> None:
     model = context.model_name(body.model)
     engine = context.engine
     request = message_turn(body, context.exchange.headers, engine.default_sampling)
-    shows_thoughts = body.thinking is None or body.thinking.display != "omitted"
+    shows_reasoning = body.thinking is None or body.thinking.display != "omitted"
     resumption = Resumption(
         context,
         body.resume,
@@ -42,7 +42,7 @@ async def create_message(context: RequestContext) -> None:
     response = _Response(context, body, model, resumption)
     async with chat_turn(context, request, resumption) as turn:
         if body.stream:
-            events = BlockEvents(shows_thoughts=shows_thoughts)
+            events = BlockEvents(shows_reasoning=shows_reasoning)
             ids = resumption.group_ids()
 
             async def start_events() -> None:
@@ -62,18 +62,18 @@ async def create_message(context: RequestContext) -> None:
 
             known: list[bytes] = []
 
-            def take_again(parts: list[ResponsePart], delta: Delta) -> None:
+            def repeat_known(parts: list[ResponsePart], delta: Delta) -> None:
                 response.note(delta)
                 known.append(events.of(parts))
 
-            await turn.skip_known(take_again)
-            if resumption.state is None:  # what its client has was another stream
+            await turn.skip_known(repeat_known)
+            if resumption.state is None:  # the client has no events of this stream yet
                 start = b"".join([response.start(turn), PING, *known])
                 await context.exchange.send(start if ids is None else ids.begin(start, BEGUN))
-            # Between two groups there may be comments, and no events.
+            # In a resumable stream, only comments are allowed between two groups of events.
             await turn.read(send, keep_alive=context.keep_alive_with(PING if ids is None else KEEP_ALIVE))
         else:
-            blocks = ContentBlocks(shows_thoughts=shows_thoughts)
+            blocks = ContentBlocks(shows_reasoning=shows_reasoning)
 
             def take_known(parts: list[ResponsePart], delta: Delta) -> None:
                 response.note(delta)
@@ -84,7 +84,7 @@ async def create_message(context: RequestContext) -> None:
 
             await turn.skip_known(take_known)
             await turn.read(take)
-    # The engine's part is over, and its scope left: a slow client keeps nothing but its own bytes waiting.
+    # The turn is left first, so that a slow client does not hold blocks of the engine.
     if body.stream:
         end = events.end() + response.end(turn)
         await context.finish(end if ids is None else ids.last(end))
@@ -102,7 +102,7 @@ async def count_message_tokens(context: RequestContext) -> None:
 
 
 class _Response:
-    """What a message says besides its content. last: the delta with which it ended."""
+    """Fields of a message other than its content."""
 
     def __init__(self, context: RequestContext, body: MessagesBody, model: str, resumption: Resumption) -> None:
         self._resumption = resumption
@@ -146,7 +146,7 @@ class _Response:
         return {"stop_reason": reason, "stop_sequence": sequence, "stop_details": details}
 
     def _end_fields(self, turn: ChatTurn) -> dict[str, Any]:
-        """Which weights it was sampled by, if these were replaced; of one that was cut off, how it goes on."""
+        """Return weight versions if the weights were replaced, and the resume state of a partial result."""
         fields: dict[str, Any] = {}
         if versions := turn.stream.weight_versions():
             fields["weight_versions"] = versions
@@ -155,14 +155,14 @@ class _Response:
         return fields
 
     def _stop(self, turn: ChatTurn) -> tuple[str, str | None]:
-        """Why it ended, and which stop sequence ended it."""
+        """Return the stop reason, and the stop sequence that ended the message."""
         [choice] = turn.choices
         if choice.finish_reason == CUT_OFF:
             return CUT_OFF, None
         if choice.finish_reason == "tool_calls":
             return "tool_use", None
         if choice.finish_reason == "length":
-            # Whoever asked for more than fits gets what fits.
+            # max_tokens was reduced to the free context if it was larger.
             is_context_full = turn.stream.completion_token_count < self._tokens_max
             return "model_context_window_exceeded" if is_context_full else "max_tokens", None
         sequence = None if self._last is None else self._last.stop_reason
@@ -170,7 +170,7 @@ class _Response:
 
 
 def _usage(turn: ChatTurn) -> dict[str, Any]:
-    """As Anthropic counts: tokens of the prompt that were found in the cache are no input_tokens."""
+    """Return token counts in Anthropic's way: prompt tokens from the prefix cache are not in input_tokens."""
     usage = turn.usage()
     cached = turn.stream.cached_token_count
     thinking = sum(choice.reasoning_token_count for choice in turn.choices)

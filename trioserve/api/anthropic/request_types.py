@@ -1,7 +1,7 @@
-"""The bodies of Anthropic's Messages API: which fields there are and of which type.
+"""Request bodies of Anthropic's Messages API: fields and their types.
 
-What happens to fields that are not named here is decided in api/unread_fields.py. `cache_control` is harmless: prefixes
-are cached without being asked. `None` means "not given" but for what has to be there.
+`None` means "not given". api/unread_fields.py decides what happens to fields that are not listed here. `cache_control`
+is ignored, because all prefixes are cached anyway.
 """
 
 from __future__ import annotations
@@ -43,17 +43,19 @@ MESSAGES_RANGES = {
     "top_k": SAMPLING_RANGES["top_k"],
     "Thinking.budget_tokens": Range(1, None),
 }
-"""Of the numbers in a body, by field, or by type and field. Anthropic's own models want a budget of 1024 or
-more; others may think less."""
+"""Allowed ranges of numbers, by field, or by type and field.
+
+Anthropic's own models require a budget of at least 1024 reasoning tokens. Other models may have less.
+"""
 
 
 OTHER_FIELDS = {
     "reasoning_effort": "send output_config.effort",
     "enable_thinking": "send thinking",
     "thinking_token_budget": "send thinking.budget_tokens",
-    "compaction": "a context is not summarised here, shorten the messages",
-    "mcp_servers": "no servers are asked for tools here, list the tools and call them yourself",
-    "fallbacks": "a request has one model here, send model",
+    "compaction": "this server does not summarise a context, shorten the messages",
+    "mcp_servers": "this server does not call MCP servers, list the tools and call them yourself",
+    "fallbacks": "a request has one model, send model",
     "best_of": "a message has one choice",
 }
 """Fields that are refused because they would change the prompt or the response, and what to do instead."""
@@ -74,21 +76,29 @@ class ToolUseBlock(_Block, frozen=True, kw_only=True, tag="tool_use"):
 
 
 class ThinkingBlock(_Block, frozen=True, kw_only=True, tag="thinking"):
-    """signature: as it was given out; it is not looked at."""
+    """Reasoning of an earlier response.
+
+    Attributes:
+        thinking: The reasoning.
+        signature: Signature that the response had. It is ignored.
+    """
 
     thinking: str
     signature: str | None = None
 
 
 class RedactedThinkingBlock(_Block, frozen=True, kw_only=True, tag="redacted_thinking"):
-    """A thought that only its maker can read: the model does not see it."""
+    """Encrypted reasoning of another provider. The model does not see it."""
 
     data: str | None = None
 
 
 class ImageBlock(_Block, frozen=True, kw_only=True, tag="image"):
-    """source: {"type": "base64", "media_type": "image/png", "data": "..."}, or {"type": "url", "url": "..."}. Read in
-    messages of the user."""
+    """An image. Allowed in messages of the user only.
+
+    Attributes:
+        source: {"type": "base64", "media_type": "image/png", "data": "..."}, or {"type": "url", "url": "..."}.
+    """
 
     source: dict[str, Any] | None = None
 
@@ -102,15 +112,15 @@ class ContentSource(_Block, frozen=True, kw_only=True, tag="content"):
 
 
 class Base64Source(_Block, frozen=True, kw_only=True, tag="base64"):
-    """Refused: only text is read."""
+    """Refused: only text documents are supported."""
 
 
 class UrlSource(_Block, frozen=True, kw_only=True, tag="url"):
-    """Refused: nothing is fetched."""
+    """Refused: the server does not fetch documents."""
 
 
 class FileSource(_Block, frozen=True, kw_only=True, tag="file"):
-    """Refused: files are for batches."""
+    """Refused: uploaded files are for batches only."""
 
 
 class DocumentBlock(_Block, frozen=True, kw_only=True, tag="document"):
@@ -149,7 +159,15 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True):
-    """type: absent, or "custom"; others run at Anthropic's and are refused."""
+    """A tool that the client runs.
+
+    Attributes:
+        name: Name of the tool.
+        type: Absent or "custom". Tools that run at Anthropic are refused.
+        description: Description for the model.
+        input_schema: JSON schema of the arguments.
+        strict: True if the arguments must follow the schema.
+    """
 
     name: str
     type: str | None = None
@@ -165,7 +183,13 @@ class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Thinking(msgspec.Struct, frozen=True, kw_only=True):
-    """display: what of a thought is shown: all of it, or, with "omitted", only that there was one."""
+    """Options for reasoning.
+
+    Attributes:
+        type: Reasoning on, off, or left to the model.
+        budget_tokens: Limit for reasoning tokens.
+        display: "omitted" sends reasoning blocks without text. Otherwise the whole reasoning is sent.
+    """
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Int32 | None = None
@@ -187,14 +211,22 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ContextManagement(msgspec.Struct, frozen=True, kw_only=True):
-    """Edits that leave old tool results or reasoning out are not done: the whole context is read. An edit that writes a
-    summary is refused."""
+    """Edits of the context.
+
+    Edits that remove old tool results or reasoning are ignored: the model reads the whole context. An edit that writes
+    a summary is refused.
+    """
 
     edits: list[dict[str, Any]] | None = None
 
 
 class CountTokensBody(msgspec.Struct, frozen=True, kw_only=True):
-    """model: the first that is served, if it is not given. output_format: the older name of output_config.format."""
+    """Body of a request that counts prompt tokens.
+
+    Attributes:
+        model: Name of the model. Default: the first model that is served.
+        output_format: Older name of output_config.format.
+    """
 
     REFUSED_FIELDS: ClassVar[Mapping[str, RefusedField]] = generation_fields(
         structured="send output_config.format", **OTHER_FIELDS
@@ -212,7 +244,10 @@ class CountTokensBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MessagesBody(CountTokensBody, frozen=True, kw_only=True):
-    """priority and all behind it are this server's own fields, the same as in chat completions."""
+    """Body of a request for a message.
+
+    `priority` and the fields after it are this server's own, with the same meaning as in chat completions.
+    """
 
     REFUSED_FIELDS: ClassVar[Mapping[str, RefusedField]] = generation_fields(
         structured="send output_config.format",

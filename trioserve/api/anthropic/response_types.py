@@ -1,4 +1,4 @@
-"""What responses of the Messages API look like, as types: for the API's description and whoever checks responses."""
+"""Types of everything that the Messages API sends, for the OpenAPI document and for tests that check responses."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ __all__ = [
 
 
 class Response(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What all have in common: no field that is not described."""
+    """Base of all types: fields that are not described are forbidden."""
 
 
 class Tagged(Response, tag_field="type", kw_only=True):
-    """With a type that tells what it is."""
+    """Base of types that have a field "type"."""
 
 
 # --- errors ---
 
 
 class MessagesErrorDetail(Response, kw_only=True):
-    """type: for programs; message: for people."""
+    """An error: `type` is for programs, `message` for people."""
 
     type: Literal[
         "invalid_request_error",
@@ -53,7 +53,7 @@ class MessagesErrorDetail(Response, kw_only=True):
 
 
 class MessagesError(Tagged, tag="error", kw_only=True):
-    """Also an event: the last one of a response that could not be completed."""
+    """An error response. Also the last event of a stream that failed."""
 
     error: MessagesErrorDetail
     request_id: str
@@ -72,7 +72,12 @@ class TextContent(Tagged, tag="text", kw_only=True):
 
 
 class ThinkingContent(Tagged, tag="thinking", kw_only=True):
-    """signature: to be sent back with the thought. It proves nothing."""
+    """Reasoning.
+
+    Attributes:
+        thinking: The reasoning.
+        signature: Clients send it back with the reasoning. It is not checked.
+    """
 
     thinking: str
     signature: str
@@ -93,7 +98,10 @@ class OutputTokensDetails(Response, kw_only=True):
 
 
 class MessageUsage(Response, kw_only=True):
-    """The prompt's tokens are input_tokens and, of those that were found in the cache, cache_read_input_tokens."""
+    """Token counts. The prompt has `input_tokens` + `cache_read_input_tokens` tokens.
+
+    `cache_read_input_tokens` were found in the prefix cache.
+    """
 
     input_tokens: int
     cache_creation_input_tokens: int
@@ -106,18 +114,18 @@ class MessageUsage(Response, kw_only=True):
     inference_geo: None
 
 
-# "abort" is told to those alone who sent return_partial.
+# Only clients that sent return_partial get "abort".
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded", "abort"]
 
 
 class AbortDetails(Tagged, tag="abort", kw_only=True):
-    """reason: why it was cut off; null after an abort by id."""
+    """Reason why a response was stopped. Null after an abort by id."""
 
     reason: str | None
 
 
 class MessageResponse(Tagged, tag="message", kw_only=True):
-    """stop_reason: null only in the first event of a stream."""
+    """A message. `stop_reason` is null only in the first event of a stream."""
 
     id: str
     role: Literal["assistant"]
@@ -181,7 +189,7 @@ class StopDelta(Response, kw_only=True):
 
 
 class MessageDelta(Tagged, tag="message_delta", kw_only=True):
-    """usage: of the whole message."""
+    """Event with the end of a message. `usage` counts the whole message."""
 
     delta: StopDelta
     usage: MessageUsage
@@ -194,4 +202,4 @@ class MessageStop(Tagged, tag="message_stop", kw_only=True):
 
 
 class Ping(Tagged, tag="ping", kw_only=True):
-    """Says that the response goes on."""
+    """Keep-alive event of a running response."""

@@ -1,5 +1,7 @@
-"""Errors and request ids as clients of Anthropic's API expect them, on the paths of that API and for whoever sends its
-version header."""
+"""Error format and request ids of Anthropic's API.
+
+Used on the paths of that API, and for clients that send its version header.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ MESSAGES_PATH = "/v1/messages"
 VERSION_HEADER = "anthropic-version"
 ID_HEADER = "request-id"
 THREAD_UNSUPPORTED = "thread_unsupported_request"
-"""Code of the refusal of `thread`. It is in the body's details, where Anthropic's libraries look for it."""
+"""Error code for a request with `thread`.
+
+It is sent in the body's details, where Anthropic's client libraries look for it.
+"""
 
 OVERLOADED_STATUS = 529
 TYPES = {
@@ -41,8 +46,10 @@ TYPES = {
 
 
 class AnthropicSurface:
-    """The same errors as OpenAI's clients get, under Anthropic's names. 503 becomes 529: the server takes nothing now,
-    and that is what clients of that API look for."""
+    """Error format of Anthropic's API. The errors are those of OpenAI's API under Anthropic's names.
+
+    Status 503 becomes 529, which clients of Anthropic's API understand as overload.
+    """
 
     def id_fields(self, request_id: str) -> list[tuple[str, str]]:
         return [(REQUEST_ID_HEADER, request_id), (ID_HEADER, request_id)]
@@ -65,7 +72,7 @@ class AnthropicSurface:
 
 
 class ResumableSurface(AnthropicSurface):
-    """Of a stream that may go on elsewhere: whoever sees to that goes by the code."""
+    """Error format of a stream that can be resumed at another server. A router decides by the error code."""
 
     def event(self, error: ErrorResponse, request_id: str) -> bytes:
         described = self._described(error, request_id)
@@ -77,10 +84,21 @@ ANTHROPIC = AnthropicSurface()
 
 
 def error_type(status: int) -> str:
-    """Anthropic's name for errors with this status."""
+    """Return Anthropic's name for errors with this status.
+
+    Args:
+        status: HTTP status.
+    """
     return TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
 
 
 def event(name: str, value: object) -> bytes:
-    """One event of a stream. Clients go by the name on the first line, which the value repeats as its type."""
+    """Return one server-sent event.
+
+    Clients read its name from the first line, and `value` repeats the name as its type.
+
+    Args:
+        name: Name of the event.
+        value: Data of the event.
+    """
     return b"event: " + name.encode() + b"\ndata: " + one_line_json(value) + b"\n\n"

@@ -1,4 +1,4 @@
-"""From a body of the Messages API to a turn of a chat: what is asked of the model, its sampling, its thinking. Pure."""
+"""Translates a body of the Messages API to a turn: messages, sampling, reasoning and tools. Does no I/O."""
 
 from __future__ import annotations
 
@@ -29,26 +29,31 @@ if TYPE_CHECKING:
 __all__ = ["counted_turn", "message_turn"]
 
 TOOL_MODES = {"auto": ToolMode.AUTO, "any": ToolMode.REQUIRED, "tool": ToolMode.NAMED, "none": ToolMode.NONE}
-SERVED_ELSEWHERE = {
-    "container": "no programs of the model's are run here",
-    "mcp_servers": "no servers are asked for tools here: list the tools, and call them yourself",
+UNSUPPORTED = {
+    "container": "this server does not run programs",
+    "mcp_servers": "this server does not call MCP servers: list the tools, and call them yourself",
 }
 
 
 def message_turn(body: MessagesBody, headers: Headers, defaults: SamplingParams) -> TurnRequest:
-    """Translate a message's body.
+    """Translate the body of a message request.
 
-    max_tokens that do not fit beside the prompt mean as many as fit: clients of this API send what their usual models
-    can do, and a response that ends early says so.
+    If max_tokens does not fit into the context beside the prompt, it is reduced. Clients of this API send the limit of
+    their usual models, and a response that ends early reports it.
+
+    Args:
+        body: The body.
+        headers: Request headers.
+        defaults: The server's default sampling options.
 
     Raises:
-        InvalidRequest: A field cannot be served. It is named.
+        InvalidRequest: A field cannot be served. The error names the field.
     """
-    for field, reason in SERVED_ELSEWHERE.items():
+    for field, reason in UNSUPPORTED.items():
         if getattr(body, field) not in UNSET_VALUES:
             raise InvalidRequest(f"{field} is not supported: {reason}", param=field)
     if body.thread is not None:
-        message = "thread is not supported: no conversation is kept here, send all of its messages"
+        message = "thread is not supported: this server stores no conversations, send all messages"
         raise refusal(THREAD_UNSUPPORTED, message, param="thread")
     _check_range("max_tokens", body.max_tokens)
     if body.priority is not None and not PRIORITY_MIN <= body.priority <= PRIORITY_MAX:
@@ -79,7 +84,15 @@ def message_turn(body: MessagesBody, headers: Headers, defaults: SamplingParams)
 
 
 def counted_turn(body: CountTokensBody, defaults: SamplingParams) -> TurnRequest:
-    """The turn that the same fields would be in a message, but for sampling. Raises InvalidRequest."""
+    """Return the turn for a request that only counts prompt tokens.
+
+    Args:
+        body: The body.
+        defaults: The server's default sampling options.
+
+    Raises:
+        InvalidRequest: A field cannot be served. The error names the field.
+    """
     return _turn(body, defaults, tokens_max=None)
 
 
@@ -87,7 +100,7 @@ def _turn(body: CountTokensBody, sampling: SamplingParams, *, tokens_max: int | 
     for index, edit in enumerate((body.context_management and body.context_management.edits) or ()):
         if str(edit.get("type")).startswith("compact"):
             param = f"context_management.edits[{index}]"
-            raise InvalidRequest(f"{param} is not supported: a context is not summarised here", param=param)
+            raise InvalidRequest(f"{param} is not supported: this server does not summarise a context", param=param)
     messages = check_messages(chat_messages(body))
     tools = _tools(body)
     continues = body.messages[-1].role == "assistant"
@@ -108,7 +121,7 @@ def _tools(body: CountTokensBody) -> list[dict[str, Any]] | None:
     try:
         return checked_tools(chat_tools(body.tools))
     except InvalidRequest as error:
-        # As the fields are called in this API.
+        # Replace OpenAI's field names by those of this API.
         message, param = (
             text.replace(".function.parameters", ".input_schema").replace(".function.", ".")
             for text in (str(error), error.param or "tools")
@@ -122,11 +135,11 @@ def _tool_choice(body: CountTokensBody) -> ToolChoice:
         return ToolChoice()
     names = [tool.name for tool in body.tools or ()]
     if choice.type in ("any", "tool") and not names:
-        raise InvalidRequest(f'tool_choice is "{choice.type}", and there are no tools: send some', param="tool_choice")
+        raise InvalidRequest(f'tool_choice is "{choice.type}", but there are no tools: send tools', param="tool_choice")
     if choice.type == "tool":
         if choice.name not in names:
             raise InvalidRequest(
-                f"tool_choice names {choice.name if choice.name is None else choice.name[:200]!r}, and the tools are: "
+                f"tool_choice names {choice.name if choice.name is None else choice.name[:200]!r}, but the tools are: "
                 + ", ".join(names),
                 param="tool_choice.name",
             )
@@ -155,19 +168,19 @@ def _reasoning(body: CountTokensBody, tokens_max: int | None) -> Reasoning:
     budget = thinking.budget_tokens
     if budget is None:
         raise InvalidRequest(
-            'budget_tokens is missing: with thinking of type "enabled" it has to be there',
+            'budget_tokens is missing: thinking of type "enabled" needs it',
             param="thinking.budget_tokens",
         )
     _check_range("Thinking.budget_tokens", budget, param="thinking.budget_tokens")
     if tokens_max is not None and budget >= tokens_max:
         raise InvalidRequest(
-            f"budget_tokens is {budget}, and has to be less than max_tokens, which is {tokens_max}",
+            f"budget_tokens is {budget}, but must be less than max_tokens, which is {tokens_max}",
             param="thinking.budget_tokens",
         )
     return Reasoning(is_on=True, effort=effort, budget_tokens=budget)
 
 
-def _check_range(place: str, value: int, *, param: str | None = None) -> None:
-    allowed = MESSAGES_RANGES[place]
+def _check_range(field: str, value: int, *, param: str | None = None) -> None:
+    allowed = MESSAGES_RANGES[field]
     if not allowed.holds(value):
-        raise InvalidRequest(f"{place.rpartition('.')[2]} is {value}, allowed is {allowed}", param=param or place)
+        raise InvalidRequest(f"{field.rpartition('.')[2]} is {value}, allowed is {allowed}", param=param or field)

@@ -1,10 +1,10 @@
-"""Responses that go on without their client: each is a scope of its own, a child of the server's nursery.
+"""Background responses. They continue without their client, each in its own cancel scope in the server's nursery.
 
     queued ──► in_progress ──► completed | incomplete | failed | cancelled
 
-What a response is at this moment stands here as long as it lives, and in the store when it is over: it is written there
-first, and taken off here then, so nobody finds it neither here nor there. What the store has of one that was never
-finished, when the server is another one, is told as failed.
+While a response runs, its state is in this module's table. When the response ends, the store gets it first, and then it
+leaves the table. So a reader always finds the response in one of the two. If a server stops, its unfinished responses
+stay in the store, and a later server reports them as failed.
 """
 
 from __future__ import annotations
@@ -50,13 +50,25 @@ __all__ = ["BackgroundResponse", "BackgroundResponses"]
 
 logger = logging.getLogger(__name__)
 
-NOT_KEPT = "the response was complete, and the store had no room for it: ask again"
+NOT_KEPT = "the response was complete, but the store was full: send the request again"
+"""Message for a response that could not be stored."""
 BACKGROUND_FULL = "background_full"
-"""The reason of a refusal."""
+"""Reason of a refusal."""
 
 
 class BackgroundResponse:
-    """One that lives. log: its events, where it was asked for as a stream. done: it is over, and stored."""
+    """One running background response.
+
+    Args:
+        run: The response while it is made.
+        owner: Caller that sent the request.
+        log: Events of the response, kept for readers. None if the client did not ask for a stream.
+
+    Attributes:
+        scope: Cancel scope of the response. Cancelling it ends the response.
+        done: Set when the response has ended and is stored.
+        response: The response object at the beginning, and after the end.
+    """
 
     def __init__(self, run: ResponseRun, owner: str | None, log: FollowedLog | None) -> None:
         self.run = run
@@ -75,7 +87,10 @@ class BackgroundResponse:
         return self.response if self._ended is not None else self.run.snapshot()
 
     async def work(self) -> None:
-        """To its end, whichever it is. Raises nothing but Cancelled: of the server's, not its own."""
+        """Run the response to its end.
+
+        All errors become a failed response. Only a cancellation of the server is raised.
+        """
         with self.scope:
             try:
                 with panics_become_failures():
@@ -85,7 +100,7 @@ class BackgroundResponse:
                         await self.run.read(self._take)
                 ended = self.run.complete()
             except EventLogFull:
-                ended = self.run.fail(RequestFailed("the events of this response take more room than one may have"))
+                ended = self.run.fail(RequestFailed("the events of this response exceed their size limit"))
             except TrioserveError as error:
                 ended = self.run.fail(error)
             except Exception as error:
@@ -97,14 +112,21 @@ class BackgroundResponse:
         self.response = self._ended[1]
 
     def publish(self, events: list[Event]) -> None:
-        """Raises EventLogFull."""
+        """Append events to the log and wake its readers.
+
+        Args:
+            events: The new events.
+
+        Raises:
+            EventLogFull: The events exceed their size limit.
+        """
         if self.log is not None:
             for event in events:
                 self.log.append(event_bytes(event))
             self.log.wake()
 
     def publish_end(self) -> bytes:
-        """The last events; and all of them, as they are kept."""
+        """Append the last events. Return all events as bytes for the store, or b"" if there is no log."""
         assert self._ended is not None
         if self.log is None:
             return b""
@@ -117,7 +139,14 @@ class BackgroundResponse:
 
 @uninterrupted
 class BackgroundResponses:
-    """The ones that live, by id. To be used inside of `async with self.running()`; outside it takes none."""
+    """All running background responses, by id.
+
+    Use inside of `async with self.running()`. Outside of it no response can begin.
+
+    Args:
+        store: Store for the responses. None: background responses are refused.
+        settings: Limits.
+    """
 
     def __init__(self, store: Store | None, settings: BackgroundSettings) -> None:
         self._store = store
@@ -129,7 +158,7 @@ class BackgroundResponses:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Leaving cancels those that still live; in the store they stay as they were."""
+        """Run the tasks of the responses. Leaving cancels them, and the store keeps them as unfinished."""
         with errors_unwrapped():
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
@@ -148,22 +177,33 @@ class BackgroundResponses:
         return found if found is not None and owner in (None, found.owner) else None
 
     def drain(self) -> None:
-        """Take no new ones. Those that live go on like other requests; but where nobody could read them later, since
-        the store is in memory, they are ended."""
+        """Accept no new responses. Running ones continue if the store is durable.
+
+        If the store is in memory, they are cancelled, because nobody could read them later.
+        """
         self._is_draining = True
         if self._store is None or not self._store.is_durable:
             for live in list(self._live.values()):
                 live.scope.cancel()
 
     async def wait_until_idle(self) -> None:
-        """Returns when none lives. For use after drain()."""
+        """Return when no response runs. Call drain() before."""
         while self._live:
             self._idle = trio.Event()
             await self._idle.wait()
 
     async def begin(self, context: RequestContext, planned: PlannedResponse) -> None:
-        """Answer the request with a response that has begun in the background. Raises Refusal and Overloaded, and then
-        there is none."""
+        """Begin a background response, and answer the request with it or with its events.
+
+        Args:
+            context: The request.
+            planned: The response.
+
+        Raises:
+            Refusal: Background responses are not possible. Nothing has begun.
+            Overloaded: Too many background responses run. Nothing has begun.
+            InvalidRequest: The first events are too large. Nothing has begun.
+        """
         store = self._checked_store(context.owner)
         body = planned.head.body
         limit = Deadlines(timeout=self._settings.seconds_max)
@@ -180,16 +220,16 @@ class BackgroundResponses:
             live.publish(live.run.events.queue())
         except EventLogFull:
             raise InvalidRequest(
-                f"the events of this response would take more than {self._settings.events_bytes_max} bytes, since each "
-                "tells instructions and tools back: shorten them, or send stream=false",
+                f"the events of this response would take more than {self._settings.events_bytes_max} bytes, because "
+                "they repeat instructions and tools: shorten these, or send stream=false",
                 param="stream",
             ) from None
-        self._live[live.id] = live  # its place counts from now on
+        self._live[live.id] = live  # The limits count the response from here on.
         try:
             kept = stored_bytes(live.run.stored(live.snapshot()))
             await store.write(PutObject(kind=KIND, id=live.id, owner=live.owner, body=kept, is_evictable=False))
             if self._nursery is None:
-                raise _refused("the server is leaving")
+                raise _refused("the server is shutting down")
         except BaseException:
             self._forget(live)
             raise
@@ -214,7 +254,7 @@ class BackgroundResponses:
                 logger.error("background response not kept response=%s error=%s", live.id, error)
                 await self._settle_without_result(live, store)
         except Exception:
-            # Its own fault, and nobody else's: those beside it go on.
+            # The fault must not cancel the other responses in the nursery.
             logger.exception("background response not kept response=%s", live.id)
         finally:
             live.done.set()
@@ -224,7 +264,7 @@ class BackgroundResponses:
             self._forget(live)
 
     async def _settle_without_result(self, live: BackgroundResponse, store: Store) -> None:
-        """There is no room for the result, on the disk or in memory: the response has failed, and says why."""
+        """Store the response as failed, without its output, because disk and memory are full."""
         live.response = {
             **live.run.planned.head.object("failed", output=[], error=response_error(NOT_KEPT, "result_not_kept")),
             "usage": live.response["usage"],
@@ -233,8 +273,8 @@ class BackgroundResponses:
         try:
             await store.settle(ReplaceObject(kind=KIND, id=live.id, body=kept, is_evictable=True))
         except (StoreFull, StoreFault) as error:
-            # A reader that is there gets it. Later the response is shown as one that was never finished, so as failed.
-            logger.error("background response has no final state response=%s error=%s", live.id, error)
+            # Connected readers get the failed response. The store keeps it as unfinished, which later reads as failed.
+            logger.error("end of background response not stored response=%s error=%s", live.id, error)
 
     def _forget(self, live: BackgroundResponse) -> None:
         self._live.pop(live.id, None)
@@ -244,15 +284,14 @@ class BackgroundResponses:
     def _checked_store(self, owner: str | None) -> Store:
         if self._store is None or self._nursery is None or self._is_draining:
             raise _refused(
-                "this server takes no background responses" if self._store is None else "the server is leaving"
+                "this server has no background responses" if self._store is None else "the server is shutting down"
             )
         settings = self._settings
         own_count = sum(live.owner == owner for live in self._live.values())
         if len(self._live) >= settings.responses_max or own_count >= settings.responses_of_one_max:
             raise Overloaded(
-                f"{len(self._live)} responses live in the background, {own_count} of them this caller's; at most "
-                f"{settings.responses_max} may, and {settings.responses_of_one_max} of one caller: cancel one, or wait "
-                "for its end",
+                f"{len(self._live)} background responses run (allowed: {settings.responses_max}), {own_count} of them "
+                f"for this caller (allowed: {settings.responses_of_one_max}): cancel one, or wait until one ends",
                 reason=BACKGROUND_FULL,
                 retry_after_seconds=5,
             )

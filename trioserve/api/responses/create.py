@@ -1,8 +1,8 @@
-"""POST /v1/responses: whole, streamed, or begun in the background; and POST /v1/responses/input_tokens.
+"""Handlers of POST /v1/responses (whole, streamed, or in the background) and POST /v1/responses/input_tokens.
 
-A response is stored when it is complete, and before its client is told so. A client that leaves ends the response like
-everywhere, and nothing of it is kept; a background response goes on. Where the disk is full it is kept in memory until
-there is room; if that is full, too, the client gets the response all the same, with `store` false.
+A response is stored when it is complete, before its client gets the end. If the client leaves, the request is cancelled
+and nothing is stored. A background response continues. If the disk is full, the store keeps the response in memory. If
+that memory is full, the client still gets the response, with `store` set to false.
 """
 
 from __future__ import annotations
@@ -28,13 +28,19 @@ NUMBER_DIGITS_MAX = 9
 
 
 async def create_response(context: ServerContext) -> None:
+    """Answer with a response to input items.
+
+    Args:
+        context: The request.
+    """
     body = await context.body(ResponsesBody)
     key = _key(context, body)
     planned = await plan_response(context, body, response_id(key))
     if body.background:
         await context.server.background.begin(context, planned)
         return
-    # The last event repeats all log probabilities, and routers do not keep those of tokens that are known.
+    # A stream with log probabilities cannot be resumed: its last event repeats all of them, and routers do not keep
+    # the log probabilities of known tokens.
     is_streamed = bool(body.stream) and not body.wants_logprobs
     resumption = Resumption(
         context,
@@ -65,28 +71,31 @@ async def create_response(context: ServerContext) -> None:
                     await context.exchange.send(piece)
 
             known = await run.skip_known()
-            if resumption.state is None:  # what its client has was another stream
+            if resumption.state is None:  # the client has no events of this stream yet
                 start = b"".join(map(event_bytes, [*begun, *known]))
                 await context.exchange.send(start if ids is None else ids.begin(start, b"%d" % run.events.next_number))
             else:
-                run.events.go_on_at(_number(resumption.state))
+                run.events.continue_at(_number(resumption.state))
             await run.read(send, keep_alive=context.keep_alive)
         else:
             await run.skip_known()
             await run.read(None)
-    # The engine's part is over, and its scope left.
+    # The turn is left first, so that a slow store or client does not hold blocks of the engine.
     last, response = run.complete()
     if planned.head.stores:
         assert context.store is not None
         kept = PutObject(kind=KIND, id=planned.head.id, owner=context.owner, body=stored_bytes(run.stored(response)))
         changes: tuple[Change, ...] = (kept,)
         if body.resume is not None and await context.store.get(KIND, kept.id, owner=context.owner) is not None:
-            changes = (DeleteObject(kind=KIND, id=kept.id), kept)  # it was complete, and its client lost
+            changes = (
+                DeleteObject(kind=KIND, id=kept.id),
+                kept,
+            )  # An earlier run was stored, but its client lost the connection. Replace it.
         try:
             await context.store.settle(*changes)
         except (DiskFull, StoreFault):
-            # The disk takes nothing, and the store's memory is full, too. The client gets what was computed.
-            response["store"] = False  # the last event has the same object
+            # Disk and memory of the store are full. The client still gets the response.
+            response["store"] = False  # The last event contains this object, so it changes, too.
     if body.stream:
         end = b"".join(map(event_bytes, last))
         await context.finish(end if ids is None else ids.last(end))
@@ -101,31 +110,46 @@ async def create_response(context: ServerContext) -> None:
 
 
 def _key(context: ServerContext, body: ResponsesBody) -> str:
-    """Of the response's id. Raises InvalidRequest."""
+    """Return the unique part of the response's id.
+
+    Raises:
+        InvalidRequest: The resume state is invalid.
+    """
     resume = body.resume
     if resume is None:
         return context.clock_and_ids.new_request_id()
     if body.background:
         raise InvalidRequest(
-            "resume is set, but a background response goes on by itself: leave one out", param="resume"
+            "resume is set, but a background response continues by itself: leave out resume or background",
+            param="resume",
         )
     _number(resume.state or "0")
     if resume.id is None:
         return context.clock_and_ids.new_request_id()
     if item_place(item_id("message", response_id(resume.id), 0)) is None:
-        raise InvalidRequest("resume.id is not what the head of the response said", param="resume.id")
+        raise InvalidRequest("resume.id is not the id from the head of the response", param="resume.id")
     return resume.id
 
 
 def _number(state: str) -> int:
-    """Raises InvalidRequest."""
+    """Return the event number in a resume state.
+
+    Raises:
+        InvalidRequest: The state is no number.
+    """
     if not (state.isascii() and state.isdigit() and len(state) <= NUMBER_DIGITS_MAX):
-        raise InvalidRequest(f"resume.state is {state[:80]!r}, allowed is what the last id said", param="resume.state")
+        raise InvalidRequest(
+            f"resume.state is {state[:80]!r}, allowed is the state from the last event id", param="resume.state"
+        )
     return int(state)
 
 
 async def count_input_tokens(context: ServerContext) -> None:
-    """How many tokens a response's prompt would have."""
+    """Answer with the number of tokens that a response's prompt would have.
+
+    Args:
+        context: The request.
+    """
     turn = await plan_prompt(context, await context.body(InputTokensBody))
     with context.engine.tokenizing(owner=context.owner) as texts:
         token_ids = await texts.encode(turn.prompt(), add_special_tokens=False)
@@ -133,7 +157,7 @@ async def count_input_tokens(context: ServerContext) -> None:
 
 
 class _StreamSurface(OpenAISurface):
-    """A stream that breaks off ends with `response.failed`, whatever it was."""
+    """Error format of a stream. Every error becomes the event `response.failed`."""
 
     def __init__(self, run: ResponseRun) -> None:
         self._run = run

@@ -1,4 +1,4 @@
-"""What each path of the Responses API does and may answer: for the API's own description."""
+"""Descriptions of the operations of the Responses API, for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ RANGES = {
 OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
     ("POST", "/v1/responses"): DescribedOperation(
         summary="Respond to items, in the shape of OpenAI's Responses API",
-        description="Fields, and their meanings, are OpenAI's. Fields that are not named here are ignored or "
-        "refused. A response "
-        "is stored unless store is false. Tools that a server would have to run, such as web_search, are left out.",
+        description="Fields have OpenAI's meaning. Fields that are not listed here are ignored or refused. The "
+        "response is stored unless store is false. Tools that a server would have to run, such as web_search, are "
+        "ignored.",
         body=ResponsesBody,
         ranges=RANGES,
         refused=RESPONSES_REFUSED,
@@ -55,26 +55,26 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
         errors=(*READS_BODY, 404, 500),
     ),
     ("GET", "/v1/responses/{response}"): DescribedOperation(
-        summary="Read a response that was stored, or that lives in the background",
-        description="Of one that was made with background and stream, stream=true gives the events.",
+        summary="Read a stored response or a running background response",
+        description="With stream=true, the events of a response that was created with background and stream.",
         response=response_types.ResponseObject,
         query={
-            "stream": ("its events instead", {"type": "boolean"}),
-            "starting_after": ("only the events behind the one with this number", {"type": "integer", "minimum": 0}),
+            "stream": ("send the events instead of the response", {"type": "boolean"}),
+            "starting_after": ("send only events after the event with this number", {"type": "integer", "minimum": 0}),
         },
         errors=(400, *STORED),
         path_parameter=ID,
     ),
     ("DELETE", "/v1/responses/{response}"): DescribedOperation(
         summary="Delete a response",
-        description="One that lives in the background is ended first.",
+        description="A running background response is cancelled first.",
         response=response_types.DeletedResponse,
         errors=(400, *STORED, 507),
         path_parameter=ID,
     ),
     ("POST", "/v1/responses/{response}/cancel"): DescribedOperation(
         summary="Cancel a background response",
-        description="Its blocks are free with the next step. One that is over stays as it is.",
+        description="Its blocks are free at the next step. A response that has ended does not change.",
         response=response_types.ResponseObject,
         errors=(400, *STORED),
         path_parameter=ID,
@@ -83,9 +83,9 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
         summary="List the items of a response's own input",
         response=response_types.ResponseItems,
         query={
-            "limit": ("items of a page", {"type": "integer", "minimum": 1, "maximum": 100}),
-            "order": ("the last one first, or the first one", {"enum": ["desc", "asc"]}),
-            "after": ("only the items behind the one with this id", {"type": "string"}),
+            "limit": ("number of items on a page", {"type": "integer", "minimum": 1, "maximum": 100}),
+            "order": ("desc: last item first; asc: first item first", {"enum": ["desc", "asc"]}),
+            "after": ("send only items after the item with this id", {"type": "string"}),
         },
         errors=(400, *STORED),
         path_parameter=ID,

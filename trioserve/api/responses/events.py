@@ -1,10 +1,10 @@
-"""From the parts of a turn to the events of a response, and to its output. Pure: the time comes as an argument.
+"""Turns the parts of a turn into the events and the output of a response. Does no I/O: the time is an argument.
 
     begin ──► take, for each piece of the turn ──► complete | cut_off | fail | cancel
 
-Every event has a number, from 0 on without a gap. An item keeps its id and its place in the output from its first event
-to its last. A call that is cut off is never shown as complete: it gets no `done` event, and is not in the output, since
-there are clients that run whatever call they find.
+Events are numbered from 0 without gaps. An item keeps its id and its output index from its first event to its last. An
+incomplete tool call is never reported as complete: it gets no `done` event and is not in the output, because some
+clients run every call that they find.
 """
 
 from __future__ import annotations
@@ -40,16 +40,27 @@ Logprobs = Callable[[Delta], list[dict[str, object]]]
 
 
 def event_bytes(event: Event) -> bytes:
-    """As it is sent: its type is also its name."""
+    """Return an event as server-sent event bytes. The event's type is also its SSE name.
+
+    Args:
+        event: The event.
+    """
     name: str = event["type"]
     return b"event: " + name.encode() + b"\ndata: " + one_line_json(event) + b"\n\n"
 
 
 class ResponseEvents:
-    """logprobs_of: of the tokens of a delta, in the shape of the API; None where nobody asked for them.
+    """The events of one response.
 
-    output: the items so far, those that are complete or still open. status: of the response at this moment.
-    weight_versions: which weights sampled it, to be told at its end; empty: nobody has replaced them.
+    Args:
+        head: The unchanging properties of the response.
+        logprobs_of: Returns the log probabilities of a delta in the shape of the API. None if the client did not ask
+            for them.
+
+    Attributes:
+        status: Current status of the response.
+        weight_versions: Weight versions of the output tokens, reported at the end. Empty if the weights were never
+            replaced.
     """
 
     def __init__(self, head: ResponseHead, *, logprobs_of: Logprobs | None = None) -> None:
@@ -58,31 +69,37 @@ class ResponseEvents:
         self.weight_versions: WeightVersions = ()
         self._logprobs_of = logprobs_of
         self._number = 0
-        self._items: list[Item | None] = []  # by output_index; None: a call that was cut off
+        self._items: list[Item | None] = []  # by output_index; None for an incomplete call
         self._text: _OpenText | None = None
         self._calls: dict[int, _OpenCall] = {}
-        self._blank = ""  # white space that may or may not be the beginning of a message
+        self._blank = ""  # white space that is held back, because a message may begin with it
 
     @property
     def output(self) -> list[Item]:
-        """Of a text that is still open, what has come so far; calls that are open have no arguments yet."""
+        """Output items so far. An open text has its text so far. An open call has no arguments yet."""
         if self._text is not None:
             self._text.fill("in_progress")
         return [dict(item) for item in self._items if item is not None]
 
     @property
     def next_number(self) -> int:
-        """Of the event that comes next."""
+        """Number of the next event."""
         return self._number
 
-    def go_on_at(self, number: int) -> None:
-        """The events so far were sent by another server, which split them in its own way."""
+    def continue_at(self, number: int) -> None:
+        """Set the number of the next event, for a response that another server began.
+
+        The numbers cannot be computed here, because the other server may have split the text into other pieces.
+
+        Args:
+            number: Number of the next event.
+        """
         self._number = number
 
-    # --- the life of a response ---
+    # --- beginning and end ---
 
     def begin(self) -> list[Event]:
-        """It runs."""
+        """Return the first events of a response that runs at once."""
         self.status = "in_progress"
         snapshot = self.head.object("in_progress", output=[])
         return [
@@ -91,7 +108,7 @@ class ResponseEvents:
         ]
 
     def queue(self) -> list[Event]:
-        """It waits for its turn; `run` follows. In place of `begin`."""
+        """Return the first events of a response that waits in the queue. Call `run` later. Replaces `begin`."""
         snapshot = self.head.object("queued", output=[])
         return [
             self._event("response.created", response=snapshot),
@@ -99,18 +116,25 @@ class ResponseEvents:
         ]
 
     def run(self) -> list[Event]:
+        """Return the event for the start of a queued response."""
         self.status = "in_progress"
         return [self._event("response.in_progress", response=self.head.object("in_progress", output=[]))]
 
     def take(self, parts: Sequence[ResponsePart], delta: Delta) -> list[Event]:
+        """Return the events for the parts of a delta.
+
+        Args:
+            parts: Parts that the turn made of the delta.
+            delta: The delta.
+        """
         events: list[Event] = []
         logprobs = self._logprobs_of(delta) if self._logprobs_of is not None and delta.logprobs else []
         for part in parts:
             if isinstance(part, ContentText):
                 events += self._take_text(part.text, logprobs)
-                logprobs = []  # the tokens of one delta are told once
+                logprobs = []  # Report the tokens of one delta only once.
             elif isinstance(part, ReasoningText):
-                events += self._take_thought(part.text)
+                events += self._take_reasoning(part.text)
             elif isinstance(part, ToolCallBegin):
                 events += self._begin_call(part)
             elif isinstance(part, ToolCallArguments):
@@ -120,10 +144,16 @@ class ResponseEvents:
         return events
 
     def complete(self, finish_reason: TurnFinish | None, usage: Usage, now: int) -> tuple[list[Event], dict[str, Any]]:
-        """The last events, and the whole response: completed, or incomplete where the tokens did not suffice."""
+        """Return the last events and the whole response. Its status is completed, or incomplete at the token limit.
+
+        Args:
+            finish_reason: Finish reason of the choice.
+            usage: Token counts.
+            now: Unix time in seconds.
+        """
         is_cut = finish_reason == "length"
         if not self._items and not self._calls:
-            events = self._open_message()  # white space, or nothing at all: still a response
+            events = self._open_message()  # Output of only white space becomes one message, maybe an empty one.
         else:
             events = []
         events += self._close_text("incomplete" if is_cut else "completed")
@@ -143,33 +173,53 @@ class ResponseEvents:
     def fail(
         self, message: str, code: str = "server_error", *, usage: Usage | None = None
     ) -> tuple[list[Event], dict[str, Any]]:
-        """The last event of a response that broke off, and what it came to."""
+        """Return the last event and the whole response for a response that failed.
+
+        Args:
+            message: Error message.
+            code: Error code.
+            usage: Token counts, if known.
+        """
         response = self._break_off("failed", usage, response_error(message, code))
         return [self._event("response.failed", response=response)], response
 
     def cancel(
         self, resume: ResumeBody | None = None, *, usage: Usage | None = None
     ) -> tuple[list[Event], dict[str, Any]]:
-        """The same when its client has ended it. There is no event of its own for this. resume: how it goes on."""
+        """Return the last event and the whole response for a response that its client cancelled.
+
+        OpenAI's API has no event for this, so the event is `response.incomplete`.
+
+        Args:
+            resume: State to resume the response. None if the client did not ask for it.
+            usage: Token counts, if known.
+        """
         response = self._break_off("cancelled", usage, None) | _resume_field(resume)
         return [self._event("response.incomplete", response=response)], response
 
     def cut_off(
         self, stop_reason: int | str | None, resume: ResumeBody | None, *, usage: Usage
     ) -> tuple[list[Event], dict[str, Any]]:
-        """The same when another's hand has ended it, and its client wants to have what there is."""
+        """Return the last events and the response after an abort or a deadline, for a client that asked for partial
+        results.
+
+        Args:
+            stop_reason: Why the response was stopped. None after an abort by id.
+            resume: State to resume the response.
+            usage: Token counts.
+        """
         events = self._close_text("incomplete")
         response = self._break_off("incomplete", usage, None) | _resume_field(resume)
         response["incomplete_details"] = {"reason": CUT_OFF, "stop_reason": stop_reason}
         return [*events, self._event("response.incomplete", response=response)], response
 
-    # --- text and thoughts ---
+    # --- content and reasoning ---
 
     def _take_text(self, text: str, logprobs: list[dict[str, object]]) -> list[Event]:
         events: list[Event] = []
         opened = self._text
         if opened is None or not opened.is_message:
-            # Models put line breaks between a thought and a call; they are no message of their own.
+            # Models write line breaks between reasoning and a call. These must not become a message.
             text = self._blank + text
             if not text.strip():
                 self._blank = text
@@ -195,7 +245,7 @@ class ResponseEvents:
             self._item_event("response.content_part.added", opened, content_index=0, part=_text_part("", [])),
         ]
 
-    def _take_thought(self, text: str) -> list[Event]:
+    def _take_reasoning(self, text: str) -> list[Event]:
         events: list[Event] = []
         opened = self._text
         as_summary = self.head.body.reasoning is not None and self.head.body.reasoning.wants_summary
@@ -203,7 +253,7 @@ class ResponseEvents:
             if not text:
                 return []
             events += self._close_text("completed")
-            kind = "summary" if as_summary else "thought"
+            kind = "summary" if as_summary else "reasoning"
             opened = _OpenText(self._new_item("reasoning", summary=[], content=[]), len(self._items) - 1, kind)
             self._text = opened
             events.append(self._event("response.output_item.added", output_index=opened.index, item=dict(opened.item)))
@@ -272,7 +322,7 @@ class ResponseEvents:
             return []
         call.pieces.append(part.text)
         if call.kind is not CallKind.FUNCTION:
-            return []  # what they come to is known when they are whole
+            return []  # The input of these calls is parsed from the complete arguments.
         return [self._item_event("response.function_call_arguments.delta", call, delta=part.text)]
 
     def _end_call(self, part: ToolCallEnd) -> list[Event]:
@@ -301,11 +351,12 @@ class ResponseEvents:
             self._items[call.index] = None
         self._calls.clear()
 
-    # --- inside ---
+    # --- helpers ---
 
     def _break_off(self, status: str, usage: Usage | None, error: dict[str, str] | None) -> dict[str, Any]:
         number = self._number
-        self._close_text("incomplete")  # for the output; whoever reads events is told by the last one
+        # Close the text for `output`, and drop the events of closing: the last event reports the end to readers.
+        self._close_text("incomplete")
         self._number = number
         self._drop_calls()
         self.status = status
@@ -333,7 +384,13 @@ class ResponseEvents:
 
 
 class _OpenText:
-    """kind: "message"; "thought", or "summary", where the thought is shown as one."""
+    """A message or reasoning item that is still growing.
+
+    Args:
+        item: The item. It gets the text when `fill` is called.
+        index: Output index.
+        kind: "message", "reasoning", or "summary" for reasoning that the client gets as a summary.
+    """
 
     def __init__(self, item: Item, index: int, kind: str) -> None:
         self.item = item
@@ -347,7 +404,7 @@ class _OpenText:
         return self.kind == "message"
 
     def fill(self, status: str) -> tuple[str, dict[str, Any]]:
-        """Put the text so far into the item. Returns it, and the part that it is."""
+        """Put the text so far and the status into the item. Return the text, and the item's part."""
         text = "".join(self.pieces)
         self.pieces = [text]
         part: dict[str, Any] = {"type": _PART_TYPES[self.kind], "text": text}
@@ -361,7 +418,7 @@ def _resume_field(resume: ResumeBody | None) -> dict[str, Any]:
     return {} if resume is None else {"resume": msgspec.to_builtins(resume)}
 
 
-_PART_TYPES = {"message": "output_text", "summary": "summary_text", "thought": "reasoning_text"}
+_PART_TYPES = {"message": "output_text", "summary": "summary_text", "reasoning": "reasoning_text"}
 
 
 class _OpenCall:
@@ -377,7 +434,7 @@ def _text_part(text: str, logprobs: list[dict[str, object]]) -> dict[str, Any]:
 
 
 def _custom_input(arguments: str) -> str:
-    """The free text in the one argument; what a model wrote without it counts as it is."""
+    """Return the free text from the argument `input`. If the arguments are no such object, return them unchanged."""
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):

@@ -1,7 +1,7 @@
-"""Which input items are taken, and what they are as messages of a chat.
+"""Checks the input items of the Responses API, and translates them to chat messages.
 
-First each item is checked and brought into one form (`checked_items`); then, with those of the responses before, they
-become messages (`messages_of`). Thoughts and calls join the assistant's message that they belong to.
+First `checked_items` checks and normalizes each item. Then `messages_of` makes messages of these items and those of
+earlier responses. Reasoning and tool calls become part of the assistant's message.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trioserve.text.chat_messages import check_shape
 
 __all__ = ["ITEMS_MAX", "checked_items", "messages_of"]
 
-ITEMS_MAX = 10_000  # of one body; each becomes a message, or a part of one
+ITEMS_MAX = 10_000  # limit for one body; each item becomes a message or a part of a message
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 CALL_OUTPUTS = {
@@ -26,12 +26,18 @@ CALL_OUTPUTS = {
     "local_shell_call_output": "local_shell_call",
 }
 IGNORED = frozenset({"web_search_call", "compaction_trigger", "additional_tools"})
-"""What a client may have in its history from elsewhere, and what no model here could use."""
+"""Item types that are accepted and dropped. A client may have them in its history, and no model here can use them."""
 
 
 def checked_items(given: str | list[dict[str, Any]] | None) -> list[Item]:
-    """The items of a body's input, each with its type and the fields that count. References are left as they are.
-    Raises InvalidRequest, naming the field by its path."""
+    """Check and normalize the items of a body's input. References are not resolved.
+
+    Args:
+        given: Field "input".
+
+    Raises:
+        InvalidRequest: An item is invalid. The error names the field by its path.
+    """
     if given is None or given == []:
         return []
     if isinstance(given, str):
@@ -44,15 +50,24 @@ def checked_items(given: str | list[dict[str, Any]] | None) -> list[Item]:
 
 
 def is_reference(item: dict[str, Any]) -> bool:
-    """Whether it stands for an item of a stored response; of others the type may be missing, too, but not the role."""
+    """Return True if the item refers to an item of a stored response. The type may be missing.
+
+    Args:
+        item: Input item as the client sent it.
+    """
     kind = item.get("type")
     return kind == "item_reference" or (kind is None and "role" not in item and "id" in item)
 
 
 def messages_of(items: Iterable[Item], instructions: str | None) -> list[dict[str, Any]]:
-    """Messages in the shape of OpenAI's chat API. items: checked, and without references.
+    """Return chat messages in the shape of OpenAI's chat API.
 
-    What the system says at the beginning becomes one message, since most templates have one place for it."""
+    System messages at the beginning are merged with the instructions, because most templates allow only one.
+
+    Args:
+        items: Checked items without references.
+        instructions: Field "instructions".
+    """
     messages: list[dict[str, Any]] = []
     if instructions:
         messages.append({"role": "system", "content": instructions})
@@ -62,7 +77,7 @@ def messages_of(items: Iterable[Item], instructions: str | None) -> list[dict[st
         if kind == "message":
             _add_message(messages, item)
         elif kind == "reasoning":
-            _add_to_assistant(messages, item, "reasoning_content", _thought(item))
+            _add_to_assistant(messages, item, "reasoning_content", _reasoning_text(item))
         elif kind in CALL_OUTPUTS:
             message = {"role": "tool", "tool_call_id": item["call_id"], "content": _text(item["output"])}
             if item["call_id"] in names:
@@ -83,7 +98,7 @@ def messages_of(items: Iterable[Item], instructions: str | None) -> list[dict[st
 
 
 def _checked(item: dict[str, Any], path: str) -> Item | None:
-    """None for what is left out."""
+    """Return the normalized item, or None if it is ignored."""
     kind = item.get("type")
     if kind is None:
         kind = "item_reference" if is_reference(item) else "message"
@@ -138,7 +153,7 @@ def _image(part: dict[str, Any], path: str) -> dict[str, Any]:
     url = part.get("image_url")
     if not isinstance(url, str) or not url:
         raise InvalidRequest(
-            f'{path}.image_url must be a string, "data:image/png;base64,...": files are not read here',
+            f'{path}.image_url must be a string, "data:image/png;base64,...". The server does not read files',
             param=f"{path}.image_url",
         )
     return {"type": "input_image", "image_url": url}
@@ -177,7 +192,7 @@ def _call_output(item: dict[str, Any], path: str) -> Item:
         output = [_part(part, f"{path}.output[{index}]", "input_text") for index, part in enumerate(output)]
     elif not isinstance(output, str):
         raise InvalidRequest(f"{path}.output must be a string or a list of parts", param=f"{path}.output")
-    # Codex's local_shell_call_output has the call's id in its own.
+    # Codex sends local_shell_call_output with the call's id in the field "id".
     name = "call_id" if "call_id" in item or "id" not in item else "id"
     return {"call_id": _string(item, name, path), "output": output, "status": "completed"}
 
@@ -234,7 +249,7 @@ def _add_message(messages: list[dict[str, Any]], item: Item) -> None:
         messages.append({"role": item["role"], "content": joined_content(pieces, "\n")})
         return
     text = _text(item["content"])
-    role = "system" if item["role"] == "developer" else item["role"]  # few templates know the newer name
+    role = "system" if item["role"] == "developer" else item["role"]  # few templates know "developer"
     if role == "assistant":
         _add_to_assistant(messages, item, "content", text)
     elif role == "system" and len(messages) == 1 and messages[0]["role"] == "system":
@@ -244,8 +259,11 @@ def _add_message(messages: list[dict[str, Any]], item: Item) -> None:
 
 
 def _add_to_assistant(messages: list[dict[str, Any]], item: Item, field: str, value: Any) -> None:
-    """To the last message if it is the assistant's and can have more: a thought comes before a text, and that before
-    calls."""
+    """Add a value to the last message if it is the assistant's, otherwise to a new assistant message.
+
+    Within a message, reasoning comes before content, and content before tool calls. A value that would break this order
+    gets a new message.
+    """
     if not value:
         return
     last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
@@ -261,7 +279,7 @@ def _add_to_assistant(messages: list[dict[str, Any]], item: Item, field: str, va
 
 
 def _call(item: Item) -> tuple[str, str]:
-    """Name and arguments of a call, as the model has made it."""
+    """Return name and arguments of a call, as the model wrote them."""
     if item["type"] == "custom_tool_call":
         return item["name"], json.dumps({"input": item["input"]}, ensure_ascii=False)
     if item["type"] == "local_shell_call":
@@ -270,7 +288,7 @@ def _call(item: Item) -> tuple[str, str]:
     return item["name"], item["arguments"]
 
 
-def _thought(item: Item) -> str:
+def _reasoning_text(item: Item) -> str:
     return "\n".join(part["text"] for part in item["content"] or item["summary"])
 
 

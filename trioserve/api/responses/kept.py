@@ -1,7 +1,6 @@
-"""Responses that were stored, and those that live in the background: GET and DELETE /v1/responses/{id}, its cancelling,
-and the items of its input.
+"""Handlers for stored and background responses: read, delete, cancel, and list the input items.
 
-To anybody but its owner a response is not there.
+Only the owner of a response can find it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,11 @@ PAGE_ITEMS = 20
 
 
 async def read_response(context: ServerContext) -> None:
-    """With `stream=true` its events from the beginning, or behind the one with the number `starting_after`."""
+    """Send a response. With `stream=true`, send its events from the beginning or after the number `starting_after`.
+
+    Args:
+        context: The request.
+    """
     response_id, query = _response_id(context), query_of(context.exchange)
     if query.get("stream") in ("true", "1"):
         await _stream(context, response_id, number_in(query, "starting_after", -1, low=0, high=2**53))
@@ -32,11 +35,15 @@ async def read_response(context: ServerContext) -> None:
     if live is not None:
         await context.respond_json(live.snapshot())
         return
-    await context.respond_json(_told(read_stored(await _kept(context, response_id))))
+    await context.respond_json(_ended_response(read_stored(await _kept(context, response_id))))
 
 
 async def delete_response(context: ServerContext) -> None:
-    """One that lives in the background is ended first."""
+    """Delete a response. A running background response is cancelled first.
+
+    Args:
+        context: The request.
+    """
     response_id = _response_id(context)
     live = context.server.background.find(response_id, context.owner)
     if live is not None:
@@ -49,8 +56,13 @@ async def delete_response(context: ServerContext) -> None:
 
 
 async def cancel_response(context: ServerContext) -> None:
-    """End a background response; one that is over stays as it is. Of others the request itself is what lives: leaving
-    it ends them."""
+    """Cancel a background response. A response that has ended does not change.
+
+    A response without `background` ends when its client closes the connection, so it cannot be cancelled here.
+
+    Args:
+        context: The request.
+    """
     response_id = _response_id(context)
     live = context.server.background.find(response_id, context.owner)
     if live is not None:
@@ -58,17 +70,21 @@ async def cancel_response(context: ServerContext) -> None:
         await live.done.wait()
         await context.respond_json(live.response)
         return
-    told = _told(read_stored(await _kept(context, response_id)))
-    if not told["background"]:
+    response = _ended_response(read_stored(await _kept(context, response_id)))
+    if not response["background"]:
         raise InvalidRequest(
-            f"the response {response_id} was not made with background=true, and only such a response can be cancelled",
+            f"the response {response_id} was created without background=true, so it cannot be cancelled",
             param="response_id",
         )
-    await context.respond_json(told)
+    await context.respond_json(response)
 
 
 async def list_input_items(context: ServerContext) -> None:
-    """A page of the items of its own input, the last one first unless `order=asc`."""
+    """Send a page of the response's own input items, newest first unless `order=asc`.
+
+    Args:
+        context: The request.
+    """
     response_id, query = _response_id(context), query_of(context.exchange)
     live = context.server.background.find(response_id, context.owner)
     if live is not None:
@@ -83,10 +99,10 @@ async def list_input_items(context: ServerContext) -> None:
         items = items[::-1]
     after = query.get("after")
     if after is not None:
-        places = [index for index, item in enumerate(items) if item["id"] == after]
-        if not places:
-            raise InvalidRequest(f"after is {after[:80]!r}, which is no item of this response's input", param="after")
-        items = items[places[0] + 1 :]
+        indices = [index for index, item in enumerate(items) if item["id"] == after]
+        if not indices:
+            raise InvalidRequest(f"after is {after[:80]!r}, but this response's input has no such item", param="after")
+        items = items[indices[0] + 1 :]
     page = items[:limit]
     await context.respond_json(
         {
@@ -113,8 +129,8 @@ async def _stream(context: ServerContext, response_id: str, after: int) -> None:
     kept = None if live is not None else await _kept(context, response_id)
     if kept is None or not kept.blob_bytes:
         raise InvalidRequest(
-            f"the response {response_id} has no events to be read: only one that was made with background=true and "
-            "stream=true has",
+            f"the events of the response {response_id} are not stored: send background=true and stream=true when you "
+            "create a response",
             param="stream",
         )
     events = await _kept_events(context, kept)
@@ -145,15 +161,19 @@ async def _kept_events(context: ServerContext, kept: StoredObject) -> list[bytes
 
 
 async def _kept(context: ServerContext, response_id: str) -> StoredObject:
-    """Raises Refusal (404)."""
+    """Return the stored response.
+
+    Raises:
+        Refusal: The caller has no such response (404).
+    """
     kept = None if context.store is None else await context.store.get(KIND, response_id, owner=context.owner)
     if kept is None:
         raise not_found(response_id)
     return kept
 
 
-def _told(stored: StoredResponse) -> dict[str, Any]:
-    """Whoever calls this knows that nobody works on it."""
+def _ended_response(stored: StoredResponse) -> dict[str, Any]:
+    """Return the response object to send. The caller knows that the response does not run any more."""
     return stored.response if stored.response["status"] in FINAL else failed_object(stored.response)
 
 

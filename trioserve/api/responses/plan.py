@@ -1,4 +1,4 @@
-"""From a body to a response that can be begun: what can be wrong with it is told here, and nothing is held."""
+"""Turns a request body into a planned response. All errors of the body are raised here, before anything is reserved."""
 
 from __future__ import annotations
 
@@ -33,7 +33,13 @@ FORMAT_NAME_CHARACTERS_MAX = 64  # as in OpenAI's API
 
 
 class PlannedResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """input: the body's own items, with ids, as they are stored and listed."""
+    """A response that can begin.
+
+    Attributes:
+        head: The unchanging properties of the response.
+        turn: The request for the engine.
+        input: The body's own input items with ids, as they are stored and listed.
+    """
 
     head: ResponseHead
     turn: TurnRequest
@@ -41,8 +47,18 @@ class PlannedResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def plan_response(context: RequestContext, body: ResponsesBody, response: str) -> PlannedResponse:
-    """response: the id that it gets. Raises InvalidRequest and UnknownModel, and Refusal (404) for what it goes on
-    from."""
+    """Check a request and plan its response.
+
+    Args:
+        context: The request.
+        body: The body.
+        response: Id for the response.
+
+    Raises:
+        InvalidRequest: The body is invalid.
+        UnknownModel: The model is not served.
+        Refusal: An earlier response or item does not exist (404).
+    """
     model = context.model_name(body.model)
     body.check()
     sampling = body.sampling(context.engine.default_sampling)
@@ -74,7 +90,15 @@ def _created_at(context: RequestContext, body: ResponsesBody) -> int:
 
 
 async def plan_prompt(context: RequestContext, body: InputTokensBody) -> TurnRequest:
-    """The turn whose prompt is to be counted. Raises the same."""
+    """Return the turn for a request that only counts prompt tokens.
+
+    Args:
+        context: The request.
+        body: The body.
+
+    Raises:
+        TrioserveError: As plan_response.
+    """
     context.model_name(body.model)
     body.check()
     return (await _plan(context, body, context.engine.default_sampling))[2]
@@ -93,7 +117,7 @@ async def _plan(
     own = await resolve_references(context.store, context.owner, own, loaded)
     messages = messages_of([*before, *own], body.instructions)
     if not messages:
-        raise InvalidRequest("there is no input: send a text, or one item at least", param="input")
+        raise InvalidRequest("there is no input: send a text, or at least one item", param="input")
     turn = TurnRequest(
         messages=messages,
         sampling=sampling,
@@ -106,18 +130,25 @@ async def _plan(
     return own, tools, turn
 
 
-def structured_output(form: TextFormat | None) -> StructuredOutput | None:
-    """None for free text. Raises InvalidRequest."""
-    if form is None or form.type == "text":
+def structured_output(text_format: TextFormat | None) -> StructuredOutput | None:
+    """Return the schema for the output text, or None for free text.
+
+    Args:
+        text_format: Field "text.format".
+
+    Raises:
+        InvalidRequest: The format is invalid.
+    """
+    if text_format is None or text_format.type == "text":
         return None
-    if form.type == "json_object":
+    if text_format.type == "json_object":
         return StructuredOutput.json_object(param="text.format")
-    if form.schema is None:
+    if text_format.schema is None:
         raise InvalidRequest("text.format.schema is missing: json_schema needs one", param="text.format.schema")
-    if form.name is not None and not 1 <= len(form.name) <= FORMAT_NAME_CHARACTERS_MAX:
+    if text_format.name is not None and not 1 <= len(text_format.name) <= FORMAT_NAME_CHARACTERS_MAX:
         raise InvalidRequest(
-            f"text.format.name has {len(form.name)} characters, allowed are 1 to {FORMAT_NAME_CHARACTERS_MAX}",
+            f"text.format.name has {len(text_format.name)} characters, allowed are 1 to {FORMAT_NAME_CHARACTERS_MAX}",
             param="text.format.name",
         )
-    check_shape(form.schema, "text.format.schema")
-    return StructuredOutput.json(form.schema, param="text.format.schema", strict=form.strict is True)
+    check_shape(text_format.schema, "text.format.schema")
+    return StructuredOutput.json(text_format.schema, param="text.format.schema", strict=text_format.strict is True)

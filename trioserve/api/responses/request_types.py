@@ -1,5 +1,7 @@
-"""The bodies of the Responses API: OpenAI's fields, and those of vLLM's that concern the engine. Like everywhere,
-`None` means "not given". What happens to fields that are not named here is decided in api/unread_fields.py."""
+"""Request bodies of the Responses API: OpenAI's fields, and vLLM's fields for the engine.
+
+`None` means "not given", as in all APIs. api/unread_fields.py decides what happens to fields that are not listed here.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,26 @@ from trioserve.contracts.sampling import SAMPLING_RANGES, SamplingParams
 
 __all__ = ["RESPONSES_REFUSED", "InputTokensBody", "ReasoningOptions", "ResponsesBody", "TextFormat", "TextOptions"]
 
-METADATA_PAIRS_MAX = 16  # these three as in OpenAI's API
+# These three limits are those of OpenAI's API.
+METADATA_PAIRS_MAX = 16
 METADATA_KEY_CHARACTERS_MAX = 64
 METADATA_VALUE_CHARACTERS_MAX = 512
-NAME_CHARACTERS_MAX = 512  # of what is told back and means nothing here
+NAME_CHARACTERS_MAX = 512  # limit for fields that the response repeats and the engine ignores
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Summary = Literal["auto", "concise", "detailed"]
 
 
 class TextFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """schema and name: of json_schema only."""
+    """Format of the output text.
+
+    Attributes:
+        type: Kind of format.
+        name: Name of the schema. For json_schema only.
+        description: Description of the schema. For json_schema only.
+        schema: The schema. For json_schema only.
+        strict: True if the schema is enforced strictly.
+    """
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -45,7 +56,7 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
 class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True):
     effort: Effort | None = None
     summary: Summary | None = None
-    generate_summary: Summary | None = None  # the old name of the same
+    generate_summary: Summary | None = None  # the old name of `summary`
 
     @property
     def wants_summary(self) -> bool:
@@ -57,7 +68,7 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What makes up the prompt, and so what there is to count tokens of."""
+    """Fields that determine the prompt, for requests that generate or only count tokens."""
 
     REFUSED_FIELDS: ClassVar[Mapping[str, RefusedField]] = generation_fields(
         structured="send text.format",
@@ -85,7 +96,11 @@ class PromptBody(msgspec.Struct, frozen=True, kw_only=True):
     context_management: Any = None
 
     def check(self) -> None:
-        """Raises InvalidRequest for what no type can say."""
+        """Check rules that the types of the fields cannot express.
+
+        Raises:
+            InvalidRequest: A rule is broken.
+        """
         for field, reason in RESPONSES_REFUSED.items():
             if getattr(self, field, None) not in UNSET_VALUES:
                 raise InvalidRequest(f"{field} is not supported: {reason}", param=field)
@@ -112,7 +127,7 @@ class ResponsesBody(PromptBody, frozen=True, kw_only=True):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     service_tier: str | None = None
-    # the engine's own, as in the other APIs
+    # Options of the engine, as in the other APIs.
     top_k: Int32 | None = None
     min_p: float | None = None
     presence_penalty: float | None = None
@@ -138,7 +153,7 @@ class ResponsesBody(PromptBody, frozen=True, kw_only=True):
 
     @property
     def stores(self) -> bool:
-        """As in OpenAI's API a response is kept unless its client says no."""
+        """True if the response is stored. As in OpenAI's API, `store` is on by default."""
         return self.store is not False
 
     @property
@@ -146,19 +161,23 @@ class ResponsesBody(PromptBody, frozen=True, kw_only=True):
         return bool(self.top_logprobs) or LOGPROBS in (self.include or ())
 
     def check(self) -> None:
-        """Raises InvalidRequest for what no type can say."""
+        """Check rules that the types of the fields cannot express.
+
+        Raises:
+            InvalidRequest: A rule is broken.
+        """
         PromptBody.check(self)
         self._check_numbers()
         self._check_metadata()
         if self.background and not self.stores:
             raise InvalidRequest(
-                "background is true and store is false: a background response is read later, so it has to be stored",
+                "background is true and store is false: a background response is read later, so it must be stored",
                 param="store",
             )
         for entry in self.include or ():
             if entry not in INCLUDABLE:
                 raise InvalidRequest(
-                    f"include holds {entry[:64]!r}, allowed are: {', '.join(sorted(INCLUDABLE))}", param="include"
+                    f"include has {entry[:64]!r}, allowed are: {', '.join(sorted(INCLUDABLE))}", param="include"
                 )
         for field in ("user", "safety_identifier", "prompt_cache_key", "service_tier", "prompt_cache_retention"):
             value = getattr(self, field)
@@ -203,7 +222,14 @@ class ResponsesBody(PromptBody, frozen=True, kw_only=True):
                 )
 
     def sampling(self, defaults: SamplingParams) -> SamplingParams:
-        """The server's defaults with this body's fields. Raises InvalidRequest."""
+        """Return the server's default sampling options, overridden by this body's fields.
+
+        Args:
+            defaults: The server's defaults.
+
+        Raises:
+            InvalidRequest: An option is out of range.
+        """
         fields: dict[str, Any] = {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
         if self.max_output_tokens is not None:
             fields |= {"max_tokens": self.max_output_tokens, "clamp_max_tokens": False}
@@ -232,7 +258,7 @@ LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = frozenset(
     {
         LOGPROBS,
-        # Of tools that are not here, and so never in a response; thoughts are sent as they are, and never encrypted.
+        # Accepted and ignored: reasoning is never encrypted, and the tools of the other entries do not exist here.
         "reasoning.encrypted_content",
         "file_search_call.results",
         "web_search_call.results",
@@ -244,9 +270,9 @@ INCLUDABLE = frozenset(
 )
 
 RESPONSES_REFUSED = {
-    "conversation": "there are no conversations here, go on with previous_response_id",
-    "prompt": "there are no prompt templates here, send instructions and input",
-    "context_management": "nothing is left out of a context here, shorten the input",
-    "moderation": "there is no moderation here",
+    "conversation": "this server has no conversations, continue with previous_response_id",
+    "prompt": "this server has no prompt templates, send instructions and input",
+    "context_management": "this server never shortens a context, shorten the input",
+    "moderation": "this server has no moderation",
 }
-"""Fields whose silent loss would change the response, and what to do instead."""
+"""Refused fields, and what to do instead. Ignoring them would change the response."""

@@ -1,4 +1,4 @@
-"""The response object itself: what was asked, told back, and what has become of it so far."""
+"""The response object of the Responses API: it repeats the request's options, and reports status and output."""
 
 from __future__ import annotations
 
@@ -15,13 +15,24 @@ from trioserve.contracts.sampling import SamplingParams
 __all__ = ["FINAL", "ResponseHead", "failed_object", "response_error", "usage_object"]
 
 FINAL = frozenset({"completed", "incomplete", "failed", "cancelled"})
-"""Statuses in which a response stays."""
+"""Statuses that never change again."""
 
-LOST = "the server stopped before this response was complete: ask again"
+LOST = "the server stopped before this response was complete: send the request again"
+"""Message for a response that was interrupted by a restart."""
 
 
 class ResponseHead(msgspec.Struct, frozen=True, kw_only=True):
-    """What stays the same of one response. stores: whether it will be kept."""
+    """The unchanging properties of one response.
+
+    Attributes:
+        id: Id of the response.
+        created_at: Unix time in seconds.
+        model: Name of the model, as the client sent it.
+        body: The request.
+        tools: Tools of the request.
+        sampling: Sampling options, with the server's defaults.
+        stores: True if the response will be stored.
+    """
 
     id: str
     created_at: int
@@ -41,14 +52,23 @@ class ResponseHead(msgspec.Struct, frozen=True, kw_only=True):
         incomplete_reason: str | None = None,
         error: dict[str, str] | None = None,
     ) -> dict[str, Any]:
-        """The response object of this moment."""
+        """Return the response object for a status.
+
+        Args:
+            status: Status of the response.
+            output: Output items so far.
+            usage: Token counts. None until the response ends.
+            completed_at: Unix time in seconds. None unless the response is completed.
+            incomplete_reason: Reason for the status "incomplete".
+            error: Error for the status "failed".
+        """
         body, sampling = self.body, self.sampling
         text = body.text
-        form: dict[str, object] = {"type": "text"}
+        text_format: dict[str, object] = {"type": "text"}
         if text is not None and text.format is not None:
-            form = {"type": text.format.type}
+            text_format = {"type": text.format.type}
             if text.format.type == "json_schema":
-                form |= {
+                text_format |= {
                     "name": text.format.name,
                     "description": text.format.description,
                     "schema": text.format.schema,
@@ -80,9 +100,9 @@ class ResponseHead(msgspec.Struct, frozen=True, kw_only=True):
             "service_tier": "default",
             "store": self.stores,
             "temperature": sampling.temperature,
-            "text": {"format": form, "verbosity": "medium" if text is None else text.verbosity or "medium"},
-            "tool_choice": self.tools.choice_told,
-            "tools": self.tools.told,
+            "text": {"format": text_format, "verbosity": "medium" if text is None else text.verbosity or "medium"},
+            "tool_choice": self.tools.choice_echo,
+            "tools": self.tools.echo,
             "top_logprobs": body.top_logprobs or 0,
             "top_p": sampling.top_p,
             "presence_penalty": sampling.presence_penalty,
@@ -101,7 +121,7 @@ def usage_object(usage: Usage) -> dict[str, object]:
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {
             "cached_tokens": usage.prompt_tokens_details.cached_tokens,
-            "cache_write_tokens": 0,  # nothing is charged for it here
+            "cache_write_tokens": 0,  # this server does not charge for cache writes
         },
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
@@ -114,5 +134,9 @@ def response_error(message: str, code: str = "server_error") -> dict[str, str]:
 
 
 def failed_object(stored: dict[str, Any]) -> dict[str, Any]:
-    """A response that nobody works on any more, though it was never finished: what a restart leaves."""
+    """Return a response as failed that was stored as unfinished and does not run any more. A restart causes this.
+
+    Args:
+        stored: The stored response object.
+    """
     return {**stored, "status": "failed", "error": response_error(LOST)}

@@ -1,5 +1,7 @@
-"""One response while it is made: a turn of the engine and the events that come of it. Who sends them is decided by who
-runs it: the request that asked, or the background."""
+"""One response while it is made: a turn of the engine and the events that come from it.
+
+The request handler or the background runs the response, and decides where the events go.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,27 @@ if TYPE_CHECKING:
 __all__ = ["ResponseRun"]
 
 Send = Callable[[list[Event], Delta], Awaitable[None]]
+"""Function that receives the events of one piece, and the delta."""
 
 Ended = tuple[list[Event], dict[str, Any]]
 """The last events, and the whole response."""
 
 
 class ResponseRun:
-    """turn: to be entered by whoever runs it. Raises InvalidRequest for what the caller may not ask for."""
+    """One response while it is made. The caller enters `turn` before it calls `read`.
+
+    Args:
+        context: The request.
+        planned: The response.
+        resumption: Resume state. None if the response can neither resume nor be resumed.
+
+    Attributes:
+        turn: The turn.
+        events: The events of the response.
+
+    Raises:
+        InvalidRequest: The caller may not use one of the options.
+    """
 
     def __init__(self, context: RequestContext, planned: PlannedResponse, resumption: Resumption | None = None) -> None:
         self.planned = planned
@@ -49,8 +65,15 @@ class ResponseRun:
         )
 
     async def read(self, send: Send | None, *, keep_alive: KeepAlive | None = None) -> None:
-        """To the end of the turn, which is entered. send: gets the events of each
-        piece, perhaps none, and the piece; None: nobody wants them. Raises what ChatTurn.read raises."""
+        """Read the turn to its end.
+
+        Args:
+            send: Receives the events of each piece (possibly none) and its delta. None: nobody wants events.
+            keep_alive: Fills silences of the response. Default: nothing is sent.
+
+        Raises:
+            TrioserveError: As ChatTurn.read.
+        """
 
         async def take(_: int, parts: list[ResponsePart], delta: Delta) -> None:
             self._note(delta)
@@ -61,7 +84,7 @@ class ResponseRun:
         await self.turn.read(take, keep_alive=keep_alive)
 
     async def skip_known(self) -> list[Event]:
-        """Put the events where they stood, where the response goes on. Returns those so far."""
+        """Process the known part of a resumed response. Return its events."""
         events: list[Event] = []
 
         def take(parts: list[ResponsePart], delta: Delta) -> None:
@@ -76,32 +99,38 @@ class ResponseRun:
             self._stop_reason = delta.stop_reason
 
     def complete(self) -> Ended:
+        """Return the last events and the response after the turn has ended."""
         usage = self._end()
         finish = self.turn.choices[0].finish_reason
         if finish == CUT_OFF:
-            return self.events.cut_off(self._stop_reason, self._behind(), usage=usage)
+            return self.events.cut_off(self._stop_reason, self._resume_state(), usage=usage)
         return self.events.complete(finish, usage, self._clock.unix_seconds())
 
     def _end(self) -> Usage:
-        """What it has come to."""
+        """Note the weight versions. Return the token counts."""
         self.events.weight_versions = self.turn.stream.weight_versions()
         return self.turn.usage()
 
-    def _behind(self) -> ResumeBody | None:
-        """How it goes on, where its client wants to know."""
+    def _resume_state(self) -> ResumeBody | None:
+        """Return the state to resume the response, or None if the client did not ask for it."""
         resumption = self._resumption
         return resumption.behind([self.turn.stream]) if resumption is not None and resumption.gives_partial else None
 
     def fail(self, error: Exception | ErrorResponse) -> Ended:
-        """For what broke it off."""
-        told = error if isinstance(error, ErrorResponse) else error_response(error)
-        return self.events.fail(told.message, _code(told), usage=self._end())
+        """Return the last events and the failed response.
+
+        Args:
+            error: Error that ended the response.
+        """
+        response = error if isinstance(error, ErrorResponse) else error_response(error)
+        return self.events.fail(response.message, _code(response), usage=self._end())
 
     def cancel(self) -> Ended:
-        return self.events.cancel(self._behind(), usage=self._end())
+        """Return the last events and the response after its client has cancelled it."""
+        return self.events.cancel(self._resume_state(), usage=self._end())
 
     def snapshot(self) -> dict[str, Any]:
-        """The response of this moment."""
+        """Return the current response object."""
         return self.planned.head.object(self.events.status, output=self.events.output)
 
     def stored(self, response: dict[str, Any]) -> StoredResponse:
@@ -109,7 +138,7 @@ class ResponseRun:
 
 
 def _code(error: ErrorResponse) -> str:
-    """Return the code under OpenAI's name where its clients know one."""
+    """Return the error code, under OpenAI's name if OpenAI's API has one."""
     if error.status == 429:
         code = "rate_limit_exceeded"
     elif error.code is not None:

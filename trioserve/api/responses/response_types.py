@@ -1,5 +1,7 @@
-"""What the Responses API gives, as types: for its description, and for whoever checks responses against it. Responses
-are not made of these (see events.py); that both agree is what tests show."""
+"""Types of everything that the Responses API sends, for the OpenAPI document and for tests that check responses.
+
+The server does not build responses from these types (see events.py). Tests check that both agree.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ __all__ = [
 
 
 class Described(msgspec.Struct, forbid_unknown_fields=True):
-    """What all have in common: no field that is not described."""
+    """Base of all types: fields that are not described are forbidden."""
 
 
 # --- items ---
@@ -130,7 +132,7 @@ InputItem = OutputItem | FunctionCallOutputItem | CustomToolCallOutputItem | Loc
 
 
 class ResponseItems(Described):
-    """A page of a list."""
+    """One page of a list of items."""
 
     object: Literal["list"]
     data: list[InputItem]
@@ -165,7 +167,12 @@ class ResponseErrorDetail(Described):
 
 
 class IncompleteDetails(Described):
-    """stop_reason: of one that was cut off, for who sent return_partial: why; null after an abort by id."""
+    """Reason why a response is incomplete.
+
+    Attributes:
+        reason: The token limit, or an abort or deadline.
+        stop_reason: For a partial result (`return_partial`): why the response was stopped. Null after an abort by id.
+    """
 
     reason: Literal["max_output_tokens", "abort"]
     stop_reason: str | UnsetType | None = UNSET
@@ -225,8 +232,12 @@ class InputTokens(Described):
 
 
 class ResponseEvent(msgspec.Struct):
-    """What every event has; the rest depends on its type, as in OpenAI's API. `response` is there in those of the whole
-    response, `item` in those of an item's beginning and end."""
+    """Fields of events.
+
+    `type` and `sequence_number` are always present. The others depend on the type, as in OpenAI's API.
+
+    `response` is present in events about the whole response, and `item` in events that begin or end an item.
+    """
 
     type: Literal[
         "response.created",

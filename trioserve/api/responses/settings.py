@@ -1,4 +1,4 @@
-"""How many responses live in the background, for how long, and how much is kept of their events."""
+"""Limits for background responses: number, time and size of their events."""
 
 from __future__ import annotations
 
@@ -8,11 +8,17 @@ __all__ = ["BackgroundSettings"]
 
 
 class BackgroundSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """responses_max: at a time, of all callers; responses_of_one_max: of one. seconds_max: the life of one, its time in
-    the queue included. events_bytes_max: of the events of one that was asked for as a stream; all are kept, since a
-    reader may begin with the first."""
+    """Limits for background responses.
 
-    responses_max: int = 64  # as many as run at a time by default
+    Attributes:
+        responses_max: Running background responses of all callers.
+        responses_of_one_max: Running background responses of one caller.
+        seconds_max: Time limit of one response, including its time in the queue.
+        events_bytes_max: Size of the events of one streamed response. All events are kept, because a reader may begin
+            with the first.
+    """
+
+    responses_max: int = 64  # the default number of running requests
     responses_of_one_max: int = 32
     seconds_max: float = 3600.0
-    events_bytes_max: int = 8 * 2**20  # some 40,000 tokens; of all together not more than the store takes
+    events_bytes_max: int = 8 * 2**20  # about 40,000 tokens. The store bounds the sum of all responses.

@@ -1,7 +1,7 @@
-"""Responses in the store: what is kept of one, and how the items of those before it are found.
+"""Stored responses: their stored parts, and the search for items of earlier responses.
 
-Of each response its object and its own input are kept, and not what came before: that is found by going back from one
-to the one before, for a bounded way.
+A stored response has the response object and its own input only. The items of earlier responses are found by following
+`previous_response_id` backward, up to a limit.
 """
 
 from __future__ import annotations
@@ -19,12 +19,17 @@ from trioserve.store.stored_objects import StoredObject
 __all__ = ["KIND", "StoredResponse", "items_before", "not_found", "read_stored", "resolve_references", "stored_bytes"]
 
 KIND = "response"
-CHAIN_MAX = 512  # responses that one may go on from, each by the one before it
-LOADED_BYTES_MAX = 16 * 2**20  # of what is read for one request; far more than any context holds
+CHAIN_MAX = 512  # earlier responses in one chain of previous_response_id
+LOADED_BYTES_MAX = 16 * 2**20  # limit for the stored bytes read for one request; more than any context takes
 
 
 class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """response: the object, as it is told. input: its items, with ids."""
+    """A response as it is stored.
+
+    Attributes:
+        response: The response object, as clients get it.
+        input: The items of the response's own input, with ids.
+    """
 
     response: dict[str, Any]
     input: list[Item]
@@ -35,7 +40,7 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Loaded:
-    """What was read for one request, by id; up to LOADED_BYTES_MAX of it."""
+    """The stored responses that were read for one request, by id. Their size is at most LOADED_BYTES_MAX."""
 
     def __init__(self) -> None:
         self._responses: dict[str, StoredResponse] = {}
@@ -45,18 +50,34 @@ class Loaded:
         return self._responses.get(response_id)
 
     def add(self, kept: StoredObject, param: str) -> StoredResponse:
-        """Raises InvalidRequest."""
+        """Decode a stored response and count its size.
+
+        Args:
+            kept: Object from the store.
+            param: Field that refers to the response, for the error.
+
+        Raises:
+            InvalidRequest: The size limit is exceeded.
+        """
         self.count(len(kept.body), param)
         stored = self._responses[kept.id] = read_stored(kept)
         return stored
 
     def count(self, byte_count: int, param: str) -> None:
-        """Raises InvalidRequest when there is no room for so many more bytes."""
+        """Count bytes.
+
+        Args:
+            byte_count: Number of bytes.
+            param: Field that refers to the bytes, for the error.
+
+        Raises:
+            InvalidRequest: The size limit is exceeded.
+        """
         self._bytes_left -= byte_count
         if self._bytes_left < 0:
             raise InvalidRequest(
-                f"{param} leads to more than {LOADED_BYTES_MAX} bytes of stored responses: begin anew, with what "
-                "counts of them in input",
+                f"{param} leads to more than {LOADED_BYTES_MAX} bytes of stored responses: leave it out, and send the "
+                "items that matter in input",
                 param=param,
             )
 
@@ -72,15 +93,24 @@ def read_stored(kept: StoredObject) -> StoredResponse:
 def not_found(response_id: str, *, code: str = "response_not_found", param: str | None = None) -> Refusal:
     return refusal(
         code,
-        f"there is no response {response_id[:80]!r}: it was not stored, was deleted, or its time is over",
+        f"there is no response {response_id[:80]!r}: it was not stored, was deleted, or has expired",
         param=param,
     )
 
 
 async def items_before(store: Store | None, owner: str | None, previous_id: str, loaded: Loaded) -> list[Item]:
-    """The items of the response with this id, and of all that it goes on from, the first one first. loaded: gets what
-    was read. Raises Refusal (404) if one of them is not there, InvalidRequest if they are too many, or one has not
-    ended well."""
+    """Return the items of a response and of all earlier responses in its chain, oldest first.
+
+    Args:
+        store: The store. None if the server has none.
+        owner: Caller that asks.
+        previous_id: Id of the last response in the chain.
+        loaded: Collects the responses that are read.
+
+    Raises:
+        Refusal: A response of the chain does not exist (404).
+        InvalidRequest: The chain is too long, or one of its responses did not complete.
+    """
     chain: list[StoredResponse] = []
     wanted: str | None = previous_id
     while wanted is not None:
@@ -89,15 +119,15 @@ async def items_before(store: Store | None, owner: str | None, previous_id: str,
             raise not_found(wanted, code="previous_response_not_found", param="previous_response_id")
         if len(chain) == CHAIN_MAX:
             raise InvalidRequest(
-                f"previous_response_id leads to more than {CHAIN_MAX} responses: begin anew, with what counts of them "
-                "in input",
+                f"previous_response_id leads to more than {CHAIN_MAX} responses: leave it out, and send the items "
+                "that matter in input",
                 param="previous_response_id",
             )
         stored = loaded.add(kept, "previous_response_id")
         status = stored.response["status"]
         if status not in ("completed", "incomplete"):
             raise InvalidRequest(
-                f"the response {wanted} is {status}, and only a completed or incomplete one can be gone on from",
+                f"the response {wanted} is {status}, but only a completed or incomplete response can be continued",
                 param="previous_response_id",
             )
         chain.append(stored)
@@ -106,8 +136,20 @@ async def items_before(store: Store | None, owner: str | None, previous_id: str,
 
 
 async def resolve_references(store: Store | None, owner: str | None, items: list[Item], loaded: Loaded) -> list[Item]:
-    """The items, with what they refer to in place of the references. Raises Refusal (404), and InvalidRequest if that
-    is too much: a short reference may stand for a long item, and as often as one likes."""
+    """Return the items with each reference replaced by the item that it names.
+
+    The size of the replaced items is limited: short references could name a long item many times.
+
+    Args:
+        store: The store. None if the server has none.
+        owner: Caller that asks.
+        items: Checked input items.
+        loaded: Collects the responses that are read.
+
+    Raises:
+        Refusal: A referenced item does not exist (404).
+        InvalidRequest: The size limit is exceeded.
+    """
     resolved: list[Item] = []
     for item in items:
         if item["type"] == "item_reference":
@@ -131,6 +173,6 @@ async def _referred(store: Store | None, owner: str | None, item_id: str, loaded
                     return item
     raise refusal(
         "item_not_found",
-        f"there is no item {item_id[:80]!r}: its response was not stored, was deleted, or its time is over",
+        f"there is no item {item_id[:80]!r}: its response was not stored, was deleted, or has expired",
         param="input",
     )

@@ -1,9 +1,9 @@
-"""The tools of a body: which of them the model is shown, as what, and what its calls become.
+"""Tools of the Responses API: translates them to functions for the model, and function calls back to calls of the API.
 
-The model is shown functions. A custom tool, whose input is free text, is shown as a function with one argument,
-`input`; functions in a namespace are shown beside the others. A tool that a server would have to run (a web search,
-an interpreter) is left out: a tool is an offer, and a model that is not shown it makes no use of it. So clients that
-always send some, as Codex does, are served. Who wants such a tool to be used, by tool_choice, is refused.
+The model sees functions only. A custom tool, whose input is free text, becomes a function with one argument, `input`.
+Functions in a namespace are listed with the others. Tools that a server would have to run (web search, interpreter) are
+left out: a tool is an offer, and the model does not call a tool that it does not see. So the server accepts clients
+that always send such tools, for example Codex. A tool_choice that requires such a tool is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trioserve.text.tool_choice import FUNCTION_NAME, TOOLS_MAX, ToolChoice, Too
 
 __all__ = ["CallKind", "ShownTool", "Tools", "parse_tools"]
 
-LISTED_MAX = 1024  # with those that are left out
+LISTED_MAX = 1024  # limit for all tools of a request, including those that are left out
 HOSTED = frozenset(
     {
         "web_search",
@@ -65,7 +65,13 @@ class CallKind(enum.Enum):
 
 
 class ShownTool(msgspec.Struct, frozen=True, kw_only=True):
-    """kind: what a call of it becomes. namespace: in which the client keeps it."""
+    """A function that the model sees.
+
+    Attributes:
+        kind: Kind of call that the API reports for calls of the function.
+        function: Function in the shape of OpenAI's chat API.
+        namespace: Namespace of the function in the request. None if it has none.
+    """
 
     kind: CallKind
     function: dict[str, Any]
@@ -73,16 +79,22 @@ class ShownTool(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tools(msgspec.Struct, frozen=True, kw_only=True):
-    """shown: by the name that the model calls. told: as the response tells them back. choice_told: the same for the
-    choice."""
+    """The tools of a request.
+
+    Attributes:
+        shown: Functions that the model sees, by name.
+        echo: Tools as the response object repeats them.
+        choice: Tools that the model may or must call.
+        choice_echo: tool_choice as the response object repeats it.
+    """
 
     shown: dict[str, ShownTool]
-    told: list[dict[str, Any]]
+    echo: list[dict[str, Any]]
     choice: ToolChoice
-    choice_told: str | dict[str, Any]
+    choice_echo: str | dict[str, Any]
 
     def as_functions(self) -> list[dict[str, Any]] | None:
-        """In the shape of OpenAI's chat API."""
+        """Return the tools in the shape of OpenAI's chat API, or None if there are none."""
         return [{"type": "function", "function": tool.function} for tool in self.shown.values()] or None
 
     def kind_of(self, name: str) -> CallKind:
@@ -95,24 +107,32 @@ class Tools(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_tools(given: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None) -> Tools:
-    """Raises InvalidRequest, naming the field by its path."""
+    """Check and translate the tools of a request.
+
+    Args:
+        given: Field "tools".
+        choice: Field "tool_choice".
+
+    Raises:
+        InvalidRequest: A tool or the choice is invalid. The error names the field by its path.
+    """
     given = given or []
     if len(given) > LISTED_MAX:
         raise InvalidRequest(f"tools has {len(given)} entries, allowed are up to {LISTED_MAX}", param="tools")
     check_shape(given, "tools")
     shown: dict[str, ShownTool] = {}
-    told = []
+    echo = []
     for index, tool in enumerate(given):
-        told += _add(shown, tool, f"tools[{index}]")
+        echo += _add(shown, tool, f"tools[{index}]")
     if len(shown) > TOOLS_MAX:
         raise InvalidRequest(f"tools has {len(shown)} functions, allowed are up to {TOOLS_MAX}", param="tools")
     return Tools(
-        shown=shown, told=told, choice=_parse_choice(choice, shown), choice_told="auto" if choice is None else choice
+        shown=shown, echo=echo, choice=_parse_choice(choice, shown), choice_echo="auto" if choice is None else choice
     )
 
 
 def _add(shown: dict[str, ShownTool], tool: dict[str, Any], path: str) -> list[dict[str, Any]]:
-    """How the response tells it back; nothing for one that is left out."""
+    """Add a tool to `shown`. Return the tool as the response object repeats it, or an empty list if it is left out."""
     kind = tool.get("type")
     if isinstance(kind, str) and kind in HOSTED:
         return []
@@ -129,15 +149,15 @@ def _add(shown: dict[str, ShownTool], tool: dict[str, Any], path: str) -> list[d
         if not isinstance(name, str) or not isinstance(inner, list):
             raise InvalidRequest(f"{path} needs a name and a list of tools", param=path)
         for index, entry in enumerate(inner):
-            place = f"{path}.tools[{index}]"
+            inner_path = f"{path}.tools[{index}]"
             if not isinstance(entry, dict) or entry.get("type") != "function":
-                raise InvalidRequest(f"{place} must be a function", param=place)
-            function = _function(entry, place)
-            _show(shown, ShownTool(kind=CallKind.FUNCTION, function=function, namespace=name), place)
+                raise InvalidRequest(f"{inner_path} must be a function", param=inner_path)
+            function = _function(entry, inner_path)
+            _show(shown, ShownTool(kind=CallKind.FUNCTION, function=function, namespace=name), inner_path)
     else:
         raise InvalidRequest(
-            f"{path} is of type {str(kind)[:64]!r}, supported are: {', '.join(SUPPORTED)}; left out, since a server "
-            f"would have to run them, are: {', '.join(sorted(HOSTED))}",
+            f"{path} is of type {str(kind)[:64]!r}, supported are: {', '.join(SUPPORTED)}. Accepted and ignored, "
+            f"because a server would have to run them, are: {', '.join(sorted(HOSTED))}",
             param=f"{path}.type",
         )
     return [tool]
@@ -146,7 +166,9 @@ def _add(shown: dict[str, ShownTool], tool: dict[str, Any], path: str) -> list[d
 def _show(shown: dict[str, ShownTool], tool: ShownTool, path: str) -> None:
     name = tool.function["name"]
     if name in shown:
-        raise InvalidRequest(f"{path} has the name {name[:64]!r}, which another tool has, too", param=f"{path}.name")
+        raise InvalidRequest(
+            f"{path} has the name {name[:64]!r}, but another tool has the same name", param=f"{path}.name"
+        )
     shown[name] = tool
 
 
@@ -171,9 +193,9 @@ def _function(tool: dict[str, Any], path: str) -> dict[str, Any]:
 def _custom(tool: dict[str, Any], path: str) -> dict[str, Any]:
     function = _function({"name": tool.get("name")}, path)
     description = tool["description"] if isinstance(tool.get("description"), str) else ""
-    form = tool.get("format")
-    if isinstance(form, dict) and form.get("type") == "grammar" and isinstance(form.get("definition"), str):
-        description += f"\nThe input has to follow this grammar:\n{form['definition']}"
+    syntax = tool.get("format")
+    if isinstance(syntax, dict) and syntax.get("type") == "grammar" and isinstance(syntax.get("definition"), str):
+        description += f"\nThe input has to follow this grammar:\n{syntax['definition']}"
     return {
         **function,
         "description": description.strip(),
@@ -194,7 +216,7 @@ def _parse_choice(choice: str | dict[str, Any] | None, shown: dict[str, ShownToo
     if choice == "required":
         if not shown:
             raise InvalidRequest(
-                'tool_choice is "required", but tools has none that the model could call', param="tool_choice"
+                'tool_choice is "required", but tools has no tool that the model can call', param="tool_choice"
             )
         return ToolChoice(mode=ToolMode.REQUIRED)
     if isinstance(choice, dict):
@@ -214,7 +236,7 @@ def _parse_choice(choice: str | dict[str, Any] | None, shown: dict[str, ShownToo
                 raise InvalidRequest("tool_choice allows none of the tools", param="tool_choice.tools")
             return ToolChoice(mode=ToolMode.REQUIRED if is_required else ToolMode.AUTO, allowed=names)
         if isinstance(kind, str) and kind in HOSTED:
-            raise InvalidRequest(f"tool_choice asks for {kind}, which is not run here", param="tool_choice")
+            raise InvalidRequest(f"tool_choice asks for {kind}, but this server does not run it", param="tool_choice")
     raise InvalidRequest(
         f"tool_choice is {json.dumps(choice)[:100]}, allowed are auto, none, required, "
         '{"type": "function", "name": ...}, {"type": "custom", "name": ...} and {"type": "allowed_tools", ...}',

@@ -1,4 +1,4 @@
-"""What the paths of detached streams do and may answer: for the API's own description."""
+"""Descriptions of the operations on detached streams, for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -17,38 +17,39 @@ class DeletedStream(msgspec.Struct, forbid_unknown_fields=True):
     deleted: bool
 
 
-KEPT_ID = "the X-Trioserve-Keep that it was asked for with"
-ID = "the X-Session-Id that it was asked for with"
+KEPT_ID = "value of X-Trioserve-Keep in the request that began the stream"
+ID = "value of X-Session-Id in the request that began the stream"
 
 OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
     ("GET", "/v1/streams/{stream}"): DescribedOperation(
-        summary="Go on reading a stream whose connection was lost",
-        description="Of a request that was sent with X-Session-Id and X-Detach-Timeout. The events are those of its "
-        "API, each with its number as its SSE id. An earlier reader is told that another one has taken over.",
+        summary="Resume reading a stream after its connection was lost",
+        description="The stream belongs to a request that was sent with X-Session-Id and X-Detach-Timeout. Its events "
+        "are those of the request's API, and each SSE id is the event's number. An earlier reader gets an event saying "
+        "that another reader has taken over.",
         response="text/event-stream",
-        query={"after": ("only the events behind the one with this number", {"type": "integer", "minimum": 0})},
+        query={"after": ("send only events after the event with this number", {"type": "integer", "minimum": 0})},
         errors=(400, 404, 409, 410),
         path_parameter=ID,
     ),
     ("DELETE", "/v1/streams/{stream}"): DescribedOperation(
-        summary="End a stream, and forget its events",
+        summary="End a stream and delete its events",
         response=DeletedStream,
         errors=(400, 404),
         path_parameter=ID,
     ),
     ("GET", "/v1/kept_streams/{stream}"): DescribedOperation(
-        summary="Go on with a stream whose router has died",
-        description="For routers: all of a stream that another router has asked for with X-Trioserve-Keep, from its "
-        "first event on. An earlier reader is told that another one has taken over.",
+        summary="Take over a stream whose router has died",
+        description="For routers. Sends all events of a stream that another router requested with X-Trioserve-Keep. "
+        "An earlier reader gets an event saying that another reader has taken over.",
         response="text/event-stream",
-        query={"unread": ("only if nobody reads it", {"type": "string"})},
+        query={"unread": ("refuse if the stream has a reader", {"type": "string"})},
         errors=(400, 404, 409, 410),
         path_parameter=KEPT_ID,
     ),
     ("DELETE", "/v1/kept_streams/{stream}"): DescribedOperation(
-        summary="End such a stream: its client has left",
+        summary="End a stream whose client has left",
         response=DeletedStream,
-        query={"reader": ("only if this reader is the last one", {"type": "integer", "minimum": 1})},
+        query={"reader": ("end the stream only if this reader is the latest", {"type": "integer", "minimum": 1})},
         errors=(400, 404),
         path_parameter=KEPT_ID,
     ),

@@ -1,9 +1,9 @@
-"""One streamed response that may outlive the connection it was asked over: its scope, its events, its reader.
+"""One streamed response that may outlive its connection: its cancel scope, its events and its reader.
 
-    running ──► over            with a reader, or without one for at most so many seconds
+    running ──► over            with a reader, or for a limited time without a reader
 
-It has one reader at a time: the client that asked, and later whoever goes on reading. A new one takes over, since the
-connection of the old one may be dead, and nobody has noticed yet.
+A stream has one reader at a time: first the client that sent the request, later any client that resumes reading. A new
+reader takes over at once, because the connection of the old reader may be dead without anybody noticing.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from trioserve.trio_tools.deadline_keeper import Alarm
 
 __all__ = ["DetachedStream", "WholeResponse"]
 
-READER_BYTES_MAX = 65_536  # unread events beyond which the response waits for a reader that is there
+READER_BYTES_MAX = 65_536  # with more unread events than this, the response waits for a connected but slow reader
 
 WholeResponse = tuple[int, HeaderFields, bytes]
+"""Status, headers and body of a response that is not streamed."""
 CallAt = Callable[[float, Callable[[], None]], Alarm]
 
 
@@ -30,19 +31,23 @@ class DetachedStream:
     """A streamed response that outlives its connection.
 
     Args:
-        seconds: how long the response continues without a reader.
-        bytes_max: size of the events that are kept.
-        on_unread: called when the reader has left.
-        on_expired: called when `seconds` have passed since then.
-        is_numbered: each event gets its number as its SSE id.
-        silent_seconds_max: seconds of silence after which the reader gets a comment.
+        stream_id: Name of the stream, unique among the streams of its owner.
+        owner: Caller that sent the request. None without API keys.
+        seconds: Time that the response continues without a reader.
+        bytes_max: Limit for the size of the kept events.
+        call_at: Calls a function at a time of Trio's clock. See Engine.call_at.
+        on_unread: Called when the reader has left.
+        on_expired: Called `seconds` after the last reader left, if no new reader came.
+        silent_seconds_max: After this time without an event, the reader gets a comment.
+        is_numbered: True if each event gets its number as its SSE id.
 
     Attributes:
-        reader_count: the client that asked for the response, and those that took over.
-        scope: the cancel scope of the handler.
-        over: set when the handler has returned.
-        whole: the response, if it is not a stream.
-        head: status and headers of the stream, once it has begun.
+        reader_count: Number of readers so far: the client that sent the request, and each reader that took over.
+        scope: Cancel scope of the handler.
+        over: Set when the handler has returned.
+        whole: The response, if the handler did not stream.
+        head: Status and headers of the stream. None until the handler begins to stream.
+        has_responded: Set when `head` or `whole` is set, or the handler has returned.
     """
 
     def __init__(
@@ -64,7 +69,7 @@ class DetachedStream:
         self.log = FollowedLog(first=1, bytes_max=bytes_max, drops_taken=True)
         self.head: tuple[int, HeaderFields] | None = None
         self.whole: WholeResponse | None = None
-        self.has_responded = trio.Event()  # begun as a stream, or as a whole; or it is over
+        self.has_responded = trio.Event()
         self.over = trio.Event()
         self._unread_bytes_max = min(READER_BYTES_MAX, bytes_max // 2)
         self.reader_count = 1
@@ -80,13 +85,13 @@ class DetachedStream:
 
     @property
     def has_reader(self) -> bool:
-        """Or somebody who is about to read: the client that asked, until it does or has left."""
+        """True while somebody reads, or the client that sent the request is still connected and will read."""
         return self._reader is not None or self._is_awaited
 
     def stop_waiting(self) -> None:
-        """The client that asked will not read any more."""
+        """Note that the client that sent the request will not read any more."""
         self._is_awaited = False
-        self.log.let_go()
+        self.log.reader_left()
 
     # --- the handler's side: called by its exchange ---
 
@@ -99,12 +104,18 @@ class DetachedStream:
         self.has_responded.set()
 
     async def add(self, data: bytes) -> None:
-        """Events for the reader. Waits for one that is there and slow. Raises Refusal when there is no room for more:
-        nobody reads."""
+        """Append events for the reader. Wait if a reader is connected and slow.
+
+        Args:
+            data: One or more complete events.
+
+        Raises:
+            Refusal: Nobody reads, and the kept events have reached their size limit.
+        """
         await trio.lowlevel.checkpoint_if_cancelled()
         for event in split_events(data):
             if event.startswith(b":"):
-                continue  # a comment for the connection at hand; the reader has its own
+                continue  # A comment keeps one connection alive. Readers get their own comments.
             try:
                 self.log.append(self._with_number(event, self.log.last + 1))
             except EventLogFull:
@@ -114,7 +125,11 @@ class DetachedStream:
             await self.log.wait_until_taken()
 
     def end(self, data: bytes) -> None:
-        """The last events, for which there is always room."""
+        """Append the last events, without a size limit.
+
+        Args:
+            data: Complete events. May be empty.
+        """
         if data:
             numbered = enumerate(split_events(data), self.log.last + 1)
             self.log.append_last([self._with_number(event, number) for number, event in numbered])
@@ -122,7 +137,7 @@ class DetachedStream:
         self.log.wake()
 
     def finish(self) -> None:
-        """The handler has returned, or was cancelled."""
+        """Note that the handler has returned or was cancelled."""
         self.log.is_ended = True
         self.log.wake()
         self.has_responded.set()
@@ -131,9 +146,16 @@ class DetachedStream:
     # --- the reader's side ---
 
     async def read(self, after: int, send: Callable[[bytes], Awaitable[None]]) -> None:
-        """Send what comes behind the event with this number, to the end. Raises Refusal when that is gone, and when
-        another reader takes over."""
-        self.check_kept(after)  # again: what another reader had taken may have gone while the head was sent
+        """Send all events after the event with number `after`, until the stream ends. An earlier reader is cancelled.
+
+        Args:
+            after: Number of the last event that the reader has. 0: none.
+            send: Sends bytes to the reader.
+
+        Raises:
+            Refusal: The next event is no longer kept, or another reader takes over.
+        """
+        self.check_kept(after)  # Check again: while the head was sent, events that another reader took may be dropped.
         if self._reader is not None:
             self._reader.cancel()
         reader = self._reader = trio.CancelScope()
@@ -145,23 +167,34 @@ class DetachedStream:
         finally:
             if self._reader is reader:
                 self._reader = None
-                self.log.let_go()
+                self.log.reader_left()
                 self._on_unread(self)
         if reader.cancelled_caught:
             raise _taken_over(self.id)
 
     def check_kept(self, after: int) -> None:
-        """Raises Refusal (410) if the event behind this number is gone."""
+        """Check that the events after the event with this number are kept.
+
+        Args:
+            after: Number of the last event that the reader has.
+
+        Raises:
+            Refusal: Events are missing (410).
+        """
         if after < self.log.first_kept - 1:
             raise _gone(after, self.log.first_kept)
 
     def start_clock(self) -> None:
-        """Nobody reads from now on."""
+        """Start the time limit of a stream without a reader."""
         self._stop_clock()
         self._alarm = self._call_at(trio.current_time() + self._seconds, lambda: self._on_expired(self))
 
     def close(self) -> None:
-        """It is off the table. A reader gets what there is, and how it ended."""
+        """Cancel the handler.
+
+        The caller has removed the stream from its table. A reader gets the remaining events, and the last one says how
+        the stream ended.
+        """
         self._stop_clock()
         self.scope.cancel()
 
@@ -176,12 +209,13 @@ class DetachedStream:
 
 def _full(byte_count: int) -> Refusal:
     return refusal(
-        "stream_buffer_full", f"nobody reads this response, and {byte_count} bytes of its events leave no room for more"
+        "stream_buffer_full",
+        f"nobody reads this response, and its {byte_count} bytes of unread events are close to the limit",
     )
 
 
 def _gone(after: int, first_kept: int) -> Refusal:
-    return refusal("events_gone", f"after is {after}, but the oldest event that is kept is {first_kept}")
+    return refusal("events_gone", f"after is {after}, but the oldest kept event is {first_kept}")
 
 
 def _taken_over(stream_id: str) -> Refusal:

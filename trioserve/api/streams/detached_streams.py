@@ -1,8 +1,11 @@
-"""Leaving cancels, unless the request asked for more: `X-Session-Id` names its stream, and `X-Detach-Timeout` says for
-how many seconds it goes on after its client has left.
+"""Streams that continue after their client has left.
 
-The handler runs in a task of the server's then, and not in that of the connection, which becomes the stream's first
-reader. Only streams are kept: before one has begun, and where the response is whole, leaving cancels as ever.
+By default a request is cancelled when its client leaves. The header `X-Detach-Timeout` asks for a number of seconds
+that the stream continues without a reader, and `X-Session-Id` names the stream for later readers.
+
+The handler then runs in a task of the server, not of the connection. The connection becomes the stream's first reader.
+Only streams are kept: if the client leaves before the stream has begun, or if the response is not a stream, the request
+is cancelled.
 """
 
 from __future__ import annotations
@@ -35,21 +38,34 @@ logger = logging.getLogger(__name__)
 SESSION_HEADER = "x-session-id"
 TIMEOUT_HEADER = "x-detach-timeout"
 STREAMS_FULL = "detached_full"
+"""Reason of a refusal."""
 ENDED = coded_response("stream_ended", "the stream was ended before its response was complete")
-"""The reason of a refusal."""
+"""Last event of a stream that was cancelled."""
 
 Context = TypeVar("Context", bound="RequestContext")
 
 
-class Wish(msgspec.Struct, frozen=True):
+class StreamRequest(msgspec.Struct, frozen=True):
+    """A request's option to keep its stream.
+
+    Attributes:
+        stream_id: Name of the stream.
+        seconds: Time that the stream continues without a reader.
+    """
+
     stream_id: str
     seconds: float
 
 
 @uninterrupted
 class DetachedStreams:
-    """Those that live, by owner and id; the finished ones, too, until their time without a reader is over. To be used
-    inside of `async with self.running()`."""
+    """All kept streams, by owner and id. Use inside of `async with self.running()`.
+
+    A finished stream stays until a time without a reader has passed.
+
+    Args:
+        settings: Limits.
+    """
 
     def __init__(self, settings: DetachSettings) -> None:
         self._settings = settings
@@ -61,7 +77,7 @@ class DetachedStreams:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Leaving cancels them all."""
+        """Run the tasks of the streams. Leaving cancels all streams."""
         with errors_unwrapped():
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
@@ -73,40 +89,61 @@ class DetachedStreams:
                     for stream in list(self._streams.values()):
                         self._remove(stream)
 
-    # --- what is there ---
+    # --- state ---
 
     @property
     def detached_count(self) -> int:
-        """Streams that go on, and that nobody reads."""
+        """Number of running streams that have no reader."""
         return sum(not stream.has_reader and not stream.over.is_set() for stream in self._streams.values())
 
     @property
     def kept_count(self) -> int:
+        """Number of streams, including finished ones."""
         return len(self._streams)
 
     @property
     def kept_bytes(self) -> int:
+        """Size of all kept events."""
         return sum(stream.log.byte_count for stream in self._streams.values())
 
     def find(self, stream_id: str, owner: str | None) -> DetachedStream:
-        """Raises Refusal (404)."""
+        """Return a stream.
+
+        Args:
+            stream_id: Name of the stream.
+            owner: Caller that asks. Only the owner can find a stream.
+
+        Raises:
+            Refusal: The caller has no stream of this name (404).
+        """
         stream = self._streams.get((owner, stream_id))
         if stream is None:
             raise refusal(
                 "stream_not_found",
-                f"there is no stream {stream_id[:80]!r}: it was not asked for with X-Detach-Timeout, or its time is "
-                "over",
+                f"there is no stream {stream_id[:80]!r}: its request had no X-Detach-Timeout, or its time has passed",
             )
         return stream
 
     def head_fields(self, stream: DetachedStream, reader: int) -> HeaderFields:
-        """What the head of a response says of it, for the reader with this number."""
+        """Return header fields that describe the stream to a reader. Here none.
+
+        Args:
+            stream: The stream.
+            reader: Number of the reader, from 1.
+        """
         return ()
 
-    # --- asking for one ---
+    # --- requests ---
 
-    def wish_of(self, context: RequestContext) -> Wish | None:
-        """What this request asks for. Raises InvalidRequest."""
+    def requested_stream(self, context: RequestContext) -> StreamRequest | None:
+        """Return the stream that a request's headers ask for, or None.
+
+        Args:
+            context: The request.
+
+        Raises:
+            InvalidRequest: The headers are invalid.
+        """
         headers = context.exchange.headers
         timeout, session = headers.get(TIMEOUT_HEADER), headers.get(SESSION_HEADER)
         if timeout is None or context.exchange.method != "POST":
@@ -114,8 +151,8 @@ class DetachedStreams:
         seconds_max = self._settings.seconds_max
         if seconds_max <= 0:
             raise InvalidRequest(
-                "X-Detach-Timeout is set, but here a request ends when its client leaves: leave it out, or start the "
-                "server with --detach-timeout-max",
+                "X-Detach-Timeout is set, but this server ends a request when its client leaves: leave the header out, "
+                "or start the server with --detach-timeout-max",
                 param="X-Detach-Timeout",
             )
         try:
@@ -130,46 +167,46 @@ class DetachedStreams:
             )
         if session is None or not is_id(session):
             raise InvalidRequest(
-                f"X-Session-Id is {'missing' if session is None else repr(session[:80])}: with X-Detach-Timeout it "
-                "names the stream, in up to 128 letters, digits and -_.:",
+                f"X-Session-Id is {'missing' if session is None else repr(session[:80])}: with X-Detach-Timeout, send "
+                "a name for the stream, in up to 128 letters, digits and -_.:",
                 param="X-Session-Id",
             )
-        return Wish(session, seconds)
+        return StreamRequest(session, seconds)
 
     async def serve(
         self,
         context: Context,
-        wish: Wish,
+        asked: StreamRequest,
         new_context: Callable[[Exchange], Context],
         handle: Callable[[Context], Awaitable[None]],
     ) -> bool:
-        """Answer a request in a task that may outlive its connection.
+        """Answer a request in a task that may outlive its connection. Its client reads the stream.
 
         Args:
-            context: the request. Its client reads the stream.
-            wish: the stream that the request asks for.
-            new_context: makes the context that the task answers.
-            handle: answers the request, errors included.
+            context: The request.
+            asked: The stream that the request asks for.
+            new_context: Creates the context for the task.
+            handle: Answers the request. It also reports errors to the client.
 
         Returns:
-            False if the stream cannot be kept. The caller then answers the request without a stream.
+            False if the stream cannot be kept. The caller then answers the request in its own task.
 
         Raises:
-            Refusal: another stream has this id. Nothing has begun.
-            Overloaded: too many streams are kept. Nothing has begun.
+            Refusal: Another stream has this id. Nothing has begun.
+            Overloaded: Too many streams are kept. Nothing has begun.
         """
         exchange = context.exchange
         body = await exchange.body()
         if self._nursery is None or self._is_draining:
             raise Draining("the server is leaving", reason="draining", retry_after_seconds=5)
-        stream = self._make(context, wish)
+        stream = self._make(context, asked)
         if stream is None:
             return False
-        self._streams[context.owner, wish.stream_id] = stream
+        self._streams[context.owner, asked.stream_id] = stream
         inner = new_context(LoggedExchange(exchange, body, stream))
         inner.request_id, inner.caller, inner.surface = context.request_id, context.caller, context.surface
         inner.span = context.span
-        inner.streams = context.streams  # what the log tells of this request
+        inner.streams = context.streams  # for the request's log line
         assert self._nursery is not None
         self._working_count += 1
         self._nursery.start_soon(self._work, stream, inner, handle)
@@ -195,44 +232,56 @@ class DetachedStreams:
         return True
 
     def drain(self) -> None:
-        """Nobody will come to go on reading: what nobody reads is ended, now and from now on."""
+        """End all streams without a reader, now and whenever a reader leaves. No new reader will come."""
         self._is_draining = True
         for stream in list(self._streams.values()):
             if not stream.has_reader:
                 self._remove(stream)
 
     async def wait_until_idle(self) -> None:
-        """Returns when no handler works for one. For use after drain()."""
+        """Return when no handler runs. Call drain() before."""
         while self._working_count:
             self._idle = trio.Event()
             await self._idle.wait()
 
     async def delete(self, stream: DetachedStream) -> None:
-        """End it; returns when its handler has let go of everything."""
+        """End a stream. Return when its handler has released everything.
+
+        Args:
+            stream: The stream.
+        """
         self._remove(stream)
         await stream.over.wait()
 
     # --- inside ---
 
-    def _make(self, context: RequestContext, wish: Wish) -> DetachedStream | None:
-        """A new one, with room for it; None: its wish is left out. Raises Refusal and Overloaded."""
-        existing = self._streams.get((context.owner, wish.stream_id))
+    def _make(self, context: RequestContext, asked: StreamRequest) -> DetachedStream | None:
+        """Create a stream, and remove a finished stream if the table is full.
+
+        Returns:
+            The stream, or None if the request is answered without a kept stream.
+
+        Raises:
+            Refusal: Another running stream has this id.
+            Overloaded: Too many streams are kept.
+        """
+        existing = self._streams.get((context.owner, asked.stream_id))
         if existing is not None:
             if not existing.over.is_set():
                 raise refusal(
                     "stream_exists",
-                    f"the stream {wish.stream_id} goes on: read it with GET /v1/streams/{wish.stream_id}, end it with "
-                    "DELETE, or take another X-Session-Id",
+                    f"the stream {asked.stream_id} is running: read it with GET /v1/streams/{asked.stream_id}, end it "
+                    "with DELETE, or send another X-Session-Id",
                 )
             self._remove(existing)
         self._make_room(context.owner)
-        return self._new_stream(context, wish, is_numbered=True)
+        return self._new_stream(context, asked, is_numbered=True)
 
-    def _new_stream(self, context: RequestContext, wish: Wish, *, is_numbered: bool) -> DetachedStream:
+    def _new_stream(self, context: RequestContext, asked: StreamRequest, *, is_numbered: bool) -> DetachedStream:
         return DetachedStream(
-            wish.stream_id,
+            asked.stream_id,
             context.owner,
-            seconds=wish.seconds,
+            seconds=asked.seconds,
             bytes_max=self._settings.bytes_max,
             call_at=context.engine.call_at,
             on_unread=self._note_unread,
@@ -242,19 +291,23 @@ class DetachedStreams:
         )
 
     def _make_room(self, owner: str | None) -> None:
-        """Take the oldest away that is over and not read, as long as there are too many. Raises Overloaded."""
+        """Remove the oldest finished stream without a reader if a limit is reached.
+
+        Raises:
+            Overloaded: No stream can be removed.
+        """
         settings = self._settings
-        everybodys = list(self._streams.values())
-        own = [stream for stream in everybodys if stream.owner == owner]
-        for streams, streams_max in ((own, settings.streams_of_one_max), (everybodys, settings.streams_max)):
+        every_stream = list(self._streams.values())
+        own = [stream for stream in every_stream if stream.owner == owner]
+        for streams, streams_max in ((own, settings.streams_of_one_max), (every_stream, settings.streams_max)):
             if len(streams) < streams_max:
                 continue
             done = next((stream for stream in streams if stream.over.is_set() and not stream.has_reader), None)
             if done is None:
                 raise Overloaded(
-                    f"{len(own)} streams of this caller and {len(everybodys)} of all may be detached, at most "
-                    f"{settings.streams_of_one_max} and {settings.streams_max} may at a time: end one, or leave "
-                    "X-Detach-Timeout out",
+                    f"this caller has {len(own)} streams that outlive their clients (allowed: "
+                    f"{settings.streams_of_one_max}), and all callers have {len(every_stream)} (allowed: "
+                    f"{settings.streams_max}): end one, or leave X-Detach-Timeout out",
                     reason=STREAMS_FULL,
                     retry_after_seconds=5,
                 )
@@ -267,7 +320,7 @@ class DetachedStreams:
             if stream.scope.cancelled_caught and stream.head is not None and not stream.log.is_ended:
                 stream.end(inner.surface.event(ENDED, inner.request_id))
         except Exception:
-            # The handler could not tell its client any more; the reader sees the response break off.
+            # The handler could not report the error to its client. The reader sees an incomplete response.
             logger.exception("detached stream broke off stream=%s request=%s", stream.id, inner.request_id)
         finally:
             stream.finish()

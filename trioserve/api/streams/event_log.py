@@ -1,5 +1,7 @@
-"""The events of one stream, numbered, for readers that come, leave and come again: which are still there, and when
-there are too many. Pure; who waits for more is elsewhere."""
+"""The numbered events of one stream, for readers that disconnect and return.
+
+The log decides which events are kept. It does no I/O and never waits: FollowedLog does that.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,21 @@ END = b"\n\n"
 
 
 class EventLogFull(Exception):
-    """Events that have to stay take all the room."""
+    """The events that must be kept have reached the size limit."""
 
 
 class EventLog:
-    """first: the number of the first event. bytes_max: of the events that are kept. drops_taken: those that a reader
-    has taken go when room is needed, the oldest first; they stay until then, since it may not have got them. Those that
-    none has taken never go.
+    """The numbered events of one stream.
+
+    Args:
+        first: Number of the first event.
+        bytes_max: Limit for the size of the kept events.
+        drops_taken: If the limit is reached, drop the oldest events that a reader has taken. A taken event is kept
+            until then, because the reader may not have received it. Events that no reader has taken are never dropped.
+
+    Attributes:
+        is_ended: No event follows.
+        byte_count: Size of the kept events.
     """
 
     def __init__(self, *, first: int, bytes_max: int, drops_taken: bool) -> None:
@@ -28,27 +38,37 @@ class EventLog:
         self._bytes_max = bytes_max
         self._drops_taken = drops_taken
         self._events: deque[bytes] = deque()
-        self._first = first  # of those that are kept
-        self._taken = first - 1  # the last one that a reader has taken
-        self._unread_bytes = 0  # of those behind it
+        self._first = first  # number of the oldest kept event
+        self._taken = first - 1  # number of the newest event that a reader has taken
+        self._unread_bytes = 0  # size of the events after `_taken`
 
     @property
     def first_kept(self) -> int:
-        """The number of the oldest event that is kept, or of the next one if there is none."""
+        """Number of the oldest kept event, or of the next event if none is kept."""
         return self._first
 
     @property
     def last(self) -> int:
-        """The number of the newest event; one below the first if there is none."""
+        """Number of the newest event, or `first` - 1 if there is none."""
         return self._first + len(self._events) - 1
 
     @property
     def unread_byte_count(self) -> int:
-        """Of the events that no reader has taken yet."""
+        """Size of the events that no reader has taken yet."""
         return self._unread_bytes
 
     def append(self, event: bytes) -> int:
-        """Its number. Raises EventLogFull, and has not appended it, when what has to stay leaves no room."""
+        """Append an event.
+
+        Args:
+            event: A complete event with the empty line at its end.
+
+        Returns:
+            The number of the event.
+
+        Raises:
+            EventLogFull: The size limit is reached. The event was not appended.
+        """
         assert not self.is_ended, "an event after the end"
         while self._drops_taken and self.byte_count + len(event) > self._bytes_max and self._first <= self._taken:
             self.byte_count -= len(self._events.popleft())
@@ -59,26 +79,40 @@ class EventLog:
         return self.last
 
     def append_last(self, events: Iterable[bytes]) -> None:
-        """The events that tell of the end; there is always room for them. Nothing comes after them."""
+        """Append the events that report the end, without a size limit. The log is ended afterwards.
+
+        Args:
+            events: The events, in order.
+        """
         for event in events:
             self._keep(event)
         self.is_ended = True
 
     def rewind(self, after: int) -> None:
-        """A reader begins behind the event with this number, so what comes then counts as not taken. after:
-        first_kept - 1 to last."""
+        """Count the events after `after` as not taken, for a reader that begins there.
+
+        Args:
+            after: Number of an event, from first_kept - 1 to last.
+        """
         assert self._first - 1 <= after <= self.last
         self._taken = after
         self._unread_bytes = sum(len(event) for event in islice(self._events, after + 1 - self._first, None))
 
     def everything(self) -> bytes:
-        """All that is kept, joined."""
+        """Return all kept events, joined."""
         return b"".join(self._events)
 
     def take(self, after: int, bytes_max: int) -> tuple[bytes, int]:
-        """Events behind the one with this number, joined, one at least if there are any, and the number of the last of
-        them. after: first_kept - 1 at least."""
-        assert after >= self._first - 1, f"event {after + 1} is gone"
+        """Return the next events for a reader, and count them as taken.
+
+        Args:
+            after: Number of the last event that the reader has. At least first_kept - 1.
+            bytes_max: Limit for the size. A larger first event is returned anyway.
+
+        Returns:
+            The events, joined, and the number of the last of them. If there are none: b"" and `after`.
+        """
+        assert after >= self._first - 1, f"event {after + 1} was dropped"
         pieces: list[bytes] = []
         size = 0
         for index in range(after + 1 - self._first, len(self._events)):
@@ -100,6 +134,10 @@ class EventLog:
 
 
 def split_events(data: bytes) -> list[bytes]:
-    """Several events in one piece, as the single ones, each with the empty line at its end."""
-    assert data.endswith(END), "an event in two pieces"
+    """Split joined events into single events, each with the empty line at its end.
+
+    Args:
+        data: One or more complete events.
+    """
+    assert data.endswith(END), "the last event is incomplete"
     return [piece + END for piece in data[: -len(END)].split(END)]

@@ -1,4 +1,4 @@
-"""An event log and those who wait for what comes next: the Trio shell of EventLog."""
+"""An event log whose readers can wait for the next event: the Trio shell of EventLog."""
 
 from __future__ import annotations
 
@@ -11,13 +11,21 @@ from trioserve.api.streams.event_log import EventLog
 
 __all__ = ["FollowedLog"]
 
-PIECE_BYTES_MAX = 65_536  # of one write to a reader
+PIECE_BYTES_MAX = 65_536  # size of one write to a reader
 
 Send = Callable[[bytes], Awaitable[None]]
 
 
 class FollowedLog(EventLog):
-    """Writers call `append` and the like, then `wake`. Readers `follow`, each at its own pace."""
+    """An event log with waiting readers.
+
+    Writers call `append` or `append_last`, then `wake`. Each reader calls `follow`.
+
+    Args:
+        first: See EventLog.
+        bytes_max: See EventLog.
+        drops_taken: See EventLog.
+    """
 
     def __init__(self, *, first: int, bytes_max: int, drops_taken: bool) -> None:
         super().__init__(first=first, bytes_max=bytes_max, drops_taken=drops_taken)
@@ -25,16 +33,21 @@ class FollowedLog(EventLog):
         self._taken_from = trio.lowlevel.ParkingLot()
 
     def wake(self) -> None:
-        """There is something new: events, or the end."""
+        """Wake the readers after events were appended or the log has ended."""
         self._more.unpark_all()
 
     async def follow(self, after: int, send: Send, *, silent_seconds_max: float) -> None:
-        """Send the events behind the one with the number `after`, until the log has ended.
+        """Send the events after the event with number `after`, until the log has ended.
 
-        A comment follows each silence of silent_seconds_max, so that proxies keep the connection.
+        Args:
+            after: Number of the last event that the reader has.
+            send: Sends bytes to the reader.
+            silent_seconds_max: After each silence of this length, a comment is sent, so that proxies keep the
+                connection.
         """
         while True:
-            # Who was woken and cancelled at once takes nothing: it would count as taken, and the next one wants it.
+            # If this task was woken and cancelled at once, it must not take events. They would count as taken, and the
+            # next reader needs them.
             await trio.lowlevel.checkpoint_if_cancelled()
             piece, after = self.take(after, PIECE_BYTES_MAX)
             if piece:
@@ -49,9 +62,9 @@ class FollowedLog(EventLog):
                 await send(KEEP_ALIVE)
 
     async def wait_until_taken(self) -> None:
-        """Returns when a reader has taken something, or `let_go` was called."""
+        """Return when a reader has taken events, or `reader_left` was called."""
         await self._taken_from.park()
 
-    def let_go(self) -> None:
-        """Nobody reads any more: who waits for a reader waits in vain."""
+    def reader_left(self) -> None:
+        """Wake the tasks in wait_until_taken: no reader is left."""
         self._taken_from.unpark_all()

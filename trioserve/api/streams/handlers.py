@@ -18,7 +18,11 @@ READERS_MAX = 2**31
 
 
 async def read_stream(context: ServerContext) -> None:
-    """Send the events after the number in `after` or in the header Last-Event-ID, by default from the first event."""
+    """Send the events after the number in `after` or in the header Last-Event-ID, by default from the first event.
+
+    Args:
+        context: The request.
+    """
     stream = context.server.detached.find(_stream_id(context), context.owner)
     query = query_of(context.exchange)
     last_seen = context.exchange.headers.get("last-event-id")
@@ -26,7 +30,7 @@ async def read_stream(context: ServerContext) -> None:
         query = {"after": last_seen, **query}
     after = number_in(query, "after", 0, low=0, high=NUMBER_MAX)
     if stream.head is None:
-        raise refusal("stream_not_begun", f"the stream {stream.id} has not begun yet: it waits for its turn")
+        raise refusal("stream_not_begun", f"the stream {stream.id} has not begun yet: its request is still queued")
     if after > stream.log.last:
         raise InvalidRequest(f"after is {after}, but the last event so far is {stream.log.last}", param="after")
     stream.check_kept(after)
@@ -36,7 +40,11 @@ async def read_stream(context: ServerContext) -> None:
 
 
 async def delete_stream(context: ServerContext) -> None:
-    """End a stream. Its reader gets a last event that says so."""
+    """End a stream. Its reader gets a last event that says so.
+
+    Args:
+        context: The request.
+    """
     stream = context.server.detached.find(_stream_id(context), context.owner)
     await context.server.detached.delete(stream)
     await context.respond_json({"id": stream.id, "object": "stream", "deleted": True})
@@ -45,15 +53,18 @@ async def delete_stream(context: ServerContext) -> None:
 async def read_kept_stream(context: ServerContext) -> None:
     """Send a whole stream, with the head that its first reader got.
 
-    The reader before gets an event that another reader has taken over. With `unread` in the query, a stream that has a
-    reader is refused.
+    An earlier reader gets an event saying that another reader has taken over. With `unread` in the query, a stream that
+    has a reader is refused.
+
+    Args:
+        context: The request.
     """
     streams = context.server.router_streams
     stream = streams.find(_stream_id(context), context.owner)
     if stream.head is None:
-        raise refusal("stream_not_begun", f"the stream {stream.id} has not begun yet: it waits for its turn")
+        raise refusal("stream_not_begun", f"the stream {stream.id} has not begun yet: its request is still queued")
     if stream.has_reader and query_of(context.exchange).get("unread"):
-        raise refusal("stream_is_read", f"somebody reads the stream {stream.id}")
+        raise refusal("stream_is_read", f"the stream {stream.id} has a reader")
     stream.check_kept(0)
     streams.taken_over_total += 1
     status, fields = stream.head
@@ -64,7 +75,11 @@ async def read_kept_stream(context: ServerContext) -> None:
 
 
 async def end_kept_stream(context: ServerContext) -> None:
-    """End a stream, unless another reader has taken over from the one that asks."""
+    """End a stream, unless another reader has taken over from the reader that sends this request.
+
+    Args:
+        context: The request.
+    """
     streams = context.server.router_streams
     stream = streams.find(_stream_id(context), context.owner)
     reader = number_in(query_of(context.exchange), "reader", 1, low=1, high=READERS_MAX)

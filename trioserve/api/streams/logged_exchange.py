@@ -1,5 +1,7 @@
-"""The exchange that a handler gets whose stream may be detached: what it sends goes to the stream's log, and whoever
-reads that passes it on."""
+"""The exchange that the handler of a detached stream gets.
+
+It writes the response to the stream's event log, and a reader sends the log to the client.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,13 @@ __all__ = ["LoggedExchange"]
 
 
 class LoggedExchange(Exchange):
-    """asked: the exchange of the connection. body: of the request, read already."""
+    """Exchange of a detached stream.
+
+    Args:
+        asked: Exchange of the connection that sent the request.
+        body: Body of the request.
+        stream: The stream.
+    """
 
     def __init__(self, asked: Exchange, body: bytes, stream: DetachedStream) -> None:
         self.method, self.path, self.query = asked.method, asked.path, asked.query
@@ -31,7 +39,7 @@ class LoggedExchange(Exchange):
 
     async def start(self, status: int, headers: HeaderFields) -> None:
         self._check(not self.started)
-        self._body = b""  # nobody asks for it from here on, and the response may last long
+        self._body = b""  # The handler has read it. Free the memory, because the response may take long.
         self._stream.begin(status, headers)
 
     async def send(self, data: bytes) -> None:
@@ -45,4 +53,4 @@ class LoggedExchange(Exchange):
     @staticmethod
     def _check(is_in_order: bool) -> None:
         if not is_in_order:
-            raise RuntimeError("a response is started once, then sent, then finished")
+            raise RuntimeError("wrong order of calls: a response is started once, then sent, then finished")

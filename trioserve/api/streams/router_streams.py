@@ -1,15 +1,16 @@
-"""Streams that routers ask for: they outlive the router that asked, for a few seconds, so that another one may go on.
+"""Streams that routers request. They outlive their router for a few seconds, so that another router can take over.
 
-A router that dies closes its connections without a word, and so does one whose client has left. So the router says
-which of them it was: it ends what its client does not want, by name, and its silence means that it is gone. Only a
-router that sends `X-Trioserve-Keep` has its streams kept; for everybody else leaving cancels as ever.
+A router that dies closes its connections without a message. A router whose client has left would look the same. So if
+a client has left, the router ends its stream by name. A closed connection alone means that the router has died. Only
+the streams of requests with the header `X-Trioserve-Keep` are kept. All other requests are cancelled when the
+connection closes.
 
-    router ── POST, x-trioserve-keep: NAME ──► endpoint      the head says x-trioserve-kept: SECONDS;reader=1
-           ── DELETE /v1/kept_streams/NAME?reader=1 ──►      its client has left: ended at once
-    another router ── GET /v1/kept_streams/NAME ──►          all of it from the first event on, as reader 2
+    router ── POST, x-trioserve-keep: NAME ──► endpoint      response header x-trioserve-kept: SECONDS;reader=1
+           ── DELETE /v1/kept_streams/NAME?reader=1 ──►      the client has left: the stream ends at once
+    another router ── GET /v1/kept_streams/NAME ──►          all events from the first, as reader 2
 
-The name is as good as the stream: whoever knows it may read it. Routers make it from the caller, the request's id and
-its body, so that nobody else's retry can have it.
+Knowing the name is enough to read the stream. Routers derive the name from the caller, the request's id and its body,
+so that another caller's retry cannot get the stream.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from trioserve.api.error_responses import refusal
 from trioserve.api.streams.detached_stream import DetachedStream
-from trioserve.api.streams.detached_streams import DetachedStreams, Wish
+from trioserve.api.streams.detached_streams import DetachedStreams, StreamRequest
 from trioserve.api.streams.settings import DetachSettings
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.store.stored_objects import is_id
@@ -30,58 +31,91 @@ if TYPE_CHECKING:
 __all__ = ["KEEP_HEADER", "KEPT_HEADER", "RouterStreams"]
 
 KEEP_HEADER = "x-trioserve-keep"
-"""Of a request: the name of its stream."""
+"""Request header: name of the stream."""
 KEPT_HEADER = "x-trioserve-kept"
-"""Of a response: for how many seconds it goes on without a reader, and which reader this one is."""
+"""Response header: seconds that the stream continues without a reader, and the number of this reader."""
 
 
 class RouterStreams(DetachedStreams):
-    """The table of them. Unlike a stream that a client wants detached, one that finds no room is served all the same,
-    and only not kept; and its events are not numbered, since they have ids of their own."""
+    """All streams that routers requested.
+
+    There are two differences to streams that clients request. If the table is full, the request is served and its
+    stream is not kept. Events get no numbers here, because they have ids already.
+
+    Args:
+        settings: Limits.
+
+    Attributes:
+        taken_over_total: Streams that a second router took over.
+        expired_total: Running streams that ended because no router took over.
+    """
 
     def __init__(self, settings: DetachSettings) -> None:
         super().__init__(settings)
         self.taken_over_total = 0
         self.expired_total = 0
 
-    def wish_of(self, context: RequestContext) -> Wish | None:
-        """Raises InvalidRequest."""
+    def requested_stream(self, context: RequestContext) -> StreamRequest | None:
+        """Return the stream that a router's request asks for, or None.
+
+        Args:
+            context: The request.
+
+        Raises:
+            InvalidRequest: The name of the stream is invalid.
+        """
         name = context.exchange.headers.get(KEEP_HEADER)
         if name is None or context.exchange.method != "POST" or self._settings.seconds_max <= 0 or self._is_draining:
             return None
         if not is_id(name):
             raise InvalidRequest(
-                f"X-Trioserve-Keep is {name[:80]!r}: it names a stream, in up to 128 letters, digits and -_.:",
+                f"X-Trioserve-Keep is {name[:80]!r}: send a name for the stream, in up to 128 letters, digits and -_.:",
                 param="X-Trioserve-Keep",
             )
-        return Wish(name, self._settings.seconds_max)
+        return StreamRequest(name, self._settings.seconds_max)
 
     def find(self, stream_id: str, owner: str | None) -> DetachedStream:
-        """Raises Refusal (404)."""
+        """Return a stream.
+
+        Args:
+            stream_id: Name of the stream.
+            owner: Caller that asks. Only the owner can find a stream.
+
+        Raises:
+            Refusal: No stream of this name is kept (404).
+        """
         stream = self._streams.get((owner, stream_id))
         if stream is None:
-            raise refusal("stream_not_found", f"no stream {stream_id[:80]!r} is kept here, or not any more")
+            raise refusal("stream_not_found", f"there is no stream {stream_id[:80]!r}, or its time has passed")
         return stream
 
     def head_fields(self, stream: DetachedStream, reader: int) -> HeaderFields:
-        """What a reader is told of the stream."""
+        """Return the header field with the time limit and the reader's number.
+
+        Args:
+            stream: The stream.
+            reader: Number of the reader, from 1.
+        """
         return ((KEPT_HEADER, f"{self._settings.seconds_max:g};reader={reader}"),)
 
     # --- inside ---
 
-    def _make(self, context: RequestContext, wish: Wish) -> DetachedStream | None:
-        existing = self._streams.get((context.owner, wish.stream_id))
+    def _make(self, context: RequestContext, asked: StreamRequest) -> DetachedStream | None:
+        existing = self._streams.get((context.owner, asked.stream_id))
         if existing is None:
             if not self._has_room():
                 return None
         elif existing.has_reader:
-            return None  # the same request once more, beside the first: it is served, and the first stays findable
+            return None  # A duplicate of a running request. It is served, and the first stream keeps the name.
         else:
-            self._remove(existing)  # nobody reads it, and its router has begun anew
-        return self._new_stream(context, wish, is_numbered=False)
+            self._remove(existing)  # The stream has no reader: its router has restarted the request.
+        return self._new_stream(context, asked, is_numbered=False)
 
     def _has_room(self) -> bool:
-        """Takes the oldest away that is over and not read, if there are too many."""
+        """Return True if another stream can be kept.
+
+        If necessary, remove the oldest finished stream without a reader.
+        """
         if len(self._streams) < self._settings.streams_max:
             return True
         done = next(

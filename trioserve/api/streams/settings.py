@@ -1,4 +1,4 @@
-"""Whether a streamed response may go on without its client, for how long, and how much of it is kept."""
+"""Limits for streams that continue without their client: time, number and size."""
 
 from __future__ import annotations
 
@@ -8,17 +8,25 @@ __all__ = ["ROUTER_GRACE", "DetachSettings"]
 
 
 class DetachSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """seconds_max: what a request may ask for; 0: nothing goes on. streams_max: at a time, of all callers, those whose
-    clients are there included; streams_of_one_max: of one. bytes_max: of the events of one; so of all together, and of
-    one caller, the product is the bound."""
+    """Limits for detached streams. The size of all kept events is at most `streams_max` * `bytes_max`.
+
+    Attributes:
+        seconds_max: Longest time without a reader that a request may ask for. 0: no stream outlives its client.
+        streams_max: Streams of all callers at a time, including streams whose client is connected.
+        streams_of_one_max: Streams of one caller at a time.
+        bytes_max: Size of the kept events of one stream.
+    """
 
     seconds_max: float = 0.0
-    streams_max: int = 64  # as many as run at a time by default
+    streams_max: int = 64  # the default number of running requests
     streams_of_one_max: int = 32
-    bytes_max: int = 2**20  # some 5,000 tokens, each an event of 200 bytes
+    bytes_max: int = 2**20  # about 5,000 tokens, each an event of 200 bytes
 
 
 ROUTER_GRACE = DetachSettings(seconds_max=5.0, streams_max=256, streams_of_one_max=256)
-"""Of streams that a router asks for, which are those of all its clients. Five seconds: a client that has lost its
-connection asks again within two or three. All of a stream is kept, also while it is read, so the number bounds the
-bytes, 256 MiB; streams beyond it are served, and not kept."""
+"""Limits for streams that routers request. A router sends the requests of all its clients as one caller.
+
+Five seconds, because a client that has lost its connection retries within two or three seconds. All events of a stream
+are kept, also while somebody reads. So `streams_max` bounds the memory, to 256 MiB. Streams beyond this number are
+served but not kept.
+"""

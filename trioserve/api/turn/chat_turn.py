@@ -1,14 +1,14 @@
-"""One turn of a conversation as a scope: what all chat-like APIs are made of.
+"""One turn of a conversation as an async context manager. All chat-like APIs use it.
 
-`async with chat_turn(context, request) as turn:` takes a place in the queue; leaving ends what still runs, in whichever
-way. Inside, the response is read once: with `read`, piece by piece and in order, or with `collect`, whole.
+Entering puts the request into the queue. Leaving cancels whatever still runs. Inside, the caller reads the response
+once: piece by piece with `read`, or whole with `collect`.
 
     async with chat_turn(context, request) as turn:
         await turn.wait_until_begun()
-        await turn.read(take, keep_alive=context.keep_alive)    # await take(choice_index, parts, delta)
+        await turn.read(take, keep_alive=context.keep_alive)    # calls: await take(choice_index, parts, delta)
     turn.usage()
 
-A turn without a request of HTTP (a background task) is made with ChatTurn itself, which takes how its stream is made.
+A turn that no HTTP request waits for (a background task) creates ChatTurn itself, with its own `generate`.
 """
 
 from __future__ import annotations
@@ -48,16 +48,27 @@ if TYPE_CHECKING:
 __all__ = ["ChatTurn", "Generate", "Take", "chat_turn"]
 
 Generate = Callable[["Prompt", "SamplingParams"], "RequestStream"]
-"""A request to the engine in the caller's name, as RequestContext.generate makes it."""
+"""Function that creates the engine's stream for a request in the caller's name, such as RequestContext.generate."""
 
 Take = Callable[[int, list[ResponsePart], Delta], Awaitable[None]]
-"""choice_index, the parts that are new, and the delta that brought them: its token_ids, logprobs, and whether it is the
-choice's last one (finish_reason; then ChatTurn.choices[choice_index].finish_reason is the one to show)."""
+"""Function that receives one piece of the response: the choice index, the new parts, and the delta that they come from.
+
+The delta has the token ids and log probabilities. In the last delta of a choice, finish_reason is set. The finish
+reason for the client is then ChatTurn.choices[choice_index].finish_reason.
+"""
 
 
 def chat_turn(context: RequestContext, request: TurnRequest, resumption: Resumption | None = None) -> ChatTurn:
-    """A turn in this caller's name. resumption: None where it neither began elsewhere nor goes on there. Raises
-    InvalidRequest."""
+    """Create a turn in the name of the caller of `context`.
+
+    Args:
+        context: The HTTP request that asks for the turn.
+        request: The turn.
+        resumption: Resume state. None if the response neither continues an earlier one nor can be continued later.
+
+    Raises:
+        InvalidRequest: The request cannot be served.
+    """
 
     def generate(prompt: Prompt, sampling: SamplingParams) -> RequestStream:
         if resumption is None:
@@ -81,17 +92,31 @@ def chat_turn(context: RequestContext, request: TurnRequest, resumption: Resumpt
         generate,
         new_id=new_id or (lambda _: context.clock_and_ids.new_request_id()),
         is_partial=never_partial if resumption is None else resumption.is_partial,
-        may_go_on=resumption is not None and resumption.is_resumable,
+        is_resumable=resumption is not None and resumption.is_resumable,
         bound=context.response_bound,
     )
 
 
 class ChatTurn:
-    """stream: the engine's side; held KV, prompt tokens and their log probabilities are its own. choices: by index;
-    there once it is entered. is_partial: see read_streams. may_go_on: see TurnChoice. is_plain: nothing is parsed out
-    of the response: its deltas may as well be read from the stream as they are.
+    """One turn: a request to the engine, and a parser for each of its choices.
 
-    Entering raises what entering a RequestStream raises, and then holds nothing.
+    Entering raises what entering a RequestStream raises. If entering fails, nothing stays reserved.
+
+    Args:
+        engine: Engine that runs the request.
+        request: The turn.
+        generate: Creates the engine's stream.
+        new_id: Returns a new id for a tool call, from a choice index.
+        is_partial: Returns True for the last delta of an aborted choice if the client gets the partial result. See
+            read_streams.
+        is_resumable: The client may continue an interrupted response later. See TurnChoice.
+        bound: Limit for the size of the response. Default: no limit.
+
+    Attributes:
+        stream: The engine's stream, with the prompt tokens, their log probabilities, and KV blocks held for another
+            engine.
+        choices: The choices by index. Empty until the turn is entered.
+        is_plain: All text is content and needs no parser. The caller may read deltas directly from the stream.
     """
 
     def __init__(
@@ -102,12 +127,12 @@ class ChatTurn:
         *,
         new_id: Callable[[int], str],
         is_partial: IsPartial = never_partial,
-        may_go_on: bool = False,
+        is_resumable: bool = False,
         bound: ResponseBound | None = None,
     ) -> None:
         self._bound = bound or ResponseBound()
         self.is_partial = is_partial
-        self._may_go_on = may_go_on
+        self._is_resumable = is_resumable
         self._engine = engine
         self._request = request
         self._new_id = new_id
@@ -147,7 +172,7 @@ class ChatTurn:
                 None if self.is_plain else self._new_parser(),
                 calls_max=None if self._request.parallel_tool_calls else 1,
                 new_call_id=functools.partial(self._new_call_id, index),
-                may_go_on=self._may_go_on,
+                is_resumable=self._is_resumable,
             )
             for index in range(self.stream.choice_count)
         ]
@@ -159,20 +184,33 @@ class ChatTurn:
         await self.stream.__aexit__(kind, error, traceback)
 
     async def wait_until_begun(self) -> None:
-        """Returns when the request runs, and so its response may begin with status 200. Raises what ended it in the
-        queue."""
+        """Return when the request runs, so that the response may begin with status 200.
+
+        Raises:
+            TrioserveError: The request ended in the queue.
+        """
         await wait_until_begun(self.stream)
 
     async def skip_known(self, skip: Callable[[list[ResponsePart], Delta], object]) -> None:
-        """Give `skip` what the response so far gave, where it goes on: as `read` would, and without showing it."""
+        """Process the known part of a resumed response without sending it to the client.
+
+        Args:
+            skip: Receives the same parts and deltas that `read` would give.
+        """
         await skip_known([self.stream], lambda _, delta: skip(self.choices[delta.index].take(delta), delta))
 
     async def read(self, take: Take, *, keep_alive: KeepAlive | None = None) -> None:
-        """Give every piece to `take(choice_index, parts, delta)`, one at a time, until all choices have ended. A piece
-        may have no parts.
+        """Give each piece of the response to `take`, one at a time, until all choices have ended.
 
-        Raises what read_streams raises: so a choice that was aborted, or whose deadline has passed, ends with an error,
-        after what it had said; a call that it had begun has no ToolCallEnd then.
+        If a choice is aborted or its deadline passes, `take` first gets its last text. A tool call that the choice had
+        begun gets no ToolCallEnd.
+
+        Args:
+            take: Receives each piece. A piece may have no parts.
+            keep_alive: Fills silences of the response. Default: nothing is sent.
+
+        Raises:
+            TrioserveError: A choice was aborted, its deadline passed, or its engine failed. See read_streams.
         """
 
         async def take_delta(_: int, delta: Delta) -> None:
@@ -186,8 +224,14 @@ class ChatTurn:
         await read_streams([self.stream], take_next, keep_alive=keep_alive, is_partial=self.is_partial)
 
     async def collect(self, note: Callable[[Delta], None] = lambda _: None) -> list[CollectedChoice]:
-        """Every choice, complete, with what was known of it. note: called when a delta comes. Raises what `read`
-        raises."""
+        """Return all choices when they are complete. A resumed response includes its known part.
+
+        Args:
+            note: Called with each new delta.
+
+        Raises:
+            TrioserveError: As `read`.
+        """
         collected = [CollectedChoice() for _ in self.choices]
         await self.skip_known(lambda parts, delta: collected[delta.index].take(self.choices[delta.index], parts, delta))
 
@@ -205,5 +249,5 @@ class ChatTurn:
         return self._engine.families.call_id(self._new_id(choice_index))
 
     def usage(self) -> Usage:
-        """Tokens so far, of all choices."""
+        """Return the token counts of all choices so far."""
         return usage_of([self.stream], reasoning_token_count=sum(c.reasoning_token_count for c in self.choices))

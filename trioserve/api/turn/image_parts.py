@@ -1,4 +1,4 @@
-"""Images in messages of OpenAI's chat shape, whichever API they came by. What is in them is looked at later."""
+"""Images in chat messages in OpenAI's shape, for all APIs. Later code decodes the images."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trioserve.contracts.errors import InvalidRequest
 __all__ = ["Piece", "check_image_part", "image_part", "joined_content", "pieces_of"]
 
 Piece = str | dict[str, Any]
-"""A text, or a part that is an image."""
+"""A text, or an image part."""
 
 
 def image_part(url: str) -> dict[str, Any]:
@@ -18,7 +18,15 @@ def image_part(url: str) -> dict[str, Any]:
 
 
 def check_image_part(part: dict[str, Any], path: str) -> None:
-    """Raises InvalidRequest, naming the field, if it has no URL."""
+    """Check that an image part has a URL.
+
+    Args:
+        part: Content part of the type "image_url".
+        path: Field name of the part, for the error.
+
+    Raises:
+        InvalidRequest: The URL is missing, empty or no string. The error names the field.
+    """
     url = part.get("image_url")
     if isinstance(url, dict):
         path, url = f"{path}.image_url.url", url.get("url")
@@ -29,8 +37,15 @@ def check_image_part(part: dict[str, Any], path: str) -> None:
 
 
 def joined_content(pieces: Iterable[Piece], between: str) -> str | list[dict[str, Any]]:
-    """A message's content of these, without empty texts; those that follow each other become one, with `between` in
-    the middle. A text if there are no images."""
+    """Return a message content made of these pieces.
+
+    Args:
+        pieces: Texts and image parts. Empty texts are left out.
+        between: Separator between adjacent texts, which become one text part.
+
+    Returns:
+        A string if there are no images, otherwise a list of content parts.
+    """
     parts: list[dict[str, Any]] = []
     for piece in pieces:
         if isinstance(piece, dict):
@@ -50,7 +65,11 @@ def joined_content(pieces: Iterable[Piece], between: str) -> str | list[dict[str
 
 
 def pieces_of(content: str | list[dict[str, Any]]) -> list[Piece]:
-    """Of a content that joined_content gave."""
+    """Return the pieces of a content that joined_content made.
+
+    Args:
+        content: A string or a list of text and image parts.
+    """
     if isinstance(content, str):
         return [content]
     return [part["text"] if part["type"] == "text" else part for part in content]

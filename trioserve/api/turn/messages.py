@@ -1,4 +1,4 @@
-"""Which messages are taken: roles, contents, tool calls and their results, in OpenAI's chat shape."""
+"""Checks of chat messages in OpenAI's shape: roles, contents, tool calls and tool results."""
 
 from __future__ import annotations
 
@@ -13,20 +13,26 @@ __all__ = ["check_messages"]
 
 
 def check_messages(messages: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """The messages themselves. Raises InvalidRequest, naming the field by its path, for what a template could not make
-    text of."""
+    """Return the messages unchanged if a chat template can render them.
+
+    Args:
+        messages: Value of the field "messages".
+
+    Raises:
+        InvalidRequest: A message is malformed. The error names the field by its path.
+    """
     if not messages:
         raise InvalidRequest("messages is empty, at least one is needed", param="messages")
-    # First of all: the checks below print what is wrong, and printing is recursive, too.
+    # This check must be first: it limits the nesting depth. The other checks print values, and printing is recursive.
     check_shape(messages, "messages")
     call_ids: set[str] = set()
     for index, message in enumerate(messages):
-        place = f"messages[{index}]"
-        _check_message(message, place)
+        path = f"messages[{index}]"
+        _check_message(message, path)
         if message["role"] == "assistant":
-            call_ids |= _call_ids(message, place)
+            call_ids |= _call_ids(message, path)
         elif message["role"] == "tool":
-            _check_result(message, place, call_ids)
+            _check_result(message, path, call_ids)
     return messages
 
 
@@ -49,50 +55,50 @@ def _check_message(message: dict[str, Any], path: str) -> None:
         _check_part(part, f"{path}.content[{index}]")
 
 
-def _call_ids(message: dict[str, Any], place: str) -> set[str]:
+def _call_ids(message: dict[str, Any], path: str) -> set[str]:
     calls = message.get("tool_calls")
     if calls is None:
         return set()
     if not isinstance(calls, list):
-        raise InvalidRequest(f"{place}.tool_calls must be a list", param=f"{place}.tool_calls")
-    return {_call_id(call, f"{place}.tool_calls[{index}]") for index, call in enumerate(calls)}
+        raise InvalidRequest(f"{path}.tool_calls must be a list", param=f"{path}.tool_calls")
+    return {_call_id(call, f"{path}.tool_calls[{index}]") for index, call in enumerate(calls)}
 
 
-def _call_id(call: object, place: str) -> str:
-    """That its arguments are JSON is seen where the template's messages are made."""
+def _call_id(call: object, path: str) -> str:
+    """Return the id of a tool call. Later code checks that the arguments are JSON."""
     if not isinstance(call, dict):
         raise InvalidRequest(
-            f'{place} must be an object: {{"id": "...", "type": "function", "function": {{"name": "...", '
+            f'{path} must be an object: {{"id": "...", "type": "function", "function": {{"name": "...", '
             '"arguments": "..."}}',
-            param=place,
+            param=path,
         )
     call_id = call.get("id")
     if not isinstance(call_id, str) or not call_id:
-        raise InvalidRequest(f"{place} has no id: a non-empty string is needed", param=f"{place}.id")
+        raise InvalidRequest(f"{path} has no id: a non-empty string is needed", param=f"{path}.id")
     if call.get("type", "function") != "function":
-        raise InvalidRequest(f'{place}.type is {shown(call["type"])}, allowed is "function"', param=f"{place}.type")
+        raise InvalidRequest(f'{path}.type is {shown(call["type"])}, allowed is "function"', param=f"{path}.type")
     function = call.get("function")
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(name, str) or not name:
-        raise InvalidRequest(f"{place}.function has no name: a non-empty string is needed", param=f"{place}.function")
+        raise InvalidRequest(f"{path}.function has no name: a non-empty string is needed", param=f"{path}.function")
     if not isinstance(function.get("arguments", ""), str | dict):
         raise InvalidRequest(
-            f"{place}.function.arguments must be a JSON object in a string", param=f"{place}.function.arguments"
+            f"{path}.function.arguments must be a JSON object in a string", param=f"{path}.function.arguments"
         )
     return call_id
 
 
-def _check_result(message: dict[str, Any], place: str, call_ids: set[str]) -> None:
+def _check_result(message: dict[str, Any], path: str, call_ids: set[str]) -> None:
     call_id = message.get("tool_call_id")
     if not isinstance(call_id, str) or not call_id:
         raise InvalidRequest(
-            f"{place} is of the role tool and has no tool_call_id: the id of the call whose result it is, is needed",
-            param=f"{place}.tool_call_id",
+            f"{path} is of the role tool and has no tool_call_id: send the id of the call that it answers",
+            param=f"{path}.tool_call_id",
         )
     if call_id not in call_ids:
         raise InvalidRequest(
-            f"{place}.tool_call_id is {shown(call_id)}, but no assistant message before it has a call with this id",
-            param=f"{place}.tool_call_id",
+            f"{path}.tool_call_id is {shown(call_id)}, but no assistant message before it has a call with this id",
+            param=f"{path}.tool_call_id",
         )
 
 

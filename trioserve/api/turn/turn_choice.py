@@ -1,4 +1,4 @@
-"""One choice of a turn while it is read: its deltas become parts, and its end a finish reason that tells of calls."""
+"""One choice of a turn: turns its deltas into parts, and decides its finish reason from its tool calls."""
 
 from __future__ import annotations
 
@@ -28,13 +28,21 @@ TurnFinish = Literal["stop", "length", "tool_calls", "abort"]
 
 
 class TurnChoice:
-    """index: of the choice. finish_reason: known with the choice's last delta. "tool_calls" means that every call of
-    the response is complete; with "length" the last one may have been cut off, and then it had no ToolCallEnd.
-    reasoning_token_count: of its tokens so far, those of thoughts.
+    """One choice while it is read.
 
-    parser: None: all text is content. may_go_on: whoever has a choice that was cut off is shown the rest of it alone,
-    so that of what may still become something else nothing is shown then. calls_max: of calls beyond it no part is
-    given. new_call_id: for a call to which the model gave no id.
+    Args:
+        index: Index of the choice.
+        parser: Parser of the model family. None: all text is content.
+        calls_max: Tool calls beyond this number are dropped. None: no limit.
+        new_call_id: Returns an id for a call to which the model gave none.
+        is_resumable: The client may resume an aborted choice and then gets only the rest. So at an abort, text that the
+            parser holds back is not sent.
+
+    Attributes:
+        finish_reason: None until the last delta. "tool_calls" means that all calls are complete. With "length" the last
+            call may be incomplete, and then it has no ToolCallEnd.
+        reasoning_token_count: Number of reasoning tokens so far. An estimate for deltas that contain reasoning and
+            other text.
     """
 
     def __init__(
@@ -44,41 +52,45 @@ class TurnChoice:
         *,
         calls_max: int | None,
         new_call_id: Callable[[], str],
-        may_go_on: bool = False,
+        is_resumable: bool = False,
     ) -> None:
         self.index = index
         self.finish_reason: TurnFinish | None = None
         self.reasoning_token_count = 0
         self._parser = parser
         self._calls_max = calls_max
-        self._may_go_on = may_go_on
+        self._is_resumable = is_resumable
         self._new_call_id = new_call_id
         self._begun_count = self._ended_count = 0
         self._is_thinking = False
 
     def take(self, delta: Delta) -> list[ResponsePart]:
-        """The parts that this delta brings; none while the parser waits for more."""
+        """Return the parts of a delta. Empty while the parser holds text back.
+
+        Args:
+            delta: Next output of the choice.
+        """
         if self._parser is None:
             if delta.finish_reason is not None:
-                self.finish_reason = _own_end(delta.finish_reason)
+                self.finish_reason = _turn_finish(delta.finish_reason)
             return [ContentText(delta.text)] if delta.text else []
         parsed = self._parser.feed(delta.text) if delta.text else []
         if delta.finish_reason is not None:
-            if not (self._may_go_on and is_cut_off(delta.finish_reason)):
+            if not (self._is_resumable and is_cut_off(delta.finish_reason)):
                 parsed += self._parser.end()
-        elif len(parsed) == 1 and type(parsed[0]) is ContentText:  # what most deltas are
+        elif len(parsed) == 1 and type(parsed[0]) is ContentText:  # the usual case, kept fast
             self._is_thinking = False
             return parsed
-        self._count_thought(delta, parsed)
-        parts = [part for part in map(self._own, parsed) if part is not None]
+        self._count_reasoning(delta, parsed)
+        parts = [part for part in map(self._shown_part, parsed) if part is not None]
         if delta.finish_reason is not None:
-            self.finish_reason = _own_end(delta.finish_reason)
+            self.finish_reason = _turn_finish(delta.finish_reason)
             if self.finish_reason == "stop" and self._begun_count and self._begun_count == self._ended_count:
                 self.finish_reason = "tool_calls"
         return parts
 
-    def _own(self, part: ResponsePart) -> ResponsePart | None:
-        """The part as it is shown, if it is."""
+    def _shown_part(self, part: ResponsePart) -> ResponsePart | None:
+        """Return the part as the client gets it, or None if it is dropped."""
         if isinstance(part, ContentText | ReasoningText):
             return part
         if self._calls_max is not None and part.index >= self._calls_max:
@@ -90,24 +102,30 @@ class TurnChoice:
             self._ended_count += 1
         return part
 
-    def _count_thought(self, delta: Delta, parts: Sequence[ResponsePart]) -> None:
-        """Tokens of one delta belong to what its parts are; of a mixed one, by the share of their text."""
-        thought = other = 0
+    def _count_reasoning(self, delta: Delta, parts: Sequence[ResponsePart]) -> None:
+        """Count the reasoning tokens of a delta. If it also has other text, count in proportion to text lengths."""
+        reasoning = other = 0
         for part in parts:
             if isinstance(part, ReasoningText):
-                thought += len(part.text)
+                reasoning += len(part.text)
                 self._is_thinking = True
             else:
                 other += len(part.text) if isinstance(part, ContentText | ToolCallArguments) else 1
                 self._is_thinking = False
-        if thought and other:
-            self.reasoning_token_count += round(len(delta.token_ids) * thought / (thought + other))
-        elif thought or (self._is_thinking and not other):
+        if reasoning and other:
+            self.reasoning_token_count += round(len(delta.token_ids) * reasoning / (reasoning + other))
+        elif reasoning or (self._is_thinking and not other):
             self.reasoning_token_count += len(delta.token_ids)
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A complete call. arguments: JSON text, as the model wrote it."""
+    """A complete tool call.
+
+    Attributes:
+        id: Id of the call.
+        name: Name of the function.
+        arguments: JSON text as the model wrote it.
+    """
 
     id: str
     name: str
@@ -115,13 +133,17 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpenCalls:
-    """Calls whose parts come one by one."""
+    """Tool calls whose parts arrive one by one."""
 
     def __init__(self) -> None:
         self._open: dict[int, tuple[ToolCallBegin, list[str]]] = {}
 
     def take(self, part: ResponsePart) -> ToolCall | None:
-        """The call that this part completes, if it does."""
+        """Return the call that this part completes, or None.
+
+        Args:
+            part: Next part of the response. Parts of other kinds are ignored.
+        """
         if isinstance(part, ToolCallBegin):
             self._open[part.index] = (part, [])
         elif isinstance(part, ToolCallArguments):
@@ -134,7 +156,12 @@ class OpenCalls:
 
 
 class CollectedChoice:
-    """One choice, put together from its parts. tool_calls: the complete ones; one that was cut off is left out."""
+    """One choice that is assembled from its parts.
+
+    Attributes:
+        tool_calls: The complete calls. Incomplete calls are left out.
+        weight_versions: Weight version of the output tokens, in runs of tokens. See add_versions.
+    """
 
     def __init__(self) -> None:
         self.contents: list[str] = []
@@ -151,17 +178,23 @@ class CollectedChoice:
 
     @property
     def content(self) -> str | None:
-        """None where there are calls and nothing but calls."""
+        """The content, or None if the choice has tool calls and no other text."""
         text = "".join(self.contents)
         return text if text or not self.tool_calls else None
 
     @property
     def reasoning(self) -> str | None:
-        """None where there is no thought."""
+        """The reasoning, or None if there is none."""
         return "".join(self.reasonings) or None
 
     def take(self, choice: TurnChoice, parts: Sequence[ResponsePart], delta: Delta) -> None:
-        """What TurnChoice gave of this delta."""
+        """Add the parts that TurnChoice made of a delta.
+
+        Args:
+            choice: The choice that made the parts.
+            parts: The new parts.
+            delta: The delta.
+        """
         for part in parts:
             if isinstance(part, ContentText):
                 self.contents.append(part.text)
@@ -178,9 +211,11 @@ class CollectedChoice:
             self.reasoning_token_count = choice.reasoning_token_count
 
 
-def _own_end(reason: FinishReason) -> TurnFinish:
-    """Others' ends are errors, and raised before they get here (see foreign_end), unless the client wants to have what
-    there is."""
+def _turn_finish(reason: FinishReason) -> TurnFinish:
+    """Return the finish reason for an end without tool calls.
+
+    Aborts and deadlines raise errors earlier (see foreign_end), unless the client asked for partial results.
+    """
     if is_cut_off(reason):
         return CUT_OFF
     return "length" if reason is FinishReason.LENGTH else "stop"

@@ -1,7 +1,7 @@
-"""What every chat-like API asks for, whatever its own shape: one turn of a conversation, as a value.
+"""The common request of all chat-like APIs: one turn of a conversation, as a value.
 
-A surface translates its body to this, and the parts of the turn (see chat_turn.py) back to its own events. Nothing of
-any surface is known here.
+Each API translates its request body to a TurnRequest, and the parts of the turn (see chat_turn.py) to its own events.
+This module knows no API.
 """
 
 from __future__ import annotations
@@ -25,15 +25,20 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 
 
 class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
-    """is_on: whether the model is to think; None: as its template does by itself. effort: for templates that know it.
-    budget_tokens: the thought is ended when it has as many."""
+    """Options for the model's reasoning.
+
+    Attributes:
+        is_on: Reasoning on or off. None: the template's default.
+        effort: Effort level, for templates that have one.
+        budget_tokens: The reasoning ends after this number of tokens. None: no limit.
+    """
 
     is_on: bool | None = None
     effort: ReasoningEffort | None = None
     budget_tokens: int | None = None
 
     def template_arguments(self) -> dict[str, Any]:
-        """Under the names that the templates of the families use."""
+        """Return the template arguments, under the names that the templates of the model families use."""
         arguments: dict[str, Any] = {}
         is_on = self.is_on
         if self.effort is not None:
@@ -46,14 +51,29 @@ class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One turn: the assistant's next message is asked for, n times.
+    """A request for the assistant's next message, in `sampling.n` choices.
 
-    messages: in the shape of OpenAI's chat API, checked with messages.check_messages; tool calls in "tool_calls", their
-    results in messages of the role "tool". tools: as there, {"type": "function", "function": {"name", "description",
-    "parameters", "strict"}}; those that tool_choice excludes may be among them. structured: the form of the text that
-    is no thought and no call. template_arguments: the caller's own go before those of `reasoning`. plain_prompt: a text
-    in the place of messages, for which there is no template; all of its response is content.
-    priority, cache_salt, kv_transfer_params, cut: see Engine.generate. shape: of the response, to bound its size.
+    Attributes:
+        messages: Messages in the shape of OpenAI's chat API, checked with messages.check_messages. Tool calls are in
+            "tool_calls", their results in messages of the role "tool".
+        sampling: Sampling options.
+        tools: Tools in OpenAI's shape: {"type": "function", "function": {"name", "description", "parameters",
+            "strict"}}. May include tools that tool_choice excludes.
+        tool_choice: Tools that the model may or must call.
+        parallel_tool_calls: True if the response may have more than one call.
+        structured: Schema or grammar for the content. Reasoning and tool calls are exempt.
+        reasoning: Options for the reasoning.
+        template_arguments: Arguments for the chat template. They override those of `reasoning`.
+        chat_template: Template that replaces the model's own.
+        add_generation_prompt: See ChatPrompt.
+        continue_final_message: See ChatPrompt.
+        priority: See Engine.generate.
+        cache_salt: See Engine.generate.
+        deadlines: Deadlines of the request.
+        kv_transfer_params: See Engine.generate.
+        cut: Truncation of the prompt. See Engine.generate.
+        plain_prompt: Prompt text that replaces the messages and uses no template. The whole response is content.
+        shape: Properties of the response that bound its size.
     """
 
     messages: list[dict[str, Any]]
@@ -77,11 +97,11 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
-        """Those that the model is shown, and may call."""
+        """The tools that the model sees and may call."""
         return self.tool_choice.offered(self.tools)
 
     def prompt(self) -> ChatPrompt:
-        """Of one that has messages."""
+        """Return the prompt. For turns with messages only."""
         return ChatPrompt(
             messages=self.messages,
             tools=self.offered_tools,
