@@ -135,16 +135,16 @@ def test_images_stand_where_they_are_among_the_texts() -> None:
     [
         ([], "messages", "empty"),
         ([user([{"type": "image", "source": {}}])], "messages[0].content[0].source", "must have a source"),
-        ([user("a"), assistant([{"type": "image", "source": {}}])], "messages[1].content[0]", "of the user alone"),
+        ([user("a"), assistant([{"type": "image", "source": {}}])], "messages[1].content[0]", "of the user only"),
         (
             [user("a"), assistant([use()]), user([result([{"type": "image", "source": {}}])])],
             "messages[2].content[0].content[0]",
-            "of the user alone",
+            "of the user only",
         ),
-        ([user([{"type": "document", "source": {"type": "base64"}}])], "messages[0].content[0].source", "is no text"),
+        ([user([{"type": "document", "source": {"type": "base64"}}])], "messages[0].content[0].source", "is not a"),
         ([user([result("x", "nobody")])], "messages[0].content[0].tool_use_id", "'nobody'"),
         ([user([use()])], "messages[0].content[0]", "tool_use is not allowed in a message of the role user"),
-        ([assistant([result()])], "messages[0].content[0]", "tool_result cannot stand"),
+        ([assistant([result()])], "messages[0].content[0]", "tool_result is not allowed"),
         ([user("a"), assistant([use()])], "messages[1]", "send the tool_result"),
     ],
 )

@@ -57,7 +57,7 @@ async def test_lines_are_no_http_requests_of_anybody(owner_of, batch_line, autoj
         assert 'handler="/v1/completions"' not in page
 
 
-@pytest.mark.parametrize("function", ["usage_of", "asked_line", "custom_id_of"])
+@pytest.mark.parametrize("function", ["usage_of", "line_request", "custom_id_of"])
 async def test_a_fault_in_a_batch_is_its_own(owner_of, batch_line, autojump_clock, monkeypatch, function):
     def broken(*_arguments, **_options):
         raise InjectedFault

@@ -172,7 +172,7 @@ async def test_one_that_lives_has_no_results_and_is_not_deleted(owner_of, autoju
     "requests, words",
     [
         ([], "requests"),
-        ([request("a"), request("a")], "came before"),
+        ([request("a"), request("a")], "used twice"),
         ([request("")], "custom_id"),
         ([request("a b")], "custom_id"),
         ([request("a" * 65)], "custom_id"),

@@ -32,7 +32,7 @@ async def test_every_route_is_described_and_nothing_else() -> None:
         assert body["guidance"]["anyOf"][0] == {"type": "number", "minimum": 0.0, "maximum": 100.0}
         assert body["style"] == {
             "type": "null",
-            "description": "not supported: write into the prompt what it should look like",
+            "description": "not supported: describe the style in the prompt",
         }
 
 
@@ -84,7 +84,7 @@ async def test_paths_of_texts_say_that_pictures_are_made(path: str) -> None:
         response = await server.client().post(path, {"prompt": "x"})
         assert response.status == 404
         assert response.headers["x-trioserve-reason"] == "makes_pictures"
-        assert b"makes pictures and no texts" in await response.read()
+        assert b"generates images, not text" in await response.read()
 
 
 @pytest.mark.parametrize("path", [PATH, "/v1/images/edits"])

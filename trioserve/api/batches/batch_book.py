@@ -1,10 +1,11 @@
-"""What of a batch is in the store: its record and its two files, changed together or not at all.
+"""The stored part of a batch: its state and its two output files, which always change in one transaction.
 
-Several lines that end while one write is under way go into the next one together, so that a disk that takes
-milliseconds for each write does not decide how fast a batch is.
+Lines that finish while a write runs are written together by the next write. So the latency of the disk does not limit
+the speed of a batch.
 
-While the disk is full, lines that are done wait in memory, within a bound, and no further line is asked. Final states
-do not wait: the store shows them at once, and writes them when there is room (Store.settle).
+While the disk is full, finished lines wait in memory up to a limit, and no further line is sent to the engine. Terminal
+statuses do not wait: readers of the store see them at once, and the store writes them when the disk has space
+(Store.settle).
 """
 
 from __future__ import annotations
@@ -31,23 +32,29 @@ from trioserve.store.stored_objects import AppendBlob, Change, DeleteObject, Put
 
 __all__ = ["BatchBook", "BatchGone", "DoneLine"]
 
-RESERVE_BYTES = 16_384  # what a record may have more at its end than at its beginning; in a full store it has to fit
-DONE_BEYOND_MAX = 1024  # lines that may be done while one before them is not: each is a number in the record
-WAITING_BYTES_MAX = (
-    16 * 2**20
-)  # of the lines of one batch that wait for a full disk; at most four batches run at a time
+RESERVE_BYTES = 16_384  # growth of the state until the end of the batch, which must fit even into a full store
+DONE_BEYOND_MAX = 1024  # lines that may be done after an unfinished line; the state contains all their numbers
+WAITING_BYTES_MAX = 16 * 2**20  # lines of one batch that wait for a full disk; at most four batches run at a time
 RETRY_SECONDS_MIN = 0.5
-RETRY_SECONDS_MAX = 5.0  # so soon after there is room the batch resumes
+RETRY_SECONDS_MAX = 5.0  # longest time until a batch resumes after the disk has space again
 NOT_KEPT_CODE = "result_not_kept"
 
 
 class BatchGone(Exception):
-    """Somebody has deleted one of its files, or the time of the batch itself is over."""
+    """One of the batch's files was deleted, or the batch itself has expired."""
 
 
 class DoneLine(msgspec.Struct, frozen=True, kw_only=True):
-    """output: a line of JSON for one of the two files, as is_error says. is_dropped: it was not asked. end: offset of
-    what follows the line in the input."""
+    """A finished line.
+
+    Attributes:
+        number: Number of the line, from 0.
+        end: Offset in the input of the byte after the line.
+        output: Line of JSON for one of the two output files.
+        is_error: True if the output belongs to the error file.
+        is_dropped: True if the line was never sent to the engine.
+        usage: Token counts of the response.
+    """
 
     number: int
     end: int
@@ -58,11 +65,14 @@ class DoneLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchBook:
-    """What the store has of one batch. Writes raise StoreFull, StoreFault and BatchGone, and then nothing has changed.
+    """The stored part of one batch. If a write raises StoreFull, StoreFault or BatchGone, nothing has changed.
 
     Args:
-        record: as it is in the store, always: it changes when a write has come back.
-        is_input_shared: whether another batch that has not ended needs the same input.
+        store: The store.
+        batch_id: Id of the batch.
+        owner: Owner of the batch.
+        record: State of the batch in the store. The attribute changes when a write has succeeded.
+        is_input_shared: Returns True if another unfinished batch needs the same input file.
     """
 
     def __init__(
@@ -81,7 +91,7 @@ class BatchBook:
         self._kind = batch_kind(batch_id)
         self._store = store
         self._pending: list[DoneLine] = []
-        self._ends: dict[int, int] = {}  # of the lines in done_beyond
+        self._ends: dict[int, int] = {}  # end offsets of the lines in done_beyond, by line number
         self._writing = trio.Lock()
         self._progress = trio.Event()
         self._is_input_shared = is_input_shared
@@ -90,19 +100,21 @@ class BatchBook:
 
     @property
     def is_whole(self) -> bool:
-        """Every line is done."""
+        """True if all lines are done."""
         return 0 < self.record.total <= self.record.completed + self.record.failed
 
     async def create(self, *files: Change, quotas: Sequence[Quota] = ()) -> None:
-        """Write the batch and its mark, which holds room for its end.
+        """Write the batch and its marker. The marker reserves space for the end of the batch.
 
         Args:
-            files: written with it.
-            quotas: what their owners may have afterwards.
+            files: Changes to files that are written in the same transaction.
+            quotas: Limits for the owner's objects after the write.
 
         Raises:
-            StoreFull, StoreFault, QuotaExceeded: nothing is written.
-            BatchGone: a file that was to be replaced is gone.
+            StoreFull: The store is full. Nothing is written.
+            StoreFault: The disk refused the write. Nothing is written.
+            QuotaExceeded: The owner has too many objects. Nothing is written.
+            BatchGone: The input file was deleted. Nothing is written.
         """
         body = msgspec.json.encode(self.record)
         if self.file_kind != FILE_KIND:
@@ -115,27 +127,50 @@ class BatchBook:
         return number < self.record.line_next or number in self._ends or number in self.record.done_beyond
 
     def pass_over(self, number: int, end: int) -> None:
-        """A line that was done before this process began: where it ends is known now."""
+        """Note the end offset of a line that an earlier process finished.
+
+        Args:
+            number: Number of the line.
+            end: Offset in the input of the byte after the line.
+        """
         self._ends[number] = end
 
     async def wait_for_room(self, number: int) -> None:
-        """Returns when this line is not too far beyond the first one that is not done."""
+        """Wait until the line is close enough to the first unfinished line.
+
+        Args:
+            number: Number of the line.
+        """
         while number >= self.record.line_next + DONE_BEYOND_MAX:
             self._progress = trio.Event()
             await self._progress.wait()
 
     def drain(self) -> None:
-        """The server leaves: lines that wait for a full disk are handed to the store, which writes them at its end."""
+        """Note that the server shuts down.
+
+        Lines that wait for a full disk go to the store, which writes them at its end.
+        """
         self._is_draining = True
 
     async def move(self, status: BatchStatus, **fields: object) -> None:
-        """Write another status, together with all lines that have ended before. No full disk prevents it."""
+        """Write another status, and all lines that have finished. Succeeds even if the disk is full.
+
+        Args:
+            status: New status.
+            fields: Further fields of the state to change.
+        """
         async with self._writing:
             await self._settle(self.record.moved(status, self._store.now(), **fields), [])
 
     async def begin(self, total: int) -> None:
-        """It is in progress: its files are there, and empty. Those of Anthropic's API were made with the batch, since
-        each of its requests is told of whenever it ends. While the disk is full it waits, as `note` does."""
+        """Write the status in_progress, and create the output files.
+
+        A batch of Anthropic's API has its output files already, because its results must exist for each way that it can
+        end. If the disk is full, this method waits as `note` does.
+
+        Args:
+            total: Number of lines.
+        """
         async with self._writing:
             record = self.record
             record = record.moved(BatchStatus.IN_PROGRESS, self._store.now(), total=total)
@@ -143,25 +178,30 @@ class BatchBook:
             await self._write_when_there_is_room(record, files)
 
     def output_files(self) -> list[Change]:
-        """What makes them, empty."""
+        """Return the changes that create the empty output files."""
         record = self.record
         files: list[Change] = []
         for file_id, name in ((record.output_file_id, "output"), (record.error_file_id, "errors")):
             kept = FileRecord(filename=f"{self.batch_id}_{name}.jsonl", purpose="batch_output")
-            seconds = max(record.output_seconds or 0.0, self._seconds)  # they must not go before the batch ends
+            seconds = max(record.output_seconds or 0.0, self._seconds)  # they must not expire before the batch ends
             files += put_file(file_id, self.owner, kept, seconds=seconds, kind=self.file_kind)
         return files
 
     async def note(self, *lines: DoneLine) -> None:
-        """Returns when the lines are in the store. While the disk is full it waits and tries again: the time of the
-        batch bounds that, in the scope of the caller.
+        """Return when the lines are in the store.
+
+        While the disk is full, this method waits and retries. The caller's cancel scope has the time limit of the
+        batch.
+
+        Args:
+            lines: Finished lines.
 
         Raises:
-            StoreFull: a bound of the store's settings is reached.
-            BatchGone: a file is gone.
+            StoreFull: A limit of the store's settings is reached.
+            BatchGone: A file is gone.
         """
         for line in lines:
-            waiting_bytes = sum(len(one.output) for one in self._pending)
+            waiting_bytes = sum(len(pending.output) for pending in self._pending)
             has_room = not self._is_disk_full or waiting_bytes + len(line.output) <= WAITING_BYTES_MAX
             self._pending.append(line if has_room else _without_result(line))
         async with self._writing:
@@ -169,26 +209,45 @@ class BatchBook:
                 await self._write_when_there_is_room(self.record, [])
 
     async def settle_lines(self, *lines: DoneLine) -> None:
-        """The same for lines of a batch that ends: a full disk does not hold them up. Raises StoreFull and StoreFault
-        when even the store's memory has no room for them, and BatchGone."""
+        """Write lines of a batch that is ending. Succeeds even if the disk is full.
+
+        Args:
+            lines: Finished lines.
+
+        Raises:
+            StoreFull: Even the store's memory is full.
+            StoreFault: Even the store's memory is full.
+            BatchGone: A file is gone.
+        """
         self._pending += lines
         async with self._writing:
             if self._pending:
                 await self._write(self.record, [], is_final=True)
 
     async def fail(self, error: BatchError) -> None:
-        """The last status where no more can be done. Its message says how many lines have no result."""
+        """Write the status failed. The message says how many lines have no result.
+
+        Args:
+            error: Reason.
+        """
         with suppress(StoreFull, StoreFault):
-            # There is room now.
+            # Shrink the marker, to free the space that it reserved.
             await self._store.settle(ReplaceObject(kind=LIVE_KIND, id=self.batch_id, body=b"", must_exist=False))
         await self.close(BatchStatus.FAILED, errors=[error])
 
     async def close(self, status: BatchStatus, **fields: object) -> None:
-        """Write its last status; files without a line are deleted. No full disk prevents it, and no file that is gone.
+        """Write the terminal status, and delete output files without lines.
+
+        Succeeds even if the disk is full or a file is gone.
+
+        Args:
+            status: Terminal status.
+            fields: Further fields of the state to change.
 
         Raises:
-            BatchGone: the batch itself is gone.
-            StoreFull, StoreFault: the store's memory has no room even for this.
+            BatchGone: The batch itself is gone.
+            StoreFull: Even the store's memory is full.
+            StoreFault: Even the store's memory is full.
         """
         async with self._writing:
             record = self.record.moved(status, self._store.now(), **fields)
@@ -211,8 +270,11 @@ class BatchBook:
             self._is_disk_full = False
 
     async def _settle(self, record: BatchRecord, changes: list[Change]) -> None:
-        """Write the record with all that is pending; if there is no room, with errors in the place of results; if there
-        is still none, or a file is gone, alone."""
+        """Write the state and all pending lines, whatever happens.
+
+        If there is no space, replace results by errors. If there is still no space, or a file is gone, write the state
+        alone.
+        """
         try:
             await self._write(record, changes, is_final=True)
             return
@@ -228,7 +290,7 @@ class BatchBook:
         await self._write(record, changes, is_final=True)
 
     def _ending(self, record: BatchRecord) -> tuple[BatchRecord, list[Change]]:
-        """The final record and what happens to its files: those without a line go, the others live from now on."""
+        """Return the final state, and changes to the files: delete empty files, and start the lifetime of the rest."""
         counts = {record.output_file_id: record.completed, record.error_file_id: record.failed}
         changes: list[Change] = []
         for file_id, count in counts.items():
@@ -239,7 +301,7 @@ class BatchBook:
                     kind=self.file_kind, id=file_id, body=None, seconds=record.output_seconds, must_exist=False
                 )
                 changes.append(kept)
-        if record.input_expires_at is not None and not self._is_input_shared():  # it was kept for the batch
+        if record.input_expires_at is not None and not self._is_input_shared():  # the batch had extended it
             seconds = max(1.0, record.input_expires_at - self._store.now())
             changes.append(
                 ReplaceObject(
@@ -254,7 +316,13 @@ class BatchBook:
         return record, changes
 
     async def _write(self, record: BatchRecord, changes: list[Change], *, is_final: bool = False) -> None:
-        """Write the record, with all that is pending, and the changes. is_final: whatever the disk does."""
+        """Write the state, all pending lines, and the changes, in one transaction.
+
+        Args:
+            record: New state, without the pending lines.
+            changes: Further changes.
+            is_final: True if the store must accept the write even if the disk refuses it.
+        """
         lines, self._pending = self._pending, []
         ends = {**self._ends, **{line.number: line.end for line in lines}}
         record, ends = _counted(record, lines, ends)
@@ -270,7 +338,7 @@ class BatchBook:
             kind=self._kind,
             id=self.batch_id,
             body=msgspec.json.encode(record),
-            seconds=self._store.seconds_max if record.is_final else None,  # from its end on
+            seconds=self._store.seconds_max if record.is_final else None,  # the lifetime begins at the end of the batch
             is_evictable=record.is_final,  # otherwise a caller could fill the store with batches that fail at once
         )
         write = self._store.settle if is_final else self._store.write
@@ -292,12 +360,12 @@ class BatchBook:
 
     @property
     def _seconds(self) -> float:
-        """The life of what it needs: until it ends at the latest, and then as long as anything."""
+        """Lifetime of objects that the batch needs: until its time limit, plus the store's default."""
         return max(0.0, self.record.expires_at - self._store.now()) + self._store.seconds_max
 
 
 def _counted(record: BatchRecord, lines: list[DoneLine], ends: dict[int, int]) -> tuple[BatchRecord, dict[int, int]]:
-    """The record with these lines done; and the ends of those that are done beyond the first one that is not."""
+    """Return the state with these lines done, and the end offsets of the lines in done_beyond."""
     usage = record.usage
     for line in lines:
         usage = usage.plus(line.usage)
@@ -306,7 +374,7 @@ def _counted(record: BatchRecord, lines: list[DoneLine], ends: dict[int, int]) -
         offset_next = ends.pop(line_next)
         line_next += 1
     failed = sum(line.is_error for line in lines)
-    # Those of an earlier process that were not met again yet are kept as they are.
+    # Keep the numbers from an earlier process whose lines this process has not read yet.
     beyond = {number for number in record.done_beyond if number >= line_next} | ends.keys()
     record = msgspec.structs.replace(
         record,
@@ -327,9 +395,9 @@ class _Named(msgspec.Struct):
 
 
 def _without_result(line: DoneLine) -> DoneLine:
-    """The same line, for which there is no room, with an error in the place of its response."""
+    """Return the line with an error in place of its response, because there is no space for the response."""
     named = msgspec.json.decode(line.output, type=_Named)
-    message = "the disk of the store was full when this line was done, and there was no room for its result: ask again"
+    message = "the disk of the store was full when this line was done, so its result is lost: send the request again"
     error = {"code": NOT_KEPT_CODE, "message": message, "line": line.number + 1}
     output = msgspec.json.encode({"id": named.id, "custom_id": named.custom_id, "response": None, "error": error})
     if len(output) >= len(line.output):

@@ -1,12 +1,13 @@
-"""What is known of a batch, in the store and to its owner. A value: every change is another one.
+"""The state of a batch, as an immutable value. The store has it, and the owner can read it.
 
     validating ──► in_progress ──► finalizing ──► completed | expired
         │               │
-        └──► failed ◄───┤                 (the input is no batch, is gone, or the store is full)
+        └──► failed ◄───┤                 (the input is invalid or gone, or the store is full)
         └───────────────┴──► cancelling ──► cancelled
 
-Lines end in any order, so what is done is a number, up to which all are, and a few beyond it. Both are written together
-with the lines that they count: after the end of the process, in whatever moment, no line is there twice.
+Lines finish in any order. So the state has the number up to which all lines are done, and a list of later lines that
+are done. Both are written in one transaction with the output of these lines. So after a crash at any moment, no line
+has output twice.
 """
 
 from __future__ import annotations
@@ -37,19 +38,30 @@ __all__ = [
 BATCH_KIND = "batch"
 MESSAGE_BATCH_KIND = "message_batch"
 MESSAGE_FILE_KIND = "message_file"
-"""Of what a batch of Anthropic's API reads and writes: its owner sees results, and no files."""
+"""Kind of the files of a batch of Anthropic's API. Its owner can read results, but no files."""
 MESSAGE_BATCH_PREFIX = "msgbatch_"
 LIVE_KIND = "batch_live"
-"""A mark beside each batch that has not ended, so that a start finds those without looking at all."""
+"""Kind of a marker that each unfinished batch has in the store.
+
+So a start finds unfinished batches without reading all batches.
+"""
 
 
 def batch_kind(batch_id: str) -> str:
-    """Under which kind it is in the store; its id tells."""
+    """Return the store kind of a batch.
+
+    Args:
+        batch_id: Id of the batch. Its prefix determines the API.
+    """
     return MESSAGE_BATCH_KIND if batch_id.startswith(MESSAGE_BATCH_PREFIX) else BATCH_KIND
 
 
 def file_kind(batch_id: str) -> str:
-    """The same of its files."""
+    """Return the store kind of a batch's files.
+
+    Args:
+        batch_id: Id of the batch. Its prefix determines the API.
+    """
     return MESSAGE_FILE_KIND if batch_id.startswith(MESSAGE_BATCH_PREFIX) else FILE_KIND
 
 
@@ -65,13 +77,14 @@ class BatchStatus(enum.Enum):
 
     @property
     def is_ending(self) -> bool:
-        """No line is asked any more."""
+        """True if no further line is sent to the engine."""
         return self in (BatchStatus.FINALIZING, BatchStatus.CANCELLING)
 
 
 FINAL = frozenset({BatchStatus.FAILED, BatchStatus.COMPLETED, BatchStatus.EXPIRED, BatchStatus.CANCELLED})
+"""Terminal statuses."""
 
-MOVES: dict[BatchStatus, frozenset[BatchStatus]] = {
+TRANSITIONS: dict[BatchStatus, frozenset[BatchStatus]] = {
     BatchStatus.VALIDATING: frozenset(
         {BatchStatus.IN_PROGRESS, BatchStatus.FAILED, BatchStatus.CANCELLING, BatchStatus.FINALIZING}
     ),
@@ -79,10 +92,15 @@ MOVES: dict[BatchStatus, frozenset[BatchStatus]] = {
     BatchStatus.FINALIZING: frozenset({BatchStatus.COMPLETED, BatchStatus.EXPIRED, BatchStatus.FAILED}),
     BatchStatus.CANCELLING: frozenset({BatchStatus.CANCELLED}),
 } | {status: frozenset() for status in FINAL}
+"""Allowed transitions between statuses."""
 
 
 class BatchError(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a batch failed. line: of the input, from 1 on; None: not one of them."""
+    """Reason why a batch failed, or an error of one line.
+
+    Attributes:
+        line: Line number in the input, from 1. None if the error concerns no single line.
+    """
 
     code: str
     message: str
@@ -91,7 +109,7 @@ class BatchError(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of all responses."""
+    """Token counts of all responses of a batch."""
 
     input_tokens: int = 0
     cached_tokens: int = 0
@@ -103,12 +121,22 @@ class BatchUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """tenant: as the request that made it named one. times: when it got which status, in seconds since 1970.
-    is_expired: its time was over before its last line. total, completed, failed: lines; dropped: of the failed ones,
-    those that were not asked.
-    output_seconds: the life of its files, from its end on; None: as long as the store keeps things.
-    input_expires_at: when the input's own time is over, if it is kept longer for the batch.
-    line_next: all lines before this one are done, and the next begins at offset_next. done_beyond: others that are.
+    """State of a batch.
+
+    Attributes:
+        tenant: Tenant that the creating request named. None if it named none.
+        times: Unix time in seconds for each status that the batch has had.
+        is_expired: True if the time limit passed before the last line.
+        total: Number of lines.
+        completed: Lines with a response.
+        failed: Lines with an error.
+        dropped: Failed lines that were never sent to the engine, because the batch was cancelled or expired.
+        output_seconds: Lifetime of the output files after the end of the batch. None: the store's default.
+        input_expires_at: Time at which the input file would expire without the batch. None if the batch does not extend
+            it.
+        line_next: All lines before this line number (from 0) are done.
+        offset_next: Offset in bytes of the line `line_next` in the input.
+        done_beyond: Numbers of the lines after `line_next` that are done.
     """
 
     endpoint: str
@@ -140,13 +168,25 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
         return self.status in FINAL
 
     def moved(self, status: BatchStatus, now: float, **fields: Any) -> BatchRecord:
-        assert status in MOVES[self.status], f"a batch cannot become {status.value} that is {self.status.value}"
+        """Return the state after a change of the status.
+
+        Args:
+            status: New status.
+            now: Unix time in seconds.
+            fields: Further fields to change.
+        """
+        assert status in TRANSITIONS[self.status], f"no transition from {self.status.value} to {status.value}"
         times = {**self.times, status.value: int(now)}
         return msgspec.structs.replace(self, status=status, times=times, **fields)
 
 
 def batch_object(batch_id: str, record: BatchRecord) -> dict[str, Any]:
-    """As OpenAI's API shows it. Its files are named when they are complete."""
+    """Return a batch in the shape of OpenAI's API. Output files are listed after the end of the batch only.
+
+    Args:
+        batch_id: Id of the batch.
+        record: State of the batch.
+    """
     usage = record.usage
     return {
         "id": batch_id,

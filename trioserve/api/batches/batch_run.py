@@ -1,6 +1,6 @@
-"""One batch while it lives: its lines are asked one beside another, each as a request in its owner's name.
+"""One running batch: sends several lines at a time as requests in its owner's name.
 
-Its scope is all that it holds: cancelling it frees whatever its lines have at the engine, at the latest one step later.
+Cancelling its scope frees the engine's blocks of its lines, at the latest one step later.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import trio
 from trioserve.api.anthropic.surface import MESSAGES_PATH
 from trioserve.api.batches.batch_book import BatchBook, BatchGone, DoneLine
 from trioserve.api.batches.batch_record import BatchError, BatchStatus, BatchUsage
-from trioserve.api.batches.input_lines import AskedLine, InputGone, InputLine, LineReader, asked_line, custom_id_of
+from trioserve.api.batches.input_lines import InputGone, InputLine, LineReader, LineRequest, custom_id_of, line_request
 from trioserve.api.batches.internal_exchange import InternalExchange, ResponseTooLarge
 from trioserve.api.batches.settings import BatchSettings
 from trioserve.api.error_responses import REASON_HEADER
@@ -30,21 +30,34 @@ CANCELLED_CODE = "batch_cancelled"
 EXPIRED_CODE = "batch_expired"
 RETRY_SECONDS_MIN = 1.0
 RETRY_SECONDS_MAX = 30.0
-LINES_BETWEEN_TURNS = 64  # each costs some microseconds
-DROPPED_LINES_AT_ONCE = 256  # of those that were not asked any more, in one write
-# Why a server takes nothing at this moment: nothing is wrong with the line itself.
-COME_AGAIN = frozenset({"draining", "paused", "step_overdue", "engine_reopening", "no_endpoint"})
-# It is over with this server, so the line is for the next one.
-SERVER_IS_OVER = frozenset({"engine_fault"})
+LINES_BETWEEN_TURNS = 64  # lines read before other tasks run; each takes a few microseconds
+DROPPED_LINES_AT_ONCE = 256  # dropped lines in one write
+# The server refuses requests for a while. The line itself is correct, so it is retried.
+RETRIED_REASONS = frozenset({"draining", "paused", "step_overdue", "engine_reopening", "no_endpoint"})
+# The server must be restarted. The line is left for the next start.
+SERVER_BROKEN_REASONS = frozenset({"engine_fault"})
 
 
 class _Postponed(Exception):
-    """The server is leaving: the line was not done, and is left to its successor."""
+    """The server shuts down, and the rest of the batch is left for the next start."""
 
 
 class BatchRun:
-    """serve: has an exchange answered in the owner's name. running: of batches that run at a time; lines_under_way: of
-    lines of all batches. count_line: told of each line that is done, and the file that it went to."""
+    """One running batch.
+
+    Args:
+        store: The store.
+        book: The stored part of the batch.
+        settings: Limits.
+        serve: Answers an exchange in the owner's name.
+        headers: Headers for all requests of the batch.
+        running: Limits the batches that run at a time.
+        lines_under_way: Limits the running lines of all batches.
+        count_line: Called for each finished line, with "output" or "error".
+
+    Attributes:
+        done: Set when the batch has ended, or is left for the next start.
+    """
 
     def __init__(
         self,
@@ -75,16 +88,16 @@ class BatchRun:
         self._failure: Exception | None = None
 
     def cancel(self) -> None:
-        """Ends what is under way, now. Never waits."""
+        """Cancel the running lines. Never waits."""
         self._scope.cancel()
 
     def drain(self) -> None:
-        """No new line; those under way may end. What is not done is done by the next server with this store."""
+        """Send no further line. Running lines may finish. The next start with this store does the rest."""
         self._is_draining = True
         self.book.drain()
 
     async def work(self) -> None:
-        """To its end, whichever it is, or until the server leaves."""
+        """Run the batch to its end, or until the server shuts down."""
         book = self.book
         try:
             try:
@@ -102,7 +115,7 @@ class BatchRun:
             except _Postponed:
                 raise
             except Exception:
-                # Its own fault, and nobody else's: those beside it go on.
+                # The fault must not cancel the other batches in the nursery.
                 logger.exception("batch broke off batch=%s", book.batch_id)
                 await self._break_off(BatchError(code="internal_error", message="the server failed on this batch"))
         except _Postponed:
@@ -117,7 +130,7 @@ class BatchRun:
             self.done.set()
 
     async def _break_off(self, error: BatchError) -> None:
-        """A batch that is being cancelled is cancelled all the same, and any other one fails."""
+        """End the batch early: as cancelled if it is being cancelled, otherwise as failed."""
         if self.book.record.status is BatchStatus.CANCELLING:
             await self.book.close(BatchStatus.CANCELLED)
         else:
@@ -129,9 +142,9 @@ class BatchRun:
             seconds_left = book.record.expires_at - self._store.now()
             with self._scope, trio.move_on_after(max(0.0, seconds_left)) as window:
                 async with self._running.place(self.book.owner):
-                    if not await self._look_through():
+                    if not await self._validate():
                         return
-                    await self._ask_all()
+                    await self._send_lines()
             if self._scope.cancelled_caught:
                 await book.move(BatchStatus.CANCELLING)
             elif self._is_draining and not window.cancelled_caught and not book.is_whole:
@@ -139,18 +152,21 @@ class BatchRun:
             else:
                 await book.move(BatchStatus.FINALIZING, is_expired=window.cancelled_caught)
         if book.record.status is BatchStatus.CANCELLING:
-            if book.record.endpoint == MESSAGES_PATH:  # of each of its requests, that API tells what became of it
-                await self._drop_the_rest(BatchError(code=CANCELLED_CODE, message="the batch was cancelled"))
+            if book.record.endpoint == MESSAGES_PATH:  # Anthropic's API reports a result for each request
+                await self._drop_remaining(BatchError(code=CANCELLED_CODE, message="the batch was cancelled"))
             await book.close(BatchStatus.CANCELLED)
             return
         if book.record.is_expired:
-            message = "the batch's time was over before this line was asked"
-            await self._drop_the_rest(BatchError(code=EXPIRED_CODE, message=message))
+            message = "the time limit of the batch passed before this line was sent"
+            await self._drop_remaining(BatchError(code=EXPIRED_CODE, message=message))
         await book.close(BatchStatus.EXPIRED if book.record.is_expired else BatchStatus.COMPLETED)
 
-    async def _look_through(self) -> bool:
-        """Count the lines and note their ids, at each start anew; the first time it is in progress then. False: there
-        is nothing to be asked, and the batch has failed."""
+    async def _validate(self) -> bool:
+        """Read all lines, to count them and note their ids. At the first start of the batch, also begin it.
+
+        Returns:
+            False if the input is invalid and the batch has failed.
+        """
         lines_max = self._settings.lines_max
         reader = self._new_reader()
         total = 0
@@ -177,27 +193,34 @@ class BatchRun:
 
     # --- lines ---
 
-    async def _ask_all(self) -> None:
-        """Raises what a line failed to write with. Returns early when the server leaves."""
+    async def _send_lines(self) -> None:
+        """Send all remaining lines. Return early if the server shuts down.
+
+        Raises:
+            StoreFull: An output could not be written.
+            StoreFault: An output could not be written.
+            BatchGone: A file is gone.
+            InputGone: The input file is gone.
+        """
         record = self.book.record
         self._reader = self._new_reader(number=record.line_next, offset=record.offset_next)
         self._failure = None
         async with trio.open_nursery() as nursery:
             for _ in range(self._settings.lines_at_once):
-                nursery.start_soon(self._work_off, nursery)
+                nursery.start_soon(self._send_next_lines, nursery)
         if self._failure is not None:
             raise self._failure
 
-    async def _work_off(self, nursery: trio.Nursery) -> None:
+    async def _send_next_lines(self, nursery: trio.Nursery) -> None:
         try:
             while (line := await self._next_line()) is not None:
-                done = await self._do(line)
+                done = await self._send_line(line)
                 if done is None:
                     return
                 await self.book.note(done)
                 self._count_line("error" if done.is_error else "output")
         except (StoreFull, StoreFault, BatchGone, InputGone) as failure:
-            # Kept, and raised outside: the nursery would wrap it in a group.
+            # Raise it outside of the nursery, which would wrap it in an exception group.
             self._failure = failure
             nursery.cancel_scope.cancel()
 
@@ -214,21 +237,21 @@ class BatchRun:
                 self.book.pass_over(line.number, line.end)
         return None
 
-    async def _do(self, line: InputLine) -> DoneLine | None:
-        """None: the server leaves, and the line is not done."""
+    async def _send_line(self, line: InputLine) -> DoneLine | None:
+        """Send a line. Return its output, or None if the server shuts down and the line is not done."""
         record = self.book.record
-        asked = asked_line(line, record.endpoint, line_bytes_max=self._settings.line_bytes_max)
-        if isinstance(asked, BatchError):
-            return self._wrong(line, asked)
-        if self._first_with_id.get(hash(asked.custom_id)) != line.number:
-            message = "custom_id is that of a line before this one: each needs its own"
-            return self._wrong(line, BatchError(code="duplicate_custom_id", message=message, param="custom_id"))
+        request = line_request(line, record.endpoint, line_bytes_max=self._settings.line_bytes_max)
+        if isinstance(request, BatchError):
+            return self._error_line(line, request)
+        if self._first_with_id.get(hash(request.custom_id)) != line.number:
+            message = "an earlier line has the same custom_id: send a different one for each line"
+            return self._error_line(line, BatchError(code="duplicate_custom_id", message=message, param="custom_id"))
         wait_seconds = RETRY_SECONDS_MIN
         while not self._is_draining:
             exchange = InternalExchange(
                 record.endpoint,
                 [*self._headers, ("x-request-id", f"{self.book.batch_id}-{line.number}")],
-                asked.body,
+                request.body,
                 response_bytes_max=self._settings.response_bytes_max,
             )
             async with self._lines_under_way.place(self.book.owner):
@@ -236,36 +259,37 @@ class BatchRun:
                     await self._serve(exchange)
                 except ResponseTooLarge:
                     message = f"the response has more than {self._settings.response_bytes_max} bytes"
-                    return self._wrong(line, BatchError(code="response_too_large", message=message))
+                    return self._error_line(line, BatchError(code="response_too_large", message=message))
             reason = exchange.response_headers.get(REASON_HEADER)
-            if reason in SERVER_IS_OVER:
+            if reason in SERVER_BROKEN_REASONS:
                 self._is_draining = True
             if self._is_draining and exchange.status != 200:
                 return None
-            if exchange.status != 429 and reason not in COME_AGAIN:
-                return self._answered(line, asked, exchange)
-            told = exchange.response_headers.get("retry-after") or ""
-            await trio.sleep(max(wait_seconds, min(RETRY_SECONDS_MAX, float(told) if told.isdecimal() else 0.0)))
+            if exchange.status != 429 and reason not in RETRIED_REASONS:
+                return self._response_line(line, request, exchange)
+            retry_after = exchange.response_headers.get("retry-after") or ""
+            server_seconds = float(retry_after) if retry_after.isdecimal() else 0.0
+            await trio.sleep(max(wait_seconds, min(RETRY_SECONDS_MAX, server_seconds)))
             wait_seconds = min(RETRY_SECONDS_MAX, wait_seconds * 2)
         return None
 
-    def _answered(self, line: InputLine, asked: AskedLine, exchange: InternalExchange) -> DoneLine:
+    def _response_line(self, line: InputLine, request: LineRequest, exchange: InternalExchange) -> DoneLine:
         is_error = exchange.status != 200
         response = {
             "status_code": exchange.status,
             "request_id": exchange.response_headers.get("x-request-id"),
-            # A call's arguments are as the model wrote them, with line breaks perhaps.
+            # Remove line breaks: the arguments of a tool call are the model's own text and may have some.
             "body": msgspec.Raw(msgspec.json.format(exchange.response, indent=-1)),
         }
-        output = self._line(line, asked.custom_id, response=response)
+        output = self._output_line(line, request.custom_id, response=response)
         usage = BatchUsage() if is_error else usage_of(exchange.response)
         return DoneLine(number=line.number, end=line.end, output=output, is_error=is_error, usage=usage)
 
-    def _wrong(self, line: InputLine, error: BatchError) -> DoneLine:
-        output = self._line(line, custom_id_of(line.raw), error=error)
+    def _error_line(self, line: InputLine, error: BatchError) -> DoneLine:
+        output = self._output_line(line, custom_id_of(line.raw), error=error)
         return DoneLine(number=line.number, end=line.end, output=output, is_error=True)
 
-    def _line(
+    def _output_line(
         self, line: InputLine, custom_id: str | None, *, response: object = None, error: BatchError | None = None
     ) -> bytes:
         value = {
@@ -276,7 +300,8 @@ class BatchRun:
         }
         return msgspec.json.encode(value) + b"\n"
 
-    async def _drop_the_rest(self, error: BatchError) -> None:
+    async def _drop_remaining(self, error: BatchError) -> None:
+        """Write an error for each line that is not done."""
         record = self.book.record
         if not record.total:
             return
@@ -286,7 +311,7 @@ class BatchRun:
             if self.book.is_done(line.number):
                 self.book.pass_over(line.number, line.end)
                 continue
-            dropped.append(msgspec.structs.replace(self._wrong(line, error), is_dropped=True))
+            dropped.append(msgspec.structs.replace(self._error_line(line, error), is_dropped=True))
             if len(dropped) == DROPPED_LINES_AT_ONCE:
                 await self.book.settle_lines(*dropped)
                 dropped = []
@@ -310,7 +335,7 @@ class _Details(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    """In the shapes of chat and text completions, and of responses."""
+    """Token counts in the shapes of chat and text completions, and of responses."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -327,7 +352,11 @@ class _Used(msgspec.Struct):
 
 
 def usage_of(response: bytes) -> BatchUsage:
-    """The tokens that a response counts."""
+    """Return the token counts of a response.
+
+    Args:
+        response: Body of the response.
+    """
     usage = msgspec.json.decode(response, type=_Used).usage or _Usage()
     read = usage.prompt_tokens_details or usage.input_tokens_details or _Details()
     written = usage.completion_tokens_details or usage.output_tokens_details or _Details()

@@ -1,7 +1,6 @@
-"""All batches that have not ended: each is a scope in the server's nursery, and goes on after a restart.
+"""All unfinished batches. Each has a cancel scope in the server's nursery, and resumes after a restart.
 
-What is asked in a batch has the lowest priority, and never more than half of the engine: whoever waits for a response
-goes first.
+Requests of a batch have the lowest priority, and use at most half of the engine. Requests of waiting clients run first.
 """
 
 from __future__ import annotations
@@ -37,16 +36,23 @@ __all__ = ["Batches", "ServeAs"]
 logger = logging.getLogger(__name__)
 
 ServeAs = Callable[[InternalExchange, Caller], Awaitable[None]]
+"""Function that answers an exchange in a caller's name at the lowest priority."""
 BATCHES_FULL = "batches_full"
 RETRY_SECONDS = 60.0
 
 
 @uninterrupted
 class Batches:
-    """To be used inside of `async with self.running()`; outside it takes none.
+    """All unfinished batches. Use inside of `async with self.running()`. Outside of it no batch can begin.
 
-    serve_as: answers an exchange in a caller's name, at the lowest priority. caller_of: who has this owner's name;
-    None: nobody any more. seats: how many sequences the engine runs at a time.
+    Args:
+        store: The store. None if the server has none.
+        settings: Limits.
+        serve_as: Answers an exchange in a caller's name at the lowest priority.
+        caller_of: Returns the caller with this owner name, or None if its key no longer exists.
+        tenant_header: Name of the header for the tenant.
+        seats: Number of sequences that the engine runs at a time. None if it is not known.
+        metrics: Metrics of the server.
     """
 
     def __init__(
@@ -69,18 +75,21 @@ class Batches:
         self._metrics = metrics
         self._live: dict[str, BatchRun] = {}
         self._deleting: set[str] = set()  # files that are being deleted
-        self._left: dict[str, BatchRecord] = {}  # to the next start, which needs their files
+        self._postponed: dict[str, BatchRecord] = {}  # for the next start, which needs their files
         self._nursery: trio.Nursery | None = None
         self._is_draining = False
         self._idle = trio.Event()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Those of the store that have not ended go on. Leaving cancels them; in the store they stay as they are."""
+        """Resume the unfinished batches of the store, and run the tasks of batches.
+
+        Leaving cancels the tasks. The store keeps unfinished batches for the next start.
+        """
         with errors_unwrapped():
             async with trio.open_nursery() as nursery:
-                # Keys take turns for both: many batches of one key delay another key's batch by one turn. How many may
-                # wait is bounded where batches are taken: check_room.
+                # Keys take turns for both limits, so many batches of one key delay another key's batch by one turn
+                # only. check_room bounds the number of waiting batches.
                 self._running = FairPlaces(self._settings.running_max, what="batches", waiting_of_one_max=sys.maxsize)
                 self._lines_under_way = FairPlaces(
                     self._settings.lines_at_once, what="lines of batches", waiting_of_one_max=sys.maxsize
@@ -99,28 +108,38 @@ class Batches:
         return len(self._live)
 
     def drain(self) -> None:
-        """Take no new ones, and ask no new line. What is not done is left in the store to the next start."""
+        """Accept no new batches, and send no further lines to the engine.
+
+        The store keeps the rest for the next start.
+        """
         self._is_draining = True
         for run in self._live.values():
             run.drain()
 
     async def wait_until_idle(self) -> None:
-        """Returns when no line is under way. For use after drain()."""
+        """Return when no line runs. Call drain() before."""
         while self._live:
             self._idle = trio.Event()
             await self._idle.wait()
 
     def check_room(self, owner: str | None) -> None:
-        """Raises Draining, Overloaded."""
+        """Check that another batch may begin.
+
+        Args:
+            owner: Owner of the new batch.
+
+        Raises:
+            Draining: The server is shutting down.
+            Overloaded: There are too many unfinished batches.
+        """
         if self._nursery is None or self._is_draining:
-            raise Draining("the server is leaving", reason="draining", retry_after_seconds=RETRY_SECONDS)
+            raise Draining("the server is shutting down", reason="draining", retry_after_seconds=RETRY_SECONDS)
         settings = self._settings
         own_count = sum(run.book.owner == owner for run in self._live.values())
         if len(self._live) >= settings.batches_max or own_count >= settings.batches_of_one_max:
             raise Overloaded(
-                f"{len(self._live)} batches have not ended, {own_count} of them this caller's; at most "
-                f"{settings.batches_max} may be, and {settings.batches_of_one_max} of one caller: wait for the end of "
-                "one, or cancel it",
+                f"{len(self._live)} batches are unfinished (allowed: {settings.batches_max}), {own_count} of them of "
+                f"this caller (allowed: {settings.batches_of_one_max}): wait until one ends, or cancel one",
                 reason=BATCHES_FULL,
                 retry_after_seconds=RETRY_SECONDS,
             )
@@ -136,40 +155,52 @@ class Batches:
         *,
         quotas: Sequence[Quota] = (),
     ) -> None:
-        """Returns when the batch is in the store, and has begun.
+        """Store a batch and begin it.
 
         Args:
-            files: written together with it.
-            quotas: what their owner may have afterwards.
+            store: The store.
+            batch_id: Id of the batch.
+            owner: Owner of the batch.
+            caller: Caller in whose name the lines run.
+            record: State of the batch.
+            files: Changes to files that are written in the same transaction.
+            quotas: Limits for the owner's objects after the write.
 
         Raises:
-            Draining, Overloaded: it takes no place.
-            StoreFull, StoreFault, QuotaExceeded: nothing is written.
-            BatchGone: a file that was to be replaced is gone.
+            Draining: The server is shutting down. Nothing is written.
+            Overloaded: There are too many unfinished batches. Nothing is written.
+            StoreFull: The store is full. Nothing is written.
+            StoreFault: The disk refused the write. Nothing is written.
+            QuotaExceeded: The owner has too many objects. Nothing is written.
+            BatchGone: The input file was deleted. Nothing is written.
         """
         self.check_room(owner)
         if record.input_file_id in self._deleting:
             raise BatchGone
         run = self._new_run(store, batch_id, owner, caller, record)
-        self._keep(run)  # its place counts from now on, and its input file is in use
+        self._keep(run)  # From here on, the limits count the batch, and its input file cannot be deleted.
         try:
             await run.book.create(*files, quotas=quotas)
         except BaseException:
             self._forget(batch_id)
             raise
-        if self._nursery is None:  # the server has left meanwhile; the next start goes on with it
+        if self._nursery is None:  # the server stopped during the write: the next start resumes the batch
             self._forget(batch_id)
         else:
             self._nursery.start_soon(self._work, run)
 
     @contextmanager
     def deleting(self, file_id: str) -> Iterator[str | None]:
-        """While a file is deleted, no batch may begin to use it.
+        """Keep new batches from using a file while it is deleted.
+
+        Args:
+            file_id: The file.
 
         Yields:
-            The id of a batch that has not ended and needs the file, which must stay then; None: there is none.
+            The id of an unfinished batch that needs the file, which must not be deleted then. None if there is no such
+            batch.
         """
-        for batch_id, record in self._unended():
+        for batch_id, record in self._unfinished():
             if file_id in (record.input_file_id, record.output_file_id, record.error_file_id):
                 yield batch_id
                 return
@@ -179,13 +210,17 @@ class Batches:
         finally:
             self._deleting.discard(file_id)
 
-    def _unended(self) -> Iterator[tuple[str, BatchRecord]]:
-        """By their ids, those left to the next start included."""
+    def _unfinished(self) -> Iterator[tuple[str, BatchRecord]]:
+        """Yield id and state of all unfinished batches, including those that wait for the next start."""
         yield from ((batch_id, run.book.record) for batch_id, run in self._live.items())
-        yield from self._left.items()
+        yield from self._postponed.items()
 
     def files_to_come(self, owner: str | None) -> int:
-        """Files that batches of this owner may leave and have not made yet."""
+        """Return the number of output files that running batches of this owner may still create.
+
+        Args:
+            owner: Owner of the batches.
+        """
         return sum(
             2
             for run in self._live.values()
@@ -195,17 +230,28 @@ class Batches:
         )
 
     def input_expires_at(self, file_id: str) -> float | None:
-        """When the time of a file is over that is kept longer for batches; None: it is kept for none."""
+        """Return the original expiry time of a file that batches keep longer, or None if no batch does.
+
+        Args:
+            file_id: The file.
+        """
         times = (
             record.input_expires_at
-            for _, record in self._unended()
+            for _, record in self._unfinished()
             if record.input_file_id == file_id and record.input_expires_at is not None
         )
         return min(times, default=None)
 
     async def cancel(self, store: Store, stored: StoredObject) -> None:
-        """End it, if it lives: what its lines hold is free at the latest one step later. Returns when that is in the
-        store. One that this server has left to the next start will not go on there."""
+        """Cancel a batch. Return when the store has the terminal status.
+
+        The engine frees the blocks of its lines at the latest one step later. A batch that waits for the next start is
+        cancelled in the store.
+
+        Args:
+            store: The store.
+            stored: The batch.
+        """
         run = self._live.get(stored.id)
         if run is not None:
             run.cancel()
@@ -217,14 +263,14 @@ class Batches:
             with suppress(BatchGone):
                 await book.move(BatchStatus.CANCELLING)
                 await book.close(BatchStatus.CANCELLED)
-            self._left.pop(stored.id, None)
+            self._postponed.pop(stored.id, None)
 
     async def _work(self, run: BatchRun) -> None:
         try:
             await run.work()
         finally:
             if not run.book.record.is_final:
-                self._left[run.book.batch_id] = run.book.record
+                self._postponed[run.book.batch_id] = run.book.record
             self._forget(run.book.batch_id)
 
     def _keep(self, run: BatchRun) -> None:
@@ -243,7 +289,7 @@ class Batches:
 
         def is_input_shared() -> bool:
             return any(
-                name != batch_id and other.input_file_id == record.input_file_id for name, other in self._unended()
+                name != batch_id and other.input_file_id == record.input_file_id for name, other in self._unfinished()
             )
 
         return BatchRun(
@@ -258,9 +304,10 @@ class Batches:
         )
 
     async def _resume(self, store: Store) -> None:
-        """All that have not ended, the oldest first."""
+        """Resume all unfinished batches, oldest first."""
         assert self._nursery is not None
-        marks: list[StoredObject] = []  # all of them first: what has ended loses its mark, by which pages go on
+        # Read all markers first: a batch that ends deletes its marker, and the next page begins after a marker.
+        marks: list[StoredObject] = []
         while page := await store.page(
             LIVE_KIND, owner=None, after=marks[-1].id if marks else None, limit=LIST_MAX, order="asc"
         ):
@@ -273,11 +320,11 @@ class Batches:
             caller = self._caller_of(stored.owner)
             run = self._new_run(store, mark.id, stored.owner, caller or Caller(), record)
             if caller is None and record.status in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS):
-                message = "the API key that made the batch is none any more"
+                message = "the API key that created the batch no longer exists"
                 with suppress(BatchGone):
                     await run.book.fail(BatchError(code="invalid_api_key", message=message))
                 continue
             self._keep(run)
             self._nursery.start_soon(self._work, run)
         if self._live:
-            logger.info("batches go on count=%d", len(self._live))
+            logger.info("batches resumed count=%d", len(self._live))

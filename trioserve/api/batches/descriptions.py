@@ -1,4 +1,4 @@
-"""What each path of batches does and may answer: for the API's own description."""
+"""Descriptions of the operations on batches, for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ from trioserve.store.store import LIST_MAX
 __all__ = ["OPERATIONS", "Batch", "BatchList"]
 
 
-class _Told(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class _Described(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     pass
 
 
-class BatchProblem(_Told, kw_only=True):
+class BatchProblem(_Described, kw_only=True):
     code: str
     message: str
     param: str | None
     line: int | None
 
 
-class BatchProblems(_Told, kw_only=True):
+class BatchProblems(_Described, kw_only=True):
     object: Literal["list"]
     data: list[BatchProblem]
 
 
-class BatchRequestCounts(_Told, kw_only=True):
+class BatchRequestCounts(_Described, kw_only=True):
     total: int
     completed: int
     failed: int
 
 
-class BatchCachedTokens(_Told, kw_only=True):
+class BatchCachedTokens(_Described, kw_only=True):
     cached_tokens: int
 
 
-class BatchReasoningTokens(_Told, kw_only=True):
+class BatchReasoningTokens(_Described, kw_only=True):
     reasoning_tokens: int
 
 
-class BatchTokens(_Told, kw_only=True):
+class BatchTokens(_Described, kw_only=True):
     input_tokens: int
     input_tokens_details: BatchCachedTokens
     output_tokens: int
@@ -57,8 +57,8 @@ class BatchTokens(_Told, kw_only=True):
     total_tokens: int
 
 
-class Batch(_Told, kw_only=True):
-    """output_file_id, error_file_id: when it is over, and if there are such lines."""
+class Batch(_Described, kw_only=True):
+    """A batch. Its output files are listed after its end, if they have lines."""
 
     id: str
     object: Literal["batch"]
@@ -85,7 +85,7 @@ class Batch(_Told, kw_only=True):
     metadata: dict[str, str] | None
 
 
-class BatchList(_Told, kw_only=True):
+class BatchList(_Described, kw_only=True):
     object: Literal["list"]
     data: list[Batch]
     first_id: str | None
@@ -93,7 +93,7 @@ class BatchList(_Told, kw_only=True):
     has_more: bool
 
 
-class MessageRequestCounts(_Told, kw_only=True):
+class MessageRequestCounts(_Described, kw_only=True):
     processing: int
     succeeded: int
     errored: int
@@ -101,8 +101,8 @@ class MessageRequestCounts(_Told, kw_only=True):
     expired: int
 
 
-class MessageBatch(_Told, kw_only=True):
-    """Times are those of RFC 3339."""
+class MessageBatch(_Described, kw_only=True):
+    """A batch of messages. Times are in RFC 3339 format."""
 
     id: str
     type: Literal["message_batch"]
@@ -116,70 +116,69 @@ class MessageBatch(_Told, kw_only=True):
     results_url: str | None
 
 
-class MessageBatches(_Told, kw_only=True):
+class MessageBatches(_Described, kw_only=True):
     data: list[MessageBatch]
     has_more: bool
     first_id: str | None
     last_id: str | None
 
 
-class MessageBatchDeletion(_Told, kw_only=True):
+class MessageBatchDeletion(_Described, kw_only=True):
     id: str
     type: Literal["message_batch_deleted"]
 
 
 _PATH = "the batch's id"
 _MESSAGE_LIST: dict[str, tuple[str, dict[str, Any]]] = {
-    "after_id": ("id of the last batch of the page before", {"type": "string"}),
-    "before_id": ("id of the first batch of the page behind", {"type": "string"}),
-    "limit": ("a page has 100 at most", {"type": "integer", "minimum": 1, "maximum": LIST_ASKED_MAX}),
+    "after_id": ("id of the last batch of the previous page", {"type": "string"}),
+    "before_id": ("id of the first batch of the next page", {"type": "string"}),
+    "limit": ("a page has at most 100 batches", {"type": "integer", "minimum": 1, "maximum": LIST_ASKED_MAX}),
 }
 _LIST: dict[str, tuple[str, dict[str, Any]]] = {
     "after": LIST_FIELDS["after"],
-    "limit": (f"{LIST_DEFAULT} if not given", {"type": "integer", "minimum": 1, "maximum": LIST_MAX}),
+    "limit": (f"default: {LIST_DEFAULT}", {"type": "integer", "minimum": 1, "maximum": LIST_MAX}),
 }
 
 OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
     ("POST", "/v1/batches"): DescribedOperation(
-        summary="Ask all lines of a file, when there is room",
-        description="Each line of the input file is an object with custom_id, method, url and body. Requests of a "
-        "batch have the lowest priority. It goes on after a restart, if the store does.",
+        summary="Send all requests of a file, with the lowest priority",
+        description="Each line of the input file is an object with custom_id, method, url and body. If the store is on "
+        "disk, the batch resumes after a restart.",
         body=BatchBody,
         ranges={"OutputExpiresAfter.seconds": Range(EXPIRY_SECONDS_MIN, EXPIRY_SECONDS_MAX)},
         response=Batch,
         errors=(*READS_BODY, 404, 507),
     ),
     ("GET", "/v1/batches"): DescribedOperation(
-        summary="List batches, the last one first", query=_LIST, response=BatchList, errors=(400, 503)
+        summary="List batches, newest first", query=_LIST, response=BatchList, errors=(400, 503)
     ),
     ("GET", "/v1/batches/{batch}"): DescribedOperation(
-        summary="Read how far a batch is", response=Batch, errors=(400, 404, 503), path_parameter=_PATH
+        summary="Read the state of a batch", response=Batch, errors=(400, 404, 503), path_parameter=_PATH
     ),
     ("POST", "/v1/batches/{batch}/cancel"): DescribedOperation(
         summary="Cancel a batch",
-        description="What its lines hold is free at the latest one step later. Lines that are done stay.",
+        description="The engine frees its blocks at the latest one step later. Results of finished lines are kept.",
         response=Batch,
         errors=(400, 404, 503),
         path_parameter=_PATH,
     ),
     ("POST", "/v1/messages/batches"): DescribedOperation(
-        summary="Ask messages when there is room, in Anthropic's shape",
-        description="The params of each request are the body of a message. The same batches as above for everything "
-        "else.",
+        summary="Send a batch of messages with the lowest priority, in Anthropic's shape",
+        description="The params of each request are the body of a message. Otherwise as /v1/batches.",
         body=MessageBatchBody,
         response=MessageBatch,
         errors=own_statuses((*READS_BODY, 507)),
         error=MessagesError,
     ),
     ("GET", "/v1/messages/batches"): DescribedOperation(
-        summary="List batches of messages, the last one first",
+        summary="List batches of messages, newest first",
         query=_MESSAGE_LIST,
         response=MessageBatches,
         errors=own_statuses((400, 503)),
         error=MessagesError,
     ),
     ("GET", "/v1/messages/batches/{batch}"): DescribedOperation(
-        summary="Read how far a batch of messages is",
+        summary="Read the state of a batch of messages",
         response=MessageBatch,
         errors=own_statuses((400, 404, 503)),
         error=MessagesError,
@@ -200,7 +199,7 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
         path_parameter=_PATH,
     ),
     ("GET", "/v1/messages/batches/{batch}/results"): DescribedOperation(
-        summary="Read what became of each message of a batch that has ended",
+        summary="Read the result of each message of a batch that has ended",
         response="application/x-jsonl",
         errors=own_statuses((400, 404, 503)),
         error=MessagesError,

@@ -1,4 +1,4 @@
-"""/v1/batches, in OpenAI's shape: made, read, listed, cancelled. To anybody but its owner a batch is not there."""
+"""Handlers of /v1/batches in OpenAI's shape: create, read, list and cancel. Only the owner of a batch can find it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,11 @@ class OutputExpiresAfter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchBody(msgspec.Struct, frozen=True, kw_only=True):
-    """completion_window: "24h", or another number of s, m, h or d, two weeks at most."""
+    """Body of a request for a batch.
+
+    Attributes:
+        completion_window: "24h", or another number with s, m, h or d. At most 14 days.
+    """
 
     input_file_id: str
     endpoint: str
@@ -61,7 +65,7 @@ async def create_batch(context: ServerContext) -> None:
     purpose = record_of(stored).purpose
     if purpose != "batch":
         raise InvalidRequest(
-            f'the file {stored.id} has the purpose {purpose!r}, and has to have "batch": upload it with that',
+            f'the file {stored.id} has the purpose {purpose!r}, but needs "batch": upload it with this purpose',
             param="input_file_id",
         )
     now = int(store.now())
@@ -79,7 +83,8 @@ async def create_batch(context: ServerContext) -> None:
         output_seconds=None if body.output_expires_after is None else float(body.output_expires_after.seconds),
     )
     batch_id = f"batch_{new_id()}"
-    # The input is needed until the batch ends, perhaps in a later process. Replacing it checks that it is still there.
+    # The input file must exist until the batch ends, possibly in a later process. Replacing it in the same transaction
+    # checks that it still exists.
     seconds = None
     own_expires_at = context.server.batches.input_expires_at(stored.id)
     if stored.expires_at < record.expires_at + store.seconds_max:
@@ -87,7 +92,7 @@ async def create_batch(context: ServerContext) -> None:
         own_expires_at = own_expires_at or stored.expires_at
     record = msgspec.structs.replace(record, input_expires_at=own_expires_at)
     needed = ReplaceObject(kind=FILE_KIND, id=stored.id, body=None, seconds=seconds)
-    to_come = context.server.batches.files_to_come(context.owner) + 2  # it leaves up to two
+    to_come = context.server.batches.files_to_come(context.owner) + 2  # a batch creates up to two files
     quota = file_quota(store, context.owner, to_come=to_come)
     try:
         with quota_refused():
@@ -100,14 +105,18 @@ async def create_batch(context: ServerContext) -> None:
 
 
 async def list_batches(context: ServerContext) -> None:
-    """The last one first."""
+    """Answer with a page of batches, newest first.
+
+    Args:
+        context: The request.
+    """
     store = required_store(context.store)
     query = Query(context.exchange.query)
     limit = query.number("limit", LIST_DEFAULT, low=1, high=LIST_MAX)
     after = query.text("after")
     page = await store.page(BATCH_KIND, owner=context.owner, after=after, limit=limit)
     if page is None:
-        raise InvalidRequest(f"after is {(after or '')[:80]!r}, which is no batch", param="after")
+        raise InvalidRequest(f"after is {(after or '')[:80]!r}, but there is no such batch", param="after")
     more = page and await store.page(BATCH_KIND, owner=context.owner, after=page[-1].id, limit=1)
     await context.respond_json(
         {
@@ -125,19 +134,27 @@ async def retrieve_batch(context: ServerContext) -> None:
 
 
 async def cancel_batch(context: ServerContext) -> None:
-    """One that is over stays as it is."""
+    """Cancel a batch. A batch that has ended does not change.
+
+    Args:
+        context: The request.
+    """
     store = required_store(context.store)
     await context.server.batches.cancel(store, await _batch(context))
     await context.respond_json(_shown(await _batch(context)))
 
 
 async def _batch(context: ServerContext) -> StoredObject:
-    """Raises Refusal (404)."""
+    """Return the batch named in the path.
+
+    Raises:
+        Refusal: The caller has no such batch (404).
+    """
     store = required_store(context.store)
     batch_id = context.exchange.path.split("/")[3]
     stored = await store.get(BATCH_KIND, batch_id, owner=context.owner)
     if stored is None:
-        raise refusal("batch_not_found", f"there is no batch {batch_id[:80]!r}: its time is over, or it is not yours")
+        raise refusal("batch_not_found", f"there is no batch {batch_id[:80]!r}: it has expired, or has another owner")
     return stored
 
 
@@ -146,7 +163,11 @@ def _shown(stored: StoredObject) -> dict[str, object]:
 
 
 def _check(body: BatchBody, endpoints: tuple[str, ...]) -> int:
-    """The window in seconds. Raises InvalidRequest."""
+    """Check the body. Return the completion window in seconds.
+
+    Raises:
+        InvalidRequest: A field is invalid.
+    """
     if body.endpoint not in endpoints:
         raise InvalidRequest(
             f"endpoint is {body.endpoint[:80]!r}, allowed are {', '.join(endpoints)}", param="endpoint"
@@ -165,7 +186,7 @@ def _check(body: BatchBody, endpoints: tuple[str, ...]) -> int:
         expires.anchor != "created_at" or not EXPIRY_SECONDS_MIN <= expires.seconds <= EXPIRY_SECONDS_MAX
     ):
         raise InvalidRequest(
-            'output_expires_after has to have the anchor "created_at" and from '
+            'output_expires_after must have the anchor "created_at" and '
             f"{EXPIRY_SECONDS_MIN} to {EXPIRY_SECONDS_MAX} seconds",
             param="output_expires_after",
         )

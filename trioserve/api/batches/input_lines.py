@@ -1,4 +1,4 @@
-"""The lines of a batch's input: read piece by piece from the store, and what each asks for."""
+"""The lines of a batch's input: reads them from the store in pieces, and parses their requests."""
 
 from __future__ import annotations
 
@@ -12,18 +12,24 @@ from trioserve.api.files.stored_files import FILE_KIND
 from trioserve.contracts.errors import StoreFault
 from trioserve.store.store import Store
 
-__all__ = ["AskedLine", "InputGone", "InputLine", "LineReader", "asked_line", "custom_id_of"]
+__all__ = ["InputGone", "InputLine", "LineReader", "LineRequest", "custom_id_of", "line_request"]
 
 CUSTOM_ID_CHARACTERS_MAX = 512
-READ_PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)  # after each read that fails: a disk may come back
+READ_PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)  # waits between attempts, because a disk error may be temporary
 
 
 class InputGone(Exception):
-    """The input file was deleted, or its time is over."""
+    """The input file was deleted or has expired."""
 
 
 class InputLine(msgspec.Struct, frozen=True, kw_only=True):
-    """number: from 0 on; blank lines do not count. end: offset of what follows it. raw: None: it is too long."""
+    """A line of the input.
+
+    Attributes:
+        number: Number of the line, from 0. Blank lines do not count.
+        end: Offset of the byte after the line.
+        raw: The line. None if it is too long.
+    """
 
     number: int
     end: int
@@ -31,7 +37,17 @@ class InputLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LineReader:
-    """One after another, from an offset on. Holds one piece of the store and one line."""
+    """Reads lines in order. Holds one piece of the file and one line in memory.
+
+    Args:
+        store: The store.
+        file_id: The file.
+        owner: Owner of the file.
+        line_bytes_max: Longest line.
+        number: Number of the first line to read.
+        offset: Offset in bytes of the first line to read.
+        kind: Kind of the file in the store.
+    """
 
     def __init__(
         self,
@@ -52,15 +68,15 @@ class LineReader:
         self._number = number
         self._offset = self._read_offset = offset
         self._held = b""
-        self._begin = 0  # of the next line, in what is held
+        self._begin = 0  # begin of the next line in `_held`
         self._is_at_end = False
 
     async def next(self) -> InputLine | None:
-        """Return the next line, None at the end.
+        """Return the next line, or None at the end.
 
         Raises:
-            InputGone: the file is not there.
-            StoreFault: it cannot be read, though it was tried several times.
+            InputGone: The file does not exist.
+            StoreFault: The file cannot be read after several attempts.
         """
         is_too_long = False
         while True:
@@ -106,7 +122,9 @@ class LineReader:
         return await self._store.read_blob(self._kind, self._file_id, owner=self._owner, offset=self._read_offset)
 
 
-class AskedLine(msgspec.Struct, frozen=True, kw_only=True):
+class LineRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The request of a line."""
+
     custom_id: str
     body: bytes
 
@@ -128,15 +146,25 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def custom_id_of(raw: bytes | None) -> str | None:
-    """None where there is none that could be."""
+    """Return the custom_id of a line, or None if the line has no valid one.
+
+    Args:
+        raw: The line. None if it is too long.
+    """
     try:
         return None if raw is None else msgspec.json.decode(raw, type=_Named).custom_id
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 
-def asked_line(line: InputLine, endpoint: str, *, line_bytes_max: int) -> AskedLine | BatchError:
-    """What the line asks for, or what is wrong with it."""
+def line_request(line: InputLine, endpoint: str, *, line_bytes_max: int) -> LineRequest | BatchError:
+    """Return the request of a line, or the error of an invalid line.
+
+    Args:
+        line: The line.
+        endpoint: Path that all lines of the batch must name.
+        line_bytes_max: Longest line, for the error.
+    """
 
     def wrong(code: str, message: str, param: str | None = None) -> BatchError:
         return BatchError(code=code, message=message, param=param, line=line.number + 1)
@@ -144,26 +172,26 @@ def asked_line(line: InputLine, endpoint: str, *, line_bytes_max: int) -> AskedL
     if line.raw is None:
         return wrong("line_too_long", f"the line has more than {line_bytes_max} bytes")
     try:
-        asked = msgspec.json.decode(line.raw, type=_Line)
-        body = msgspec.json.decode(asked.body, type=_Body)
+        request = msgspec.json.decode(line.raw, type=_Line)
+        body = msgspec.json.decode(request.body, type=_Body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return wrong(
             "invalid_json_line",
-            f"the line is no request of a batch ({str(error)[:200]}): send an object with custom_id, method, url and "
+            f"the line is not a valid request ({str(error)[:200]}): send an object with custom_id, method, url and "
             "body",
         )
-    if not 1 <= len(asked.custom_id) <= CUSTOM_ID_CHARACTERS_MAX:
+    if not 1 <= len(request.custom_id) <= CUSTOM_ID_CHARACTERS_MAX:
         return wrong(
             "invalid_custom_id",
-            f"custom_id has {len(asked.custom_id)} characters, allowed are 1 to {CUSTOM_ID_CHARACTERS_MAX}",
+            f"custom_id has {len(request.custom_id)} characters, allowed are 1 to {CUSTOM_ID_CHARACTERS_MAX}",
             "custom_id",
         )
-    if asked.method != "POST":
-        return wrong("invalid_method", f"method is {asked.method[:40]!r}, allowed is POST", "method")
-    if asked.url != endpoint:
-        return wrong("mismatched_url", f"url is {asked.url[:80]!r}, and the batch is for {endpoint}", "url")
+    if request.method != "POST":
+        return wrong("invalid_method", f"method is {request.method[:40]!r}, allowed is POST", "method")
+    if request.url != endpoint:
+        return wrong("mismatched_url", f"url is {request.url[:80]!r}, but the batch is for {endpoint}", "url")
     if body.stream not in (None, False):
-        return wrong("stream_not_supported", "stream is set, and a batch has no reader for that", "stream")
+        return wrong("stream_not_supported", "stream is set, but a batch does not stream", "stream")
     if body.background not in (None, False):
-        return wrong("background_not_supported", "background is set, and a batch has no reader for that", "background")
-    return AskedLine(custom_id=asked.custom_id, body=bytes(asked.body))
+        return wrong("background_not_supported", "background is set, but a batch does not use it", "background")
+    return LineRequest(custom_id=request.custom_id, body=bytes(request.body))

@@ -1,4 +1,4 @@
-"""An exchange without a client: a request that the server makes of itself, and whose whole response is kept here."""
+"""An exchange without a client: the server sends a request to itself, and the exchange keeps the whole response."""
 
 from __future__ import annotations
 
@@ -13,11 +13,23 @@ __all__ = ["InternalExchange", "ResponseTooLarge"]
 
 
 class ResponseTooLarge(Exception):
-    """The response has more bytes than may be kept."""
+    """The response is larger than the limit."""
 
 
 class InternalExchange(Exchange):
-    """status, response_headers, response: what was answered. Its scope is that of whoever runs the handler."""
+    """An exchange whose response is kept in memory. It has no cancel scope of its own.
+
+    Args:
+        path: Path of the request.
+        headers: Headers of the request.
+        body: Body of the request.
+        response_bytes_max: Limit for the size of the response.
+
+    Attributes:
+        status: Status of the response. None until the response begins.
+        response_headers: Headers of the response.
+        response: Body of the response so far.
+    """
 
     http_version = "1.1"
     peer = "batch"

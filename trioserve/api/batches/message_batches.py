@@ -1,5 +1,7 @@
-"""/v1/messages/batches, in Anthropic's shape: the same batches, whose requests come in the body and whose results are
-one stream of lines."""
+"""Handlers of /v1/messages/batches, in Anthropic's shape.
+
+They use the same batches as /v1/batches. Requests come in the body, and results are one stream of lines.
+"""
 
 from __future__ import annotations
 
@@ -44,14 +46,14 @@ WINDOW_SECONDS = 86_400
 CUSTOM_ID = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 REQUESTS_MAX = 50_000
 INLINE_BYTES_MAX = 65_536  # a body of this size costs less than going to a thread
-RESULT_BYTES_MAX = 64 * 2**20  # far more than a response may have
+RESULT_BYTES_MAX = 64 * 2**20  # longest line of results, far above the limit for a response
 LIST_DEFAULT = 20
-LIST_ASKED_MAX = 1000  # as in Anthropic's API; a page has LIST_MAX at most all the same
+LIST_ASKED_MAX = 1000  # accepted as in Anthropic's API, but a page has at most LIST_MAX batches
 STATUSES = {BatchStatus.CANCELLING: "canceling"}
 
 
 class MessageBatchRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """params: the body of a message."""
+    """One request of a batch. `params` is the body of a message request."""
 
     custom_id: str
     params: dict[str, Any]
@@ -105,19 +107,25 @@ async def create_message_batch(context: ServerContext) -> None:
 
 
 async def list_message_batches(context: ServerContext) -> None:
-    """The last one first. before_id: of those that came later than this one, the next."""
+    """Answer with a page of batches, newest first.
+
+    With `before_id` in the query, the page has the batches that are just newer than that batch.
+
+    Args:
+        context: The request.
+    """
     store = required_store(context.store)
     query = Query(context.exchange.query)
     limit = min(query.number("limit", LIST_DEFAULT, low=1, high=LIST_ASKED_MAX), LIST_MAX)
     after, before = query.text("after_id"), query.text("before_id")
     if after is not None and before is not None:
-        raise InvalidRequest("after_id and before_id are both set, only one of them can be", param="after_id")
+        raise InvalidRequest("after_id and before_id are both set: send only one of them", param="after_id")
     cursor = before if before is not None else after
     order: Order = "asc" if before is not None else "desc"
     page = await store.page(MESSAGE_BATCH_KIND, owner=context.owner, after=cursor, limit=limit, order=order)
     if page is None:
         name = "before_id" if before is not None else "after_id"
-        raise InvalidRequest(f"{name} is {(cursor or '')[:80]!r}, which is no batch", param=name)
+        raise InvalidRequest(f"{name} is {(cursor or '')[:80]!r}, but there is no such batch", param=name)
     more = page and await store.page(MESSAGE_BATCH_KIND, owner=context.owner, after=page[-1].id, limit=1, order=order)
     if before is not None:
         page = page[::-1]
@@ -137,7 +145,11 @@ async def read_message_batch(context: ServerContext) -> None:
 
 
 async def cancel_message_batch(context: ServerContext) -> None:
-    """One that has ended stays as it is."""
+    """Cancel a batch. A batch that has ended does not change.
+
+    Args:
+        context: The request.
+    """
     store = required_store(context.store)
     await context.server.batches.cancel(store, await _stored(context))
     await read_message_batch(context)
@@ -156,7 +168,13 @@ async def delete_message_batch(context: ServerContext) -> None:
 
 
 async def read_message_results(context: ServerContext) -> None:
-    """A line for each request, in the order in which they ended."""
+    """Answer with one line for each request: first all requests with a response, then all others.
+
+    Within each group, the order is that in which the requests ended.
+
+    Args:
+        context: The request.
+    """
     stored = await _stored(context)
     record = _ended(stored, "have results")
     store = required_store(context.store)
@@ -169,7 +187,10 @@ async def read_message_results(context: ServerContext) -> None:
 
 
 async def _next(reader: LineReader) -> bytes | None:
-    """None at the end, also of a file that is not there, since it had no line."""
+    """Return the next line, or None at the end.
+
+    A missing file counts as empty, because files without lines are deleted.
+    """
     try:
         line = await reader.next()
     except InputGone:
@@ -194,7 +215,11 @@ class _Done(msgspec.Struct):
 
 
 def _result(line: bytes) -> bytes:
-    """As Anthropic's API tells what became of a request."""
+    """Return a line of results in the shape of Anthropic's API.
+
+    Args:
+        line: Line of an output file.
+    """
     done = msgspec.json.decode(line, type=_Done)
     result: dict[str, object]
     if done.response is not None:
@@ -206,14 +231,18 @@ def _result(line: bytes) -> bytes:
         kind = {CANCELLED_CODE: "canceled", EXPIRED_CODE: "expired"}.get(done.error.code, "errored")
         result = {"type": kind}
         if kind == "errored":
-            told = {"type": "invalid_request_error", "message": done.error.message}
-            result["error"] = {"type": "error", "error": told, "request_id": None}
+            error = {"type": "invalid_request_error", "message": done.error.message}
+            result["error"] = {"type": "error", "error": error, "request_id": None}
     return msgspec.json.encode({"custom_id": done.custom_id, "result": result}) + b"\n"
 
 
 def _lines(raw: bytes) -> tuple[int, bytes]:
-    """The requests as lines of a batch's input, and how many. Raises InvalidRequest."""
-    body = decode_body(raw, _Body, values_max=None)  # the values of its requests are counted when they are asked
+    """Return the number of requests, and the requests as input lines of a batch.
+
+    Raises:
+        InvalidRequest: The body is invalid.
+    """
+    body = decode_body(raw, _Body, values_max=None)  # the values of each request are counted when it is sent
     if not 1 <= len(body.requests) <= REQUESTS_MAX:
         raise InvalidRequest(
             f"requests has {len(body.requests)} entries, allowed are 1 to {REQUESTS_MAX}", param="requests"
@@ -221,13 +250,15 @@ def _lines(raw: bytes) -> tuple[int, bytes]:
     lines: list[bytes] = []
     ids: set[str] = set()
     for index, request in enumerate(body.requests):
-        place = f"requests[{index}].custom_id"
+        field = f"requests[{index}].custom_id"
         if not CUSTOM_ID.fullmatch(request.custom_id):
             raise InvalidRequest(
-                f"custom_id is {request.custom_id[:80]!r}, allowed are 1 to 64 letters, digits, _ and -", param=place
+                f"custom_id is {request.custom_id[:80]!r}, allowed are 1 to 64 letters, digits, _ and -", param=field
             )
         if request.custom_id in ids:
-            raise InvalidRequest(f"custom_id {request.custom_id!r} came before: each needs its own", param=place)
+            raise InvalidRequest(
+                f"custom_id {request.custom_id!r} is used twice: send a different one for each request", param=field
+            )
         ids.add(request.custom_id)
         params = msgspec.Raw(msgspec.json.format(request.params, indent=-1))
         line = {"custom_id": request.custom_id, "method": "POST", "url": MESSAGES_PATH, "body": params}
@@ -236,14 +267,18 @@ def _lines(raw: bytes) -> tuple[int, bytes]:
 
 
 async def _stored(context: ServerContext) -> StoredObject:
-    """Raises Refusal (404)."""
+    """Return the batch named in the path.
+
+    Raises:
+        Refusal: The caller has no such batch (404).
+    """
     store = required_store(context.store)
     batch_id = context.exchange.path.split("/")[4]
     stored = await store.get(MESSAGE_BATCH_KIND, batch_id, owner=context.owner)
     if stored is None:
         raise refusal(
             "batch_not_found",
-            f"there is no batch {batch_id[:80]!r}: it was deleted, its time is over, or it is not yours",
+            f"there is no batch {batch_id[:80]!r}: it was deleted, has expired, or has another owner",
         )
     return stored
 
@@ -252,20 +287,27 @@ def _record(stored: StoredObject) -> BatchRecord:
     return msgspec.json.decode(stored.body, type=BatchRecord)
 
 
-def _ended(stored: StoredObject, what: str) -> BatchRecord:
-    """Raises InvalidRequest."""
+def _ended(stored: StoredObject, action: str) -> BatchRecord:
+    """Return the state of a batch that has ended.
+
+    Raises:
+        InvalidRequest: The batch has not ended.
+    """
     record = _record(stored)
     if not record.is_final:
-        raise InvalidRequest(f"the batch {stored.id} has not ended, and only then it can {what}: wait, or cancel it")
+        raise InvalidRequest(f"the batch {stored.id} cannot {action} before it has ended: wait, or cancel it")
     return record
 
 
 def _shown(batch_id: str, record: BatchRecord) -> dict[str, object]:
-    """The counts are told when it has ended; until then all its requests are being processed."""
+    """Return a batch in the shape of Anthropic's API.
+
+    Counts are reported after the end of the batch. Until then, all requests count as processing, as in Anthropic's API.
+    """
     times = record.times
     is_ended = record.is_final
     ended = [times[status] for status in ("completed", "expired", "cancelled", "failed") if status in times]
-    # What a batch that failed has not come to is nobody's fault but the server's.
+    # Lines without a result in a failed batch count as errors, because the server failed.
     lost = record.total - record.completed - record.failed
     return {
         "id": batch_id,

@@ -1,4 +1,4 @@
-"""How many batches live, and how much of the server they take. Each bound has its reason."""
+"""Limits for batches: their number, their size and their share of the engine."""
 
 from __future__ import annotations
 
@@ -8,10 +8,18 @@ __all__ = ["BatchSettings"]
 
 
 class BatchSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """batches_max: that have not ended, of all callers; batches_of_one_max: of one. running_max: that run at a time;
-    the others wait for their turn. lines_at_once: requests of all batches that are under way at a time, but never more
-    than half of what the engine runs, so that others find room. lines_max: of one batch. line_bytes_max: of one line.
-    response_bytes_max: of the response to one."""
+    """Limits for batches.
+
+    Attributes:
+        batches_max: Unfinished batches of all callers.
+        batches_of_one_max: Unfinished batches of one caller.
+        running_max: Batches that run at a time. Other batches wait.
+        lines_at_once: Running requests of all batches. At most half of the sequences that the engine runs, so that
+            other requests have capacity.
+        lines_max: Lines of one batch.
+        line_bytes_max: Size of one line.
+        response_bytes_max: Size of the response to one line.
+    """
 
     batches_max: int = 64
     batches_of_one_max: int = 16

@@ -1,4 +1,4 @@
-"""What each path of a server that makes pictures does and may answer: for the API's own description."""
+"""Descriptions of the operations of a server that generates images, for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ SHARED = (
     ("GET", "/metrics"),
     ("GET", "/openapi.json"),
 )
-"""The same as of a server that makes texts."""
+"""Operations that a server with a language model also has."""
 
 OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
     ("POST", "/v1/images/generations"): DescribedOperation(
-        summary="Make pictures of a prompt",
-        description="Fields are OpenAI's, and those of samplers by the names that diffusers has for them. Fields that "
-        "are not named here are ignored.",
+        summary="Generate images from a prompt",
+        description="Fields are OpenAI's, and sampler options under the names of diffusers. Fields that are not listed "
+        "here are ignored.",
         body=ImageGenerationBody,
         ranges=RANGES,
         refused=REFUSED,
@@ -53,9 +53,9 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
         takes_deadlines=True,
     ),
     ("POST", "/v1/images/edits"): DescribedOperation(
-        summary="Change an image, all of it or behind a mask",
-        description='The image comes as the part "image" of a form, and a mask, if there is one, as the part "mask": '
-        "where that is transparent the picture may change.",
+        summary="Edit an image, as a whole or inside a mask",
+        description='The form has the image as the part "image" and an optional mask as the part "mask". The image '
+        "may change where the mask is transparent.",
         body=ImageEditBody,
         body_media="multipart/form-data",
         ranges=RANGES,
@@ -66,7 +66,7 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
         takes_deadlines=True,
     ),
     ("GET", "/v1/models"): DescribedOperation(
-        summary="List the names that are served, and what may be asked of the model",
+        summary="List the served names, with options and limits of the model",
         response=response_types.ImageModels,
     ),
     ("GET", "/v1/models/{model}"): DescribedOperation(

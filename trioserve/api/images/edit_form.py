@@ -1,4 +1,4 @@
-"""The form that asks for a changed picture, read: its texts as a body, its files as they were sent."""
+"""Reads the form that edits an image: text fields become a body, and files stay as they were sent."""
 
 from __future__ import annotations
 
@@ -15,13 +15,19 @@ from trioserve.contracts.image_generation import PROMPT_CHARACTERS_MAX
 __all__ = ["EditForm", "parsed_edit"]
 
 IMAGE, MASK = "image", "mask"
-IMAGE_NAMES = (IMAGE, "image[]", "image[0]")  # as OpenAI's clients call one, and the first of a list
+IMAGE_NAMES = (IMAGE, "image[]", "image[0]")  # OpenAI's clients use all three names for a single image
 STREAM_OPTIONS = "stream_options["
-TEXT_BYTES_MAX = 4 * PROMPT_CHARACTERS_MAX  # of a prompt in UTF-8
+TEXT_BYTES_MAX = 4 * PROMPT_CHARACTERS_MAX  # the longest prompt, in UTF-8
 
 
 class EditForm(msgspec.Struct, frozen=True):
-    """image, mask: files."""
+    """A form that edits an image.
+
+    Attributes:
+        body: The text fields.
+        image: Image file.
+        mask: Mask file. None if the form has none.
+    """
 
     body: ImageEditBody
     image: bytes
@@ -29,12 +35,20 @@ class EditForm(msgspec.Struct, frozen=True):
 
 
 def parsed_edit(raw: bytes, content_type: str | None) -> EditForm:
-    """Raises InvalidRequest, naming the field."""
+    """Parse a form.
+
+    Args:
+        raw: Body of the request.
+        content_type: Header Content-Type, which has the boundary of the form.
+
+    Raises:
+        InvalidRequest: The form is invalid. The error names the field.
+    """
     form = parsed_form(raw, content_type, files=(*IMAGE_NAMES, MASK), field_bytes_max=TEXT_BYTES_MAX)
     several = [name for name in (*form.files, *form.texts) if name.startswith("image[")]
     images = [form.files[name] for name in IMAGE_NAMES if name in form.files]
     if len(images) > 1 or len(several) > 1:
-        raise InvalidRequest("image came more than once, and one is changed at a time: send one", param=IMAGE)
+        raise InvalidRequest("the form has more than one image: send one", param=IMAGE)
     if not images or not images[0].content:
         raise InvalidRequest('the form has no image: send a PNG, JPEG or WebP file as the part "image"', param=IMAGE)
     mask = form.files.get(MASK)
@@ -42,7 +56,7 @@ def parsed_edit(raw: bytes, content_type: str | None) -> EditForm:
 
 
 def _body(texts: dict[str, str]) -> ImageEditBody:
-    """In a form every value is a text, and one that is empty was not filled in."""
+    """Return the body for the text fields. All values are strings. An empty string means "not given"."""
     values: dict[str, Any] = {name: text for name, text in texts.items() if text}
     options = {
         name.removeprefix(STREAM_OPTIONS).rstrip("]"): values.pop(name)
@@ -52,7 +66,7 @@ def _body(texts: dict[str, str]) -> ImageEditBody:
     if options:
         values["stream_options"] = options
     if "prompt" not in values:
-        raise InvalidRequest("prompt is missing: say what the picture is to become", param="prompt")
+        raise InvalidRequest("prompt is missing: describe the image that you want", param="prompt")
     try:
         return msgspec.convert(values, ImageEditBody, strict=False)
     except msgspec.ValidationError as error:

@@ -1,4 +1,4 @@
-"""How many images that are to be changed may be held at a time. Each is kept, decoded, until its request is over."""
+"""Limit for the image edits that run at a time. Each decoded image stays in memory until its request ends."""
 
 from __future__ import annotations
 
@@ -10,13 +10,19 @@ from trioserve.contracts.errors import Overloaded
 
 __all__ = ["EditPlaces"]
 
-EDITS_MAX = 32  # with their masks, of the largest size, less than a gigabyte
+EDITS_MAX = 32  # less than a gigabyte, with masks and images of the largest size
 RETRY_SECONDS = 5.0
 
 
 class EditPlaces:
-    """One tenant holds three quarters of the places at most, so that there are some for the others. Callers that cannot
-    be told apart, whose tenant has no name, may hold all."""
+    """Counts the image edits that run at a time.
+
+    A named tenant gets at most three quarters of the places, so that some are left for other tenants. Callers without a
+    tenant name cannot be distinguished, so together they may take all places.
+
+    Args:
+        edits_max: Number of places.
+    """
 
     def __init__(self, edits_max: int = EDITS_MAX) -> None:
         self._taken: Counter[str] = Counter()  # by tenant
@@ -29,13 +35,19 @@ class EditPlaces:
 
     @contextmanager
     def taken(self, tenant: str) -> Iterator[None]:
-        """Hold a place. Raises Overloaded when all are taken, or the tenant's."""
+        """Take a place until the context is left.
+
+        Args:
+            tenant: Tenant of the request. "" if it has no name.
+
+        Raises:
+            Overloaded: All places, or the tenant's places, are taken.
+        """
         own_max = self._own_max if tenant else self._edits_max
         for count, count_max in ((self.taken_count, self._edits_max), (self._taken[tenant], own_max)):
             if count >= count_max:
                 raise Overloaded(
-                    f"{count} images are being changed already, and no more may be at a time: try again in "
-                    f"{RETRY_SECONDS:.0f} s",
+                    f"{count} image edits run already (allowed: {count_max}): try again in {RETRY_SECONDS:.0f} s",
                     reason="too_many_edits",
                     retry_after_seconds=RETRY_SECONDS,
                 )
@@ -44,4 +56,4 @@ class EditPlaces:
             yield
         finally:
             self._taken[tenant] -= 1
-            self._taken += Counter()  # without tenants that have none
+            self._taken += Counter()  # removes tenants whose count is zero

@@ -1,4 +1,4 @@
-"""One request of the API of pictures: what came in, and the engine that it asks."""
+"""Context of one request to a server that generates images."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ __all__ = ["ImageContext"]
 T = TypeVar("T")
 
 
-class AsksPictures(Protocol):
-    """What a body asks of the engine besides a prompt and ImageParams."""
+class ImageRequest(Protocol):
+    """Fields of a body that the engine needs in addition to ImageParams."""
 
     @property
     def prompt(self) -> str: ...
@@ -36,11 +36,23 @@ class AsksPictures(Protocol):
 
 
 class ImageContext(EngineContext):
-    """Handlers get one of these, and answer it once.
+    """Context of one request. The handler answers it once.
 
-    threads: where pictures are written. decoder: of images that are to be changed, edits: how many at a time. unsent:
-    what clients have not taken.
-    streams: those that it has made. steps_done: of each picture, as its client was told.
+    Args:
+        exchange: See EngineContext.
+        engine: The image engine.
+        clock_and_ids: See EngineContext.
+        threads: Threads that encode images.
+        decoder: Decodes images that clients send.
+        edits: Limits the edits that run at a time.
+        unsent: Limits the memory of images that clients have not received.
+        rules: See EngineContext.
+        routers_heard: See EngineContext.
+        tenant_header: See EngineContext.
+
+    Attributes:
+        streams: Streams of the engine that the request began.
+        steps_done: Finished denoising steps, by index of the image.
     """
 
     engine: ImageEngine
@@ -74,20 +86,31 @@ class ImageContext(EngineContext):
 
     @property
     def tenant(self) -> str:
-        """With whom it shares one turn."""
+        """Tenant of the request. Requests of one tenant share one turn in queues."""
         return self.caller.tenant(self.named_tenant)
 
     async def in_thread(self, function: Callable[[], T]) -> T:
-        """Call a function of values in a thread, in turn with other tenants.
+        """Call a function in a thread. Tenants take turns.
+
+        Args:
+            function: Function that uses only its own values, no shared state.
 
         Raises:
-            Overloaded: too many images of this tenant wait.
+            Overloaded: Too many images of this tenant wait.
         """
         return await self.threads.run(function, tenant=self.tenant)
 
-    def generate_image(self, body: AsksPictures, params: ImageParams, deadlines: Deadlines) -> ImageStream:
-        """A request to the engine in this caller's name, to be entered with `async with`. Raises InvalidRequest for
-        what the caller may not ask for."""
+    def generate_image(self, body: ImageRequest, params: ImageParams, deadlines: Deadlines) -> ImageStream:
+        """Create a request to the engine in this caller's name. Enter it with `async with`.
+
+        Args:
+            body: The body.
+            params: Parameters for the engine.
+            deadlines: Deadlines of the request.
+
+        Raises:
+            InvalidRequest: The caller may not use an option, or an option is out of range.
+        """
         self.caller.check_priority(body.priority)
         stream = self.engine.generate_image(
             body.prompt,

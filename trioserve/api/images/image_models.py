@@ -1,4 +1,4 @@
-"""GET /v1/models of a server that makes pictures: its names, and what may be asked of it."""
+"""Handlers of GET /v1/models on a server that generates images: names, limits and options of the model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,14 @@ async def list_image_models(context: ImageContext) -> None:
 
 
 async def read_image_model(context: ImageContext) -> None:
-    """Raises UnknownModel."""
+    """Answer with the description of the model named in the path.
+
+    Args:
+        context: The request.
+
+    Raises:
+        UnknownModel: The model is not served.
+    """
     await context.respond_json(_card(context, context.model_name(context.exchange.path.removeprefix(MODEL_PATH))))
 
 

@@ -1,4 +1,4 @@
-"""Path to handler, and nothing more: the API of a server that makes pictures."""
+"""Routes and app of a server that generates images."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trioserve.api.images.edit_places import EditPlaces
 from trioserve.api.images.image_context import ImageContext
 from trioserve.api.images.image_models import list_image_models, read_image_model
 from trioserve.api.images.picture_threads import PictureThreads
-from trioserve.api.images.pictures import EDITS_PATH, GENERATIONS_PATH, change_images, create_images
+from trioserve.api.images.pictures import EDITS_PATH, GENERATIONS_PATH, create_images, edit_images
 from trioserve.api.images.unsent_pictures import UnsentPictures
 from trioserve.api.openai.models import MODEL_PATH
 from trioserve.api.openapi import openapi_document
@@ -54,7 +54,7 @@ TEXT_PATHS = (
     "/api/chat",
     "/api/generate",
 )
-"""Where others make texts, or take them apart."""
+"""Paths that only servers with a language model have."""
 
 
 async def list_image_requests(context: ImageContext) -> None:
@@ -81,7 +81,11 @@ async def list_image_requests(context: ImageContext) -> None:
 
 
 async def read_image_openapi(context: ImageContext) -> None:
-    """What all routes take and give, in OpenAPI 3.1."""
+    """Answer with the OpenAPI 3.1 document of all routes.
+
+    Args:
+        context: The request.
+    """
     await context.respond_bytes(_openapi_json(), "application/json")
 
 
@@ -94,7 +98,7 @@ IMAGE_ROUTES = {
     route.path: route
     for route in (
         Route[ImageContext](path=GENERATIONS_PATH, operations={"POST": create_images}),
-        Route[ImageContext](path=EDITS_PATH, operations={"POST": change_images}),
+        Route[ImageContext](path=EDITS_PATH, operations={"POST": edit_images}),
         Route[ImageContext](path="/v1/models", operations={"GET": list_image_models}),
         Route[ImageContext](path="/v1/requests", operations={"GET": list_image_requests}, is_polled=True),
         Route[ImageContext](path="/v1/requests/abort", operations={"POST": abort_requests}),
@@ -122,14 +126,26 @@ MODEL = Route[ImageContext](path=MODEL_PATH + "{model}", operations={"GET": read
 IMAGE_TEMPLATES: tuple[Route[ImageContext], ...] = (
     Route(path=UI_PATH + "{file}", operations={"GET": show_file}, needs_key=False),
 )
-"""Paths with an id in them, which is one segment."""
+"""Paths that contain an id, which is one segment."""
 
 
 class ImageApp(BaseApp[ImageContext]):
-    """The handler of a server with an engine that makes pictures; the options are those of App.
+    """The request handler of a server that generates images.
 
-    decoder: of images that are to be changed; its owner closes it. edits: how many of them at a time. unsent: how much
-    clients may leave untaken. threads: where pictures are written.
+    Args:
+        engine: The image engine.
+        decoder: Decodes images that clients send. Its owner closes it.
+        api_keys: See App.
+        admin_api_key: See App.
+        access: See App.
+        tenant_header: See App.
+        clock_and_ids: See App.
+        edits: Limits the edits that run at a time.
+        unsent: Limits the memory of images that clients have not received.
+        threads: Threads that encode images.
+        page: See App.
+        tracer: See App.
+        logs_requests: See App.
     """
 
     def __init__(
@@ -183,8 +199,8 @@ class ImageApp(BaseApp[ImageContext]):
             return super().not_found(path)
         return refusal(
             "makes_pictures",
-            f"there is nothing at {path}: the model {self._engine.model.name} makes pictures and no texts; "
-            f"ask {GENERATIONS_PATH}",
+            f"there is nothing at {path}: the model {self._engine.model.name} generates images, not text. Send the "
+            f"prompt to {GENERATIONS_PATH}",
         )
 
     def new_context(self, exchange: Exchange) -> ImageContext:

@@ -1,6 +1,7 @@
-"""Where pictures that a model has made become files: in threads, a few at a time. A picture takes up to a second.
+"""Threads that encode generated images as files. Encoding an image takes up to a second.
 
-What clients send is decoded in processes: see ImageDecoder."""
+Images that clients send are decoded in processes: see ImageDecoder.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +14,29 @@ __all__ = ["PictureThreads"]
 
 T = TypeVar("T")
 
-THREADS_MAX = 2  # at a time: what computes pictures needs the other cores
+THREADS_MAX = 2  # the computation of images needs the other cores
 
 
 class PictureThreads:
-    """Tenants take turns. A caller that is cancelled leaves at once, and its thread keeps its place until it ends."""
+    """Threads that encode images. Tenants take turns.
+
+    A cancelled caller leaves at once. Its thread keeps its place until the function returns.
+
+    Args:
+        threads_max: Threads at a time.
+    """
 
     def __init__(self, threads_max: int = THREADS_MAX) -> None:
         self._places = FairPlaces(threads_max, what="images")
 
     async def run(self, function: Callable[[], T], *, tenant: str) -> T:
-        """Call a function of values.
+        """Call a function in a thread.
+
+        Args:
+            function: Function that uses only its own values, no shared state.
+            tenant: Tenant of the request.
 
         Raises:
-            Overloaded: too many images of this tenant wait.
+            Overloaded: Too many images of this tenant wait.
         """
         return await self._places.call(function, key=tenant)

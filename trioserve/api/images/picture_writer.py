@@ -1,4 +1,4 @@
-"""What a response with pictures is made of, as bytes. Whatever holds a picture is written in a thread."""
+"""Writes events and responses with images as bytes. Methods that encode an image are called in a thread."""
 
 from __future__ import annotations
 
@@ -13,17 +13,27 @@ from trioserve.vision.picture_file import PictureFormat, encoded_picture
 __all__ = ["EventKind", "PictureWriter"]
 
 EventKind = Literal["image_generation", "image_edit"]
+"""First part of the names of events."""
 
 
 class PictureWriter:
-    """kind: begins the names of events. seeds: of each picture. size: width and height of each. given: the image that
-    is changed."""
+    """Writes the events or the response of one request.
+
+    Args:
+        model: Description of the model.
+        kind: First part of the names of events.
+        image_format: File format of the images.
+        created_at: Unix time in seconds at which the response began.
+        seeds: Seed of each image.
+        size: Width and height of each image in pixels.
+        given: Image that is edited. None if the request has none.
+    """
 
     def __init__(
         self,
         model: ImageModelDescription,
         kind: EventKind,
-        form: PictureFormat,
+        image_format: PictureFormat,
         *,
         created_at: int,
         seeds: Sequence[int],
@@ -32,41 +42,62 @@ class PictureWriter:
     ) -> None:
         self._model = model
         self._kind = kind
-        self._form = form
+        self._image_format = image_format
         self._created_at = created_at
         self._seeds = seeds
         self._size = size
         self._given = given
 
     def progress(self, delta: ImageDelta) -> bytes:
-        """The event of a step that brought no picture. Short, and may be written anywhere."""
+        """Return the event of a step without an image. Fast, so it may run on the event loop.
+
+        Args:
+            delta: The step.
+        """
         name = f"{self._kind}.progress"
         return _event(name, one_line_json({"type": name, **self._progress(delta)}))
 
     def partial(self, delta: ImageDelta, partial_index: int) -> bytes:
-        """The event with what a picture is so far. partial_index: of those of this picture."""
+        """Return the event with a partial image.
+
+        Args:
+            delta: The step.
+            partial_index: Index among the partial images of this image.
+        """
         return self._picture_event("partial_image", delta, {"partial_image_index": partial_index})
 
     def completed(self, delta: ImageDelta) -> bytes:
-        """The event with a picture."""
+        """Return the event with a complete image.
+
+        Args:
+            delta: The last step of the image.
+        """
         return self._picture_event("completed", delta, {"usage": self._usage(1, steps=delta.steps_done)})
 
     def entry(self, delta: ImageDelta) -> bytes:
-        """A picture as one of a whole response."""
-        said = encode({"seed": self._seeds[delta.index], "revised_prompt": None})
-        return b'{"b64_json":"%b",%b' % (self._file(delta), said[1:])
+        """Return the JSON object of an image in a whole response.
+
+        Args:
+            delta: The last step of the image.
+        """
+        fields = encode({"seed": self._seeds[delta.index], "revised_prompt": None})
+        return b'{"b64_json":"%b",%b' % (self._file(delta), fields[1:])
 
     def around(self, head: Mapping[str, Any], *, steps: int) -> tuple[bytes, bytes]:
-        """What stands before and behind the entries of a whole response. head: fields that it has besides. steps: of
-        all pictures together."""
+        """Return the bytes before and after the images of a whole response.
+
+        Args:
+            head: Further fields of the response.
+            steps: Denoising steps of all images.
+        """
         usage = self._usage(len(self._seeds), steps=steps)
-        fields = {**head, "created": self._created_at, **self._look(), "usage": usage}
+        fields = {**head, "created": self._created_at, **self._image_fields(), "usage": usage}
         return encode(fields)[:-1] + b',"data":[', b"]}"
 
-    def _picture_event(self, what: str, delta: ImageDelta, more: Mapping[str, Any]) -> bytes:
-        name = f"{self._kind}.{what}"
-        said = one_line_json({"type": name, **self._progress(delta), **self._look(), **more})
-        return _event(name, b'%b,"b64_json":"%b"}' % (said[:-1], self._file(delta)))
+    def _picture_event(self, suffix: str, delta: ImageDelta, more: Mapping[str, Any]) -> bytes:
+        name = f"{self._kind}.{suffix}"
+        fields = one_line_json({"type": name, **self._progress(delta), **self._image_fields(), **more})
+        return _event(name, b'%b,"b64_json":"%b"}' % (fields[:-1], self._file(delta)))
 
     def _progress(self, delta: ImageDelta) -> dict[str, Any]:
         return {
@@ -77,21 +108,21 @@ class PictureWriter:
             "created_at": self._created_at,
         }
 
-    def _look(self) -> dict[str, Any]:
+    def _image_fields(self) -> dict[str, Any]:
         width, height = self._size
         return {
             "size": f"{width}x{height}",
-            "output_format": self._form.kind,
+            "output_format": self._image_format.kind,
             "quality": "auto",
             "background": "opaque",
         }
 
     def _file(self, delta: ImageDelta) -> bytes:
-        assert delta.picture is not None, f"picture {delta.index} is to be written, and is not there"
-        return base64.b64encode(encoded_picture(delta.picture, self._form))
+        assert delta.picture is not None, f"the delta has no image (index {delta.index})"
+        return base64.b64encode(encoded_picture(delta.picture, self._image_format))
 
     def _usage(self, picture_count: int, *, steps: int) -> dict[str, Any]:
-        """In units of the work that a batch is made of."""
+        """Return the usage, in the engine's units of work."""
         model, given = self._model, self._given
         image_tokens = 0 if given is None else model.picture_work(given.width, given.height)
         input_tokens = model.encode_work + image_tokens

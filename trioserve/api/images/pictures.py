@@ -1,8 +1,7 @@
-"""POST /v1/images/generations and /v1/images/edits: a prompt in, pictures out, whole or as they become.
+"""Handlers of POST /v1/images/generations and /v1/images/edits: generate images from a prompt, whole or streamed.
 
-The request's scope is left, and an image that was changed let go, before a whole response is written to its client. In
-a stream, a picture that is being
-written as a file, or sent, holds nothing of the engine's but its request's place: leaving gives back the others.
+Before a whole response is sent, its request's scope is left and the edited image is freed. During a stream, the request
+keeps its lease. The engine has already released the resources of an image that is being encoded or sent.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from trioserve.contracts.output import Delta
 if TYPE_CHECKING:
     from trioserve.engine.images.image_stream import ImageStream
 
-__all__ = ["EDITS_PATH", "GENERATIONS_PATH", "change_images", "create_images"]
+__all__ = ["EDITS_PATH", "GENERATIONS_PATH", "create_images", "edit_images"]
 
 GENERATIONS_PATH = "/v1/images/generations"
 EDITS_PATH = "/v1/images/edits"
@@ -44,11 +43,18 @@ async def create_images(context: ImageContext) -> None:
         await _finish(context, made)
 
 
-async def change_images(context: ImageContext) -> None:
-    """Raises InvalidRequest, also where the model cannot do so, before anything is decoded."""
+async def edit_images(context: ImageContext) -> None:
+    """Answer with images that are made from an image and a prompt.
+
+    Args:
+        context: The request.
+
+    Raises:
+        InvalidRequest: The form is invalid. If the model cannot edit images, this is raised before an image is decoded.
+    """
     if not context.engine.model.takes_images:
         raise InvalidRequest(
-            f"the model {context.engine.model.name} makes pictures of prompts alone, and changes none: ask "
+            f"the model {context.engine.model.name} generates images from prompts only and cannot edit images: use "
             f"{GENERATIONS_PATH}",
             param="image",
         )
@@ -62,22 +68,28 @@ async def change_images(context: ImageContext) -> None:
 async def _changed(context: ImageContext, raw: bytes, share: UnsentShare) -> WholeResponse | None:
     content_type = context.exchange.headers.get("content-type")
     if len(raw) <= INLINE_BYTES_MAX:
-        form = parsed_edit(raw, content_type)
+        image_form = parsed_edit(raw, content_type)
     else:
-        form = await context.in_thread(partial(parsed_edit, raw, content_type))
-    model = context.model_name(form.body.model)
-    form.body.check()
-    if not form.body.stream:
+        image_form = await context.in_thread(partial(parsed_edit, raw, content_type))
+    model = context.model_name(image_form.body.model)
+    image_form.body.check()
+    if not image_form.body.stream:
         context.exchange.fill_silence()
     decoder = context.decoder
     async with decoder.turn(context.tenant):
-        image = await decoder.picture(form.image, "image")
-        mask = None if form.mask is None else await decoder.mask(form.mask, "mask")
-    return await _made(context, form.body, form.body.edit_params(image, mask), "image_edit", model, share)
+        image = await decoder.picture(image_form.image, "image")
+        mask = None if image_form.mask is None else await decoder.mask(image_form.mask, "mask")
+    return await _made(context, image_form.body, image_form.body.edit_params(image, mask), "image_edit", model, share)
 
 
 class WholeResponse(NamedTuple):
-    """begin, end: what stands around the entries."""
+    """A whole response that is ready to be sent.
+
+    Attributes:
+        begin: Bytes before the images.
+        entries: One JSON object for each image.
+        end: Bytes after the images.
+    """
 
     begin: bytes
     entries: list[bytes]
@@ -87,8 +99,15 @@ class WholeResponse(NamedTuple):
 async def _made(
     context: ImageContext, body: ImageBody, params: ImageParams, kind: EventKind, model: str, share: UnsentShare
 ) -> WholeResponse | None:
-    """What _finish has to send; the request's scope is left. share: counts what waits to be sent."""
-    form = body.picture_format()
+    """Generate the images and leave the request's scope.
+
+    Args:
+        share: Counts the bytes that are not sent yet.
+
+    Returns:
+        The response for _finish to send, or None if the images were streamed.
+    """
+    picture_format = body.picture_format()
     deadlines = deadlines_of(body, context.exchange.headers)
     created_at = context.clock_and_ids.unix_seconds()
     entries: list[bytes] = []
@@ -97,14 +116,14 @@ async def _made(
             writer = PictureWriter(
                 context.engine.model,
                 kind,
-                form,
+                picture_format,
                 created_at=created_at,
                 seeds=stream.seeds,
                 size=stream.size,
                 given=params.image,
             )
             if body.stream:
-                await _stream(context, stream, writer, share, tells_progress=body.wants_progress)
+                await _stream(context, stream, writer, share, sends_progress=body.wants_progress)
             else:
                 entries = await _collect(context, stream, writer, share)
     except InvalidRequest as error:
@@ -117,7 +136,10 @@ async def _made(
 
 
 async def _finish(context: ImageContext, made: WholeResponse | None) -> None:
-    """The engine's part is over: a slow client keeps nothing but its own bytes waiting."""
+    """Send the rest of the response.
+
+    The request's scope is left already, so a slow client does not hold the engine's resources.
+    """
     if made is None:
         await context.finish()
     else:
@@ -127,8 +149,10 @@ async def _finish(context: ImageContext, made: WholeResponse | None) -> None:
 async def _collect(
     context: ImageContext, stream: ImageStream, writer: PictureWriter, share: UnsentShare
 ) -> list[bytes]:
-    """Each picture as an entry of a whole response, in their order. Those that are made are written while others are
-    computed."""
+    """Return the images as objects of a whole response, in order.
+
+    Encodes an image while the engine computes the others.
+    """
     entries: dict[int, bytes] = {}
     async for delta in stream:
         _note(context, delta)
@@ -139,7 +163,7 @@ async def _collect(
 
 
 async def _send_whole(context: ImageContext, made: WholeResponse) -> None:
-    """Piece by piece: all of them together may be large."""
+    """Send a whole response in pieces, because it may be large."""
     await context.start_bytes("application/json")
     for index, entry in enumerate(made.entries):
         await context.exchange.send(b"," + entry if index else made.begin + entry)
@@ -147,9 +171,9 @@ async def _send_whole(context: ImageContext, made: WholeResponse) -> None:
 
 
 async def _stream(
-    context: ImageContext, stream: ImageStream, writer: PictureWriter, share: UnsentShare, *, tells_progress: bool
+    context: ImageContext, stream: ImageStream, writer: PictureWriter, share: UnsentShare, *, sends_progress: bool
 ) -> None:
-    """Until the last picture is sent. KEEP_ALIVE goes out when nothing else has for a while."""
+    """Send events until the last image is sent. Send KEEP_ALIVE after each long silence."""
 
     async def wait_until_begun() -> None:
         end = await stream.wait_until_begun()
@@ -160,14 +184,14 @@ async def _stream(
     silent_seconds_max = context.rules.keep_alive_seconds
     send = context.exchange.send
     partial_counts: Counter[int] = Counter()
-    left_count = len(stream.seeds)  # pictures that are not sent
+    left_count = len(stream.seeds)  # images that are not sent
     deltas = aiter(stream)
-    alive_at = trio.current_time() + silent_seconds_max
+    keep_alive_at = trio.current_time() + silent_seconds_max
     while True:
         delta: ImageDelta | None = None
         event = KEEP_ALIVE
         try:
-            with trio.move_on_at(alive_at):
+            with trio.move_on_at(keep_alive_at):
                 delta = await anext(deltas)
         except StopAsyncIteration:
             return
@@ -178,19 +202,23 @@ async def _stream(
             elif delta.picture is not None:
                 event = await context.in_thread(partial(writer.partial, delta, partial_counts[delta.index]))
                 partial_counts[delta.index] += 1
-            elif tells_progress:
+            elif sends_progress:
                 event = writer.progress(delta)
-            elif trio.current_time() < alive_at:
+            elif trio.current_time() < keep_alive_at:
                 continue
-        share.hold(len(event) * left_count)  # the others, which wait behind it, are as large
+        share.hold(len(event) * left_count)  # Assume the same size for the images that wait after this one.
         await send(event)
         share.hold(0)
         left_count -= delta is not None and delta.finish_reason is not None
-        alive_at = trio.current_time() + silent_seconds_max
+        keep_alive_at = trio.current_time() + silent_seconds_max
 
 
 def _note(context: ImageContext, delta: ImageDelta) -> None:
-    """How far it is. Raises what `foreign_end` says of a picture that another's hand ended."""
+    """Note the progress.
+
+    Raises:
+        TrioserveError: The image was aborted or failed. See foreign_end.
+    """
     context.steps_done[delta.index] = delta.steps_done
     if delta.finish_reason is None:
         return

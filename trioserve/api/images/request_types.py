@@ -1,5 +1,8 @@
-"""The bodies that ask for pictures: OpenAI's fields, and those of samplers by the names that vLLM-Omni, SGLang and
-diffusers have for them. As everywhere, what is not named here is ignored, and None means "not given"."""
+"""Request bodies for image generation.
+
+Fields are OpenAI's, and sampler options under the names of vLLM-Omni, SGLang and diffusers. `None` means "not given".
+Fields that are not listed here are ignored.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ SIZE = re.compile(r"(\d{1,6})[x×](\d{1,6})")
 AUTO = "auto"
 QUALITIES = (AUTO, "standard")
 BACKGROUNDS = (AUTO, "opaque")
-MODERATIONS = (AUTO, "low")  # nothing is moderated here
+MODERATIONS = (AUTO, "low")  # accepted and ignored: this server has no moderation
 
 RANGES = {
     "n": Range(1, None),
@@ -38,29 +41,36 @@ RANGES = {
     "priority": Range(PRIORITY_MIN, PRIORITY_MAX),
 }
 REFUSED = {
-    "style": "write into the prompt what it should look like",
+    "style": "describe the style in the prompt",
     "true_cfg_scale": "send guidance",
     "num_images_per_prompt": "send n",
     "negative_prompt_embeds": "send negative_prompt",
     "prompt_embeds": "send prompt",
-    "svg": "pictures are made of pixels here",
-    "frame_count": "single pictures are made here",
+    "svg": "this server generates pixel images only",
+    "frame_count": "this server generates single images only",
     "markup": "send image and mask",
 }
-"""Fields whose silent loss would change the pictures, and what to do instead."""
+"""Refused fields, and what to do instead. Ignoring them would change the images."""
 
 
 class ImageStreamOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """include_progress: an event for each denoising step, too, also where it brings no picture."""
+    """Options of a stream.
+
+    Attributes:
+        include_progress: True if each denoising step gets an event, even without an image.
+    """
 
     include_progress: bool | None = None
 
 
 class ImageBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What both ways of asking have in common.
+    """Fields for generating and editing images.
 
-    size: WIDTHxHEIGHT in pixels, or auto; width and height say the same. steps and num_inference_steps, guidance and
-    guidance_scale mean the same. seed: of the first picture; each further one has one more.
+    Attributes:
+        size: WIDTHxHEIGHT in pixels, or "auto". An alternative to width and height.
+        seed: Seed of the first image. The next image has the seed plus one, and so on.
+        steps: Denoising steps. Same as num_inference_steps.
+        guidance: Strength of the prompt. Same as guidance_scale.
     """
 
     prompt: str
@@ -90,7 +100,7 @@ class ImageBody(msgspec.Struct, frozen=True, kw_only=True):
     queue_timeout: float | None = None
     ttft_timeout: float | None = None
     timeout: float | None = None
-    # Known to others, not supported: anything but null or empty is refused (see REFUSED).
+    # Fields of other servers. A value is refused unless it is null or empty (see REFUSED).
     style: Any = None
     true_cfg_scale: Any = None
     num_images_per_prompt: Any = None
@@ -101,15 +111,19 @@ class ImageBody(msgspec.Struct, frozen=True, kw_only=True):
     markup: Any = None
 
     def check(self) -> None:
-        """Raises InvalidRequest for what no type can say."""
+        """Check rules that the types of the fields cannot express.
+
+        Raises:
+            InvalidRequest: A rule is broken.
+        """
         for field, reason in REFUSED.items():
             if getattr(self, field) not in (None, False, "", [], {}):
                 raise InvalidRequest(f"{field} is not supported: {reason}", param=field)
         _check_one_of(
-            "response_format", self.response_format, ("b64_json",), ": nothing is kept here that a URL could lead to"
+            "response_format", self.response_format, ("b64_json",), ": the server stores no images, so it has no URLs"
         )
-        _check_one_of("quality", self.quality, QUALITIES, ": how well a picture is made, steps and size say")
-        _check_one_of("background", self.background, BACKGROUNDS, ": the models here know no transparency")
+        _check_one_of("quality", self.quality, QUALITIES, ": send steps and size to change the quality")
+        _check_one_of("background", self.background, BACKGROUNDS, ": the models cannot generate transparency")
         _check_one_of("moderation", self.moderation, MODERATIONS, "")
         if not self.stream:
             for field in ("partial_images", "stream_options"):
@@ -121,10 +135,14 @@ class ImageBody(msgspec.Struct, frozen=True, kw_only=True):
         return self.stream_options is not None and bool(self.stream_options.include_progress)
 
     def picture_format(self) -> PictureFormat:
-        """Raises InvalidRequest."""
+        """Return the file format for the images.
+
+        Raises:
+            InvalidRequest: The format is not supported.
+        """
         kind: PictureKind = "png"
         if self.output_format is not None:
-            found = next((one for one in PICTURE_FORMATS if one == self.output_format), None)
+            found = next((name for name in PICTURE_FORMATS if name == self.output_format), None)
             if found is None:
                 raise InvalidRequest(
                     f"output_format is {self.output_format[:40]!r}, allowed are {', '.join(PICTURE_FORMATS)}",
@@ -134,14 +152,21 @@ class ImageBody(msgspec.Struct, frozen=True, kw_only=True):
         quality = 100 if self.output_compression is None else self.output_compression
         if kind == "png" and quality != 100:
             raise InvalidRequest(
-                f"output_compression is {quality}, and PNG loses nothing: leave it out, or send output_format jpeg or "
+                f"output_compression is {quality}, but PNG is lossless: leave it out, or send output_format jpeg or "
                 "webp",
                 param="output_compression",
             )
         return PictureFormat(kind, quality)
 
     def params(self, **more: Any) -> ImageParams:
-        """With the values of `more`. Raises InvalidRequest, naming the field as it was sent."""
+        """Return the parameters for the engine.
+
+        Args:
+            more: Further fields of ImageParams.
+
+        Raises:
+            InvalidRequest: A parameter is out of range. The error names the field that the client sent.
+        """
         width, height = self._size()
         try:
             return ImageParams(
@@ -160,7 +185,11 @@ class ImageBody(msgspec.Struct, frozen=True, kw_only=True):
             raise self.as_sent(error) from None
 
     def as_sent(self, error: InvalidRequest) -> InvalidRequest:
-        """The same with the field by the name that it came with."""
+        """Return an error with its field renamed to the name that the client sent.
+
+        Args:
+            error: Error that names a field of ImageParams. It is changed in place.
+        """
         names = {"steps": "num_inference_steps", "guidance": "guidance_scale"}
         param = error.param
         if param in ("width", "height") and self.size is not None:
@@ -182,7 +211,9 @@ class ImageBody(msgspec.Struct, frozen=True, kw_only=True):
                 raise InvalidRequest(f"{missing} is missing: send both width and height, or size", param=missing)
             return self.width, self.height
         if self.width is not None or self.height is not None:
-            raise InvalidRequest("size, width and height all say how large: send size, or the others", param="size")
+            raise InvalidRequest(
+                "size is set together with width or height: send size, or width and height", param="size"
+            )
         found = SIZE.fullmatch(self.size)
         if found is None:
             raise InvalidRequest(
@@ -193,9 +224,9 @@ class ImageBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ImageGenerationBody(ImageBody, frozen=True, kw_only=True):
-    """Pictures of a text, or of a class by its name or its index."""
+    """Body of a request for images from a prompt: a text, or the name or index of a class."""
 
-    # Of a form that changes an image.
+    # Fields of /v1/images/edits.
     image: Any = None
     mask: Any = None
     strength: Any = None
@@ -203,22 +234,34 @@ class ImageGenerationBody(ImageBody, frozen=True, kw_only=True):
     def check(self) -> None:
         for field in ("image", "mask", "strength"):
             if getattr(self, field) not in (None, "", [], {}):
-                raise InvalidRequest(
-                    f"{field} says how an image is changed: send a form to /v1/images/edits", param=field
-                )
+                raise InvalidRequest(f"{field} is for editing an image: send a form to /v1/images/edits", param=field)
         super().check()
 
 
 class ImageEditBody(ImageBody, frozen=True, kw_only=True):
-    """The texts of a form; image and mask are files beside them. strength: above 0 to 1, how far from the image the
-    picture may go. stream_options[include_progress]: as a part of its own."""
+    """Text fields of a form that edits an image. The image and the mask are files of the form.
+
+    Attributes:
+        strength: How much the result may differ from the image: above 0, up to 1.
+        stream_options: In the form, each option is one part: stream_options[include_progress].
+    """
 
     strength: float | None = None
     input_fidelity: str | None = None
 
     def edit_params(self, image: Picture, mask: Picture | None) -> ImageParams:
-        """Raises InvalidRequest."""
-        _check_one_of("input_fidelity", self.input_fidelity, ("low",), ": strength says how much of the image is kept")
+        """Return the parameters for the engine.
+
+        Args:
+            image: Decoded image.
+            mask: Decoded mask. None: the whole image may change.
+
+        Raises:
+            InvalidRequest: A parameter is out of range. The error names the field that the client sent.
+        """
+        _check_one_of(
+            "input_fidelity", self.input_fidelity, ("low",), ": send strength to choose how much of the image is kept"
+        )
         return self.params(image=image, mask=mask, strength=self.strength)
 
 

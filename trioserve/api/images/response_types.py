@@ -1,4 +1,4 @@
-"""What responses with pictures look like, as types: for the API's description."""
+"""Types of the responses of a server that generates images, for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -28,8 +28,15 @@ class ImageTokensDetails(Response):
 
 
 class ImageUsage(Response):
-    """Tokens are what a picture counts as in a batch, by its size, and not what it costs to make: that is this, times
-    steps. text_tokens: what encoding a prompt counts as. steps: denoising steps of all pictures."""
+    """Usage of a request.
+
+    The tokens of an image are its share of a batch, which depends on its size. The cost of generating it is this number
+    times the steps.
+
+    Attributes:
+        input_tokens_details: text_tokens is the share of encoding the prompt.
+        steps: Denoising steps of all images.
+    """
 
     input_tokens: int
     output_tokens: int
@@ -39,7 +46,12 @@ class ImageUsage(Response):
 
 
 class ImageData(Response):
-    """b64_json: the file. seed: with it, and with everything else as it was, the same picture comes again."""
+    """One image.
+
+    Attributes:
+        b64_json: The image file as base64.
+        seed: With this seed and otherwise the same request, the same image is generated again.
+    """
 
     b64_json: str
     seed: int
@@ -59,7 +71,12 @@ class Images(Response):
 
 
 class Progress(Response):
-    """index: of the picture. created_at: when the response began, in seconds since 1970."""
+    """Progress of one image.
+
+    Attributes:
+        index: Index of the image.
+        created_at: Unix time in seconds at which the response began.
+    """
 
     index: int
     steps_done: int
@@ -77,13 +94,13 @@ class PictureEvent(Progress):
 
 
 class Partial(PictureEvent):
-    """partial_image_index: counts those of one picture."""
+    """A partial image. `partial_image_index` counts the partial images of one image."""
 
     partial_image_index: int
 
 
 class Completed(PictureEvent):
-    """usage: of this picture."""
+    """A complete image. `usage` is that of this image."""
 
     usage: ImageUsage
 
@@ -113,9 +130,19 @@ class EditCompleted(Completed):
 
 
 class ImageModelTakes(Response):
-    """What may be asked of the model. size, steps, guidance: what it does by itself. side_multiple: width and height
-    are multiples of it. samplers: the first is what it does by itself. classes: names that a prompt may be; null: it
-    is a text. pixels_max, steps_max, n_max: limits of this server."""
+    """Options and limits of the model.
+
+    Attributes:
+        size: Default size.
+        side_multiple: Width and height must be multiples of this number.
+        pixels_max: Limit of this server.
+        steps: Default number of steps.
+        steps_max: Limit of this server.
+        guidance: Default guidance.
+        samplers: Samplers. The first is the default.
+        classes: Allowed prompts. Null: any text is allowed.
+        n_max: Limit of this server.
+    """
 
     size: str
     side_multiple: int
@@ -153,8 +180,14 @@ class ImageModels(Response):
 
 
 class LiveImageRequest(Response):
-    """state: "waiting", "running" or "finished". phase: of the picture that has come furthest. steps_done of
-    step_count denoising steps, of all its pictures together."""
+    """A request that has not ended.
+
+    Attributes:
+        state: "waiting", "running" or "finished".
+        phase: Phase of the image that has advanced furthest.
+        steps_done: Finished denoising steps of all images.
+        step_count: Denoising steps of all images.
+    """
 
     id: str
     object: Literal["request"]

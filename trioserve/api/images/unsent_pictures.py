@@ -1,5 +1,7 @@
-"""How much memory those pictures may take that are made, and that their clients have not taken. Slow clients may take
-hours for them; the pace of responses is one for texts."""
+"""Limit for the memory of images that are generated and not yet received by their clients.
+
+A slow client may take hours to receive its images, because the minimum speed of responses is chosen for text.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,16 @@ from trioserve.contracts.errors import Overloaded
 
 __all__ = ["UnsentPictures", "UnsentShare"]
 
-UNSENT_BYTES_MAX = 2**30  # some hundreds of a megapixel
+UNSENT_BYTES_MAX = 2**30  # some hundred images of a megapixel
 RETRY_SECONDS = 5.0
 
 
 class UnsentPictures:
-    """unsent_bytes_max: once so much is there, no request is begun. Those that are made go beyond it."""
+    """Counts the bytes of images that clients have not received.
+
+    Args:
+        unsent_bytes_max: At this number of bytes, new requests are refused. Running requests may exceed it.
+    """
 
     def __init__(self, unsent_bytes_max: int = UNSENT_BYTES_MAX) -> None:
         self.byte_count = 0
@@ -23,11 +29,15 @@ class UnsentPictures:
 
     @contextmanager
     def share(self) -> Iterator[UnsentShare]:
-        """Of one response, until it is sent. Raises Overloaded."""
+        """Yield the counter of one response. Its bytes count until the response is sent.
+
+        Raises:
+            Overloaded: The limit is reached.
+        """
         if self.byte_count >= self._unsent_bytes_max:
             raise Overloaded(
-                f"pictures of {self.byte_count} bytes wait for their clients to take them, and no more are made "
-                f"beyond {self._unsent_bytes_max}: try again shortly",
+                f"clients have not received {self.byte_count} bytes of images (allowed: {self._unsent_bytes_max}): "
+                "try again shortly",
                 reason="unsent_pictures",
                 retry_after_seconds=RETRY_SECONDS,
             )
@@ -39,11 +49,17 @@ class UnsentPictures:
 
 
 class UnsentShare:
+    """Counts the unsent bytes of one response."""
+
     def __init__(self, unsent: UnsentPictures) -> None:
         self._unsent = unsent
         self.byte_count = 0
 
     def hold(self, byte_count: int) -> None:
-        """So many bytes of the response wait, from now on."""
+        """Set the number of unsent bytes of the response.
+
+        Args:
+            byte_count: Number of bytes. Replaces the earlier number.
+        """
         self._unsent.byte_count += byte_count - self.byte_count
         self.byte_count = byte_count

@@ -1,4 +1,4 @@
-"""How a response is told in Ollama's API: its lines, the last one with counts and durations, or all of it in one."""
+"""Responses in Ollama's shape: a stream of lines whose last line has counts and durations, or one object."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ __all__ = ["Answer", "Piece", "chat_piece", "iso_time", "loaded", "nanoseconds",
 NANOSECONDS = 1_000_000_000
 
 Piece = Callable[[str, str, Sequence[ToolCall], int], dict[str, Any]]
-"""Content, thought and calls as this path tells them; the index of the first of the calls."""
+"""Function that returns the fields for content, reasoning and tool calls.
+
+The last argument is the index of the first call.
+"""
 
 
-def chat_piece(content: str, thought: str, calls: Sequence[ToolCall], first_call: int) -> dict[str, Any]:
+def chat_piece(content: str, reasoning: str, calls: Sequence[ToolCall], first_call: int) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": content}
-    if thought:
-        message["thinking"] = thought
+    if reasoning:
+        message["thinking"] = reasoning
     if calls:
         message["tool_calls"] = [
             {
@@ -38,7 +41,7 @@ def chat_piece(content: str, thought: str, calls: Sequence[ToolCall], first_call
                 "function": {
                     "index": index,
                     "name": call.name,
-                    # As the model wrote it: when the call is complete, that is one JSON object.
+                    # The model's own text. In a complete call, the text is one JSON object.
                     "arguments": msgspec.Raw(call.arguments.encode() or b"{}"),
                 },
             }
@@ -47,11 +50,16 @@ def chat_piece(content: str, thought: str, calls: Sequence[ToolCall], first_call
     return {"message": message}
 
 
-def text_piece(content: str, thought: str, _calls: Sequence[ToolCall], _first_call: int) -> dict[str, Any]:
-    return {"response": content, "thinking": thought} if thought else {"response": content}
+def text_piece(content: str, reasoning: str, _calls: Sequence[ToolCall], _first_call: int) -> dict[str, Any]:
+    return {"response": content, "thinking": reasoning} if reasoning else {"response": content}
 
 
 def iso_time(unix_seconds: int) -> str:
+    """Return a time in ISO 8601 format.
+
+    Args:
+        unix_seconds: Unix time in seconds.
+    """
     return datetime.fromtimestamp(unix_seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -60,55 +68,91 @@ def nanoseconds(seconds: float) -> int:
 
 
 def loaded(head: dict[str, Any], piece: Piece) -> dict[str, Any]:
-    """The response to a request that asks for nothing."""
+    """Return the response to a request without a prompt.
+
+    Args:
+        head: First fields of the response.
+        piece: Makes the fields for content.
+    """
     return {**head, **piece("", "", (), 0), "done": True, "done_reason": "load"}
 
 
 class Answer:
-    """One response. head: what all of its lines begin with. told_before: seconds that the response had lasted when it
-    began to go on here."""
+    """One response.
+
+    Args:
+        head: First fields of each line.
+        piece: Makes the fields for content, reasoning and calls.
+        tokenizer: Tokenizer of the model.
+        wants_logprobs: The client asked for log probabilities.
+        earlier_seconds: For a resumed response: time since the response began at another server. Otherwise 0.
+    """
 
     def __init__(
-        self, head: dict[str, Any], piece: Piece, tokenizer: Tokenizer, *, wants_logprobs: bool, told_before: float = 0
+        self,
+        head: dict[str, Any],
+        piece: Piece,
+        tokenizer: Tokenizer,
+        *,
+        wants_logprobs: bool,
+        earlier_seconds: float = 0,
     ) -> None:
         self._head = head
         self._piece = piece
         self._tokenizer = tokenizer
         self._wants_logprobs = wants_logprobs
-        self._told_before = told_before
+        self._earlier_seconds = earlier_seconds
         self._entered_at = self._begun_at = trio.current_time()
         self._first_at: float | None = None
         self._calls = OpenCalls()
         self._call_count = 0
-        self._logprobs: list[TokenLogprob] = []  # of tokens that made no line yet
+        self._logprobs: list[TokenLogprob] = []  # of tokens that are in no line yet
 
     def begin(self) -> None:
-        """The request runs."""
+        """Note that the request runs."""
         self._begun_at = trio.current_time()
 
     def note(self, _delta: Delta) -> None:
+        """Note the time of the first token.
+
+        Args:
+            _delta: Not used.
+        """
         if self._first_at is None:
             self._first_at = trio.current_time()
 
     def skip(self, parts: Sequence[ResponsePart], _delta: Delta) -> None:
-        """The client has that already."""
+        """Count the tool calls of a known part of a resumed response.
+
+        Args:
+            parts: Parts that the client has.
+        """
         self._call_count += len(self._complete(parts))
 
     def next(self, parts: Sequence[ResponsePart], delta: Delta) -> dict[str, Any] | None:
-        """The line that this delta makes. None: there is nothing to tell yet."""
+        """Return the line for a delta, or None if the delta has nothing to send yet.
+
+        Args:
+            parts: Parts that the turn made of the delta.
+            delta: The delta.
+        """
         self.note(delta)
         self._logprobs += delta.logprobs or ()
         calls = self._complete(parts)
         content = "".join([part.text for part in parts if isinstance(part, ContentText)])
-        thought = "".join([part.text for part in parts if isinstance(part, ReasoningText)])
-        if not (content or thought or calls):
+        reasoning = "".join([part.text for part in parts if isinstance(part, ReasoningText)])
+        if not (content or reasoning or calls):
             return None
         first_call, self._call_count = self._call_count, self._call_count + len(calls)
-        told = {**self._head, **self._piece(content, thought, calls, first_call), "done": False}
-        return self._with_logprobs(told)
+        fields = {**self._head, **self._piece(content, reasoning, calls, first_call), "done": False}
+        return self._with_logprobs(fields)
 
     def end(self, turn: ChatTurn) -> dict[str, Any]:
-        """The last line."""
+        """Return the last line.
+
+        Args:
+            turn: The turn, which has ended.
+        """
         return self._with_logprobs({**self._head, **self._piece("", "", (), 0), **self._outcome(turn)})
 
     def whole(self, turn: ChatTurn, choice: CollectedChoice) -> dict[str, Any]:
@@ -117,14 +161,14 @@ class Answer:
         return self._with_logprobs({**self._head, **piece, **self._outcome(turn)})
 
     def _complete(self, parts: Sequence[ResponsePart]) -> list[ToolCall]:
-        """The calls that these parts complete."""
+        """Return the tool calls that these parts complete."""
         return [call for part in parts if (call := self._calls.take(part)) is not None]
 
-    def _with_logprobs(self, told: dict[str, Any]) -> dict[str, Any]:
+    def _with_logprobs(self, fields: dict[str, Any]) -> dict[str, Any]:
         if self._wants_logprobs and self._logprobs:
-            told["logprobs"] = chat_logprobs(self._tokenizer, self._logprobs)["content"]
+            fields["logprobs"] = chat_logprobs(self._tokenizer, self._logprobs)["content"]
             self._logprobs = []
-        return told
+        return fields
 
     def _outcome(self, turn: ChatTurn) -> dict[str, Any]:
         now = trio.current_time()
@@ -132,10 +176,10 @@ class Answer:
         return {
             "done": True,
             "done_reason": "length" if turn.choices[0].finish_reason == "length" else "stop",
-            "total_duration": nanoseconds(now - self._entered_at + self._told_before),
+            "total_duration": nanoseconds(now - self._entered_at + self._earlier_seconds),
             "load_duration": 0,
             "prompt_eval_count": turn.stream.prompt_token_count,
             "prompt_eval_duration": nanoseconds(first_at - self._begun_at),
             "eval_count": turn.stream.completion_token_count,
-            "eval_duration": nanoseconds(now - first_at + self._told_before),
+            "eval_duration": nanoseconds(now - first_at + self._earlier_seconds),
         }

@@ -1,6 +1,6 @@
-"""Messages of Ollama's shape as messages of OpenAI's chat shape, for which chat templates are written. Pure.
+"""Translates Ollama's messages to OpenAI's chat shape, which chat templates expect. Does no I/O.
 
-Calls have no ids in this API, or need none: a result belongs to the first call of its name that has none yet.
+Calls in this API may have no ids. A tool result belongs to the first call of its function that has no result yet.
 """
 
 from __future__ import annotations
@@ -16,48 +16,60 @@ __all__ = ["chat_messages", "content_with_images"]
 
 
 def content_with_images(text: str, images: list[str] | None) -> str | list[dict[str, Any]]:
-    """images: base64 without what a data URL has before it; they come before the text. What they are, their first bytes
-    tell."""
+    """Return a message content with the images before the text.
+
+    Args:
+        text: The text.
+        images: Images as base64, without the prefix of a data URL. Later code detects their format.
+    """
     return joined_content([*(image_part(f"data:image/*;base64,{image}") for image in images or ()), text], "\n")
 
 
 def chat_messages(messages: list[OllamaMessage], new_call_id: Callable[[str], str]) -> list[dict[str, Any]]:
-    """new_call_id: of letters and digits that are unique in the conversation, an id that its template takes. Raises
-    InvalidRequest, naming the place, for results without their calls."""
+    """Translate messages to OpenAI's chat shape.
+
+    Args:
+        messages: The messages.
+        new_call_id: Returns an id that the model's template accepts, from letters and digits that are unique in the
+            conversation.
+
+    Raises:
+        InvalidRequest: A tool result has no call. The error names the message.
+    """
     translated: list[dict[str, Any]] = []
     unanswered: list[tuple[str, str]] = []  # calls without a result, by id and name
     for index, message in enumerate(messages):
-        place = f"messages[{index}]"
-        said: dict[str, Any] = {
+        path = f"messages[{index}]"
+        translated_message: dict[str, Any] = {
             "role": message.role,
             "content": content_with_images(message.content or "", message.images),
         }
         if message.thinking:
-            said["reasoning_content"] = message.thinking
+            translated_message["reasoning_content"] = message.thinking
         if message.role == "tool":
-            call_id, name = _answered(message, unanswered, place)
-            said |= {"tool_call_id": call_id, "name": name}
+            call_id, name = _answered(message, unanswered, path)
+            translated_message |= {"tool_call_id": call_id, "name": name}
         elif message.tool_calls:
             calls = [
                 (call.id or new_call_id(f"{index:05}{position:04}"), call.function)
                 for position, call in enumerate(message.tool_calls)
             ]
             unanswered = [(call_id, function.name) for call_id, function in calls]
-            said["tool_calls"] = [
+            translated_message["tool_calls"] = [
                 {"id": call_id, "type": "function", "function": {"name": called.name, "arguments": called.arguments}}
                 for call_id, called in calls
             ]
-        translated.append(said)
+        translated.append(translated_message)
     return translated
 
 
-def _answered(message: OllamaMessage, unanswered: list[tuple[str, str]], place: str) -> tuple[str, str]:
-    """Of the call whose result this is, its id and name; it is not among the unanswered any more."""
+def _answered(message: OllamaMessage, unanswered: list[tuple[str, str]], path: str) -> tuple[str, str]:
+    """Return id and name of the call that a tool result belongs to, and remove the call from `unanswered`."""
     for position, (call_id, name) in enumerate(unanswered):
         if message.tool_call_id in (None, call_id) and message.tool_name in (None, name):
             return unanswered.pop(position)
     raise InvalidRequest(
-        f"{place} is the result of a tool, and the calls before it that have none yet are: "
+        f"{path} is a tool result without a matching call. Earlier calls without a result are: "
         + (", ".join(name for _, name in unanswered) or "none"),
-        param=place,
+        param=path,
     )

@@ -1,4 +1,4 @@
-"""What each path of Ollama's API does and may answer: for the API's own description."""
+"""Descriptions of the operations of Ollama's API, for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["OPERATIONS"]
 OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
     ("POST", "/api/chat"): DescribedOperation(
         summary="Answer a chat, in Ollama's shape",
-        description="Fields, and their meanings, are those of Ollama's API. Options that are not named here are "
-        "ignored or refused; those of loading a model are ignored. Without messages nothing is computed.",
+        description="Fields have the meaning of Ollama's API. Options that are not listed here are ignored or refused. "
+        "Options for loading a model are ignored. Without messages, the model computes nothing.",
         body=OllamaChatBody,
         ranges=OLLAMA_RANGES,
         response=response_types.OllamaChatLine,
@@ -29,8 +29,8 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
         takes_deadlines=True,
     ),
     ("POST", "/api/generate"): DescribedOperation(
-        summary="Answer a prompt, or go on with a text, in Ollama's shape",
-        description="As above for everything that is the same.",
+        summary="Answer a prompt, or continue a text, in Ollama's shape",
+        description="Common fields work as in /api/chat.",
         body=OllamaGenerateBody,
         ranges=OLLAMA_RANGES,
         response=response_types.OllamaTextLine,
@@ -61,19 +61,19 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
         error=response_types.OllamaError,
     ),
     ("GET", "/api/ps"): DescribedOperation(
-        summary="List the models that are loaded, in Ollama's shape: all of them",
+        summary="List the loaded models, in Ollama's shape. All models are always loaded",
         response=response_types.OllamaRunning,
         error=response_types.OllamaError,
     ),
     ("POST", "/api/show"): DescribedOperation(
-        summary="Say what a model is and can do, in Ollama's shape",
+        summary="Describe a model and its capabilities, in Ollama's shape",
         body=OllamaShowBody,
         response=response_types.OllamaShown,
         errors=(*READS_BODY, 404),
         error=response_types.OllamaError,
     ),
     ("GET", "/api/version"): DescribedOperation(
-        summary="Which version of Ollama's API this is",
+        summary="Return the version of Ollama's API",
         response=response_types.OllamaVersion,
         error=response_types.OllamaError,
     ),

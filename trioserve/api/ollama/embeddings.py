@@ -1,4 +1,4 @@
-"""POST /api/embed and /api/embeddings: texts in, a vector for each out."""
+"""Handlers of POST /api/embed and /api/embeddings: return a vector for each text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ __all__ = ["embed", "embed_one"]
 
 
 async def embed(context: RequestContext) -> None:
-    """Vectors have the length 1, whatever the model's makers recommend."""
+    """Answer with one vector for each text. All vectors are normalized to length 1.
+
+    Args:
+        context: The request.
+    """
     began_at = trio.current_time()
     body = await context.body(OllamaEmbedBody)
     model = model_asked(context, body.model)
@@ -55,7 +59,13 @@ async def embed(context: RequestContext) -> None:
 
 
 async def embed_one(context: RequestContext) -> None:
-    """The older form: one text, and its vector as the model's makers recommend."""
+    """Answer the older kind of request: one text.
+
+    The vector is normalized only if the model's configuration says so.
+
+    Args:
+        context: The request.
+    """
     body = await context.body(OllamaEmbeddingsBody)
     model_asked(context, body.model)
     check_cache_salt(body.cache_salt)

@@ -1,4 +1,4 @@
-"""POST /api/chat and /api/generate: Ollama's API over the same turns as any other chat."""
+"""Handlers of POST /api/chat and /api/generate."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def generate(context: RequestContext) -> None:
 
 
 async def _say_loaded(context: RequestContext, body: OllamaAnswerBody, model: str, piece: Piece) -> None:
-    """As the API has it, no stream either way."""
+    """Answer a request without a prompt. Never streamed, as in Ollama's API."""
     await context.respond_json(loaded(_head(body, model, context.clock_and_ids.unix_seconds()), piece))
 
 
@@ -56,7 +56,7 @@ async def _answer(
     context: RequestContext, body: OllamaAnswerBody, request: TurnRequest, model: str, piece: Piece
 ) -> None:
     resumption = Resumption(context, body.resume, request.sampling, is_streamed=body.is_streamed)
-    # Where others read a stream behind its client, or go on with it, it has events, with the same values.
+    # A stream that can be resumed or detached has server-sent events with the same values, because only these have ids.
     has_events = resumption.is_asked or context.exchange.headers.get(DETACH_HEADER) is not None
     written = data_event if has_events else line
     answer = Answer(
@@ -64,7 +64,7 @@ async def _answer(
         piece,
         context.engine.tokenizer,
         wants_logprobs=bool(body.logprobs),
-        told_before=max(0.0, context.clock_and_ids.wall_clock() - resumption.created) if body.resume else 0.0,
+        earlier_seconds=max(0.0, context.clock_and_ids.wall_clock() - resumption.created) if body.resume else 0.0,
     )
     async with chat_turn(context, request, resumption) as turn:
         comment = KEEP_ALIVE if has_events else LINE_KEEP_ALIVE
@@ -85,18 +85,18 @@ async def _answer(
             ids = resumption.group_ids()
 
             async def send(index: int, parts: list[ResponsePart], delta: Delta) -> None:
-                told = answer.next(parts, delta)
-                said = b"" if told is None else written(told)
+                fields = answer.next(parts, delta)
+                data = b"" if fields is None else written(fields)
                 if ids is not None:
-                    said = ids.group(said, index, delta)
-                if said:
-                    await context.exchange.send(said)
+                    data = ids.group(data, index, delta)
+                if data:
+                    await context.exchange.send(data)
 
             await turn.skip_known(answer.skip)
             await turn.read(send, keep_alive=context.keep_alive_with(comment))
         else:
             [choice] = await turn.collect(answer.note)
-    # The engine's part is over, and its scope left: a slow client keeps nothing but its own bytes waiting.
+    # The turn is left first, so that a slow client does not hold blocks of the engine.
     if body.is_streamed:
         end = written(answer.end(turn))
         await context.finish(end if ids is None else ids.last(end))

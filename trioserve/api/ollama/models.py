@@ -1,4 +1,7 @@
-"""GET /api/tags, /api/ps and /api/version, POST /api/show: what is served, as Ollama's clients ask for it."""
+"""Handlers that describe the served models for Ollama's clients.
+
+They serve GET /api/tags, /api/ps and /api/version, and POST /api/show.
+"""
 
 from __future__ import annotations
 
@@ -25,33 +28,59 @@ __all__ = [
 ]
 
 API_VERSION = "0.12.11"
-"""Of Ollama, whose API this is; clients look at it to know which fields there are."""
+"""Version of Ollama whose API this is. Clients derive the available fields from it."""
 
 LATEST = ":latest"
-NEVER = "9999-12-31T23:59:59Z"  # when a model that stays loaded is unloaded
+NEVER = "9999-12-31T23:59:59Z"  # time at which a model is unloaded
 
 
 def tagged(name: str) -> str:
-    """The model's name as the API shows it: with a tag."""
+    """Return a model name with a tag, as Ollama's API shows it.
+
+    Args:
+        name: Name of a served model.
+    """
     return name if ":" in name.rpartition("/")[2] else name + LATEST
 
 
 def untagged(asked: str | None, served: Iterable[str]) -> str | None:
-    """The name that is asked for, as it is served."""
+    """Return the requested name, without ":latest" unless a served name has this tag.
+
+    Args:
+        asked: Requested name. None if the request has none.
+        served: Names of the served models.
+    """
     if asked is None or asked in served or not asked.endswith(LATEST):
         return asked
     return asked.removesuffix(LATEST)
 
 
 def model_asked(context: RequestContext, asked: str | None) -> str:
-    """The name of the model, as it is called here. Raises UnknownModel, InvalidRequest."""
+    """Return the served name of the requested model.
+
+    Args:
+        context: The request.
+        asked: Requested name. None: the default model.
+
+    Raises:
+        UnknownModel: The model is not served.
+        InvalidRequest: The name is required.
+    """
     return context.model_name(untagged(asked, context.served_names))
 
 
 def model_card(
     name: str, *, made_at: int, identity: str, family: str | None = None, weight_bytes: int = 0
 ) -> dict[str, Any]:
-    """identity: what tells models apart that have the same name; its digest is shown."""
+    """Return the description of a model in Ollama's shape.
+
+    Args:
+        name: Name of the model.
+        made_at: Unix time in seconds.
+        identity: Text that differs between models of the same name. Its hash becomes the digest.
+        family: Model family. None if it is not known.
+        weight_bytes: Size of the weights. 0 if it is not known.
+    """
     return {
         "name": tagged(name),
         "model": tagged(name),
@@ -74,7 +103,12 @@ def details_of(family: str | None) -> dict[str, Any]:
 
 
 def running_card(card: dict[str, Any], *, context_length: int = 0) -> dict[str, Any]:
-    """The same of a model that is loaded."""
+    """Return the description of a loaded model.
+
+    Args:
+        card: Description from model_card.
+        context_length: Tokens of the context.
+    """
     loaded = {name: value for name, value in card.items() if name != "modified_at"}
     return {**loaded, "expires_at": NEVER, "size_vram": 0, "context_length": context_length}
 

@@ -1,7 +1,7 @@
-"""The bodies of Ollama's API: which fields there are and of which type.
+"""Request bodies of Ollama's API: fields and their types.
 
-What happens to fields that are not named here is decided in api/unread_fields.py. Options that say how a model is
-loaded are harmless: it is loaded already. `None` means "not given".
+`None` means "not given". api/unread_fields.py decides what happens to fields that are not listed here. Options for
+loading a model are ignored, because the model is loaded already.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
     "OllamaShowBody",
 ]
 
-NUM_PREDICT_MIN = -2  # -1 and -2: as many as fit, and so is 0
+NUM_PREDICT_MIN = -2  # -2, -1 and 0 mean: as many tokens as fit into the context
 
 OLLAMA_RANGES = {
     **{
@@ -41,15 +41,18 @@ OLLAMA_RANGES = {
     "OllamaOptions.num_predict": Range(NUM_PREDICT_MIN, None),
     "top_logprobs": SAMPLING_RANGES["logprobs"],
 }
-"""Of the numbers in a body, by field, or by type and field."""
+"""Allowed ranges of numbers, by field, or by type and field."""
 
-NO_PICTURES = "a language model makes no images, see /v1/images/generations"
+NO_IMAGES = "a language model cannot generate images, see /v1/images/generations"
 Priority = Annotated[int, msgspec.Meta(ge=PRIORITY_MIN, le=PRIORITY_MAX)]
 Effort = Literal["low", "medium", "high", "max"]
 
 
 class OllamaOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are chosen. Those from repeat_last_n on are refused where they ask for what there is not."""
+    """Sampling options.
+
+    `repeat_last_n` and the fields after it are refused if they ask for a feature that this server does not have.
+    """
 
     REFUSED_FIELDS: ClassVar[Mapping[str, RefusedField]] = generation_fields()
 
@@ -70,9 +73,14 @@ class OllamaOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Body(msgspec.Struct, frozen=True, kw_only=True):
-    """model: the first that is served, if it is not given; with or without ":latest". keep_alive: taken, and nothing
-    follows from it: the model stays loaded. priority and all behind it are this server's own fields, the same as in
-    chat completions."""
+    """Fields of all bodies.
+
+    `priority` and the fields after it are this server's own, with the same meaning as in chat completions.
+
+    Attributes:
+        model: Name of the model, with or without ":latest". Default: the first model that is served.
+        keep_alive: Accepted and ignored: the model stays loaded.
+    """
 
     model: str | None = None
     keep_alive: float | str | None = None
@@ -85,14 +93,19 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OllamaAnswerBody(_Body, frozen=True, kw_only=True):
-    """What a chat and a text have in common. stream: true, if it is not given. format: "json", or a JSON schema.
-    think: whether the model is to think aloud, or how much."""
+    """Fields of chat and text requests.
+
+    Attributes:
+        stream: True if the response is streamed. Default: true.
+        format: "json", or a JSON schema.
+        think: Reasoning on or off, or an effort level.
+    """
 
     REFUSED_FIELDS: ClassVar[Mapping[str, RefusedField]] = generation_fields(
         structured="send format",
-        width=NO_PICTURES,
-        height=NO_PICTURES,
-        steps=NO_PICTURES,
+        width=NO_IMAGES,
+        height=NO_IMAGES,
+        steps=NO_IMAGES,
     )
     NESTED_FIELDS: ClassVar[Mapping[str, type[msgspec.Struct]]] = {"options": OllamaOptions}
 
@@ -109,7 +122,14 @@ class OllamaAnswerBody(_Body, frozen=True, kw_only=True):
 
 
 class OllamaGenerateBody(OllamaAnswerBody, frozen=True, kw_only=True):
-    """raw: the prompt goes to the model as it is. context and template: refused. images: base64."""
+    """Body of a request for text.
+
+    Attributes:
+        raw: True if the prompt goes to the model without a template.
+        context: Refused.
+        template: Refused.
+        images: Images as base64.
+    """
 
     prompt: str | None = None
     suffix: str | None = None
@@ -131,8 +151,14 @@ class OllamaToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OllamaMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """tool_name, tool_call_id: of a result, whose it is; without both, that of the first call that has none yet.
-    images: base64."""
+    """A chat message.
+
+    Attributes:
+        tool_name: For a tool result: name of the function.
+        tool_call_id: For a tool result: id of the call. Without name and id, the result belongs to the first call
+            without a result.
+        images: Images as base64.
+    """
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
@@ -144,20 +170,27 @@ class OllamaMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OllamaChatBody(OllamaAnswerBody, frozen=True, kw_only=True):
-    """Without messages nothing is computed: the response says that the model is loaded."""
+    """Body of a chat request.
+
+    Without messages, the model computes nothing, and the response says that the model is loaded.
+    """
 
     messages: list[OllamaMessage] | None = None
     tools: list[dict[str, Any]] | None = None
 
 
 class _PooledBody(_Body, frozen=True, kw_only=True):
-    """truncate: an input that is too long is cut at its end, if this is not given, too."""
+    """Fields of embedding requests.
+
+    Attributes:
+        truncate: True if the end of a long input is removed. Default: true.
+    """
 
     truncate: bool | None = None
 
     @property
     def truncate_prompt_tokens(self) -> int | None:
-        return None if self.truncate is False else -1  # to as many as the model takes
+        return None if self.truncate is False else -1  # -1: to the model's limit
 
     @property
     def truncation_side(self) -> Literal["left", "right"] | None:
@@ -170,13 +203,13 @@ class OllamaEmbedBody(_PooledBody, frozen=True, kw_only=True):
 
 
 class OllamaEmbeddingsBody(_PooledBody, frozen=True, kw_only=True):
-    """The older form: one text."""
+    """Body of the older kind of embedding request, with one text."""
 
     prompt: str
 
 
 class OllamaShowBody(msgspec.Struct, frozen=True, kw_only=True):
-    """name: the older name of model."""
+    """Body of a request for a model's properties. `name` is the older name of `model`."""
 
     model: str | None = None
     name: str | None = None

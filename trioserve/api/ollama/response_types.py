@@ -1,4 +1,4 @@
-"""What responses of Ollama's API look like, as types: for the API's description and whoever checks responses."""
+"""Types of everything that Ollama's API sends, for the OpenAPI document and for tests that check responses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
 
 
 class OllamaError(Response, kw_only=True):
-    """Also the last line of a response that could not be completed."""
+    """An error response. Also the last line of a stream that failed."""
 
     error: str
 
@@ -38,8 +38,11 @@ class OllamaLogprob(OllamaTokenLogprob, kw_only=True):
 
 
 class _Line(Response, kw_only=True):
-    """The counts and durations, in nanoseconds, are in the last line, which is the one that is done. load_duration is
-    0. done_reason "load": nothing was asked for."""
+    """One line of a stream, or a whole response.
+
+    Counts and durations (in nanoseconds) are in the last line only, where `done` is true. `load_duration` is always 0.
+    The done_reason "load" means that the request had no prompt.
+    """
 
     model: str
     created_at: str
@@ -73,20 +76,20 @@ class OllamaSaid(Response, kw_only=True):
 
 
 class OllamaChatLine(_Line, kw_only=True):
-    """A piece of a message, or all of it."""
+    """A piece of a message, or the whole message."""
 
     message: OllamaSaid
 
 
 class OllamaTextLine(_Line, kw_only=True):
-    """A piece of a text, or all of it."""
+    """A piece of a text, or the whole text."""
 
     response: str
     thinking: str | UnsetType = UNSET
 
 
 class OllamaDetails(Response, kw_only=True):
-    """What is not known is empty."""
+    """Properties of a model. Unknown ones are empty."""
 
     parent_model: str
     format: str
@@ -97,7 +100,7 @@ class OllamaDetails(Response, kw_only=True):
 
 
 class _Model(Response, kw_only=True):
-    """size: bytes of the weights, 0 where nobody knows."""
+    """Description of a model. `size` is the size of the weights in bytes, or 0 if it is not known."""
 
     name: str
     model: str
@@ -125,7 +128,7 @@ class OllamaRunning(Response, kw_only=True):
 
 
 class OllamaShown(Response, kw_only=True):
-    """template: in Jinja."""
+    """Properties of a model. `template` is a Jinja template."""
 
     modelfile: str
     parameters: str

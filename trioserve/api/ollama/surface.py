@@ -1,4 +1,4 @@
-"""Errors as clients of Ollama's API expect them, and its streams, which are lines of JSON."""
+"""Error format and streams of Ollama's API. A stream has one line of JSON for each piece."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["LINES_TYPE", "LINE_KEEP_ALIVE", "OLLAMA", "OLLAMA_PATH", "OllamaSurf
 OLLAMA_PATH = "/api/"
 LINES_TYPE = "application/x-ndjson"
 LINE_KEEP_ALIVE = b" "
-"""Between two lines: JSON may begin with white space, and an empty line would be no JSON."""
+"""Keep-alive between two lines. JSON may begin with white space, but an empty line would not be JSON."""
 
 
 class OllamaSurface(OpenAISurface):
-    """The same statuses as OpenAI's clients get, and of the error its message."""
+    """Error format of Ollama's API: the statuses of OpenAI's API, and the error message as the only field."""
 
     def body(self, error: ErrorResponse, request_id: str) -> bytes:
         return encode({"error": error.placed_message})
@@ -28,5 +28,9 @@ OLLAMA = OllamaSurface()
 
 
 def line(value: object) -> bytes:
-    """One line of a stream."""
+    """Return one line of a stream.
+
+    Args:
+        value: Data of the line.
+    """
     return one_line_json(value) + b"\n"

@@ -1,4 +1,4 @@
-"""From a body of Ollama's API to a turn of a chat, or to a text that goes on. Pure."""
+"""Translates a body of Ollama's API to a turn: a chat, or a text to continue. Does no I/O."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 from trioserve.api.deadline_fields import deadlines_of
 from trioserve.api.ollama.chat_messages import chat_messages, content_with_images
 from trioserve.api.ollama.request_types import OllamaAnswerBody, OllamaChatBody, OllamaGenerateBody
-from trioserve.api.ollama.sampling import form_of, sampling_of
+from trioserve.api.ollama.sampling import sampling_of, structured_output
 from trioserve.api.openai.prompt_fields import gap_of
 from trioserve.api.openai.request_types import check_cache_salt
 from trioserve.api.turn.messages import check_messages
@@ -25,15 +25,25 @@ if TYPE_CHECKING:
 __all__ = ["chat_request", "text_request"]
 
 REFUSED = {
-    "template": "templates are read in Jinja here, and come with the model: send raw and the whole prompt",
+    "template": "this server uses the model's own Jinja template: send raw and the whole prompt",
     "context": "send the conversation as messages to /api/chat",
 }
 
 
 def chat_request(body: OllamaChatBody, headers: Headers, engine: Engine, model: str) -> TurnRequest:
-    """model: as it is called here. Raises InvalidRequest, naming the field."""
+    """Translate the body of a chat request.
+
+    Args:
+        body: The body.
+        headers: Request headers.
+        engine: The engine.
+        model: Name of the served model.
+
+    Raises:
+        InvalidRequest: A field cannot be served. The error names the field.
+    """
     request = _request(body, headers, engine)
-    messages = body.messages or []  # without any nothing is computed
+    messages = body.messages or []  # without messages, nothing is computed
     continues = bool(messages) and messages[-1].role == "assistant" and not messages[-1].tool_calls
     return msgspec.structs.replace(
         request,
@@ -46,7 +56,19 @@ def chat_request(body: OllamaChatBody, headers: Headers, engine: Engine, model: 
 
 
 def text_request(body: OllamaGenerateBody, headers: Headers, engine: Engine, model: str) -> TurnRequest:
-    """The same. A prompt is what a user says, unless it is raw or has a gap."""
+    """Translate the body of a text request.
+
+    The prompt becomes a message of the user, unless it is raw or has a suffix.
+
+    Args:
+        body: The body.
+        headers: Request headers.
+        engine: The engine.
+        model: Name of the served model.
+
+    Raises:
+        InvalidRequest: A field cannot be served. The error names the field.
+    """
     for field, reason in REFUSED.items():
         if getattr(body, field):
             raise InvalidRequest(f"{field} is not supported: {reason}", param=field)
@@ -68,12 +90,12 @@ def text_request(body: OllamaGenerateBody, headers: Headers, engine: Engine, mod
 
 
 def _request(body: OllamaAnswerBody, headers: Headers, engine: Engine) -> TurnRequest:
-    """What both say, without messages."""
+    """Return the turn for the common fields, without messages."""
     check_cache_salt(body.cache_salt)
     return TurnRequest(
         messages=[],
         sampling=sampling_of(body, engine.default_sampling),
-        structured=form_of(body),
+        structured=structured_output(body),
         priority=body.priority,
         cache_salt=body.cache_salt,
         deadlines=deadlines_of(body, headers),
@@ -89,7 +111,13 @@ def _reasoning(body: OllamaAnswerBody, engine: Engine, model: str) -> Reasoning:
 
 
 def _check_plain(body: OllamaGenerateBody, reason: str) -> None:
-    """Of a prompt that no template sees. Raises InvalidRequest for what only a template could say."""
+    """Check a request whose prompt uses no template.
+
+    Raises:
+        InvalidRequest: A field is set that needs a template.
+    """
     for field in ("system", "think", "images"):
         if getattr(body, field):
-            raise InvalidRequest(f"{field} is set, and with {reason} there is no template: leave one out", param=field)
+            raise InvalidRequest(
+                f"{field} is set, but {reason} uses no template: leave out {field} or {reason}", param=field
+            )

@@ -1,6 +1,6 @@
 """Turns the parts of a turn into the events and the output of a response. Does no I/O: the time is an argument.
 
-    begin ──► take, for each piece of the turn ──► complete | cut_off | fail | cancel
+    begin ──► take, for each piece of the turn ──► complete | end_partial | fail | cancel
 
 Events are numbered from 0 without gaps. An item keeps its id and its output index from its first event to its last. An
 incomplete tool call is never reported as complete: it gets no `done` event and is not in the output, because some
@@ -197,11 +197,12 @@ class ResponseEvents:
         response = self._break_off("cancelled", usage, None) | _resume_field(resume)
         return [self._event("response.incomplete", response=response)], response
 
-    def cut_off(
+    def end_partial(
         self, stop_reason: int | str | None, resume: ResumeBody | None, *, usage: Usage
     ) -> tuple[list[Event], dict[str, Any]]:
-        """Return the last events and the response after an abort or a deadline, for a client that asked for partial
-        results.
+        """Return the last events and the response after an abort or a deadline.
+
+        Used for a client that asked for partial results. Other clients get an error.
 
         Args:
             stop_reason: Why the response was stopped. None after an abort by id.

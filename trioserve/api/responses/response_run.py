@@ -103,7 +103,7 @@ class ResponseRun:
         usage = self._end()
         finish = self.turn.choices[0].finish_reason
         if finish == CUT_OFF:
-            return self.events.cut_off(self._stop_reason, self._resume_state(), usage=usage)
+            return self.events.end_partial(self._stop_reason, self._resume_state(), usage=usage)
         return self.events.complete(finish, usage, self._clock.unix_seconds())
 
     def _end(self) -> Usage:
