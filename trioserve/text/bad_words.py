@@ -1,4 +1,4 @@
-"""Texts that must not be written: the last token of each is barred where the tokens before it stand already."""
+"""Texts that must not be generated. If all tokens of such a text but the last are written, its last token is barred."""
 
 from __future__ import annotations
 
@@ -10,19 +10,26 @@ from trioserve.text.stop_strings import PrefixAutomaton
 
 __all__ = ["BadWords"]
 
-SINGLE_BITS_MAX = 16  # more are cleared with one operation on the whole row
-ROWS_KEPT_MAX = 8  # of 16 KB for 131,072 tokens
+SINGLE_BITS_MAX = 16  # more bits are cleared with one operation on the whole row
+ROWS_KEPT_MAX = 8  # cached rows, of 16 KB each for 131,072 tokens
 
 
 class BadWords:
-    """The bad words of one request. Its choices share them.
+    """Bad words of one request. Its choices share them.
 
-    What a sequence has written is a state, a number, which each token moves on. The states are those of one automaton
-    (PrefixAutomaton), for which a token is a character: so a step costs the same however many words begin alike.
+    The output of a sequence so far is a state, which is a number. Each token leads to the next state. The states are
+    those of one PrefixAutomaton, which sees each token as a character. So a step costs the same however many words
+    begin alike.
+
+    Each word is barred as it is and after a space. A text is barred only if it is written with the tokens that it has
+    on its own.
+
+    Args:
+        words: The bad words.
+        encode: Returns the token ids of a text.
     """
 
     def __init__(self, words: Iterable[str], encode: Callable[[str], Sequence[int]]) -> None:
-        """Bar each word as it is and behind a space, with the tokens that it has by itself."""
         alone: set[int] = set()
         last_ids: dict[str, set[int]] = {}  # by the tokens before the last one
         for word in words:
@@ -39,11 +46,20 @@ class BadWords:
         self._rows: OrderedDict[int, tuple[tuple[int, ...], bytes | None]] = OrderedDict()
 
     def after(self, state: int, token_id: int) -> int:
-        """The state behind one more token. The first one is 0."""
+        """Return the state after one more token.
+
+        Args:
+            state: The state before the token. The first state is 0.
+            token_id: The token.
+        """
         return 0 if self._automaton is None else self._automaton.advance(state, _character(token_id))
 
     def bars_any(self, state: int) -> bool:
-        """Whether any token is barred in this state."""
+        """Return True if any token is barred next.
+
+        Args:
+            state: State of the sequence.
+        """
         return bool(self._alone) or self._stop_index(state) >= 0
 
     def is_barred(self, state: int, token_id: int) -> bool:
@@ -58,7 +74,11 @@ class BadWords:
         return False
 
     def barred(self, state: int) -> set[int]:
-        """All tokens that may not come next."""
+        """Return all tokens that are barred next.
+
+        Args:
+            state: State of the sequence.
+        """
         barred = set(self._alone)
         index = self._stop_index(state)
         while index >= 0:
@@ -68,11 +88,12 @@ class BadWords:
         return barred
 
     def clear(self, address: int, words_per_row: int, state: int) -> None:
-        """Clear the bits of the barred tokens in a row of masks. In the thread that fills masks alone.
+        """Clear the bits of the barred tokens in one row of a token mask. Only the thread that fills masks calls this.
 
         Args:
-            address: of the row.
-            words_per_row: uint32 words that the row has.
+            address: Memory address of the row.
+            words_per_row: Number of uint32 words in the row.
+            state: State of the sequence before the row's token.
         """
         index = self._stop_index(state)
         found = self._rows.get(index)
@@ -89,7 +110,11 @@ class BadWords:
             keep_bits(address, row)
 
     def _row(self, state: int, words_per_row: int) -> tuple[tuple[int, ...], bytes | None]:
-        """What to clear: a few bits, or all but the bits of a row."""
+        """Return the bits to clear.
+
+        Returns:
+            Token ids and None if the bits are few. Otherwise an empty tuple, and a row that has all other bits.
+        """
         token_ids = tuple(token_id for token_id in self.barred(state) if token_id < 32 * words_per_row)
         if len(token_ids) <= SINGLE_BITS_MAX:
             return token_ids, None
@@ -103,4 +128,4 @@ class BadWords:
 
 
 def _character(token_id: int) -> str:
-    return chr(token_id + 1)  # no token is the character that stands for none
+    return chr(token_id + 1)  # +1, since PrefixAutomaton uses the character 0 for "no character"

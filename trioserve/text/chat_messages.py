@@ -1,4 +1,4 @@
-"""What a chat template is given as messages: OpenAI's shapes, checked, with content in the form the template takes."""
+"""Checks the messages of a chat, in OpenAI's shapes, and converts their content to the format of the template."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from trioserve.contracts.prompt import ChatPrompt
 
 __all__ = ["IMAGE_MARK", "ContentForm", "check_shape", "prepared_messages"]
 
-ARGUMENT_DEPTH_MAX = 64  # templates walk and print arguments recursively; those of real tools are ten deep at most
-ARGUMENT_VALUES_MAX = 100_000  # of all calls together; as Python objects they take ten times the room of their text
-JSON_DEPTH_MAX = 64  # as for arguments; a schema of real tools is ten deep at most
-JSON_VALUES_MAX = 100_000  # in one field; as Python objects they take ten times the room that they take on the wire
-_VALUE_MARKS = (",", "[", "{")  # each value but the first comes after one
+ARGUMENT_DEPTH_MAX = 64  # templates print arguments recursively; arguments of real tools nest up to ten deep
+ARGUMENT_VALUES_MAX = 100_000  # in all calls of a chat; Python objects take ten times the memory of their JSON text
+JSON_DEPTH_MAX = 64  # templates print these values recursively, too; schemas of real tools nest up to ten deep
+JSON_VALUES_MAX = 100_000  # in one field; Python objects take ten times the memory of their JSON text
+_VALUE_MARKS = (",", "[", "{")  # each value except the first follows one of these
 
 
 IMAGE_MARK = {"type": "image"}
-"""A part of a message's content where an image is. The image itself no template sees."""
+"""Part of a message's content that stands for an image. Templates do not get the image itself."""
 
 
 class ContentForm(enum.Enum):
-    """What a template can do with a message's content."""
+    """Format that a template expects for the content of a message."""
 
     STRING = "string"
     STRING_OR_PARTS = "string or parts"
@@ -33,14 +33,21 @@ class ContentForm(enum.Enum):
 def prepared_messages(
     prompt: ChatPrompt, form: ContentForm, *, final_end: str, arguments_are_text: bool = False
 ) -> list[dict[str, Any]]:
-    """Copies of the prompt's messages; the caller's are not changed.
+    """Copy and check the messages of a prompt, in the format that a template expects.
 
-    Text parts are joined by line breaks where the template wants a string, as in vLLM; a string is wrapped where it
-    wants parts; an absent content is empty. Arguments of earlier tool calls, JSON in a string, become objects, if they
-    are of bounded depth and number. With arguments_are_text they stay JSON text, or become it.
-    final_end is put behind the final message's text if that message is to be continued. A mark of an image,
-    {"type": "image"}, stays where it is.
-    Raises InvalidRequest, naming the place, for anything but text and such marks.
+    If the template expects a string, text parts are joined by line breaks, as in vLLM. If it expects parts, a string
+    becomes one part. A missing content becomes empty. Image marks, {"type": "image"}, stay where they are. Arguments of
+    earlier tool calls, which are JSON text, become objects. The caller's messages are not changed.
+
+    Args:
+        prompt: The chat.
+        form: Format of the content.
+        final_end: Text to append to the final message if the prompt asks to continue that message.
+        arguments_are_text: True to keep arguments as JSON text, and to convert other arguments to JSON text.
+
+    Raises:
+        InvalidRequest: A message has a wrong shape, or content other than text and image marks. Also raised if
+            arguments are not JSON, or have too many or too deeply nested values. The message names the place.
     """
     if not prompt.messages:
         raise InvalidRequest("messages is empty, at least one message is needed", param="messages")
@@ -62,7 +69,9 @@ def _content(content: object, place: str, form: ContentForm) -> str | list[dict[
         text = content or ""
         return [{"type": "text", "text": text}] if form is ContentForm.PARTS else text
     if not isinstance(content, list):
-        raise InvalidRequest(f"{place} is {type(content).__name__}, allowed are text and a list of parts", param=place)
+        raise InvalidRequest(
+            f"{place} is {type(content).__name__}, allowed are a string and a list of parts", param=place
+        )
     if form is ContentForm.STRING:
         return "\n".join(_part_text(part, f"{place}[{index}]") for index, part in enumerate(content))
     return [_part(part, f"{place}[{index}]") for index, part in enumerate(content)]
@@ -82,11 +91,11 @@ def _part_text(part: object, place: str) -> str:
     kind = part.get("type")
     if part == IMAGE_MARK:
         raise InvalidRequest(
-            f"{place} is an image, and the chat template has no place for one in such a chat: send text alone",
+            f"{place} is an image, and the chat template does not accept images in this chat: send only text",
             param=place,
         )
     if kind not in ("text", "refusal"):
-        raise InvalidRequest(f"{place} is of type {kind!r}; this model takes parts of type 'text'", param=place)
+        raise InvalidRequest(f"{place} is of type {kind!r}, this model accepts parts of type 'text'", param=place)
     text = part.get(kind)
     if not isinstance(text, str):
         raise InvalidRequest(f"{place} has no {kind}: it must be a string", param=place)
@@ -94,8 +103,11 @@ def _part_text(part: object, place: str) -> str:
 
 
 def _parse_arguments(messages: list[dict[str, Any]], *, are_text: bool) -> None:
-    """Give each call the arguments that the template needs: an object for tojson, or JSON text to join to other text.
-    OpenAI's API has JSON text. It is checked in either case."""
+    """Check the arguments of each call, and convert them to the format that the template needs.
+
+    OpenAI's API has arguments as JSON text. A template that uses tojson needs an object. A template that joins the
+    arguments to other text needs JSON text.
+    """
     value_count = 0
     for message_index, message in enumerate(messages):
         calls = message.get("tool_calls")
@@ -113,12 +125,12 @@ def _parse_arguments(messages: list[dict[str, Any]], *, are_text: bool) -> None:
                     calls[call_index] = {**call, "function": {**function, "arguments": written}}
                 continue
             place = f"messages[{message_index}].tool_calls[{call_index}]"
-            # Counted before anything is made of them. What stands in strings is counted, too: it is no harm.
+            # Count values before parsing. This also counts marks in strings, which does no harm.
             value_count += sum(map(arguments.count, _VALUE_MARKS))
             if value_count > ARGUMENT_VALUES_MAX:
                 raise InvalidRequest(
-                    f"{place}.function.arguments: up to here the arguments of tool calls hold more than "
-                    f"{ARGUMENT_VALUES_MAX} commas and opening brackets, and so too many values",
+                    f"{place}.function.arguments: the arguments of tool calls up to here have more than "
+                    f"{ARGUMENT_VALUES_MAX} commas and opening brackets: send fewer values",
                     param=place,
                 )
             parsed = _parsed(arguments, place)
@@ -163,10 +175,14 @@ def _append_to_content(message: dict[str, Any], text: str) -> None:
 
 
 def check_shape(value: object, field: str) -> None:
-    """Check how many values a field holds and how deep they are nested, since templates walk and print all of them.
+    """Check the number of values in a field and how deeply they are nested, since templates print all of them.
+
+    Args:
+        value: JSON value of the field.
+        field: Name of the field, for error messages.
 
     Raises:
-        InvalidRequest: more than JSON_VALUES_MAX values, or nested more than JSON_DEPTH_MAX deep.
+        InvalidRequest: More than JSON_VALUES_MAX values, or nested more than JSON_DEPTH_MAX deep.
     """
     count = 0
     level = [value]
@@ -181,5 +197,5 @@ def check_shape(value: object, field: str) -> None:
             return
         count += len(level)
         if count > JSON_VALUES_MAX:
-            raise InvalidRequest(f"{field} holds more than {JSON_VALUES_MAX} values", param=field)
+            raise InvalidRequest(f"{field} has more than {JSON_VALUES_MAX} values", param=field)
     raise InvalidRequest(f"{field} is nested more than {JSON_DEPTH_MAX} deep", param=field)

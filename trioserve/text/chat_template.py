@@ -1,4 +1,4 @@
-"""Messages to a prompt, with the template that comes with the model. Every fault of it is one request's fault."""
+"""Renders the messages of a chat to a prompt with a chat template. Every error in a template fails only its request."""
 
 from __future__ import annotations
 
@@ -19,21 +19,27 @@ from trioserve.text.template_sandbox import TemplateEnvironment, render_within_b
 
 __all__ = ["ChatTemplate", "template_flaw"]
 
-TEMPLATE_CHARACTERS_MAX = 262_144  # the longest in use are a tenth of this; compiling takes about 1 ms per 1,000
+TEMPLATE_CHARACTERS_MAX = 262_144  # ten times the longest known template; compiling takes about 1 ms per 1,000
 RESERVED_ARGUMENTS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 
-# OpenAI's API has these roles. A template may know more.
+# Roles of OpenAI's API. A template may accept more.
 ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "function"))
 
-# Follows the final message to find where it ends in the prompt. The space tells whether the template trims.
+# Appended to the final message to find its end in the prompt. The space shows whether the template trims messages.
 _END_MARK = "\U000f5e4d\U000f5e4e "
 
 
 class ChatTemplate:
-    """A jinja2 template as found on the Hugging Face hub; what it may use and cost is in template_sandbox.py.
+    """A Jinja template in the style of the Hugging Face hub.
 
-    source: compiled when first rendered, so that a model with a broken template still serves completions.
-    tool_source: used when a request has tools; None: source.
+    The module template_sandbox limits what it may use and cost.
+
+    Args:
+        source: Text of the template. It is compiled at the first rendering, so a model with a broken template still
+            serves completions.
+        bos_token: Value of the template's variable bos_token. None leaves it undefined.
+        eos_token: Value of the template's variable eos_token. None leaves it undefined.
+        tool_source: Template for requests with tools. None to use `source` for them.
     """
 
     def __init__(
@@ -44,25 +50,37 @@ class ChatTemplate:
         self._special_tokens = {
             name: token for name, token in (("bos_token", bos_token), ("eos_token", eos_token)) if token is not None
         }
-        self._programs: dict[str, _Program] = {}  # of the model's own sources, not of what a request sends
+        self._programs: dict[str, _Program] = {}  # programs of the model's own templates, not of templates in requests
 
     @property
     def text(self) -> str:
-        """The program itself, the one for tools included: what it writes tells how its model writes."""
+        """Text of the template, followed by the template for tools.
+
+        It shows in which format the model writes reasoning and calls.
+        """
         return self.source if self._tool_source is None else f"{self.source}\n{self._tool_source}"
 
     @property
     def substitutions(self) -> tuple[tuple[str, str], ...]:
-        """What the model's templates write instead of parts of texts: constants in calls of `replace`."""
+        """Pairs of old and new text: constants in the calls of `replace` in the templates that were rendered so far."""
         return tuple(pair for program in self._programs.values() for pair in program.substitutions)
 
     def render(self, prompt: ChatPrompt, *, tool_family: str | None = None, texts: RequestTexts | None = None) -> str:
-        """The prompt's text. Encode it without adding special tokens: the template has written them.
+        """Render a chat to the text of a prompt.
 
-        A template in the prompt itself is used instead of the model's. tool_family: tools and calls that the template
-        has no place for become plain messages, as this family writes them; None: they are left out. texts: replaces
-        parts of the chat's texts before anything else is written into them. Some milliseconds for a long chat.
-        Raises InvalidRequest for messages that are not text, and for whatever goes wrong in the template.
+        Encode the text without adding special tokens, since the template writes them.
+
+        Args:
+            prompt: The chat. A template in it replaces the model's template.
+            tool_family: Family of models whose format is used for tools and calls that the template cannot show. They
+                become plain messages. If it is None, they are left out.
+            texts: Replaces parts of the chat's texts before anything else is inserted into them. None to replace
+                nothing.
+
+        Raises:
+            InvalidRequest: A message is not text, or rendering fails.
+
+        Cost: some milliseconds for a long chat.
         """
         source = prompt.chat_template
         if source is None:
@@ -70,7 +88,7 @@ class ChatTemplate:
         for name in prompt.template_arguments:
             if name in RESERVED_ARGUMENTS:
                 raise InvalidRequest(
-                    f"template argument {name!r} is set by the request itself: give it there",
+                    f"template argument {name!r} is set by fields of the request: send it as a field",
                     param="chat_template_kwargs",
                 )
         try:
@@ -86,7 +104,7 @@ class ChatTemplate:
                 prompt = in_places(prompt, program.places, tool_family if has_tools else None)
         except InvalidRequest:
             raise
-        except Exception as error:  # a foreign program that does not even compile
+        except Exception as error:  # an untrusted program that cannot be compiled
             raise _template_fault(prompt, "is not valid", error) from error
         messages = prepared_messages(
             prompt,
@@ -104,13 +122,16 @@ class ChatTemplate:
         }
         try:
             text = render_within_bounds(program.template, arguments)
-        except Exception as error:  # a foreign program: it may fail in any way, memory and recursion included
-            raise _template_fault(prompt, "does not take these messages", error) from error
+        except Exception as error:  # an untrusted program can fail in any way, including MemoryError and RecursionError
+            raise _template_fault(prompt, "does not accept these messages", error) from error
         return _cut_at_final_end(text) if prompt.continue_final_message else text
 
     def _program(self, source: str) -> _Program:
-        """A request's own source is compiled each time: an entry that keys share would show by its time what they
-        send."""
+        """Return a compiled template.
+
+        A request's own template is compiled each time. In a shared cache, the time of a request would reveal which
+        templates other keys send.
+        """
         if source not in (self.source, self._tool_source):
             return _Program(source, self._special_tokens)
         program = self._programs.get(source)
@@ -120,7 +141,21 @@ class ChatTemplate:
 
 
 class _Program:
-    """A compiled template. Raises whatever is wrong with it."""
+    """A compiled template.
+
+    Args:
+        source: Text of the template.
+        special_tokens: Values of the variables bos_token and eos_token.
+
+    Attributes:
+        roles: Roles that messages may have.
+        substitutions: Pairs of constants in the template's calls of `replace`.
+        template: The compiled template.
+        content_form: Format that the template expects for the content of a message.
+
+    Raises:
+        Exception: The template is too long, or has any error.
+    """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         if len(source) > TEMPLATE_CHARACTERS_MAX:
@@ -128,7 +163,7 @@ class _Program:
         self._source = source
         self._special_tokens = special_tokens
         tree = _environment().parse(source)
-        self.roles = ROLES | _named_roles(tree)  # before the next line, which folds lists of constants
+        self.roles = ROLES | _named_roles(tree)  # the next statement folds lists of constants, so this comes first
         self.substitutions = _substitutions(tree)
         self._variables = meta.find_undeclared_variables(tree)
         self.template = _environment().from_string(source)
@@ -136,7 +171,7 @@ class _Program:
 
     @functools.cached_property
     def places(self) -> TemplatePlaces:
-        """Render short chats to find which parts of a chat the template shows."""
+        """Places of the template, found by rendering short chats."""
 
         def render(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
             arguments = {"documents": None, **self._special_tokens, "messages": messages, "tools": tools}
@@ -146,18 +181,22 @@ class _Program:
 
 
 def template_flaw(source: str) -> str | None:
-    """Why it cannot be compiled, with the line where that is known; None: it can be."""
+    """Return why a template cannot be compiled, or None if it can be. The reason names the line if it is known.
+
+    Args:
+        source: Text of the template.
+    """
     try:
         _Program(source, {})
     except jinja2.TemplateSyntaxError as error:
         return f"line {error.lineno}: {error.message}"
-    except Exception as error:  # a foreign program that does not even compile
+    except Exception as error:  # an untrusted program that cannot be compiled
         return str(error) or type(error).__name__
     return None
 
 
 def _has_tools(prompt: ChatPrompt) -> bool:
-    """Offered, called, or having answered."""
+    """Return True if a chat offers tools, calls them, or has their results."""
     return bool(prompt.tools) or any(
         _role_of(message) == "tool" or (isinstance(message, dict) and "tool_calls" in message)
         for message in prompt.messages
@@ -165,7 +204,7 @@ def _has_tools(prompt: ChatPrompt) -> bool:
 
 
 def _role_of(message: object) -> object:
-    """Messages are checked later, where they are prepared."""
+    """Return the role of a message, which may have any shape: messages are checked later."""
     return message.get("role") if isinstance(message, dict) else None
 
 
@@ -183,7 +222,7 @@ def _check_roles(prompt: ChatPrompt, roles: frozenset[str]) -> None:
 
 
 def _named_roles(tree: nodes.Template) -> frozenset[str]:
-    """Roles of the model's own: those that the template compares a message's role with."""
+    """Return the roles that a template compares the role of a message with."""
     named: set[str] = set()
     for comparison in tree.find_all(nodes.Compare):
         if _is_key(comparison.expr, "role"):
@@ -234,7 +273,7 @@ def _environment() -> TemplateEnvironment:
 
 
 def _content_form(tree: nodes.Template) -> ContentForm:
-    """What the template takes for a message's content, seen from whether it loops over it."""
+    """Return the format that a template expects for the content of a message: a list if the template loops over it."""
     names = {"content"}
     for assignment in tree.find_all(nodes.Assign):
         if isinstance(assignment.target, nodes.Name) and _is_content(assignment.node, set()):
@@ -252,12 +291,12 @@ def _is_content(expression: nodes.Node, names: set[str]) -> bool:
 
 
 def _cut_at_final_end(text: str) -> str:
-    """The prompt up to the end of the final message, as the template would have written it without its mark."""
+    """Cut a prompt at the end mark of the final message, and remove the space if the template would have trimmed it."""
     end = text.rfind(_END_MARK.strip())
     if end < 0:
         raise InvalidRequest(
-            "continue_final_message is set, but the chat template does not show the end of the final message: "
-            "leave it out for this model",
+            "continue_final_message is set, but the end of the final message cannot be found in the output of the chat "
+            "template: omit it for this model",
             param="continue_final_message",
         )
     return text[:end] if text.startswith(_END_MARK, end) else text[:end].rstrip()

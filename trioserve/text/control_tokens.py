@@ -1,13 +1,13 @@
-"""Tells the control tokens of a chat template from the same characters in a request's texts.
+"""Separates the control tokens of a chat template from equal characters in the texts of a request.
 
-A chat template writes control tokens, such as <|im_start|>, as text. So can everybody whose text is in a message, and
-the tokenizer cannot tell the two apart. Here a chat is rendered a second time if its texts might hold control tokens.
-That time each character of them is replaced by a stand-in, a character of a Unicode plane that the chat does not use.
-What is a stand-in in the result came from the request.
+A chat template writes control tokens, such as <|im_start|>, as text. A client can write the same text in a message, and
+the tokenizer cannot tell the two apart. So a chat is rendered a second time if its texts might contain control tokens.
+This time, each character of such a text is replaced by a stand-in: a character from a Unicode plane that the chat does
+not use. Every stand-in in the rendered text came from the request.
 
-Such a chat is encoded by a second encoder of the same vocabulary. It knows the control tokens by other names, which
-nobody can guess. The template's own control tokens are renamed in the text before, the request's are not. So the
-request's are ordinary text for it, and everything around them is encoded as always.
+Such a chat is encoded by a second encoder with the same vocabulary. In this encoder, the control tokens have secret
+names. The control tokens that the template wrote are renamed before encoding. Those from the request are not renamed,
+so they are ordinary text to this encoder. All text around them is encoded as usual.
 """
 
 from __future__ import annotations
@@ -34,18 +34,21 @@ from trioserve.text.token_span import steps_of
 
 __all__ = ["ChatText", "ControlTokens"]
 
-SECRET_BYTES = 12  # of the names of control tokens in the second encoder
-SHORT_CHARACTERS = 1000  # of a text that is handled in one call
+SECRET_BYTES = 12  # random bytes in the names of control tokens in the second encoder
+SHORT_CHARACTERS = 1000  # longest text that is translated in one call
 PLANE = 0x10000  # characters in one plane of Unicode
-PLANES = (*range(4, 14), 15, 16)  # without a character that has a meaning
+PLANES = (*range(4, 14), 15, 16)  # planes that are unassigned or for private use
 
 _SURROGATES = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
-_TURN_MARKERS = frozenset((*HARMONY_TOKENS, *K3_TOKENS))  # they begin and end messages as well
+_TURN_MARKERS = frozenset((*HARMONY_TOKENS, *K3_TOKENS))  # tokens that also begin and end messages
 _TOOL_RESULTS = ("<tool_response>", "</tool_response>")
 
 
 def _markers() -> frozenset[str]:
-    """Markers of reasoning and calls, of all families. A vocabulary need not call them special."""
+    """Return the markers of reasoning and tool calls of all model families.
+
+    Not every vocabulary declares them special.
+    """
     markers = set(_TOOL_RESULTS)
     for tools in TOOL_FAMILIES.values():
         markers.update(tools.special_tokens, tools.readers)
@@ -55,16 +58,20 @@ def _markers() -> frozenset[str]:
 
 
 _MARKERS = _markers()
-_SAID_MARKERS = _MARKERS - _TURN_MARKERS - set(_TOOL_RESULTS)
-"""What a model writes within its own message. Clients send it back as the content of that message."""
+_ASSISTANT_MARKERS = _MARKERS - _TURN_MARKERS - set(_TOOL_RESULTS)
+"""Markers that a model writes within its own message. Clients send them back as part of that message's content."""
 
 
 class StandIns:
-    """Stand-ins of the characters that a vocabulary's control tokens have.
+    """Maps the characters of a vocabulary's control tokens to stand-in characters and back.
 
     Args:
-        plane: a plane of Unicode that the chat does not use.
-        letters: the characters, each once.
+        plane: A Unicode plane that the chat does not use.
+        letters: The characters, each once.
+
+    Attributes:
+        mark_behind: A character of the plane that is no stand-in. It is written after a token to mark it.
+        mark_before: Another such character, which is written before a token.
     """
 
     def __init__(self, plane: int, letters: str) -> None:
@@ -72,18 +79,33 @@ class StandIns:
         self._to = {ord(letter): first + index for index, letter in enumerate(letters)}
         self._back = {stand_in: letter for letter, stand_in in self._to.items()}
         self.mark_behind, self.mark_before = chr(first + len(letters)), chr(first + len(letters) + 1)
-        """Two more, which stand for nothing."""
 
     def of(self, text: str) -> str:
+        """Return a text with stand-ins in place of the characters.
+
+        Args:
+            text: The text.
+        """
         if len(text) <= SHORT_CHARACTERS:
             return text.translate(self._to)
         return "".join(part.translate(self._to) for part in in_slices(text))
 
     def undone(self, text: str) -> str:
+        """Return a text with the characters in place of their stand-ins.
+
+        Args:
+            text: The text.
+        """
         return "".join(part.translate(self._back) for part in in_slices(text))
 
     def without_escapes(self, text: str) -> str:
-        """The text with stand-ins in the place of their JSON escapes. A letter that JSON would escape is an escape."""
+        """Return a text with stand-ins in place of their JSON escapes.
+
+        A stand-in of a character that is not ASCII becomes the JSON escape of that character.
+
+        Args:
+            text: Text that a template may have written as JSON with escapes.
+        """
 
         def written(found: re.Match[str]) -> str:
             character = json.loads(f'"{found[0]}"')
@@ -96,12 +118,12 @@ class StandIns:
 
 
 class ChatText(NamedTuple):
-    """What a chat template wrote.
+    """Text of a rendered chat.
 
-    Args:
-        text: with stand-ins where a request's text may be part of a control token.
-        stand_ins: None: there are none in the text.
-        is_kept: whether Tokenizer.encode would find control tokens in it that the template did not write.
+    Attributes:
+        text: The text, with stand-ins where a text of the request may be part of a control token.
+        stand_ins: Mapping of the stand-ins, or None if the text has none.
+        is_kept: True if Tokenizer.encode would find control tokens in the text that the template did not write.
     """
 
     text: str
@@ -115,13 +137,16 @@ class ChatText(NamedTuple):
 
 
 class ControlTokens:
-    """The control tokens of one vocabulary: the special ones, and added ones that mark reasoning, calls or turns.
+    """Control tokens of one vocabulary: special tokens, and added tokens that mark reasoning, tool calls or turns.
 
-    Added tokens that are ordinary text, such as runs of spaces, are none. Every method may be called from any thread.
+    Added tokens that are ordinary text, such as runs of spaces, are not control tokens. Any thread may call any method.
 
     Args:
-        backend: the tokenizer of the vocabulary.
-        template: text of the model's chat template.
+        backend: Tokenizer of the vocabulary.
+        template: Text of the model's chat template.
+
+    Attributes:
+        encoder: The second encoder, in which the control tokens have secret names.
 
     Cost: a few milliseconds for thousands of control tokens. The two encoders share the vocabulary.
     """
@@ -144,7 +169,7 @@ class ControlTokens:
             for token_id, token in added
             if (encoder_id := self.encoder.token_to_id(self._renamed.get(token.content, token.content))) is not None
         }
-        # An id of the second encoder must not be that of a token in the vocabulary, too.
+        # An id that the second encoder gives to an added token must not be the id of another token in the vocabulary.
         self._is_ambiguous = any(
             self._model.id_to_token(encoder_id) not in (None, self.encoder.id_to_token(encoder_id))
             for encoder_id in self._token_ids
@@ -155,19 +180,25 @@ class ControlTokens:
         }
 
     def render(self, template: ChatTemplate, prompt: ChatPrompt, *, tool_family: str | None = None) -> ChatText:
-        """Render a chat, and find the control tokens in it that the request's texts wrote.
+        """Render a chat, and find the control tokens that the texts of the request wrote.
 
-        Cost: a scan of the rendered text and of the chat's texts. If one of these might be part of a control token,
-        the chat is rendered once or twice more.
+        Args:
+            template: Chat template to render.
+            prompt: The chat.
+            tool_family: Format for tools and calls that the template cannot show, as in ChatTemplate.render.
 
         Raises:
-            InvalidRequest: as ChatTemplate.render.
+            InvalidRequest: The template refuses the chat, as in ChatTemplate.render. Or it refuses the chat as soon as
+                the control tokens in its texts are replaced.
+
+        Cost: a scan of the rendered text and of the texts of the chat. If one of the texts might be part of a control
+        token, the chat is rendered once or twice more.
         """
         text = template.render(prompt, tool_family=tool_family)
         found = Counter(self._pattern.tokens_in(text))
         if not found:
             return ChatText(text, is_kept=self._always_renamed)
-        texts = RequestTexts(found, self._pattern, said=_SAID_MARKERS, substitutions=template.substitutions)
+        texts = RequestTexts(found, self._pattern, said=_ASSISTANT_MARKERS, substitutions=template.substitutions)
         if not texts.are_risky(prompt):
             return ChatText(text, is_kept=self._always_renamed)
         stand_ins = self._stand_ins(prompt)
@@ -176,7 +207,7 @@ class ControlTokens:
             replacing = texts.replacing(stand_ins.of, beside)
             try:
                 return stand_ins.without_escapes(template.render(prompt, tool_family=tool_family, texts=replacing))
-            except InvalidRequest:  # the template took the chat as it was
+            except InvalidRequest:  # the template accepted the original chat
                 return None
 
         marked = rendered({})
@@ -188,8 +219,8 @@ class ControlTokens:
                 marked, is_same = second, True
         if marked is None and texts.has_whole:
             raise InvalidRequest(
-                f"a message spells out a control token of this model, one of {', '.join(sorted(found))[:200]}, and the "
-                "chat template does not take it as plain text: leave it out of the texts",
+                f"a message contains a control token of this model, one of {', '.join(sorted(found))[:200]}, and the "
+                "chat template does not accept it as plain text: remove it from the messages",
                 param="messages",
             )
         is_harmless = marked is None or Counter(self._pattern.tokens_in(marked)) == found
@@ -199,7 +230,10 @@ class ControlTokens:
         return ChatText(marked, stand_ins, is_kept=True)
 
     def _beside(self, texts: RequestTexts, stand_ins: StandIns) -> dict[str, str]:
-        """For a template that looks for its control tokens in messages: a mark beside each token, and none in it."""
+        """Return each token with a mark beside it, for templates that search messages for their control tokens.
+
+        Such a template still finds the token, since the mark is not inside it.
+        """
         return {
             token: f"{stand_ins.mark_before}{token}" if token[1:2] == "/" else f"{token}{stand_ins.mark_behind}"
             for token in texts.tokens
@@ -207,22 +241,29 @@ class ControlTokens:
         }
 
     def renamed(self, chat: ChatText) -> str:
-        """The text for the second encoder. Read its token ids with `read`.
+        """Return the text for the second encoder. Convert its token ids with `read`.
+
+        Args:
+            chat: The rendered chat.
 
         Raises:
-            InvalidRequest: this vocabulary cannot be encoded so.
+            InvalidRequest: The second encoder has ambiguous token ids, so it cannot be used for this vocabulary.
         """
         if self._is_ambiguous:
             raise InvalidRequest(
-                "a message spells out a control token of this model, whose tokenizer cannot take it as plain text: "
-                "leave it out of the texts",
+                "a message contains a control token of this model, whose tokenizer cannot encode it as plain text: "
+                "remove it from the messages",
                 param="messages",
             )
         text = self._pattern.replaced(chat.text, self._renamed.__getitem__)
         return text if chat.stand_ins is None else chat.stand_ins.undone(text)
 
     def read(self, token_ids: Iterable[int]) -> list[int]:
-        """The vocabulary's ids for those of the second encoder."""
+        """Convert token ids of the second encoder to ids of the vocabulary.
+
+        Args:
+            token_ids: Ids from `encoder`.
+        """
         read: list[int] = []
         for token_id in token_ids:
             own = self._token_ids.get(token_id)
@@ -235,7 +276,8 @@ class ControlTokens:
         return read
 
     def _spelled(self, token: str) -> list[int]:
-        """A control token that is in the vocabulary as a piece of text, too, in smaller pieces."""
+        """Return the ids of smaller pieces for a control token that is also a piece of ordinary text in the vocabulary.
+        """
         ids: list[int] = []
         for part in (token[:1], token[1:]):
             for piece in self._model.tokenize(part):
@@ -248,13 +290,14 @@ class ControlTokens:
             if not has_character_in(prompt, chr(plane * PLANE), chr(plane * PLANE + PLANE - 1)):
                 return StandIns(plane, self._letters)
         raise InvalidRequest(
-            "the messages have characters of all planes of Unicode that are without meaning: leave out those of one",
+            "the messages have characters from every Unicode plane without assigned characters: remove those of one "
+            "plane",
             param="messages",
         )
 
 
 def _settled(marked: str | None, beside: Mapping[str, str], stand_ins: StandIns) -> str | None:
-    """The text with stand-ins in the place of tokens with a mark beside them."""
+    """Replace each token that has a mark beside it by its stand-ins, and remove the marks."""
     if marked is None:
         return None
     for token, written in beside.items():
@@ -295,7 +338,7 @@ def _encoder_like(backend: tokenizers.Tokenizer, added: list[AddedToken]) -> tok
 
 
 def _normalizes_letters(backend: tokenizers.Tokenizer) -> bool:
-    """Whether a text may become a control token when it is normalized."""
+    """Return True if a text may become a control token when it is normalized."""
     normalizer = backend.normalizer
     if normalizer is None:
         return False

@@ -1,8 +1,8 @@
-"""Token ids, one after another, to text that is safe to show: never half a character.
+"""Converts token ids to text, one token at a time. The text never ends with part of a character.
 
-The library's own decode stream decodes a window of tokens again for each new one, waits for ever behind a token whose
-text really is U+FFFD, and cannot give out what is left at the end. Here each token's bytes go through one incremental
-UTF-8 decoder instead, which is exact and costs well under a microsecond a token.
+The decode stream of the tokenizers library has three faults. It decodes a window of tokens again for each new token. It
+waits forever after a token whose text really is U+FFFD. It cannot return the rest at the end. Here the bytes of each
+token go through one incremental UTF-8 decoder. The result is exact, and costs well under a microsecond per token.
 """
 
 from __future__ import annotations
@@ -18,16 +18,24 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class IncrementalDecoder:
-    """Turns one sequence of tokens into text.
+    """Turns the tokens of one sequence into text.
 
-    The pieces of all pushes and of flush, joined, are Tokenizer.decode of all the ids. Bytes that are not UTF-8 become
-    U+FFFD, one per maximal broken part as the Unicode standard recommends (section 3.9); the last character of a
-    sequence is held back until it is complete or flush gives up on it.
-    It differs from the `tokenizers` library in one place: in a vocabulary with byte fallback the library turns a whole
-    run of byte tokens into U+FFFD when one of its bytes is wrong, valid characters included, which can only be known at
-    the end of the run. A stream cannot take back what it has shown, so here only the broken part is replaced.
+    The joined results of all `push` calls and `flush` equal Tokenizer.decode of all ids. Bytes that are not UTF-8
+    become
+    U+FFFD, one per maximal invalid part, as the Unicode standard recommends (section 3.9). The last character of a
+    sequence
+    is held back until it is complete or `flush` is called.
 
-    skipped_ids: tokens that add nothing. continues_text: the tokens follow other text, so a leading space is text.
+    The result differs from the `tokenizers` library in one case: vocabularies with byte fallback. If one byte of a run
+    of
+    byte tokens is wrong, the library replaces the whole run by U+FFFD, valid characters included. This is only known at
+    the
+    end of the run, and a stream cannot retract sent text. So only the invalid part is replaced here.
+
+    Args:
+        pieces: Bytes of each token.
+        skipped_ids: Ids of tokens that add no text.
+        continues_text: True if the tokens follow other text, so a leading space is part of the text.
     """
 
     __slots__ = ("_leading_spaces_left", "_pieces", "_skipped_ids", "_utf8", "_whole_texts")
@@ -40,19 +48,23 @@ class IncrementalDecoder:
         self._utf8 = _Utf8Decoder("replace")
 
     def push(self, token_id: int) -> str:
-        """The text that became certain with this token; often empty. An unknown id adds nothing."""
+        """Return the text that is complete after one more token. It is often empty. An unknown id adds nothing.
+
+        Args:
+            token_id: The token.
+        """
         if token_id in self._skipped_ids:
             return ""
         text = self._whole_texts.get(token_id)
         if text is not None and not self._utf8.buffer and not self._leading_spaces_left:
-            return text  # the same, without the way through Python code of the decoder
+            return text  # the result is the same as below, and faster
         piece = self._pieces[token_id]
         if self._leading_spaces_left and piece:
             piece = self._without_leading_spaces(piece)
         return self._utf8.decode(piece)
 
     def flush(self) -> str:
-        """What is left of an incomplete last character, as U+FFFD."""
+        """Return U+FFFD if the last character is incomplete, otherwise ""."""
         return self._utf8.decode(b"", True)
 
     def _without_leading_spaces(self, piece: bytes) -> bytes:

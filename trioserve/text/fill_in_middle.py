@@ -1,4 +1,7 @@
-"""How models that fill gaps in texts are asked to: by tokens around what stands before the gap and behind it."""
+"""Prompts for models that fill a gap in a text.
+
+Special tokens separate the text before the gap from the text after it.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,25 @@ __all__ = ["FillInMiddle", "fill_in_middle"]
 
 
 class FillInMiddle(msgspec.Struct, frozen=True, kw_only=True):
-    """One family's way. form: with {prefix} and {suffix} in the place of the two texts; tokens: those in it, all of
-    which a vocabulary of the family has. ends: tokens that end the middle, besides the model's own, where there are."""
+    """Prompt format of one model family.
+
+    Args:
+        form: Prompt text, with {prefix} and {suffix} in place of the two texts.
+        tokens: Tokens in `form`. A vocabulary of the family has all of them.
+        ends: Tokens that end the middle, in addition to the model's own end tokens. A vocabulary may lack some.
+    """
 
     form: str
     tokens: tuple[str, ...]
     ends: tuple[str, ...] = ("<|endoftext|>",)
 
     def prompt(self, prefix: str, suffix: str) -> str:
-        """The text that the middle is the continuation of."""
+        """Return the prompt text. The model continues it with the middle.
+
+        Args:
+            prefix: Text before the gap.
+            suffix: Text after the gap.
+        """
         return self.form.format(prefix=prefix, suffix=suffix)
 
     def end_token_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -57,13 +70,17 @@ FORMS = (
         "<｜fim▁hole｜>",
         "<｜fim▁end｜>",
     ),
-    # Codestral, which is shown what stands behind first
+    # Codestral, in whose prompt the suffix comes first
     _form("[SUFFIX]{suffix}[PREFIX]{prefix}", "[SUFFIX]", "[PREFIX]", ends=()),
 )
 
 
 def fill_in_middle(tokenizer: Tokenizer) -> FillInMiddle | None:
-    """What a model with this vocabulary was trained with; None if it has no such tokens."""
+    """Return the prompt format that a vocabulary belongs to, or None if it has no tokens of such a format.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+    """
     for form in FORMS:
         if all(tokenizer.added_token_id(token) is not None for token in form.tokens):
             return form

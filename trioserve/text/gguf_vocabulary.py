@@ -1,8 +1,8 @@
-"""Builds a tokenizer from the metadata of a GGUF file, which holds the vocabulary but not how to use it.
+"""Builds a tokenizer from the metadata of a GGUF file.
 
-How a text is cut before merging is only a name in the file (tokenizer.ggml.pre); the table of what the names mean is
-here, taken from the models' own tokenizer files and from llama.cpp's src/llama-vocab.cpp. The keys are those of the
-GGUF specification (ggml/docs/gguf.md).
+The file has the vocabulary, but only names the rule by which a text is split before merging (tokenizer.ggml.pre). The
+table of these names is here. It comes from the models' own tokenizer files and from llama.cpp's src/llama-vocab.cpp.
+The keys are those of the GGUF specification (ggml/docs/gguf.md).
 """
 
 from __future__ import annotations
@@ -25,12 +25,19 @@ __all__ = ["KNOWN_SPLITS", "vocabulary_from_gguf"]
 _T = TypeVar("_T")
 
 TOKENS_MAX = 2**22  # the largest vocabularies have 262,144
-MERGED_CHARACTERS_MAX = 256  # of a SentencePiece token that is built from others; real ones have up to 48
-MERGES_PER_TOKEN_MAX = 16  # on the average: there are about two ways to build a token of SentencePiece
+MERGED_CHARACTERS_MAX = 256  # length of a SentencePiece token that is built from others; real tokens have up to 48
+MERGES_PER_TOKEN_MAX = 16  # average over all tokens; a SentencePiece token can be built in about two ways
 
 
 def vocabulary_from_gguf(metadata: Mapping[str, object]) -> TokenizerParts:
-    """Raises ModelLoadError when the keys are missing or inconsistent, or name a tokenizer that is not supported."""
+    """Build the contents of a tokenizer from the metadata of a GGUF file.
+
+    Args:
+        metadata: Key-value pairs of the file.
+
+    Raises:
+        ModelLoadError: A key is missing, contradicts another key, or names a tokenizer that is not supported.
+    """
     tokens = _list(metadata, "tokenizer.ggml.tokens", str)
     if not 1 <= len(tokens) <= TOKENS_MAX:
         raise ModelLoadError(f"the GGUF file has {len(tokens)} tokens, allowed are 1 to {TOKENS_MAX}: it is damaged")
@@ -66,7 +73,7 @@ def vocabulary_from_gguf(metadata: Mapping[str, object]) -> TokenizerParts:
 
 
 class _Kind(enum.IntEnum):
-    """tokenizer.ggml.token_type."""
+    """Values of tokenizer.ggml.token_type."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -81,9 +88,16 @@ class _Kind(enum.IntEnum):
 
 @dataclass(frozen=True)
 class _PreTokenizer:
-    """splits: expressions applied one after another; what matches and what lies between stays apart from then on.
-    splits_like_gpt2: then the expression of GPT-2. normalizes: to NFC, first. takes_whole_words: a piece that is a
-    token is not built from merges. adds_bos: when the file does not say."""
+    """Rule that splits a text before merging.
+
+    Attributes:
+        splits: Regular expressions, applied one after another. Matches and the texts between them are separate pieces
+            from then on.
+        splits_like_gpt2: True to apply GPT-2's expression after `splits`.
+        normalizes: True to convert the text to NFC first.
+        takes_whole_words: True if a piece that is a token is used as such, without merges.
+        adds_bos: True if a BOS token comes first when the file does not say so.
+    """
 
     splits: tuple[str, ...] = ()
     splits_like_gpt2: bool = False
@@ -135,17 +149,18 @@ _DEEPSEEK_LLM_SPLITS = (
     r"[\r\n]",
     rf"\s?[{_DEEPSEEK_LETTERS}]+",
     r"\s?[!-/:-~！-／：-～‘-‟\u3000-。]+",
-    r"(?<!\s)\s+$",  # theirs is \s+$, which takes time in the square of a run of spaces
+    r"(?<!\s)\s+$",  # their expression is \s+$, which takes quadratic time in a run of spaces
     _DEEPSEEK_CJK,
     r"\p{N}",
 )
 _DEEPSEEK_CODER_SPLITS = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_CJK, r"\p{N}")
-# As GPT-4o's, but Chinese characters are no letters of words, and no slash belongs to the punctuation before it.
+# Like GPT-4o's expression, but Chinese characters are not letters of words, and a slash does not belong to the
+# punctuation before it.
 _KIMI_SPLIT = r"\p{Han}+|" + _GPT_4O_SPLIT.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]").replace(r"[\r\n/]*", r"[\r\n]*")
 
-# Numbers in groups of three digits from the end on. Theirs is the empty (?=(\d{3})+(?!\d)), which takes time in the
-# square of a number's length. This one matches whole pieces: what stands before a number's first group, and each group,
-# with what follows up to the next one.
+# Splits numbers into groups of three digits, counted from the end. The original expression is the empty match
+# (?=(\d{3})+(?!\d)), which takes quadratic time in a number's length. This expression matches whole pieces instead: the
+# digits before a number's first full group, and each group. Each match includes the text up to the next group.
 _UP_TO_GROUPS = r"\d{0,2}(?=(?:\d{3})*(?!\d))"
 _GROUPS_OF_THREE = (
     rf"(?<!\d){_UP_TO_GROUPS.replace('0,2', '1,2')}(?:\D++{_UP_TO_GROUPS})*+|\d{{3}}(?:\D++{_UP_TO_GROUPS})*+"
@@ -160,8 +175,8 @@ _GPT_4O = _PreTokenizer(splits=(_GPT_4O_SPLIT,))
 _LLAMA3 = _PreTokenizer(splits=(_LLAMA3_SPLIT,), takes_whole_words=True, adds_bos=True)
 _QWEN2 = _PreTokenizer(splits=(_QWEN2_SPLIT,), normalizes=True)
 _DEEPSEEK_V3 = _PreTokenizer(splits=_DEEPSEEK_V3_SPLITS)
-# By the names that llama.cpp's converter writes. Some of them are of models that have a served family's architecture
-# and a tokenizer of another.
+# Rules by the names that llama.cpp's converter writes. Some names belong to models with the architecture of a supported
+# family but the tokenizer of another.
 _PRE_TOKENIZERS = {
     "default": _PreTokenizer(splits=(r"[\p{P}\$\+<=>\^~\|]+", _GPT2_SPLIT, r"\p{N}+", r"[0-9][0-9][0-9]")),
     "a.x-4.0": _GPT2,
@@ -201,7 +216,7 @@ _PRE_TOKENIZERS = {
     "mpt": _GPT2_COMPOSED,
     "olmo": _GPT2_COMPOSED,
     "phi-2": _GPT2,
-    "pixtral": _LLAMA3,  # as tokenizer.json of those models says, although Mistral's own files say what tekken does
+    "pixtral": _LLAMA3,  # as tokenizer.json of these models says, although Mistral's own files use the tekken rule
     "qwen2": _QWEN2,
     "qwen35": _PreTokenizer(splits=(_QWEN35_SPLIT,), normalizes=True),
     "refact": _DIGITS,
@@ -217,15 +232,15 @@ _PRE_TOKENIZERS = {
 
 
 KNOWN_SPLITS = frozenset(split for pre_tokenizer in _PRE_TOKENIZERS.values() for split in pre_tokenizer.splits)
-"""Expressions of known families, which take linear time in practice."""
+"""Expressions of known model families. They take linear time in practice."""
 
 
 def _pre_tokenizer(metadata: Mapping[str, object]) -> _PreTokenizer:
-    name = metadata.get("tokenizer.ggml.pre", "default")  # files from before the key was introduced
+    name = metadata.get("tokenizer.ggml.pre", "default")  # older files lack the key
     if not isinstance(name, str) or name not in _PRE_TOKENIZERS:
         raise ModelLoadError(
             f"the GGUF file's pre-tokenizer is {reprlib.repr(name)}; supported are {', '.join(_PRE_TOKENIZERS)}: "
-            "another one would cut texts where this model never saw them cut"
+            "another rule would split texts in a way that this model was not trained with"
         )
     return _PRE_TOKENIZERS[name]
 
@@ -271,7 +286,7 @@ def _sentence_piece_bpe(
         fuse_unk=True,
         byte_fallback=_Kind.BYTE in kinds,
     )
-    # As SentencePiece does: the space belongs to each stretch of text, so also after every special token.
+    # As in SentencePiece, each stretch of text gets the space, so also the text after each special token.
     prefixed = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     prefix: list[Any] = [normalizers.Prepend(_SPACE)] if prefixed else []
     backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE)])
@@ -283,17 +298,18 @@ def _sentence_piece_bpe(
 
 
 def _merges_from_scores(tokens: Sequence[str], scores: Sequence[float], kinds: Sequence[int]) -> list[tuple[str, str]]:
-    """The merges that a score per token stands for, best first: every way to join two tokens into a third.
+    """Return the merges that are implied by one score per token, best first.
 
-    SentencePiece merges whatever neighbours give the best-scored token. Ways to the same token are ordered by the
-    length of their left part, longest first, which the scores leave open.
+    There is one merge for each way to join two tokens into a third. SentencePiece merges the neighbours whose joined
+    token has the best score. The scores do not order different ways to the same token. They are ordered by the length
+    of their left part, longest first.
     """
     ranked = []
-    known = {token: token for token in tokens}  # one string for each, however many merges it is part of
+    known = {token: token for token in tokens}  # one string object per token, however many merges it is part of
     merges_max = MERGES_PER_TOKEN_MAX * (len(tokens) + 4096)
     for token, score, kind in zip(tokens, scores, kinds, strict=True):
         if kind in (_Kind.UNKNOWN, _Kind.CONTROL, _Kind.BYTE):
-            continue  # these never come from text
+            continue  # these tokens never come from text
         if len(token) > MERGED_CHARACTERS_MAX:
             raise ModelLoadError(
                 f"the GGUF file has a token of {len(token)} characters, allowed are {MERGED_CHARACTERS_MAX}: "
@@ -323,7 +339,7 @@ def _bpe(vocabulary: dict[str, int], merges: Sequence[tuple[str, str]], **option
 
 
 def _add_whole_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[str], kinds: Sequence[int]) -> None:
-    """Tokens that are looked for in a text as they are, before it is cut."""
+    """Add the tokens that are searched in a text as a whole, before it is split."""
     special = [
         AddedToken(token, special=True, normalized=False)
         for token, kind in zip(tokens, kinds, strict=True)
@@ -350,7 +366,7 @@ def _kinds(metadata: Mapping[str, object], token_count: int) -> Sequence[int]:
 def _named_token(
     metadata: Mapping[str, object], name: str, tokens: Sequence[str], *, default_id: int | None
 ) -> tuple[str, int] | None:
-    """Text and id of the token that tokenizer.ggml.<name>_token_id points to."""
+    """Return the text and id of the token that tokenizer.ggml.<name>_token_id names, or None."""
     key = f"tokenizer.ggml.{name}_token_id"
     token_id = metadata.get(key, default_id)
     if token_id is None:
@@ -363,7 +379,10 @@ def _named_token(
 
 
 def _pad_token(metadata: Mapping[str, object], tokens: Sequence[str]) -> str | None:
-    """Nothing is filled up here, so a wrong id does no harm: it is told to clients, and that is all."""
+    """Return the text of the padding token, or None if the file names none or has a wrong id.
+
+    The server pads nothing and only reports the token to clients, so a wrong id is not an error.
+    """
     token_id = metadata.get("tokenizer.ggml.padding_token_id")
     return tokens[token_id] if isinstance(token_id, int) and 0 <= token_id < len(tokens) else None
 
@@ -371,7 +390,7 @@ def _pad_token(metadata: Mapping[str, object], tokens: Sequence[str]) -> str | N
 def _list(metadata: Mapping[str, object], key: str, kind: type[_T]) -> Sequence[_T]:
     values: Any = metadata.get(key)
     if values is None:
-        raise ModelLoadError(f"the GGUF file has no {key}: it holds no usable tokenizer, use a complete file")
+        raise ModelLoadError(f"the GGUF file has no {key}: it has no usable tokenizer, use a complete file")
     if not isinstance(values, list | tuple | array) or not all(isinstance(value, kind) for value in values):
         raise ModelLoadError(f"the GGUF file's {key} is not a list of {kind.__name__}: it is damaged")
     checked: Sequence[_T] = values

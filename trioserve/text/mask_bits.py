@@ -1,4 +1,4 @@
-"""Bits of a row of token masks in memory: token i is bit i % 32 of the uint32 i // 32."""
+"""Operations on one row of a token mask in memory. Token i is bit i % 32 of uint32 word i // 32."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ __all__ = [
 
 
 def set_all_bits(address: int, words_per_row: int, vocab_size: int) -> None:
-    """Every token of the vocabulary, and nothing beyond it."""
+    """Set the bits of all tokens of the vocabulary, and clear the bits after them.
+
+    Args:
+        address: Memory address of the row.
+        words_per_row: Number of uint32 words in the row.
+        vocab_size: Number of tokens in the vocabulary.
+    """
     whole = vocab_size // 32
     ctypes.memset(address, 0xFF, 4 * whole)
     if whole < words_per_row:
@@ -39,13 +45,23 @@ def clear_bits(address: int, token_ids: Iterable[int]) -> None:
 
 
 def keep_bits(address: int, row: bytes) -> None:
-    """Only those that are set in this row, too."""
+    """Clear the bits that are not set in another row.
+
+    Args:
+        address: Memory address of the row to change.
+        row: The other row.
+    """
     own = int.from_bytes(ctypes.string_at(address, len(row)), "little") & int.from_bytes(row, "little")
     ctypes.memmove(address, own.to_bytes(len(row), "little"), len(row))
 
 
 def allowed_row(token_ids: Iterable[int], words_per_row: int) -> bytes:
-    """A row with these bits."""
+    """Make a row with the bits of the given tokens.
+
+    Args:
+        token_ids: The tokens.
+        words_per_row: Number of uint32 words in the row.
+    """
     row = bytearray(4 * words_per_row)
     for token_id in token_ids:
         row[token_id // 8] |= 1 << token_id % 8
@@ -57,18 +73,34 @@ def has_bit(row: bytes, token_id: int) -> bool:
 
 
 def has_any_bit(address: int, token_ids: Iterable[int]) -> bool:
-    """Return whether a row has the bit of at least one of these tokens."""
+    """Return True if a row has the bit of at least one of the tokens.
+
+    Args:
+        address: Memory address of the row.
+        token_ids: The tokens.
+    """
     word = ctypes.c_uint32.from_address
     return any(word(address + token_id // 32 * 4).value >> token_id % 32 & 1 for token_id in token_ids)
 
 
 def is_row_empty(address: int, words_per_row: int) -> bool:
-    """Return whether a row has no bit. Costs a microsecond for 131,072 tokens."""
+    """Return True if a row has no bit set.
+
+    Args:
+        address: Memory address of the row.
+        words_per_row: Number of uint32 words in the row.
+
+    Cost: 1 microsecond for 131,072 tokens.
+    """
     return ctypes.string_at(address, 4 * words_per_row) == bytes(4 * words_per_row)
 
 
 def row_tokens(row: bytes) -> Iterator[int]:
-    """Iterate over the tokens of a row, in order."""
+    """Iterate over the tokens whose bits are set in a row, in ascending order.
+
+    Args:
+        row: Bytes of the row.
+    """
     for place, byte in enumerate(row):
         if byte:
             yield from (8 * place + bit for bit in range(8) if byte >> bit & 1)

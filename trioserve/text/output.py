@@ -1,4 +1,7 @@
-"""Engine events of one choice to text deltas; decides where a stop string ends it. Aborting it then is the caller's."""
+"""Turns the engine events of one choice into text deltas, and finds the stop string that ends the choice.
+
+The caller aborts the sequence after a stop string.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,24 @@ __all__ = ["ChoiceOutput", "merge"]
 
 
 class ChoiceOutput:
-    """What one choice of a request has shown so far.
+    """Output of one choice of a request so far.
 
-    Stop strings follow vLLM: the text of the first min_tokens tokens cannot complete one, though it may hold its
-    beginning. Text after a stop string is dropped, and so are the tokens after the one that completed it.
-    The response continues the prompt: a leading space is part of it, so prompt and response can be joined.
+    Stop strings behave as in vLLM: the text of the first min_tokens tokens cannot complete a stop string, but may
+    contain its beginning. Text after a stop string is dropped. So are the tokens after the token that completes the
+    stop string.
 
-    token_count: tokens that are part of the response so far, shown or not. ended: the last delta was given. If the
-    engine did not say so itself, the caller aborts the sequence and drops what still arrives.
+    The response continues the prompt. A leading space is part of the response, so prompt and response can be joined.
+
+    Args:
+        tokenizer: Decodes the tokens.
+        sampling: Stop strings, and other options that select what the client receives.
+        index: Index of the choice within its request.
+        cache_salt: Salt of the request. The stop strings of other salts are prepared separately.
+
+    Attributes:
+        token_count: Number of tokens in the response so far, hidden tokens included.
+        ended: True after the last delta. If the engine did not end the choice itself, the caller aborts the sequence
+            and drops events that still arrive.
     """
 
     def __init__(
@@ -33,13 +46,13 @@ class ChoiceOutput:
         self._sampling = sampling
         self._decoder = tokenizer.new_decoder(sampling.skip_special_tokens, continues_text=True)
         self._stops = StopStringFinder(sampling.stop, cache_salt) if sampling.stop else None
-        self._is_plain = self._stops is None and sampling.logprobs is None  # and it has not ended
+        self._is_plain = self._stops is None and sampling.logprobs is None  # False after the choice has ended, too
         self.token_count = 0
-        # Since the last delta: tokens whose text is not complete yet.
+        # Tokens since the last delta. Their text is not complete yet.
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprob] | None = None if sampling.logprobs is None else []
         self._versions: list[tuple[str, int]] = []
-        self._next_version: WeightVersions = ()  # of one token; empty until use_weights
+        self._next_version: WeightVersions = ()  # for one token; empty until use_weights is called
 
     def feed(
         self,
@@ -47,13 +60,22 @@ class ChoiceOutput:
         logprobs: tuple[TokenLogprob, ...] | None,
         finished: RequestFinished | None,
     ) -> Delta | None:
-        """Takes new tokens, and the end if it came with them. None: nothing to show yet, and not finished.
+        """Process new tokens, and the end if it came with them.
 
-        finished must come together with the last tokens: a stop token's text is hidden, and what was shown stays.
-        An exception means that this choice cannot go on; no other one is touched.
+        Call this with `finished` together with the last tokens: the text of a stop token is hidden, and shown text
+        cannot be retracted. If this raises an exception, the choice cannot continue. Other choices are not affected.
+
+        Args:
+            token_ids: The new tokens.
+            logprobs: One entry per token, or None if the request has no logprobs.
+            finished: The end of the sequence, or None if the sequence continues.
+
+        Returns:
+            The next delta, or None if there is no new text and the choice continues.
         """
         if self._is_plain and finished is None and len(token_ids) == 1 and not self._token_ids:
-            # What nearly every token is: the same as below, without what stop strings and logprobs need.
+            # This fast path serves almost every token. It does the same as below for a choice without stop strings and
+            # logprobs.
             self.token_count += 1
             text = self._decoder.push(token_ids[0])
             if text:
@@ -62,8 +84,8 @@ class ChoiceOutput:
             self._versions = [*self._next_version]
             return None
         if self.ended:
-            raise RuntimeError("fed a choice that has ended")
-        assert logprobs is None or len(logprobs) == len(token_ids), "one logprob entry per token"
+            raise RuntimeError("tokens for a choice that has ended")
+        assert logprobs is None or len(logprobs) == len(token_ids), "each token has one logprob entry"
         hidden_index = self._hidden_token_index(len(token_ids), finished)
         text = ""
         for index, token_id in enumerate(token_ids):
@@ -82,13 +104,21 @@ class ChoiceOutput:
         return self._delta(text) if text else None
 
     def use_weights(self, version: str) -> None:
-        """What is fed from here on was sampled by weights of this version."""
+        """Set the weight version for all tokens that are fed from now on.
+
+        Args:
+            version: Version of the weights that sample these tokens.
+        """
         if self._token_ids and not self._versions:
             self._versions = [(INITIAL_WEIGHTS, len(self._token_ids))]
         self._next_version = ((version, 1),)
 
     def weights_of(self, token_count: int) -> WeightVersions:
-        """Which weights sampled so many tokens that come now."""
+        """Return the weight versions of the next tokens.
+
+        Args:
+            token_count: Number of these tokens.
+        """
         return tuple((version, token_count) for version, _ in self._next_version)
 
     def take_known(
@@ -99,9 +129,20 @@ class ChoiceOutput:
         logprobs: Sequence[TokenLogprob] | None = None,
         weight_versions: WeightVersions = (),
     ) -> list[Delta]:
-        """Tokens that were given before, and the end if that was, too: what follows goes on behind them. Returns what
-        they gave, token by token; joined, it holds each of them once. Tokens behind a stop string are not looked at.
-        logprobs, weight_versions: of these tokens; what follows is taken to be of INITIAL_WEIGHTS."""
+        """Process tokens that the client already received, for a response that is resumed. New tokens follow them.
+
+        Tokens after a stop string are ignored.
+
+        Args:
+            token_ids: The known tokens.
+            finished: The end of the sequence if it is known, otherwise None.
+            logprobs: One entry per known token, or None.
+            weight_versions: Versions of the weights that sampled the known tokens. If it is not empty, later tokens
+                count as sampled by INITIAL_WEIGHTS.
+
+        Returns:
+            The deltas of the known tokens, token by token. Joined, they have each token once.
+        """
         deltas = self._known(token_ids, finished, logprobs, dict(_run_starts(weight_versions)))
         if weight_versions:
             self.use_weights(INITIAL_WEIGHTS)
@@ -114,7 +155,11 @@ class ChoiceOutput:
         logprobs: Sequence[TokenLogprob] | None,
         versions: Mapping[int, str],
     ) -> list[Delta]:
-        """versions: by the place from which on they sample."""
+        """Implement take_known.
+
+        Args:
+            versions: Weight versions, each under the index of its first token.
+        """
         deltas: list[Delta] = []
         last = len(token_ids) - 1
         for place, token_id in enumerate(token_ids):
@@ -157,7 +202,7 @@ class ChoiceOutput:
 
     def _finish(self, text: str, finished: RequestFinished) -> Delta:
         text += self._shown(self._decoder.flush())
-        if self._found is not None:  # a stop string that itself holds U+FFFD
+        if self._found is not None:  # a stop string that contains U+FFFD
             return self._stopped_by_string(text)
         if self._stops is not None:
             text += self._stops.flush()
@@ -204,7 +249,12 @@ def _run_starts(versions: WeightVersions) -> Iterator[tuple[int, str]]:
 
 
 def merge(first: Delta, second: Delta) -> Delta:
-    """Two deltas of one choice that follow each other, as one. The first must not be the choice's last."""
+    """Join two deltas of one choice into one.
+
+    Args:
+        first: The earlier delta. It is not the last delta of the choice.
+        second: The delta that follows `first`.
+    """
     assert first.index == second.index, f"deltas of choices {first.index} and {second.index}"
     assert first.finish_reason is None, "nothing follows a choice's last delta"
     logprobs = None

@@ -1,4 +1,4 @@
-"""The texts of a chat that come from a request, and a copy of the chat in which parts of them are replaced."""
+"""Texts of a chat that come from the request. Makes a copy of the chat in which parts of these texts are replaced."""
 
 from __future__ import annotations
 
@@ -16,14 +16,44 @@ from trioserve.text.token_pattern import TokenPattern, in_slices
 
 __all__ = ["RequestTexts", "has_character_in"]
 
-# Names of OpenAI's API and of JSON Schema. Templates look for them, so no part of a control token is seen in them.
-# fmt: off
-_API_KEYS = frozenset((
-    "role", "content", "name", "type", "text", "function", "tool_calls", "tool_call_id", "id", "index", "arguments",
-    "reasoning", "reasoning_content", "description", "parameters", "properties", "required", "strict", "enum", "const",
-    "default", "items", "title", "anyOf", "oneOf", "allOf", "format", "additionalProperties", "minimum", "maximum",
-    "minItems", "maxItems",
-))
+# Names from OpenAI's API and JSON Schema. Templates search for these names, so they are never replaced, even if they
+# contain a part of a control token.
+_API_KEYS = frozenset(
+    (
+        "role",
+        "content",
+        "name",
+        "type",
+        "text",
+        "function",
+        "tool_calls",
+        "tool_call_id",
+        "id",
+        "index",
+        "arguments",
+        "reasoning",
+        "reasoning_content",
+        "description",
+        "parameters",
+        "properties",
+        "required",
+        "strict",
+        "enum",
+        "const",
+        "default",
+        "items",
+        "title",
+        "anyOf",
+        "oneOf",
+        "allOf",
+        "format",
+        "additionalProperties",
+        "minimum",
+        "maximum",
+        "minItems",
+        "maxItems",
+    )
+)
 # fmt: on
 _API_TYPES = frozenset(
     ("text", "refusal", "image", "function", "object", "array", "string", "number", "integer", "boolean", "null")
@@ -31,18 +61,22 @@ _API_TYPES = frozenset(
 
 
 class RequestTexts:
-    """Replaces what may be part of a control token in the texts of a chat.
+    """Replaces parts of a chat's texts that may be part of a control token.
 
-    A text may hold a whole token. Beside the template's text, or beside another text, it may also complete one: with
-    its end, with its beginning, or as a whole.
+    A text may contain a whole token. It may also complete a token with the text next to it, from the template or from
+    another text: with its end, with its beginning, or as a whole.
 
     Args:
-        tokens: the control tokens that the rendered chat has.
-        pattern: finds these, and maybe others.
-        said: tokens that stay as they are in what the assistant has said.
-        substitutions: what the template writes instead of parts of texts.
+        tokens: Control tokens that the rendered chat has.
+        pattern: Finds these tokens, and possibly others.
+        said: Tokens that are not replaced in the content of the assistant's messages.
+        substitutions: Pairs of old and new text that the template substitutes in texts.
 
-    Cost: a scan of each text. It does not grow with the number of tokens.
+    Attributes:
+        tokens: The control tokens.
+        has_whole: True if one of the texts processed so far has a whole token.
+
+    Cost: a scan of each text. The cost does not depend on the number of tokens.
     """
 
     def __init__(
@@ -55,7 +89,7 @@ class RequestTexts:
     ) -> None:
         self.tokens = frozenset(tokens)
         self.has_whole = False
-        """Whether one of the texts seen so far holds a whole token."""
+
         self._pattern = pattern
         self._said = frozenset(said)
         self._substitutions = tuple(substitutions)
@@ -69,28 +103,33 @@ class RequestTexts:
         self._length_max = max(map(len, tokens))
 
     def replacing(self, replaced: Callable[[str], str], beside: Mapping[str, str]) -> RequestTexts:
-        """The same, to be used for another purpose.
+        """Return a copy with other replacements.
 
         Args:
-            replaced: what takes the place of a token, or of a part of one.
-            beside: what takes the place of these tokens instead.
+            replaced: Returns the replacement for a token or a part of a token.
+            beside: Replacements of whole tokens. They take precedence over `replaced`.
         """
         texts = copy(self)
         texts._replaced, texts._beside = replaced, beside
         return texts
 
     def are_risky(self, prompt: ChatPrompt) -> bool:
-        """Whether anything in the chat would be replaced."""
+        """Return True if any text in the chat would be replaced.
+
+        Args:
+            prompt: The chat.
+        """
         return self.replaced_in(prompt, arguments_are_text=False) is not prompt
 
     def replaced_in(self, prompt: ChatPrompt, *, arguments_are_text: bool) -> ChatPrompt:
-        """A copy of the chat with its texts replaced, or the chat itself where there is nothing to replace.
+        """Return a copy of the chat with its texts replaced, or the chat itself if there is nothing to replace.
 
         Args:
-            arguments_are_text: the template takes the arguments of calls as JSON text.
+            prompt: The chat.
+            arguments_are_text: True if the template expects the arguments of calls as JSON text.
 
         Raises:
-            InvalidRequest: the chat is nested too deeply.
+            InvalidRequest: The chat is nested too deeply.
         """
         try:
             messages = _each(prompt.messages, lambda message: self._message(message, arguments_are_text))
@@ -107,7 +146,7 @@ class RequestTexts:
             return message
 
         def replaced(key: str, value: Any) -> Any:
-            if key == "role":  # of a list that is known, see ChatTemplate
+            if key == "role":  # ChatTemplate allows only known roles
                 return value
             if key == "tool_calls" and isinstance(value, list):
                 return _each(value, lambda call: self._call(call, arguments_are_text))
@@ -121,7 +160,10 @@ class RequestTexts:
         return {**message, **changed} if changed else message
 
     def _call(self, call: Any, arguments_are_text: bool) -> Any:
-        """Arguments that are parsed may have escapes, behind which a token hides until then."""
+        """Replace texts in a tool call.
+
+        If its arguments will be parsed, parse them first: JSON escapes may hide a token.
+        """
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(call, dict) or not isinstance(function, dict):
             return self._value(call)
@@ -130,7 +172,7 @@ class RequestTexts:
             return self._value(call)
         try:
             parsed = json.loads(arguments)
-        except ValueError:  # nothing, or what prepared_messages refuses
+        except ValueError:  # arguments are empty, or prepared_messages refuses them
             return self._value(call)
         rest = {key: value for key, value in call.items() if key != "function"}
         named = {key: value for key, value in function.items() if key != "arguments"}
@@ -157,7 +199,10 @@ class RequestTexts:
         return self._value(value, said)
 
     def _named(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Arguments of the template. It may compare a word with them, so only whole tokens count."""
+        """Replace whole tokens in template arguments.
+
+        Parts stay, since the template may compare an argument with a word.
+        """
         wholes = copy(self)
         wholes._begins = wholes._ends = frozenset()
         wholes._joined = ""
@@ -166,7 +211,7 @@ class RequestTexts:
         return new
 
     def _values(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Those of an object whose keys the API or the template gives."""
+        """Replace texts in the values of an object whose keys come from the API or the template."""
         changed = {key: new for key, value in values.items() if (new := self._field(key, value)) is not value}
         return {**values, **changed} if changed else values
 
@@ -208,14 +253,14 @@ class RequestTexts:
         return self._pattern.replaced(text, replaced)
 
     def _open_end(self, text: str) -> str:
-        """The longest beginning of a token with which the text ends."""
+        """Return the longest suffix of the text that is a proper prefix of a token."""
         last = text[1 - self._length_max :]
         if self._first_letters.isdisjoint(last):
             return ""
         return next((last[at:] for at in range(len(last)) if last[at:] in self._begins), "")
 
     def _open_begin(self, text: str) -> str:
-        """The longest end of a token with which the text begins."""
+        """Return the longest prefix of the text that is a proper suffix of a token."""
         first = text[: self._length_max - 1]
         if self._last_letters.isdisjoint(first):
             return ""
@@ -223,7 +268,13 @@ class RequestTexts:
 
 
 def has_character_in(prompt: ChatPrompt, first: str, last: str) -> bool:
-    """Whether a text of the chat has a character from first to last."""
+    """Return True if a text of the chat has a character in a range.
+
+    Args:
+        prompt: The chat.
+        first: First character of the range.
+        last: Last character of the range.
+    """
     letters = re.compile(f"[{first}-{last}]")
     waiting: list[Iterable[Any]] = [(prompt.messages, prompt.tools, prompt.template_arguments, prompt.chat_template)]
     while waiting:

@@ -1,9 +1,9 @@
-"""Finds a stop string even when it straddles deltas, and says how much text may be shown meanwhile.
+"""Finds stop strings in a text that comes in pieces, and determines how much of the text can be shown.
 
-The stop strings become one automaton (A. V. Aho and M. J. Corasick, "Efficient string matching: an aid to
-bibliographic search", CACM 18, 1975). Its states are the beginnings of the stop strings, and it is in the longest one
-that the text so far ends with. A character costs two looks at it on the average, however many stop strings there are
-and whatever they have in common with each other or with the text.
+The stop strings become one automaton (A. V. Aho and M. J. Corasick, "Efficient string matching: an aid to bibliographic
+search", CACM 18, 1975). Each state is a prefix of a stop string. The current state is the longest such prefix that is a
+suffix of the text so far. Each character costs two comparisons on average, however many stop strings there are, and
+however much they overlap with each other or with the text.
 """
 
 from __future__ import annotations
@@ -14,26 +14,34 @@ from collections.abc import Sequence
 
 __all__ = ["PrefixAutomaton", "StopStringFinder"]
 
-AUTOMATA_KEPT_MAX = 64  # of 60 KB at most: the choices of a request share one, and so do clients that always ask alike
+AUTOMATA_KEPT_MAX = 64  # up to 60 KB each; all choices of a request, and requests with equal stop strings, share one
 
 
 class StopStringFinder:
-    """Scans a text that arrives in pieces for the first of several stop strings.
+    """Searches a text that arrives in pieces for the first of several stop strings.
 
-    First is the one that is complete first; of those complete at the same character, the longest. So where the text
-    ends does not depend on how it was cut into pieces, and no token is computed to see whether a longer stop string
-    would have followed. Held back is the longest end of the text that begins a stop string, and nothing more: at most
-    the longest stop string less one character. Work for all pieces together is linear in their characters.
+    The stop string that is complete first is found. If several are complete at the same character, the longest one is
+    found. So the end of the text does not depend on how the text is cut into pieces. It is never necessary to compute
+    another token to see whether a longer stop string follows.
 
-    found: the stop string that was found, else None. After it was found, feed must not be called again.
+    The longest suffix of the text that is a prefix of a stop string is held back, and nothing more. That is at most the
+    longest stop string less one character. The work for all pieces is linear in their characters.
+
+    Args:
+        stops: The stop strings, at least one, none empty.
+        cache_salt: Salt of the request. Finders share an automaton only under the same salt.
+
+    Attributes:
+        found: The stop string that was found, or None. Do not call feed after a stop string was found.
+
+    Cost: the first finder for given stop strings and salt takes one microsecond per character of the stop strings.
     """
 
     __slots__ = ("_automaton", "_first_characters", "_held", "_state", "found")
 
     def __init__(self, stops: Sequence[str], cache_salt: str | None = None) -> None:
-        """The first finder for these stop strings under a salt takes a microsecond for each of their characters."""
-        assert stops, "without stop strings there is nothing to find"
-        assert all(stops), "an empty stop string would end every text at once"
+        assert stops, "there is at least one stop string"
+        assert all(stops), "no stop string is empty: it would end every text at once"
         self._automaton = _automaton(tuple(stops), cache_salt)
         self._first_characters = self._automaton.first_characters
         self._state = 0
@@ -41,15 +49,20 @@ class StopStringFinder:
         self.found: str | None = None
 
     def feed(self, text: str, *, may_complete: bool = True) -> str:
-        """Takes the next piece and returns what can be shown now; when `found` is set, the text ends with it.
+        """Process the next piece of the text.
 
-        may_complete: whether a stop string may become complete in this piece. If not, it may still begin here.
+        Args:
+            text: The piece.
+            may_complete: False if no stop string may end in this piece. A stop string may still begin in it.
+
+        Returns:
+            The text that can be shown now. If a stop string was found, this is the text before it.
         """
-        assert self.found is None, "fed after a stop string was found"
+        assert self.found is None, "no text is processed after a stop string was found"
         state = self._state
         first_characters = self._first_characters
         if not state and first_characters.isdisjoint(text):
-            return text  # what nearly every token is
+            return text  # the case of almost every token
         automaton = self._automaton
         next_characters, branches = automaton.next_characters, automaton.branches
         falls_back_to, stop_indices = automaton.falls_back_to, automaton.stop_indices
@@ -80,21 +93,31 @@ class StopStringFinder:
         return buffer[:shown_count]
 
     def flush(self) -> str:
-        """The text held back, once it is known that nothing follows."""
+        """Return the text that was held back. Call this when no more text follows."""
         held, self._held = self._held, ""
         self._state = 0
         return held
 
 
 class PrefixAutomaton:
-    """A state stands for a beginning of a stop string, 0 for the empty one. Most are followed by one character only,
-    and the state that it leads to has the next number: so a state takes a few bytes. Immutable once it is built.
+    r"""Immutable automaton that recognizes stop strings.
 
-    next_characters: leads to the next state; the other ways on are in branches, for the few states that have any.
-    depths: how many characters have been matched. first_characters: without one of them nothing begins.
-    falls_back_to: the longest proper end of what was matched that begins a stop string and is not all of it.
-    stop_indices: into stops, the longest stop string that is complete in this state; -1 where none is.
-    shorter_stops: by stop string, the longest other one that it ends with; -1 where there is none.
+    A state stands for a prefix of a stop string, and state 0 for the empty prefix. In most prefixes, only one character
+    can follow. It leads to the state with the next number, so such a state takes only a few bytes.
+
+    Args:
+        stops: The stop strings, none empty.
+
+    Attributes:
+        stops: The stop strings, sorted.
+        first_characters: First characters of all stop strings.
+        next_characters: By state, the character that leads to the state with the next number. "\0" if there is none.
+        branches: By state, the further states by their character. Few states have an entry.
+        depths: By state, the length of its prefix.
+        falls_back_to: By state, the longest proper suffix of its prefix that is a prefix of a stop string but not a
+            whole stop string that nothing extends.
+        stop_indices: By state, the index in `stops` of the longest stop string that is complete in the state, or -1.
+        shorter_stops: By index in `stops`, the index of the longest other stop string that is a suffix of it, or -1.
     """
 
     __slots__ = (
@@ -110,14 +133,15 @@ class PrefixAutomaton:
     )
 
     def __init__(self, stops: tuple[str, ...]) -> None:
-        # Sorted, so that behind each one come those which begin with it: a state with a way on has a next character.
+        # Sorted, so a stop string comes before every longer one that begins with it. So each state that can be left by
+        # some character has an entry in next_characters.
         self.stops = stops = tuple(sorted(stops))
         self.first_characters = frozenset(stop[0] for stop in stops)
         self.branches: dict[int, dict[str, int]] = {}
-        next_characters: list[str] = [""]  # nothing leads on from a state that has no further character
+        next_characters: list[str] = [""]  # the empty text if no character follows
         depths = [0]
-        ends: dict[int, int] = {}  # where a stop string is complete
-        entries: list[tuple[int, str, int]] = []  # every state but the first: from which one, by which character
+        ends: dict[int, int] = {}  # index of the stop string that ends in the state
+        entries: list[tuple[int, str, int]] = []  # parent state, character and state, for each state except 0
         for stop_index, stop in enumerate(stops):
             state = depth = 0
             while depth < len(stop) and (known := self._next(next_characters, state, stop[depth])):
@@ -135,9 +159,10 @@ class PrefixAutomaton:
                 next_characters.append("")
                 state = new
             ends.setdefault(state, stop_index)
-        entries.sort(key=lambda entry: depths[entry[2]])  # falling back leads to shorter ones, which come first
+        # A fallback state has a shorter prefix, so its own fallback state is already known.
+        entries.sort(key=lambda entry: depths[entry[2]])
         state_count = len(depths)
-        suffixes = [0] * state_count  # as falls_back_to, but it may be all of a stop string
+        suffixes = [0] * state_count  # as falls_back_to, but the suffix may be a whole stop string
         complete = [ends.get(state, -1) for state in range(state_count)]
         for parent, character, state in entries:
             suffix = parent
@@ -149,7 +174,7 @@ class PrefixAutomaton:
             if complete[state] < 0:
                 complete[state] = complete[suffixes[state]]
         self._is_whole = frozenset(state for state in ends if not next_characters[state] and state not in self.branches)
-        # In a whole one nobody looks for the next character: the text has ended, or it fell back.
+        # No next character is looked up in a state that is_whole: the text has ended, or the caller has fallen back.
         self.next_characters = "".join(character or "\0" for character in next_characters)
         self.depths = array("I", depths)
         self.stop_indices = array("h", complete)
@@ -159,9 +184,13 @@ class PrefixAutomaton:
         self.falls_back_to = array("I", self._past_whole(suffixes, entries))
 
     def advance(self, state: int, character: str) -> int:
-        """The state behind one more character of a text that does not end where a stop string is complete.
+        """Return the state after one more character, for a text that does not end at a complete stop string.
 
-        Cost: the length of the longest stop string at most, two looks on average over a text.
+        Args:
+            state: The state before the character.
+            character: The character.
+
+        Cost: two comparisons on average over a text, and at most the length of the longest stop string.
         """
         next_characters = self.next_characters
         while next_characters[state] != character:
@@ -173,11 +202,17 @@ class PrefixAutomaton:
         return state + 1
 
     def is_whole(self, state: int) -> bool:
-        """Whether it is all of a stop string and begins no longer one: nothing is held back for it."""
+        """Return True if a state is a whole stop string that is no prefix of a longer one.
+
+        Then no text is held back for it.
+
+        Args:
+            state: The state.
+        """
         return state in self._is_whole
 
     def _next(self, next_characters: list[str], state: int, character: str) -> int:
-        """The state that a character leads to, 0 if none."""
+        """Return the state that a character leads to, or 0 if there is none."""
         if next_characters[state] == character:
             return state + 1
         branch = self.branches.get(state)
@@ -193,5 +228,10 @@ class PrefixAutomaton:
 
 @functools.lru_cache(maxsize=AUTOMATA_KEPT_MAX)
 def _automaton(stops: tuple[str, ...], cache_salt: str | None) -> PrefixAutomaton:
-    """cache_salt: each has entries of its own, so that a request's time does not show what other keys send."""
+    """Return the automaton of stop strings.
+
+    Args:
+        cache_salt: Part of the cache key only. So the time that a request takes does not reveal the stop strings of
+            other keys.
+    """
     return PrefixAutomaton(stops)

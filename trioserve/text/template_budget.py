@@ -1,5 +1,4 @@
-"""What one rendering of a chat template may use, and how large a value is. Who charges for what is in
-template_costs.py."""
+"""Budget of one rendering of a chat template, and the sizes of values. The module template_costs charges the budget."""
 
 from __future__ import annotations
 
@@ -13,25 +12,23 @@ from jinja2.utils import Namespace
 
 __all__ = ["Budget", "TemplateTooCostly", "budget", "json_size", "length", "printed_size"]
 
-STEPS_MAX = 500_000  # rounds of loops; a chat of a thousand messages takes a tenth of it, all of it a second or two
-CHARACTERS_MAX = 256_000_000  # read or written by anything that a template does: below a second of copying
+STEPS_MAX = 500_000  # loop iterations, 1 to 2 s in total; a chat of 1,000 messages takes a tenth
+CHARACTERS_MAX = 256_000_000  # read or written by all operations of a template, less than 1 s of copying
 VALUE_CHARACTERS_MAX = 16_000_000  # of one value, and of the result: four million tokens, more than any context
-MADE_BYTES_MAX = (
-    128 * 2**20
-)  # of all values that are made, since a template may keep them all; a long chat makes 20 MiB
+MADE_BYTES_MAX = 128 * 2**20  # of all values together, since a template may keep them all; a long chat makes 20 MiB
 INTEGER_BITS_MAX = 4096
 
-ITEM_CHARACTERS = 32  # an item of a list is worth so many: about its time and its bytes
-PLAIN_REPR_CHARACTERS_MAX = 65_536  # up to here a text is written out to see how long it is with its escapes
+ITEM_CHARACTERS = 32  # an item of a list costs as much time and memory as about 32 characters
+PLAIN_REPR_CHARACTERS_MAX = 65_536  # a text up to this length is printed to measure its length with escapes
 ESCAPED_CHARACTERS_MAX = 10  # \U0010ffff
 
 
 class TemplateTooCostly(jinja2.TemplateError):
-    """A template went beyond one of the bounds above."""
+    """A template exceeded one of the bounds above."""
 
 
 class Budget:
-    """What one rendering may still use."""
+    """Resources that one rendering can still use."""
 
     __slots__ = ("_bytes_left", "_characters_left", "_steps_left")
 
@@ -41,30 +38,68 @@ class Budget:
         self._bytes_left = MADE_BYTES_MAX
 
     def step(self, count: int = 1) -> None:
+        """Charge iterations of loops.
+
+        Args:
+            count: Number of iterations.
+
+        Raises:
+            TemplateTooCostly: The budget is used up.
+        """
         self._steps_left -= count
         if self._steps_left < 0:
-            raise TemplateTooCostly(f"it takes more than {STEPS_MAX:,} rounds of loops and calls")
+            raise TemplateTooCostly(f"it runs more than {STEPS_MAX:,} loop iterations and calls")
 
     def spend(self, characters: int) -> None:
-        """For work that is linear in so many characters."""
+        """Charge work that is linear in a number of characters.
+
+        Args:
+            characters: The number of characters.
+
+        Raises:
+            TemplateTooCostly: The budget is used up.
+        """
         self._characters_left -= characters
         if self._characters_left < 0:
             raise TemplateTooCostly(f"it handles more than {CHARACTERS_MAX:,} characters")
 
     def make(self, characters: int) -> None:
-        """Before a value is made that has at most so many characters."""
+        """Charge the creation of one value. Call this before the value is created.
+
+        Args:
+            characters: Upper bound of the value's characters.
+
+        Raises:
+            TemplateTooCostly: The value is too large, or the budget is used up.
+        """
         if characters > VALUE_CHARACTERS_MAX:
             raise TemplateTooCostly(f"it makes a value of more than {VALUE_CHARACTERS_MAX:,} characters")
         self.spend(characters)
 
     def hold(self, byte_count: int) -> None:
-        """For memory that the template may keep to its end; before it is taken where that is known."""
+        """Charge memory that the template may keep until its end.
+
+        Call this before the memory is allocated if its size is known.
+
+        Args:
+            byte_count: Bytes of memory.
+
+        Raises:
+            TemplateTooCostly: The budget is used up.
+        """
         self._bytes_left -= byte_count
         if self._bytes_left < 0:
             raise TemplateTooCostly(f"it makes values of more than {MADE_BYTES_MAX:,} bytes together")
 
     def hold_value(self, value: object) -> None:
-        """For a value that was made. What it holds was paid for before."""
+        """Charge the memory of a value that was created, without the values in it, which were charged before.
+
+        Args:
+            value: The value.
+
+        Raises:
+            TemplateTooCostly: The value is too large a number, or the budget is used up.
+        """
         if isinstance(value, int):
             if value.bit_length() > INTEGER_BITS_MAX:
                 raise TemplateTooCostly(f"it makes a number of more than {INTEGER_BITS_MAX:,} bits")
@@ -80,13 +115,29 @@ def length(value: object) -> int:
 
 
 def printed_size(value: object) -> int:
-    """How many characters str(value) has at most, about. A value that holds the same list many times is counted many
-    times, as it would be printed and compared: so the count stops at the bound, and raises TemplateTooCostly."""
+    """Return an approximate upper bound of the length of str(value).
+
+    A list that a value contains several times is counted each time, as it is printed and compared each time.
+
+    Args:
+        value: The value.
+
+    Raises:
+        TemplateTooCostly: The size exceeds VALUE_CHARACTERS_MAX.
+    """
     return len(value) if isinstance(value, str) else _size(value, _repr_size)
 
 
 def json_size(value: object, *, escapes_all: bool) -> int:
-    """The same of its JSON. escapes_all: what is not ASCII is written as \\uXXXX, twice beyond the basic plane."""
+    r"""Return an approximate upper bound of the length of a value's JSON.
+
+    Args:
+        value: The value.
+        escapes_all: True if characters other than ASCII are written as \uXXXX, twice beyond the basic plane.
+
+    Raises:
+        TemplateTooCostly: The size exceeds VALUE_CHARACTERS_MAX.
+    """
     return _size(value, (lambda text: 12 * len(text)) if escapes_all else _json_text_size)
 
 
@@ -101,7 +152,7 @@ def _size(value: object, text_size: Callable[[str], int]) -> int:
         elif isinstance(item, int):
             size += item.bit_length() // 3
         elif isinstance(item, list | tuple | KeysView | ValuesView | ItemsView):
-            size += ITEM_CHARACTERS * len(item)  # all at once: the copy below is as large
+            size += ITEM_CHARACTERS * len(item)  # counted before the copy below, which is as large
             if size <= VALUE_CHARACTERS_MAX:
                 waiting.extend(item)
         elif isinstance(item, dict):
@@ -110,25 +161,25 @@ def _size(value: object, text_size: Callable[[str], int]) -> int:
                 waiting.extend(item.keys())
                 waiting.extend(item.values())
         elif isinstance(item, range):
-            size += ITEM_CHARACTERS * len(item)  # it is printed short, but sorted and compared at length
+            size += ITEM_CHARACTERS * len(item)  # its printed text is short, but sorting and comparing takes all items
         elif isinstance(item, Macro):
             size += 4 * len(item.name)
         elif isinstance(item, Namespace):
             raise TemplateTooCostly("it prints a namespace, whose size is not known")
         elif not isinstance(item, float | Undefined | None):
-            size += 256  # some function or object of the sandbox, which prints its type's name
+            size += 256  # a function or object of the sandbox, which prints the name of its type
     if size > VALUE_CHARACTERS_MAX:
-        # Not only too long to print: comparing two such values, or hashing one, may take for ever.
+        # Such values must not be compared or hashed either, since that could take practically forever.
         raise TemplateTooCostly(f"it makes a value of more than {VALUE_CHARACTERS_MAX:,} characters")
     return size
 
 
-_WRITTEN_SHORT = ("\n", "\t", "\r")  # as two characters
+_WRITTEN_SHORT = ("\n", "\t", "\r")  # each is escaped as two characters
 _CONTROLS = tuple(map(chr, range(0x20)))
 
 
 def _repr_size(text: str) -> int:
-    """Of a text inside of another value, where it is printed with quotes and escapes."""
+    """Return the length of a text within another value, where it is printed with quotes and escapes."""
     if text.isalnum():
         return len(text)
     if len(text) <= PLAIN_REPR_CHARACTERS_MAX:

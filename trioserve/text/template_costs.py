@@ -1,6 +1,6 @@
-"""What each operator, method, filter and test of a template costs, charged before it is done.
+"""Costs of all operators, methods, filters and tests of a template. Each cost is charged before the operation runs.
 
-What is not in a table here does not exist for a template: a method or filter without a known cost has no bound.
+Templates can use only what is in the tables of this module. A method or filter of unknown cost would have no bound.
 """
 
 from __future__ import annotations
@@ -41,19 +41,29 @@ __all__ = [
     "sliced",
 ]
 
-CALL_STEPS = 4  # a call or a filter, which take longer than an empty round
-TEXT_BYTES = 80  # a short text of its own, as an item of a list
-ODD_KEY_CHARACTERS = 16_384  # keys that are no texts or small numbers can be made so that each is compared with all
-SLOW_FILTER_CHARACTERS_MAX = 16_384  # for filters made of regular expressions, some of which take squared time
+CALL_STEPS = 4  # steps of a call or a filter, which take longer than an empty iteration of a loop
+TEXT_BYTES = 80  # memory of a short text as an item of a list
+ODD_KEY_CHARACTERS = 16_384  # keys other than texts and small integers can be chosen so that all hashes collide
+SLOW_FILTER_CHARACTERS_MAX = 16_384  # for filters that use regular expressions, some of which take quadratic time
 JSON_INDENT_MAX = 16
 SHORT_TEXT_CHARACTERS = 256
-HTML_CHARACTERS_MAX = 5  # that one becomes where a text is marked as HTML and escapes what it meets
+HTML_CHARACTERS_MAX = 5  # characters per escaped character, if a text is marked as HTML and escapes its operands
 
 
 # --- operators ------------------------------------------------------------------------------------------------------
 
 
 def charge_operator(operator: str, left: Any, right: Any) -> None:
+    """Charge an arithmetic operator.
+
+    Args:
+        operator: The operator, such as "+".
+        left: The left operand.
+        right: The right operand.
+
+    Raises:
+        TemplateTooCostly: The result would be too large, or the budget is used up.
+    """
     spent = budget.get()
     if isinstance(left, int | float) and isinstance(right, int | float):
         if isinstance(left, int) and isinstance(right, int):
@@ -63,24 +73,36 @@ def charge_operator(operator: str, left: Any, right: Any) -> None:
     elif operator == "*":
         factors = (left, right) if isinstance(right, int) else (right, left)
         if isinstance(factors[1], int):
-            spent.make(_room(factors[0]) * max(0, factors[1]))
+            spent.make(_copied_characters(factors[0]) * max(0, factors[1]))
     elif operator == "%" and isinstance(left, str):
         spent.make(_percent_size(left, right) * _escape_factor(left))
     else:
-        spent.make((_room(left) + _room(right)) * max(_escape_factor(left), _escape_factor(right)))
+        size = _copied_characters(left) + _copied_characters(right)
+        spent.make(size * max(_escape_factor(left), _escape_factor(right)))
 
 
 def _escape_factor(value: object) -> int:
     return HTML_CHARACTERS_MAX if hasattr(value, "__html__") else 1
 
 
-def _room(value: object) -> int:
-    """Characters of a text, or what the places of a list are worth."""
+def _copied_characters(value: object) -> int:
+    """Return the cost of copying a value: the characters of a text, or a fixed number per item of a list."""
     return len(value) if isinstance(value, str) else ITEM_CHARACTERS // 4 * length(value)
 
 
 def sliced(_: None, value: Any, start: Any, stop: Any, step: Any) -> Any:
-    """What value[start:stop:step] is."""
+    """Charge and return value[start:stop:step].
+
+    Args:
+        _: Always None, the value of the filter that calls this.
+        value: The value to slice.
+        start: First index, or None.
+        stop: End index, or None.
+        step: Distance of the indices, or None.
+
+    Raises:
+        TemplateTooCostly: The budget is used up.
+    """
     if isinstance(value, str | list | tuple):
         indices = range(*slice(start, stop, step).indices(len(value)))
         budget.get().make(len(indices) * (1 if isinstance(value, str) else ITEM_CHARACTERS // 4))
@@ -90,10 +112,14 @@ def sliced(_: None, value: Any, start: Any, stop: Any, step: Any) -> Any:
 
 
 class Compared:
-    """An operand of a comparison or of `in`, which is charged when it meets the other one."""
+    """Operand of a comparison or of `in`. The comparison is charged when the other operand is known.
+
+    Args:
+        value: Value of the operand.
+    """
 
     __slots__ = ("value",)
-    __hash__ = None  # type: ignore[assignment]  # it lives for one comparison
+    __hash__ = None  # type: ignore[assignment] # exists only for one comparison
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -123,7 +149,11 @@ class Compared:
 
 
 def compared(value: Any) -> Any:
-    """The value, if comparing it with anything takes no time; else wrapped."""
+    """Return a value that can be compared at no cost as it is, or wrapped in Compared otherwise.
+
+    Args:
+        value: Operand of a comparison.
+    """
     if value is None or (isinstance(value, str) and len(value) <= SHORT_TEXT_CHARACTERS):
         return value
     return value if isinstance(value, int | float) else Compared(value)
@@ -144,12 +174,22 @@ def _charge_comparison(left: Any, right: Any, *, is_equality: bool) -> None:
 
 
 def charge_search(item: Any, container: Any) -> None:
+    """Charge a search for an item in a container.
+
+    Args:
+        item: The item.
+        container: A text, dictionary, list or other container.
+
+    Raises:
+        TemplateTooCostly: The budget is used up.
+    """
     if isinstance(container, str):
         budget.get().spend(_search_size(container, item))
     elif isinstance(container, dict) or type(container) is type({}.keys()):
         charge_key(item)
     else:
-        # Each item is compared with it, and that takes no longer than the shorter of both: small ones are quick.
+        # The item is compared with each item of the container. Each comparison costs at most the size of the smaller of
+        # the two, so small items are cheap.
         budget.get().spend(
             ITEM_CHARACTERS // 2 * length(container)
             if item is None or isinstance(item, int | float)
@@ -158,12 +198,21 @@ def charge_search(item: Any, container: Any) -> None:
 
 
 def _search_size(text: str, sought: object) -> int:
-    # Python looks at up to the whole of a short sought text at each place, and has a linear way for long ones only.
+    # Python compares up to the whole of a short search text at each position. Only for long search texts it uses a
+    # linear algorithm.
     return (len(text) + 1) * (1 + min(length(sought), 256) // 8)
 
 
 def charge_key(key: Any) -> Any:
-    """The key of a dictionary. Tuples in tuples are refused: Python hashes them without looking at its stack."""
+    """Charge the use of a value as a dictionary key, and return the value.
+
+    Args:
+        key: The key.
+
+    Raises:
+        TemplateTooCostly: The key is a tuple within a tuple, which Python hashes without checking its stack. Or the
+            budget is used up.
+    """
     if isinstance(key, str) or key is None or (isinstance(key, int) and -(2**60) < key < 2**60):
         return key
     if isinstance(key, tuple):
@@ -177,16 +226,16 @@ def charge_key(key: Any) -> Any:
 # --- texts with fields ----------------------------------------------------------------------------------------------
 
 _PERCENT_FIELD = re.compile(r"[-+ #0]*(\*|\d*)(?:\.(\*|\d*))?[hlL]?(.?)", re.DOTALL)
-FIELD_CHARACTERS = 400  # what a number can take that says no width: a float without exponent
-_WIDTH_REFUSED = "it formats a field whose width has five digits or is not written out"
+FIELD_CHARACTERS = 400  # longest number that is formatted without a width: a float without exponent
+_WIDTH_REFUSED = "it formats a field whose width has five digits or more, or is not a literal number"
 
 
 def _percent_size(text: str, values: Any) -> int:
-    """At most so many characters has text % values."""
+    """Return an upper bound of the length of text % values."""
     field_count = text.count("%")
     budget.get().step(field_count)
     values_size = printed_size(values if isinstance(values, tuple) else (values,))
-    # Values that are taken by their names can be taken again and again, the others once.
+    # Named values can be used several times, others only once.
     size = len(text) + values_size * (field_count if isinstance(values, Mapping) else 1)
     start = text.find("%")
     while start >= 0:
@@ -216,7 +265,7 @@ def _behind_parentheses(text: str, position: int) -> int:
 
 
 def _brace_size(text: str, values: Any) -> int:
-    """At most so many characters has text.format(*values)."""
+    """Return an upper bound of the length of text.format(*values)."""
     budget.get().step(text.count("{"))
     values_size = printed_size(values)
     size = len(text)
@@ -233,7 +282,14 @@ def _brace_size(text: str, values: Any) -> int:
 
 
 def refuse_wide_fields(form: str) -> None:
-    """For formats of a clock, in which no template has a reason to give a width."""
+    """Refuse a date format with a field width, which no honest template needs.
+
+    Args:
+        form: Format for strftime.
+
+    Raises:
+        TemplateTooCostly: The format has a width, or more than 1,024 characters.
+    """
     if len(form) > 1024 or re.search(r"%[^A-Za-z%]*\d", form):
         raise TemplateTooCostly("it formats a date with a width, or with more than 1,024 characters")
 
@@ -246,7 +302,7 @@ def _only_reads(text: str, given: tuple[Any, ...]) -> None:
 
 
 def _rewrites(text: str, given: tuple[Any, ...]) -> None:
-    budget.get().make(3 * len(text))  # the longest that a character becomes in another case
+    budget.get().make(3 * len(text))  # a character becomes up to three characters in another case
 
 
 def _searches(text: str, given: tuple[Any, ...]) -> None:
@@ -360,7 +416,16 @@ _OTHER_METHODS: dict[tuple[type, str], Callable[[Any, tuple[Any, ...]], None]] =
 
 
 def charge_call(callee: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> None:
-    """Raises TemplateTooCostly for methods of Python's types whose cost is not known."""
+    """Charge a call of a function or method.
+
+    Args:
+        callee: The function or method.
+        args: Positional arguments.
+        options: Keyword arguments.
+
+    Raises:
+        TemplateTooCostly: A method of a Python type whose cost is not known, or the budget is used up.
+    """
     original = getattr(callee, "__wrapped__", callee)
     receiver = getattr(original, "__self__", None)
     name = getattr(original, "__name__", "")
@@ -381,7 +446,7 @@ def charge_call(callee: Any, args: tuple[Any, ...], options: Mapping[str, Any]) 
     elif callee is dict:
         _charge_pairs(args)
     elif isinstance(receiver, LoopContext):
-        budget.get().spend(sum(map(printed_size, given)))  # loop.changed compares them
+        budget.get().spend(sum(map(printed_size, given)))  # loop.changed compares its arguments
     else:
         budget.get().spend(sum(map(length, given)))
 
@@ -399,8 +464,13 @@ def _charge_pairs(args: tuple[Any, ...]) -> None:
 
 
 def metered_filter(function: Callable[..., Any], charge: Callable[..., None]) -> Callable[..., Any]:
-    """The filter as it is, but charged first. charge: takes the value and, as a tuple, everything else it is given."""
-    # The first parameter may be the environment or a context; functools.wraps keeps the mark that says so.
+    """Return a filter that is charged before it runs.
+
+    Args:
+        function: The filter.
+        charge: Charges a call. Its arguments are the value, and a tuple of all other arguments.
+    """
+    # The first parameter may be the environment or a context. functools.wraps keeps the attribute that marks this.
     value_index = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @functools.wraps(function)
@@ -410,7 +480,7 @@ def metered_filter(function: Callable[..., Any], charge: Callable[..., None]) ->
         charge(args[value_index], (*args[value_index + 1 :], *kwargs.values()))
         result = function(*args, **kwargs)
         if isinstance(result, Iterator):
-            result = list(result)  # computed here, where it is counted, and with a length for what comes next
+            result = list(result)  # compute the items now, within the budget; the next filter also needs their number
         spent.hold_value(result)
         return result
 
@@ -418,10 +488,11 @@ def metered_filter(function: Callable[..., Any], charge: Callable[..., None]) ->
 
 
 def _item_filter(value: Any, given: tuple[Any, ...]) -> None:
-    """For those that hand items on, or pick some."""
+    """Charge a filter that returns all or some items of its value."""
     item_count = length(value)
-    # What is given may be an attribute, a path of them, or several. Looking one up takes as long as a round: of a key
-    # that is not there an exception is made, and then it is asked whether a template may read such an attribute.
+    # An argument may be an attribute, a path of attributes, or several paths. One lookup takes as long as an iteration
+    # of a loop: a missing key raises an exception, and then the sandbox checks whether a template may read such an
+    # attribute.
     lookup_count = sum(1 + text.count(".") + text.count(",") if isinstance(text, str) else 1 for text in given)
     budget.get().step(item_count * lookup_count)
     budget.get().spend(ITEM_CHARACTERS // 4 * item_count)
@@ -429,7 +500,7 @@ def _item_filter(value: Any, given: tuple[Any, ...]) -> None:
 
 
 def _choosing_filter(value: Any, given: tuple[Any, ...]) -> None:
-    """By an attribute. What else is given is for the test of each."""
+    """Charge a filter that selects items by an attribute. Further arguments belong to the test of each item."""
     _item_filter(value, given[:1])
 
 
@@ -448,13 +519,13 @@ def _comparing_filter(value: Any, given: tuple[Any, ...]) -> None:
     size = printed_size(value) + item_count * given_size
     budget.get().make(size)
     budget.get().spend(size * (1 + math.ceil(math.log2(item_count + 1))))
-    # Keys for sorting, one for each attribute, and texts among them in lower case.
+    # The filter makes sort keys, one per attribute, with texts converted to lower case.
     budget.get().hold(TEXT_BYTES * item_count * (1 + given_size // 2) + 4 * size)
 
 
 def _group_by_filter(value: Any, given: tuple[Any, ...]) -> None:
     _comparing_filter(value, given)
-    for _ in range(2):  # the attribute is looked up again: to tell the groups apart, and to name them
+    for _ in range(2):  # the filter looks up the attribute twice more: to separate the groups, and to name them
         _item_filter(value, given)
 
 
@@ -462,7 +533,7 @@ def _unique_filter(value: Any, given: tuple[Any, ...]) -> None:
     _comparing_filter(value, given)
     for item in value if not isinstance(value, str) else ():
         charge_key(item)
-    if any(isinstance(text, str) for text in given):  # anything that the items hold may become a key
+    if any(isinstance(text, str) for text in given):  # any value within the items may become a key
         waiting = [value]
         while waiting:
             item = waiting.pop()
@@ -475,7 +546,7 @@ def _unique_filter(value: Any, given: tuple[Any, ...]) -> None:
 def _sum_filter(value: Any, given: tuple[Any, ...]) -> None:
     _item_filter(value, given)
     if not all(isinstance(item, int | float) for item in (*given, *(value if isinstance(value, list) else ()))):
-        # Lists are copied again for each one that is added.
+        # Adding lists copies the sum again for each list.
         size = printed_size(value) + sum(map(printed_size, given))
         budget.get().make(size)
         budget.get().spend(size * length(value))
@@ -488,7 +559,11 @@ def _join_filter(value: Any, given: tuple[Any, ...]) -> None:
 
 
 def _text_filter(charge: Callable[[str, tuple[Any, ...]], None]) -> Callable[[Any, tuple[Any, ...]], None]:
-    """For a filter that does what a method of texts does, to whatever a value is printed as."""
+    """Return the charge of a filter that applies a method of texts to the printed value.
+
+    Args:
+        charge: Charge of the method.
+    """
 
     def charge_text(value: Any, given: tuple[Any, ...]) -> None:
         if not isinstance(value, str):
@@ -533,7 +608,7 @@ def _slow_filter(value: Any, given: tuple[Any, ...]) -> None:
 
 
 def _json_filter(value: Any, given: tuple[Any, ...]) -> None:
-    """Its own function has names for what it is given: see tojson in template_sandbox.py."""
+    """Charge nothing: _tojson in the module template_sandbox charges itself, since its arguments have names there."""
 
 
 FILTERS: dict[str, Callable[[Any, tuple[Any, ...]], None]] = {
@@ -550,7 +625,7 @@ FILTERS: dict[str, Callable[[Any, tuple[Any, ...]], None]] = {
     **dict.fromkeys(("filesizeformat", "pprint", "striptags", "title", "urlencode", "urlize"), _slow_filter),
     **dict.fromkeys(("wordcount", "wordwrap", "xmlattr"), _slow_filter),
     "center": _text_filter(_pads),
-    # Named values may be taken again and again, and here nothing says whether they are named.
+    # Named values may be used several times. Here it is not known whether the values are named, so assume the worst.
     "format": _text_filter(lambda text, given: budget.get().make(_percent_size(text, dict(enumerate(given))))),
     "groupby": _group_by_filter,
     "indent": _text_filter(_indents),
@@ -566,6 +641,17 @@ FILTERS: dict[str, Callable[[Any, tuple[Any, ...]], None]] = {
 
 
 def charge_json(value: Any, *, ensure_ascii: bool, indent: object, separators: object) -> None:
+    """Charge the conversion of a value to JSON. The arguments are those of json.dumps.
+
+    Args:
+        value: The value.
+        ensure_ascii: True if other characters than ASCII are escaped.
+        indent: Number of spaces, text of one indentation, or None.
+        separators: Pair of separators, or None.
+
+    Raises:
+        TemplateTooCostly: The indentation or the separators are too long, or the budget is used up.
+    """
     width = 0 if indent is None else indent if isinstance(indent, int) else length(indent)
     if width > JSON_INDENT_MAX:
         raise TemplateTooCostly(f"it indents JSON by more than {JSON_INDENT_MAX}")
@@ -578,7 +664,7 @@ def charge_json(value: Any, *, ensure_ascii: bool, indent: object, separators: o
 
 
 def _depth(value: Any) -> int:
-    """How deep lists and dictionaries are in each other. Call it for a value whose size is known to be bounded."""
+    """Return how deeply lists and dictionaries are nested. Use this only for a value whose size is bounded."""
     depth = 0
     level = [value]
     while level:
@@ -596,6 +682,12 @@ def _depth(value: Any) -> int:
 
 
 def metered_test(function: Callable[..., Any], charge: Callable[..., None]) -> Callable[..., Any]:
+    """Return a test that is charged before it runs.
+
+    Args:
+        function: The test.
+        charge: Charges a call. Its arguments are the value, and a tuple of all other arguments.
+    """
     value_index = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @functools.wraps(function)

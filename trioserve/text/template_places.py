@@ -1,7 +1,9 @@
-"""What a chat template shows of a chat: tools, calls, results, system messages. The rest becomes plain messages.
+"""Parts of a chat that a chat template shows: tools, calls, results, system messages.
 
-A template that drops a part says nothing: the model would never see it. So each template is rendered a few times with
-short chats whose parts can be found again in its text.
+Other parts become plain messages.
+
+A template that drops a part raises no error, and the model never gets that part. So each template is rendered a few
+times with short chats. Their parts are words that can be found again in the rendered text.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ from trioserve.text.tool_prompt import plain_messages
 __all__ = ["TemplatePlaces", "find_places", "has_places_for", "in_places"]
 
 Render = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], str]
-"""A template's text for messages and tools. Raises whatever the template raises."""
+"""Renders messages and tools to text. Raises any exception that the template raises."""
 
-# Words that no template has, of letters and digits, which nothing escapes.
+# Words of letters and digits that no template contains. No escaping changes them.
 _SYSTEM, _TOOL, _CALLED, _RESULT, _SAID = "f5e4dsystem", "f5e4dtool", "f5e4dcalled", "f5e4dresult", "f5e4dsaid"
 
 _USER = {"role": "user", "content": "Hi"}
@@ -42,19 +44,19 @@ _ANSWER = {"role": "assistant", "content": "Yes?"}
 
 
 class TemplatePlaces(msgspec.Struct, frozen=True, kw_only=True):
-    """What a template shows, or refuses aloud.
+    """Parts of a chat that a template shows, or refuses with an error.
 
-    Args:
-        tools: the tools themselves.
-        history: earlier calls with their results, if the request has tools.
-        bare_history: the same if it has none.
-        system: a first message of the system is shown.
-        keeps_system: a first message of the system is not dropped silently.
-        keeps_second_system: the same for a system message that follows the first.
-        keeps_later_system: the same for a system message behind other messages.
-        keeps_said: the same for the content of a message with calls.
-        developer: the template knows the role developer by name.
-        arguments_are_text: calls need their arguments as JSON text, since the template joins them to other text.
+    Attributes:
+        tools: True if the template shows the offered tools.
+        history: True if it shows earlier calls and their results in a request with tools.
+        bare_history: True if it shows earlier calls and their results in a request without tools.
+        system: True if it shows a system message at the beginning.
+        keeps_system: True if it shows or refuses a system message at the beginning.
+        keeps_second_system: True if it shows or refuses a second system message directly after the first.
+        keeps_later_system: True if it shows or refuses a system message after other messages.
+        keeps_said: True if it shows or refuses the content of a message that has calls.
+        developer: True if it shows messages of the role developer.
+        arguments_are_text: True if it needs the arguments of calls as JSON text, since it joins them to other text.
     """
 
     tools: bool
@@ -70,11 +72,14 @@ class TemplatePlaces(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_places(render: Render, *, variables: Collection[str], source: str, form: ContentForm) -> TemplatePlaces:
-    """Render short chats to find what the template shows.
+    """Render short chats to find which parts the template shows.
 
     Args:
-        variables: those that the template reads and does not set.
-        source: of a template that takes none of the chats here. It shows what its source speaks of.
+        render: Renders messages and tools.
+        variables: Variables that the template reads but does not set.
+        source: Text of the template. If the template refuses all of the chats, it is assumed to show what its text
+            mentions.
+        form: Format that the template expects for the content of messages.
     """
 
     def text_of(
@@ -83,7 +88,7 @@ def find_places(render: Render, *, variables: Collection[str], source: str, form
         prompt = ChatPrompt(messages=list(messages))
         try:
             return render(prepared_messages(prompt, form, final_end="", arguments_are_text=arguments_are_text), tools)
-        except Exception:  # a foreign program that refuses this chat, for whatever reason
+        except Exception:  # an untrusted program may refuse this chat with any exception
             return None
 
     def calling(*, are_text: bool, tools: list[dict[str, Any]] | None = None, said: str = "") -> str | None:
@@ -121,10 +126,12 @@ def find_places(render: Render, *, variables: Collection[str], source: str, form
 
 
 def in_places(prompt: ChatPrompt, places: TemplatePlaces, tool_family: str | None) -> ChatPrompt:
-    """Write as plain messages what the template has no place for.
+    """Convert the parts of a chat that the template does not show to plain messages.
 
     Args:
-        tool_family: how tools and calls are written. None: the chat has none, or the template may drop them.
+        prompt: The chat.
+        places: Parts that the template shows.
+        tool_family: Format for tools and calls. If it is None, they are not converted.
     """
     messages = prompt.messages
     if not places.developer and any(message.get("role") == "developer" for message in messages):
@@ -138,7 +145,12 @@ def in_places(prompt: ChatPrompt, places: TemplatePlaces, tool_family: str | Non
 
 
 def has_places_for(prompt: ChatPrompt, places: TemplatePlaces) -> bool:
-    """Return whether the template shows the tools of a chat, and their calls and results."""
+    """Return True if the template shows the tools of a chat, and their calls and results.
+
+    Args:
+        prompt: The chat.
+        places: Parts that the template shows.
+    """
     shows_tools = places.tools or not prompt.tools
     has_history = any(message.get("tool_calls") or message.get("role") == "tool" for message in prompt.messages)
     shows_history = places.history if prompt.tools else places.bare_history
@@ -147,7 +159,7 @@ def has_places_for(prompt: ChatPrompt, places: TemplatePlaces) -> bool:
 
 def _with_plain_tools(prompt: ChatPrompt, places: TemplatePlaces, tool_family: str) -> ChatPrompt:
     if has_places_for(prompt, places):
-        return prompt if places.keeps_said else _with_said_apart(prompt)
+        return prompt if places.keeps_said else _with_separate_content(prompt)
     shows_tools = places.tools or not prompt.tools
     messages = prepared_messages(
         msgspec.structs.replace(prompt, continue_final_message=False), ContentForm.STRING, final_end=""
@@ -158,7 +170,7 @@ def _with_plain_tools(prompt: ChatPrompt, places: TemplatePlaces, tool_family: s
     return msgspec.structs.replace(prompt, messages=plain, tools=prompt.tools if shows_tools else None)
 
 
-def _with_said_apart(prompt: ChatPrompt) -> ChatPrompt:
+def _with_separate_content(prompt: ChatPrompt) -> ChatPrompt:
     """Move the content of each message with calls into a separate message before it."""
     messages: list[dict[str, Any]] = []
     for message in prompt.messages:
@@ -170,7 +182,7 @@ def _with_said_apart(prompt: ChatPrompt) -> ChatPrompt:
 
 
 def _kept_system(messages: list[dict[str, Any]], places: TemplatePlaces) -> list[dict[str, Any]]:
-    """Join system messages that the template would drop to the first one, or give them to the user's message."""
+    """Move system messages that the template would drop into the first system message or into the next user message."""
     if places.keeps_system and places.keeps_second_system and places.keeps_later_system:
         return messages
     kept: list[dict[str, Any]] = []
@@ -203,7 +215,7 @@ def _kept_system(messages: list[dict[str, Any]], places: TemplatePlaces) -> list
 
 
 def _joined(first: Any, second: Any) -> Any:
-    """Two contents as one, with a paragraph between."""
+    """Join two contents with a blank line between them."""
     if isinstance(first, list) or isinstance(second, list):
         return [*_parts(first), *_parts(second)]
     return f"{first or ''}\n\n{second or ''}".strip("\n")
@@ -226,12 +238,12 @@ def _shows_history(text: str | None) -> bool:
 
 
 def _is_unfit(text: str | None) -> bool:
-    """Return True if the template failed with an object as arguments, or printed it in Python's form."""
+    """Return True if the template failed with an object as arguments, or printed the object in Python's notation."""
     return text is None or _REPR in text
 
 
 def _without_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the system would say stands before what the user says."""
+    """Put the text of the system message at the beginning of the user's message."""
     system, *rest = messages
     if not rest or rest[0].get("role") != "user":
         return [{"role": "user", "content": system["content"]}, *rest]

@@ -1,13 +1,14 @@
-"""How far a chat template may go: what it can reach, and how much it may compute and write.
+"""Limits a chat template: the objects that it can reach, and the amount that it may compute and write.
 
-A template is a program that comes with a model, or with a request where the operator allows that. Jinja's sandbox
-keeps it away from Python's internals and from changing the messages; it does not keep it from running for ever or from
-filling the memory. Bounded here, for each rendering: rounds of loops and calls together, characters handled by anything
-at all, the size of any one value and of all that are made, and the size of the result. What each thing costs is in
-template_costs.py, and what may be spent in template_budget.py.
+A template is a program that comes with a model, or with a request if the operator allows that. Jinja's sandbox protects
+Python's internals and the messages. It does not stop a template that runs forever or fills the memory. So each
+rendering has bounds: iterations of loops together with calls, characters processed by any operation, the size of each
+value, the size of all values together, and the size of the result. The module template_costs has the cost of each
+operation, and template_budget has the bounds.
 
-Jinja compiles templates to Python code. What that does without asking the environment (loops, joins, comparisons,
-slices, keys, the printing of literal text) is led through filters of ours, which are put into the tree.
+Jinja compiles templates to Python code. Some operations in this code do not call the environment: loops, joins,
+comparisons, slices, keys, and the output of literal text. So this module inserts its own filters around them into the
+syntax tree.
 """
 
 from __future__ import annotations
@@ -52,13 +53,22 @@ from trioserve.text.template_costs import (
 
 __all__ = ["TemplateEnvironment", "TemplateTooCostly", "render_within_bounds"]
 
-NODES_MAX = 20_000  # of a template's syntax; compiling takes 0.1 ms for each, and the largest in use have about 4,000
-NODE_CHARACTERS = 32  # what is done once in a round or call without any filter is worth so many
-SPREAD_ARGUMENTS_MAX = 1024  # handed over with * or **; Python makes a tuple of them first
+NODES_MAX = 20_000  # syntax nodes; compiling takes 0.1 ms per node, and the largest known templates have about 4,000
+NODE_CHARACTERS = 32  # cost of each node in the body of a loop or macro, per iteration or call
+SPREAD_ARGUMENTS_MAX = 1024  # arguments passed with * or **; Python makes a tuple of them first
 
 
 def render_within_bounds(template: jinja2.Template, arguments: dict[str, Any]) -> str:
-    """The template's text. Raises TemplateTooCostly beyond the bounds, and whatever else the template raises."""
+    """Render a template within a new budget.
+
+    Args:
+        template: The template, compiled by TemplateEnvironment.
+        arguments: Variables of the template.
+
+    Raises:
+        TemplateTooCostly: A bound is exceeded.
+        Exception: Any other error of the template.
+    """
     token = budget.set(Budget())
     try:
         pieces = []
@@ -74,9 +84,9 @@ def render_within_bounds(template: jinja2.Template, arguments: dict[str, Any]) -
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """The language that chat templates on the Hugging Face hub are written in, metered.
+    """Jinja environment for chat templates of the Hugging Face hub, in which every operation is charged.
 
-    Constants are not folded when a template is compiled: that would compute outside of any rendering's bounds.
+    Constants are not folded at compile time, since that would compute outside of any budget.
     """
 
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "**", "%"})
@@ -97,7 +107,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             name: metered_filter(function, FILTERS[name]) for name, function in self.filters.items() if name in FILTERS
         }
         self.filters |= _OURS
-        tests: Any = self.tests  # jinja's own annotation is of functions in general
+        tests: Any = self.tests  # jinja annotates the tests as plain functions
         self.tests = {name: metered_test(function, TESTS[name]) for name, function in tests.items() if name in TESTS}
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -111,7 +121,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         spent.step(CALL_STEPS)
         options = {name: value for name, value in kwargs.items() if name not in _ADDED_BY_COMPILER}
         charge_call(callee, args, options)
-        if isinstance(callee, LoopContext):  # a recursive loop goes down: its rounds count like the outer ones
+        # a recursive call of a loop: its iterations count like those of the outer loop
+        if isinstance(callee, LoopContext):
             args = (_counted(args[0]), *args[1:])
         result = super().call(context, callee, *args, **kwargs)
         spent.hold_value(result)
@@ -130,7 +141,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _GenerationBlock(Extension):
-    """{% generation %} marks the assistant's text for training; here it only shows its content."""
+    """The block {% generation %}, which marks the assistant's text for training. Here it only shows its content."""
 
     tags = {"generation"}  # noqa: RUF012  # the base class declares it so
 
@@ -139,9 +150,9 @@ class _GenerationBlock(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-# --- what jinja compiles to plain Python ----------------------------------------------------------------------------
+# --- operations that jinja compiles to plain Python -----------------------------------------------------------------
 
-# With a space in each name: no template can use it.
+# Each name has a space, so no template can use it.
 _COUNTED = "counted rounds"
 _CHARGED = "charged body"
 _CONCATENATED = "concatenated operands"
@@ -157,14 +168,14 @@ _Callable = TypeVar("_Callable", nodes.Call, nodes.Filter, nodes.Test)
 
 
 class _Meter(NodeTransformer):
-    """Leads what has a cost through filters of ours.
+    """Inserts a filter around each operation that has a cost.
 
-    A loop's body, and a macro's, begins with a charge for all that is in it, done or not: what a node does without
-    calling anything is quick, but a template may have thousands of them.
+    The body of a loop or macro begins with a charge for all its nodes, executed or not. A node that calls nothing is
+    cheap, but a template may have thousands of them.
     """
 
     def __init__(self) -> None:
-        self._cost = 0  # of what was visited so far
+        self._cost = 0  # cost of the nodes visited so far
         self._node_count = 0
 
     def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
@@ -200,7 +211,7 @@ class _Meter(NodeTransformer):
 
     def visit_AssignBlock(self, node: nodes.AssignBlock) -> nodes.AssignBlock:
         self.generic_visit(node)
-        # A filter without a value works on the block's text.
+        # A filter without a value applies to the text of the block.
         node.filter = nodes.Filter(node.filter, _HELD, [], [], None, None, lineno=node.lineno)
         return node
 
@@ -295,10 +306,10 @@ _OURS: dict[str, Callable[..., Any]] = {
     _SPREAD: _spread,
 }
 
-_ADDED_BY_COMPILER = ("_block_vars", "_loop_vars")  # jinja gives every call in a loop the variables around it
+_ADDED_BY_COMPILER = ("_block_vars", "_loop_vars")  # jinja passes the loop's variables to every call within a loop
 
 
-@jinja2.pass_eval_context  # makes it depend on the rendering, so that constants are not printed at compile time
+@jinja2.pass_eval_context  # depends on the rendering, so that constants are not printed at compile time
 def _printable(context: nodes.EvalContext, value: Any) -> Any:
     size = printed_size(value) * (HTML_CHARACTERS_MAX if context.autoescape else 1)
     budget.get().make(size)
@@ -326,6 +337,6 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it stands in prompts: unlike jinja's own filter, without escapes for HTML."""
+    """Return a value as JSON without HTML escapes, which jinja's own filter would write."""
     charge_json(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

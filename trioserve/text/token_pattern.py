@@ -1,4 +1,4 @@
-"""Finds and replaces the control tokens of a vocabulary in texts of any length."""
+"""Finds and replaces control tokens in texts of any length."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from collections.abc import Callable, Collection, Iterator
 
 __all__ = ["TokenPattern", "in_slices"]
 
-SLICE_CHARACTERS = 65_536  # searched in one call, three milliseconds at most: other threads run between two calls
+SLICE_CHARACTERS = 65_536  # searched in one call of at most 3 ms; other threads can run between two calls
 
 
 class TokenPattern:
-    """Finds the first token in a text, and of those that begin there the longest, then the first one behind it.
+    """Searches texts for tokens.
+
+    The first token in the text is found first. If several tokens begin at the same character, the longest one is found.
+    The search continues after it.
 
     Args:
-        tokens: none of them is empty.
+        tokens: The tokens, none empty.
 
-    Cost: 1 to 50 nanoseconds per character, however many tokens there are.
+    Cost: 1 to 50 ns per character, however many tokens there are.
     """
 
     def __init__(self, tokens: Collection[str]) -> None:
@@ -25,11 +28,15 @@ class TokenPattern:
         self._pattern: re.Pattern[str] | None = None
         try:
             self._pattern = re.compile(_alternatives(set(tokens))) if tokens else None
-        except (RecursionError, re.error):  # thousands of tokens, each the beginning of the next
+        except (RecursionError, re.error):  # thousands of tokens, each a prefix of the next
             self._pattern = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
 
     def find(self, text: str) -> Iterator[re.Match[str]]:
-        """The tokens in a text, in their order."""
+        """Iterate over the tokens in a text, in order.
+
+        Args:
+            text: The text.
+        """
         begin = 0
         while self._pattern is not None and begin < len(text):
             end = begin + SLICE_CHARACTERS
@@ -44,10 +51,11 @@ class TokenPattern:
         return [found[0] for found in self.find(text)]
 
     def replaced(self, text: str, replacement: Callable[[str], str]) -> str:
-        """The text with other texts in the place of its tokens.
+        """Return a text with each token replaced.
 
         Args:
-            replacement: gives the text for a token.
+            text: The text.
+            replacement: Returns the new text for a token.
         """
         pieces: list[str] = []
         end = 0
@@ -58,14 +66,21 @@ class TokenPattern:
 
 
 def in_slices(text: str) -> Iterator[str]:
-    """The text in pieces that are not long."""
+    """Iterate over a text in slices of SLICE_CHARACTERS characters.
+
+    Args:
+        text: The text.
+    """
     for begin in range(0, len(text), SLICE_CHARACTERS):
         yield text[begin : begin + SLICE_CHARACTERS]
 
 
 def _alternatives(words: set[str]) -> str:
-    """A pattern that reads common beginnings once: there may be thousands of words that begin with `<`."""
-    begin = os.path.commonprefix(list(words))  # noqa: RUF071  # of the characters
+    """Return a pattern that matches any of the words and reads common prefixes once.
+
+    Thousands of words may begin with `<`.
+    """
+    begin = os.path.commonprefix(list(words))  # noqa: RUF071 # the common prefix of texts, not of paths
     rests = {word[len(begin) :] for word in words}
     by_letter: dict[str, set[str]] = {}
     for rest in rests - {""}:

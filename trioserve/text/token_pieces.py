@@ -1,9 +1,9 @@
-"""What each token adds to a text, as bytes. Reads the rule once from a tokenizer's decoder; which tokens are skipped
-and where a character ends is left to detokenizer.py.
+"""Bytes that each token adds to a text. The rule is read once from the decoder of a tokenizer.
 
-Two families cover the models that continue texts here: byte-level BPE (GPT-2, Llama 3, Qwen, Tekken) and SentencePiece
-with byte fallback (Llama 2, Mistral). Encoders have WordPiece (BERT) and SentencePiece without it (XLM-R). In all of
-them a token's bytes do not depend on its neighbours, so a text can be built token by token without decoding a window
+The module detokenizer decides which tokens are skipped and where a character ends. Two kinds of decoders cover the
+generative models: byte-level BPE (GPT-2, Llama 3, Qwen, Tekken), and SentencePiece with byte fallback (Llama 2,
+Mistral). Encoder models have WordPiece (BERT) or SentencePiece without byte fallback (XLM-R). In all of them, the bytes
+of a token do not depend on its neighbours. So a text can be built token by token, without decoding a window of tokens
 again and again.
 """
 
@@ -21,15 +21,21 @@ from trioserve.contracts.errors import ModelLoadError
 
 __all__ = ["TokenPieces", "byte_alphabet"]
 
-TOKEN_ID_MAX = 2**32 - 1  # what the tokenizer library can look up
+TOKEN_ID_MAX = 2**32 - 1  # largest id that the tokenizer library can look up
 
 
 class TokenPieces(dict[int, bytes]):
-    """Token id to bytes, filled as tokens are seen. An id that the vocabulary does not know is empty.
+    """Bytes of each token, by token id. Entries are added when a token is first used. An unknown id has empty bytes.
 
-    whole_texts: the same as text, of the tokens seen so far that are whole characters.
-    leading_spaces_max: how many spaces at the very beginning of a text belong to the tokenizer and not to the text.
-    Raises ModelLoadError when the tokenizer's decoder is of another kind than those named above.
+    Args:
+        backend: The tokenizer.
+
+    Attributes:
+        whole_texts: Texts of the tokens used so far whose bytes are whole characters, by token id.
+        leading_spaces_max: Number of spaces at the beginning of a text that the tokenizer adds, and that are not text.
+
+    Raises:
+        ModelLoadError: The tokenizer's decoder is of another kind than those above.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -43,7 +49,7 @@ class TokenPieces(dict[int, bytes]):
             return b""
         token = self._backend.id_to_token(token_id)
         if token is None:
-            return b""  # not kept: ids beyond the vocabulary would grow the table without bound
+            return b""  # not stored: ids beyond the vocabulary would grow the table without bound
         piece = self[token_id] = self._spell(token)
         with suppress(UnicodeDecodeError):
             self.whole_texts[token_id] = piece.decode("utf-8")
@@ -51,14 +57,14 @@ class TokenPieces(dict[int, bytes]):
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The printable character that stands for each byte in GPT-2's vocabulary files, as character to byte."""
+    """Return the byte that each character of GPT-2's vocabulary files stands for, by character."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
 
 
 def _spelling(backend: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], int]:
-    if backend.decoder is None:  # a plain word list: the library joins with spaces
+    if backend.decoder is None:  # a plain word list: the library joins the words with spaces
         return (lambda token: b" " + token.encode()), 1
     steps = _flat_steps(json.loads(backend.decoder.__getstate__()))
     kinds = [step["type"] for step in steps]
@@ -68,7 +74,7 @@ def _spelling(backend: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], in
         return functools.partial(_spell_word_piece, steps[0]["prefix"]), 1
     if kinds == ["Metaspace"]:
         return functools.partial(_spell_metaspace, steps[0]["replacement"]), 1
-    # Strip works on the whole text only after Fuse; before it, it would work on every token.
+    # Strip is allowed only after Fuse, where it applies to the whole text. Before Fuse it would apply to every token.
     replaces = [step for step in steps if step["type"] == "Replace" and "String" in step["pattern"]]
     rest = steps[len(replaces) :]
     if steps[: len(replaces)] == replaces and [step["type"] for step in rest] in _SENTENCE_PIECE_ENDINGS:
@@ -80,7 +86,7 @@ def _spelling(backend: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], in
             return _sentence_piece_spelling(pairs), strip["start"]
     raise ModelLoadError(
         f"the tokenizer decodes with {' + '.join(kinds)}; supported are ByteLevel, WordPiece, Metaspace, and Replace + "
-        "ByteFallback + Fuse with or without a Strip of spaces at the beginning"
+        "ByteFallback + Fuse, with or without a Strip of leading spaces"
     )
 
 
@@ -100,13 +106,13 @@ def _byte_level_spelling() -> Callable[[str], bytes]:
         try:
             return bytes([byte_of[character] for character in token])
         except KeyError:
-            return token.encode()  # an added token, written as it is
+            return token.encode()  # an added token, whose text is not in the byte alphabet
 
     return spell
 
 
 def _spell_word_piece(prefix: str, token: str) -> bytes:
-    """Spaces before marks stay, which the library takes away in English texts."""
+    """Return the bytes of a WordPiece token. Unlike the library, keep the spaces before punctuation."""
     return token.removeprefix(prefix).encode() if token.startswith(prefix) else b" " + token.encode()
 
 

@@ -1,14 +1,18 @@
-"""How much of a text one token can stand for at most, so that a text which cannot fit is known before it is tokenized.
+"""Finds how many bytes of text one token can stand for, so that texts which are too long are refused before
+tokenization.
 
-The reasoning: a tokenizer takes a text, normalizes it, cuts it and spells each part by tokens, leaving nothing out. So
-a text of b bytes has at least b / L tokens if its longest token spells L bytes. What this rests on is looked up in the
-tokenizer at hand, and without it nothing is claimed:
-- Nothing is left out: no step of the cutting removes what it cuts at, and every byte has a token of its own. Bytes that
-  have none, as control characters in some vocabularies, may vanish or become one "unknown" together: not counted.
-- Normalizing does not shorten, or by a known factor: NFC writes at most 3.5 bytes as one (U+1FBE U+0308 U+0301 as
-  U+0390). What SentencePiece does with spaces only lengthens.
-- A special token stands for its own text. Where one takes the spaces around it along, spaces are not counted.
-Tokens that are put around the text come on top.
+The reasoning: a tokenizer normalizes a text, splits it, and spells each part with tokens. It leaves nothing out. So a
+text of b bytes has at least b / L tokens if the longest token spells L bytes. This holds only under the conditions
+below. They are checked for the given tokenizer. If one of them fails, no bound is claimed.
+
+- Nothing is left out. No splitting step removes the separator, and every byte has a token. Some vocabularies have no
+  token for some bytes, such as control characters. Such bytes may vanish, or several may become one "unknown" token, so
+  they are not counted.
+- Normalizing does not shorten a text, or only by a known factor. NFC writes at most 3.5 bytes as one byte (U+1FBE
+  U+0308 U+0301 as U+0390). SentencePiece's handling of spaces only lengthens a text.
+- A special token stands for its own text. If a special token absorbs the spaces around it, spaces are not counted.
+
+Tokens that are added around the text only increase the count.
 """
 
 from __future__ import annotations
@@ -23,17 +27,24 @@ from trioserve.text.token_pieces import byte_alphabet
 
 __all__ = ["TokenSpan", "steps_of"]
 
-NFC_SHRINKS_AT_MOST = 4  # times, in bytes of UTF-8
-SLICE_CHARACTERS = 65_536  # looked at in one go, a tenth of a millisecond: other threads are let in between
+NFC_SHRINKS_AT_MOST = 4  # UTF-8 bytes before NFC, divided by bytes after it
+SLICE_CHARACTERS = 65_536  # counted in one call of 0.1 ms; other threads can run between two calls
 
 _BYTES_OUTSIDE_UTF8 = bytes([0xC0, 0xC1, *range(0xF5, 0x100)])
 
-# Steps of cutting that keep every character; Split and Punctuation do so unless told to remove what they cut at.
+# Splitting steps that keep every character. Split and Punctuation keep separators unless their behavior is "Removed".
 _KEEPING_CUTS = frozenset({"ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "Split", "Punctuation"})
 
 
 class TokenSpan:
-    """bytes_max: what one token of this tokenizer stands for at most, in bytes of UTF-8; None: nothing is certain."""
+    """Bound of the text that one token of a tokenizer stands for.
+
+    Args:
+        backend: The tokenizer.
+
+    Attributes:
+        bytes_max: Most UTF-8 bytes that one token stands for, or None if no bound is certain.
+    """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._counts_spaces = not any(token.lstrip or token.rstrip for token in _added_tokens(backend))
@@ -51,11 +62,11 @@ class TokenSpan:
         if not vocabulary:
             return
         if any(step["type"] == "ByteLevel" for step in cuts):
-            longest = max(map(len, vocabulary))  # a character a byte
+            longest = max(map(len, vocabulary))  # each character of a token stands for one byte
             missing = bytes(byte for character, byte in byte_alphabet().items() if character not in vocabulary)
             self._uncounted = missing.translate(None, _BYTES_OUTSIDE_UTF8)
             if self._uncounted and backend.normalizer is not None:
-                return  # it might write them for others
+                return  # the normalizer might produce these bytes from other text
         else:
             longest = max(len(token.encode()) for token in vocabulary)
             if not model.byte_fallback or any(f"<0x{byte:02X}>" not in vocabulary for byte in range(0x100)):
@@ -63,7 +74,13 @@ class TokenSpan:
         self.bytes_max = shrinks * max([longest, *(_added_bytes(backend, token) for token in _added_tokens(backend))])
 
     def token_count_min(self, text: str) -> int:
-        """So many tokens the text has at least. Two milliseconds a megabyte at most."""
+        """Return a lower bound of a text's token count. 0 if no bound is certain.
+
+        Args:
+            text: The text.
+
+        Cost: at most 2 ms per megabyte.
+        """
         if self.bytes_max is None:
             return 0
         return -(-self._byte_count(text) // self.bytes_max)
@@ -74,13 +91,13 @@ class TokenSpan:
             part = text[first : first + SLICE_CHARACTERS]
             if not self._counts_spaces:
                 part = "".join(part.split())
-            # Half surrogates pass here: encode says what is wrong with them.
+            # Lone surrogates are allowed here, since `encode` refuses them with a better message.
             byte_count += len(part.encode("utf-8", "surrogatepass").translate(None, self._uncounted))
         return byte_count
 
 
 def _shrinks_at_most(backend: tokenizers.Tokenizer) -> int | None:
-    """By which factor normalizing shortens a text at most; None: that is not known."""
+    """Return the largest factor by which normalizing shortens a text, or None if it is not known."""
     factor = 1
     for step in steps_of(backend.normalizer, "normalizers"):
         if step["type"] == "NFC":
@@ -95,7 +112,7 @@ def _added_tokens(backend: tokenizers.Tokenizer) -> list[tokenizers.AddedToken]:
 
 
 def _added_bytes(backend: tokenizers.Tokenizer, token: tokenizers.AddedToken) -> int:
-    """Of the text that is taken for this token, which may be looked for before or after normalizing."""
+    """Return the length of the longest text that is recognized as this token, before or after normalizing."""
     content: str = token.content
     if token.normalized and backend.normalizer is not None:
         content = max(content, backend.normalizer.normalize_str(content), key=lambda text: len(text.encode()))
@@ -109,7 +126,12 @@ def _replaces_by_no_less(step: dict[str, Any]) -> bool:
 
 
 def steps_of(part: Any, inner: str) -> list[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer, one after another, as its file writes them."""
+    """Return the steps of a normalizer or pre-tokenizer, in order, as its file describes them.
+
+    Args:
+        part: The normalizer or pre-tokenizer, or None.
+        inner: Key of the inner steps of a "Sequence": "normalizers" or "pretokenizers".
+    """
     if part is None:
         return []
     waiting, steps = [json.loads(part.__getstate__())], []

@@ -1,7 +1,7 @@
-"""Text to token ids and back: one interface over a Hugging Face directory and over the metadata of a GGUF file.
+"""Converts text to token ids and back, for the files of a Hugging Face directory and for the metadata of a GGUF file.
 
-Special tokens written in a plain prompt ("<|im_end|>") become the special token, as in vLLM and llama.cpp. In a chat,
-only those that the chat template writes do. See control_tokens.py.
+A special token that is spelled out in a plain prompt ("<|im_end|>") becomes the special token, as in vLLM and
+llama.cpp. In a chat, only the chat template can write special tokens. The module control_tokens explains how.
 """
 
 from __future__ import annotations
@@ -29,12 +29,19 @@ __all__ = ["Cut", "EncodedInput", "Tokenizer"]
 
 
 NAME_BYTES = 16
-TURN_TEXT = "Zq7"  # an assistant's message, by which the end of its turn is found
+# Content of an assistant's message. The text that a template writes after it ends the assistant's turn.
+TURN_TEXT = "Zq7"
 
 
 class EncodedInput(NamedTuple):
-    """first_segment_tokens: of a pair, how many tokens belong to its first text; None: there is one text.
-    label_token_ids: see Tokenizer.encode_labelled."""
+    """Token ids of one input of a model.
+
+    Attributes:
+        token_ids: Ids of all tokens, special tokens included.
+        first_segment_tokens: For a pair of texts, the number of tokens that belong to the first text. None for a single
+            text.
+        label_token_ids: For encode_labelled, the token id of each label. Otherwise empty.
+    """
 
     token_ids: list[int]
     first_segment_tokens: int | None = None
@@ -42,17 +49,27 @@ class EncodedInput(NamedTuple):
 
 
 class Tokenizer:
-    """Encodes and decodes for one model. Every method may be called from any thread.
+    """Encodes and decodes text for one model. Any thread may call any method.
 
-    vocab_size: ids below it may have a text. A model's own vocabulary may be larger, its further ids have none.
-    bos_token, eos_token, pad_token: as the model's files name them; None where they name none.
-    chat_template: None when the files hold none.
+    Args:
+        parts: Contents of the model's tokenizer files.
+
+    Attributes:
+        vocab_size: Upper bound of the token ids that have a text. The model's own vocabulary may be larger, with ids
+            that have no text.
+        bos_token: Text of the token that begins a sequence, or None if the files name none.
+        eos_token: Text of the token that ends a sequence, or None if the files name none.
+        pad_token: Text of the token that fills batches, or None if the files name none.
+        eos_token_id: Id of `eos_token`, or None if it has none.
+        chat_template: Chat template of the model, or None if the files have none.
+
+    Raises:
+        ModelLoadError: The tokenizer's decoder is of a kind that cannot be streamed.
     """
 
     def __init__(self, parts: TokenizerParts) -> None:
-        """Raises ModelLoadError when the tokenizer's decoder is of a kind that cannot be streamed."""
         self._backend = parts.backend
-        # What a tokenizer file says about training batches must not cut or fill the prompts of a server.
+        # Tokenizer files may ask to truncate or pad texts, for training batches. Prompts of a server must stay whole.
         self._backend.no_truncation()
         self._backend.no_padding()
         added = self._backend.get_added_tokens_decoder()
@@ -83,35 +100,74 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, path: Path) -> Self:
-        """From tokenizer.json and the files around it. Raises ModelLoadError, in one sentence."""
+        """Build a tokenizer from a directory with a tokenizer.json and the files around it.
+
+        Args:
+            path: The directory.
+
+        Raises:
+            ModelLoadError: A file is missing or damaged. The message is one sentence.
+        """
         with panics_become_load_errors(f"{path}"):
             return cls(TokenizerDirectory(path).read())
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, object]) -> Self:
-        """From a GGUF file's key-value pairs ("tokenizer.ggml.tokens", ...). Raises ModelLoadError, in one sentence."""
+        """Build a tokenizer from the metadata of a GGUF file.
+
+        Args:
+            metadata: Key-value pairs of the file, such as "tokenizer.ggml.tokens".
+
+        Raises:
+            ModelLoadError: A key is missing, damaged, or names a tokenizer that is not supported. The message is one
+                sentence.
+        """
         with panics_become_load_errors("the GGUF file's tokens and merges"):
             return cls(vocabulary_from_gguf(metadata))
 
     def use_chat_template(self, source: str) -> None:
-        """Instead of the model's own, for tools, too. To be called before others use this tokenizer."""
+        """Replace the model's chat templates, the one for requests with tools included.
+
+        Call this before other threads use the tokenizer.
+
+        Args:
+            source: Text of the Jinja template.
+        """
         self.chat_template = ChatTemplate(source, bos_token=self.bos_token, eos_token=self.eos_token)
         self._find_control_tokens()
 
     def parse_control_tokens_in_chats(self) -> None:
-        """Let the texts of a chat write control tokens, as the template does. To be called before others use this
-        tokenizer."""
+        """Let the messages of a chat contain control tokens, as the template does.
+
+        Call this before other threads use the tokenizer.
+        """
         self._parses_chat_texts = True
 
     def render(self, template: ChatTemplate, prompt: ChatPrompt, *, tool_family: str | None = None) -> ChatText:
-        """Render a chat for `encode_chat`. Raises what ChatTemplate.render does, for whose arguments see there."""
+        """Render a chat for `encode_chat`.
+
+        Args:
+            template: Chat template to render. It is the model's own, or one that the request sent.
+            prompt: The chat.
+            tool_family: Format for tools and calls that the template cannot show, as in ChatTemplate.render.
+
+        Raises:
+            InvalidRequest: The template refuses the chat, as in ChatTemplate.render.
+        """
         if self._parses_chat_texts:
             return ChatText(template.render(prompt, tool_family=tool_family))
         return self._control_tokens.render(template, prompt, tool_family=tool_family)
 
     def encode_chat(self, chat: ChatText) -> list[int]:
-        """Token ids of a rendered chat, in which the request's own texts are no control tokens. Raises what encode
-        does."""
+        """Return the token ids of a rendered chat. Text that the request wrote never becomes a control token.
+
+        Args:
+            chat: Result of `render`.
+
+        Raises:
+            InvalidRequest: The text has lone surrogates, or cannot be encoded without control tokens from the request.
+            RequestFailed: The tokenizer library fails on the text.
+        """
         if not chat.is_kept:
             return self.encode(chat.text, add_special_tokens=False)
         controls = self._control_tokens
@@ -119,9 +175,12 @@ class Tokenizer:
         return controls.read(encoding.ids)
 
     def end_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a response: EOS, and what the chat template writes behind an assistant's message.
+        """Return the ids of tokens that end a response.
 
-        A fine-tuned model may name the end of its turns only here, and the base model's end in its config.
+        These are EOS, and the token that the chat template writes after an assistant's message.
+
+        A fine-tuned model may name the end of its turns only in the template, while its config names the end token of
+        its base model.
         """
         ends = [] if self.eos_token_id is None else [self.eos_token_id]
         if (turn_end := self._turn_end()) is not None:
@@ -129,13 +188,13 @@ class Tokenizer:
         return tuple(dict.fromkeys(ends))
 
     def _turn_end(self) -> int | None:
-        """The special token that follows the content of an assistant's message, if the template writes one."""
+        """Return the special token that the template writes after the content of an assistant's message, or None."""
         if self.chat_template is None:
             return None
         messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": TURN_TEXT}]
         try:
             text = self.chat_template.render(ChatPrompt(messages=messages, add_generation_prompt=False))
-        except InvalidRequest:  # such a template wants other messages first
+        except InvalidRequest:  # the template requires other messages before these
             return None
         _, found, behind = text.rpartition(TURN_TEXT)
         behind = behind.lstrip()
@@ -144,21 +203,37 @@ class Tokenizer:
         return token_id if token_id in self._special_ids else None
 
     def name(self) -> str:
-        """The same for tokenizers with the same vocabulary, rules and chat template. A tenth of a second or two."""
+        """Return a hash of the tokenizer. Tokenizers with equal vocabulary, rules and chat template have equal hashes.
+
+        Cost: 0.1 to 0.2 s.
+        """
         template = None if self.chat_template is None else self.chat_template.text
         parts = (self._backend.to_str(), self.bos_token, self.eos_token, template)
         return blake2b(msgspec.json.encode(parts), digest_size=NAME_BYTES).hexdigest()
 
     def writes_special(self, token: str) -> bool:
-        """Whether a text is one special token, which a response does not show unless it is asked to."""
+        """Return True if a text is exactly one special token.
+
+        Responses hide special tokens unless the request asks for them.
+
+        Args:
+            token: The text.
+        """
         return self._backend.token_to_id(token) in self._special_ids
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. 0.2 to 1.3 seconds per million characters, in which other threads may run.
+        """Return the token ids of a text.
 
-        add_special_tokens: begin (and end) as the model's tokenizer says. Off for rendered chats: templates write them.
-        Raises InvalidRequest for a text with lone surrogates, which no encoding of Unicode can hold, and RequestFailed
-        if the tokenizer library breaks on it.
+        Args:
+            text: The text.
+            add_special_tokens: True to add the begin and end tokens that the model's tokenizer prescribes. Use False
+                for rendered chats, whose template has written these tokens.
+
+        Raises:
+            InvalidRequest: The text has lone surrogates, which no Unicode encoding can represent.
+            RequestFailed: The tokenizer library fails on the text.
+
+        Cost: 0.2 to 1.3 s per million characters. Other threads can run meanwhile.
         """
         (encoding,) = self._encodings([text], add_special_tokens=add_special_tokens)
         return encoding.ids
@@ -166,15 +241,27 @@ class Tokenizer:
     def encode_input(
         self, text: str, second: str | None = None, *, add_special_tokens: bool = True, cut: Cut | None = None
     ) -> EncodedInput:
-        """Token ids of a text, or of a pair of texts, for a model that pools it. Of texts that are too long tokens are
-        cut off, those in which the special tokens lie never; of a pair the longer one is cut first. Raises what encode
-        does."""
+        """Return the token ids of one text or a pair of texts, for a pooling model.
+
+        If the input is too long, its texts are truncated. Special tokens are never truncated. Of a pair, the longer
+        text is truncated first.
+
+        Args:
+            text: The text, or the first text of a pair.
+            second: The second text of a pair, or None.
+            add_special_tokens: True to add special tokens around the texts.
+            cut: Maximum token count and the side to truncate, or None to keep every token.
+
+        Raises:
+            InvalidRequest: A text has lone surrogates.
+            RequestFailed: The tokenizer library fails on a text.
+        """
         texts = [text] if second is None else [text, second]
         encodings = self._encodings(texts, add_special_tokens=False)
         if cut is not None:
             special_count = self._backend.num_special_tokens_to_add(second is not None) if add_special_tokens else 0
-            room = max(0, cut.tokens_max - special_count)
-            counts = _shares([len(encoding.ids) for encoding in encodings], room)
+            text_tokens_max = max(0, cut.tokens_max - special_count)
+            counts = _shares([len(encoding.ids) for encoding in encodings], text_tokens_max)
             for encoding, count in zip(encodings, counts, strict=True):
                 encoding.truncate(count, direction=cut.side)
         joined = self._backend.post_process(
@@ -188,15 +275,26 @@ class Tokenizer:
         return EncodedInput(ids, first_segment_tokens)
 
     def encode_labelled(self, text: str | ChatText, labels: Sequence[str], *, add_special_tokens: bool) -> EncodedInput:
-        """Token ids of a text, and for each label the one token that it would add. Raises InvalidRequest for a label
-        that is not one token behind this text, or the same as another's; and what encode does."""
+        """Return the token ids of a text, and for each label the one token that the label adds to the text.
+
+        Args:
+            text: The text, or a rendered chat.
+            labels: Texts of the labels.
+            add_special_tokens: True to encode `text` with begin and end tokens.
+
+        Raises:
+            InvalidRequest: A label is not exactly one token after this text, or two labels have the same token. Also
+                raised if the text has lone surrogates.
+            RequestFailed: The tokenizer library fails on the text.
+        """
         chat = ChatText(text) if isinstance(text, str) else text
 
         def encode(part: str) -> list[int]:
             return self.encode_chat(chat._replace(text=part))
 
         token_ids = self.encode(chat.text) if add_special_tokens else encode(chat.text)
-        # What stands behind the last special token is tokenized by itself: so the labels are tried behind that alone.
+        # The tokenizer encodes the text after the last special token separately. So it is enough to append each label
+        # to that tail.
         end = max((place for place, token in enumerate(token_ids) if token in self._special_ids), default=-1) + 1
         tail, tail_ids = chat.text, encode(chat.text)
         if end > 0:
@@ -209,8 +307,8 @@ class Tokenizer:
             ids = encode(tail + label)
             if not ids or ids[:-1] != tail_ids or ids[-1] in label_ids:
                 raise InvalidRequest(
-                    f"the label {label!r} is not one token of its own behind this prompt, so that this model cannot be "
-                    "asked how likely it is"
+                    f"the label {label!r} is not exactly one token after this prompt, or has the token of another "
+                    "label: this model cannot score it, so send another label"
                 )
             label_ids.append(ids[-1])
         return EncodedInput(token_ids, label_token_ids=tuple(label_ids))
@@ -220,8 +318,8 @@ class Tokenizer:
     ) -> list[tokenizers.Encoding]:
         used = self._backend if encoder is None else encoder
         try:
-            # Of the library's ways to encode only those for several texts let go of the GIL; the fast one leaves out
-            # where in the text each token lies, which nobody asks for here.
+            # Among the library's encoding methods, only the batch methods release the GIL. The fast variant omits the
+            # text offsets of the tokens, which are not needed here.
             return used.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         except TypeError:
             text = next((text for text in texts if any("\ud800" <= letter <= "\udfff" for letter in text)), "")
@@ -229,37 +327,56 @@ class Tokenizer:
             if index is None:
                 raise
             raise InvalidRequest(
-                f"the text holds U+{ord(text[index]):04X} at character {index}, half of a surrogate pair: "
-                "send characters beyond U+FFFF whole"
+                f"the text has U+{ord(text[index]):04X} at character {index}, which is half of a surrogate pair: "
+                "send both halves of characters above U+FFFF"
             ) from None
         except BaseException as error:
             if not is_library_panic(error):
                 raise
             raise RequestFailed(
-                f"the model's tokenizer broke on this text ({str(error)[:200]}): its files may be damaged"
+                f"the model's tokenizer failed on this text ({str(error)[:200]}): its files may be damaged"
             ) from error
 
     def token_count_min(self, text: str) -> int:
-        """So many tokens a text has at least, from its length and the longest token; 0 where nothing is certain."""
+        """Return a lower bound of a text's token count, from its length and the longest token.
+
+        0 if no bound is certain.
+
+        Args:
+            text: The text.
+        """
         return self._span.token_count_min(text)
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of token ids; bytes that are not UTF-8 become U+FFFD, ids without a text nothing."""
+        """Return the text of token ids. Bytes that are not UTF-8 become U+FFFD. Ids without a text are skipped.
+
+        Args:
+            token_ids: The ids.
+            skip_special_tokens: True to leave out special tokens.
+        """
         decoder = self.new_decoder(skip_special_tokens)
         return "".join(map(decoder.push, token_ids)) + decoder.flush()
 
     def new_decoder(self, skip_special_tokens: bool, *, continues_text: bool = False) -> IncrementalDecoder:
-        """A decoder for one sequence. continues_text: it follows other text, so keep the first token's space."""
+        """Make a decoder for one sequence.
+
+        Args:
+            skip_special_tokens: True to leave out special tokens.
+            continues_text: True if the sequence follows other text, so the space at its beginning is kept.
+        """
         skipped_ids = self._special_ids if skip_special_tokens else frozenset()
         return IncrementalDecoder(self._pieces, skipped_ids=skipped_ids, continues_text=continues_text)
 
     def serialized(self) -> str:
-        """All of it, as a tokenizer.json."""
+        """Return the tokenizer as the text of a tokenizer.json."""
         return self._backend.to_str()
 
     def special_ids(self) -> dict[str, int]:
-        """The tokens that no text in a grammar matches, by their text: the special ones, and of the added ones those in
-        angle brackets, such as Qwen's <tool_call>, since llguidance takes them for special, too."""
+        """Return the ids of tokens that no text in a grammar matches, by their text.
+
+        These are the special tokens, and added tokens in angle brackets such as Qwen's <tool_call>. llguidance treats
+        these added tokens as special.
+        """
         added = self._backend.get_added_tokens_decoder()
         return {
             token.content: token_id
@@ -268,7 +385,11 @@ class Tokenizer:
         }
 
     def added_token_id(self, text: str) -> int | None:
-        """The id of a token that is one whole in every text, as special ones are; None if there is none such."""
+        """Return the id of an added token, or None. The tokenizer recognizes added tokens as a whole in every text.
+
+        Args:
+            text: Text of the token.
+        """
         return self._added_ids.get(text)
 
     @property
@@ -279,26 +400,50 @@ class Tokenizer:
         return token_id in self._special_ids
 
     def is_added(self, token_id: int) -> bool:
-        """Whether it is a token that the tokenizer matches whole in every text: special tokens, and some others."""
+        """Return True for special tokens and other added tokens.
+
+        The tokenizer recognizes these as a whole in every text.
+
+        Args:
+            token_id: Id of the token.
+        """
         return token_id in self._added_token_ids
 
     def token_text(self, token_id: int) -> str:
-        """One token as text, special ones too; part of a character is U+FFFD, an id without a text is empty."""
+        """Return the text of one token, special or not. A partial character becomes U+FFFD.
+
+        An id without a text gives "".
+
+        Args:
+            token_id: Id of the token.
+        """
         return self._pieces[token_id].decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes one token adds, exactly, even when they are part of a character."""
+        """Return the exact bytes that one token adds, even if they are only part of a character.
+
+        Args:
+            token_id: Id of the token.
+        """
         return self._pieces[token_id]
 
 
-def _shares(lengths: list[int], room: int) -> list[int]:
-    """How much of each is left when all together have so much room: the longer one of two loses first."""
-    if sum(lengths) <= room:
+def _shares(lengths: list[int], tokens_max: int) -> list[int]:
+    """Divide a token limit between one or two texts. The longer of two texts is shortened first.
+
+    Args:
+        lengths: Token counts of the texts.
+        tokens_max: Limit for all texts together.
+
+    Returns:
+        The token count to keep of each text.
+    """
+    if sum(lengths) <= tokens_max:
         return lengths
     if len(lengths) == 1:
-        return [room]
+        return [tokens_max]
     first, second = lengths
-    half = room // 2
+    half = tokens_max // 2
     if first <= half:
-        return [first, room - first]
-    return [room - second, second] if second <= room - half else [half, room - half]
+        return [first, tokens_max - first]
+    return [tokens_max - second, second] if second <= tokens_max - half else [half, tokens_max - half]

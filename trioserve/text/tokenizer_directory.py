@@ -1,4 +1,4 @@
-"""Reads a tokenizer from a Hugging Face directory: tokenizer.json, and what the files around it say about it."""
+"""Reads a tokenizer from a Hugging Face directory: tokenizer.json, and the files around it that complete it."""
 
 from __future__ import annotations
 
@@ -18,19 +18,27 @@ from trioserve.text.tokenizer_patterns import check_tokenizer
 __all__ = ["TokenizerDirectory"]
 
 TOKENIZER_BYTES_MAX = 256 * 2**20  # of tokenizer.json; the largest vocabularies take 35 MB
-JSON_BYTES_MAX = 32 * 2**20  # of each file around it; with every added token written out they have some 5 MB
-JSON_MARKS_MAX = 2**20  # commas and opening brackets: so many values at most, of 100 bytes each
-TEMPLATE_BYTES_MAX = 2**20  # four times what a template may have
+JSON_BYTES_MAX = 32 * 2**20  # of each other file; with a full list of added tokens such a file has about 5 MB
+JSON_MARKS_MAX = 2**20  # commas and opening brackets; bounds the number of values, of about 100 bytes each in memory
+TEMPLATE_BYTES_MAX = 2**20  # four times TEMPLATE_CHARACTERS_MAX, since a character may take four bytes
 
 
 class TokenizerDirectory:
-    """The files of one directory. generation_config.json and config.json are read by others."""
+    """Reader for the tokenizer files of one directory. Other modules read generation_config.json and config.json.
+
+    Args:
+        path: The directory.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def read(self) -> TokenizerParts:
-        """Raises ModelLoadError when a file is missing, damaged, or contradicts another."""
+        """Read and check all files.
+
+        Raises:
+            ModelLoadError: A file is missing, damaged, or contradicts another file.
+        """
         backend = self._read_backend()
         config = self._read_json("tokenizer_config.json")
         special_tokens = self._read_json("special_tokens_map.json")
@@ -41,7 +49,7 @@ class TokenizerDirectory:
         self._add_missing_tokens(backend, config)
         _mark_special(backend, (bos_token, eos_token))
         if isinstance(config.get("add_bos_token"), bool):
-            # Said explicitly, so it counts more than what tokenizer.json was saved with.
+            # The option is explicit, so it overrides the rule that was saved in tokenizer.json.
             add_sequence_ends(
                 backend,
                 bos=_end_token(backend, bos_token) if config["add_bos_token"] else None,
@@ -72,7 +80,7 @@ class TokenizerDirectory:
         return backend
 
     def _read_json(self, name: str) -> dict[str, Any]:
-        """The object in a file, empty if there is no such file."""
+        """Return the JSON object in a file, or an empty one if the file does not exist."""
         path = self._path / name
         if not path.is_file():
             return {}
@@ -84,23 +92,24 @@ class TokenizerDirectory:
                     f"{path} has {mark_count} commas and opening brackets, at most {JSON_MARKS_MAX} are read"
                 )
             content = json.loads(text)
-            # Escapes can write half a surrogate pair, which no tokenizer takes: said here, where the file is known.
+            # JSON escapes can produce half of a surrogate pair, which no tokenizer accepts. Refuse it here, where the
+            # file is known.
             json.dumps(content, ensure_ascii=False).encode()
         except (OSError, ValueError, RecursionError) as error:
             raise ModelLoadError(f"{path} cannot be read as JSON ({error}): download it again") from error
         if not isinstance(content, dict):
-            raise ModelLoadError(f"{path} holds {_kind(content)}, expected a JSON object")
+            raise ModelLoadError(f"{path} contains {_kind(content)}, expected a JSON object")
         return content
 
     def _add_missing_tokens(self, backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
-        """Added tokens that only the other files know, in the order of their ids."""
+        """Add the tokens that are missing in tokenizer.json but listed in other files, in the order of their ids."""
         stated: dict[int, AddedToken] = {}
         for content, token_id in self._read_json("added_tokens.json").items():
             stated[_token_id(token_id, "added_tokens.json")] = AddedToken(content, normalized=False)
         entries = config.get("added_tokens_decoder") or {}
         if not isinstance(entries, dict):
             raise ModelLoadError(
-                f"added_tokens_decoder in tokenizer_config.json holds {_kind(entries)}, expected an object"
+                f"added_tokens_decoder in tokenizer_config.json is {_kind(entries)}, expected an object"
             )
         for key, entry in entries.items():
             stated[_token_id(key, "tokenizer_config.json")] = _added_token(entry)
@@ -118,7 +127,7 @@ class TokenizerDirectory:
                 )
 
     def _read_chat_templates(self, config: dict[str, Any]) -> tuple[str | None, str | None]:
-        """The template for chats, and the one for chats with tools if it is another."""
+        """Return the template for chats, and the template for chats with tools. Either is None if there is none."""
         named: dict[str, str] = {}
         entry = config.get("chat_template")
         if isinstance(entry, str):
@@ -149,7 +158,7 @@ class TokenizerDirectory:
 
 
 def _token_text(entry: object) -> str | None:
-    """A token as the files write it: a string, or an object with its content."""
+    """Return the text of a token, which a file writes as a string or as an object with the key "content"."""
     if isinstance(entry, dict):
         entry = entry.get("content")
     return entry if isinstance(entry, str) else None
@@ -188,7 +197,7 @@ def _added_token(entry: object) -> AddedToken:
 
 
 def _mark_special(backend: tokenizers.Tokenizer, contents: tuple[str | None, ...]) -> None:
-    """Make tokens of the vocabulary special where they are not yet."""
+    """Make the given tokens of the vocabulary special."""
     added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     for content in contents:
         if content is None or backend.token_to_id(content) is None:

@@ -1,4 +1,4 @@
-"""What every file format boils down to before it becomes a Tokenizer."""
+"""Contents of a model's tokenizer files, independent of their format. A Tokenizer is built from them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,16 @@ __all__ = ["TokenizerParts", "add_sequence_ends", "panics_become_load_errors"]
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerParts:
-    """tool_chat_template: used instead of chat_template when a request has tools; None: the same one."""
+    """Contents of a model's tokenizer files.
+
+    Attributes:
+        backend: The library's tokenizer.
+        bos_token: Text of the token that begins a sequence, or None.
+        eos_token: Text of the token that ends a sequence, or None.
+        chat_template: Chat template, or None.
+        tool_chat_template: Chat template for requests with tools. None if `chat_template` serves them too.
+        pad_token: Text of the token that fills batches, or None.
+    """
 
     backend: tokenizers.Tokenizer
     bos_token: str | None
@@ -29,8 +38,14 @@ class TokenizerParts:
 def add_sequence_ends(
     backend: tokenizers.Tokenizer, *, bos: tuple[str, int] | None, eos: tuple[str, int] | None
 ) -> None:
-    """Let encode put these tokens (text and id) around a text; None adds none."""
-    # The names in the pattern are ours: a token's text may hold spaces, colons or dollar signs.
+    """Make the tokenizer add a begin token and an end token around each text that it encodes.
+
+    Args:
+        backend: The tokenizer to change.
+        bos: Text and id of the begin token, or None to add none.
+        eos: Text and id of the end token, or None to add none.
+    """
+    # The pattern uses placeholder names, since a token's text may contain spaces, colons or dollar signs.
     pattern = [*(["bos:0"] if bos else []), "$A:0", *(["eos:0"] if eos else [])]
     tokens = [
         {"id": name, "ids": [end[1]], "tokens": [end[0]]}
@@ -42,7 +57,14 @@ def add_sequence_ends(
 
 @contextmanager
 def panics_become_load_errors(what: str) -> Iterator[None]:
-    """Around all that builds a tokenizer. what: where the tokenizer comes from, begins the error's message."""
+    """Turn panics of the tokenizer library into ModelLoadError while a tokenizer is built.
+
+    Args:
+        what: Source of the tokenizer, with which the error message begins.
+
+    Raises:
+        ModelLoadError: The library panicked.
+    """
     try:
         yield
     except BaseException as error:

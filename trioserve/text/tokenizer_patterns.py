@@ -1,8 +1,9 @@
-"""Checks a tokenizer.json before anything is tokenized with it: how far a text may grow, and how long patterns take.
+"""Checks a tokenizer.json before its first use: how much longer it may make a text, and how long its patterns take.
 
-The library's engine goes back: a pattern such as (a+)+$ takes for ever with some texts, and nothing interrupts it. So
-patterns that are not those of known families are tried in a child process, which is killed after PROBE_SECONDS_MAX.
-The texts make a pattern go back if it can: runs of its own characters, then one that does not fit.
+The library's regex engine backtracks. A pattern such as (a+)+$ takes practically forever on some texts, and nothing can
+interrupt the engine. So a child process tries every pattern that is not from a known family. The child is killed after
+PROBE_SECONDS_MAX. The texts that it tries provoke backtracking: runs of characters from the patterns, each followed by
+a character that does not match.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ from trioserve.text.gguf_vocabulary import KNOWN_SPLITS
 
 __all__ = ["check_patterns", "check_tokenizer"]
 
-GROWTH_MAX = 64  # times that a text may become longer; Unicode's NFKC, as SentencePiece stores it, reaches 18
-WORD_CHARACTERS_MAX = 1_000  # WordPiece takes time in the square of a word's length; real tokenizers have 100
+GROWTH_MAX = 64  # length of a text after all steps, divided by its length before; NFKC in SentencePiece reaches 18
+WORD_CHARACTERS_MAX = 1_000  # WordPiece takes quadratic time in the length of a word; real tokenizers allow 100
 
 PROBE_SECONDS_MAX = 20.0  # an ordinary pattern takes under a second, the start of Python included
-PROBE_CHARACTERS = 1000  # of a text
+PROBE_CHARACTERS = 1000  # length of each text that the child process tries
 PARTS = ("normalizer", "pre_tokenizer", "decoder")
 COMMON = "aA1 \n中é'"
-OWN_CHARACTERS_MAX = 24  # of the patterns, that texts are made of
+OWN_CHARACTERS_MAX = 24  # characters from the patterns that the texts repeat
 
-# Of families whose tokenizers are made by transformers.
+# KNOWN_SPLITS, and patterns of families whose tokenizers the library transformers makes.
 KNOWN_PATTERNS = KNOWN_SPLITS | {
     r"\s+",
     " {2,}",
     r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+",
 }
 
-GAVE_UP = 3  # the status of a child in which the library gave up, which is a panic of its own
+GAVE_UP = 3  # exit status of a child in which the library panicked because it gave up on a pattern
 
 _PROBE = f"""
 import json, sys, tokenizers
@@ -62,21 +63,22 @@ for text in texts:
 
 
 def check_tokenizer(tokenizer: tokenizers.Tokenizer, source: Path) -> None:
-    """Check what a tokenizer may cost: see check_patterns, and the bounds of growth and of words above.
+    """Check how much longer a tokenizer may make a text, the length of its words, and its patterns.
 
     Args:
-        source: the file, for an error.
+        tokenizer: The tokenizer.
+        source: Path of its file, for error messages.
 
     Raises:
-        ModelLoadError: a short text could take all memory, or a pattern or a word takes too long.
+        ModelLoadError: A short text could use all memory, or a pattern or a word takes too long.
     """
     for names in (("normalizer", "post_processor"), ("decoder",)):
         growths = {name: _growth(_state(tokenizer, name)) for name in names}
         if math.prod(growths.values()) > GROWTH_MAX:
             shown = " and ".join(name for name, growth in growths.items() if growth > 1)
             raise ModelLoadError(
-                f"{source}: with its {shown}, a text may become more than {GROWTH_MAX} times as long, so a client "
-                "could take all memory: take another tokenizer"
+                f"{source}: its {shown} may make a text more than {GROWTH_MAX} times as long, so a client could use "
+                "all memory: use another tokenizer"
             )
     word_characters = getattr(tokenizer.model, "max_input_chars_per_word", 0)
     if word_characters > WORD_CHARACTERS_MAX:
@@ -93,7 +95,10 @@ def _state(tokenizer: tokenizers.Tokenizer, name: str) -> Any:
 
 
 def _growth(state: object) -> float:
-    """How many times longer a part of a tokenizer may make a text, the parts of sequences multiplied."""
+    """Return the largest factor by which a part of a tokenizer may lengthen a text.
+
+    Factors of nested parts are multiplied.
+    """
     growth, waiting = 1.0, [state]
     while waiting and growth <= GROWTH_MAX:
         found = waiting.pop()
@@ -116,25 +121,26 @@ def _growth(state: object) -> float:
 
 
 def _longest_replacement(charsmap: bytes) -> int:
-    """Count the characters of the longest text that SentencePiece's table puts in the place of a character.
+    """Return the number of characters of the longest text that SentencePiece's table writes in place of one character.
 
     Args:
-        charsmap: the length of a trie, the trie, and then the texts, each of which a zero byte ends.
+        charsmap: Length of a trie in 4 bytes, the trie, and then the texts. A zero byte ends each text.
     """
     texts = charsmap[4 + int.from_bytes(charsmap[:4], "little") :].split(b"\0")
     return max(1, *(len(text.decode(errors="replace")) for text in texts))
 
 
 def check_patterns(tokenizer: tokenizers.Tokenizer, source: Path) -> None:
-    """Try the patterns of a tokenizer as its library has read them, those of known families left out.
+    """Try the patterns of a tokenizer as its library has read them, except those of known families.
 
     Args:
-        source: the file, for an error.
+        tokenizer: The tokenizer.
+        source: Path of its file, for error messages.
 
     Raises:
-        ModelLoadError: a pattern takes too long.
+        ModelLoadError: A pattern takes too long, or no child process could be started.
 
-    Cost: nothing where all are known, otherwise about half a second in another process.
+    Cost: nothing if all patterns are known, otherwise about 0.5 s in another process.
     """
     parts = {name: _state(tokenizer, name) for name in PARTS}
     patterns = set(_patterns(parts)) - KNOWN_PATTERNS
@@ -159,8 +165,8 @@ def check_patterns(tokenizer: tokenizers.Tokenizer, source: Path) -> None:
     if is_slow:
         shown = ", ".join(repr(pattern[:80]) for pattern in sorted(patterns)[:3])
         raise ModelLoadError(
-            f"{source}: its patterns ({shown}) go back without end in texts of {PROBE_CHARACTERS} characters, so a "
-            "client's text could stop the server: take a tokenizer with other patterns"
+            f"{source}: its patterns ({shown}) backtrack too long on texts of {PROBE_CHARACTERS} characters, so a "
+            "client's text could stop the server: use a tokenizer with other patterns"
         )
 
 
@@ -179,7 +185,8 @@ def _patterns(value: object) -> Iterator[str]:
 def _texts(patterns: set[str]) -> Iterator[str]:
     own = sorted({letter for pattern in patterns for letter in pattern if letter.isalnum()} - set(COMMON))
     letters = (*COMMON, *own[:OWN_CHARACTERS_MAX])
-    # Behind a run stands what ends it, and then what a pattern may need anywhere: the library looks for that first.
+    # Each run is followed by a character that ends it. The second tail also has every character that a pattern may
+    # require anywhere, since the library searches for required characters first.
     tails = ("!", "\0" + "\0".join(letters))
     for letter in letters:
         for tail in tails:
