@@ -35,7 +35,7 @@ OF_SERVER = "no request decides what is in it"
 NOT_A_CACHE = "it holds what is under way, or bookkeeping; an entry that is missing is not computed"
 
 CACHES = {
-    ("text/form_compiler.py", "_forms"): SALTED,
+    ("text/grammar_compiler.py", "_grammars"): SALTED,
     ("text/stop_strings.py", "_automaton"): SALTED,
     ("core/encoder_outputs.py", "_outputs"): SALTED,
     ("core/encoder_outputs.py", "_cached"): SALTED,

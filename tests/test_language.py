@@ -53,6 +53,7 @@ PLAIN_FOLDERS: tuple[str, ...] = (
     "trioserve/router",
     "trioserve/store",
     "trioserve/testing",
+    "trioserve/text",
     "trioserve/tracing",
     "trioserve/trio_tools",
     "trioserve/vision",

@@ -37,7 +37,7 @@ LOCALS: dict[str, dict[str, Any]] = {
     "text/response_parsers/python_literal.py": {"quote": "'"},
     "text/response_parsers/raw_reading.py": {"tags": MARKERS},
     "text/response_parsers/text_source.py": {"markers": MARKERS},
-    "text/response_parsers/thought_script.py": {"firsts": "<["},
+    "text/response_parsers/reasoning_script.py": {"firsts": "<["},
     "text/structural_tag.py": {"special": MARKERS},
     "text/token_pattern.py": {"tokens": MARKERS},
 }

@@ -75,7 +75,7 @@ from trioserve.ranks.placed import PlacedRanks, RanksWanted, placed_ranks
 from trioserve.ranks.ranked_runner import RankedRunner
 from trioserve.ranks.ranked_weights import RankedWeights
 from trioserve.text.chat_template_file import chat_template_text
-from trioserve.text.form_compiler import FormCompiler
+from trioserve.text.grammar_compiler import GrammarCompiler
 from trioserve.text.guide_factory import GuideFactory
 from trioserve.text.response_families import ResponseFamilies
 from trioserve.text.response_parsers.registry import named_families
@@ -399,7 +399,7 @@ class _Opening:
         self._tokenizer_name = ""
         self._fingerprint: str | None = None
         self._executor: str | None = None
-        self._compiler: FormCompiler | None = None
+        self._compiler: GrammarCompiler | None = None
         self._served_names = config.served_model_name or (default_served_name(config.model),)
         self._metrics = Metrics(self._served_names[0])
         self._engine: Engine | None = None
@@ -1114,8 +1114,8 @@ def _image_encoder(runner: Runner, compute: WorkerThread) -> ImageEncoder | None
 
 def _make_compiler(
     checkpoint: Checkpoint | EncoderDirectory, tokenizer: Tokenizer, end_token_ids: tuple[int, ...]
-) -> FormCompiler:
-    compiler = FormCompiler(tokenizer, vocab_size=checkpoint.config.vocab_size, end_token_ids=end_token_ids)
+) -> GrammarCompiler:
+    compiler = GrammarCompiler(tokenizer, vocab_size=checkpoint.config.vocab_size, end_token_ids=end_token_ids)
     reason = None if isinstance(checkpoint, EncoderDirectory) else compiler.load()
     if reason is not None:
         logger.warning("no structured output: %s", reason)

@@ -8,7 +8,7 @@ import pytest
 
 from trioserve.testing import open_memory_server
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, byte_backend
-from trioserve.text.fill_in_middle import FORMS, fill_in_middle
+from trioserve.text.fill_in_middle import FORMATS, fill_in_middle
 from trioserve.text.tokenizer import Tokenizer
 from trioserve.text.tokenizer_parts import TokenizerParts
 
@@ -97,8 +97,8 @@ def tokenizer_with(tokens: tuple[str, ...]) -> Tokenizer:
 @pytest.mark.parametrize(
     "form, prompt",
     [
-        (FORMS[0], "<|fim_prefix|>a{b}<|fim_suffix|>c<|fim_middle|>"),
-        (FORMS[3], "[SUFFIX]c[PREFIX]a{b}"),
+        (FORMATS[0], "<|fim_prefix|>a{b}<|fim_suffix|>c<|fim_middle|>"),
+        (FORMATS[3], "[SUFFIX]c[PREFIX]a{b}"),
     ],
 )
 def test_a_gap_is_written_as_the_family_knows_it(form: Any, prompt: str) -> None:
@@ -110,8 +110,8 @@ def test_a_gap_is_written_as_the_family_knows_it(form: Any, prompt: str) -> None
 
 
 async def test_a_gap_is_filled_by_a_model_that_can() -> None:
-    tokenizer = tokenizer_with(FORMS[0].tokens)
-    marks = [tokenizer.added_token_id(token) for token in FORMS[0].tokens]
+    tokenizer = tokenizer_with(FORMATS[0].tokens)
+    marks = [tokenizer.added_token_id(token) for token in FORMATS[0].tokens]
     body = {"prompt": "ab", "suffix": "cd", "return_token_ids": True}
     async with open_memory_server(tokenizer=tokenizer, response=seen) as server:
         client = server.client(http=2)

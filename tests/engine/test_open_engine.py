@@ -199,7 +199,7 @@ async def test_a_chat_template_that_is_none_is_told_before_the_model_is_loaded(
 ):
     path = tmp_path / "broken.jinja"
     path.write_text(template)
-    with pytest.raises(StartupError, match=rf"--chat-template .*broken.jinja is no valid template \({reason}"):
+    with pytest.raises(StartupError, match=rf"--chat-template .*broken.jinja is not a valid template \({reason}"):
         async with assemble.open_engine("m", chat_template=str(path)):
             pass
     with pytest.raises(StartupError, match=r"the template of --chat-template is not valid \("):

@@ -16,7 +16,7 @@ from trioserve.contracts.resume import Resume
 from trioserve.contracts.thinking import ThoughtOutcome
 from trioserve.testing import open_fake_engine
 from trioserve.testing.inline_texts import InlineTexts
-from trioserve.text.form_compiler import FormCompiler
+from trioserve.text.grammar_compiler import GrammarCompiler
 
 PERSON = {
     "type": "object",
@@ -238,14 +238,14 @@ async def test_a_form_is_compiled_once_and_then_found():
 def held_compiles(monkeypatch):
     """Compiles begin, and go on when they are let: begun, let."""
     begun, let = threading.Event(), threading.Event()
-    compile_form = FormCompiler.compile
+    compile_form = GrammarCompiler.compile
 
     def held(self, form, *arguments, **options):
         begun.set()
         assert let.wait(10)
         return compile_form(self, form, *arguments, **options)
 
-    monkeypatch.setattr(FormCompiler, "compile", held)
+    monkeypatch.setattr(GrammarCompiler, "compile", held)
     yield begun, let
     let.set()
 
@@ -328,7 +328,7 @@ async def test_only_allowed_tokens_come():
 async def test_allowed_tokens_that_the_form_excludes_are_refused_and_hold_nothing():
     async with open_fake_engine() as engine:
         params = SamplingParams(structured=StructuredOutput.json(PERSON), allowed_token_ids=tuple(b"0123456789"))
-        with pytest.raises(InvalidRequest, match="it can go on with"):
+        with pytest.raises(InvalidRequest, match="it requires"):
             async with engine.generate("say", params):
                 pass
         engine.assert_all_free()

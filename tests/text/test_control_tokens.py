@@ -407,7 +407,7 @@ def test_a_text_is_refused_if_the_template_takes_it_only_as_a_token(chatml: Toke
     """It reads the token letter by letter, so that nothing can stand in or beside it."""
     source = "{% if messages[0].content | length != 12 or '<|im_start' not in messages[0].content %}"
     source += "{{ raise_exception('twelve') }}{% endif %}<|im_start|>{{ messages[0].content }}"
-    with pytest.raises(InvalidRequest, match="leave it out"):
+    with pytest.raises(InvalidRequest, match="remove it"):
         encoded(chatml, source, [user("<|im_start|>")])
 
 
@@ -495,7 +495,7 @@ def test_tokens_are_found_where_a_long_text_is_cut(monkeypatch: pytest.MonkeyPat
 def test_a_text_with_characters_of_every_unused_plane_is_refused(chatml: Tokenizer) -> None:
     planes = "".join(chr(plane * 0x10000 + 7) for plane in range(4, 17))
     assert encoded(chatml, CHATML, [user(planes)])
-    with pytest.raises(InvalidRequest, match="planes"):
+    with pytest.raises(InvalidRequest, match="plane"):
         encoded(chatml, CHATML, [user(planes + "<|im_end|>")])
     assert_kept(chatml, CHATML, [user(planes[:-1] + "<|im_end|>")], [user("a")])
 

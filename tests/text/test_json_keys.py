@@ -14,7 +14,7 @@ from tokenizers import models, pre_tokenizers
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.structured_output import StructuredOutput
 from trioserve.testing.byte_tokenizer import END_TOKEN, byte_backend
-from trioserve.text.form_compiler import FormCompiler
+from trioserve.text.grammar_compiler import GrammarCompiler
 from trioserve.text.guide_factory import GuideFactory
 from trioserve.text.json_keys import JsonKeys, KeyTokens, has_free_keys
 from trioserve.text.mask_bits import set_all_bits
@@ -65,7 +65,7 @@ def tokenizer_with_pieces() -> Tokenizer:
 
 
 TOKENIZER = tokenizer_with_pieces()
-COMPILER = FormCompiler(TOKENIZER, vocab_size=VOCAB_SIZE, end_token_ids=(END,))
+COMPILER = GrammarCompiler(TOKENIZER, vocab_size=VOCAB_SIZE, end_token_ids=(END,))
 ONE = {"enum": [1, 2]}
 INNER = {"type": "object", "additionalProperties": ONE, "maxProperties": 3}
 SCHEMAS: dict[str, dict[str, Any]] = {

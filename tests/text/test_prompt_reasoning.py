@@ -7,7 +7,7 @@ import pytest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.thinking import Thinking
 from trioserve.testing.byte_tokenizer import END_TOKEN_ID, byte_tokenizer
-from trioserve.text.form_compiler import FormCompiler
+from trioserve.text.grammar_compiler import GrammarCompiler
 from trioserve.text.guide_factory import GuideFactory
 from trioserve.text.prompt_reasoning import PromptReasoning
 from trioserve.text.response_parsers.families import REASONING_FAMILIES
@@ -95,9 +95,9 @@ def test_the_guide_begins_in_the_same_state(
     signs: tuple[str, ...], prompt: str, is_forced: bool, is_over: bool
 ) -> None:
     tokenizer = byte_tokenizer(signs=signs)
-    compiler = FormCompiler(tokenizer, vocab_size=tokenizer.vocab_size, end_token_ids=(END_TOKEN_ID,))
+    compiler = GrammarCompiler(tokenizer, vocab_size=tokenizer.vocab_size, end_token_ids=(END_TOKEN_ID,))
     sampling = SamplingParams(thinking=Thinking(begin="<think>", end="</think>", tokens_max=0))
     prepared = GuideFactory(compiler).prepare(sampling)
     guide = prepared.new_guide((END_TOKEN_ID,), tokenizer.encode(prompt, add_special_tokens=False))
     assert bool(guide.forced_tokens(16)) is is_forced
-    assert guide.end_thought() is not is_over
+    assert guide.end_reasoning() is not is_over

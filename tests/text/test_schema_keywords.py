@@ -19,11 +19,11 @@ from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.structured_output import StructuredOutput
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID, byte_tokenizer
-from trioserve.text.form_compiler import FormCompiler
+from trioserve.text.grammar_compiler import GrammarCompiler
 from trioserve.text.guide_factory import GuideFactory
 from trioserve.text.schema_keywords import KeptSchema
 
-COMPILER = FormCompiler(byte_tokenizer(), vocab_size=BYTE_VOCAB_SIZE, end_token_ids=(END_TOKEN_ID,))
+COMPILER = GrammarCompiler(byte_tokenizer(), vocab_size=BYTE_VOCAB_SIZE, end_token_ids=(END_TOKEN_ID,))
 INTEGER, TEXT = {"type": "integer"}, {"type": "string"}
 
 

@@ -17,12 +17,12 @@ from trioserve.contracts.structured_output import StructuredOutput
 from trioserve.contracts.thinking import Thinking
 from trioserve.contracts.token_masks import mask_words
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID, byte_tokenizer
-from trioserve.text.form_compiler import FormCompiler
+from trioserve.text.grammar_compiler import GrammarCompiler
 from trioserve.text.guide_factory import GuideFactory
 from trioserve.text.sequence_guide import SequenceGuide
 
 WORDS = mask_words(BYTE_VOCAB_SIZE)
-COMPILER = FormCompiler(byte_tokenizer(), vocab_size=BYTE_VOCAB_SIZE, end_token_ids=(END_TOKEN_ID,))
+COMPILER = GrammarCompiler(byte_tokenizer(), vocab_size=BYTE_VOCAB_SIZE, end_token_ids=(END_TOKEN_ID,))
 STOPS = frozenset((END_TOKEN_ID,))
 SCHEMA = {
     "type": "object",
@@ -131,10 +131,10 @@ def test_forced_tokens_are_the_only_ones_that_may_come(text):
 
 
 EXCLUDED = {
-    "the first token": ({"structured": JSON, "allowed_token_ids": tuple(b"0123")}, "at its beginning"),
-    "the second token": ({"structured": JSON, "allowed_token_ids": tuple(b"{}")}, "behind '{'"),
-    "a word": ({"structured": StructuredOutput.regex("abc"), "bad_words": ("b",)}, "behind 'a'"),
-    "a word in each branch": ({"structured": StructuredOutput.regex("(a|x)bc"), "bad_words": ("ab", "xb")}, "behind"),
+    "the first token": ({"structured": JSON, "allowed_token_ids": tuple(b"0123")}, "at the beginning of the response"),
+    "the second token": ({"structured": JSON, "allowed_token_ids": tuple(b"{}")}, "after '{'"),
+    "a word": ({"structured": StructuredOutput.regex("abc"), "bad_words": ("b",)}, "after 'a'"),
+    "a word in each branch": ({"structured": StructuredOutput.regex("(a|x)bc"), "bad_words": ("ab", "xb")}, "after"),
     "both fields together": (
         {"structured": StructuredOutput.choice(["ab", "ba"]), "allowed_token_ids": (97, 98), "bad_words": ("b",)},
         "allowed_token_ids and bad_words leave",
@@ -145,9 +145,9 @@ EXCLUDED = {
             "thinking": Thinking(begin="<t>", end="</t>", tokens_max=4),
             "allowed_token_ids": tuple(b"abc"),
         },
-        "at its beginning",
+        "at the beginning of the response",
     ),
-    "everything, without a form": ({"allowed_token_ids": (97,), "bad_words": ("a",)}, "leave no token"),
+    "everything, without a form": ({"allowed_token_ids": (97,), "bad_words": ("a",)}, "allow no token"),
 }
 
 
@@ -207,7 +207,7 @@ def test_a_complete_form_ends_where_no_other_of_its_tokens_is_allowed(stop_token
 def test_a_token_that_may_not_come_is_a_fault_in_words():
     guide = walked(guide_for(structured=JSON), '{"a": "x')
     assert not guide.accept(ord("z"))
-    assert "cannot go on" in guide.fault
+    assert "cannot continue" in guide.fault
     assert masks_of(guide, (1, 2)) == [set(), set(), set()]
 
 

@@ -7,9 +7,9 @@ import pytest
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.structured_output import StructuredOutput
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID, byte_tokenizer
-from trioserve.text.form_compiler import FormCompiler
+from trioserve.text.grammar_compiler import GrammarCompiler
 
-COMPILER = FormCompiler(byte_tokenizer(), vocab_size=BYTE_VOCAB_SIZE, end_token_ids=(END_TOKEN_ID,))
+COMPILER = GrammarCompiler(byte_tokenizer(), vocab_size=BYTE_VOCAB_SIZE, end_token_ids=(END_TOKEN_ID,))
 NUMBER = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
 
 

@@ -37,7 +37,7 @@ def test_any_text_comes_back_whole(kind: str, text: str, request: pytest.Fixture
 
 @pytest.mark.parametrize("text", ["\ud83d", "ab\udc00c", "\ud83d\ude00"])
 def test_lone_surrogates_are_the_callers_fault(text: str, byte_level: Tokenizer) -> None:
-    with pytest.raises(InvalidRequest, match=r"U\+D[8-F].. at character [02], half of a surrogate pair"):
+    with pytest.raises(InvalidRequest, match=r"U\+D[8-F].. at character [02], which is half of a surrogate pair"):
         byte_level.encode(text)
 
 

@@ -148,11 +148,11 @@ def test_a_damaged_tokenizer_json_is_refused(content: bytes, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("files", "said"), [
     ({"tokenizer_config": "{"}, r"tokenizer_config\.json cannot be read as JSON"),
-    ({"tokenizer_config": "[]"}, r"tokenizer_config\.json holds list, expected a JSON object"),
+    ({"tokenizer_config": "[]"}, r"tokenizer_config\.json contains list, expected a JSON object"),
     ({"special_tokens_map": "nul"}, r"special_tokens_map\.json cannot be read as JSON"),
     ({"tokenizer_config": {"added_tokens_decoder": {"x": {"content": "y"}}}}, "'x' as the id of an added token"),
     ({"tokenizer_config": {"added_tokens_decoder": {"9999": {}}}}, "without content"),
-    ({"tokenizer_config": {"added_tokens_decoder": ["x"]}}, "added_tokens_decoder .* holds list"),
+    ({"tokenizer_config": {"added_tokens_decoder": ["x"]}}, "added_tokens_decoder .* is list"),
     ({"tokenizer_config": {"chat_template": [{"name": "default"}]}}, "chat_template .* without name and template"),
     ({"added_tokens": {"<more>": None}}, r"added_tokens\.json names None"),
     ({"tokenizer_config": {"added_tokens_decoder": {"9999": {"content": "<far>"}}}}, "'<far>' is said to have id 9999"),

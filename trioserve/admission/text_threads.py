@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from trioserve.contracts.errors import Overloaded, panics_become_failures
-from trioserve.text.form_bounds import COMPILE_STACK_BYTES
+from trioserve.text.grammar_bounds import COMPILE_STACK_BYTES
 from trioserve.trio_tools.fair_places import FairPlaces
 from trioserve.trio_tools.interrupts import uninterrupted
 from trioserve.trio_tools.long_job import LongJob

@@ -15,7 +15,7 @@ from trioserve.admission.text_threads import TextThreads
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.metrics.registry import Metrics
-from trioserve.text.form_compiler import FormCompiler
+from trioserve.text.grammar_compiler import GrammarCompiler
 from trioserve.text.guide_factory import GuideFactory, PreparedGuides, is_guided
 
 __all__ = ["GuidePreparation"]
@@ -28,7 +28,7 @@ class MaskTotals(Protocol):
     rows_total: int
 
 
-def show_grammars(metrics: Metrics, compiler: FormCompiler) -> None:
+def show_grammars(metrics: Metrics, compiler: GrammarCompiler) -> None:
     seen = [0, 0]
 
     def show() -> None:

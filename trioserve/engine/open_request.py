@@ -379,7 +379,7 @@ class OpenRequest(RequestScope[Choice, Delta, EngineRequest]):
         guides = [choice.guide for choice in self.choices if not choice.is_ended]
         if None in guides:
             return True  # it is being prepared
-        answers = [guide.end_thought() for guide in guides if guide is not None]
+        answers = [guide.end_reasoning() for guide in guides if guide is not None]
         return any(answers)
 
     def carry(self, sequences: Iterable[tuple[Choice, EngineRequest]]) -> None:

@@ -128,7 +128,7 @@ class RequestPreparation:
                 if choice.guide is None:
                     choice.guide = request.guides.new_guide(stop_token_ids, request.prompt_token_ids)
                 if request.is_reasoning_ended_early:
-                    choice.guide.end_thought()
+                    choice.guide.end_reasoning()
         return [
             EngineRequest(
                 id=choice.sequence_id,
@@ -194,7 +194,7 @@ class RequestPreparation:
             for token_id in output:
                 guide.accept(token_id)
             if request.is_reasoning_ended_early:
-                guide.end_thought()
+                guide.end_reasoning()
         kv_transfer = sequence.kv_transfer
         if kv_transfer is not None:  # KV that was to be loaded is computed instead. A requested hold stays.
             kv_transfer = KVTransferParams(do_remote_decode=True) if kv_transfer.do_remote_decode else None

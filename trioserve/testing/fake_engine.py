@@ -45,7 +45,7 @@ from trioserve.testing.own_seeds import next_own_seed
 from trioserve.testing.scripted_model import NextToken, Response, answering, following
 from trioserve.testing.stepped_by_hand import InjectedFault, SteppedByHand
 from trioserve.testing.waits import WATCH
-from trioserve.text.form_compiler import FormCompiler
+from trioserve.text.grammar_compiler import GrammarCompiler
 from trioserve.text.guide_factory import GuideFactory
 from trioserve.text.response_families import Leniency, ResponseFamilies
 from trioserve.text.tokenizer import Tokenizer
@@ -234,9 +234,9 @@ class _FakeAdapterPlace:
 
 
 @cache
-def byte_form_compiler() -> FormCompiler:
+def byte_form_compiler() -> GrammarCompiler:
     """Return the schema compiler that all fake engines share, since they have the same vocabulary."""
-    return FormCompiler(byte_tokenizer(), vocab_size=BYTE_VOCAB_SIZE, end_token_ids=(END_TOKEN_ID,))
+    return GrammarCompiler(byte_tokenizer(), vocab_size=BYTE_VOCAB_SIZE, end_token_ids=(END_TOKEN_ID,))
 
 
 @opened_once

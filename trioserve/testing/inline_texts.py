@@ -12,7 +12,7 @@ import trio
 
 from trioserve.admission.text_threads import TextThreads
 from trioserve.contracts.errors import AlreadyEnded
-from trioserve.text.form_bounds import COMPILE_STACK_BYTES
+from trioserve.text.grammar_bounds import COMPILE_STACK_BYTES
 from trioserve.trio_tools.long_job import LongJob
 
 __all__ = ["InlineTexts"]

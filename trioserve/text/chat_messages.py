@@ -9,7 +9,7 @@ from typing import Any
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.prompt import ChatPrompt
 
-__all__ = ["IMAGE_MARK", "ContentForm", "check_shape", "prepared_messages"]
+__all__ = ["IMAGE_MARK", "ContentFormat", "check_shape", "prepared_messages"]
 
 ARGUMENT_DEPTH_MAX = 64  # templates print arguments recursively; arguments of real tools nest up to ten deep
 ARGUMENT_VALUES_MAX = 100_000  # in all calls of a chat; Python objects take ten times the memory of their JSON text
@@ -22,7 +22,7 @@ IMAGE_MARK = {"type": "image"}
 """Part of a message's content that stands for an image. Templates do not get the image itself."""
 
 
-class ContentForm(enum.Enum):
+class ContentFormat(enum.Enum):
     """Format that a template expects for the content of a message."""
 
     STRING = "string"
@@ -31,7 +31,7 @@ class ContentForm(enum.Enum):
 
 
 def prepared_messages(
-    prompt: ChatPrompt, form: ContentForm, *, final_end: str, arguments_are_text: bool = False
+    prompt: ChatPrompt, content_format: ContentFormat, *, final_end: str, arguments_are_text: bool = False
 ) -> list[dict[str, Any]]:
     """Copy and check the messages of a prompt, in the format that a template expects.
 
@@ -41,7 +41,7 @@ def prepared_messages(
 
     Args:
         prompt: The chat.
-        form: Format of the content.
+        content_format: Format of the content.
         final_end: Text to append to the final message if the prompt asks to continue that message.
         arguments_are_text: True to keep arguments as JSON text, and to convert other arguments to JSON text.
 
@@ -51,28 +51,30 @@ def prepared_messages(
     """
     if not prompt.messages:
         raise InvalidRequest("messages is empty, at least one message is needed", param="messages")
-    messages = [_message(message, f"messages[{index}]", form) for index, message in enumerate(prompt.messages)]
+    messages = [
+        _message(message, f"messages[{index}]", content_format) for index, message in enumerate(prompt.messages)
+    ]
     _parse_arguments(messages, are_text=arguments_are_text)
     if prompt.continue_final_message:
         _append_to_content(messages[-1], final_end)
     return messages
 
 
-def _message(message: object, place: str, form: ContentForm) -> dict[str, Any]:
+def _message(message: object, place: str, content_format: ContentFormat) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise InvalidRequest(f"{place} must be an object with a role", param=place)
-    return {**message, "content": _content(message.get("content"), f"{place}.content", form)}
+    return {**message, "content": _content(message.get("content"), f"{place}.content", content_format)}
 
 
-def _content(content: object, place: str, form: ContentForm) -> str | list[dict[str, Any]]:
+def _content(content: object, place: str, content_format: ContentFormat) -> str | list[dict[str, Any]]:
     if content is None or isinstance(content, str):
         text = content or ""
-        return [{"type": "text", "text": text}] if form is ContentForm.PARTS else text
+        return [{"type": "text", "text": text}] if content_format is ContentFormat.PARTS else text
     if not isinstance(content, list):
         raise InvalidRequest(
             f"{place} is {type(content).__name__}, allowed are a string and a list of parts", param=place
         )
-    if form is ContentForm.STRING:
+    if content_format is ContentFormat.STRING:
         return "\n".join(_part_text(part, f"{place}[{index}]") for index, part in enumerate(content))
     return [_part(part, f"{place}[{index}]") for index, part in enumerate(content)]
 

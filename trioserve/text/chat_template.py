@@ -12,7 +12,7 @@ from jinja2 import meta, nodes
 from trioserve.contracts.arguments import shown
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.prompt import ChatPrompt
-from trioserve.text.chat_messages import ContentForm, prepared_messages
+from trioserve.text.chat_messages import ContentFormat, prepared_messages
 from trioserve.text.request_texts import RequestTexts
 from trioserve.text.template_places import TemplatePlaces, find_places, has_places_for, in_places
 from trioserve.text.template_sandbox import TemplateEnvironment, render_within_bounds
@@ -108,7 +108,7 @@ class ChatTemplate:
             raise _template_fault(prompt, "is not valid", error) from error
         messages = prepared_messages(
             prompt,
-            program.content_form,
+            program.content_format,
             final_end=_END_MARK,
             arguments_are_text=has_tools and program.places.arguments_are_text,
         )
@@ -151,7 +151,7 @@ class _Program:
         roles: Roles that messages may have.
         substitutions: Pairs of constants in the template's calls of `replace`.
         template: The compiled template.
-        content_form: Format that the template expects for the content of a message.
+        content_format: Format that the template expects for the content of a message.
 
     Raises:
         Exception: The template is too long, or has any error.
@@ -167,7 +167,7 @@ class _Program:
         self.substitutions = _substitutions(tree)
         self._variables = meta.find_undeclared_variables(tree)
         self.template = _environment().from_string(source)
-        self.content_form = _content_form(tree)
+        self.content_format = _content_format(tree)
 
     @functools.cached_property
     def places(self) -> TemplatePlaces:
@@ -177,7 +177,7 @@ class _Program:
             arguments = {"documents": None, **self._special_tokens, "messages": messages, "tools": tools}
             return render_within_bounds(self.template, {**arguments, "add_generation_prompt": True})
 
-        return find_places(render, variables=self._variables, source=self._source, form=self.content_form)
+        return find_places(render, variables=self._variables, source=self._source, content_format=self.content_format)
 
 
 def template_flaw(source: str) -> str | None:
@@ -272,17 +272,17 @@ def _environment() -> TemplateEnvironment:
     return TemplateEnvironment()
 
 
-def _content_form(tree: nodes.Template) -> ContentForm:
+def _content_format(tree: nodes.Template) -> ContentFormat:
     """Return the format that a template expects for the content of a message: a list if the template loops over it."""
     names = {"content"}
     for assignment in tree.find_all(nodes.Assign):
         if isinstance(assignment.target, nodes.Name) and _is_content(assignment.node, set()):
             names.add(assignment.target.name)
     if not any(_is_content(loop.iter, names) for loop in tree.find_all(nodes.For)):
-        return ContentForm.STRING
+        return ContentFormat.STRING
     if any(test.name == "string" for test in tree.find_all(nodes.Test)):
-        return ContentForm.STRING_OR_PARTS
-    return ContentForm.PARTS
+        return ContentFormat.STRING_OR_PARTS
+    return ContentFormat.PARTS
 
 
 def _is_content(expression: nodes.Node, names: set[str]) -> bool:

@@ -276,8 +276,7 @@ class ControlTokens:
         return read
 
     def _spelled(self, token: str) -> list[int]:
-        """Return the ids of smaller pieces for a control token that is also a piece of ordinary text in the vocabulary.
-        """
+        """Return the ids of smaller pieces of a control token that the vocabulary also has as ordinary text."""
         ids: list[int] = []
         for part in (token[:1], token[1:]):
             for piece in self._model.tokenize(part):

@@ -19,12 +19,12 @@ class FillInMiddle(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt format of one model family.
 
     Args:
-        form: Prompt text, with {prefix} and {suffix} in place of the two texts.
-        tokens: Tokens in `form`. A vocabulary of the family has all of them.
+        prompt_format: Prompt text, with {prefix} and {suffix} in place of the two texts.
+        tokens: Tokens in `prompt_format`. A vocabulary of the family has all of them.
         ends: Tokens that end the middle, in addition to the model's own end tokens. A vocabulary may lack some.
     """
 
-    form: str
+    prompt_format: str
     tokens: tuple[str, ...]
     ends: tuple[str, ...] = ("<|endoftext|>",)
 
@@ -35,20 +35,20 @@ class FillInMiddle(msgspec.Struct, frozen=True, kw_only=True):
             prefix: Text before the gap.
             suffix: Text after the gap.
         """
-        return self.form.format(prefix=prefix, suffix=suffix)
+        return self.prompt_format.format(prefix=prefix, suffix=suffix)
 
     def end_token_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
         ids = (tokenizer.added_token_id(token) for token in self.ends)
         return tuple(token_id for token_id in ids if token_id is not None)
 
 
-def _form(form: str, *tokens: str, ends: tuple[str, ...] = ("<|endoftext|>",)) -> FillInMiddle:
-    return FillInMiddle(form=form, tokens=tokens, ends=ends)
+def _family(prompt_format: str, *tokens: str, ends: tuple[str, ...] = ("<|endoftext|>",)) -> FillInMiddle:
+    return FillInMiddle(prompt_format=prompt_format, tokens=tokens, ends=ends)
 
 
-FORMS = (
+FORMATS = (
     # Qwen2.5-Coder and Qwen3-Coder; CodeGemma
-    _form(
+    _family(
         "<|fim_prefix|>{prefix}<|fim_suffix|>{suffix}<|fim_middle|>",
         "<|fim_prefix|>",
         "<|fim_suffix|>",
@@ -56,7 +56,7 @@ FORMS = (
         ends=("<|endoftext|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|file_separator|>"),
     ),
     # StarCoder, Granite Code
-    _form(
+    _family(
         "<fim_prefix>{prefix}<fim_suffix>{suffix}<fim_middle>",
         "<fim_prefix>",
         "<fim_suffix>",
@@ -64,14 +64,14 @@ FORMS = (
         ends=("<|endoftext|>", "<file_sep>"),
     ),
     # DeepSeek-Coder
-    _form(
+    _family(
         "<｜fim▁begin｜>{prefix}<｜fim▁hole｜>{suffix}<｜fim▁end｜>",
         "<｜fim▁begin｜>",
         "<｜fim▁hole｜>",
         "<｜fim▁end｜>",
     ),
     # Codestral, in whose prompt the suffix comes first
-    _form("[SUFFIX]{suffix}[PREFIX]{prefix}", "[SUFFIX]", "[PREFIX]", ends=()),
+    _family("[SUFFIX]{suffix}[PREFIX]{prefix}", "[SUFFIX]", "[PREFIX]", ends=()),
 )
 
 
@@ -81,7 +81,7 @@ def fill_in_middle(tokenizer: Tokenizer) -> FillInMiddle | None:
     Args:
         tokenizer: Tokenizer of the model.
     """
-    for form in FORMS:
-        if all(tokenizer.added_token_id(token) is not None for token in form.tokens):
-            return form
+    for family in FORMATS:
+        if all(tokenizer.added_token_id(token) is not None for token in family.tokens):
+            return family
     return None

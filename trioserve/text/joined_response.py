@@ -1,4 +1,4 @@
-"""The parts of a response put together again, for those who send it whole."""
+"""Joins the parts of a response, for APIs that send it as a whole."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ __all__ = ["JoinedResponse", "WholeCall"]
 
 
 class WholeCall(msgspec.Struct, frozen=True):
-    """A call that was written to its end. arguments: JSON text of an object."""
+    """A complete call.
+
+    Attributes:
+        name: Name of the function.
+        arguments: JSON text of an object.
+        id: Id that the model wrote, or None.
+    """
 
     name: str
     arguments: str
@@ -27,7 +33,16 @@ class WholeCall(msgspec.Struct, frozen=True):
 
 
 class JoinedResponse:
-    """Takes parts as they come; the properties are what they join to so far. A call that has not ended is none."""
+    """Collects the parts of a response.
+
+    Args:
+        parts: The first parts.
+
+    Attributes:
+        calls: Complete calls so far. A call that has not ended is not included.
+        content: Joined content so far.
+        reasoning: Joined reasoning so far.
+    """
 
     def __init__(self, parts: Iterable[ResponsePart] = ()) -> None:
         self._content: list[str] = []
@@ -38,6 +53,11 @@ class JoinedResponse:
         self.take(parts)
 
     def take(self, parts: Iterable[ResponsePart]) -> None:
+        """Add parts in the order of the response.
+
+        Args:
+            parts: The parts.
+        """
         for part in parts:
             if isinstance(part, ContentText):
                 self._content.append(part.text)

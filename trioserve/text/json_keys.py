@@ -1,9 +1,9 @@
-"""Keeps the keys of JSON objects different from each other, which no grammar can do, and spelled in one way.
+r"""Prevents repeated keys in JSON objects, which no grammar can do, and different spellings of a key.
 
-A grammar knows the listed properties of an object. Any other key, from additionalProperties or patternProperties, could
-come twice, and would count twice for minProperties. It could also spell a listed one with an escape, `"\\u0061"` for
-`"a"`. So a scanner follows the response and clears, in each mask, the tokens that would complete a key again or begin
-an escape with `\\u` in a key.
+A grammar knows the listed properties of an object. Another key, from additionalProperties or patternProperties, could
+be written twice, and would count twice for minProperties. It could also spell a listed key with an escape, such as
+`"\u0061"` for `"a"`. So a scanner follows the response. In each mask, it clears the tokens that would complete a
+repeated key, or begin a `\u` escape in a key.
 """
 
 from __future__ import annotations
@@ -21,16 +21,23 @@ QUOTE, BACKSLASH, COMMA, U = b'"\\,u'
 OPEN_OBJECT, CLOSE_OBJECT, OPEN_ARRAY, CLOSE_ARRAY = b"{}[]"
 ESCAPE: Final = b"\\u"
 
-# Where in the text a scanner is.
+# Position of a scanner in the text.
 VALUE, KEY_AHEAD, KEY, KEY_ESCAPE, STRING, STRING_ESCAPE = range(6)
 
 
 class KeyTokens:
-    """The tokens of one vocabulary that can complete keys. Made once for a model; costs some 100 ms.
+    """Tokens of one vocabulary that can complete keys. Shared by all responses of a model.
 
     Args:
-        vocab_size: Token ids are 0 to vocab_size - 1.
-        token_bytes: The bytes of a token.
+        vocab_size: Number of tokens. Ids are 0 to vocab_size - 1.
+        token_bytes: Returns the bytes of a token.
+
+    Attributes:
+        whole: Tokens by a text that is between two of their quotes, so a token may contain the whole key.
+        ends: Texts before the first quote of a token. Each may be the end of a key.
+        ended: Tokens that may end a key and repeat the key. By the part of the key before the token.
+
+    Cost: about 100 ms to create.
     """
 
     def __init__(self, vocab_size: int, token_bytes: Callable[[int], bytes]) -> None:
@@ -38,12 +45,12 @@ class KeyTokens:
         quoted: list[tuple[bytes, int]] = []
         self._escaping: list[int] = []
         self.whole: dict[bytes, tuple[int, ...]] = {}
-        """Tokens that have a text between two of their quotes, by that text: the key may be in one token."""
+
         self.ends: set[bytes] = set()
-        """What tokens have before their first quote: the end of a key."""
+
         self.ended: dict[bytes, tuple[int, ...]] = {}
-        """Tokens that may end a key and have it once more, by the beginning of the key before the token."""
-        self._twice: list[int] = []  # tokens that may have a whole key twice
+
+        self._twice: list[int] = []  # tokens that may contain a whole key twice
         for token_id in range(vocab_size):
             piece = token_bytes(token_id)
             if b'"' in piece:
@@ -65,14 +72,25 @@ class KeyTokens:
         self._doubtful: dict[tuple[int, bool], tuple[tuple[int, ...], tuple[int, ...]]] = {}
 
     def beginning_with(self, text: bytes) -> Iterator[int]:
-        """Iterate over the tokens that begin with a text. It has a quote."""
+        """Iterate over the tokens that begin with a text.
+
+        Args:
+            text: The text. It contains a quote.
+        """
         place = bisect_left(self._quoted, text)
         while place < len(self._quoted) and self._quoted[place].startswith(text):
             yield self._quoted_ids[place]
             place += 1
 
     def doubtful(self, mode: int, *, in_object: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The tokens that write `\\u` within a key, and those that complete two keys, behind a text in this mode."""
+        r"""Return tokens that must be checked at a position.
+
+        These are tokens that write `\u` within a key, and tokens that complete two keys.
+
+        Args:
+            mode: Position of the scanner.
+            in_object: True if the innermost open value is an object.
+        """
         found = self._doubtful.get((mode, in_object))
         if found is None:
             outer = None
@@ -88,13 +106,13 @@ class KeyTokens:
 
 
 class Frame(NamedTuple):
-    """One object or array that is open.
+    """One open object or array.
 
-    Args:
-        is_object: It has keys.
-        outer: The one around it.
-        keys: Those that it has, as they are spelled, sorted.
-        whole: Tokens that have one of these keys between two quotes.
+    Attributes:
+        is_object: True for an object, False for an array.
+        outer: The object or array around it, or None.
+        keys: Keys of the object so far, as they are spelled, sorted.
+        whole: Tokens that contain one of these keys between two quotes.
     """
 
     is_object: bool
@@ -104,12 +122,18 @@ class Frame(NamedTuple):
 
 
 class JsonKeys:
-    """The keys of a response so far. Never changes: `after` makes the state behind one more token.
+    r"""Keys of a response so far. Immutable: `after` returns the state after more text.
+
+    Args:
+        tokens: Tokens that can complete keys.
+        frame: The innermost open object or array, or None.
+        mode: Position of the scanner.
+        key: Part of a key that is written so far.
 
     Attributes:
-        completed_count: Keys that the last token has completed.
-        has_repeated: The last token has completed a key that its object had.
-        has_escaped: The last token has written `\\u` within a key.
+        completed_count: Number of keys that the last token has completed.
+        has_repeated: True if the last token has completed a key that its object already had.
+        has_escaped: True if the last token has written `\u` within a key.
     """
 
     __slots__ = ("_frame", "_key", "_mode", "_tokens", "completed_count", "has_escaped", "has_repeated")
@@ -124,15 +148,15 @@ class JsonKeys:
         self.has_escaped = False
 
     def after(self, piece: bytes) -> JsonKeys:
-        """Return the state behind these bytes.
+        """Return the state after more bytes of the response.
 
         Args:
-            piece: JSON behind what came before. Other text around it, such as that of a format of calls, may have no
-                brace or quote without its partner.
+            piece: The bytes, which continue the JSON so far. Braces and quotes must be paired in other text around the
+                JSON, such as that of a format of calls.
         """
         mode, frame, key = self._mode, self._frame, self._key
         if mode == STRING and b'"' not in piece and b"\\" not in piece and not self.completed_count:
-            return self  # as for most tokens of long texts
+            return self  # the case of most tokens in long texts
         has_repeated = has_escaped = False
         completed_count = 0
         for byte in piece:
@@ -172,11 +196,15 @@ class JsonKeys:
         return state
 
     def prune(self, address: int, words_per_row: int) -> None:
-        """Clear the tokens of a row of a mask that would repeat a key, or escape within one.
+        r"""Clear the tokens in a mask row that would repeat a key, or write a `\u` escape within a key.
 
-        Where the grammar leaves nothing but an escape, it stays: that is a listed name with a control character.
+        If the grammar allows nothing but an escape, the escape stays. That is a listed key with a control character.
 
-        Cost: microseconds, and some more for each key with the beginning that is written.
+        Args:
+            address: Memory address of the row.
+            words_per_row: Number of uint32 words in the row.
+
+        Cost: microseconds, and more for each key that begins like the current key.
         """
         tokens, frame = self._tokens, self._frame
         escapes, twice = tokens.doubtful(self._mode, in_object=frame is not None and frame.is_object)
@@ -199,9 +227,12 @@ class JsonKeys:
                 clear_bits(address, (token_id,))
 
     def _ends_of_keys(self, keys: tuple[bytes, ...]) -> Iterator[bytes]:
-        """Iterate over what would make one of these keys of the beginning that is written, as far as one token can."""
+        """Iterate over texts that would complete the current key to one of these keys.
+
+        Each is the beginning of some token.
+        """
         begun, ends = self._key, self._tokens.ends
-        first, behind = bisect_left(keys, begun), bisect_left(keys, begun + b"\xff")  # no UTF-8 text has this byte
+        first, behind = bisect_left(keys, begun), bisect_left(keys, begun + b"\xff")  # UTF-8 never has byte 0xFF
         if behind - first <= len(ends):
             return (end for key in keys[first:behind] if (end := key[len(begun) :]) in ends)
         return (end for end in ends if _has(keys, begun + end))
@@ -223,9 +254,12 @@ _MEMBERS: Final = ("anyOf", "oneOf", "allOf", "$ref")
 
 
 def has_free_keys(schema: Any) -> bool:
-    """Return whether objects that a schema accepts may have keys that it does not list.
+    """Return True if objects that a schema accepts may have keys that it does not list.
 
-    Doubtful schemas count as such: their responses are followed for nothing, at a small cost.
+    Also returns True if it is not certain. The responses are then tracked without need, at a small cost.
+
+    Args:
+        schema: The schema.
     """
     left = [schema]
     while left:
@@ -240,7 +274,7 @@ def has_free_keys(schema: Any) -> bool:
         wanted = node.get("type")
         kinds = [wanted] if isinstance(wanted, str) else wanted
         if kinds is None and any(key in node for key in _MEMBERS) and not _looks_into_objects(node):
-            kinds = []  # the members say which
+            kinds = []  # the members name the types
         has_more = node.get("additionalProperties") is not False or bool(node.get("patternProperties"))
         if has_more and (kinds is None or "object" in kinds):
             return True

@@ -1,4 +1,4 @@
-"""Reads from a prompt's tokens whether reasoning is open where the response begins."""
+"""Finds out from a prompt's tokens whether reasoning is open where the response begins."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ if TYPE_CHECKING:
 
 __all__ = ["PromptReasoning"]
 
-_END_TOKENS = 64  # of a prompt without control tokens; a marker as text and white space are shorter
+_END_TOKENS = 64  # tokens to read of a prompt without control tokens; a marker and white space are shorter
 
 
 class PromptReasoning:
-    """Finds the reasoning marker that the last turn of a prompt has written last.
+    """Finds the last reasoning marker in the last turn of a prompt.
 
-    A marker that the vocabulary writes as control tokens is compared by token ids. The same characters in a message are
-    no marker. A marker that is followed by another control token belongs to an earlier turn. Some vocabularies write
-    markers as text. Then the text behind the last control token must begin with the marker, at most after the name of a
-    role, or end with it.
+    If the vocabulary writes a marker with control tokens, the marker is compared by token ids. So the same characters
+    in a message are not a marker. If another control token follows a marker, the marker belongs to an earlier turn.
+
+    Some vocabularies write a marker as text. Such a marker counts only in two places in the text after the last control
+    token: at its beginning, at most after the name of a role, or at its end.
 
     Args:
-        opening, closing: how the family begins and ends reasoning.
+        tokenizer: Tokenizer of the model.
+        opening: Texts that begin reasoning in the model's family.
+        closing: Texts that end reasoning in the model's family.
 
-    Cost: begins_inside reads the tokens behind the last control token: a handful, unless the prompt ends inside of a
-    message.
+    Cost: begins_inside reads the tokens after the last control token. These are a handful unless the prompt ends inside
+    of a message.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, opening: Sequence[str], closing: Sequence[str]) -> None:
@@ -49,10 +52,13 @@ class PromptReasoning:
         self._begins_turn = re.compile(rf"\s*+\w*\s*(?:{markers})") if markers else None
 
     def begins_inside(self, prompt_token_ids: Sequence[int]) -> bool | None:
-        """Tell what the prompt says about the reasoning of the response.
+        """Find out whether reasoning is open at the end of a prompt.
+
+        Args:
+            prompt_token_ids: Tokens of the prompt.
 
         Returns:
-            True: reasoning is open. False: it is over. None: the prompt has no marker in its last turn.
+            True if reasoning is open, False if it has ended. None if the last turn of the prompt has no marker.
         """
         control_ids = self._control_ids
         for place in range(len(prompt_token_ids) - 1, -1, -1):

@@ -1,5 +1,4 @@
-"""What a model's text consists of besides text for people: thoughts and calls of tools. The parsers of the families of
-models turn a response, piece by piece, into these parts."""
+"""Parts of a response: content, reasoning and tool calls. The parser of a model family splits the text into parts."""
 
 from __future__ import annotations
 
@@ -19,19 +18,25 @@ __all__ = [
 
 
 class ContentText(msgspec.Struct, frozen=True):
-    """A piece of what the reader is to see."""
+    """A piece of the content, which is meant for the reader."""
 
     text: str
 
 
 class ReasoningText(msgspec.Struct, frozen=True):
-    """A piece of a thought."""
+    """A piece of the reasoning."""
 
     text: str
 
 
 class ToolCallBegin(msgspec.Struct, frozen=True):
-    """A call begins. index: 0, 1, ... within the response. id: as the model wrote it, where its family writes ids."""
+    """Beginning of a call.
+
+    Attributes:
+        index: Index of the call in the response: 0, 1, ...
+        name: Name of the function.
+        id: Id that the model wrote, or None if its family writes no ids.
+    """
 
     index: int
     name: str
@@ -39,14 +44,23 @@ class ToolCallBegin(msgspec.Struct, frozen=True):
 
 
 class ToolCallArguments(msgspec.Struct, frozen=True):
-    """A piece of the call's arguments. When its ToolCallEnd has come, the pieces join to one JSON object."""
+    """A piece of a call's arguments. Once the call has ended, the joined pieces are one JSON object.
+
+    Attributes:
+        index: Index of the call.
+        text: The piece.
+    """
 
     index: int
     text: str
 
 
 class ToolCallEnd(msgspec.Struct, frozen=True):
-    """The call is complete. A call without it was cut off, and must not be shown as complete."""
+    """End of a complete call. A call without this part was cut off, and must not be shown as complete.
+
+    Attributes:
+        index: Index of the call.
+    """
 
     index: int
 
@@ -55,12 +69,23 @@ ResponsePart = ContentText | ReasoningText | ToolCallBegin | ToolCallArguments |
 
 
 class ResponseParser(Protocol):
-    """One choice's text to parts; a pure function of the text: however it is cut into pieces, the parts join to the
-    same. Holds back no more than what may still become something else. Never raises for what a model writes: what is
-    no call is content."""
+    """Splits the text of one choice into parts.
 
-    def feed(self, text: str) -> list[ResponsePart]: ...
+    The result depends only on the text: however it is cut into pieces, the joined parts are equal. Text is held back
+    only while its meaning is undecided. No text of a model raises an error: text that is not a valid call is content.
+    """
+
+    def feed(self, text: str) -> list[ResponsePart]:
+        """Process a piece of the text.
+
+        Args:
+            text: The piece.
+
+        Returns:
+            The parts that are complete now.
+        """
+        ...
 
     def end(self) -> list[ResponsePart]:
-        """The text is over: what was held back. To be called once, and nothing after it."""
+        """Return the parts of the text that was held back. Call this once, when no more text follows."""
         ...

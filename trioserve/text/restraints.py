@@ -1,4 +1,4 @@
-"""Grammars for a chat's response: the schema of its content, forced and strict calls, and the end of reasoning."""
+"""Grammars for the response to a chat: the schema of its content, forced and strict calls, and the end of reasoning."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.structured_output import FormKind, StructuredOutput
 from trioserve.contracts.thinking import Thinking
 from trioserve.text.response_families import ResponseFamilies
-from trioserve.text.response_parsers.call_forms import JsonOf
+from trioserve.text.response_parsers.call_format import JsonOf
 from trioserve.text.response_parsers.forced_calls import calls_or_json, forced_calls, strict_calls
 from trioserve.text.response_parsers.offered_tools import offered_tools
 from trioserve.text.tool_choice import ToolChoice, ToolMode, checked_tools, tool_choice_of
@@ -36,33 +36,38 @@ def restrained(
     parallel_tool_calls: bool = True,
     reasoning_tokens_max: int | None = None,
 ) -> SamplingParams:
-    """Add to the sampling what a chat asks of its response: its schema, forced or strict calls, and a budget.
+    """Add the restraints of a chat to sampling parameters: schema, forced or strict calls, and the limit of reasoning.
 
-    Schemas and calls begin behind the reasoning of a model that reasons. Its reasoning can be ended, by its budget or
-    from outside, whether or not there is a budget.
+    Schemas and calls begin after the reasoning of a model that reasons. The reasoning can be ended early by a call of
+    end_reasoning, also if it has no limit.
 
     Args:
-        tools: those that the model is shown, checked.
-        structured: the form of content that is no reasoning and no call.
-        reasoning_tokens_max: the reasoning ends after as many tokens. None: no budget.
+        sampling: Sampling parameters of the request.
+        families: Formats in which the model writes reasoning and calls.
+        tokenizer: Tokenizer of the model.
+        tools: Checked tools that the model is shown, or None.
+        tool_choice: Calls that the request demands or forbids.
+        structured: Structure of content other than reasoning and calls, or None.
+        parallel_tool_calls: True if the response may have several calls.
+        reasoning_tokens_max: Token limit of the reasoning, or None for no limit.
 
     Raises:
-        InvalidRequest: the model, or the combination of fields, cannot be restrained so.
+        InvalidRequest: The model does not support the restraint, or the fields contradict each other.
     """
-    form = _form(families, tokenizer, tools, tool_choice, structured, may_repeat=parallel_tool_calls)
-    tags = families.thought_tags
-    if form is not None and form is structured and families.content_begin is not None:
-        form = msgspec.structs.replace(form, free_until=families.content_begin)
-    elif form is not None and tags is not None and families.content_begin is None:
-        form = msgspec.structs.replace(form, free_until=tags.closing[0])
+    restraint = _restraint(families, tokenizer, tools, tool_choice, structured, may_repeat=parallel_tool_calls)
+    tags = families.reasoning_tags
+    if restraint is not None and restraint is structured and families.content_begin is not None:
+        restraint = msgspec.structs.replace(restraint, free_until=families.content_begin)
+    elif restraint is not None and tags is not None and families.content_begin is None:
+        restraint = msgspec.structs.replace(restraint, free_until=tags.closing[0])
     if tags is None:
-        return sampling if form is None else msgspec.structs.replace(sampling, structured=form)
+        return sampling if restraint is None else msgspec.structs.replace(sampling, structured=restraint)
     thinking = sampling.thinking or Thinking(
         begin="" if tags.begins_inside else tags.opening[0],
         end=tags.closing[0],
         tokens_max=reasoning_tokens_max,
     )
-    return msgspec.structs.replace(sampling, structured=form, thinking=thinking)
+    return msgspec.structs.replace(sampling, structured=restraint, thinking=thinking)
 
 
 def with_tool_choice(
@@ -73,22 +78,30 @@ def with_tool_choice(
     tool_choice: object,
     strict: bool | None,
 ) -> tuple[Prompt, SamplingParams]:
-    """Apply a program's tool_choice and strict to its chat, with the meaning that they have over HTTP.
+    """Apply the arguments tool_choice and strict of a Python caller to a chat, with the same meaning as over HTTP.
 
-    Nothing changes without either of them, if no function asks for strict, or if the sampling forces calls already.
+    Nothing changes if both are None and no function is strict, or if the sampling parameters force calls already.
 
     Args:
-        strict: of all functions. None: as each function says.
+        prompt: The prompt.
+        sampling: Sampling parameters of the request.
+        families: Formats in which the model writes reasoning and calls.
+        tokenizer: Tokenizer of the model.
+        tool_choice: Value in OpenAI's shape, or None.
+        strict: Value for all functions, or None to use the value of each function.
+
+    Returns:
+        The changed prompt and sampling parameters.
 
     Raises:
-        InvalidRequest: the choice does not go with the prompt or its tools.
+        InvalidRequest: The choice contradicts the prompt or its tools.
     """
     if strict is not None:
         to_bool("strict", strict)
     if not isinstance(prompt, ChatPrompt):
         if tool_choice is not None or strict is not None:
             param = "strict" if tool_choice is None else "tool_choice"
-            raise InvalidRequest(f"{param} is for tools, and the prompt is no ChatPrompt: leave it out", param=param)
+            raise InvalidRequest(f"{param} is for tools, and the prompt is not a ChatPrompt: omit it", param=param)
         return prompt, sampling
     tools, structured = prompt.tools, sampling.structured
     if structured is not None and structured.kind is FormKind.TOOL_CALLS:
@@ -103,7 +116,7 @@ def with_tool_choice(
     restrained_sampling = restrained(
         sampling, families, tokenizer, tools=offered, tool_choice=choice, structured=structured
     )
-    # The template gets the tools as they were sent: some print all their fields.
+    # The template gets the tools as they were sent, since some templates print all their fields.
     return msgspec.structs.replace(prompt, tools=choice.offered(tools and list(tools))), restrained_sampling
 
 
@@ -112,7 +125,7 @@ def _is_strict(tool: dict[str, Any]) -> bool:
     return isinstance(function, dict) and function.get("strict") is True
 
 
-def _form(
+def _restraint(
     families: ResponseFamilies,
     tokenizer: Tokenizer,
     shown: list[dict[str, Any]] | None,
@@ -121,7 +134,7 @@ def _form(
     *,
     may_repeat: bool,
 ) -> StructuredOutput | None:
-    """What follows the reasoning."""
+    """Return the structure of the response after the reasoning, or None if it is unrestrained."""
     tools = offered_tools(shown)
     mode = choice.mode
     if mode is ToolMode.NAMED:
@@ -134,7 +147,7 @@ def _form(
         if not is_forced:
             return structured
         raise InvalidRequest(
-            "a call cannot be forced here, since this server reads none from responses (--tool-call-parser none): "
+            "a call cannot be forced, since this server reads no calls from responses (--tool-call-parser none): "
             'send tool_choice "auto" or "none"',
             param="tool_choice",
         )
@@ -161,32 +174,36 @@ def _form(
         if error.param != "tools":
             raise
         raise InvalidRequest(
-            f"the schemas of the tools are too long to be kept to: {error}; send fewer tools, or shorter schemas",
+            f"the schemas of the tools are too long to be enforced: {error}; send fewer tools, or shorter schemas",
             param="tools",
         ) from None
 
 
 def _check_channels(structured: StructuredOutput | None) -> None:
-    """What may be written is decided for each message, and what the model will write next is its own choice."""
+    """Refuse a schema for the content, since the model itself chooses which kind of message it writes next."""
     if structured is not None:
         raise InvalidRequest(
-            f"{structured.param} and tools are both set: this model's responses can have a form, or calls; "
-            'send tool_choice "none", "required", or one of the two',
+            f"{structured.param} and tools are both set: this model's responses can follow a schema or have calls, not "
+            'both; send tool_choice "none" or "required", or only one of the two',
             param=structured.param,
         )
 
 
-def _schema_of(form: StructuredOutput) -> dict[str, Any]:
-    """Raises InvalidRequest for a form that is no JSON."""
-    if form.kind is FormKind.JSON_OBJECT:
+def _schema_of(structured: StructuredOutput) -> dict[str, Any]:
+    """Return the JSON schema of structured output.
+
+    Raises:
+        InvalidRequest: The structured output is not JSON.
+    """
+    if structured.kind is FormKind.JSON_OBJECT:
         return {"type": "object"}
-    if form.kind is not FormKind.JSON_SCHEMA:
+    if structured.kind is not FormKind.JSON_SCHEMA:
         raise InvalidRequest(
-            f"{form.param} asks for a {form.kind.value}, and there are tools: with tools a response can be free, or "
-            'JSON; send tool_choice "none", or one of the two',
-            param=form.param,
+            f"{structured.param} asks for a {structured.kind.value}, and there are tools: a response with tools can be "
+            'unrestrained or JSON; send tool_choice "none", or only one of the two',
+            param=structured.param,
         )
-    schema = json.loads(form.source)
+    schema = json.loads(structured.source)
     if not isinstance(schema, dict):
-        raise InvalidRequest("a JSON schema has to be an object", param=form.param)
+        raise InvalidRequest("a JSON schema must be an object", param=structured.param)
     return schema

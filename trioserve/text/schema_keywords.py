@@ -1,8 +1,9 @@
-"""Rewrites JSON schemas into keywords that llguidance compiles, and finds the keywords that nothing can keep to.
+"""Rewrites JSON schemas into keywords that llguidance compiles, and finds keywords that cannot be enforced.
 
-`if`, `not`, `oneOf`, dependencies and the like become `anyOf` of cases. Values that can be listed are listed. The
-result accepts the same JSON. A keyword that cannot be rewritten is left out and named. A strict schema is refused
-instead. Bounds: CASES_MAX cases for one schema, and NODES_MAX schemas in all.
+`if`, `not`, `oneOf`, dependencies and similar keywords become `anyOf` with several cases. If the values of a schema can
+be listed, they are listed. The result accepts the same JSON. A keyword that cannot be rewritten is left out and
+reported. A strict schema with such a keyword is refused. Bounds: CASES_MAX cases per schema, and NODES_MAX schemas in
+total.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from trioserve.text.schema_logic import ANNOTATIONS, SchemaLogic, texts_of_patte
 
 __all__ = ["KeptSchema"]
 
-CASES_MAX: Final = 64  # of one schema: all cases of its keywords multiplied
+CASES_MAX: Final = 64  # per schema: product of the case counts of its keywords
 NODES_MAX: Final = 20_000
-CONTAINS_ITEMS_MAX: Final = 8  # of an array that has to contain something
-LISTS_MAX: Final = 256  # that an array without repeated items is written out as
-PATTERNS_MAX: Final = 200  # that are tried; further ones are taken as they are
+CONTAINS_ITEMS_MAX: Final = 8  # longest array for which `contains` is rewritten
+LISTS_MAX: Final = 256  # most arrays to list for a schema of unique items
+PATTERNS_MAX: Final = 200  # patterns that are tried with the library; further patterns are not checked
 LENIENT: Final = "lenient"
 OPTIONS: Final = "x-guidance"
 
 _FORMATS: Final = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid", "unknown")
 )
-"""Formats that the library checks."""
+"""Formats that the library enforces."""
 _FORMAT_NOTES: Final = frozenset(
     (
         *("path", "file-path", "directory-path", "new-path", "binary", "byte", "base64", "base64url", "password"),
@@ -40,13 +41,13 @@ _FORMAT_NOTES: Final = frozenset(
         *("ipv6network", "color", "phone", "payment-card-number"),
     )
 )
-"""Formats that OpenAPI and pydantic write for programs that read the schema. They reject no text."""
+"""Formats that OpenAPI and pydantic write as a note for other programs. They reject no text."""
 _SUBSCHEMAS: Final = (
     *("items", "additionalItems", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else"),
 )
 _LISTS_OF_SCHEMAS: Final = ("anyOf", "oneOf", "allOf", "prefixItems")
 _NAMED_SCHEMAS: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-# What pydantic writes for a Decimal. The look-ahead asks for a digit.
+# Replacement of the pattern that pydantic writes for a Decimal. Its look-ahead requires a digit.
 _PATTERNS: Final = {r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(?:\d+\.?\d*|\.\d+)$"}
 _UNKEPT: Final = (
     "contains",
@@ -64,19 +65,20 @@ def _is_lenient(schema: Any) -> bool:
 
 
 class KeptSchema:
-    """One schema as the library compiles it.
+    """One schema, rewritten for the library.
 
     Args:
-        schema: Not changed.
-        param: The field of the request that an error names.
-        lenient: Leave out what cannot be kept to, as `x-guidance` in the schema can ask for, too.
+        schema: The schema. It is not changed.
+        param: Field of the request, for error messages.
+        lenient: True to leave out keywords that cannot be enforced. The key `x-guidance` in the schema can request the
+            same.
 
     Attributes:
         schema: The rewritten schema.
         ignored: Paths of the keywords that were left out, such as `properties.a.contains`.
 
     Raises:
-        InvalidRequest: The schema is strict and has such a keyword, or it is too deep or too large.
+        InvalidRequest: The schema is strict and has such a keyword, or it is nested too deeply or too large.
     """
 
     def __init__(self, schema: Any, *, param: str, lenient: bool = False) -> None:
@@ -110,7 +112,7 @@ class KeptSchema:
         lists = self._lists_without_repeats(schema)
         if lists is not None:
             return lists | {key: value for key, value in schema.items() if key in _KEPT_BESIDE_VALUES}
-        # Cases are made of the schema as it was sent: what they hold is rewritten with the rest.
+        # Cases are made from the original schema. Their contents are rewritten below, together with the rest.
         node = dict(schema)
         cases: list[list[Any]] = []
         for rewrite in (self._one_of, self._not, self._if, self._dependencies, self._contains):
@@ -145,8 +147,8 @@ class KeptSchema:
             raise self._unkept("oneOf", path, "it has too many members")
         exclusive = self._exclusive(node, members) if len(members) <= CASES_MAX else None
         if exclusive is None:
-            self._ignore("oneOf", path, "two of its members may accept the same value")
-            exclusive = members  # one of them, at least
+            self._ignore("oneOf", path, "two of its members may accept one value")
+            exclusive = members  # at least one of the members
         if "anyOf" not in node:
             node["anyOf"] = exclusive
         else:
@@ -161,7 +163,8 @@ class KeptSchema:
                     continue
                 other = self._logic.resolved(other)
                 if isinstance(other, dict) and other.get("type") == _type_in(member, node):
-                    other = {key: value for key, value in other.items() if key != "type"}  # it is no difference
+                    # the type is equal in both, so it cannot tell them apart
+                    other = {key: value for key, value in other.items() if key != "type"}
                 negated = self._logic.negated(other)
                 if negated is None:
                     return None
@@ -228,7 +231,7 @@ class KeptSchema:
             return
         cases.append(found)
 
-    # --- keywords that become others, or nothing ---
+    # --- keywords that become other keywords, or nothing ---
 
     def _fill_in(self, node: dict[str, Any], path: str, *, has_cases: bool) -> None:
         self._format(node, path)
@@ -249,7 +252,7 @@ class KeptSchema:
         for key in _UNKEPT:
             if key in node:
                 del node[key]
-                self._ignore(key, path, "no grammar can keep to it")
+                self._ignore(key, path, "no grammar can enforce it")
 
     def _format(self, node: dict[str, Any], path: str) -> None:
         name = node.get("format")
@@ -265,14 +268,14 @@ class KeptSchema:
             node["pattern"] = pattern = _PATTERNS.get(pattern, pattern)
             if not self._can_compile(pattern):
                 del node["pattern"]
-                self._ignore("pattern", path, "it is no regular expression without look-around and references back")
+                self._ignore("pattern", path, "it is not a regular expression without look-around and backreferences")
         patterns = node.get("patternProperties")
         if isinstance(patterns, dict):
             node["patternProperties"] = dict(patterns)
             for pattern in patterns:
                 if not self._can_compile(pattern):
                     del node["patternProperties"][pattern]
-                    self._ignore("patternProperties", path, "its pattern has look-around or references back")
+                    self._ignore("patternProperties", path, "its pattern has look-around or backreferences")
 
     def _can_compile(self, pattern: str) -> bool:
         if "\\" not in pattern and "(?" not in pattern and "[" not in pattern:
@@ -281,7 +284,7 @@ class KeptSchema:
         return self._patterns_left < 0 or _is_known_to_library(pattern)
 
     def _names(self, node: dict[str, Any], path: str) -> None:
-        """propertyNames: names are filtered, or become patternProperties or properties."""
+        """Replace propertyNames: filter the listed names, or convert it to patternProperties or properties."""
         if "propertyNames" not in node:
             return
         wanted = self._logic.resolved(node.pop("propertyNames"))
@@ -313,10 +316,10 @@ class KeptSchema:
                     else:
                         node["additionalProperties"] = others
                 return
-        self._ignore("propertyNames", path, "names can be listed, or match one pattern")
+        self._ignore("propertyNames", path, "only listed names and one pattern are supported")
 
     def _listed_names(self, node: dict[str, Any]) -> None:
-        """Names that a pattern lists become properties: each can be written once, and counts once."""
+        """Convert patterns that match few texts to properties, so that each name is written at most once."""
         patterns = node.get("patternProperties")
         if not isinstance(patterns, dict):
             return
@@ -333,13 +336,13 @@ class KeptSchema:
                     listed[text] = {"allOf": [listed[text], schema]}
                 else:
                     listed[text] = schema
-        if left:  # a listed name may match one of these, which then applies to it, too
+        if left:  # a listed name may match one of these patterns, which then applies, too
             return
         node["properties"] = listed
         del node["patternProperties"]
 
     def _counts_of_listed(self, node: dict[str, Any], cases: list[list[Any]], path: str) -> None:
-        """Write the counts of an object whose names are all listed as required names, in cases."""
+        """Express minProperties of an object that lists all its names as cases of required names."""
         listed, least, most = node.get("properties"), node.get("minProperties", 0), node.get("maxProperties")
         if not isinstance(listed, dict) or not isinstance(least, int) or node.get("patternProperties"):
             return
@@ -350,7 +353,7 @@ class KeptSchema:
         required = [name for name in required if name in names] if isinstance(required, list) else []
         optional = [name for name in names if name not in required]
         if isinstance(most, int) and most >= len(names):
-            del node["maxProperties"]  # it excludes nothing
+            del node["maxProperties"]  # the limit excludes nothing
         missing = least - len(set(required))
         if (
             "maxProperties" in node
@@ -358,13 +361,13 @@ class KeptSchema:
             or not optional
             or math.comb(len(optional), max(missing, 0)) > CASES_MAX
         ):
-            return  # the library keeps to it, or refuses it
+            return  # the library enforces the keyword, or refuses it
         del node["minProperties"]
         found: list[Any] = [{"required": list(one)} for one in itertools.combinations(optional, max(missing, 0))]
         self._add_case(cases, found or [False], "minProperties", path)
 
     def _lists_without_repeats(self, schema: dict[str, Any]) -> dict[str, Any] | None:
-        """An array of different items that can be listed, as the list of all such arrays."""
+        """List all arrays of a schema with unique items, if there are few. Returns None if they cannot be listed."""
         if schema.get("uniqueItems") is not True or schema.get("type") != "array" or "items" not in schema:
             return None
         items = self._logic.values(schema["items"])
@@ -383,7 +386,7 @@ class KeptSchema:
             return None
         return {"enum": [one for one, is_kept in zip(lists, answers, strict=True) if is_kept]}
 
-    # --- what cannot be kept to ---
+    # --- keywords that cannot be enforced ---
 
     def _ignore(self, keyword: str, path: str, reason: str) -> None:
         if not self._is_lenient:
@@ -393,8 +396,8 @@ class KeptSchema:
     def _unkept(self, keyword: str, path: str, reason: str) -> InvalidRequest:
         place = f"{path}.{keyword}".removeprefix(".")
         return InvalidRequest(
-            f'the schema has the keyword "{keyword}" at {place[:200]}, which cannot be kept to: {reason}; leave it '
-            "out, or send strict false to have it ignored",
+            f'the schema has the keyword "{keyword}" at {place[:200]}, which cannot be enforced: {reason}; remove it, '
+            "or send strict false to ignore it",
             param=self._param,
         )
 
@@ -403,7 +406,7 @@ _KEPT_BESIDE_VALUES: Final = ANNOTATIONS | {OPTIONS}
 
 
 def _type_in(schema: Any, around: dict[str, Any]) -> Any:
-    """The type that a member of a schema names, or the schema around it."""
+    """Return the type that a member of a schema names, or else the type that the surrounding schema names."""
     return schema["type"] if isinstance(schema, dict) and "type" in schema else around.get("type")
 
 
@@ -414,7 +417,10 @@ def _both(one: Any, other: Any) -> Any:
 
 
 def _pattern_of_names(wanted: Any) -> str | None:
-    """Return a pattern that the wanted names match, empty for any name, or None if no pattern expresses them."""
+    """Return a pattern for the names that a schema accepts.
+
+    "" if it accepts any name, None if no pattern expresses them.
+    """
     if not isinstance(wanted, dict):
         return None
     left = {key: value for key, value in wanted.items() if key not in ANNOTATIONS and key != "type"}
@@ -434,7 +440,10 @@ def _is_known_to_library(pattern: str) -> bool:
 
 
 def _matches(pattern: str, name: str) -> bool | None:
-    """Match a name with the library, which searches in linear time. Returns None for a pattern it does not know."""
+    """Match a name against a pattern with the library, which takes linear time.
+
+    None if the library refuses the pattern.
+    """
     matcher = LLMatcher(_byte_library(), LLMatcher.grammar_from_json_schema({"type": "string", "pattern": pattern}))
     text = list(json.dumps(name, ensure_ascii=False).encode())
     return None if matcher.is_error() else matcher.try_consume_tokens(text) == len(text) and matcher.is_accepting()

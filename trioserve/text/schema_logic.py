@@ -1,7 +1,7 @@
-"""What can be decided about JSON schemas without a text: values that one accepts, its negation, and disjoint schemas.
+"""Decides questions about JSON schemas: the values that a schema accepts, its negation, and whether two are disjoint.
 
-Every function answers None, or False, where it cannot tell. No function follows more than REFERENCES_MAX references,
-and none looks deeper than DEPTH_MAX.
+Every function returns None or False if it cannot decide. No function follows more than REFERENCES_MAX references, or
+recurses deeper than DEPTH_MAX.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ ANNOTATIONS: Final = frozenset(
         *("contentEncoding", "contentMediaType", "contentSchema", "discriminator", "externalDocs", "xml"),
     )
 )
-"""Keywords that accept and reject nothing."""
+"""Keywords that only describe. They do not change which values a schema accepts."""
 
 DEPTH_MAX: Final = 8
 REFERENCES_MAX: Final = 16
-WORK_MAX: Final = 50_000  # questions about one root: pairs of members multiply
-TEXTS_MAX: Final = 64  # that a pattern is written out as
-COMPLEMENT_CHARACTERS_MAX: Final = 512  # of all texts whose complement is made
+WORK_MAX: Final = 50_000  # calls per root schema, since pairs of members multiply
+TEXTS_MAX: Final = 64  # most texts to list for a pattern
+COMPLEMENT_CHARACTERS_MAX: Final = 512  # total length of the texts in _complement
 TYPES: Final = ("null", "boolean", "number", "string", "array", "object")
 _OF_TYPE: Final = {
     **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"), "number"),
@@ -44,7 +44,7 @@ _OF_TYPE: Final = {
     **dict.fromkeys(("minItems", "maxItems", "items", "prefixItems", "uniqueItems", "contains"), "array"),
     **dict.fromkeys(("minProperties", "maxProperties", "required", "properties"), "object"),
 }
-"""The type that a keyword looks at. Values of other types satisfy it."""
+"""Type that a keyword applies to. Values of other types satisfy the keyword."""
 _ABOVE: Final = {"minLength": "maxLength", "minItems": "maxItems", "minProperties": "maxProperties"}
 _BELOW: Final = {most: least for least, most in _ABOVE.items()}
 _OTHER_SIDE: Final = {
@@ -57,10 +57,10 @@ _SIZES: Final = (("minLength", "maxLength"), ("minItems", "maxItems"), ("minProp
 
 
 class SchemaLogic:
-    """Answers for the schemas within one root.
+    """Decides questions about the schemas within one root schema.
 
     Args:
-        root: Local references, such as `#/$defs/a`, lead into it.
+        root: The root schema. Local references, such as `#/$defs/a`, lead into it.
     """
 
     def __init__(self, root: Schema) -> None:
@@ -68,7 +68,13 @@ class SchemaLogic:
         self._work_left = WORK_MAX
 
     def resolved(self, schema: Schema) -> Schema:
-        """Follow a local reference that stands alone. A reference that cannot be followed stays."""
+        """Follow a local reference if the schema has no other keyword.
+
+        Return the schema itself if it cannot be followed.
+
+        Args:
+            schema: The schema.
+        """
         for _ in range(REFERENCES_MAX):
             if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
                 return schema
@@ -81,7 +87,11 @@ class SchemaLogic:
         return schema
 
     def values(self, schema: Schema) -> list[Any] | None:
-        """The values that a schema accepts, if they are few and can be listed."""
+        """Return the values that a schema accepts, or None if they cannot be listed.
+
+        Args:
+            schema: The schema.
+        """
         schema = self.resolved(schema)
         if schema is False:
             return []
@@ -102,7 +112,15 @@ class SchemaLogic:
         return None if None in answers else [value for value, is_one in zip(found, answers, strict=True) if is_one]
 
     def accepts(self, schema: Schema, value: Any, depth: int = 0) -> bool | None:
-        """Whether a schema accepts a value. None: it has a keyword that is not known here."""
+        """Return True if a schema accepts a value and False if it does not.
+
+        None if it has a keyword that is not known here.
+
+        Args:
+            schema: The schema.
+            value: The JSON value.
+            depth: Current depth of recursion.
+        """
         schema = self.resolved(schema)
         if isinstance(schema, bool):
             return schema
@@ -111,7 +129,12 @@ class SchemaLogic:
         return _all_of(self._accepts_by(key, schema, value, depth) for key in schema if key not in ANNOTATIONS)
 
     def negated(self, schema: Schema, depth: int = 0) -> Schema | None:
-        """A schema of all that this one does not accept. None: it cannot be written."""
+        """Return a schema that accepts exactly the other values, or None if it cannot be expressed.
+
+        Args:
+            schema: The schema.
+            depth: Current depth of recursion.
+        """
         schema = self.resolved(schema)
         if isinstance(schema, bool):
             return not schema
@@ -128,7 +151,13 @@ class SchemaLogic:
         return _any_of(parts)
 
     def are_disjoint(self, one: Schema, other: Schema, depth: int = 0) -> bool:
-        """Whether no value is accepted by both, as far as can be seen."""
+        """Return True if it is certain that no value is accepted by both schemas.
+
+        Args:
+            one: The first schema.
+            other: The second schema.
+            depth: Current depth of recursion.
+        """
         one, other = self.resolved(one), self.resolved(other)
         if one is False or other is False:
             return True
@@ -152,7 +181,7 @@ class SchemaLogic:
             return self._are_disjoint_of("number", one, other, depth)
         return len(types) == 1 and self._are_disjoint_of(next(iter(types)), one, other, depth)
 
-    # --- inside ---
+    # --- private ---
 
     def _may_work(self) -> bool:
         self._work_left -= 1
@@ -247,7 +276,7 @@ class SchemaLogic:
             case "type":
                 names = [wanted] if isinstance(wanted, str) else _texts(wanted)
                 if not names or ("integer" in names and "number" not in names):
-                    return None  # a number that is not whole cannot be written
+                    return None  # no schema expresses "a number that is not whole"
                 rest = [name for name in TYPES if name not in names]
                 return {"type": rest} if rest else False
             case "const":
@@ -283,18 +312,27 @@ class SchemaLogic:
 
 
 def type_names(schema: Schema) -> frozenset[str]:
-    """The types that a schema accepts, with integers apart from other numbers only where both are not named."""
+    """Return the types that a schema accepts. "integer" is included if "number" is.
+
+    Args:
+        schema: The schema.
+    """
     if not isinstance(schema, dict):
         return frozenset(TYPES) | {"integer"} if schema is not False else frozenset()
     wanted = schema.get("type")
     names = {wanted} if isinstance(wanted, str) else set(_texts(wanted)) if isinstance(wanted, list) else set(TYPES)
     if "number" in names:
-        names.add("integer")  # a whole number is a number, so that both meet
+        names.add("integer")  # a schema of integers and a schema of numbers have values in common
     return frozenset(names)
 
 
 def same_value(one: Any, other: Any) -> bool:
-    """Whether two JSON values are equal: 1 and 1.0 are, 1 and true are not."""
+    """Return True if two JSON values are equal: 1 equals 1.0, but not true.
+
+    Args:
+        one: The first value.
+        other: The second value.
+    """
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, list) and isinstance(other, list):
@@ -305,7 +343,12 @@ def same_value(one: Any, other: Any) -> bool:
 
 
 def texts_of_pattern(pattern: str, texts_max: int = TEXTS_MAX) -> list[str] | None:
-    """All texts that a pattern with both anchors matches. None: they are more than texts_max, or cannot be listed."""
+    """Return all texts that a pattern with both anchors matches, or None if they are too many or cannot be listed.
+
+    Args:
+        pattern: The pattern.
+        texts_max: Most texts to list.
+    """
     try:
         parsed = list(re_parser.parse(pattern))
     except (re.error, RecursionError, OverflowError):
@@ -366,7 +409,7 @@ def _texts_of_one(kind: Any, argument: Any, texts_max: int) -> list[str] | None:
 
 
 def _without(values: list[Any]) -> Schema | None:
-    """A schema of all values but these."""
+    """Return a schema of all values except these, or None if it cannot be expressed."""
     left: list[Schema] = []
     names = {_type_of(value) for value in values}
     if names & {"array", "object"}:
@@ -389,7 +432,7 @@ def _without(values: list[Any]) -> Schema | None:
 
 
 def _complement(texts: list[str]) -> str | None:
-    """A pattern of all texts but these."""
+    """Return a pattern that matches all texts except these, or None if they are too long."""
     if sum(map(len, texts)) > COMPLEMENT_CHARACTERS_MAX:
         return None
     wanted = set(texts)
@@ -441,7 +484,7 @@ def _negated(answer: bool | None) -> bool | None:
 
 
 def _property(schema: dict[str, Any], name: str) -> Schema:
-    """What an object has to have under a name, if it has it."""
+    """Return the schema of an object's value under a name."""
     properties = schema.get("properties")
     if isinstance(properties, dict) and name in properties:
         return properties[name]
@@ -451,7 +494,7 @@ def _property(schema: dict[str, Any], name: str) -> Schema:
 
 
 def _is_above(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether every number of one schema is above every number of the other."""
+    """Return True if all numbers of one schema are above all numbers of the other."""
     for least in ("minimum", "exclusiveMinimum"):
         for most in ("maximum", "exclusiveMaximum"):
             low, high = one.get(least), other.get(most)
@@ -472,7 +515,7 @@ def _type_of(value: Any) -> str:
 
 
 def _is_below(one: Any, other: Any) -> bool:
-    """Whether both are numbers, and the first is less."""
+    """Return True if both are numbers and the first is less than the second."""
     return _is_number(one) and _is_number(other) and bool(one < other)
 
 

@@ -1,9 +1,9 @@
-"""All that restrains one sequence, as one guide: its form, its thought, the tokens it may have, the words it may not.
+"""Guide of one sequence: combines its grammar, the state of its reasoning, its allowed tokens and its bad words.
 
-They are taken together: a token may come if each of them lets it. An end of a thought that is forced comes before
-everything else. A form may begin behind a thought, and before it the response cannot end. Where the response may begin
-with either, the form or a thought, both are followed until a token belongs to one of them alone: the thought's
-beginning token by token, as the tokenizer writes it.
+A token is allowed if all of these allow it. While the end of reasoning is forced, the other restraints do not apply. A
+grammar may begin after reasoning. Before the grammar begins, the response cannot end. If the response may begin either
+with reasoning or with the grammar, both are followed until a token belongs to only one of them. The opening tag of
+reasoning is then followed token by token, as the tokenizer writes it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from llguidance import LLExecutor, LLMatcher
 
 from trioserve.text.bad_words import BadWords
-from trioserve.text.form_compiler import CompiledForm, in_one_line
+from trioserve.text.grammar_compiler import CompiledGrammar, in_one_line
 from trioserve.text.json_keys import JsonKeys
 from trioserve.text.mask_bits import (
     clear_bits,
@@ -25,18 +25,28 @@ from trioserve.text.mask_bits import (
     set_all_bits,
     set_bits,
 )
-from trioserve.text.thought import TextFinder, Thought, ThoughtPhase
+from trioserve.text.reasoning_state import ReasoningPhase, ReasoningState, TextFinder
 from trioserve.text.tokenizer import Tokenizer
 
 __all__ = ["SequenceGuide"]
 
 
 class SequenceGuide:
-    """See contracts.guide. executor: computes masks behind draft tokens. form: None: it has none.
-    free_until: the form begins behind this text. allowed: the tokens that it may have, as the bytes of a row; None:
-    all. stop_token_ids: those that end the sequence; where the form may end, each of them may come. end_token_ids:
-    those that the matcher takes for its end. thought_begin: the beginning of a thought that is still to come, as
-    tokens. keys: follows the keys of a form that is JSON; None: none of them can be repeated.
+    """Implements contracts.guide.Guide for one sequence.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        executor: Returns the library's executor, which computes masks after draft tokens.
+        vocab_size: Number of tokens in the vocabulary.
+        stop_token_ids: Tokens that end the sequence. Each is allowed where the grammar may end.
+        end_token_ids: Tokens that the matcher treats as its end.
+        grammar: The compiled grammar, or None.
+        free_until: The grammar begins after this text. Empty if it begins with the response.
+        reasoning: State of the reasoning, or None if the response has none.
+        reasoning_begin: Tokens of the opening tag of reasoning.
+        allowed: Bits of the only tokens that are allowed, as bytes of a mask row. None to allow all tokens.
+        bad_words: Bad words of the request, or None.
+        keys: Tracks the keys of a JSON response, or None if no key can be repeated.
     """
 
     def __init__(
@@ -47,10 +57,10 @@ class SequenceGuide:
         vocab_size: int,
         stop_token_ids: Collection[int],
         end_token_ids: Collection[int],
-        form: CompiledForm | None = None,
+        grammar: CompiledGrammar | None = None,
         free_until: str = "",
-        thought: Thought | None = None,
-        thought_begin: Sequence[int] = (),
+        reasoning: ReasoningState | None = None,
+        reasoning_begin: Sequence[int] = (),
         allowed: bytes | None = None,
         bad_words: BadWords | None = None,
         keys: JsonKeys | None = None,
@@ -62,30 +72,33 @@ class SequenceGuide:
         self._stop_token_ids = stop_token_ids
         self._end_token_ids = end_token_ids
         self._ignored_ids = [token_id for token_id in end_token_ids if token_id not in stop_token_ids]
-        self._form = form
-        self._matcher = None if form is None else form.new_matcher()
-        self._gate = TextFinder(free_until.encode()) if form is not None and free_until else None
-        self._thought = thought
-        # What is left of the beginning of a thought, while the response may begin with one or with the form.
+        self._grammar = grammar
+        self._matcher = None if grammar is None else grammar.new_matcher()
+        self._gate = TextFinder(free_until.encode()) if grammar is not None and free_until else None
+        self._reasoning = reasoning
+        # Rest of the opening tag, while the response may begin with reasoning or with the grammar. Otherwise None.
         self._opening: tuple[int, ...] | None = None
-        if self._gate is not None and thought is not None and free_until == thought.end_text:
-            if thought.phase is ThoughtPhase.OVER:
+        if self._gate is not None and reasoning is not None and free_until == reasoning.end_text:
+            if reasoning.phase is ReasoningPhase.OVER:
                 self._gate = None
-            elif thought.phase is ThoughtPhase.BEFORE and thought_begin:
-                self._opening = tuple(thought_begin)
-        self._may_be_form = True  # as far as the beginning has come
-        self._is_hurried = False
+            elif reasoning.phase is ReasoningPhase.BEFORE and reasoning_begin:
+                self._opening = tuple(reasoning_begin)
+        self._may_be_grammar = True  # the tokens so far may be the beginning of the grammar
+        self._is_end_due = False
         self._allowed = allowed
         self._bad_words = bad_words
-        self._written = 0  # the state of the bad words
+        self._written = 0  # state of the bad words
         self._keys = self._no_keys = keys
 
-    def end_thought(self) -> bool:
-        """The thought that is written is to end with the next token. False: there is none. May be called at any time
-        in the thread of the core."""
-        if self._thought is None or self._thought.phase is ThoughtPhase.OVER:
+    def end_reasoning(self) -> bool:
+        """End the reasoning of the response with the next token. May be called at any time in the core's thread.
+
+        Returns:
+            False if the response has no reasoning, or its reasoning has already ended.
+        """
+        if self._reasoning is None or self._reasoning.phase is ReasoningPhase.OVER:
             return False
-        self._is_hurried = True
+        self._is_end_due = True
         return True
 
     # --- Guide ---
@@ -96,7 +109,7 @@ class SequenceGuide:
             self._matcher is None
             and self._allowed is None
             and self._bad_words is None
-            and (self._thought is None or not self._thought.may_end_within(1))
+            and (self._reasoning is None or not self._reasoning.may_end_within(1))
         )
 
     def wants_mask(self, draft: Sequence[int]) -> bool:
@@ -106,10 +119,10 @@ class SequenceGuide:
             return True
         if self._bad_words is not None and (draft or self._bad_words.bars_any(self._written)):
             return True
-        thought = self._thought
-        if thought is None or thought.phase is ThoughtPhase.OVER:
+        reasoning = self._reasoning
+        if reasoning is None or reasoning.phase is ReasoningPhase.OVER:
             return False
-        return bool(thought.forced) or (bool(draft) and (self._is_hurried or thought.may_end_within(len(draft))))
+        return bool(reasoning.forced) or (bool(draft) and (self._is_end_due or reasoning.may_end_within(len(draft))))
 
     @property
     def is_over(self) -> bool:
@@ -118,8 +131,8 @@ class SequenceGuide:
     def accept(self, token_id: int) -> bool:
         piece = self._tokenizer.token_bytes(token_id)
         is_consumed = self._opening is not None and self._open(token_id, self._opening)
-        if self._thought is not None:
-            self._thought = self._thought.after(token_id, piece, is_hurried=self._is_hurried)
+        if self._reasoning is not None:
+            self._reasoning = self._reasoning.after(token_id, piece, is_end_due=self._is_end_due)
         self._written = self._written_behind(token_id, self._written)
         if self._gate is not None:
             self._pass_gate(self._gate.after(piece))
@@ -131,10 +144,10 @@ class SequenceGuide:
         return self.fault is None
 
     def forced_tokens(self, count_max: int) -> tuple[int, ...]:
-        thought = self._thought
-        if thought is not None and thought.forced:
-            return thought.forced[:count_max]
-        if self._opening is not None and not self._may_be_form:
+        reasoning = self._reasoning
+        if reasoning is not None and reasoning.forced:
+            return reasoning.forced[:count_max]
+        if self._opening is not None and not self._may_be_grammar:
             return self._opening[:count_max]
         if self._matcher is None or self._gate is not None or self._allowed is not None or self._bad_words is not None:
             return ()
@@ -145,33 +158,33 @@ class SequenceGuide:
         if self._opening is not None:
             return 0
         matcher = self._matcher
-        gate, thought, written = self._gate, self._thought, self._written
+        gate, reasoning, written = self._gate, self._reasoning, self._written
         for count, token_id in enumerate(token_ids):
-            if not self._may_come(token_id, thought, written):
+            if not self._may_come(token_id, reasoning, written):
                 return count
             if matcher is not None and gate is None:
-                # From here on the form decides, together with the rest.
+                # From here on the grammar decides, together with the other restraints.
                 valid = matcher.validate_tokens(list(token_ids[count:]))
                 valid = self._new_keys_count(token_ids[count : count + valid], is_draft=True)
-                return count + self._others_acceptable(token_ids[count : count + valid], thought, written)
+                return count + self._others_acceptable(token_ids[count : count + valid], reasoning, written)
             piece = self._tokenizer.token_bytes(token_id)
-            gate, thought = self._behind(token_id, piece, gate, thought)
+            gate, reasoning = self._behind(token_id, piece, gate, reasoning)
             written = self._written_behind(token_id, written)
             if gate is not None and gate.is_found:
-                return count  # what may come behind it is known when it has come
+                return count  # tokens after it can be checked only once it was accepted
         return len(token_ids)
 
     def fill_masks(self, address: int, words_per_row: int, draft: Sequence[int]) -> None:
         row_bytes = 4 * words_per_row
-        gate, thought, written = self._gate, self._thought, self._written
+        gate, reasoning, written = self._gate, self._reasoning, self._written
         keys = self._keys
-        filled_from = None  # the row from which on the form's bits are there
+        filled_from = None  # first row that has the grammar's bits
         for row in range(1 + len(draft)):
             at = address + row * row_bytes
-            may_end = False  # the form is complete, as far as it has come
-            if thought is not None and thought.forced:
+            may_end = False  # True if the grammar is complete before this row's token
+            if reasoning is not None and reasoning.forced:
                 ctypes.memset(at, 0, row_bytes)
-                set_bits(at, (thought.forced[0],))
+                set_bits(at, (reasoning.forced[0],))
             else:
                 if self._opening is not None and self._matcher is not None:
                     self._fill_opening(self._matcher, self._opening, at, row_bytes)
@@ -182,7 +195,7 @@ class SequenceGuide:
                 else:
                     if filled_from is None:
                         filled_from = row
-                        self._fill_form(self._matcher, at, row_bytes, draft[row:])
+                        self._fill_grammar(self._matcher, at, row_bytes, draft[row:])
                     may_end = self._let_end(at)
                     if keys is not None:
                         self._prune_keys(keys, at, words_per_row, is_next=row == 0)
@@ -191,48 +204,58 @@ class SequenceGuide:
             if row < len(draft):
                 token_id = draft[row]
                 piece = self._tokenizer.token_bytes(token_id)
-                gate, thought = self._behind(token_id, piece, gate, thought)
+                gate, reasoning = self._behind(token_id, piece, gate, reasoning)
                 written = self._written_behind(token_id, written)
                 if keys is not None and filled_from is not None:
                     keys = keys.after(piece)
 
-    # --- inside ---
+    # --- private ---
 
     def _open(self, token_id: int, opening: Sequence[int]) -> bool:
-        """The response goes on with this token, as a thought, as the form, or still as both. Whether it is a token of
-        the form, which has it then."""
-        assert self._form is not None
+        """Accept a token while the response may begin with reasoning or with the grammar.
+
+        Args:
+            token_id: The token.
+            opening: Rest of the opening tag of reasoning.
+
+        Returns:
+            True if the token belongs to the grammar. The matcher has then consumed it.
+        """
+        assert self._grammar is not None
         assert self._matcher is not None
         first, *rest = opening
-        is_form = self._may_be_form and self._matcher.validate_tokens([token_id]) == 1
+        is_grammar = self._may_be_grammar and self._matcher.validate_tokens([token_id]) == 1
         if token_id != first:
             self._opening = self._gate = None
-        elif rest and is_form:
+        elif rest and is_grammar:
             self._opening = tuple(rest)
         else:
-            # A thought for sure: what the form has taken so far was none of it.
+            # Certainly reasoning: the tokens so far do not belong to the grammar.
             self._opening = tuple(rest) or None
-            self._matcher = self._form.new_matcher()
-            self._may_be_form = False
+            self._matcher = self._grammar.new_matcher()
+            self._may_be_grammar = False
             self._keys = self._no_keys
             return False
-        if is_form:
+        if is_grammar:
             self._matcher.consume_token(token_id)
             if self._keys is not None:
                 self._keys = self._keys.after(self._tokenizer.token_bytes(token_id))
-        return is_form
+        return is_grammar
 
     def _fill_opening(self, matcher: LLMatcher, opening: Sequence[int], address: int, row_bytes: int) -> None:
-        if self._may_be_form:
-            self._fill_form(matcher, address, row_bytes, ())
+        if self._may_be_grammar:
+            self._fill_grammar(matcher, address, row_bytes, ())
             self._let_end(address)
         else:
             ctypes.memset(address, 0, row_bytes)
         set_bits(address, (opening[0],))
 
     def _pass_gate(self, gate: TextFinder) -> None:
-        """The form begins with the first token that begins behind the gate's text; what its last token has behind it is
-        part of the form where the form takes it."""
+        """Set the finder of `free_until` after one more token, and begin the grammar if the text was found.
+
+        The grammar begins with the next token. If the current token has text after `free_until`, the grammar begins
+        with this text, provided that it allows the text.
+        """
         if not gate.is_found:
             self._gate = gate
             return
@@ -246,53 +269,55 @@ class SequenceGuide:
                     self._keys = self._keys.after(gate.rest)
 
     def _behind(
-        self, token_id: int, piece: bytes, gate: TextFinder | None, thought: Thought | None
-    ) -> tuple[TextFinder | None, Thought | None]:
-        """Gate and thought behind one more token."""
+        self, token_id: int, piece: bytes, gate: TextFinder | None, reasoning: ReasoningState | None
+    ) -> tuple[TextFinder | None, ReasoningState | None]:
+        """Return the finder of `free_until` and the reasoning state after one more token."""
         if gate is not None:
             gate = gate.after(piece)
-        if thought is not None:
-            thought = thought.after(token_id, piece, is_hurried=self._is_hurried)
-        return gate, thought
+        if reasoning is not None:
+            reasoning = reasoning.after(token_id, piece, is_end_due=self._is_end_due)
+        return gate, reasoning
 
     def _written_behind(self, token_id: int, written: int) -> int:
-        """The state of the bad words behind one more token."""
+        """Return the state of the bad words after one more token."""
         return written if self._bad_words is None else self._bad_words.after(written, token_id)
 
-    def _may_come(self, token_id: int, thought: Thought | None, written: int) -> bool:
-        if thought is not None and thought.forced:
-            return token_id == thought.forced[0]
+    def _may_come(self, token_id: int, reasoning: ReasoningState | None, written: int) -> bool:
+        if reasoning is not None and reasoning.forced:
+            return token_id == reasoning.forced[0]
         if self._allowed is not None and not has_bit(self._allowed, token_id):
             return False
         return self._bad_words is None or not self._bad_words.is_barred(written, token_id)
 
-    def _others_acceptable(self, token_ids: Sequence[int], thought: Thought | None, written: int) -> int:
+    def _others_acceptable(self, token_ids: Sequence[int], reasoning: ReasoningState | None, written: int) -> int:
         for count, token_id in enumerate(token_ids):
-            if not self._may_come(token_id, thought, written):
+            if not self._may_come(token_id, reasoning, written):
                 return count
-            if thought is not None:
-                thought = thought.after(token_id, self._tokenizer.token_bytes(token_id), is_hurried=self._is_hurried)
+            if reasoning is not None:
+                reasoning = reasoning.after(
+                    token_id, self._tokenizer.token_bytes(token_id), is_end_due=self._is_end_due
+                )
             written = self._written_behind(token_id, written)
         return len(token_ids)
 
-    def _fill_form(self, matcher: LLMatcher, address: int, row_bytes: int, draft: Sequence[int]) -> None:
+    def _fill_grammar(self, matcher: LLMatcher, address: int, row_bytes: int, draft: Sequence[int]) -> None:
         if draft:
             ctypes.memset(address, 0, row_bytes * (1 + len(draft)))
             rows = [(matcher, 0, list(draft))]
             self._executor().unsafe_compute_mask_ptr_with_draft_token(rows, address, row_bytes, 1 + len(draft))
         else:
             matcher.unsafe_compute_mask_ptr(address, row_bytes)
-        assert self._form is not None
-        self._form.mask_count += 1 + len(draft)
+        assert self._grammar is not None
+        self._grammar.mask_count += 1 + len(draft)
         if matcher.is_error():
             self._note_fault(matcher)
             ctypes.memset(address, 0, row_bytes * (1 + len(draft)))
 
     def _let_end(self, address: int) -> bool:
-        """Let every stop token come where the form may end, and no end token that is ignored.
+        """If the grammar may end here, allow every stop token, and clear the end tokens that do not end the sequence.
 
         Returns:
-            Whether the form may end here.
+            True if the grammar may end here.
         """
         if not has_any_bit(address, self._end_token_ids):
             return False
@@ -301,15 +326,16 @@ class SequenceGuide:
         return True
 
     def _restrict(self, address: int, words_per_row: int, written: int, *, may_end: bool, is_next: bool) -> None:
-        """Clear the tokens that allowed_token_ids leaves out or that bad_words bar.
+        """Clear the tokens that are not in allowed_token_ids or that are barred by bad_words.
 
-        Where the form is complete and none of its other tokens is left, the response ends: an end token comes.
+        If the grammar is complete and no other token of it is left, allow an end token, so the response ends.
 
         Args:
-            address: Of a row that has every other bit.
-            written: The state of the bad words.
-            may_end: The form is complete here.
-            is_next: The row is that of the next token. If nothing is left in it, this guide has a fault.
+            address: Memory address of the row. The row has all bits of the other restraints.
+            words_per_row: Number of uint32 words in the row.
+            written: State of the bad words.
+            may_end: True if the grammar is complete here.
+            is_next: True if the row is for the next token. If it becomes empty, this guide has a fault.
         """
         if self._allowed is not None:
             keep_bits(address, self._allowed)
@@ -320,23 +346,23 @@ class SequenceGuide:
         if may_end:
             set_bits(address, self._stop_token_ids or self._end_token_ids)
         elif is_next and self.fault is None:
-            what = "of the form of the response" if self._matcher is not None else "of the vocabulary"
+            what = "of its schema or grammar" if self._matcher is not None else "of the vocabulary"
             self.fault = (
-                f"the response cannot go on: no token {what} may come next under {self._restrictions}; allow more "
-                "tokens, or change the form"
+                f"the response cannot continue: under {self._restrictions}, no token {what} is allowed here; allow "
+                "more tokens, or change the schema or grammar"
             )
 
     def _prune_keys(self, keys: JsonKeys, address: int, words_per_row: int, *, is_next: bool) -> None:
-        """Clear the tokens that would repeat a key of an open object. The arguments are those of `_restrict`."""
+        """Clear the tokens that would repeat a key of an open object. Arguments are those of `_restrict`."""
         keys.prune(address, words_per_row)
         if is_next and self.fault is None and is_row_empty(address, words_per_row):
             self.fault = (
-                "the response cannot go on: the schema allows no key here that the object does not have already; ask "
-                "for fewer properties, or allow more names"
+                "the response cannot continue: the schema allows no key here that the object does not already have; "
+                "require fewer properties, or allow more names"
             )
 
     def _new_keys_count(self, token_ids: Sequence[int], *, is_draft: bool) -> int:
-        """Count the tokens before the first one that repeats a key. The form takes all of them, one after the other."""
+        """Return how many tokens come before the first one that repeats a key. The grammar allows all of the tokens."""
         keys = self._keys
         if keys is None:
             return len(token_ids)
@@ -348,11 +374,11 @@ class SequenceGuide:
 
     @property
     def _restrictions(self) -> str:
-        """The fields that clear bits, for a message."""
+        """Names of the fields that clear bits, for a message."""
         fields = {"allowed_token_ids": self._allowed, "bad_words": self._bad_words}
         return " and ".join(name for name, value in fields.items() if value is not None)
 
     def _note_fault(self, matcher: LLMatcher) -> None:
-        assert self._form is not None
-        self._form.wear_out()  # others that begin with it might fail for the same reason
-        self.fault = f"the form of this response cannot go on: {in_one_line(matcher.get_error())}"
+        assert self._grammar is not None
+        self._grammar.wear_out()  # other sequences of this grammar might fail for the same reason
+        self.fault = f"the response cannot continue in its grammar: {in_one_line(matcher.get_error())}"

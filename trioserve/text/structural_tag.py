@@ -1,8 +1,8 @@
-"""Structural tags as a Lark grammar: free text in which each trigger begins a part that has a form.
+"""Converts structural tags to a Lark grammar: free text in which each trigger begins a part with a schema or pattern.
 
-Two spellings are read: `structures` and `triggers`, as OpenAI-compatible servers had it first, and `format`, a tree of
-formats as xgrammar writes it (github.com/mlc-ai/xgrammar, docs/tutorials/structural_tag). A text that is a special
-token of the model is that token; all others are their characters.
+Two notations are supported. One has `structures` and `triggers`, as OpenAI-compatible servers introduced it. The other
+has `format`, a tree of formats as in xgrammar (github.com/mlc-ai/xgrammar, docs/tutorials/structural_tag). If a text
+contains the spelling of a special token, that token is meant. All other text stands for its characters.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from trioserve.contracts.errors import InvalidRequest
-from trioserve.text.form_bounds import check_fixed_text, check_lark, check_pattern, check_schema
+from trioserve.text.grammar_bounds import check_fixed_text, check_lark, check_pattern, check_schema
 from trioserve.text.schema_keywords import KeptSchema
 
 __all__ = ["JSON_OPTIONS", "StructuralTagGrammar", "with_json_options"]
 
-# JSON as Python writes it. Free white space would force nothing, and small models write it without an end.
+# JSON in the style of Python. If white space were free, nothing would be forced, and small models might write white
+# space forever.
 JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 TEXT = "TEXT"
 PARTS_MAX = 1000
@@ -29,7 +30,11 @@ FORMATS = (
 
 
 def with_json_options(schema: Any) -> Any:
-    """A schema that says how its JSON is written, unless it did."""
+    """Return a schema that specifies how its JSON is written. Options that the schema has already are kept.
+
+    Args:
+        schema: The schema.
+    """
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
@@ -39,9 +44,22 @@ def with_json_options(schema: Any) -> Any:
 
 
 class StructuralTagGrammar:
-    """Made from one structural tag; `lark` is its grammar. special_ids: the model's special tokens by their text.
-    lenient: keywords of schemas that cannot be kept to are left out; their paths are in `ignored`.
-    Raises InvalidRequest, with the place in param."""
+    """Grammar of one structural tag.
+
+    Args:
+        tag: The structural tag, a JSON value.
+        special_ids: Ids of the model's special tokens by their text.
+        end_token_ids: End tokens of the model.
+        param: Field of the request, for error messages.
+        lenient: True to leave out keywords of schemas that cannot be enforced.
+
+    Attributes:
+        lark: The main grammar in Lark.
+        ignored: Paths of the keywords that were left out.
+
+    Raises:
+        InvalidRequest: The tag is not valid or exceeds a bound. `param` names the place.
+    """
 
     def __init__(
         self,
@@ -70,12 +88,12 @@ class StructuralTagGrammar:
 
     @property
     def grammar(self) -> str:
-        """As llguidance takes it."""
+        """Source for llguidance: the Lark grammar, or JSON with several grammars."""
         if not self._side_grammars:
             return self.lark
         return json.dumps({"grammars": [{"name": "structural_tag", "lark_grammar": self.lark}, *self._side_grammars]})
 
-    # --- the two spellings ---
+    # --- the two notations ---
 
     def _structures(self, tag: dict[str, Any], param: str) -> str:
         structures = self._list(tag, "structures", param)
@@ -145,7 +163,7 @@ class StructuralTagGrammar:
         return " ".join(part for part in (self._literal(begin), content, end) if part)
 
     def _tag_parts(self, node: dict[str, Any], param: str, depth: int) -> tuple[str, str, str]:
-        """Where it begins, as text; its content and its end, as Lark."""
+        """Return the parts of a tag: the text of its begin, and its content and end as Lark expressions."""
         begin = self._text(node, "begin", param)
         ends = (
             self._texts(node, "end", param) if isinstance(node.get("end"), list) else [self._text(node, "end", param)]
@@ -189,7 +207,15 @@ class StructuralTagGrammar:
         at_least_one: bool = False,
         stop_after_first: bool = False,
     ) -> str:
-        """tags: where each begins, its content as Lark, its end as text, its place."""
+        """Return the rule for free text with tags in it.
+
+        Args:
+            triggers: Texts, one of which begins each tag.
+            tags: For each tag, the text of its begin, its content as Lark, the text of its end, and its path in the
+                request.
+            at_least_one: True if the text begins with a tag.
+            stop_after_first: True if the response ends after the first tag.
+        """
         by_trigger: dict[str, list[str]] = {}
         whole = []
         for begin, content, end, place in tags:
@@ -210,10 +236,10 @@ class StructuralTagGrammar:
         return self._rule(f"{first or ''} {one}* {TEXT}")
 
     def _text_until(self, end: str) -> str:
-        """Free text up to the first place where it says this, which is part of it."""
+        """Return the rule for free text up to the first occurrence of a text, which is included."""
         match = None if self._special is None else self._special.match(end)
         if match is not None:
-            return self._rule(f"{TEXT} {self._literal(end)}")  # free text holds no special tokens
+            return self._rule(f"{TEXT} {self._literal(end)}")  # free text never contains special tokens
         return self._rule(f"{TEXT} {_quoted(end)}", attributes="[lazy]")
 
     # --- pieces of Lark ---
@@ -232,7 +258,7 @@ class StructuralTagGrammar:
 
     def _json(self, schema: Any, param: str) -> str:
         if not isinstance(schema, dict) and schema is not True:
-            raise InvalidRequest("a schema has to be an object, or true", param=param)
+            raise InvalidRequest("a schema must be an object, or true", param=param)
         check_schema(schema, param=param)
         kept = KeptSchema(schema, param=param, lenient=self._is_lenient)
         self.ignored += kept.ignored
@@ -245,7 +271,7 @@ class StructuralTagGrammar:
         return f"@{name}"
 
     def _literal(self, text: str) -> str:
-        """Its special tokens as tokens, the rest as text; empty for an empty one."""
+        """Return the expression of a text. Special tokens in it become tokens. Empty for an empty text."""
         check_fixed_text(text, "a text of the structural tag", param=self._param)
         if self._special is None:
             return _quoted(text) if text else ""
@@ -255,36 +281,36 @@ class StructuralTagGrammar:
             if match.start() > end:
                 parts.append(_quoted(text[end : match.start()]))
             token_id = self._special_ids[match[0]]
-            if token_id not in self._end_token_ids:  # an end token comes where the grammar ends
+            if token_id not in self._end_token_ids:  # an end token is allowed anyway where the grammar ends
                 parts.append(f"<[{token_id}]>")
             end = match.end()
         if end < len(text):
             parts.append(_quoted(text[end:]))
         return " ".join(parts)
 
-    # --- reading ---
+    # --- reading JSON ---
 
     def _dict(self, value: Any, param: str) -> dict[str, Any]:
         if not isinstance(value, dict):
-            raise InvalidRequest("it has to be a JSON object", param=param)
+            raise InvalidRequest("it must be a JSON object", param=param)
         return value
 
     def _list(self, node: dict[str, Any], name: str, param: str) -> list[Any]:
         value = node.get(name)
         if not isinstance(value, list) or not value:
-            raise InvalidRequest("it has to be a list with at least one entry", param=f"{param}.{name}")
+            raise InvalidRequest("it must be a list with at least one entry", param=f"{param}.{name}")
         return value
 
     def _texts(self, node: dict[str, Any], name: str, param: str) -> list[str]:
         for index, value in enumerate(self._list(node, name, param)):
             if not isinstance(value, str) or not value:
-                raise InvalidRequest("it has to be a text that is not empty", param=f"{param}.{name}[{index}]")
+                raise InvalidRequest("it must be a string that is not empty", param=f"{param}.{name}[{index}]")
         return list(node[name])
 
     def _text(self, node: dict[str, Any], name: str, param: str) -> str:
         value = node.get(name)
         if not isinstance(value, str):
-            raise InvalidRequest("it has to be a text", param=f"{param}.{name}")
+            raise InvalidRequest("it must be a string", param=f"{param}.{name}")
         return value
 
 
@@ -293,7 +319,7 @@ def _quoted(text: str) -> str:
 
 
 def _slashes_escaped(pattern: str) -> str:
-    r"""A slash ends a pattern in Lark, unless a backslash is before it."""
+    """Escape slashes, since a slash ends a pattern in Lark unless a backslash precedes it."""
     return re.sub(
         r"\\.|/|\n", lambda match: {"/": r"\/", "\n": r"\n"}.get(match[0], match[0]), pattern, flags=re.DOTALL
     )

@@ -269,28 +269,28 @@ def _brace_size(text: str, values: Any) -> int:
     budget.get().step(text.count("{"))
     values_size = printed_size(values)
     size = len(text)
-    for _, name, form, conversion in string.Formatter().parse(text):
+    for _, name, field_format, conversion in string.Formatter().parse(text):
         if name is None:
             continue
-        form = form or ""
-        if "{" in form or re.search(r"\d{5}", form):
+        field_format = field_format or ""
+        if "{" in field_format or re.search(r"\d{5}", field_format):
             raise TemplateTooCostly(_WIDTH_REFUSED)
-        size += sum(map(int, re.findall(r"\d+", form))) + FIELD_CHARACTERS + 4 * values_size
+        size += sum(map(int, re.findall(r"\d+", field_format))) + FIELD_CHARACTERS + 4 * values_size
         if conversion in ("a", "r"):
             size += 10 * values_size
     return size
 
 
-def refuse_wide_fields(form: str) -> None:
+def refuse_wide_fields(date_format: str) -> None:
     """Refuse a date format with a field width, which no honest template needs.
 
     Args:
-        form: Format for strftime.
+        date_format: Format for strftime.
 
     Raises:
         TemplateTooCostly: The format has a width, or more than 1,024 characters.
     """
-    if len(form) > 1024 or re.search(r"%[^A-Za-z%]*\d", form):
+    if len(date_format) > 1024 or re.search(r"%[^A-Za-z%]*\d", date_format):
         raise TemplateTooCostly("it formats a date with a width, or with more than 1,024 characters")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from trioserve.contracts.prompt import ChatPrompt
-from trioserve.text.chat_messages import ContentForm, prepared_messages
+from trioserve.text.chat_messages import ContentFormat, prepared_messages
 from trioserve.text.response_parsers.offered_tools import offered_tools
 from trioserve.text.tool_prompt import plain_messages
 
@@ -71,7 +71,9 @@ class TemplatePlaces(msgspec.Struct, frozen=True, kw_only=True):
     arguments_are_text: bool
 
 
-def find_places(render: Render, *, variables: Collection[str], source: str, form: ContentForm) -> TemplatePlaces:
+def find_places(
+    render: Render, *, variables: Collection[str], source: str, content_format: ContentFormat
+) -> TemplatePlaces:
     """Render short chats to find which parts the template shows.
 
     Args:
@@ -79,7 +81,7 @@ def find_places(render: Render, *, variables: Collection[str], source: str, form
         variables: Variables that the template reads but does not set.
         source: Text of the template. If the template refuses all of the chats, it is assumed to show what its text
             mentions.
-        form: Format that the template expects for the content of messages.
+        content_format: Format that the template expects for the content of messages.
     """
 
     def text_of(
@@ -87,7 +89,9 @@ def find_places(render: Render, *, variables: Collection[str], source: str, form
     ) -> str | None:
         prompt = ChatPrompt(messages=list(messages))
         try:
-            return render(prepared_messages(prompt, form, final_end="", arguments_are_text=arguments_are_text), tools)
+            return render(
+                prepared_messages(prompt, content_format, final_end="", arguments_are_text=arguments_are_text), tools
+            )
         except Exception:  # an untrusted program may refuse this chat with any exception
             return None
 
@@ -162,7 +166,7 @@ def _with_plain_tools(prompt: ChatPrompt, places: TemplatePlaces, tool_family: s
         return prompt if places.keeps_said else _with_separate_content(prompt)
     shows_tools = places.tools or not prompt.tools
     messages = prepared_messages(
-        msgspec.structs.replace(prompt, continue_final_message=False), ContentForm.STRING, final_end=""
+        msgspec.structs.replace(prompt, continue_final_message=False), ContentFormat.STRING, final_end=""
     )
     plain = plain_messages(messages, [] if shows_tools else offered_tools(prompt.tools), tool_family)
     if not shows_tools and not places.system:

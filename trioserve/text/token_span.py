@@ -1,5 +1,4 @@
-"""Finds how many bytes of text one token can stand for, so that texts which are too long are refused before
-tokenization.
+"""Finds how many bytes of text one token can stand for. So texts that are too long are refused before tokenization.
 
 The reasoning: a tokenizer normalizes a text, splits it, and spells each part with tokens. It leaves nothing out. So a
 text of b bytes has at least b / L tokens if the longest token spells L bytes. This holds only under the conditions

@@ -307,7 +307,7 @@ class Tokenizer:
             ids = encode(tail + label)
             if not ids or ids[:-1] != tail_ids or ids[-1] in label_ids:
                 raise InvalidRequest(
-                    f"the label {label!r} is not exactly one token after this prompt, or has the token of another "
+                    f"the label {label!r} is not one token after this prompt, or has the token of another "
                     "label: this model cannot score it, so send another label"
                 )
             label_ids.append(ids[-1])

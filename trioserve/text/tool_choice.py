@@ -1,4 +1,4 @@
-"""Which tools and which wishes about them are taken, in OpenAI's shapes; the Responses API's flatter ones, too."""
+"""Checks a request's tools and tool_choice, in the shapes of OpenAI's Chat Completions and Responses APIs."""
 
 from __future__ import annotations
 
@@ -14,29 +14,39 @@ from trioserve.text.chat_messages import check_shape
 
 __all__ = ["FUNCTION_NAME", "TOOLS_MAX", "ToolChoice", "ToolMode", "checked_tools", "named_functions", "tool_choice_of"]
 
-TOOLS_MAX = 128  # as in OpenAI's API; each is part of every prompt, and a branch of the grammar when a call is forced
+TOOLS_MAX = 128  # as in OpenAI's API; each tool is part of the prompt, and a branch of the grammar of forced calls
 NAME_CHARACTERS_MAX = 128
 FUNCTION_NAME = re.compile(rf"[a-zA-Z0-9_.-]{{1,{NAME_CHARACTERS_MAX}}}")
-TOOL_CHARACTERS_MAX = 262_144  # of one tool as JSON; the largest in use have a tenth
+TOOL_CHARACTERS_MAX = 262_144  # size of one tool as JSON; the largest known tools have a tenth
 _NAMES_ALLOWED = f"allowed are 1 to {NAME_CHARACTERS_MAX} letters, digits, underscores, dots and hyphens"
 
 
 class ToolMode(enum.Enum):
-    AUTO = "auto"  # the model may call, or not
-    NONE = "none"  # the model is not shown the tools
-    REQUIRED = "required"  # the response is one call or several
-    NAMED = "named"  # the response is a call of one function
+    AUTO = "auto"  # the model decides whether it calls a function
+    NONE = "none"  # the model does not get the tools
+    REQUIRED = "required"  # the response consists of one or more calls
+    NAMED = "named"  # the response is a call of the named function
 
 
 class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """name: of the function, if one is named. allowed: the functions that may be called; None: all."""
+    """Calls that a request demands or forbids.
+
+    Attributes:
+        mode: Kind of choice.
+        name: Name of the function for ToolMode.NAMED, otherwise None.
+        allowed: Names of the functions that may be called, or None for all.
+    """
 
     mode: ToolMode = ToolMode.AUTO
     name: str | None = None
     allowed: tuple[str, ...] | None = None
 
     def offered(self, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-        """Those of the checked tools that the model is shown, and may call. None: no tools."""
+        """Return the tools that the model is shown and may call, or None if there are none.
+
+        Args:
+            tools: Checked tools of the request, or None.
+        """
         if self.mode is ToolMode.NONE or not tools:
             return None
         if self.allowed is None:
@@ -48,7 +58,14 @@ _MODES = {mode.value: ToolChoice(mode=mode) for mode in (ToolMode.AUTO, ToolMode
 
 
 def checked_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """The tools themselves; None for no tools. Raises InvalidRequest, naming the field by its path."""
+    """Check the tools of a request and return them unchanged. Returns None if there are none.
+
+    Args:
+        tools: Tools in OpenAI's shape, or None.
+
+    Raises:
+        InvalidRequest: A tool is not valid. `param` is the path of the field.
+    """
     if not tools:
         return None
     if len(tools) > TOOLS_MAX:
@@ -62,7 +79,7 @@ def checked_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | 
         name = function["name"]
         if name in names:
             raise InvalidRequest(
-                f"{place}.function.name is {name!r}, as of an earlier tool: names must differ",
+                f"{place}.function.name is {name!r}, like that of an earlier tool: names must differ",
                 param=f"{place}.function.name",
             )
         names.add(name)
@@ -73,19 +90,31 @@ def checked_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | 
 
 
 def named_functions(tools: list[dict[str, Any]] | None) -> list[str]:
-    """The names of checked tools, in their order."""
+    """Return the names of checked tools, in order.
+
+    Args:
+        tools: Checked tools, or None.
+    """
     return [tool["function"]["name"] for tool in tools or ()]
 
 
 def tool_choice_of(value: object, tools: list[dict[str, Any]] | None) -> ToolChoice:
-    """tools: checked. Raises InvalidRequest for a choice that does not go with them."""
+    """Convert the field tool_choice of a request.
+
+    Args:
+        value: Value of the field, or None if it was not sent.
+        tools: Checked tools of the request, or None.
+
+    Raises:
+        InvalidRequest: The value is not valid, or contradicts the tools.
+    """
     if value is None:
         return ToolChoice()
     choice = _parsed_choice(value)
     known = named_functions(tools)
     if choice.mode in (ToolMode.REQUIRED, ToolMode.NAMED) and not known:
         raise InvalidRequest(
-            "tool_choice asks for a call, but there are no tools: send tools, or leave tool_choice out",
+            "tool_choice asks for a call, but there are no tools: send tools, or omit tool_choice",
             param="tool_choice",
         )
     for name in (choice.name, *(choice.allowed or ())):
@@ -161,7 +190,7 @@ def _allowed(value: dict[str, Any]) -> ToolChoice:
 
 
 def _name_in(value: object) -> str:
-    """Of {"type": "function", "function": {"name"}} or {"type": "function", "name"}."""
+    """Return the function name in {"type": "function", "function": {"name"}} or {"type": "function", "name"}."""
     if isinstance(value, dict):
         function = value.get("function", value)
         name = function.get("name") if isinstance(function, dict) else None

@@ -1,4 +1,4 @@
-"""Tools, calls and their results as plain messages, for chat templates that have no place for them."""
+"""Writes tools, calls and their results as plain messages, for chat templates that do not show them."""
 
 from __future__ import annotations
 
@@ -27,24 +27,39 @@ _EXAMPLE = WholeCall("function_name", '{"argument_name": "value"}')
 
 
 def tools_text(tool_family: str, tools: Sequence[OfferedTool]) -> str:
-    """What a system message says about the tools, and about how the family's parser wants to see a call."""
+    """Return the text for the system message that describes the tools and the format in which to call them.
+
+    Args:
+        tool_family: Family whose format is described.
+        tools: The tools.
+    """
     signatures = "\n".join(json.dumps(_signature(tool), ensure_ascii=False) for tool in tools)
-    return _INTRODUCTION.format(signatures=signatures, example=TOOL_FAMILIES[tool_family].form.written([_EXAMPLE]))
+    return _INTRODUCTION.format(
+        signatures=signatures, example=TOOL_FAMILIES[tool_family].call_format.written([_EXAMPLE])
+    )
 
 
 def tool_result_text(content: str) -> str:
-    """What a call came to, for the model."""
+    """Return the text for a message that gives the model the result of a call.
+
+    Args:
+        content: The result.
+    """
     return f"<tool_response>\n{content}\n</tool_response>"
 
 
 def plain_messages(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[OfferedTool], tool_family: str
 ) -> list[dict[str, Any]]:
-    """Messages without anything that only tools need: the tools stand at the end of the system message, calls behind
-    what the assistant said, results as a message of the user, those of one turn together. The given ones are not
-    changed.
+    """Convert messages so that they contain no fields for tools. The given messages are not changed.
 
-    messages: in OpenAI's shapes, with content as text or None, and the arguments of calls as JSON text or as objects.
+    The description of the tools is appended to the system message. Calls follow the content of their message.
+    Consecutive results become one message of the user.
+
+    Args:
+        messages: Messages in OpenAI's shapes. Content is text or None. Arguments of calls are JSON text or objects.
+        tools: The tools to describe, possibly none.
+        tool_family: Family whose format is used for calls.
     """
     plain: list[dict[str, Any]] = []
     follows_result = False
@@ -58,7 +73,7 @@ def plain_messages(
                 plain.append({"role": "user", "content": text})
         elif calls := _calls_of(message):
             said = message.get("content") or ""
-            text = TOOL_FAMILIES[tool_family].form.written(calls)
+            text = TOOL_FAMILIES[tool_family].call_format.written(calls)
             rest = {key: value for key, value in message.items() if key not in ("tool_calls", "function_call")}
             plain.append({**rest, "content": f"{said}\n{text}" if said else text})
         else:

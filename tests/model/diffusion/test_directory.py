@@ -353,7 +353,7 @@ DOUBLING = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"pre_tokenizer": STALLING}, "go back without end"),
+        ({"pre_tokenizer": STALLING}, "backtrack too long"),
         ({"normalizer": {"type": "Sequence", "normalizers": [DOUBLING] * 8}}, "times as long"),
     ],
 )

@@ -60,7 +60,7 @@ COMMON = [
 
 def fragments_of(family: str) -> list[str]:
     """What the family's texts are made of: its written calls, cut at what may be a mark."""
-    texts = [TOOL_FAMILIES[family].form.written(calls) for calls in ([PARIS], [NOON], [WRITE, NOON])]
+    texts = [TOOL_FAMILIES[family].call_format.written(calls) for calls in ([PARIS], [NOON], [WRITE, NOON])]
     pieces = [piece for text in texts for piece in _cut(text)]
     reasoning = [tag for known in REASONING_FAMILIES.values() for tag in (*known.tags.opening, *known.tags.closing)]
     tokens = list(TOOL_FAMILIES[family].special_tokens)
@@ -165,7 +165,7 @@ def test_what_a_family_writes_is_read_as_it_was(read_in_pieces, family, argument
         },
     )
     call = WholeCall("both", json.dumps(arguments, ensure_ascii=False))
-    text = TOOL_FAMILIES[family].form.written([call, call])
+    text = TOOL_FAMILIES[family].call_format.written([call, call])
     found = read_in_pieces([text], family, tools=[both])
     assert found.calls == [("both", arguments)] * 2
     assert found.content == ""

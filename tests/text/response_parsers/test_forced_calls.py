@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from trioserve.text.joined_response import WholeCall
-from trioserve.text.response_parsers.call_forms import JsonOf
+from trioserve.text.response_parsers.call_format import JsonOf
 from trioserve.text.response_parsers.families import TOOL_FAMILIES
 from trioserve.text.response_parsers.forced_calls import calls_or_json, forced_calls, strict_calls
 
@@ -42,7 +42,7 @@ def takes(byte_vocabulary):
 
 
 def written(family: str, *calls: WholeCall, special: Mapping[str, int] | None = None) -> str:
-    return TOOL_FAMILIES[family].form_in(special or {}).written(calls)
+    return TOOL_FAMILIES[family].format_for(special or {}).written(calls)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -62,7 +62,7 @@ def test_calls_that_are_cut_off_anywhere_are_neither_complete_nor_content(read, 
         found = read(text[:end], family)
         assert found.calls == expected[: len(found.calls)], text[:end]
         assert not (found.begun and found.content), (text[:end], found)
-        trigger = TOOL_FAMILIES[family].form_in({}).trigger
+        trigger = TOOL_FAMILIES[family].format_for({}).trigger
         assert not trigger or trigger not in found.content, (text[:end], found)
 
 
@@ -89,7 +89,7 @@ def test_a_named_call_is_of_that_tool_alone(tools, takes, family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_calls_may_repeat_where_the_family_writes_several(tools, takes, family):
     form = forced_calls(family, tools, may_repeat=True, special_token_ids={})
-    several = TOOL_FAMILIES[family].form_in({}).separator is not None
+    several = TOOL_FAMILIES[family].format_for({}).separator is not None
     assert takes(form.source, written(family, PARIS))
     assert takes(form.source, written(family, PARIS, NOON, PARIS)) == several
 
@@ -117,7 +117,7 @@ def ends_reachable(vocabulary: llguidance.LLTokenizer, grammar: str, calls: str,
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_response_may_end_after_a_complete_call_and_after_any_separator(tools, byte_vocabulary, read, family):
-    written_form = TOOL_FAMILIES[family].form_in({})
+    written_form = TOOL_FAMILIES[family].format_for({})
     for may_repeat, calls in ((False, (PARIS,)), (True, (PARIS,)), (True, (PARIS, NOON))):
         if len(calls) > 1 and written_form.separator is None:
             continue
@@ -138,7 +138,7 @@ def test_a_response_may_end_after_a_complete_call_and_after_any_separator(tools,
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_separator_is_optional_after_the_last_call(tools, takes, family):
-    written_form = TOOL_FAMILIES[family].form_in({})
+    written_form = TOOL_FAMILIES[family].format_for({})
     form = forced_calls(family, tools, may_repeat=True, special_token_ids={})
     text = written(family, PARIS).removesuffix(written_form.closing)
     assert takes(form.source, text + (written_form.separator or "") + written_form.closing)
@@ -167,7 +167,7 @@ def test_a_family_that_begins_inside_is_free_until_its_thought_ends(tools):
     assert form.free_until == "</think>"
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if TOOL_FAMILIES[family].form.trigger])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if TOOL_FAMILIES[family].call_format.trigger])
 def test_free_calls_of_strict_tools_fit_their_schemas(tools, takes, family):
     strict = [msgspec.structs.replace(tool, strict=True) for tool in tools]
     form = strict_calls(family, strict, may_repeat=True, special_token_ids={})

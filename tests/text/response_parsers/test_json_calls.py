@@ -172,7 +172,7 @@ def test_only_families_without_markers_read_bare_calls_unless_reading_is_lenient
 )
 def test_a_marked_call_in_a_quotation_is_content(read, quote):
     for family in sorted(TOOL_FAMILIES):
-        form = TOOL_FAMILIES[family].form_in({})
+        form = TOOL_FAMILIES[family].format_for({})
         if TOOL_FAMILIES[family].has_channels or TOOL_FAMILIES[family].whole is not None:
             continue
         text = quote.format(form.written([WholeCall("get_weather", '{"city": "Paris"}')]))
@@ -196,7 +196,7 @@ def test_a_marked_call_in_a_quotation_is_content(read, quote):
 )
 def test_a_marked_call_behind_a_quotation_is_a_call(read, before):
     for family in ("hermes", "qwen3_coder", "mistral", "glm45", "deepseek_v31"):
-        call = TOOL_FAMILIES[family].form_in({}).written([WholeCall("get_weather", '{"city": "Paris"}')])
+        call = TOOL_FAMILIES[family].format_for({}).written([WholeCall("get_weather", '{"city": "Paris"}')])
         assert read(before + call, family).calls == [PARIS], family
 
 

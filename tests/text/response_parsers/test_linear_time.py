@@ -61,7 +61,7 @@ def feeding(family: str | None, thoughts: str | None, head: str, unit: str) -> C
 
 def heads_of(family: str) -> list[str]:
     """Texts that leave off inside of an argument, of each type."""
-    form, written = TOOL_FAMILIES[family].form, []
+    form, written = TOOL_FAMILIES[family].call_format, []
     for name in ("integer", "maybe", "string"):
         value = '"MARK"' if name != "integer" else "77777"
         call = form.written([WholeCall("f", f'{{"{name}": {value}}}')])
@@ -72,7 +72,7 @@ def heads_of(family: str) -> list[str]:
 @pytest.mark.parametrize("family", sorted(TOOL_FAMILIES))
 def test_calls_of_every_family(family: str) -> None:
     slow = []
-    openers = [*TOOL_FAMILIES[family].readers, TOOL_FAMILIES[family].form.trigger or "["][:2]
+    openers = [*TOOL_FAMILIES[family].readers, TOOL_FAMILIES[family].call_format.trigger or "["][:2]
     for head in heads_of(family)[:2]:
         slow += [(head, unit) for unit in UNITS[:4] if growth(feeding(family, None, head, unit)) > GROWTH_MAX]
     slow += [("", unit) for unit in openers if growth(feeding(family, None, "", unit)) > GROWTH_MAX]
@@ -82,7 +82,7 @@ def test_calls_of_every_family(family: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(TOOL_FAMILIES))
 def test_calls_of_every_family_with_every_unit(family: str) -> None:
-    call = TOOL_FAMILIES[family].form.written([WholeCall("f", '{"string": "x"}')])
+    call = TOOL_FAMILIES[family].call_format.written([WholeCall("f", '{"string": "x"}')])
     units = [*UNITS, *TOOL_FAMILIES[family].readers, call, call[:-1], call[: len(call) // 2], call[len(call) // 2 :]]
     heads = ["", "[", '{"name":"f","arguments":{"x":', "[f(x=", *heads_of(family)]
     slow = [(head, unit) for head in heads for unit in units if growth(feeding(family, None, head, unit)) > GROWTH_MAX]

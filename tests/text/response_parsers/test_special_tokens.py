@@ -48,7 +48,7 @@ def test_forced_calls(tools, family):
     vocabulary = Vocabulary(family)
     special = vocabulary.tokenizer.special_ids()
     assert set(TOOL_FAMILIES[family].special_tokens) <= set(special)
-    form = TOOL_FAMILIES[family].form_in(special)
+    form = TOOL_FAMILIES[family].format_for(special)
     grammar = forced_calls(family, tools, may_repeat=True, special_token_ids=special).source
     assert vocabulary.takes(grammar, form.written([PARIS]))
     assert vocabulary.takes(grammar, form.written([PARIS, PARIS]))
@@ -57,11 +57,11 @@ def test_forced_calls(tools, family):
     assert not vocabulary.takes(grammar, "Text. " + form.written([PARIS]))
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if TOOL_FAMILIES[name].form.trigger])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if TOOL_FAMILIES[name].call_format.trigger])
 def test_free_calls_of_strict_tools(tools, family):
     vocabulary = Vocabulary(family)
     special = vocabulary.tokenizer.special_ids()
-    form = TOOL_FAMILIES[family].form_in(special)
+    form = TOOL_FAMILIES[family].format_for(special)
     strict = [msgspec.structs.replace(tool, strict=True) for tool in tools]
     found = strict_calls(family, strict, may_repeat=True, special_token_ids=special)
     assert found is not None

@@ -92,4 +92,4 @@ def test_every_walk_is_read_as_calls_that_fit(family):
         assert len(joined.calls) == 1 or (joined.calls and seed % 2), text
         for call in joined.calls:
             jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
-    assert walked or TOOL_FAMILIES[family].form.before  # a thought of random bytes hardly ends
+    assert walked or TOOL_FAMILIES[family].call_format.before  # a thought of random bytes hardly ends

@@ -59,7 +59,7 @@ class Work:
 
 def hostile_texts(family: str, length: int) -> list[str]:
     """Each of about this length: texts that begin something again and again, or never end it."""
-    call = TOOL_FAMILIES[family].form.written([WholeCall("write_file", '{"content": "CONTENT"}')])
+    call = TOOL_FAMILIES[family].call_format.written([WholeCall("write_file", '{"content": "CONTENT"}')])
     before, after = call.split("CONTENT")
     opener = next(iter(TOOL_FAMILIES[family].readers), "<|channel|>")
     return [

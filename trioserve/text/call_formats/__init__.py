@@ -1,1 +1,1 @@
-"""How models write calls of tools: a file for each way, which reads it, writes it, and says how it is forced."""
+"""Formats of tool calls, one per module: a script that reads calls, and a CallFormat that writes and forces them."""

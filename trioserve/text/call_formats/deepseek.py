@@ -1,17 +1,19 @@
-"""DeepSeek V3, R1 and V3.1: calls between special tokens. In V3 and R1 a call is its type, its name and a fenced JSON;
-in V3.1 its name and JSON."""
+"""DeepSeek V3, R1 and V3.1: calls between special tokens.
+
+In V3 and R1, a call is its type, its name and fenced JSON. In V3.1, it is its name and JSON.
+"""
 
 from __future__ import annotations
 
 import re
 from typing import Final
 
-from trioserve.text.response_parsers.call_forms import CallForm, arguments_of
+from trioserve.text.response_parsers.call_format import CallFormat, arguments_of
 from trioserve.text.response_parsers.call_reading import CallReading, read_arguments
 from trioserve.text.response_parsers.part_sink import NAME_CHARACTERS_MAX
 from trioserve.text.response_parsers.text_source import NotACall, Script
 
-__all__ = ["CALLS_MARKER", "CALL_MARKER", "DEEPSEEK_TOKENS", "V31_FORM", "V3_FORM", "read_call", "read_section"]
+__all__ = ["CALLS_MARKER", "CALL_MARKER", "DEEPSEEK_TOKENS", "V31_FORMAT", "V3_FORMAT", "read_call", "read_section"]
 
 CALLS_MARKER: Final = "<\uff5ctool\u2581calls\u2581begin\uff5c>"
 _CALLS_END: Final = "<\uff5ctool\u2581calls\u2581end\uff5c>"
@@ -24,7 +26,11 @@ _WORD = re.compile(r"\w+")
 
 
 def read_section(reading: CallReading) -> Script[None]:
-    """Behind the token that opens all calls."""
+    """Read calls after the token that opens all calls.
+
+    Args:
+        reading: State of the script.
+    """
     source = reading.source
     while True:
         yield from source.need_behind_space()
@@ -38,7 +44,11 @@ def read_section(reading: CallReading) -> Script[None]:
 
 
 def read_call(reading: CallReading) -> Script[None]:
-    """Behind the token that opens one call, up to behind the one that closes it."""
+    """Read one call after the token that opens it, including the token that closes it.
+
+    Args:
+        reading: State of the script.
+    """
     source = reading.source
     name, _ = yield from source.take_until((_SEPARATOR,), NAME_CHARACTERS_MAX)
     is_fenced = (yield from source.need_behind_space()) != "{"
@@ -59,7 +69,7 @@ def read_call(reading: CallReading) -> Script[None]:
         raise NotACall
 
 
-V3_FORM = CallForm(
+V3_FORMAT = CallFormat(
     call=lambda tool: (
         f"{CALL_MARKER}function{_SEPARATOR}{tool.name}\n{_FENCE}json\n",
         arguments_of(tool),
@@ -70,7 +80,7 @@ V3_FORM = CallForm(
     separator="\n",
     trigger=CALLS_MARKER,
 )
-V31_FORM = CallForm(
+V31_FORMAT = CallFormat(
     call=lambda tool: (f"{CALL_MARKER}{tool.name}{_SEPARATOR}", arguments_of(tool), _CALL_END),
     opening=CALLS_MARKER,
     closing=_CALLS_END,

@@ -1,5 +1,7 @@
-"""Gemma 4: <|tool_call>call:name{key:<|"|>text<|"|>,other:3}<tool_call|>, objects with bare keys and texts in a quote
-of their own."""
+"""Gemma 4: <|tool_call>call:name{key:<|"|>text<|"|>,other:3}<tool_call|>.
+
+Keys of objects have no quotes. Strings have a special token as their quote.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,14 @@ import re
 from typing import Final
 
 from trioserve.text.joined_response import WholeCall
-from trioserve.text.response_parsers.call_forms import CallForm, json_call
+from trioserve.text.response_parsers.call_format import CallFormat, json_call
 from trioserve.text.response_parsers.call_reading import CallReading, read_calls
 from trioserve.text.response_parsers.json_scanner import DEPTH_MAX
 from trioserve.text.response_parsers.part_sink import NAME_CHARACTERS_MAX
 from trioserve.text.response_parsers.python_literal import json_of_python
 from trioserve.text.response_parsers.text_source import NotACall, Script
 
-__all__ = ["CALL_MARKER", "GEMMA4_FORM", "GEMMA4_TOKENS", "read_gemma4_call", "written_by_gemma4"]
+__all__ = ["CALL_MARKER", "GEMMA4_FORMAT", "GEMMA4_TOKENS", "read_gemma4_call", "written_by_gemma4"]
 
 CALL_MARKER: Final = "<|tool_call>"
 _CALL_END: Final = "<tool_call|>"
@@ -37,7 +39,11 @@ class _At(enum.Enum):
 
 
 def read_gemma4_call(reading: CallReading) -> Script[None]:
-    """Behind the token that opens a call."""
+    """Read a call after the token that opens it.
+
+    Args:
+        reading: State of the script.
+    """
     source, sink = reading.source, reading.sink
     if (yield from source.need_behind_space()) == "{":  # a forced call
         yield from read_calls(reading, is_bare=False)
@@ -55,7 +61,7 @@ def read_gemma4_call(reading: CallReading) -> Script[None]:
 
 def _read_object(reading: CallReading) -> Script[None]:
     source, sink = reading.source, reading.sink
-    objects = bytearray()  # the open ones: 1 is an object, 0 an array
+    objects = bytearray()  # open values, from the outermost: 1 for an object, 0 for an array
     at = _At.VALUE
     while True:
         character = yield from source.need_behind_space()
@@ -101,7 +107,7 @@ def _read_key(reading: CallReading) -> Script[None]:
 
 
 def _read_plain_value(reading: CallReading) -> Script[None]:
-    """A text in quotes, or a number, true, false or null; any other word is a text."""
+    """Read a string in quotes, a number, true, false or null. Any other word is a string."""
     source, sink = reading.source, reading.sink
     if not (yield from source.take((_QUOTE,))):
         word = (yield from source.take_while(_KEY_OR_WORD, _WORD_CHARACTERS_MAX)).strip()
@@ -130,10 +136,15 @@ def _value(value: object) -> str:
     return json.dumps(value)
 
 
-# Forced calls are JSON between the family's markers: no grammar of a schema knows objects with bare keys.
-GEMMA4_FORM = CallForm(call=json_call(before=CALL_MARKER, after=_CALL_END), separator="\n")
+# Forced calls are JSON between the family's markers, since a grammar of a schema cannot express objects with unquoted
+# keys.
+GEMMA4_FORMAT = CallFormat(call=json_call(before=CALL_MARKER, after=_CALL_END), separator="\n")
 
 
 def written_by_gemma4(call: WholeCall) -> str:
-    """A call as the model itself writes it."""
+    """Return a call in the format that the model itself writes.
+
+    Args:
+        call: The call.
+    """
     return f"{CALL_MARKER}{_PREFIX}{call.name}{_value(json.loads(call.arguments))}{_CALL_END}"

@@ -1,5 +1,7 @@
-"""GLM 4.5 and later: <tool_call>name, then <arg_key> and <arg_value> for each argument; with line breaks between them
-in 4.5 and 4.6, without any since 4.7."""
+"""GLM 4.5 and later: <tool_call>name, then <arg_key> and <arg_value> for each argument.
+
+In 4.5 and 4.6, there are line breaks between the tags. Since 4.7, there are none.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from trioserve.text.joined_response import WholeCall
-from trioserve.text.response_parsers.call_forms import CallForm, Piece, raw_argument_pieces, raw_text
+from trioserve.text.response_parsers.call_format import CallFormat, Piece, raw_argument_pieces, raw_text
 from trioserve.text.response_parsers.call_reading import CallReading, read_calls
 from trioserve.text.response_parsers.offered_tools import OfferedTool
 from trioserve.text.response_parsers.part_sink import NAME_CHARACTERS_MAX
@@ -17,7 +19,7 @@ from trioserve.text.response_parsers.raw_reading import Closing, read_raw_value
 from trioserve.text.response_parsers.raw_values import RawArguments
 from trioserve.text.response_parsers.text_source import NotACall, Script
 
-__all__ = ["CALL_TAG", "GLM_TOKENS", "glm_form", "read_glm_call"]
+__all__ = ["CALL_TAG", "GLM_TOKENS", "glm_format", "read_glm_call"]
 
 CALL_TAG: Final = "<tool_call>"
 _CALL_END: Final = "</tool_call>"
@@ -27,11 +29,16 @@ GLM_TOKENS: Final = (CALL_TAG, _CALL_END, _KEY, _KEY_END, _VALUE, _VALUE_END)
 _NAME = re.compile(r"[\w.:/\-]+")
 _CLOSINGS = (
     Closing(tag=_VALUE_END, followed_by=(_KEY, _CALL_END)),
-    Closing(tag=_CALL_END, followed_by=(CALL_TAG,), ends_text=True),  # the value's own tag is missing
+    Closing(tag=_CALL_END, followed_by=(CALL_TAG,), ends_text=True),  # the value has no closing tag of its own
 )
 
 
 def read_glm_call(reading: CallReading) -> Script[None]:
+    """Read a call after its opening tag.
+
+    Args:
+        reading: State of the script.
+    """
     source = reading.source
     if (yield from source.need_behind_space()) in "{[":
         yield from read_calls(reading, is_bare=False)
@@ -62,8 +69,12 @@ def read_glm_call(reading: CallReading) -> Script[None]:
     reading.end_call()
 
 
-def glm_form(line_break: str) -> CallForm:
-    """line_break: between the tags."""
+def glm_format(line_break: str) -> CallFormat:
+    """Return the format of calls.
+
+    Args:
+        line_break: Text between two tags.
+    """
 
     def begin(name: str, _is_text: bool) -> str:
         return f"{_KEY}{name}{_KEY_END}{line_break}{_VALUE}"
@@ -79,4 +90,4 @@ def glm_form(line_break: str) -> CallForm:
         )
         return f"{CALL_TAG}{call.name}{line_break}{values}{_CALL_END}"
 
-    return CallForm(call=call, write=write, separator=line_break, trigger=CALL_TAG)
+    return CallFormat(call=call, write=write, separator=line_break, trigger=CALL_TAG)

@@ -1,10 +1,10 @@
-"""gpt-oss: messages in channels. A header says who is spoken to and in which channel, then comes what is said:
+"""gpt-oss: messages in channels. The header of a message names its recipient and channel.
 
-    <|channel|>analysis<|message|>...<|end|>                                        a thought
-    <|start|>assistant<|channel|>final<|message|>...<|return|>                      content; commentary is content, too
+    <|channel|>analysis<|message|>...<|end|>                                        reasoning
+    <|start|>assistant<|channel|>final<|message|>...<|return|>                      content, like commentary
     <|start|>assistant to=functions.NAME<|channel|>commentary <|constrain|>json<|message|>{...}<|call|>
 
-Where one of these marks stands in what is said, what follows it tells whether it is meant.
+A message may contain the text of such a mark. The text after it shows whether it is a mark.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from trioserve.text.response_parsers.call_forms import CallForm, Piece, RawUntil, arguments_of
+from trioserve.text.response_parsers.call_format import CallFormat, Piece, RawUntil, arguments_of
 from trioserve.text.response_parsers.call_reading import CallReading, read_arguments
 from trioserve.text.response_parsers.offered_tools import OfferedTool
 from trioserve.text.response_parsers.part_sink import PartSink
 from trioserve.text.response_parsers.raw_reading import Closing, read_raw_value
 from trioserve.text.response_parsers.text_source import CutOff, NotACall, Script, TextSource
 
-__all__ = ["HARMONY_FORM", "HARMONY_TOKENS", "read_harmony"]
+__all__ = ["HARMONY_FORMAT", "HARMONY_TOKENS", "read_harmony"]
 
 _START: Final = "<|start|>"
 _CHANNEL: Final = "<|channel|>"
@@ -33,7 +33,7 @@ _HEADER_CHARACTERS_MAX: Final = 1024
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 _FUNCTIONS: Final = "functions."
-_THOUGHT_CHANNELS: Final = ("analysis",)
+_REASONING_CHANNELS: Final = ("analysis",)
 _CHANNEL_MESSAGES = tuple(f"{_CHANNEL}{name}{_MESSAGE}" for name in ("analysis", "commentary", "final"))
 _CLOSINGS = (
     *(Closing(tag=end, followed_by=(_START, _CHANNEL), ends_text=True) for end in _ENDS),
@@ -45,7 +45,14 @@ _CLOSINGS = (
 def read_harmony(
     source: TextSource, sink: PartSink, tools: Mapping[str, OfferedTool], begins_inside: bool | None
 ) -> Script[None]:
-    """Read a response. The prompt ends with <|start|>assistant, or, with begins_inside, inside of a thought."""
+    """Read a response. Its prompt ends with <|start|>assistant, or inside of reasoning if `begins_inside` is True.
+
+    Args:
+        source: Text of the response.
+        sink: Receives the parts.
+        tools: Offered tools by name.
+        begins_inside: True if the prompt has opened reasoning.
+    """
     reading = CallReading(source, sink, tools)
     try:
         if begins_inside:
@@ -53,14 +60,14 @@ def read_harmony(
         while (yield from source.peek()):
             yield from _read_message(reading)
     except CutOff:
-        source.at = len(source.text)  # a header, or a call
+        source.at = len(source.text)  # the text ends within a header or a call
 
 
 def _read_message(reading: CallReading) -> Script[None]:
     source, sink = reading.source, reading.sink
     has_header = yield from source.find_whole((_START, _CHANNEL, _MESSAGE))
     if not (has_header or (yield from source.find((_RECIPIENT_MARK,)))):
-        yield from _read_text(source, sink.content)  # no header at all
+        yield from _read_text(source, sink.content)  # the message has no header
         return
     source.mark()
     try:
@@ -78,15 +85,15 @@ def _read_message(reading: CallReading) -> Script[None]:
         return
     source.unmark()
     if recipients and not _is_for_the_user(recipients[-1]):
-        yield from _read_text(source, _drop)  # a tool of the model's own that nobody offers
-    elif channels and channels[-1] in _THOUGHT_CHANNELS:
+        yield from _read_text(source, _drop)  # a call of one of the model's own tools, which the request does not offer
+    elif channels and channels[-1] in _REASONING_CHANNELS:
         yield from _read_text(source, sink.reasoning)
     else:
         yield from _read_text(source, sink.content)
 
 
 def _called(recipient: str | None, tools: Mapping[str, OfferedTool]) -> str | None:
-    """The tool that is spoken to; None if it is somebody else."""
+    """Return the tool that a message is for, or None if it has another recipient."""
     if recipient is None or not tools:
         return None
     if recipient.startswith(_FUNCTIONS):
@@ -103,7 +110,7 @@ def _drop(_text: str) -> None:
 
 
 def _read_call(reading: CallReading, name: str) -> Script[None]:
-    """Behind the header of a call, which is marked."""
+    """Read a call after its header. The source records the text from the header on."""
     source, sink = reading.source, reading.sink
     try:
         yield from source.need_behind_space()
@@ -120,20 +127,20 @@ def _read_call(reading: CallReading, name: str) -> Script[None]:
 
 
 def _read_text(source: TextSource, use: Callable[[str], None]) -> Script[None]:
-    """What is said, up to behind its end."""
+    """Read the text of a message, including the mark that ends it."""
     try:
         yield from read_raw_value(source, _CLOSINGS, use, trims_lines=False)
     except CutOff:
         source.at = len(source.text)
 
 
-def _form_of(tool: OfferedTool) -> Sequence[Piece]:
+def _call_pieces(tool: OfferedTool) -> Sequence[Piece]:
     head = f"{_CHANNEL}commentary to={_FUNCTIONS}{tool.name} {_CONSTRAIN}json{_MESSAGE}"
     return (head, arguments_of(tool), _ENDS[1])
 
 
-HARMONY_FORM = CallForm(
-    call=_form_of,
+HARMONY_FORMAT = CallFormat(
+    call=_call_pieces,
     separator=f"{_START}assistant",
     before=(f"{_CHANNEL}analysis{_MESSAGE}", RawUntil(_ENDS[0]), f"{_START}assistant"),
 )

@@ -1,5 +1,7 @@
-"""Calls as <invoke name="..."> with <parameter name="...">value</parameter> in it: DeepSeek's DSML, whose tags have a
-mark of their own, and MiniMax's."""
+"""Calls as <invoke name="..."> with <parameter name="...">value</parameter> in it.
+
+DeepSeek writes them as DSML, whose tags have a mark before their name. MiniMax writes them without a mark.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from trioserve.text.joined_response import WholeCall
-from trioserve.text.response_parsers.call_forms import CallForm, Piece, raw_argument_pieces, raw_text
+from trioserve.text.response_parsers.call_format import CallFormat, Piece, raw_argument_pieces, raw_text
 from trioserve.text.response_parsers.call_reading import CallReader, CallReading
 from trioserve.text.response_parsers.offered_tools import OfferedTool
 from trioserve.text.response_parsers.part_sink import NAME_CHARACTERS_MAX
@@ -18,15 +20,22 @@ from trioserve.text.response_parsers.raw_reading import Closing, read_raw_value
 from trioserve.text.response_parsers.raw_values import RawArguments
 from trioserve.text.response_parsers.text_source import NotACall, Script
 
-__all__ = ["DSML", "DSML_SPACED", "MINIMAX", "InvokeTags", "invoke_calls", "invoke_form"]
+__all__ = ["DSML", "DSML_SPACED", "MINIMAX", "InvokeTags", "invoke_calls", "invoke_format"]
 
 _ATTRIBUTES = re.compile(r'name="([^"]*)"(?:\s+string="(true|false)")?\s*(/?)')
 
 
 class InvokeTags(msgspec.Struct, frozen=True, kw_only=True):
-    """mark: what each tag's name begins with. around: the names of the tag around all calls, today's first. says_text:
-    each parameter says whether it is a text or JSON; otherwise the tool's schema does. trims_lines: one line break at
-    each end of a value belongs to the tags."""
+    """Tags of one variant.
+
+    Attributes:
+        mark: Text with which the name of each tag begins.
+        around: Names of the tag around all calls. Current models write the first.
+        around_mark: Text with which the name of the tag around all calls begins. None for `mark`.
+        says_text: True if each parameter has an attribute that tells whether it is a string. Otherwise the tool's
+            schema tells.
+        trims_lines: True if one line break at each end of a value belongs to the tags.
+    """
 
     mark: str
     around: tuple[str, ...]
@@ -53,7 +62,12 @@ MINIMAX = InvokeTags(mark="", around=("tool_call",), around_mark="minimax:", tri
 
 
 def invoke_calls(tags: InvokeTags, around: str) -> CallReader:
-    """Behind the tag around calls."""
+    """Return the script that reads calls after the tag around them.
+
+    Args:
+        tags: Tags of the variant.
+        around: Name of the tag around the calls.
+    """
     invoke, parameter = tags.opening("invoke"), tags.opening("parameter")
     invoke_end, around_end = tags.closing("invoke"), tags.around_closing(around)
     closings = (Closing(tag=tags.closing("parameter"), followed_by=(parameter, invoke_end)),)
@@ -101,9 +115,10 @@ def invoke_calls(tags: InvokeTags, around: str) -> CallReader:
     return read
 
 
-def invoke_form(tags: InvokeTags, around: str) -> CallForm:
+def invoke_format(tags: InvokeTags, around: str) -> CallFormat:
     parameter_end = tags.closing("parameter") + "\n"
-    # The line break belongs to the call: a grammar cannot tell it from the one before a closing tag.
+    # The line break is part of the call, since a grammar cannot distinguish it from the line break before a closing
+    # tag.
     end = tags.closing("invoke") + "\n"
 
     def begin(name: str, is_text: bool) -> str:
@@ -130,7 +145,7 @@ def invoke_form(tags: InvokeTags, around: str) -> CallForm:
         return head(call.name) + values + end
 
     opening = tags.around_opening(around)
-    return CallForm(
+    return CallFormat(
         call=call,
         write=write,
         opening=opening + "\n",

@@ -1,4 +1,4 @@
-"""Families that write a call as one JSON object, between tags or behind a marker."""
+"""Formats that write a call as one JSON object, between tags or after a marker."""
 
 from __future__ import annotations
 
@@ -7,24 +7,38 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from trioserve.text.response_parsers.call_forms import CallForm, Piece, arguments_of, json_call
+from trioserve.text.response_parsers.call_format import CallFormat, Piece, arguments_of, json_call
 from trioserve.text.response_parsers.call_reading import CallReader, CallReading, read_calls
 from trioserve.text.response_parsers.offered_tools import OfferedTool
 from trioserve.text.response_parsers.text_source import NotACall, Script
 
-__all__ = ["COHERE_FORM", "HERMES_FORM", "LLAMA3_FORM", "json_form", "read_bare_calls", "read_nothing", "tagged_calls"]
+__all__ = [
+    "COHERE_FORMAT",
+    "HERMES_FORMAT",
+    "LLAMA3_FORMAT",
+    "json_format",
+    "read_bare_calls",
+    "read_nothing",
+    "tagged_calls",
+]
 
-_STRAY = re.compile(r"[\s}\]]+")  # models close one more than they have opened
+_STRAY = re.compile(r"[\s}\]]+")  # models often write one closing bracket too many
 _STRAY_CHARACTERS_MAX: Final = 256
-HERMES_FORM = CallForm(
+HERMES_FORMAT = CallFormat(
     call=json_call(before="<tool_call>\n", after="\n</tool_call>"), separator="\n", trigger="<tool_call>"
 )
-LLAMA3_FORM = CallForm(call=json_call(arguments_key="parameters"), separator="; ")
+LLAMA3_FORMAT = CallFormat(call=json_call(arguments_key="parameters"), separator="; ")
 
 
 def tagged_calls(*closing: str, is_bare: bool = False) -> CallReader:
-    """Behind an opening tag: one or more calls, and the first of the closing tags that comes. At the end of the text
-    the tag may be missing. is_bare: the tag alone does not make it a call, the name must be that of a tool."""
+    """Return the script that reads one or more calls after an opening tag, and the first closing tag.
+
+    The closing tag may be missing at the end of the text.
+
+    Args:
+        *closing: The closing tags.
+        is_bare: True if the tag alone does not make the text a call. Then the name must be that of an offered tool.
+    """
 
     def read(reading: CallReading) -> Script[None]:
         yield from read_calls(reading, is_bare=is_bare)
@@ -36,12 +50,20 @@ def tagged_calls(*closing: str, is_bare: bool = False) -> CallReader:
 
 
 def read_bare_calls(reading: CallReading) -> Script[None]:
-    """Behind a marker without a closing one."""
+    """Read calls after a marker that has no closing marker.
+
+    Args:
+        reading: State of the script.
+    """
     yield from read_calls(reading, is_bare=False)
 
 
 def read_nothing(_reading: CallReading) -> Script[None]:
-    """A mark around content, which says nothing."""
+    """Read nothing after a mark around content, which has no meaning of its own.
+
+    Args:
+        _reading: State of the script.
+    """
     yield from ()
 
 
@@ -50,7 +72,7 @@ def _cohere_call(tool: OfferedTool) -> Sequence[Piece]:
     return (head, arguments_of(tool), "}")
 
 
-COHERE_FORM = CallForm(
+COHERE_FORMAT = CallFormat(
     call=_cohere_call,
     opening="<|START_ACTION|>[",
     closing="]<|END_ACTION|>",
@@ -58,8 +80,16 @@ COHERE_FORM = CallForm(
 )
 
 
-def json_form(opening: str, closing: str, *, is_array: bool) -> CallForm:
-    """An array of calls between the tags, or one call."""
+def json_format(opening: str, closing: str, *, is_array: bool) -> CallFormat:
+    """Return the format for an array of calls between two tags, or for one call between them.
+
+    Args:
+        opening: Text before the array or call.
+        closing: Text after the array or call.
+        is_array: True for an array.
+    """
     if is_array:
-        return CallForm(call=json_call(), opening=opening + "[", closing="]" + closing, separator=", ", trigger=opening)
-    return CallForm(call=json_call(before=opening, after=closing), separator="\n", trigger=opening)
+        return CallFormat(
+            call=json_call(), opening=opening + "[", closing="]" + closing, separator=", ", trigger=opening
+        )
+    return CallFormat(call=json_call(before=opening, after=closing), separator="\n", trigger=opening)

@@ -10,17 +10,17 @@ from typing import Final
 
 from trioserve.text.call_formats.json_calls import read_nothing
 from trioserve.text.joined_response import WholeCall
-from trioserve.text.response_parsers.call_forms import CallForm, Piece, raw_argument_pieces, raw_text
+from trioserve.text.response_parsers.call_format import CallFormat, Piece, raw_argument_pieces, raw_text
 from trioserve.text.response_parsers.call_reading import CallReader, CallReading
 from trioserve.text.response_parsers.offered_tools import OfferedTool
 from trioserve.text.response_parsers.part_sink import NAME_CHARACTERS_MAX
 from trioserve.text.response_parsers.raw_reading import Closing, read_raw_value
 from trioserve.text.response_parsers.raw_values import RawArguments
+from trioserve.text.response_parsers.reasoning_script import ReasoningTags
 from trioserve.text.response_parsers.schema_types import argument_types
 from trioserve.text.response_parsers.text_source import NotACall, Script
-from trioserve.text.response_parsers.thought_script import ThoughtTags
 
-__all__ = ["K3_FORM", "K3_READERS", "K3_THOUGHTS", "K3_TOKENS"]
+__all__ = ["K3_FORMAT", "K3_READERS", "K3_REASONING", "K3_TOKENS"]
 
 K3_TOKENS: Final = ("<|open|>", "<|close|>", "<|sep|>")
 _RESPONSE, _RESPONSE_END = "<|open|>response<|sep|>", "<|close|>response<|sep|>"
@@ -31,14 +31,15 @@ _SEPARATOR = "<|sep|>"
 _ATTRIBUTE = re.compile(r'\b(\w+)="([^"]*)"')
 _CLOSINGS = (Closing(tag=_ARGUMENT_END, followed_by=(_ARGUMENT, _CALL_END)),)
 
-# What begins the part behind a thought ends it, too, and so a prompt that has begun that part has no open thought.
-K3_THOUGHTS = ThoughtTags(
+# The tag that begins the part after reasoning also ends reasoning. So a prompt that has begun that part has no open
+# reasoning.
+K3_REASONING = ReasoningTags(
     opening=("<|open|>think<|sep|>",), closing=("<|close|>think<|sep|>", _RESPONSE), interleaves=True
 )
 
 
 def _read_calls(reading: CallReading) -> Script[None]:
-    """Behind the tag around calls."""
+    """Read calls after the tag around them."""
     source = reading.source
     while True:
         yield from source.need_behind_space()
@@ -97,7 +98,7 @@ def _type_of(value: object) -> str:
 
 
 def _type_in(tool: OfferedTool, name: str) -> str:
-    """The first that its schema allows."""
+    """Return the first type that the schema of an argument allows."""
     names = sorted(argument_types(tool, name) or ("object",))
     return "number" if names[0] == "integer" else names[0]
 
@@ -106,7 +107,7 @@ def _begin(name: str, kind: str) -> str:
     return f'{_ARGUMENT} key="{html.escape(name)}" type="{kind}"{_SEPARATOR}'
 
 
-def _form_of(tool: OfferedTool) -> Sequence[Piece]:
+def _call_pieces(tool: OfferedTool) -> Sequence[Piece]:
     def begin(name: str, is_text: bool) -> str:
         return _begin(name, "string" if is_text else _type_in(tool, name))
 
@@ -122,4 +123,4 @@ def _written(call: WholeCall) -> str:
     return f'{_CALL} tool="{html.escape(call.name)}" index="1"{_SEPARATOR}{values}{_CALL_END}'
 
 
-K3_FORM = CallForm(call=_form_of, write=_written, opening=_TOOLS, closing=_TOOLS_END)
+K3_FORMAT = CallFormat(call=_call_pieces, write=_written, opening=_TOOLS, closing=_TOOLS_END)

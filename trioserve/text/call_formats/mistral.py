@@ -1,11 +1,13 @@
-"""Mistral: [TOOL_CALLS] and a JSON array of calls; since version 11 [TOOL_CALLS]name[ARGS]{...}, once for each call,
-with [CALL_ID]id behind the name in some."""
+"""Mistral: [TOOL_CALLS] and a JSON array of calls. Since version 11, [TOOL_CALLS]name[ARGS]{...} for each call.
+
+Some versions write [CALL_ID]id after the name.
+"""
 
 from __future__ import annotations
 
 import re
 
-from trioserve.text.response_parsers.call_forms import CallForm, arguments_of, json_call
+from trioserve.text.response_parsers.call_format import CallFormat, arguments_of, json_call
 from trioserve.text.response_parsers.call_reading import CallReading, read_arguments, read_calls
 from trioserve.text.response_parsers.part_sink import NAME_CHARACTERS_MAX
 from trioserve.text.response_parsers.text_source import NotACall, Script
@@ -14,8 +16,8 @@ __all__ = [
     "ARGUMENTS_MARKER",
     "CALLS_MARKER",
     "CALL_ID_MARKER",
-    "MISTRAL_ARRAY_FORM",
-    "MISTRAL_FORM",
+    "MISTRAL_ARRAY_FORMAT",
+    "MISTRAL_FORMAT",
     "MISTRAL_TOKENS",
     "read_mistral_calls",
 ]
@@ -24,10 +26,10 @@ CALLS_MARKER = "[TOOL_CALLS]"
 CALL_ID_MARKER = "[CALL_ID]"
 ARGUMENTS_MARKER = "[ARGS]"
 MISTRAL_TOKENS = (CALLS_MARKER, CALL_ID_MARKER, ARGUMENTS_MARKER)
-MISTRAL_FORM = CallForm(
+MISTRAL_FORMAT = CallFormat(
     call=lambda tool: (f"{CALLS_MARKER}{tool.name}{ARGUMENTS_MARKER}", arguments_of(tool)), trigger=CALLS_MARKER
 )
-MISTRAL_ARRAY_FORM = CallForm(
+MISTRAL_ARRAY_FORMAT = CallFormat(
     call=json_call(), opening=f"{CALLS_MARKER} [", closing="]", separator=", ", trigger=CALLS_MARKER
 )
 _NAME = re.compile(r"[\w.:/\-]+")
@@ -35,6 +37,11 @@ _CALL_ID = re.compile(r"[\w\-]+")
 
 
 def read_mistral_calls(reading: CallReading) -> Script[None]:
+    """Read calls after [TOOL_CALLS].
+
+    Args:
+        reading: State of the script.
+    """
     source = reading.source
     if (yield from source.need_behind_space()) in "[{":
         yield from read_calls(reading, is_bare=False)

@@ -1,4 +1,4 @@
-"""Llama 3.2 and 4, Olmo 3: calls as a list in Python, [get_weather(city="Paris"), get_time()], or one a line."""
+"""Llama 3.2 and 4, Olmo 3: calls in Python, as a list [get_weather(city="Paris"), get_time()] or one per line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from trioserve.text.joined_response import WholeCall
-from trioserve.text.response_parsers.call_forms import AnyOf, CallForm, JsonOf, Maybe, Piece
+from trioserve.text.response_parsers.call_format import AnyOf, CallFormat, JsonOf, Maybe, Piece
 from trioserve.text.response_parsers.call_reading import CallReader, CallReading, read_json, read_opened_array
 from trioserve.text.response_parsers.offered_tools import OfferedTool
 from trioserve.text.response_parsers.part_sink import NAME_CHARACTERS_MAX
@@ -17,12 +17,12 @@ from trioserve.text.response_parsers.schema_types import argument_schemas, argum
 from trioserve.text.response_parsers.text_source import NotACall, Script
 
 __all__ = [
-    "PYTHONIC_FORM",
+    "PYTHONIC_FORMAT",
     "PYTHON_START",
     "PYTHON_END",
     "PYTHON_TOKENS",
-    "lines_form",
-    "list_form",
+    "lines_format",
+    "list_format",
     "python_lines",
     "read_python_list",
     "tagged_list",
@@ -36,8 +36,13 @@ _IDENTIFIER = re.compile(r"\w+")
 
 
 def read_python_list(reading: CallReading) -> Script[None]:
-    """Behind the bracket that opens a list: of calls in Python, each of an offered tool; or of calls in JSON. A list is
-    one expression: its calls are complete when it is."""
+    """Read a list of calls after its opening bracket: calls of offered tools in Python, or calls in JSON.
+
+    A list in Python is one expression, so its calls are complete only when the list is.
+
+    Args:
+        reading: State of the script.
+    """
     source = reading.source
     if (yield from source.need_behind_space()) == "{":
         yield from read_opened_array(reading, is_bare=True)
@@ -54,7 +59,11 @@ def read_python_list(reading: CallReading) -> Script[None]:
 
 
 def tagged_list(closing: str) -> CallReader:
-    """Behind what opens a list and is closed behind it."""
+    """Return the script that reads a list of calls after an opening tag, and the closing tag.
+
+    Args:
+        closing: The closing tag.
+    """
 
     def read(reading: CallReading) -> Script[None]:
         source = reading.source
@@ -68,7 +77,11 @@ def tagged_list(closing: str) -> CallReader:
 
 
 def python_lines(closing_tag: str) -> CallReader:
-    """Behind a tag around calls that stand one a line."""
+    """Return the script that reads one call per line after an opening tag, and the closing tag.
+
+    Args:
+        closing_tag: The closing tag.
+    """
 
     def read(reading: CallReading) -> Script[None]:
         source = reading.source
@@ -84,7 +97,7 @@ def python_lines(closing_tag: str) -> CallReader:
 
 
 def _read_call(reading: CallReading, *, needs_offer: bool = True) -> Script[None]:
-    """name(argument=value, ...). Closes the call; it is ended with its list."""
+    """Read name(argument=value, ...). The call is closed, and completed together with its list."""
     source, sink = reading.source, reading.sink
     yield from source.need_behind_space()
     name = yield from source.take_while(_NAME, NAME_CHARACTERS_MAX)
@@ -111,19 +124,20 @@ def _read_call(reading: CallReading, *, needs_offer: bool = True) -> Script[None
     sink.close_call()
 
 
-def _form_of(tool: OfferedTool) -> Sequence[Piece]:
+def _call_pieces(tool: OfferedTool) -> Sequence[Piece]:
     root = tool.parameters or {}
     required = list(root.get("required") or ())
     shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
     schemas = argument_schemas(tool)
     names = [name for name in schemas if _IDENTIFIER.fullmatch(name)]
-    # What is required comes first, so that a comma stands before all but one of those, and before what may be left out.
+    # Required arguments come first. So there is a comma before each further required argument, and before each optional
+    # one.
     first = [name for name in names if name in required]
     pieces: list[Piece] = [f"{tool.name}("]
     for name in (*first, *(name for name in names if name not in first)):
         is_flag = argument_types(tool, name) == frozenset(("boolean",))
-        form = AnyOf((("True",), ("False",))) if is_flag else JsonOf({**schemas[name], **shared}, tool.strict)
-        value: list[Piece] = [f"{name}=", form]
+        value_pieces = AnyOf((("True",), ("False",))) if is_flag else JsonOf({**schemas[name], **shared}, tool.strict)
+        value: list[Piece] = [f"{name}=", value_pieces]
         if name in first:
             pieces += [", ", *value] if len(pieces) > 1 else value
         else:
@@ -137,7 +151,7 @@ def _written(call: WholeCall) -> str:
 
 
 def _python(value: object) -> str:
-    """As Python has it, but for the quotes, which are JSON's."""
+    """Return a value as a Python literal, with JSON's quotes."""
     if isinstance(value, dict):
         return (
             "{"
@@ -149,19 +163,20 @@ def _python(value: object) -> str:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 
-def list_form(opening: str, closing: str) -> CallForm:
-    return CallForm(
-        call=_form_of, write=_written, opening=opening + "[", closing="]" + closing, separator=", ", trigger=opening
+def list_format(opening: str, closing: str) -> CallFormat:
+    return CallFormat(
+        call=_call_pieces, write=_written, opening=opening + "[", closing="]" + closing, separator=", ", trigger=opening
     )
 
 
-PYTHONIC_FORM = list_form("", "")
+PYTHONIC_FORMAT = list_format("", "")
 
 
-def lines_form(opening: str, closing: str) -> CallForm:
-    # The line break belongs to the call: a grammar cannot tell it from the one before a closing tag.
-    return CallForm(
-        call=lambda tool: (*_form_of(tool), "\n"),
+def lines_format(opening: str, closing: str) -> CallFormat:
+    # The line break is part of the call, since a grammar cannot distinguish it from the line break before a closing
+    # tag.
+    return CallFormat(
+        call=lambda tool: (*_call_pieces(tool), "\n"),
         write=lambda call: _written(call) + "\n",
         opening=opening + "\n",
         closing=closing,

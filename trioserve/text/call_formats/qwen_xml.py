@@ -1,5 +1,8 @@
-"""Qwen3-Coder: <function=name> with <parameter=name> and plain texts in it, inside of <tool_call>. Seed-OSS writes the
-same inside of <seed:tool_call>. Models forget the tag around it, and the closing one of a parameter."""
+"""Qwen3-Coder: <function=name> with <parameter=name> and plain text in it, within <tool_call>.
+
+Seed-OSS writes these tags within <seed:tool_call>. Models sometimes omit the tag around them, and the closing tag of a
+parameter.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from trioserve.text.joined_response import WholeCall
-from trioserve.text.response_parsers.call_forms import CallForm, Piece, raw_argument_pieces, raw_text
+from trioserve.text.response_parsers.call_format import CallFormat, Piece, raw_argument_pieces, raw_text
 from trioserve.text.response_parsers.call_reading import CallReader, CallReading, read_calls
 from trioserve.text.response_parsers.offered_tools import OfferedTool
 from trioserve.text.response_parsers.part_sink import NAME_CHARACTERS_MAX
@@ -16,7 +19,7 @@ from trioserve.text.response_parsers.raw_reading import Closing, read_raw_value
 from trioserve.text.response_parsers.raw_values import RawArguments
 from trioserve.text.response_parsers.text_source import NotACall, Script
 
-__all__ = ["FUNCTION_MARKER", "function_calls", "qwen_xml_form", "read_bare_function"]
+__all__ = ["FUNCTION_MARKER", "function_calls", "qwen_xml_format", "read_bare_function"]
 
 FUNCTION_MARKER: Final = "<function="
 _FUNCTION_END: Final = "</function>"
@@ -25,7 +28,11 @@ _PARAMETER_END: Final = "</parameter>"
 
 
 def function_calls(closing_tag: str) -> CallReader:
-    """Behind the tag around calls."""
+    """Return the script that reads calls after the tag around them.
+
+    Args:
+        closing_tag: The tag that closes the calls.
+    """
     closings = _closings(closing_tag)
 
     def read(reading: CallReading) -> Script[None]:
@@ -45,7 +52,13 @@ def function_calls(closing_tag: str) -> CallReader:
 
 
 def read_bare_function(closing_tag: str) -> CallReader:
-    """Behind <function= without the tag around it: the name must be that of a tool."""
+    """Return the script that reads a call after <function=, without the tag around it.
+
+    The name must be that of an offered tool.
+
+    Args:
+        closing_tag: The tag that may close the call.
+    """
     closings = _closings(closing_tag)
 
     def read(reading: CallReading) -> Script[None]:
@@ -68,7 +81,7 @@ def _closings(closing_tag: str) -> Sequence[Closing]:
 
 
 def _read_function(reading: CallReading, closings: Sequence[Closing], *, is_bare: bool = False) -> Script[None]:
-    """Behind <function= and up to behind its closing tag."""
+    """Read a call after <function=, including its closing tag."""
     source = reading.source
     name, _ = yield from source.take_until((">",), NAME_CHARACTERS_MAX)
     name = name.strip().strip("\"'")
@@ -92,7 +105,7 @@ def _read_function(reading: CallReading, closings: Sequence[Closing], *, is_bare
     reading.end_call()
 
 
-def qwen_xml_form(opening_tag: str, closing_tag: str) -> CallForm:
+def qwen_xml_format(opening_tag: str, closing_tag: str) -> CallFormat:
     end = f"{_FUNCTION_END}\n{closing_tag}"
 
     def call(tool: OfferedTool) -> Sequence[Piece]:
@@ -109,4 +122,4 @@ def qwen_xml_form(opening_tag: str, closing_tag: str) -> CallForm:
         )
         return f"{opening_tag}\n{FUNCTION_MARKER}{call.name}>\n{values}{end}"
 
-    return CallForm(call=call, write=write, separator="\n", trigger=opening_tag)
+    return CallFormat(call=call, write=write, separator="\n", trigger=opening_tag)

@@ -1,1 +1,1 @@
-"""What a model wrote, to the parts of a response: a file for each way of writing calls or thoughts."""
+"""Parsers that split a model's text into the parts of a response, for all formats of calls and reasoning."""

@@ -1,4 +1,4 @@
-"""What a script that reads calls works with, and how it reads arguments and calls that are written as JSON."""
+"""Reads calls and arguments that are written as JSON. Defines what scripts that read calls work with."""
 
 from __future__ import annotations
 
@@ -18,15 +18,22 @@ _KEY_CHARACTERS_MAX: Final = 256
 _NAME_KEYS = frozenset(("name", "tool_name"))
 _ID_KEYS = frozenset(("id", "tool_call_id"))
 _ARGUMENT_KEYS = frozenset(("arguments", "parameters"))
-# What a schema of a tool has, and a call has not: a model that shows somebody a tool calls none.
+# Keys of a tool's schema that a call does not have. A model that shows a tool to the reader does not call it.
 _SCHEMA_KEYS = frozenset(("description", "strict", "properties", "required"))
-# A JSON answer is not held back longer than for its first key.
+# These keys may come before the name. Any other key shows that the JSON is an answer, which is then not held back
+# longer.
 _KEYS_BEFORE_NAME = frozenset(("type", "index", "id", "tool_call_id"))
 _BETWEEN_CALLS = re.compile(r"[,;\s]+")
 
 
 class CallReading:
-    """source: at the opening marker of a call, or behind it. tools: those offered, by name."""
+    """State of a script that reads calls.
+
+    Args:
+        source: Text of the response, at the marker that opens a call or after it.
+        sink: Receives the calls.
+        tools: Offered tools by name.
+    """
 
     __slots__ = ("sink", "source", "tools")
 
@@ -36,25 +43,38 @@ class CallReading:
         self.tools = tools
 
     def end_call(self) -> None:
-        """The call is complete. What is read from here on is given back as content if it is none."""
+        """Complete the current call.
+
+        If the text after it turns out not to be a call, only that text becomes content.
+        """
         self.sink.end_call()
         self.source.mark()
 
     def end_closed_calls(self) -> None:
-        """The same for all calls that are closed."""
+        """Complete all closed calls, as `end_call` does for one call."""
         self.sink.end_closed_calls()
         self.source.mark()
 
 
-# Reads what stands behind an opening marker, which has been read. Raises NotACall if it is no call, and CutOff if the
-# text ends inside of one; calls that were ended by then stay.
+# Script that reads calls after their opening marker. Raises NotACall if the text is not a call, and CutOff if the text
+# ends within a call. Calls that were completed before remain.
 CallReader = Callable[[CallReading], Script[None]]
 
 
 def read_json(
     source: TextSource, scanner: JsonScanner | JsonStringDecoder | PythonLiteral, use: Callable[[str], None]
 ) -> Script[None]:
-    """Read one value, handing its text over as it comes. Raises NotACall if it is none, CutOff if the text ends."""
+    """Read one value and pass on its text piece by piece.
+
+    Args:
+        source: The text.
+        scanner: Scanner for the kind of value.
+        use: Receives each piece.
+
+    Raises:
+        NotACall: The text is not such a value.
+        CutOff: The text ends within the value.
+    """
     while scanner.state is ScanState.MORE:
         yield from source.need()
         source.at = scanner.scan(source.text, source.at)
@@ -65,12 +85,20 @@ def read_json(
 
 
 def read_arguments(reading: CallReading) -> Script[None]:
-    """Read an object as the arguments of the call that is begun."""
+    """Read a JSON object as the arguments of the current call.
+
+    Args:
+        reading: State of the script.
+
+    Raises:
+        NotACall: The text is not a JSON object.
+        CutOff: The text ends within the object.
+    """
     yield from read_json(reading.source, JsonScanner("{"), reading.sink.arguments)
 
 
 class _ArgumentsInString:
-    """Arguments that the model wrote as JSON inside a string."""
+    """Reads arguments that the model wrote as JSON within a string."""
 
     def __init__(self, use: Callable[[str], None]) -> None:
         self._scanner = JsonScanner("{")
@@ -92,7 +120,12 @@ class _ArgumentsInString:
 
 
 class _CallObject:
-    """The keys of a call that have come. Its arguments go to the sink as soon as its name is known."""
+    """State of a call object whose keys are read. Arguments are passed to the sink once the name is known.
+
+    Args:
+        reading: State of the script.
+        is_bare: True if no marker announced the call, as in _read_call_object.
+    """
 
     def __init__(self, reading: CallReading, *, is_bare: bool) -> None:
         self.reading = reading
@@ -143,13 +176,18 @@ class _CallObject:
 
 
 def _read_call_object(reading: CallReading, *, is_bare: bool) -> Script[None]:
-    """Read {"name": ..., "arguments": {...}}, whatever the order of its keys, with "parameters" for "arguments",
-    arguments as JSON in a string, and OpenAI's {"function": {...}} around it. is_bare: no marker says that this is a
-    call, so its name must be that of a tool, and it must have arguments."""
+    """Read {"name": ..., "arguments": {...}} with its keys in any order.
+
+    Also accepts "parameters" for "arguments", arguments as JSON in a string, and OpenAI's {"function": {...}} around
+    the keys.
+
+    Args:
+        is_bare: True if no marker announced the call. Then it must have the name of an offered tool, and arguments.
+    """
     source = reading.source
     call = _CallObject(reading, is_bare=is_bare)
     yield from source.expect("{")
-    is_inside = False  # of "function": {
+    is_inside = False  # True within "function": {
     while True:
         character = yield from source.need_behind_space()
         if character == "}":
@@ -182,7 +220,11 @@ def _read_call_object(reading: CallReading, *, is_bare: bool) -> Script[None]:
 
 
 def _read_member(call: _CallObject, key: str, character: str) -> Script[None]:
-    """character: what the value begins with."""
+    """Read the value of one key.
+
+    Args:
+        character: First character of the value.
+    """
     source = call.reading.source
     if key in _NAME_KEYS or (key == "function" and character == '"'):
         call.named((yield from _read_string(source, NAME_CHARACTERS_MAX)))
@@ -226,7 +268,16 @@ def _read_string(source: TextSource, characters_max: int) -> Script[str]:
 
 
 def read_calls(reading: CallReading, *, is_bare: bool) -> Script[None]:
-    """Read one call object, several of them with commas, semicolons or white space between, or an array of them."""
+    """Read one call object, an array of them, or several objects with commas, semicolons or white space between them.
+
+    Args:
+        reading: State of the script.
+        is_bare: True if no marker announced the calls. Then each must have the name of an offered tool, and arguments.
+
+    Raises:
+        NotACall: The text is not a call.
+        CutOff: The text ends within a call.
+    """
     source = reading.source
     if (yield from source.need_behind_space()) == "[":
         source.at += 1
@@ -236,8 +287,16 @@ def read_calls(reading: CallReading, *, is_bare: bool) -> Script[None]:
 
 
 def read_opened_array(reading: CallReading, *, is_bare: bool) -> Script[None]:
-    """Behind the bracket that opens an array: read call objects and the closing one, which may be missing at the end of
-    the text."""
+    """Read call objects after the bracket that opens an array, and the closing bracket. It may be missing at the end.
+
+    Args:
+        reading: State of the script.
+        is_bare: True if no marker announced the calls, as in read_calls.
+
+    Raises:
+        NotACall: The text is not a call.
+        CutOff: The text ends within a call.
+    """
     if (yield from reading.source.need_behind_space()) != "{":
         raise NotACall
     yield from _read_call_objects(reading, is_bare=is_bare, is_array=True)
@@ -253,7 +312,7 @@ def _read_call_objects(reading: CallReading, *, is_bare: bool, is_array: bool) -
             source.at += 1
             return
         if not character and between.strip():
-            raise CutOff  # before the next one
+            raise CutOff  # the text ends between two calls
         if character != "{":
             if is_array and character:
                 raise NotACall

@@ -1,7 +1,7 @@
 """Splits a response's text into content and calls.
 
-A marker opens a call anywhere but in a quotation. A call without a marker, in bare or fenced JSON, counts only where
-the response has nothing but calls.
+A marker opens a call anywhere except in a quotation. A call without a marker, as JSON with or without a fence, counts
+only if the response consists of calls alone.
 """
 
 from __future__ import annotations
@@ -27,8 +27,12 @@ _BARE_OPENERS = ("{", "[")
 
 
 def read_bare(reading: CallReading) -> Script[None]:
-    """Read JSON calls of offered tools behind the bracket that opens them."""
-    reading.source.at -= 1  # what opened it is part of it
+    """Read JSON calls of offered tools. The bracket that opens them was already read.
+
+    Args:
+        reading: State of the script.
+    """
+    reading.source.at -= 1  # the bracket is part of the JSON
     yield from read_calls(reading, is_bare=True)
 
 
@@ -47,7 +51,7 @@ _LENIENT_READERS: Mapping[str, CallReader] = {_FENCE: _read_fenced, **dict.fromk
 
 
 class _HeldReading(CallReading):
-    """Reads calls that count only if the response ends behind them, so all of their text stays marked."""
+    """Reads calls that count only if the response ends after them. All of their text stays marked until then."""
 
     def end_call(self) -> None:
         self.sink.end_call()
@@ -57,16 +61,23 @@ class _HeldReading(CallReading):
 
 
 class ContentScript:
-    """Reads content and calls, and puts them into a sink.
+    """Script that reads content and calls, and puts them into a sink.
 
     Args:
-        readers: what reads a call, by the marker that opens it, anywhere outside of quotations.
-        line_readers: the same for markers that count only at the beginning of a line.
-        first_readers: the same for formats without markers. They count at the beginning of the content and behind a
-            call.
-        drops_space: the white space before a call is no content, since the family's template writes it there.
-        has_channels: the family's markers say what is content, so no text is a quotation.
-        is_lenient: bare and fenced JSON are calls, too, if the response has nothing but calls.
+        source: Text of the response without its reasoning.
+        sink: Receives the parts.
+        tools: Offered tools by name.
+        readers: Scripts that read a call, by the marker that opens it. These markers count anywhere except in
+            quotations.
+        line_readers: Scripts by markers that count only at the beginning of a line.
+        first_readers: Scripts for formats without markers, by the first character of a call. They count only as long
+            as the response has no content.
+        drops_space: True if white space before a call is not content, since the family's template writes it.
+        has_channels: True if the family's markers separate content from other text. Then no text is a quotation.
+        is_lenient: True to accept JSON without marks, in a fence or not, if the response consists of calls alone.
+
+    Attributes:
+        is_in_content: False while a possible call is read.
     """
 
     def __init__(
@@ -96,14 +107,15 @@ class ContentScript:
         self._markers_at_first = _longest_first({**self._anywhere, **self._held, **self._at_line, **self._at_first})
         firsts = "".join(sorted({marker[0] for marker in self._markers_at_first}))
         self._plain = re.compile(f"[^{re.escape(firsts)}]+" if firsts else r"[\s\S]+")
-        self._pending: list[str] = []  # white space that is content if no call follows it
+        self._pending: list[str] = []  # white space that becomes content if no call follows
         self._quotation = Quotation()
         self._begins_line = True
-        self._has_text = False  # other than calls and white space
+        self._has_text = False  # text other than calls and white space
         self._is_behind_call = False
-        self.is_in_content = True  # and not inside of what may be a call
+        self.is_in_content = True
 
     def run(self) -> Script[None]:
+        """Read the whole text."""
         source = self._source
         while character := (yield from source.peek()):
             if match := self._plain.match(source.text, source.at):
@@ -118,7 +130,7 @@ class ContentScript:
             is_quoted = not self._has_channels and self._quotation.includes(character)
             try:
                 marker = yield from (source.take_whole if self._is_behind_call else source.take)(self._markers())
-            except CutOff:  # of the next call
+            except CutOff:  # the text ends within the marker of the next call
                 source.at = len(source.text)
                 break
             if not marker:
@@ -134,7 +146,7 @@ class ContentScript:
             self._sink.content("".join(self._pending))
 
     def _markers(self) -> list[str]:
-        """The markers that count at this place."""
+        """Return the markers that count at this position."""
         if not self._has_text:
             return self._markers_at_first
         return self._markers_at_line if self._begins_line else self._markers_anywhere
@@ -171,7 +183,7 @@ class ContentScript:
         except CutOff:
             was_cut_off = True
             source.at = len(source.text)
-            # Without a marker it is not known to be a call before it has a name.
+            # Without a marker, the text is not known to be a call until it has a name.
             refused = not is_marked and sink.calls_begun == begun
         self.is_in_content = True
         text = source.unmark()
@@ -183,7 +195,10 @@ class ContentScript:
             self._begins_line = text.endswith("\n")
 
     def _read_quoted(self, marker: str) -> Script[None]:
-        """Read a call in a quotation, and show all of it as content. Markup in its arguments is none of the content."""
+        """Read a call in a quotation, and show all of it as content.
+
+        So markers in its arguments are not read as calls.
+        """
         source = self._source
         source.mark(back=len(marker))
         self.is_in_content = False
@@ -204,7 +219,7 @@ class ContentScript:
         return next(readers[marker] for readers in (self._anywhere, self._at_first, self._at_line) if marker in readers)
 
     def _read_held(self, marker: str) -> Script[None]:
-        """Read calls without markers, and hold them until it is known that nothing but calls follows."""
+        """Read calls without markers, and hold them back until it is certain that only calls follow."""
         source = self._source
         held = PartSink()
         reading = _HeldReading(source, held, self._reading.tools)

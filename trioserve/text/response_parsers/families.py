@@ -1,4 +1,4 @@
-"""How each family of models writes calls and thoughts: a line for each, under vLLM's names where it has one."""
+"""Formats of calls and reasoning of all model families, under vLLM's names where vLLM has one."""
 
 from __future__ import annotations
 
@@ -13,41 +13,46 @@ from trioserve.text.call_formats.invoke_tags import (
     MINIMAX,
     InvokeTags,
     invoke_calls,
-    invoke_form,
+    invoke_format,
 )
 from trioserve.text.call_formats.json_calls import (
-    COHERE_FORM,
-    HERMES_FORM,
-    LLAMA3_FORM,
-    json_form,
+    COHERE_FORMAT,
+    HERMES_FORMAT,
+    LLAMA3_FORMAT,
+    json_format,
     read_bare_calls,
     read_nothing,
     tagged_calls,
 )
-from trioserve.text.response_parsers.call_forms import CallForm
+from trioserve.text.response_parsers.call_format import CallFormat
 from trioserve.text.response_parsers.call_reading import CallReader
 from trioserve.text.response_parsers.content_script import read_bare
 from trioserve.text.response_parsers.offered_tools import OfferedTool
 from trioserve.text.response_parsers.part_sink import PartSink
+from trioserve.text.response_parsers.reasoning_script import ReasoningTags
 from trioserve.text.response_parsers.text_source import Script, TextSource
-from trioserve.text.response_parsers.thought_script import ThoughtTags
 
 __all__ = ["REASONING_FAMILIES", "TOOL_FAMILIES", "ReasoningFamily", "ToolFamily", "WholeScript"]
 
-# Families with channels: one script reads all of a response. The last argument is as for make_response_parser.
+# Script that reads a whole response, for families with channels. The last argument is begins_inside, as for
+# make_response_parser.
 WholeScript = Callable[[TextSource, PartSink, Mapping[str, OfferedTool], bool | None], Script[None]]
 
 
 class ToolFamily(msgspec.Struct, frozen=True, kw_only=True):
-    """How one family writes calls.
+    """Format in which one family writes calls.
 
-    Args:
-        readers, line_readers, first_readers, drops_space, has_channels: as for ContentScript.
-        special_tokens: markers that are special tokens in the family's vocabulary. They have to stay in the text.
-        whole: reads all of a response, reasoning included, in the place of readers.
-        ends_thoughts: texts that end reasoning whose closing tag is missing. Any other call in reasoning is none.
-        form: how the family writes calls today.
-        older_forms: forms by the special token that older vocabularies lack.
+    Attributes:
+        readers: As for ContentScript.
+        line_readers: As for ContentScript.
+        first_readers: As for ContentScript.
+        drops_space: As for ContentScript.
+        has_channels: As for ContentScript.
+        special_tokens: Markers that are special tokens in the family's vocabulary. The decoder must not skip them.
+        whole: Script that reads a whole response, including reasoning, instead of `readers`. None for other families.
+        ends_reasoning: Texts that end reasoning without a closing tag. All other calls within reasoning are ignored.
+        call_format: Format in which current models of the family write calls.
+        older_formats: Formats of older models, by a special token that their vocabulary lacks.
     """
 
     readers: dict[str, CallReader] = {}
@@ -57,30 +62,41 @@ class ToolFamily(msgspec.Struct, frozen=True, kw_only=True):
     has_channels: bool = False
     special_tokens: tuple[str, ...] = ()
     whole: WholeScript | None = None
-    ends_thoughts: tuple[str, ...] = ()
-    form: CallForm = HERMES_FORM
-    older_forms: dict[str, CallForm] = {}
+    ends_reasoning: tuple[str, ...] = ()
+    call_format: CallFormat = HERMES_FORMAT
+    older_formats: dict[str, CallFormat] = {}
 
-    def form_in(self, special_token_ids: Mapping[str, int]) -> CallForm:
-        """The form for a vocabulary with these special tokens."""
-        return next((form for token, form in self.older_forms.items() if token not in special_token_ids), self.form)
+    def format_for(self, special_token_ids: Mapping[str, int]) -> CallFormat:
+        """Return the format for a vocabulary.
+
+        Args:
+            special_token_ids: Special tokens of the vocabulary, by their text.
+        """
+        older = (older for token, older in self.older_formats.items() if token not in special_token_ids)
+        return next(older, self.call_format)
 
 
 class ReasoningFamily(msgspec.Struct, frozen=True, kw_only=True):
-    """channels: the family of calls whose markers stand around content, too. It reads the content even where there are
-    no tools, and nobody else does."""
+    """Format in which one family writes reasoning.
 
-    tags: ThoughtTags = ThoughtTags()
+    Attributes:
+        tags: Tags around reasoning.
+        special_tokens: Tags that are special tokens in the family's vocabulary. The decoder must not skip them.
+        channels: Family of calls whose markers also surround the content. Its script then reads the content, even
+            without tools. None for other families.
+    """
+
+    tags: ReasoningTags = ReasoningTags()
     special_tokens: tuple[str, ...] = ()
     channels: str | None = None
 
 
 def _json(opening: str, closing: str, *, is_array: bool = False) -> ToolFamily:
-    """JSON between two tags, or behind one."""
+    """Make a family that writes calls as JSON between two tags, or after one tag."""
     return ToolFamily(
         readers={opening: tagged_calls(closing) if closing else read_bare_calls},
         special_tokens=tuple(filter(None, (opening, closing))),
-        form=json_form(opening, closing, is_array=is_array),
+        call_format=json_format(opening, closing, is_array=is_array),
     )
 
 
@@ -89,29 +105,33 @@ def _qwen_xml(opening: str, closing: str) -> ToolFamily:
         readers={opening: qwen_xml.function_calls(closing)},
         line_readers={qwen_xml.FUNCTION_MARKER: qwen_xml.read_bare_function(closing)},
         special_tokens=(opening, closing),
-        ends_thoughts=(f"{opening}\n{qwen_xml.FUNCTION_MARKER}", f"{opening}{qwen_xml.FUNCTION_MARKER}"),
-        form=qwen_xml.qwen_xml_form(opening, closing),
+        ends_reasoning=(f"{opening}\n{qwen_xml.FUNCTION_MARKER}", f"{opening}{qwen_xml.FUNCTION_MARKER}"),
+        call_format=qwen_xml.qwen_xml_format(opening, closing),
     )
 
 
 def _glm(line_break: str) -> ToolFamily:
     return ToolFamily(
-        readers={glm.CALL_TAG: glm.read_glm_call}, special_tokens=glm.GLM_TOKENS, form=glm.glm_form(line_break)
+        readers={glm.CALL_TAG: glm.read_glm_call}, special_tokens=glm.GLM_TOKENS, call_format=glm.glm_format(line_break)
     )
 
 
-def _deepseek(form: CallForm) -> ToolFamily:
+def _deepseek(call_format: CallFormat) -> ToolFamily:
     return ToolFamily(
         readers={deepseek.CALLS_MARKER: deepseek.read_section, deepseek.CALL_MARKER: deepseek.read_call},
         special_tokens=deepseek.DEEPSEEK_TOKENS,
-        form=form,
+        call_format=call_format,
     )
 
 
 def _invoke(tags: InvokeTags, around: str, special_tokens: tuple[str, ...]) -> ToolFamily:
-    """around: the tag around calls that the family writes; the others of its kind are read, too."""
+    """Make a family that writes calls with <invoke> tags.
+
+    Args:
+        around: Name of the tag that the family writes around calls. The other tags of `tags.around` are read, too.
+    """
     readers = {tags.around_opening(name): invoke_calls(tags, name) for name in tags.around}
-    return ToolFamily(readers=readers, special_tokens=special_tokens, form=invoke_form(tags, around))
+    return ToolFamily(readers=readers, special_tokens=special_tokens, call_format=invoke_format(tags, around))
 
 
 _HERMES = {"<tool_call>": tagged_calls("</tool_call>"), "<tools>": tagged_calls("</tools>", is_bare=True)}
@@ -125,37 +145,37 @@ TOOL_FAMILIES: dict[str, ToolFamily] = {
         first_readers={"{": read_bare, "[": read_bare},
         drops_space=False,
         special_tokens=("<|python_tag|>",),
-        form=LLAMA3_FORM,
+        call_format=LLAMA3_FORMAT,
     ),
     "mistral": ToolFamily(
         readers={mistral.CALLS_MARKER: mistral.read_mistral_calls},
         drops_space=False,
         special_tokens=mistral.MISTRAL_TOKENS,
-        form=mistral.MISTRAL_FORM,
-        older_forms={mistral.ARGUMENTS_MARKER: mistral.MISTRAL_ARRAY_FORM},
+        call_format=mistral.MISTRAL_FORMAT,
+        older_formats={mistral.ARGUMENTS_MARKER: mistral.MISTRAL_ARRAY_FORMAT},
     ),
     "pythonic": ToolFamily(
         readers={pythonic.PYTHON_START: pythonic.tagged_list(pythonic.PYTHON_END)},
         first_readers={"[": pythonic.read_python_list},
         drops_space=False,
         special_tokens=pythonic.PYTHON_TOKENS,
-        form=pythonic.PYTHONIC_FORM,
+        call_format=pythonic.PYTHONIC_FORMAT,
     ),
     "lfm2": ToolFamily(
         readers={"<|tool_call_start|>": pythonic.tagged_list("<|tool_call_end|>")},
         special_tokens=("<|tool_call_start|>", "<|tool_call_end|>"),
-        form=pythonic.list_form("<|tool_call_start|>", "<|tool_call_end|>"),
+        call_format=pythonic.list_format("<|tool_call_start|>", "<|tool_call_end|>"),
     ),
     "olmo3": ToolFamily(
         readers={"<function_calls>": pythonic.python_lines("</function_calls>")},
-        form=pythonic.lines_form("<function_calls>", "</function_calls>"),
+        call_format=pythonic.lines_format("<function_calls>", "</function_calls>"),
     ),
     "qwen3_coder": _qwen_xml("<tool_call>", "</tool_call>"),
     "seed_oss": _qwen_xml("<seed:tool_call>", "</seed:tool_call>"),
     "glm45": _glm("\n"),
     "glm47": _glm(""),
-    "deepseek_v3": _deepseek(deepseek.V3_FORM),
-    "deepseek_v31": _deepseek(deepseek.V31_FORM),
+    "deepseek_v3": _deepseek(deepseek.V3_FORMAT),
+    "deepseek_v31": _deepseek(deepseek.V31_FORMAT),
     "deepseek_v32": _invoke(DSML, "function_calls", _DSML_TOKENS),
     "deepseek_v4": _invoke(DSML, "tool_calls", _DSML_TOKENS),
     "deepseek_v41": _invoke(DSML_SPACED, "calls", _DSML_TOKENS),
@@ -164,23 +184,25 @@ TOOL_FAMILIES: dict[str, ToolFamily] = {
         readers={kimi.SECTION_MARKER: kimi.read_section, kimi.CALL_MARKER: kimi.read_call},
         drops_space=False,
         special_tokens=kimi.KIMI_TOKENS,
-        ends_thoughts=(kimi.SECTION_MARKER,),
-        form=kimi.K2_FORM,
+        ends_reasoning=(kimi.SECTION_MARKER,),
+        call_format=kimi.K2_FORMAT,
     ),
     "kimi_k3": ToolFamily(
         readers=kimi_k3.K3_READERS,
         drops_space=False,
         has_channels=True,
         special_tokens=kimi_k3.K3_TOKENS,
-        form=kimi_k3.K3_FORM,
+        call_format=kimi_k3.K3_FORMAT,
     ),
     "gemma4": ToolFamily(
         readers={gemma4.CALL_MARKER: gemma4.read_gemma4_call},
         drops_space=False,
         special_tokens=gemma4.GEMMA4_TOKENS,
-        form=gemma4.GEMMA4_FORM,
+        call_format=gemma4.GEMMA4_FORMAT,
     ),
-    "openai": ToolFamily(whole=harmony.read_harmony, special_tokens=harmony.HARMONY_TOKENS, form=harmony.HARMONY_FORM),
+    "openai": ToolFamily(
+        whole=harmony.read_harmony, special_tokens=harmony.HARMONY_TOKENS, call_format=harmony.HARMONY_FORMAT
+    ),
     "cohere_command3": ToolFamily(
         readers={
             "<|START_ACTION|>": tagged_calls("<|END_ACTION|>"),
@@ -189,7 +211,7 @@ TOOL_FAMILIES: dict[str, ToolFamily] = {
         drops_space=False,
         has_channels=True,
         special_tokens=("<|START_ACTION|>", "<|END_ACTION|>", *_COHERE_MARKS),
-        form=COHERE_FORM,
+        call_format=COHERE_FORMAT,
     ),
     "nemotron_json": _json("<TOOLCALL>", "</TOOLCALL>", is_array=True),
     "granite": _json("<|tool_call|>", "", is_array=True),
@@ -198,7 +220,7 @@ TOOL_FAMILIES: dict[str, ToolFamily] = {
     "phi4_mini_json": _json("functools", "", is_array=True),
     "longcat": _json("<longcat_tool_call>", "</longcat_tool_call>"),
 }
-# The same under other names.
+# Aliases.
 TOOL_FAMILIES |= {
     "llama4_json": TOOL_FAMILIES["llama3_json"],
     "llama4_pythonic": TOOL_FAMILIES["pythonic"],
@@ -210,9 +232,9 @@ TOOL_FAMILIES |= {
 
 _THINK_TOKENS = ("<think>", "</think>")
 _THINK = ReasoningFamily(special_tokens=_THINK_TOKENS)
-_THINK_FROM_THE_START = ReasoningFamily(tags=ThoughtTags(begins_inside=True), special_tokens=_THINK_TOKENS)
+_THINK_FROM_THE_START = ReasoningFamily(tags=ReasoningTags(begins_inside=True), special_tokens=_THINK_TOKENS)
 _HARMONY = ReasoningFamily(
-    tags=ThoughtTags(opening=("<|channel|>analysis<|message|>",), closing=("<|end|>",)),
+    tags=ReasoningTags(opening=("<|channel|>analysis<|message|>",), closing=("<|end|>",)),
     special_tokens=harmony.HARMONY_TOKENS,
     channels="openai",
 )
@@ -229,23 +251,23 @@ REASONING_FAMILIES: dict[str, ReasoningFamily] = {
     "hunyuan_a13b": _THINK,
     "ernie45": _THINK,
     "kimi_k2": _THINK,
-    "kimi_k3": ReasoningFamily(tags=kimi_k3.K3_THOUGHTS, special_tokens=kimi_k3.K3_TOKENS, channels="kimi_k3"),
+    "kimi_k3": ReasoningFamily(tags=kimi_k3.K3_REASONING, special_tokens=kimi_k3.K3_TOKENS, channels="kimi_k3"),
     "mistral": ReasoningFamily(
-        tags=ThoughtTags(opening=("[THINK]", "<think>"), closing=("[/THINK]", "</think>")),
+        tags=ReasoningTags(opening=("[THINK]", "<think>"), closing=("[/THINK]", "</think>")),
         special_tokens=("[THINK]", "[/THINK]"),
     ),
     "seed_oss": ReasoningFamily(
-        tags=ThoughtTags(opening=("<seed:think>",), closing=("</seed:think>",)),
+        tags=ReasoningTags(opening=("<seed:think>",), closing=("</seed:think>",)),
         special_tokens=("<seed:think>", "</seed:think>"),
     ),
     "gemma4": ReasoningFamily(
-        tags=ThoughtTags(
+        tags=ReasoningTags(
             opening=("<|channel>thought\n", "<|channel>thought"), closing=("<channel|>",), interleaves=True
         ),
         special_tokens=("<|channel>", "<channel|>"),
     ),
     "cohere_command3": ReasoningFamily(
-        tags=ThoughtTags(opening=("<|START_THINKING|>",), closing=("<|END_THINKING|>",), interleaves=True),
+        tags=ReasoningTags(opening=("<|START_THINKING|>",), closing=("<|END_THINKING|>",), interleaves=True),
         special_tokens=("<|START_THINKING|>", "<|END_THINKING|>", *_COHERE_MARKS),
         channels="cohere_command3",
     ),

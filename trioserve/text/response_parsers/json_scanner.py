@@ -1,7 +1,7 @@
-"""Follows one JSON value through pieces of text, without recursion: where it ends, and whether it is one.
+"""Scans one JSON value that comes in pieces, without recursion: where it ends, and whether it is valid.
 
-Lenient in one thing that models do: a raw line break or another control character inside a string is written as the
-escape that it should have been.
+The scanner tolerates one common mistake of models: a raw line break or another control character in a string. It is
+replaced by its escape.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from typing import Final
 
 __all__ = ["DEPTH_MAX", "JsonScanner", "JsonStringDecoder", "ScanState"]
 
-DEPTH_MAX: Final = (
-    128  # objects and arrays inside one another; Python's own reader of JSON gives up at about a thousand
-)
+DEPTH_MAX: Final = 128  # nested objects and arrays; Python's json module fails at about 1,000
 
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 _SPACE = re.compile(r"[ \t\n\r]+")
@@ -27,16 +25,16 @@ _HEX = frozenset("0123456789abcdefABCDEF")
 
 
 class ScanState(enum.Enum):
-    MORE = "more"  # the value is not over
+    MORE = "more"  # the value is not complete
     DONE = "done"
-    BROKEN = "broken"  # it is no JSON
+    BROKEN = "broken"  # the text is not JSON
 
 
 class _At(enum.Enum):
     VALUE = enum.auto()
-    VALUE_OR_END = enum.auto()  # behind [
-    KEY_OR_END = enum.auto()  # behind {
-    KEY = enum.auto()  # behind a comma in an object
+    VALUE_OR_END = enum.auto()  # after [
+    KEY_OR_END = enum.auto()  # after {
+    KEY = enum.auto()  # after a comma in an object
     COLON = enum.auto()
     COMMA_OR_END = enum.auto()
     STRING = enum.auto()
@@ -49,15 +47,18 @@ class _At(enum.Enum):
 
 
 class JsonScanner:
-    """scan() takes pieces until the state is DONE or BROKEN; take() gives the text of the value so far, once. only:
-    the character that the value has to begin with; empty: any value. A number at the top ends with what follows it."""
+    """Scans one JSON value. A number at the top level ends with the character after it, or with `end`.
+
+    Args:
+        only: Character with which the value must begin. Empty to accept any value.
+    """
 
     __slots__ = ("_at", "_hex_left", "_is_key", "_literal", "_number", "_objects", "_only", "_out")
 
     def __init__(self, only: str = "") -> None:
         self._at = _At.VALUE
         self._only = only
-        self._objects = bytearray()  # the open ones: 1 is an object, 0 an array
+        self._objects = bytearray()  # open values, from the outermost: 1 for an object, 0 for an array
         self._is_key = False
         self._hex_left = 0
         self._literal = ""
@@ -71,17 +72,27 @@ class JsonScanner:
         return ScanState.BROKEN if self._at is _At.NOWHERE else ScanState.MORE
 
     def take(self) -> str:
+        """Return the text of the value since the last call."""
         text = "".join(self._out)
         self._out.clear()
         return text
 
     def end(self) -> None:
-        """The text is over: a number at the top is complete now."""
+        """End the text. A number at the top level is complete now."""
         if self._at is _At.NUMBER and not self._objects:
             self._end_number()
 
     def scan(self, text: str, at: int) -> int:
-        """Returns where it stopped: at the end of the text, behind the value, or at what is no JSON."""
+        """Scan a piece until the state is DONE or BROKEN.
+
+        Args:
+            text: The piece.
+            at: Index of the first character to scan.
+
+        Returns:
+            The index where scanning stopped: at the end of the piece, after the value, or at a character that is not
+            JSON.
+        """
         while at < len(text) and self._at is not _At.OVER and self._at is not _At.NOWHERE:
             if self._at is _At.STRING:
                 at = self._string(text, at)
@@ -130,7 +141,7 @@ class JsonScanner:
             self._at = _At.NOWHERE
 
     def _character(self, character: str) -> bool:
-        """Inside an escape or a literal. Returns whether the character belongs there."""
+        """Scan one character of an escape or a literal. Return False if it is wrong there."""
         if self._at is _At.ESCAPE and (character in _ESCAPES or character == "u"):
             self._at = _At.HEX if character == "u" else _At.STRING
             self._hex_left = 4
@@ -186,23 +197,33 @@ class JsonScanner:
 
 
 class JsonStringDecoder:
-    """What a JSON string says, piece by piece; from behind its opening quote to its closing one."""
+    """Decodes a JSON string that comes in pieces, from after its opening quote to its closing quote."""
 
     __slots__ = ("_escape", "_high", "_out", "state")
 
     def __init__(self) -> None:
         self.state = ScanState.MORE
-        self._escape = ""  # as far as it has come
-        self._high = ""  # the first half of a surrogate pair
+        self._escape = ""  # the escape so far
+        self._high = ""  # first half of a surrogate pair
         self._out: list[str] = []
 
     def take(self) -> str:
+        """Return the decoded text since the last call."""
         text = "".join(self._out)
         self._out.clear()
         return text
 
     def scan(self, text: str, at: int) -> int:
-        """Returns where it stopped: at the end of the text, behind the closing quote, or at what is no JSON."""
+        """Scan a piece until the state is DONE or BROKEN.
+
+        Args:
+            text: The piece.
+            at: Index of the first character to scan.
+
+        Returns:
+            The index where scanning stopped: at the end of the piece, after the closing quote, or at a character that
+            is not JSON.
+        """
         while at < len(text) and self.state is ScanState.MORE:
             if self._escape:
                 self._in_escape(text[at])
@@ -246,6 +267,6 @@ class JsonStringDecoder:
 
     def _put(self, text: str) -> None:
         if self._high:
-            self._out.append("\ufffd")  # half of a pair is no character
+            self._out.append("\ufffd")  # half of a pair is not a character
             self._high = ""
         self._out.append(text)

@@ -1,4 +1,4 @@
-"""Forms of calls as one grammar in llguidance's Lark."""
+"""Makes a grammar in llguidance's Lark dialect from the pieces of call formats."""
 
 from __future__ import annotations
 
@@ -7,17 +7,22 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from trioserve.text.response_parsers.call_forms import AnyOf, JsonOf, Maybe, Piece, RawUntil
+from trioserve.text.response_parsers.call_format import AnyOf, JsonOf, Maybe, Piece, RawUntil
 
 __all__ = ["LarkGrammar"]
 
-# As Python's json writes, which is what models have seen. One that may write any white space may write it for ever.
+# JSON in the style of Python's json module, which models know. If any white space were allowed, a model could write it
+# forever.
 _JSON_STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class LarkGrammar:
-    """Collects rules; `source` is the grammar. special_token_ids: the special tokens of the vocabulary, which no text
-    in a grammar matches: where one of them stands in a text, the token is meant."""
+    """Collects the rules of a grammar.
+
+    Args:
+        special_token_ids: Special tokens of the vocabulary, by their text. No text in a grammar matches them, so their
+            spelling in a text becomes the token.
+    """
 
     def __init__(self, special_token_ids: Mapping[str, int]) -> None:
         self._special = dict(special_token_ids)
@@ -27,10 +32,21 @@ class LarkGrammar:
         self._schemas: dict[str, str] = {}
 
     def source(self, start: str) -> str:
+        """Return the whole grammar.
+
+        Args:
+            start: Expression of the start rule.
+        """
         return "\n".join(["%llguidance {}", f"start: {start}", *self._rules]) + "\n"
 
     def rule(self, expression: str, *, attributes: str = "", is_terminal: bool = False) -> str:
-        """A new rule's name."""
+        """Add a rule and return its name.
+
+        Args:
+            expression: Right side of the rule.
+            attributes: Attributes after its name, such as "[lazy]".
+            is_terminal: True to make it a terminal.
+        """
         name = f"{'T' if is_terminal else 'r'}{len(self._rules)}"
         self._rules.append(f"{name}{attributes}: {expression}")
         return name
@@ -39,7 +55,11 @@ class LarkGrammar:
         return " ".join(filter(None, map(self.piece, pieces)))
 
     def piece(self, piece: Piece) -> str:
-        """An expression that may stand beside others; empty for nothing."""
+        """Return an expression for a piece, which can be joined to others by spaces. Empty for an empty text.
+
+        Args:
+            piece: The piece.
+        """
         if isinstance(piece, str):
             return self.text(piece)
         if isinstance(piece, JsonOf):
@@ -70,7 +90,11 @@ class LarkGrammar:
         return self._schemas[text]
 
     def raw_until(self, stop: str) -> str:
-        """Any text up to the first `stop`, and that. Text ends at a special token, whichever that is."""
+        """Return an expression for any text up to and including the first `stop`. The text ends at any special token.
+
+        Args:
+            stop: The text.
+        """
         before, token, behind = self._at_special(stop)
         if not token:
             return self.rule(f"{self.any_text()} {self.text(stop)}", attributes="[lazy]")
@@ -78,7 +102,10 @@ class LarkGrammar:
         return " ".join(filter(None, (text, self.text(token), self.text(behind))))
 
     def _at_special(self, text: str) -> tuple[str, str, str]:
-        """The text before its first special token, that, and the rest."""
+        """Split a text at its first special token.
+
+        Return the text before the token, the token, and the text after it.
+        """
         parts = self._split.split(text, maxsplit=1) if self._split is not None else [text]
         return (parts[0], parts[1], parts[2]) if len(parts) == 3 else (text, "", "")
 

@@ -1,4 +1,4 @@
-"""The tools that a request offers, as the parsers, the prompt texts and the grammars of all families need them."""
+"""Tools that a request offers, as parsers, prompts and grammars of all families use them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,14 @@ __all__ = ["OfferedTool", "offered_tools", "tools_by_name"]
 
 
 class OfferedTool(msgspec.Struct, frozen=True, kw_only=True):
-    """One function. parameters: a JSON schema of an object, or None if the caller gave none. strict: the caller wants
-    arguments that the schema accepts, always."""
+    """One function that a model may call.
+
+    Attributes:
+        name: Name of the function.
+        description: Description for the model, or None.
+        parameters: JSON schema of an object with the arguments, or None.
+        strict: True if arguments must always follow the schema.
+    """
 
     name: str
     description: str | None = None
@@ -21,7 +27,11 @@ class OfferedTool(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def tools_by_name(tools: Iterable[OfferedTool]) -> dict[str, OfferedTool]:
-    """The last one of a name counts."""
+    """Return tools by name. Of several tools with one name, the last counts.
+
+    Args:
+        tools: The tools.
+    """
     return {tool.name: tool for tool in tools}
 
 
@@ -29,7 +39,7 @@ def offered_tools(tools: Iterable[Mapping[str, Any]] | None) -> list[OfferedTool
     """Convert tools from OpenAI's shape.
 
     Args:
-        tools: checked tools of a request. None: the request offers none.
+        tools: Checked tools of a request, or None.
     """
     return [
         OfferedTool(

@@ -1,4 +1,4 @@
-"""Where the scripts of a response put its parts. Joins them, counts calls, and knows which one is open."""
+"""Collects the parts of a response: joins their pieces, counts calls, and knows which call is open."""
 
 from __future__ import annotations
 
@@ -16,13 +16,20 @@ from trioserve.text.response_parts import (
 
 __all__ = ["ARGUMENT_CHARACTERS_MAX", "CALLS_MAX", "NAME_CHARACTERS_MAX", "PartSink"]
 
-CALLS_MAX: Final = 128  # in one response; OpenAI takes as many tools in a request. What comes after them is content
-NAME_CHARACTERS_MAX: Final = 256  # four times what OpenAI allows
-ARGUMENT_CHARACTERS_MAX: Final = 8 << 20  # of one call: more than any model's window; it bounds what is held
+CALLS_MAX: Final = 128  # per response, as many as OpenAI allows tools in a request; further calls are content
+NAME_CHARACTERS_MAX: Final = 256  # four times OpenAI's limit
+ARGUMENT_CHARACTERS_MAX: Final = 8 << 20  # per call; more than any context, and bounds the memory of held text
 
 
 class PartSink:
-    """A call is begun, gets its arguments, and is ended or given up. One that is given up has no ToolCallEnd."""
+    """Receives the parts of a response. A call is begun, gets arguments, and is then ended or given up.
+
+    A call that is given up has no ToolCallEnd.
+
+    Attributes:
+        calls_ended: Number of complete calls.
+        in_call: True while a call is open.
+    """
 
     __slots__ = ("_argument_characters", "_calls", "_held", "_kind", "_parts", "_texts", "calls_ended", "in_call")
 
@@ -41,7 +48,7 @@ class PartSink:
         return self._calls
 
     def drain(self) -> list[ResponsePart]:
-        """The parts since the last time."""
+        """Return the parts since the last call of `drain`."""
         self._join()
         parts, self._parts = self._parts, []
         return parts
@@ -53,7 +60,15 @@ class PartSink:
         self._add(ReasoningText, text)
 
     def begin_call(self, name: str, call_id: str | None = None) -> None:
-        """Raises NotACall if the name is none, or if there are too many calls."""
+        """Begin a call.
+
+        Args:
+            name: Name of the function.
+            call_id: Id that the model wrote, or None.
+
+        Raises:
+            NotACall: The name is empty or too long, or the response has too many calls.
+        """
         if not 0 < len(name) <= NAME_CHARACTERS_MAX or self._calls >= CALLS_MAX:
             raise NotACall
         assert not self.in_call
@@ -64,7 +79,14 @@ class PartSink:
         self.in_call = True
 
     def arguments(self, text: str) -> None:
-        """Raises NotACall if they are longer than is allowed."""
+        """Add a piece of the open call's arguments.
+
+        Args:
+            text: The piece.
+
+        Raises:
+            NotACall: The arguments are too long.
+        """
         assert self.in_call
         self._argument_characters += len(text)
         if self._argument_characters > ARGUMENT_CHARACTERS_MAX:
@@ -79,8 +101,10 @@ class PartSink:
         self.calls_ended += 1
 
     def close_call(self) -> None:
-        """The call is over, and complete if what it belongs to is. What comes from here on is held back until
-        end_closed_calls says so."""
+        """Close the open call, which counts only once end_closed_calls is called.
+
+        Later parts are held back until then.
+        """
         assert self.in_call
         self._join()
         self.in_call = False
@@ -89,13 +113,14 @@ class PartSink:
         self._held.append(ToolCallEnd(self._calls - 1))
 
     def end_closed_calls(self) -> None:
+        """Complete all closed calls, and release the parts that were held back."""
         assert self._held is not None
         self._parts += self._held
         self.calls_ended += sum(isinstance(part, ToolCallEnd) for part in self._held)
         self._held = None
 
     def give_up_call(self) -> None:
-        """The call that is open, if one is, was none, or was cut off; and so were those that are only closed."""
+        """Give up the open call and all closed calls, since they are invalid or were cut off."""
         self.in_call = False
         if self._held is not None:
             self._join()

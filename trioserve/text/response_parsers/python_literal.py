@@ -1,7 +1,7 @@
-"""Follows a value as Python writes it through pieces of text, without recursion, and says the same in JSON.
+"""Scans a Python literal that comes in pieces, without recursion, and converts it to JSON.
 
-Lists, dicts with strings as keys, strings in any quotes, numbers, True, False and None, and JSON's names for these.
-What may not be evaluated (names, calls, operators) is no value.
+Supports lists, dicts with string keys, strings in any quotes, numbers, True, False and None, and JSON's names for
+these. Names, calls and operators are refused, since nothing is evaluated.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NAMES = {"True": "true", "False": "false", "None": "null", "true": "true", "fal
 _ESCAPES = {"\\": "\\", "'": "'", '"': '"', "n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v",
             "a": "\a", "0": "\0", "\n": ""}  # fmt: skip
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
-_BARE_CHARACTERS_MAX: Final = 4096  # the longest number that is worth a look
+_BARE_CHARACTERS_MAX: Final = 4096  # longest number or name
 
 
 class _At(enum.Enum):
@@ -39,8 +39,7 @@ class _At(enum.Enum):
 
 
 class PythonLiteral:
-    """scan() takes pieces until the state is DONE or BROKEN; take() gives the JSON so far, once. A number or a name at
-    the top ends with what follows it."""
+    """Scans one Python literal. A number or name at the top level ends with the character after it, or with `end`."""
 
     __slots__ = (
         "_at",
@@ -57,11 +56,12 @@ class PythonLiteral:
 
     def __init__(self) -> None:
         self._at = _At.VALUE
-        self._dicts = bytearray()  # the open ones: 1 is a dict, 0 a list
-        self._needs_comma = False  # written when another value comes: a last comma is allowed in Python
+        self._dicts = bytearray()  # open values, from the outermost: 1 for a dict, 0 for a list
+        # The comma is written only before the next value, since Python allows a trailing comma.
+        self._needs_comma = False
         self._is_key = False
         self._quote = ""
-        self._quotes = 0  # at the beginning or the end of a string, so many in a row
+        self._quotes = 0  # consecutive quotes so far, at the beginning or the end of a string
         self._is_triple: bool | None = None  # None: not known yet
         self._escape = ""
         self._bare = ""
@@ -74,19 +74,29 @@ class PythonLiteral:
         return ScanState.BROKEN if self._at is _At.NOWHERE else ScanState.MORE
 
     def take(self) -> str:
+        """Return the JSON since the last call."""
         text = "".join(self._out)
         self._out.clear()
         return text
 
     def end(self) -> None:
-        """The text is over."""
+        """End the text. A number, a name or an empty string at the top level is complete now."""
         if self._at is _At.BARE:
             self._end_bare()
         elif self._at is _At.STRING and self._is_triple is None and self._quotes == 2:
             self._end_string()
 
     def scan(self, text: str, at: int) -> int:
-        """Returns where it stopped: at the end of the text, behind the value, or at what is none."""
+        """Scan a piece until the state is DONE or BROKEN.
+
+        Args:
+            text: The piece.
+            at: Index of the first character to scan.
+
+        Returns:
+            The index where scanning stopped: at the end of the piece, after the value, or at a character that is no
+            literal.
+        """
         while at < len(text) and self._at is not _At.OVER and self._at is not _At.NOWHERE:
             if self._at is _At.STRING:
                 at = self._in_string(text, at)
@@ -113,7 +123,7 @@ class PythonLiteral:
                     self._is_triple, self._quotes = True, 0
                 return at + 1
             if self._quotes == 2:
-                self._end_string()  # "", and what comes is behind it
+                self._end_string()  # an empty string, which ended before this character
                 return at
             self._is_triple, self._quotes = False, 0
         if self._escape:
@@ -150,7 +160,7 @@ class PythonLiteral:
         if code_point > 0x10FFFF:
             self._at = _At.NOWHERE
         elif 0xD800 <= code_point < 0xE000:
-            self._out.append(f"\\u{code_point:04x}")  # half of a pair, which the other half may follow
+            self._out.append(f"\\u{code_point:04x}")  # half of a surrogate pair; the other half may follow
         else:
             self._put(chr(code_point))
 
@@ -182,7 +192,7 @@ class PythonLiteral:
         self._end_value()
 
     def _token(self, character: str) -> bool:
-        """Returns whether the character belongs to the value."""
+        """Scan one character outside of strings, numbers and names. Return False if it does not belong to the value."""
         at, self._at = self._at, _At.NOWHERE
         is_value = at in (_At.VALUE, _At.VALUE_OR_END)
         if character in ("]", "}"):
@@ -232,13 +242,17 @@ def _json_number(word: str) -> str | None:
     sign, whole, fraction, exponent = match.groups()
     digits = (whole or "0").replace("_", "")
     if len(digits) > 1 and digits[0] == "0":
-        return None  # what is written so is a code, a postal one or of an order
+        return None  # numbers with a leading zero are codes, such as postal codes
     tail = "" if fraction is None else (fraction.replace("_", "") if len(fraction) > 1 else ".0")
     return f"{'-' if sign == '-' else ''}{digits}{tail}{exponent or ''}"
 
 
 def json_of_python(text: str) -> str | None:
-    """A whole text as JSON; None if it is no value of Python's."""
+    """Convert a whole text to JSON, or return None if it is not a Python literal.
+
+    Args:
+        text: The text.
+    """
     literal = PythonLiteral()
     rest = text[literal.scan(text, 0) :]
     literal.end()

@@ -11,14 +11,14 @@ _RUNS = re.compile(r"(`+|~+|\n)")
 _OPENING_QUOTES: Final = frozenset("\"'\u201c\u2018\u00ab\u201e\u300c")
 _BEFORE_QUOTE: Final = frozenset(" \t([{:>")
 _FENCE_CHARACTERS_MIN: Final = 3
-_INDENT_CHARACTERS_MAX: Final = 3  # a fence or a block quote with more indent is code or text
+_INDENT_CHARACTERS_MAX: Final = 3  # with more indentation, a fence or block quote is code or text
 
 
 class Quotation:
-    """Follows the Markdown of a response's content. A marker of a call in quoted text is content.
+    """Tracks the Markdown of a response's content. A marker of a call in quoted text is content.
 
-    Only fences, code spans, block quotes and an opening quotation mark directly before the text count. A code span ends
-    with its line, so a lone backtick hides nothing in later lines.
+    Quoted text is text in fences, code spans and block quotes, and text directly after an opening quotation mark. A
+    code span ends with its line, so a lone backtick does not affect later lines.
 
     Cost: linear in the text, however the text is cut into pieces.
     """
@@ -26,15 +26,19 @@ class Quotation:
     __slots__ = ("_fence", "_has_text", "_indent", "_is_block_quote", "_last", "_run", "_run_begins_line", "_span")
 
     def __init__(self) -> None:
-        self._fence = ""  # the run of characters that opened the fence
-        self._span = 0  # the length of the run of backticks that opened the code span
-        self._run = ""  # the run of backticks or tildes that may not be complete
+        self._fence = ""  # characters that opened the fence, or ""
+        self._span = 0  # number of backticks that opened the code span, or 0
+        self._run = ""  # current run of backticks or tildes, which may continue
         self._run_begins_line = False
         self._last = "\n", "\n"  # the last two characters
         self._begin_line()
 
     def includes(self, next_character: str) -> bool:
-        """Whether the next character is part of a quotation."""
+        """Return True if the next character is part of a quotation.
+
+        Args:
+            next_character: The character.
+        """
         if self._run:
             if next_character == self._run[0]:
                 return True
@@ -45,7 +49,11 @@ class Quotation:
         return last in _OPENING_QUOTES and (before == "\n" or before in _BEFORE_QUOTE)
 
     def take(self, text: str) -> None:
-        """Read the next piece of content."""
+        """Process the next piece of content.
+
+        Args:
+            text: The piece.
+        """
         for piece in _RUNS.split(text):
             if not piece:
                 continue
@@ -60,7 +68,7 @@ class Quotation:
             self._last = (piece[-2] if len(piece) > 1 else self._last[1]), piece[-1]
 
     def take_call(self) -> None:
-        """A complete call was read. Text behind a call begins a new line."""
+        """Process a complete call. The text after a call begins a new line."""
         self._run, self._span, self._fence = "", 0, ""
         self._last = "\n", "\n"
         self._begin_line()

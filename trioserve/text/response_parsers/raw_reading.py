@@ -1,4 +1,7 @@
-"""Reads a value that is any text up to a closing tag, and knows the tag from its like in the text by what follows."""
+"""Reads values that are any text up to a closing tag. The text after a tag shows whether the tag closes the value.
+
+A value may contain the text of the tag itself.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,16 @@ _SPACE = re.compile(r"\s+")
 
 
 class Closing(msgspec.Struct, frozen=True, kw_only=True):
-    """tag: ends a value if one of `followed_by` comes next, white space aside, or anything if that is empty. at_line:
-    only if it stands at the beginning of a line. is_read: it belongs to the value, and is read with it. ends_text: the
-    end of the text may follow, too."""
+    """Condition under which a tag closes a value.
+
+    Attributes:
+        tag: The tag.
+        followed_by: The tag closes the value if one of these texts follows, after optional white space. Empty if any
+            text may follow.
+        at_line: True if the tag counts only at the beginning of a line.
+        is_read: True to read the tag together with the value. False to leave it in the source.
+        ends_text: True if the end of the text may also follow the tag.
+    """
 
     tag: str
     followed_by: Sequence[str] = ()
@@ -29,11 +39,23 @@ class Closing(msgspec.Struct, frozen=True, kw_only=True):
 def read_raw_value(
     source: TextSource, closings: Sequence[Closing], use: Callable[[str], None], *, trims_lines: bool
 ) -> Script[Closing]:
-    """Read a value, handing its text to `use` as it comes, and the closing that it ends with. trims_lines: one line
-    break at each end of the value belongs to the tags. Raises CutOff if the text ends before the value does."""
+    """Read a value and the tag that closes it.
+
+    Args:
+        source: The text, after the tag that opens the value.
+        closings: Conditions under which tags close the value.
+        use: Receives the value piece by piece.
+        trims_lines: True if one line break at each end of the value belongs to the tags.
+
+    Returns:
+        The condition that closed the value.
+
+    Raises:
+        CutOff: The text ends before the value does.
+    """
     tags = sorted({closing.tag for closing in closings}, key=len, reverse=True)
     plain = re.compile("[^\\n" + re.escape("".join(sorted({tag[0] for tag in tags}))) + "]+")
-    line_break = ""  # held: it may be the one before the tag
+    line_break = ""  # a line break that is held back, since it may belong to the closing tag
     at_line = True
     if trims_lines and (yield from source.need()) == "\n":
         source.at += 1
@@ -66,7 +88,11 @@ def read_raw_value(
 
 
 def _closing_or_text(source: TextSource, candidates: Sequence[Closing]) -> Script[tuple[Closing | None, str]]:
-    """At a tag: which closing it is; or the text that it is instead, which has been read."""
+    """Decide whether a tag closes the value.
+
+    Returns:
+        The condition that closes the value and "". Or None and the text that was read, which belongs to the value.
+    """
     first = candidates[0]
     if not first.is_read and not first.followed_by:
         return first, ""

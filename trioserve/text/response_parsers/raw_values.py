@@ -1,5 +1,7 @@
-"""Arguments that a family writes as texts between tags: each becomes a JSON value of the type that its tool's
-schema has for it. Texts stream; others are held until they are whole."""
+"""Arguments that a family writes as text between tags. Each becomes JSON of the type that the tool's schema names.
+
+Strings are streamed. Other values are held back until they are complete.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,18 @@ _TYPE_OF_FIRST = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f
 _TEXT = frozenset(("string",))
 _TEXT_OR_NULL = frozenset(("string", "null"))
 _NULL = "null"
-_NULL_CHARACTERS_MAX: Final = 16  # with the white space around it
+_NULL_CHARACTERS_MAX: Final = 16  # longest "null" with white space around it
 _WHOLE_NUMBER = re.compile(r"([+-]?)([0-9]+)")
 
 
 class RawArguments:
-    """The arguments object of the call that is begun. unknown_is_text: an argument without a schema is a text;
-    otherwise it is whatever it looks like. An argument that comes twice makes it no call."""
+    """Arguments of the current call.
+
+    Args:
+        reading: State of the script that reads the call.
+        name: Name of the function.
+        unknown_is_text: True if an argument without a schema is a string. Otherwise its text determines the type.
+    """
 
     def __init__(self, reading: CallReading, name: str, *, unknown_is_text: bool) -> None:
         self._sink = reading.sink
@@ -38,7 +45,16 @@ class RawArguments:
         self._held_characters = 0
 
     def key(self, name: str, *, is_text: bool | None = None) -> None:
-        """A value begins. is_text: what the family's own text says about it; None: nothing."""
+        """Begin an argument.
+
+        Args:
+            name: Name of the argument.
+            is_text: True if the family's format marks the value as a string, False if as JSON. None if the format has
+                no such mark.
+
+        Raises:
+            NotACall: The call already has this argument.
+        """
         if name in self._keys:
             raise NotACall
         self._sink.arguments(f"{', ' if self._keys else '{'}{json.dumps(name, ensure_ascii=False)}: ")
@@ -53,7 +69,14 @@ class RawArguments:
             self._sink.arguments('"')
 
     def text(self, text: str) -> None:
-        """A piece of the value."""
+        """Add a piece of the value.
+
+        Args:
+            text: The piece.
+
+        Raises:
+            NotACall: The value is too long.
+        """
         if self._held is None:
             self._sink.arguments(_escaped(text))
             return
@@ -83,7 +106,12 @@ def _escaped(text: str) -> str:
 
 
 def json_of_raw(text: str, types: frozenset[str]) -> str:
-    """A whole value in JSON: of one of the types if it can be read so, otherwise the text itself."""
+    """Convert a whole value to JSON. If it cannot be read as one of the types, it becomes a string.
+
+    Args:
+        text: The value.
+        types: Names of JSON types, or ANY_TYPE.
+    """
     if "integer" in types and "string" not in types and (whole := _WHOLE_NUMBER.fullmatch(text.strip())):
         return f"{whole[1].strip('+')}{whole[2].lstrip('0') or '0'}"
     found = _read_as_json(text.strip())
@@ -106,7 +134,7 @@ def _fits(value: str, types: frozenset[str]) -> bool:
     if types == ANY_TYPE:
         return True
     if kind == "string":
-        return "string" not in types  # a text stands for itself, with its quotes
+        return "string" not in types  # a string is written without JSON quotes, so these quotes are part of it
     if kind == "number":
         is_whole = re.fullmatch(r"-?[0-9]+(\.0*)?", value) is not None
         return "number" in types or ("integer" in types and is_whole)

@@ -1,4 +1,4 @@
-"""Which parser a request gets: the families by name, chosen by hand or from the chat template's text."""
+"""Makes the parser of a response for two families, which options name or the chat template shows."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from trioserve.text.response_parsers.content_script import ContentScript
 from trioserve.text.response_parsers.families import REASONING_FAMILIES, TOOL_FAMILIES, ToolFamily
 from trioserve.text.response_parsers.offered_tools import OfferedTool, tools_by_name
 from trioserve.text.response_parsers.part_sink import PartSink
+from trioserve.text.response_parsers.reasoning_script import ReasoningScript
 from trioserve.text.response_parsers.scripted_parser import RunningScript, ScriptedParser
 from trioserve.text.response_parsers.template_signs import families_of_template
 from trioserve.text.response_parsers.text_source import TextSource
-from trioserve.text.response_parsers.thought_script import ThoughtScript
 from trioserve.text.response_parts import ResponseParser
 
 __all__ = [
@@ -38,17 +38,18 @@ def make_response_parser(
     """Make the parser for one choice.
 
     Args:
-        tool_family: a name in TOOL_FAMILIES. None: the text is not searched for calls.
-        reasoning_family: a name in REASONING_FAMILIES. None: the text is not searched for reasoning.
-        tools: those that the model may call. Without any, nothing is a call.
-        begins_inside: whether the prompt has opened reasoning (PromptReasoning). None: as is usual in the family.
-        is_lenient: bare and fenced JSON are calls, too, if the response has nothing but calls. Formats with channels
-            ignore it.
+        tool_family: Name in TOOL_FAMILIES, or None to find no calls.
+        reasoning_family: Name in REASONING_FAMILIES, or None to find no reasoning.
+        tools: Tools that the model may call. Without tools, nothing is a call.
+        begins_inside: True if the prompt has opened reasoning, False if it has ended it, as PromptReasoning returns.
+            None to use the default of the family.
+        is_lenient: True to accept JSON calls without marks, if the response consists of calls alone. Formats with
+            channels ignore this.
     """
     offered = tools_by_name(tools)
-    thoughts = REASONING_FAMILIES[reasoning_family] if reasoning_family is not None else None
-    if thoughts is not None and thoughts.channels is not None:
-        tool_family = thoughts.channels
+    reasoning = REASONING_FAMILIES[reasoning_family] if reasoning_family is not None else None
+    if reasoning is not None and reasoning.channels is not None:
+        tool_family = reasoning.channels
     family = TOOL_FAMILIES[tool_family] if tool_family is not None else None
     sink = PartSink()
     if family is not None and family.whole is not None:
@@ -57,7 +58,7 @@ def make_response_parser(
         return ScriptedParser(sink, [whole], pass_on=whole.push)
     scripts: list[RunningScript] = []
     push, may_begin = sink.content, _always
-    if family is not None and (offered or (thoughts is not None and thoughts.channels is not None)):
+    if family is not None and (offered or (reasoning is not None and reasoning.channels is not None)):
         content, running = _content_script(family, sink, offered, is_lenient=is_lenient)
         scripts.append(running)
         push = running.push
@@ -66,15 +67,15 @@ def make_response_parser(
             running.flush()
             return content.is_in_content
 
-    if thoughts is not None:
+    if reasoning is not None:
         source = TextSource()
-        begins = True if begins_inside is None and thoughts.tags.begins_inside else begins_inside
-        script = ThoughtScript(
+        begins = True if begins_inside is None and reasoning.tags.begins_inside else begins_inside
+        script = ReasoningScript(
             source,
             sink,
-            thoughts.tags,
+            reasoning.tags,
             begins_inside=begins,
-            ended_by=family.ends_thoughts if family is not None and offered else (),
+            ended_by=family.ends_reasoning if family is not None and offered else (),
             push=push,
             may_begin=may_begin,
         )
@@ -106,12 +107,23 @@ def _always() -> bool:
 
 
 def named_families(tool_family: str, reasoning_family: str, template: str | None) -> tuple[str | None, str | None]:
-    """The families that two settings mean: a name, "auto" or "none". Raises InvalidRequest for an unknown name, with
-    those that are known."""
-    told = families_of_template(template or "")
+    """Return the families of tool calls and reasoning that two options mean.
+
+    Args:
+        tool_family: A name in TOOL_FAMILIES, "auto" or "none".
+        reasoning_family: A name in REASONING_FAMILIES, "auto" or "none".
+        template: Text of the chat template, which determines the family for "auto". None if there is no template.
+
+    Returns:
+        Both names. None for "none", or if "auto" detects no family.
+
+    Raises:
+        InvalidRequest: A name is not known. The message lists the known names.
+    """
+    detected = families_of_template(template or "")
     settings = (
-        ("tool_call_parser", tool_family, told[0], TOOL_FAMILIES),
-        ("reasoning_parser", reasoning_family, told[1], REASONING_FAMILIES),
+        ("tool_call_parser", tool_family, detected[0], TOOL_FAMILIES),
+        ("reasoning_parser", reasoning_family, detected[1], REASONING_FAMILIES),
     )
     chosen: list[str | None] = []
     for setting, name, of_template, known in settings:

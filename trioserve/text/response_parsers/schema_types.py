@@ -1,4 +1,4 @@
-"""Which JSON types a tool's schema allows for an argument, for families that write values without saying their type."""
+"""JSON types that a tool's schema allows for an argument, for formats that write values without their type."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from trioserve.text.response_parsers.offered_tools import OfferedTool
 
 __all__ = ["ANY_TYPE", "argument_schemas", "argument_types"]
 
-ANY_TYPE: Final[frozenset[str]] = frozenset()  # nothing is said
-_STEPS_MAX: Final = 64  # through references and alternatives; a schema may refer to itself
+ANY_TYPE: Final[frozenset[str]] = frozenset()  # the schema names no type
+_STEPS_MAX: Final = 64  # references and alternatives to follow; a schema may refer to itself
 _OF_PYTHON: Final = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
-# What some callers write, and vLLM takes.
+# Names that some callers send, and that vLLM accepts.
 _ALIASES: Final = {
     "str": "string",
     "text": "string",
@@ -25,7 +25,11 @@ _ALIASES: Final = {
 
 
 def argument_schemas(tool: OfferedTool | None) -> dict[str, Mapping[str, Any]]:
-    """The schema of each argument that has one, in the order of the tool's own."""
+    """Return the schema of each argument that has one, in the order of the tool's schema.
+
+    Args:
+        tool: The tool, or None.
+    """
     properties = (tool.parameters or {}).get("properties") if tool is not None else None
     if not isinstance(properties, Mapping):
         return {}
@@ -33,7 +37,12 @@ def argument_schemas(tool: OfferedTool | None) -> dict[str, Mapping[str, Any]]:
 
 
 def argument_types(tool: OfferedTool | None, name: str) -> frozenset[str] | None:
-    """The types that the argument may have; ANY_TYPE if its schema does not say, None if it has no schema."""
+    """Return the JSON types that an argument may have. ANY_TYPE if its schema names none, None if it has no schema.
+
+    Args:
+        tool: The tool, or None.
+        name: Name of the argument.
+    """
     schema = argument_schemas(tool).get(name)
     if schema is None:
         return None
@@ -54,7 +63,10 @@ def argument_types(tool: OfferedTool | None, name: str) -> frozenset[str] | None
 def _types_here(
     schema: Mapping[str, Any], root: Mapping[str, Any], waiting: list[Mapping[str, Any]]
 ) -> set[str] | None:
-    """None if this part allows anything. Adds to `waiting` what it refers to."""
+    """Return the types that one part of a schema names, or None if it allows any type.
+
+    Adds referenced parts to `waiting`.
+    """
     declared = schema.get("type")
     if isinstance(declared, str):
         return {_ALIASES.get(declared, declared)}

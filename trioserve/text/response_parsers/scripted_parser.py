@@ -1,4 +1,4 @@
-"""Runs the scripts of one response: thoughts first, and what is none of them as content and calls."""
+"""Runs the scripts of one response. The first script separates reasoning, the second separates calls from content."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ __all__ = ["RunningScript", "ScriptedParser"]
 
 
 class RunningScript:
-    """A script and the source it reads. What is pushed is read when it flushes, or when it ends."""
+    """A script and the source that it reads. Pushed text is read at the next `flush` or at the end.
+
+    Args:
+        source: The source.
+        script: The script.
+    """
 
     __slots__ = ("_pieces", "_script", "_source")
 
@@ -35,7 +40,7 @@ class RunningScript:
         self.flush()
         self._source.over = True
         self._run()
-        assert self._script is None, "a script ends with its text"
+        assert self._script is None, "a script ends when its text ends"
 
     def _run(self) -> None:
         if self._script is None:
@@ -47,7 +52,14 @@ class RunningScript:
 
 
 class ScriptedParser:
-    """A ResponseParser. scripts: each pushes to the one behind it."""
+    """A ResponseParser that runs scripts.
+
+    Args:
+        sink: Receives the parts.
+        scripts: The scripts in order. Each pushes text to the next.
+        pass_on: Receives the text of the response. It is `push` of the first script, or of the sink if there are no
+            scripts.
+    """
 
     def __init__(self, sink: PartSink, scripts: list[RunningScript], *, pass_on: Callable[[str], None]) -> None:
         self._sink = sink

@@ -1,10 +1,10 @@
-"""Which formats of calls and thoughts a chat template is written for, told by what it writes itself."""
+"""Detects the formats of calls and reasoning from a chat template, which itself writes their marks."""
 
 from __future__ import annotations
 
 __all__ = ["families_of_template"]
 
-# In this order: what is looked for in a template, and what it tells. Every text of a line has to be there.
+# Texts to search for in a template, and the family that they show. The first line whose texts all occur wins.
 _TOOL_SIGNS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<|channel|>", "<|start|>"), "openai"),
     (("<|tool_call>", "call:"), "gemma4"),
@@ -59,10 +59,13 @@ _REASONING_SIGNS: tuple[tuple[tuple[str, ...], str], ...] = (
 
 
 def families_of_template(template: str) -> tuple[str | None, str | None]:
-    """The family of tool calls and the one of thoughts that a chat template's source is written for. None: it has no
-    place for them."""
-    return _told_by(template, _TOOL_SIGNS), _told_by(template, _REASONING_SIGNS)
+    """Return the families of tool calls and of reasoning that a chat template is written for. None if it shows none.
+
+    Args:
+        template: Text of the template.
+    """
+    return _family_by(template, _TOOL_SIGNS), _family_by(template, _REASONING_SIGNS)
 
 
-def _told_by(template: str, signs: tuple[tuple[tuple[str, ...], str], ...]) -> str | None:
+def _family_by(template: str, signs: tuple[tuple[tuple[str, ...], str], ...]) -> str | None:
     return next((family for texts, family in signs if all(text in template for text in texts)), None)

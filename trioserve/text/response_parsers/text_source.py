@@ -1,7 +1,7 @@
-"""The text of a response as a script reads it: piece by piece, held back no longer than it has to be.
+"""Text of a response as scripts read it, piece by piece.
 
-A script is a generator that reads from a TextSource and yields when it needs more text. So it can be written as if all
-of the text were there, and is the same function of the text however that is cut into pieces.
+A script is a generator that reads from a TextSource, and yields when it needs more text. So it can be written as if the
+whole text were there. Its result does not depend on how the text is cut into pieces.
 """
 
 from __future__ import annotations
@@ -19,16 +19,27 @@ _SPACE = re.compile(r"\s+")
 
 
 class NotACall(Exception):
-    """What began like a call goes on as none. Raised by a script that reads a call, caught by the one around it."""
+    """The text began like a call but is not one.
+
+    Raised by a script that reads a call, and caught by the script that runs it.
+    """
 
 
 class CutOff(Exception):
-    """The text ended inside of what was being read."""
+    """The text ended before the current value or marker was complete."""
 
 
 class TextSource:
-    """text[at:] is what has come and is not yet read. It stays short: a script reads on, or waits for what a marker is
-    long. over: nothing more will come."""
+    """Text that has arrived and is not yet read.
+
+    The text stays short, since a script reads on at once, or waits for at most the length of a marker.
+
+    Attributes:
+        text: The current text. Its part from `at` on is not yet read.
+        at: Index of the first character that is not yet read.
+        over: True if no more text will come.
+        characters_copied: Number of characters that were copied so far, for tests of the cost.
+    """
 
     __slots__ = ("_mark_at", "_marked", "at", "characters_copied", "over", "text")
 
@@ -36,11 +47,16 @@ class TextSource:
         self.text = ""
         self.at = 0
         self.over = False
-        self.characters_copied = 0  # what push costs, for tests of the cost
+        self.characters_copied = 0
         self._marked: list[str] | None = None
         self._mark_at = 0
 
     def push(self, piece: str) -> None:
+        """Append a piece of the response.
+
+        Args:
+            piece: The piece.
+        """
         if self._marked is not None:
             self._marked.append(self.text[self._mark_at : self.at])
             self._mark_at = 0
@@ -49,12 +65,16 @@ class TextSource:
         self.characters_copied += len(self.text)
 
     def mark(self, back: int = 0) -> None:
-        """Remember what is read from here on, and the last `back` characters, which must still be in text."""
+        """Start to record the text that is read from here on.
+
+        Args:
+            back: Number of characters before this position to record, too. They must still be in `text`.
+        """
         self._marked = []
         self._mark_at = self.at - back
 
     def unmark(self) -> str:
-        """What was read since the mark. Forgets the mark."""
+        """Stop recording. Return the text that was read since `mark`."""
         assert self._marked is not None
         self._marked.append(self.text[self._mark_at : self.at])
         text = "".join(self._marked)
@@ -62,7 +82,11 @@ class TextSource:
         return text
 
     def unread(self, text: str) -> None:
-        """Put back the text that was read last. It counts as not read, for the mark as well."""
+        """Put back text that was read last. It is also removed from the recording.
+
+        Args:
+            text: The text.
+        """
         if self._marked is not None:
             self._marked.append(self.text[self._mark_at : self.at])
             self._mark_at = 0
@@ -76,10 +100,10 @@ class TextSource:
         self.at = 0
         self.characters_copied += len(self.text)
 
-    # ---- reading; these are scripts
+    # ---- scripts that read
 
     def peek(self) -> Script[str]:
-        """The next character, not read yet; "" if the text is over."""
+        """Return the next character without reading it, or "" at the end of the text."""
         while self.at >= len(self.text):
             if self.over:
                 return ""
@@ -87,7 +111,11 @@ class TextSource:
         return self.text[self.at]
 
     def need(self) -> Script[str]:
-        """The next character, not read yet. Raises CutOff if there is none."""
+        """Return the next character without reading it.
+
+        Raises:
+            CutOff: The text has ended.
+        """
         while self.at >= len(self.text):
             if self.over:
                 raise CutOff
@@ -95,15 +123,26 @@ class TextSource:
         return self.text[self.at]
 
     def expect(self, text: str) -> Script[None]:
-        """Read exactly this. Raises NotACall if something else comes, CutOff if the text ends before."""
+        """Read exactly the given text.
+
+        Args:
+            text: The text.
+
+        Raises:
+            NotACall: Other text comes.
+            CutOff: The text ends before.
+        """
         for character in text:
             if (yield from self.need()) != character:
                 raise NotACall
             self.at += 1
 
     def find(self, markers: Sequence[str]) -> Script[str]:
-        """Which of the markers stands here; "" if none does. Nothing is read. markers: a longer one before those that
-        it begins with."""
+        """Return the marker that comes next, or "" if none does. Reads nothing.
+
+        Args:
+            markers: The markers. A marker comes before all markers that are its prefixes.
+        """
         while True:
             waits = False
             for marker in markers:
@@ -118,13 +157,24 @@ class TextSource:
             yield
 
     def take(self, markers: Sequence[str]) -> Script[str]:
-        """As find, and reads what it found."""
+        """Read the marker that comes next and return it, or "" if none does.
+
+        Args:
+            markers: As for find.
+        """
         found = yield from self.find(markers)
         self.at += len(found)
         return found
 
     def find_whole(self, markers: Sequence[str]) -> Script[str]:
-        """As find, where nothing but a marker is written. Raises CutOff if the text ends inside of one."""
+        """Return the marker that comes next, or "" if none does, for positions where only a marker can follow.
+
+        Args:
+            markers: As for find.
+
+        Raises:
+            CutOff: The text ends within a marker.
+        """
         found = yield from self.find(markers)
         if not found and self.over and self.at < len(self.text):
             rest = self.text[self.at :]
@@ -133,13 +183,20 @@ class TextSource:
         return found
 
     def take_whole(self, markers: Sequence[str]) -> Script[str]:
-        """As find_whole, and reads what it found."""
+        """Read the marker that comes next and return it, as find_whole.
+
+        Args:
+            markers: As for find.
+
+        Raises:
+            CutOff: The text ends within a marker.
+        """
         found = yield from self.find_whole(markers)
         self.at += len(found)
         return found
 
     def skip_space(self) -> Script[str]:
-        """Read white space. Returns the character behind it, "" if the text is over."""
+        """Read white space. Return the character after it without reading it, or "" at the end of the text."""
         while True:
             if match := _SPACE.match(self.text, self.at):
                 self.at = match.end()
@@ -150,15 +207,26 @@ class TextSource:
             yield
 
     def need_behind_space(self) -> Script[str]:
-        """As skip_space. Raises CutOff if the text is over."""
+        """Read white space. Return the character after it without reading it.
+
+        Raises:
+            CutOff: The text has ended.
+        """
         character = yield from self.skip_space()
         if not character:
             raise CutOff
         return character
 
     def take_while(self, run: re.Pattern[str], characters_max: int) -> Script[str]:
-        """Read characters as long as `run`, a pattern of one or more of a class, takes them. Raises NotACall if they
-        are more than characters_max. Ends with the text, too."""
+        """Read and return characters as long as a pattern matches, or until the text ends.
+
+        Args:
+            run: Pattern of one or more characters of a class.
+            characters_max: Most characters to read.
+
+        Raises:
+            NotACall: More characters match.
+        """
         pieces: list[str] = []
         count = 0
         while True:
@@ -173,8 +241,19 @@ class TextSource:
             yield
 
     def take_until(self, markers: Sequence[str], characters_max: int) -> Script[tuple[str, str]]:
-        """Read up to the first of the markers, and that. Returns the text before it and the marker. Raises NotACall if
-        the text before it is longer than characters_max, CutOff if none comes."""
+        """Read up to and including the first of the markers.
+
+        Args:
+            markers: As for find.
+            characters_max: Most characters before the marker.
+
+        Returns:
+            The text before the marker, and the marker.
+
+        Raises:
+            NotACall: More characters come before a marker.
+            CutOff: The text ends without a marker.
+        """
         stops = re.compile("[^" + re.escape("".join(sorted({marker[0] for marker in markers}))) + "]+")
         pieces: list[str] = []
         count = 0

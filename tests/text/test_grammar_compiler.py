@@ -14,14 +14,14 @@ from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.structured_output import SOURCE_CHARACTERS_MAX, FormKind, StructuredOutput
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID, byte_tokenizer
-from trioserve.text import form_compiler
-from trioserve.text.form_bounds import COMPILE_STACK_BYTES
-from trioserve.text.form_compiler import FORM_BYTES, FormCompiler
+from trioserve.text import grammar_compiler
+from trioserve.text.grammar_bounds import COMPILE_STACK_BYTES
+from trioserve.text.grammar_compiler import GRAMMAR_BYTES, GrammarCompiler
 from trioserve.text.guide_factory import GuideFactory
 
 
-def new_compiler() -> FormCompiler:
-    return FormCompiler(byte_tokenizer(), vocab_size=BYTE_VOCAB_SIZE, end_token_ids=(END_TOKEN_ID,))
+def new_compiler() -> GrammarCompiler:
+    return GrammarCompiler(byte_tokenizer(), vocab_size=BYTE_VOCAB_SIZE, end_token_ids=(END_TOKEN_ID,))
 
 
 COMPILER = new_compiler()
@@ -180,7 +180,7 @@ def test_keys_come_in_the_order_of_the_schema_and_white_space_as_it_says():
 def test_the_least_recently_used_forms_make_room(monkeypatch):
     compiler = new_compiler()
     forms = [StructuredOutput.regex(f"{index}") for index in range(4)]
-    monkeypatch.setattr(form_compiler, "CACHE_BYTES_MAX", 3 * FORM_BYTES + 1000)
+    monkeypatch.setattr(grammar_compiler, "CACHE_BYTES_MAX", 3 * GRAMMAR_BYTES + 1000)
     for form in forms[:3]:
         compiler.compile(form)
     assert compiler.find(forms[0]) is not None
@@ -196,7 +196,7 @@ def test_equal_forms_share_what_is_compiled_whatever_they_are_said_in():
 
 
 def test_a_model_without_an_end_token_has_no_forms():
-    compiler = FormCompiler(byte_tokenizer(), vocab_size=BYTE_VOCAB_SIZE, end_token_ids=())
+    compiler = GrammarCompiler(byte_tokenizer(), vocab_size=BYTE_VOCAB_SIZE, end_token_ids=())
     compiler.end_token_ids = ()
     with pytest.raises(InvalidRequest, match="no end token"):
         compiler.compile(StructuredOutput.regex("a"))
@@ -216,7 +216,7 @@ def grown(form, tokens_max: int) -> int:
 
 
 def test_a_form_that_has_failed_is_compiled_anew_for_the_next(monkeypatch):
-    monkeypatch.setattr(form_compiler, "LIMITS", LLParserLimits(max_lexer_states=1500, verbose_errors=False))
+    monkeypatch.setattr(grammar_compiler, "LIMITS", LLParserLimits(max_lexer_states=1500, verbose_errors=False))
     compiler = new_compiler()
     factory = GuideFactory(compiler)
     sampling = SamplingParams(structured=GROWING)
@@ -237,7 +237,7 @@ def test_a_form_that_has_failed_is_compiled_anew_for_the_next(monkeypatch):
 
 
 def test_a_form_wears_out_with_its_sequences_and_those_that_have_it_go_on(monkeypatch):
-    monkeypatch.setattr(form_compiler, "FORM_SEQUENCES_MAX", 3)
+    monkeypatch.setattr(grammar_compiler, "GRAMMAR_SEQUENCES_MAX", 3)
     compiler = new_compiler()
     form = StructuredOutput.regex("a+")
     first = compiler.compile(form)
@@ -249,10 +249,10 @@ def test_a_form_wears_out_with_its_sequences_and_those_that_have_it_go_on(monkey
 
 def test_forms_that_are_used_much_are_reckoned_to_be_large(monkeypatch):
     compiler = new_compiler()
-    monkeypatch.setattr(form_compiler, "CACHE_BYTES_MAX", 20 * FORM_BYTES)
+    monkeypatch.setattr(grammar_compiler, "CACHE_BYTES_MAX", 20 * GRAMMAR_BYTES)
     used, other = compiler.compile(StructuredOutput.regex("a")), StructuredOutput.regex("b")
     used.mask_count = 10**6
-    assert used.byte_count_max == FORM_BYTES + 150 + form_compiler.LEXER_BYTES_MAX
+    assert used.byte_count_max == GRAMMAR_BYTES + 150 + grammar_compiler.LEXER_BYTES_MAX
     compiler.compile(other)
     assert compiler.find(StructuredOutput.regex("a")) is None
     assert compiler.find(other) is not None

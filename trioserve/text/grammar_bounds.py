@@ -1,9 +1,9 @@
-"""Bounds on what forms may hold, so that compiling one takes a second at most, and a mask some milliseconds.
+"""Bounds of schemas and grammars, so that compiling one takes at most a second, and a mask some milliseconds.
 
-The library has bounds of its own for most of it (form_compiler.LIMITS). Where it has none, or looks at them too late,
-these were found by trying: intersections of patterns take cubic time, an object's optional properties quadratic time
-and a parser's item for each; and text without a choice in it is walked to its end again and again, whenever it is asked
-what is forced. All are counted without recursion.
+The library has its own bounds for most costs (grammar_compiler.LIMITS). The bounds here cover costs that the library
+does not limit, or limits too late. They were found by experiment. Intersections of patterns take cubic time. Optional
+properties of an object take quadratic time, and one parser item each. A text without a choice in it is walked to its
+end each time the library is asked for forced tokens. All bounds are checked without recursion.
 """
 
 from __future__ import annotations
@@ -35,33 +35,38 @@ __all__ = [
     "with_kept_schemas",
 ]
 
-# A chain of 6,000 rules, as many as a grammar has room for, takes less than half of it. Only what is used is claimed.
+# A chain of 6,000 rules, the most that fit into a grammar, takes less than half of this stack. Only pages that are used
+# take memory.
 COMPILE_STACK_BYTES = 512 * 2**20
-FIXED_TEXT_CHARACTERS_MAX = 8192  # of one text without a choice in it
+FIXED_TEXT_CHARACTERS_MAX = 8192  # length of one text without a choice in it
 PATTERN_CHARACTERS_MAX = 8192
-REPEATS_MAX = 10_000  # of one part of a pattern; of parts within parts, multiplied
-JOINED_PATTERNS_MAX = 32  # of the members of an allOf, theirs included
-OPTIONAL_PROPERTIES_MAX = 480  # of one object; each is four of the 2,000 items that a parser may have at a place
-SCHEMAS_MAX = 1000  # of one grammar; a request may offer 128 tools
-URI_CHARACTERS_MAX = 512  # of an `$id`: it is joined with each reference below it
+REPEATS_MAX = 10_000  # repetitions of one part of a pattern; those of nested parts are multiplied
+JOINED_PATTERNS_MAX = 32  # patterns of all members of an allOf, including nested members
+OPTIONAL_PROPERTIES_MAX = 480  # per object; each takes four of the 2,000 items that the parser may have at one position
+SCHEMAS_MAX = 1000  # per grammar; a request may offer 128 tools
+URI_CHARACTERS_MAX = 512  # length of an `$id`, which is joined with each reference below it
 
 _HOLD_NAMES = frozenset(("properties", "$defs", "definitions", "patternProperties", "dependentSchemas", "dependencies"))
 _HOLD_VALUES = frozenset(("const", "enum", "default", "examples"))
-_LIBRARY_URI = "json-schema:///"  # how the library names a schema that has no name
-_ROOT_URI = "http://schema.invalid/"  # and we, since urllib joins no others
+_LIBRARY_URI = "json-schema:///"  # URI of a schema without $id in the library
+_ROOT_URI = "http://schema.invalid/"  # the same here, since urljoin does not support the library's URI
 _INDEX_DIGITS_MAX = 9
 _REPEAT = re.compile(r"\{(\d+)(,(\d*))?\}")
 _LARK_SCHEMA = re.compile(r"%json\s*")
-# Comments, texts and patterns. One without an end matches, too: otherwise each of its quotes would be a new beginning.
+# Comments, texts and patterns. An unterminated text also matches, otherwise each of its quotes would begin a new text.
 _LARK_TOKEN = re.compile(r'//[^\n]*|"(?:[^"\\\n]|\\.)*"?|/(?:[^/\\\n]|\\.)*/?')
 _LARK_REPEAT = re.compile(r"\{\s*(\d+)?\s*(?:,\s*(\d+)?\s*)?\}|~\s*(\d+)(?:\s*\.\.\s*(\d+))?")
 
 
 def check_schema(schema: Any, *, param: str) -> None:
-    """Check a JSON schema against these bounds, in time linear in its length.
+    """Check a JSON schema against the bounds of this module, in linear time.
+
+    Args:
+        schema: The schema.
+        param: Field of the request, for error messages.
 
     Raises:
-        InvalidRequest: it is beyond one of them.
+        InvalidRequest: The schema exceeds a bound.
     """
     rules = _Rules(schema, param)
     for node in rules.nodes:
@@ -79,7 +84,7 @@ def check_schema(schema: Any, *, param: str) -> None:
         joins = isinstance(node.get("allOf"), list) or ("$ref" in node and _own_patterns(node) > 0)
         if joins and rules.joined_patterns(node) > JOINED_PATTERNS_MAX:
             raise InvalidRequest(
-                f"an allOf joins more than {JOINED_PATTERNS_MAX} patterns, which is the most: say it with fewer",
+                f"an allOf joins more than {JOINED_PATTERNS_MAX} patterns, which is the limit: use fewer patterns",
                 param=param,
             )
 
@@ -93,7 +98,15 @@ def check_fixed_text(text: str, what: str, *, param: str) -> None:
 
 
 def check_pattern(pattern: str, *, param: str) -> None:
-    """Raises InvalidRequest for a regular expression that is long, or repeats something too often."""
+    """Check the length of a regular expression and its number of repetitions.
+
+    Args:
+        pattern: The expression.
+        param: Field of the request, for error messages.
+
+    Raises:
+        InvalidRequest: The expression is too long, or repeats a part too often.
+    """
     if len(pattern) > PATTERN_CHARACTERS_MAX:
         raise InvalidRequest(
             f"a pattern has {len(pattern)} characters, at most {PATTERN_CHARACTERS_MAX} are allowed: shorten it",
@@ -104,7 +117,15 @@ def check_pattern(pattern: str, *, param: str) -> None:
 
 
 def check_lark(grammar: str, *, param: str) -> None:
-    """Raises InvalidRequest for a grammar with a long text, a repetition of many, or a schema beyond its bounds."""
+    """Check the texts, repetitions and schemas of a Lark grammar.
+
+    Args:
+        grammar: The grammar.
+        param: Field of the request, for error messages.
+
+    Raises:
+        InvalidRequest: A text is too long, a part is repeated too often, or a schema exceeds a bound.
+    """
     grammar = check_schemas_within(grammar, param=param)
     for found in _LARK_TOKEN.finditer(grammar):
         if found[0].startswith('"'):
@@ -116,7 +137,18 @@ def check_lark(grammar: str, *, param: str) -> None:
 
 
 def check_schemas_within(grammar: str, *, param: str) -> str:
-    """Raises InvalidRequest for a schema of a Lark grammar beyond its bounds. Returns the rest of the grammar."""
+    """Check the schemas in a Lark grammar.
+
+    Args:
+        grammar: The grammar.
+        param: Field of the request, for error messages.
+
+    Returns:
+        The grammar without its schemas.
+
+    Raises:
+        InvalidRequest: A schema exceeds a bound.
+    """
     rest, end = [], 0
     for schema, begin, schema_end in _schemas_within(grammar, param=param):
         check_schema(schema, param=param)
@@ -126,13 +158,15 @@ def check_schemas_within(grammar: str, *, param: str) -> str:
 
 
 def with_kept_schemas(grammar: str, ignored: list[str], *, param: str) -> str:
-    """Rewrite the schemas of a Lark grammar for the library.
+    """Return a Lark grammar with its schemas rewritten for the library.
 
     Args:
-        ignored: Gets the paths of the keywords that are left out.
+        grammar: The grammar.
+        ignored: Receives the paths of keywords that are left out.
+        param: Field of the request, for error messages.
 
     Raises:
-        InvalidRequest: A strict schema has a keyword that cannot be kept to.
+        InvalidRequest: A strict schema has a keyword that cannot be enforced.
     """
     parts, end = [], 0
     for schema, begin, schema_end in _schemas_within(grammar, param=param):
@@ -145,30 +179,42 @@ def with_kept_schemas(grammar: str, ignored: list[str], *, param: str) -> str:
 
 
 def schemas_within(grammar: str, *, param: str) -> list[str]:
-    """The schemas of a Lark grammar, each once, as JSON. Raises InvalidRequest for one that nests too deeply."""
+    """Return the schemas in a Lark grammar as JSON, each once.
+
+    Args:
+        grammar: The grammar.
+        param: Field of the request, for error messages.
+
+    Raises:
+        InvalidRequest: A schema is nested too deeply, or there are too many schemas.
+    """
     return list(dict.fromkeys(json.dumps(schema) for schema, _, _ in _schemas_within(grammar, param=param)))
 
 
 def _schemas_within(grammar: str, *, param: str) -> Iterator[tuple[Any, int, int]]:
-    """Each schema, where what names it begins, and where it ends."""
+    """Iterate over the schemas in a Lark grammar.
+
+    Returns:
+        For each schema: its value, the index of the `%json` before it, and the index of its end.
+    """
     end = count = 0
     for found in _LARK_SCHEMA.finditer(grammar):
         if found.start() < end:
             continue
         count += 1
         if count > SCHEMAS_MAX:
-            raise InvalidRequest(f"the grammar has more than {SCHEMAS_MAX} schemas, which is the most", param=param)
+            raise InvalidRequest(f"the grammar has more than {SCHEMAS_MAX} schemas, which is the limit", param=param)
         try:
             schema, end = json.JSONDecoder().raw_decode(grammar, found.end())
         except RecursionError:
             raise InvalidRequest("a schema of the grammar is nested too deeply", param=param) from None
         except ValueError:
-            continue  # the library says what is wrong with it
+            continue  # the library reports the error in the schema
         yield schema, found.start(), end
 
 
 def _too_many_repeats(count: int | str, param: str) -> InvalidRequest:
-    return InvalidRequest(f"something is repeated {count} times, at most {REPEATS_MAX} are allowed", param=param)
+    return InvalidRequest(f"a part is repeated {count} times, at most {REPEATS_MAX} are allowed", param=param)
 
 
 def _check_properties(node: dict[str, Any], param: str) -> None:
@@ -187,29 +233,34 @@ def _check_properties(node: dict[str, Any], param: str) -> None:
 
 
 class _Rules:
-    """The rules of one schema, and what their references lead to. A rule is known by its identity, so it is walked once
-    however many references lead to it and however these are spelled.
+    """The schemas within one schema, and the targets of their references.
 
-    nodes: every schema within it, and every object that a reference takes for one.
+    Each is identified by its object identity. So it is walked only once, however many references lead to it and however
+    they are spelled.
+
+    Attributes:
+        nodes: All schemas within the schema, and all objects that a reference treats as a schema.
     """
 
     def __init__(self, schema: Any, param: str) -> None:
         self._root = schema
         self._param = param
-        self._bases: dict[int, str] = {}  # by identity of the rule: what its references are relative to
+        self._bases: dict[int, str] = {}  # by object identity: base URI of the references in it
         self._resources: dict[str, Any] = {_ROOT_URI: schema}
         self._anchors: dict[tuple[str, str], dict[str, Any]] = {}
-        self._joined: dict[int, int] = {}  # patterns, by identity of the rule
+        self._joined: dict[int, int] = {}  # by object identity: number of patterns
         self._walked: set[tuple[int, bool]] = set()
         self.nodes: list[dict[str, Any]] = []
         self._walk(schema, _ROOT_URI)
-        for node in self.nodes:  # grows meanwhile
+        for node in self.nodes:  # grows while it is iterated
             if (target := self.target(node)) is not None:
                 self._walk(target, self._bases.get(id(target), _ROOT_URI))
 
     def target(self, node: dict[str, Any]) -> dict[str, Any] | None:
-        """The rule that its `$ref` leads to; None: it has none, or one that leads out of the schema, which the library
-        refuses."""
+        """Return the schema that a `$ref` leads to. None if there is no reference or it leads out of the schema.
+
+        The library refuses references that lead out of the schema.
+        """
         reference = node.get("$ref")
         if not isinstance(reference, str):
             return None
@@ -231,8 +282,10 @@ class _Rules:
         return found if isinstance(found, dict) else None
 
     def joined_patterns(self, rule: dict[str, Any]) -> int:
-        """How many patterns one text has to match for a rule: its own, those of the members of its allOf, and those of
-        what they refer to. A rule that leads back to itself counts once; the library refuses it."""
+        """Return how many patterns a text must match: those of a schema, of its allOf members, and of their references.
+
+        A schema that leads back to itself counts once. The library refuses it.
+        """
         counts = self._joined
         if id(rule) in counts:
             return counts[id(rule)]
@@ -264,7 +317,10 @@ class _Rules:
         return joined if target is None else [*joined, target]
 
     def _walk(self, schema: Any, base: str) -> None:
-        """Add the rules of a schema to the nodes. Of its values, such as `const`, only what a reference leads to."""
+        """Add all schemas within a schema to `nodes`.
+
+        Values such as those of `const` are skipped unless a reference leads there.
+        """
         left: list[tuple[Any, str, bool]] = [(schema, base, False)]
         while left:
             node, base, holds_names = left.pop()
@@ -281,7 +337,7 @@ class _Rules:
             left.extend((value, base, key in _HOLD_NAMES) for key, value in node.items() if key not in _HOLD_VALUES)
 
     def _named(self, node: dict[str, Any], base: str) -> str:
-        """Note the names that a rule has. Returns what the references within it are relative to."""
+        """Register the `$id` and `$anchor` of a schema. Return the base URI of the references within it."""
         name, anchor = node.get("$id"), node.get("$anchor")
         if isinstance(name, str):
             if len(name) > URI_CHARACTERS_MAX:
@@ -300,7 +356,7 @@ class _Rules:
 def _joined_uri(base: str, reference: str) -> str:
     try:
         return urljoin(base, reference.replace(_LIBRARY_URI, _ROOT_URI, 1))
-    except ValueError:  # it is no URI, and leads nowhere
+    except ValueError:  # the reference is not a URI and leads nowhere
         return reference
 
 
@@ -310,10 +366,12 @@ def _own_patterns(rule: dict[str, Any]) -> int:
 
 
 def _repeats(pattern: str) -> int:
-    """How often its most repeated part may, or has to, be repeated; of a part within a part, both numbers multiplied.
-    Not of `*` and `+`, which count nothing."""
-    most = [1]  # of each group that is open, of what it holds so far
-    last = 1  # of the part that ended last
+    """Return the largest number of repetitions of a part of a pattern.
+
+    Numbers of nested parts are multiplied. `*` and `+` do not count.
+    """
+    most = [1]  # by open group: largest number in the group so far
+    last = 1  # number of the last complete part
     index = 0
     while index < len(pattern):
         character = pattern[index]

@@ -6,42 +6,44 @@ import pytest
 
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.thinking import Thinking
-from trioserve.text.thought import TextFinder, Thought, ThoughtPhase
+from trioserve.text.reasoning_state import ReasoningPhase, ReasoningState, TextFinder
 
 END = (101, 102)
 
 
-def run(limits: Thinking, *pieces: str, begins_inside: bool | None = None, hurried_at: int | None = None) -> Thought:
+def run(
+    limits: Thinking, *pieces: str, begins_inside: bool | None = None, hurried_at: int | None = None
+) -> ReasoningState:
     """Each piece is a token without an id; the forced end's tokens are written as they come."""
-    thought = Thought.behind_prompt(limits, END, begins_inside=begins_inside)
+    thought = ReasoningState.after_prompt(limits, END, begins_inside=begins_inside)
     for index, piece in enumerate(pieces):
         token = thought.forced[0] if thought.forced and piece == "!" else 0
-        is_hurried = hurried_at is not None and index >= hurried_at
-        thought = thought.after(token, b"" if piece == "!" else piece.encode(), is_hurried=is_hurried)
+        is_end_due = hurried_at is not None and index >= hurried_at
+        thought = thought.after(token, b"" if piece == "!" else piece.encode(), is_end_due=is_end_due)
     return thought
 
 
 @pytest.mark.parametrize(
     ("pieces", "begins_inside", "phase", "count"),
     [
-        ((), None, ThoughtPhase.BEFORE, 0),
-        ((), True, ThoughtPhase.INSIDE, 0),
-        ((), False, ThoughtPhase.OVER, 0),
-        (("<t>", "a"), False, ThoughtPhase.OVER, 0),
-        (("\n", "<", "t"), None, ThoughtPhase.BEFORE, 0),
-        (("\n", "<", "t", ">"), None, ThoughtPhase.INSIDE, 0),
-        (("<t>a",), None, ThoughtPhase.INSIDE, 0),
-        (("<t", "x"), None, ThoughtPhase.OVER, 0),
-        (("hello",), None, ThoughtPhase.OVER, 0),
-        (("<t>", "a", "b"), None, ThoughtPhase.INSIDE, 2),
-        (("<t>", "a", "b</", "t", ">c"), None, ThoughtPhase.OVER, 0),
-        (("<t>", "a", "</t", ">"), None, ThoughtPhase.OVER, 0),
+        ((), None, ReasoningPhase.BEFORE, 0),
+        ((), True, ReasoningPhase.INSIDE, 0),
+        ((), False, ReasoningPhase.OVER, 0),
+        (("<t>", "a"), False, ReasoningPhase.OVER, 0),
+        (("\n", "<", "t"), None, ReasoningPhase.BEFORE, 0),
+        (("\n", "<", "t", ">"), None, ReasoningPhase.INSIDE, 0),
+        (("<t>a",), None, ReasoningPhase.INSIDE, 0),
+        (("<t", "x"), None, ReasoningPhase.OVER, 0),
+        (("hello",), None, ReasoningPhase.OVER, 0),
+        (("<t>", "a", "b"), None, ReasoningPhase.INSIDE, 2),
+        (("<t>", "a", "b</", "t", ">c"), None, ReasoningPhase.OVER, 0),
+        (("<t>", "a", "</t", ">"), None, ReasoningPhase.OVER, 0),
     ],
 )
 def test_phases(pieces, begins_inside, phase, count):
     thought = run(Thinking(begin="<t>", end="</t>"), *pieces, begins_inside=begins_inside)
     assert thought.phase is phase
-    if phase is ThoughtPhase.INSIDE:
+    if phase is ReasoningPhase.INSIDE:
         assert thought.token_count == count
 
 
@@ -50,7 +52,7 @@ def test_a_spent_budget_forces_the_end_token_by_token():
     assert run(limits, "a").forced == ()
     assert run(limits, "a", "b").forced == END
     assert run(limits, "a", "b", "!").forced == END[1:]
-    assert run(limits, "a", "b", "!", "!").phase is ThoughtPhase.OVER
+    assert run(limits, "a", "b", "!", "!").phase is ReasoningPhase.OVER
 
 
 def test_what_was_sampled_before_the_end_was_forced_is_one_more_token_of_the_thought():
@@ -61,7 +63,7 @@ def test_what_was_sampled_before_the_end_was_forced_is_one_more_token_of_the_tho
 def test_an_end_that_is_being_written_is_not_forced_as_well():
     limits = Thinking(end="</t>", tokens_max=2)
     assert run(limits, "a", "</").forced == ()
-    assert run(limits, "a", "</", "t>").phase is ThoughtPhase.OVER
+    assert run(limits, "a", "</", "t>").phase is ReasoningPhase.OVER
     assert run(limits, "a", "</", "b").forced == END
 
 

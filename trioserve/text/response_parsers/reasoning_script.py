@@ -1,4 +1,4 @@
-"""Separates reasoning from the rest of a response, for the families that put tags around reasoning."""
+"""Separates reasoning from the rest of a response, for families that put tags around reasoning."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ import msgspec
 from trioserve.text.response_parsers.part_sink import PartSink
 from trioserve.text.response_parsers.text_source import Script, TextSource
 
-__all__ = ["ThoughtScript", "ThoughtTags"]
+__all__ = ["ReasoningScript", "ReasoningTags"]
 
 _SPACE = re.compile(r"\s+")
 
 
-class ThoughtTags(msgspec.Struct, frozen=True, kw_only=True):
-    """How a family writes reasoning.
+class ReasoningTags(msgspec.Struct, frozen=True, kw_only=True):
+    """Tags with which a family writes reasoning.
 
-    Args:
-        opening, closing: the first of each is what the family writes today. The others are read, too.
-        begins_inside: whether the response begins inside of reasoning, where the prompt does not say.
-        interleaves: the family reasons more than once in a response, so an opening tag counts at the beginning of any
-            line. In other families reasoning begins only at the beginning of the response.
+    Attributes:
+        opening: Opening tags. Current models write the first. The others are read, too.
+        closing: Closing tags. Current models write the first. The others are read, too.
+        begins_inside: True if the response begins inside of reasoning unless the prompt shows otherwise.
+        interleaves: True if the family reasons several times in a response, so an opening tag counts at the beginning
+            of any line. Otherwise reasoning begins only at the beginning of the response.
     """
 
     opening: tuple[str, ...] = ("<think>",)
@@ -31,25 +32,29 @@ class ThoughtTags(msgspec.Struct, frozen=True, kw_only=True):
     interleaves: bool = False
 
 
-class ThoughtScript:
-    """Separates reasoning from the rest of a response.
+class ReasoningScript:
+    """Script that separates reasoning from the rest of a response.
 
-    The line breaks that templates write behind an opening tag and around a closing tag are dropped. Reasoning that the
-    end of the text cuts off is reasoning.
+    Templates write line breaks after an opening tag and around a closing tag. These are dropped. If the text ends
+    within reasoning, the text so far is reasoning.
 
     Args:
-        begins_inside: whether the response begins inside of reasoning. False: the prompt has ended it, so there is
-            none, unless the family interleaves. None: the response may open it.
-        ended_by: texts that end reasoning and do not belong to it: the beginning of a call.
-        push: takes the text that is no reasoning.
-        may_begin: whether reasoning may begin where the reader of that text is now. For families that interleave.
+        source: Text of the response.
+        sink: Receives the reasoning.
+        tags: Tags of the family.
+        begins_inside: True if the response begins inside of reasoning. False if the prompt has ended it, so there is no
+            reasoning unless the family interleaves. None if the response may open it.
+        ended_by: Texts that end reasoning and do not belong to it: beginnings of calls.
+        push: Receives all other text.
+        may_begin: Returns True if reasoning may begin at the current position of that other text. For families that
+            interleave.
     """
 
     def __init__(
         self,
         source: TextSource,
         sink: PartSink,
-        tags: ThoughtTags,
+        tags: ReasoningTags,
         *,
         begins_inside: bool | None,
         ended_by: Sequence[str],
@@ -69,14 +74,19 @@ class ThoughtScript:
         self._plain = re.compile("[^" + re.escape("".join(sorted(firsts))) + "]+")
 
     def run(self) -> Script[None]:
+        """Read the whole text."""
         is_inside = bool(self._begins_inside)
         if self._begins_inside is None or (self._interleaves and not is_inside):
-            is_inside = yield from self._thought_at_once()
+            is_inside = yield from self._read_first_tag()
         while (yield from self._source.peek()):
-            is_inside = (yield from self._thought()) if is_inside else (yield from self._outside())
+            is_inside = (yield from self._read_reasoning()) if is_inside else (yield from self._read_outside())
 
-    def _thought_at_once(self) -> Script[bool]:
-        """At the very beginning, white space before an opening tag is none of the content."""
+    def _read_first_tag(self) -> Script[bool]:
+        """Read an opening tag at the beginning of the response. White space before the tag is not content.
+
+        Returns:
+            True if an opening tag was read.
+        """
         space = yield from self._space()
         if (yield from self._source.take(self._opening)):
             return True
@@ -90,15 +100,15 @@ class ThoughtScript:
             self._source.at = match.end()
         return "".join(pieces)
 
-    def _thought(self) -> Script[bool]:
-        """Read from behind an opening tag to behind its closing tag.
+    def _read_reasoning(self) -> Script[bool]:
+        """Read reasoning after its opening tag, up to and including its closing tag.
 
         Returns:
-            Whether another opening tag was read there.
+            True if another opening tag follows and was read.
         """
         source = self._source
         yield from self._space()
-        while (yield from source.take(self._opening)):  # written once more
+        while (yield from source.take(self._opening)):  # the model repeated the tag
             yield from self._space()
         space: list[str] = []
         has_begun = False
@@ -115,7 +125,7 @@ class ThoughtScript:
             ending = yield from source.find(self._ending)
             if ending in self._closing:
                 source.at += len(ending)
-                return (yield from self._behind_thought())
+                return (yield from self._read_end())
             if ending:
                 return False
             source.at += 1
@@ -126,8 +136,12 @@ class ThoughtScript:
             self._sink.reasoning("".join(space))
         return False
 
-    def _behind_thought(self) -> Script[bool]:
-        """Blank lines behind a thought are no content, nor is one more closing tag."""
+    def _read_end(self) -> Script[bool]:
+        """Read blank lines and repeated closing tags after reasoning. They are not content.
+
+        Returns:
+            True if another opening tag follows and was read.
+        """
         while True:
             space = yield from self._space()
             if not (yield from self._source.take(self._closing)):
@@ -138,11 +152,11 @@ class ThoughtScript:
             self._push(space[space.rfind("\n") + 1 :])
         return False
 
-    def _outside(self) -> Script[bool]:
-        """Read up to behind one more opening tag, which counts where the family interleaves, or to the end of the text.
+    def _read_outside(self) -> Script[bool]:
+        """Read other text up to and including the next opening tag, if the family interleaves, or to the end.
 
         Returns:
-            Whether an opening tag was read.
+            True if an opening tag was read.
         """
         source = self._source
         while not self._interleaves and (yield from source.peek()):

@@ -12,8 +12,8 @@ import pytest
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.structured_output import FormKind, StructuredOutput
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE, END_TOKEN_ID, byte_tokenizer
-from trioserve.text.form_bounds import JOINED_PATTERNS_MAX, SCHEMAS_MAX, check_lark, check_schema
-from trioserve.text.form_compiler import COMPILE_SECONDS_MAX, FormCompiler
+from trioserve.text.grammar_bounds import JOINED_PATTERNS_MAX, SCHEMAS_MAX, check_lark, check_schema
+from trioserve.text.grammar_compiler import COMPILE_SECONDS_MAX, GrammarCompiler
 
 SHORT, GROWTH = 150, 4
 GROWTH_MAX = 9.0  # linear is 4, quadratic 16
@@ -135,8 +135,8 @@ TAG = {
 }
 
 
-def new_compiler(cpu_seconds: Callable[[], float] = lambda: 0.0) -> FormCompiler:
-    return FormCompiler(
+def new_compiler(cpu_seconds: Callable[[], float] = lambda: 0.0) -> GrammarCompiler:
+    return GrammarCompiler(
         byte_tokenizer(), vocab_size=BYTE_VOCAB_SIZE, end_token_ids=(END_TOKEN_ID,), cpu_seconds=cpu_seconds
     )
 

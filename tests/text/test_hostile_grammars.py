@@ -15,8 +15,8 @@ import pytest
 
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.structured_output import FormKind, StructuredOutput
-from trioserve.text.form_bounds import COMPILE_STACK_BYTES, REPEATS_MAX, check_lark, check_pattern, check_schema
-from trioserve.text.form_compiler import FormCompiler
+from trioserve.text.grammar_bounds import COMPILE_STACK_BYTES, REPEATS_MAX, check_lark, check_pattern, check_schema
+from trioserve.text.grammar_compiler import GrammarCompiler
 from trioserve.text.tokenizer import Tokenizer
 
 COMPILE_SECONDS_MAX = 10.0
@@ -170,8 +170,8 @@ BOUNDED = {
 
 
 @pytest.fixture(scope="module")
-def compiler(smollm2: Tokenizer) -> FormCompiler:
-    compiler = FormCompiler(smollm2, vocab_size=49_152, end_token_ids=(2,))
+def compiler(smollm2: Tokenizer) -> GrammarCompiler:
+    compiler = GrammarCompiler(smollm2, vocab_size=49_152, end_token_ids=(2,))
     assert compiler.load() is None
     return compiler
 
@@ -200,7 +200,7 @@ def form_of(kind: FormKind, source: Any) -> StructuredOutput:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_it_is_refused_with_a_sentence(compiler: FormCompiler, name: str) -> None:
+def test_it_is_refused_with_a_sentence(compiler: GrammarCompiler, name: str) -> None:
     def refuse() -> None:
         with pytest.raises(InvalidRequest) as caught:
             compiler.compile(form_of(*REFUSED[name]))
@@ -215,7 +215,7 @@ def test_it_is_refused_with_a_sentence(compiler: FormCompiler, name: str) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BOUNDED)
-def test_it_is_bounded(compiler: FormCompiler, name: str) -> None:
+def test_it_is_bounded(compiler: GrammarCompiler, name: str) -> None:
     """A walk at random through what may come, as long as the form goes on: it may fail, and takes no time."""
 
     def walk() -> None:

@@ -1,4 +1,4 @@
-"""How a call of a tool is written, as a form: pieces from which a grammar is made that a model cannot leave."""
+"""Formats of tool calls as pieces of text, from which a grammar for forced calls is made."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trioserve.text.response_parsers.schema_types import ANY_TYPE, argument_sche
 
 __all__ = [
     "AnyOf",
-    "CallForm",
+    "CallFormat",
     "JsonOf",
     "Maybe",
     "Piece",
@@ -26,36 +26,65 @@ __all__ = [
     "without_trigger",
 ]
 
-Piece = Union[str, "JsonOf", "RawUntil", "AnyOf", "Maybe"]  # a text stands for itself
+Piece = Union[str, "JsonOf", "RawUntil", "AnyOf", "Maybe"]  # a str is fixed text
 
 
 class JsonOf(msgspec.Struct, frozen=True):
-    """JSON that the schema accepts. is_strict: what a grammar cannot express of it is an error, and not left out."""
+    """JSON that a schema accepts.
+
+    Attributes:
+        schema: The schema.
+        is_strict: True to refuse keywords that a grammar cannot express. False to ignore such keywords.
+    """
 
     schema: Mapping[str, Any]
     is_strict: bool = False
 
 
 class RawUntil(msgspec.Struct, frozen=True):
-    """Any text up to the first `stop`, and that."""
+    """Any text up to and including the first `stop`.
+
+    Attributes:
+        stop: The text that ends the piece.
+    """
 
     stop: str
 
 
 class AnyOf(msgspec.Struct, frozen=True):
+    """One of several sequences of pieces.
+
+    Attributes:
+        choices: The sequences.
+    """
+
     choices: Sequence[Sequence[Piece]]
 
 
 class Maybe(msgspec.Struct, frozen=True):
+    """Optional pieces.
+
+    Attributes:
+        pieces: The pieces.
+    """
+
     pieces: Sequence[Piece]
 
 
-class CallForm(msgspec.Struct, frozen=True, kw_only=True):
-    """A family's. call: the pieces of one call of a tool. opening, closing: around all calls of a response. separator:
-    between two of them; None: there is only one in a response. trigger: what opening begins with, or else every call:
-    where it comes, a call follows. Empty: nothing tells that, or the rest of a response has special tokens, too, as
-    channels are, so that no grammar of text is one of it. before: what a response may have before all of it.
-    write: one call as text; None: as `call` has it, with the arguments' JSON."""
+class CallFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """Format in which one family writes calls.
+
+    Attributes:
+        call: Returns the pieces of one call of a tool.
+        opening: Text before all calls of a response.
+        closing: Text after all calls of a response.
+        separator: Text between two calls. None if a response has at most one call.
+        trigger: First text of `opening`, or of each call if `opening` is empty. A call follows wherever the trigger is
+            written. Empty if no text announces calls, or if other parts of a response have special tokens, too. Then no
+            grammar covers a response that may also have content.
+        before: Pieces that may precede all of this in a response.
+        write: Writes one call as text. None to join the pieces of `call`, with the call's arguments as JSON.
+    """
 
     call: Callable[[OfferedTool], Sequence[Piece]]
     opening: str = ""
@@ -66,7 +95,11 @@ class CallForm(msgspec.Struct, frozen=True, kw_only=True):
     write: Callable[[WholeCall], str] | None = None
 
     def written(self, calls: Sequence[WholeCall]) -> str:
-        """What a model of the family would have written to make these calls; "" for none."""
+        """Return the text with which a model of the family makes calls. "" if there are none.
+
+        Args:
+            calls: The calls.
+        """
         if not calls:
             return ""
         texts = [self.write(call) if self.write else self._written(call) for call in calls]
@@ -78,7 +111,11 @@ class CallForm(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def arguments_of(tool: OfferedTool) -> JsonOf:
-    """An object, as the tool's schema has it."""
+    """Return the piece for all arguments of a tool: an object that its schema accepts.
+
+    Args:
+        tool: The tool.
+    """
     schema = dict(tool.parameters or {})
     if "$ref" not in schema:
         schema.setdefault("type", "object")
@@ -88,7 +125,16 @@ def arguments_of(tool: OfferedTool) -> JsonOf:
 def json_call(
     *, before: str = "", after: str = "", arguments_key: str = "arguments"
 ) -> Callable[[OfferedTool], Sequence[Piece]]:
-    """{"name": ..., "arguments": {...}}, with texts before and after it."""
+    """Return the format of calls as {"name": ..., "arguments": {...}}.
+
+    Args:
+        before: Text before the object.
+        after: Text after the object.
+        arguments_key: Key of the arguments.
+
+    Returns:
+        A function for CallFormat.call.
+    """
 
     def call(tool: OfferedTool) -> Sequence[Piece]:
         head = f'{before}{{"name": {json.dumps(tool.name)}, {json.dumps(arguments_key)}: '
@@ -98,7 +144,12 @@ def json_call(
 
 
 def without_trigger(pieces: Sequence[Piece], trigger: str) -> list[Piece]:
-    """pieces: of a form that begins with the trigger."""
+    """Return the pieces of a call without the trigger at their beginning.
+
+    Args:
+        pieces: The pieces. The first begins with the trigger.
+        trigger: The trigger.
+    """
     first, *rest = pieces
     assert isinstance(first, str)
     assert first.startswith(trigger)
@@ -108,9 +159,17 @@ def without_trigger(pieces: Sequence[Piece], trigger: str) -> list[Piece]:
 def raw_argument_pieces(
     tool: OfferedTool, begin: Callable[[str, bool], str], end: str, *, says_text: bool
 ) -> list[Piece]:
-    """Each argument between its texts, in the schema's order: a text as it is, anything else as JSON. begin: what
-    stands before a value, by the argument's name and by whether it is a text. says_text: that tells a text from JSON;
-    otherwise what may be a text is one."""
+    """Return the pieces of a call's arguments for formats that write each argument between tags.
+
+    A string is written as it is, and any other value as JSON. Arguments are in the order of the schema.
+
+    Args:
+        tool: The tool.
+        begin: Returns the text before a value, by the argument's name and whether the value is a string.
+        end: Text after a value.
+        says_text: True if the text before a value tells whether the value is a string. Otherwise an argument that may
+            be a string is written as a string.
+    """
     required = (tool.parameters or {}).get("required")
     pieces: list[Piece] = []
     for name in argument_schemas(tool):
@@ -134,5 +193,9 @@ def _raw_value_pieces(tool: OfferedTool, name: str, end: str, *, says_text: bool
 
 
 def raw_text(value: object) -> str:
-    """A value as such families write it."""
+    """Return a value as formats with tags write it: a string as it is, any other value as JSON.
+
+    Args:
+        value: The value.
+    """
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

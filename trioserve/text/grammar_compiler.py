@@ -1,0 +1,331 @@
+"""Compiles schemas and grammars for one model with llguidance, and caches the compiled grammars.
+
+All resources of the compiler have bounds: the length of the source (contracts.structured_output), the library's fuel
+for its lexer and parser, and the stack, since the library follows rules and references by recursion. Callers of
+`compile` use a thread with a stack of grammar_bounds.COMPILE_STACK_BYTES.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+
+from trioserve.contracts.errors import InvalidRequest
+from trioserve.contracts.structured_output import FormKind, StructuredOutput
+from trioserve.text.grammar_bounds import schemas_within
+from trioserve.text.grammar_source import grammar_source
+from trioserve.text.json_keys import JsonKeys, KeyTokens, has_free_keys
+from trioserve.text.tokenizer import Tokenizer
+
+__all__ = ["CACHE_BYTES_MAX", "COMPILE_SECONDS_MAX", "CompiledGrammar", "GrammarCompiler", "in_one_line"]
+
+# Limit of the sum of CompiledGrammar.byte_count_max, a worst case. Ordinary grammars take a hundredth of that.
+CACHE_BYTES_MAX = 2**30
+GRAMMAR_SEQUENCES_MAX = 2000
+# Measured with a regex that makes new lexer states with each token, up to max_lexer_states.
+MASK_BYTES = 36_000
+LEXER_BYTES_MAX = 20 * 2**20
+GRAMMAR_BYTES = 98_304  # memory of a small compiled grammar, measured
+SOURCE_CHARACTER_BYTES = 150  # additional memory per character of the source
+MESSAGE_CHARACTERS_MAX = 300
+# Limit for one request with many schemas. 128 tools with schemas of 2,000 characters take a fifth on a slow machine.
+COMPILE_SECONDS_MAX = 3.0
+UNSATISFIABLE = ("NoExtension", "NoExtensionBias")  # messages of the library
+NOTHING_FITS = "nothing can satisfy it"  # message that replaces them
+LIMITS = LLParserLimits(
+    max_items_in_row=2000,
+    initial_lexer_fuel=1_000_000,  # 20 ms
+    step_lexer_fuel=200_000,  # 15 ms for a mask
+    step_max_items=10_000,  # up to 20 ms if many tokens are forced in a row, while the event loop waits
+    max_lexer_states=20_000,  # each takes 1 or 2 kB
+    max_grammar_size=500_000,
+    verbose_errors=False,
+)
+
+
+_FREE_TEXT = re.compile(r"\w+(\[\w+\])?: /")
+"""Matches a line in a grammar of tool calls that defines a terminal which is not a fixed text."""
+
+
+def _never_end() -> None:
+    """Default of `check`: never ends the compilation."""
+
+
+class CompiledGrammar:
+    """A compiled grammar, shared by all sequences that use it.
+
+    The sequences also share its lexer, which gets more states as masks are filled. With too many states, the lexer
+    fails for all sequences. So a grammar wears out after some thousand sequences, or after the first failure. The next
+    request then compiles it again. Sequences that already use it continue with it.
+
+    Args:
+        matcher: Matcher of the library at the beginning of the grammar. It is copied for each sequence.
+        byte_count: Estimated memory of the grammar without its lexer states.
+        ignored: Paths of schema keywords that the grammar does not enforce.
+        keys: Tracks the keys of a JSON response, or None if no key can be repeated.
+
+    Attributes:
+        mask_count: Number of masks that were filled. Callers that fill masks increase it.
+        keys: As above.
+        ignored: As above.
+    """
+
+    def __init__(
+        self, matcher: LLMatcher, byte_count: int, ignored: Sequence[str] = (), keys: JsonKeys | None = None
+    ) -> None:
+        self._matcher = matcher
+        self.keys = keys
+        self.ignored = tuple(ignored)
+        self._byte_count = byte_count
+        self._sequences_left = GRAMMAR_SEQUENCES_MAX
+        self.mask_count = 0
+
+    def new_matcher(self) -> LLMatcher:
+        """Return a matcher for one sequence. Costs microseconds."""
+        self._sequences_left -= 1
+        return self._matcher.deep_copy()
+
+    def wear_out(self) -> None:
+        """Mark the grammar as worn out because it failed a sequence. Any thread may call this."""
+        self._sequences_left = 0
+
+    @property
+    def is_worn_out(self) -> bool:
+        return self._sequences_left <= 0
+
+    @property
+    def byte_count_max(self) -> int:
+        """Worst-case memory of the grammar after the masks that were filled."""
+        return self._byte_count + min(self.mask_count * MASK_BYTES, LEXER_BYTES_MAX)
+
+
+_GrammarKey = tuple[FormKind, str, bool, str | None]  # kind, source, strict or not, cache salt
+
+
+class GrammarCompiler:
+    """Compiles schemas and grammars for one model, and caches them. Any thread may call any method.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        vocab_size: Number of tokens in the vocabulary.
+        end_token_ids: End tokens of the model. Empty to use those of the tokenizer.
+        cpu_seconds: Returns the CPU time of the calling thread so far, in seconds.
+
+    Attributes:
+        hits_total: Number of requests whose grammar was in the cache.
+        compiles_total: Number of grammars that were compiled.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        vocab_size: int,
+        end_token_ids: Collection[int],
+        cpu_seconds: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._cpu_seconds = cpu_seconds
+        self.vocab_size = vocab_size
+        self.end_token_ids = tuple(end_token_ids) or _end_token_ids(tokenizer)
+        self.tokenizer = tokenizer
+        self._special_ids = tokenizer.special_ids()
+        self._library: LLTokenizer | None = None
+        self._unusable_reason: str | None = None
+        self._executor: LLExecutor | None = None
+        self._grammars: OrderedDict[_GrammarKey, CompiledGrammar] = OrderedDict()
+        self._lock = threading.Lock()
+        self._keys_lock = threading.Lock()
+        self._key_tokens: KeyTokens | None = None
+        self.hits_total = 0
+        self.compiles_total = 0
+
+    def load(self) -> str | None:
+        """Read the vocabulary into the library. The first compilation does this if nobody has called it.
+
+        Returns:
+            Why no response of this model can follow a grammar, or None if responses can.
+
+        Cost: 1 s for a large vocabulary. No other thread runs meanwhile.
+        """
+        if self._library is None and self._unusable_reason is None:
+            if not self.end_token_ids:
+                self._unusable_reason = "it has no end token"
+                return self._unusable_reason
+            try:
+                self._library = LLTokenizer(
+                    self.tokenizer.serialized(), n_vocab=self.vocab_size, eos_token=list(self.end_token_ids)
+                )
+            except Exception as error:  # the library does not support every tokenizer
+                self._unusable_reason = f"its tokenizer is not supported for this: {in_one_line(str(error))}"
+        return self._unusable_reason
+
+    def executor(self) -> LLExecutor:
+        """Return the executor that computes masks after draft tokens. Only the thread that fills masks calls this."""
+        if self._executor is None:
+            self._executor = LLExecutor(1)
+        return self._executor
+
+    def find(self, structured: StructuredOutput, cache_salt: str | None = None) -> CompiledGrammar | None:
+        """Return a grammar that was compiled before under the same salt, or None. Never waits for a compilation.
+
+        Args:
+            structured: The structured output that a request asks for.
+            cache_salt: Salt of the request. Each salt has its own cache entries. So the time of a request does not
+                reveal whether another key has sent the same schema.
+        """
+        key = (structured.kind, structured.source, structured.strict, cache_salt)
+        with self._lock:
+            compiled = self._grammars.get(key)
+            if compiled is not None and compiled.is_worn_out:
+                del self._grammars[key]
+                compiled = None
+            if compiled is not None:
+                self._grammars.move_to_end(key)
+                self.hits_total += 1
+        return compiled
+
+    def compile(
+        self, structured: StructuredOutput, cache_salt: str | None = None, *, check: Callable[[], None] = _never_end
+    ) -> CompiledGrammar:
+        """Compile a grammar, or return it if another request compiled it meanwhile. Releases the GIL.
+
+        Args:
+            structured: The structured output that a request asks for.
+            cache_salt: Salt of the request, as in `find`.
+            check: Called between the parts of a grammar that has many. An exception from it ends the compilation.
+
+        Raises:
+            InvalidRequest: The grammar cannot be compiled, nothing can satisfy it, or its schemas take more than
+                COMPILE_SECONDS_MAX. `param` is the field. The message contains the library's message.
+
+        Cost: milliseconds for most grammars, 1 s for the largest.
+        """
+        began_at = self._cpu_seconds()
+        compiled = self.find(structured, cache_salt)
+        if compiled is not None:  # another request has compiled it meanwhile
+            return compiled
+        self.load()
+        if self._library is None:
+            raise InvalidRequest(
+                f"the responses of this model cannot follow a schema or grammar: {self._unusable_reason}",
+                param=structured.param,
+            )
+        try:
+            ignored: list[str] = []
+            grammar = grammar_source(structured, self._special_ids, self.end_token_ids, ignored)
+        except ValueError as error:
+            raise InvalidRequest(
+                f"the {structured.kind.value} cannot be read: {in_one_line(str(error))}", param=structured.param
+            ) from None
+        matcher = self._begun(self._library, grammar)
+        fault = matcher.get_error() if matcher.is_error() else _fault_of_forced(matcher)
+        if fault:
+            message = in_one_line(fault)
+            raise InvalidRequest(f"the {structured.kind.value} cannot be compiled: {message}", param=structured.param)
+        if structured.kind in (FormKind.TOOL_CALLS, FormKind.STRUCTURAL_TAG):
+            self._check_parts(self._library, grammar, structured, began_at, check)
+        byte_count = GRAMMAR_BYTES + SOURCE_CHARACTER_BYTES * len(structured.source)
+        compiled = CompiledGrammar(matcher, byte_count, ignored, self._keys_of(structured, grammar))
+        self._keep((structured.kind, structured.source, structured.strict, cache_salt), compiled)
+        return compiled
+
+    def _keys_of(self, structured: StructuredOutput, grammar: str) -> JsonKeys | None:
+        """Return the initial state that tracks the keys of a response, or None if the response cannot repeat a key."""
+        is_calls = structured.kind is FormKind.TOOL_CALLS
+        if is_calls and not any(_FREE_TEXT.match(line) for line in structured.source.splitlines()):
+            schemas = [json.loads(schema) for schema in schemas_within(structured.source, param=structured.param)]
+        elif structured.kind in (FormKind.JSON_OBJECT, FormKind.JSON_SCHEMA):
+            schemas = [part.get("json_schema") for part in json.loads(grammar)["grammars"]]
+        else:
+            return None  # free text may contain text that is not JSON
+        if not any(map(has_free_keys, schemas)):
+            return None
+        with self._keys_lock:
+            if self._key_tokens is None:
+                self._key_tokens = KeyTokens(self.vocab_size, self.tokenizer.token_bytes)
+            return JsonKeys(self._key_tokens)
+
+    def _begun(self, library: LLTokenizer, grammar: str) -> LLMatcher:
+        matcher = LLMatcher(library, grammar, log_level=0, limits=LIMITS)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # initializes the lexer that all sequences share
+        return matcher
+
+    def _check_parts(
+        self,
+        library: LLTokenizer,
+        grammar: str,
+        structured: StructuredOutput,
+        began_at: float,
+        check: Callable[[], None],
+    ) -> None:
+        """Compile each schema of a grammar separately.
+
+        If a schema comes after a choice, the library notices that nothing satisfies it only when a response has chosen
+        it.
+
+        Raises:
+            InvalidRequest: Nothing satisfies one of the schemas, or compiling all of them takes too long.
+        """
+        lark = grammar
+        if grammar.startswith("{"):
+            lark = "\n".join(part["lark_grammar"] for part in json.loads(grammar)["grammars"])
+        schemas = schemas_within(lark, param=structured.param)
+        for count, schema in enumerate(schemas):
+            check()
+            if self._cpu_seconds() - began_at > COMPILE_SECONDS_MAX:
+                raise InvalidRequest(
+                    f"the {structured.kind.value} has {len(schemas)} schemas, and compiling {count} of them took more "
+                    f"than {COMPILE_SECONDS_MAX:g} s of CPU time, which is the limit for one request: send fewer or "
+                    "simpler schemas",
+                    param=structured.param,
+                )
+            part = self._begun(library, LLMatcher.grammar_from_json_schema(schema))
+            if part.is_error() and in_one_line(part.get_error()) == NOTHING_FITS:
+                shown = schema if len(schema) <= MESSAGE_CHARACTERS_MAX else f"{schema[:MESSAGE_CHARACTERS_MAX]}..."
+                raise InvalidRequest(
+                    f"the {structured.kind.value} cannot be compiled: nothing can satisfy the schema {shown}",
+                    param=structured.param,
+                )
+
+    def _keep(self, key: _GrammarKey, compiled: CompiledGrammar) -> None:
+        with self._lock:
+            self.compiles_total += 1
+            self._grammars.pop(key, None)
+            self._grammars[key] = compiled
+            byte_count = sum(structured.byte_count_max for structured in self._grammars.values())
+            while byte_count > CACHE_BYTES_MAX:
+                _, oldest = self._grammars.popitem(last=False)
+                byte_count -= oldest.byte_count_max
+
+
+def _fault_of_forced(matcher: LLMatcher) -> str:
+    """Return the error of a grammar that forces endless tokens, or "". The error occurs after its first token."""
+    forced = matcher.compute_ff_tokens()
+    if not forced:
+        return ""
+    copy = matcher.deep_copy()
+    copy.consume_token(forced[0])
+    return str(copy.get_error()) if copy.is_error() else ""
+
+
+def in_one_line(message: str) -> str:
+    """Return a message of the library without its drawings, in one line.
+
+    Args:
+        message: The message.
+    """
+    line = " ".join(message.partition("<state>")[0].partition("<non-verbose")[0].split())
+    if line in UNSATISFIABLE:
+        return NOTHING_FITS
+    return line if len(line) <= MESSAGE_CHARACTERS_MAX else f"{line[:MESSAGE_CHARACTERS_MAX]}..."
+
+
+def _end_token_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    return () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)

@@ -1,0 +1,187 @@
+"""State of a response's reasoning: where it begins and ends in the text, and when its end is forced."""
+
+from __future__ import annotations
+
+import enum
+
+from trioserve.contracts.thinking import Thinking
+
+__all__ = ["TextFinder", "ReasoningState", "ReasoningPhase"]
+
+
+class TextFinder:
+    """Searches for one text in a text that comes in pieces. Immutable: `after` returns a new finder.
+
+    Args:
+        wanted: The text to find.
+        tail: End of the text so far, as long as it may contain the beginning of `wanted`.
+        is_found: True if the text was found.
+        rest: Text after `wanted`, from the piece that completed it.
+    """
+
+    __slots__ = ("_tail", "_wanted", "is_found", "rest")
+
+    def __init__(self, wanted: bytes, tail: bytes = b"", *, is_found: bool = False, rest: bytes = b"") -> None:
+        self._wanted = wanted
+        self._tail = tail
+        self.is_found = is_found
+        self.rest = rest
+
+    def after(self, piece: bytes) -> TextFinder:
+        """Return the finder after one more piece. Do not call this if the text was found.
+
+        Args:
+            piece: The piece.
+        """
+        text = self._tail + piece
+        place = text.find(self._wanted)
+        if place >= 0:
+            return TextFinder(self._wanted, is_found=True, rest=text[place + len(self._wanted) :])
+        kept = len(self._wanted) - 1
+        return TextFinder(self._wanted, text[-kept:] if kept else b"")
+
+    @property
+    def is_begun(self) -> bool:
+        """True if the text so far ends with a proper prefix of the wanted text."""
+        return any(self._tail.endswith(self._wanted[:count]) for count in range(1, len(self._wanted)))
+
+
+class ReasoningPhase(enum.Enum):
+    BEFORE = "before"  # the text so far has only white space and possibly a part of the opening tag
+    INSIDE = "inside"
+    ENDING = "ending"  # the closing tag is being forced
+    OVER = "over"  # reasoning has ended, or there was none
+
+
+class ReasoningState:
+    """State of the reasoning of one response. Immutable: `after` returns the state after one more token.
+
+    Attributes:
+        phase: Where the response is.
+        end_token_ids: Tokens that are forced to end reasoning.
+        token_count: Tokens of reasoning so far.
+        ending_count: Tokens of `end_token_ids` that were written so far while the end is forced.
+    """
+
+    __slots__ = ("_begin", "_end", "_limits", "_start", "end_token_ids", "ending_count", "phase", "token_count")
+
+    def __init__(
+        self,
+        limits: Thinking,
+        end_token_ids: tuple[int, ...],
+        *,
+        phase: ReasoningPhase,
+        start: bytes = b"",
+        end: TextFinder | None = None,
+        token_count: int = 0,
+        ending_count: int = 0,
+    ) -> None:
+        self._limits = limits
+        self._begin = limits.begin.strip().encode()
+        self._end = TextFinder(limits.end.strip().encode() or limits.end.encode()) if end is None else end
+        self._start = start
+        self.end_token_ids = end_token_ids
+        self.token_count = token_count
+        self.ending_count = ending_count
+        self.phase = phase
+
+    @classmethod
+    def after_prompt(
+        cls, limits: Thinking, end_token_ids: tuple[int, ...], *, begins_inside: bool | None
+    ) -> ReasoningState:
+        """Make the state at the beginning of a response.
+
+        Args:
+            limits: Opening and closing tag, and the token limit of the reasoning.
+            end_token_ids: Tokens of the closing tag.
+            begins_inside: True if the prompt has opened reasoning, False if it has ended it, None if it says neither,
+                as PromptReasoning.begins_inside returns.
+        """
+        if begins_inside is False:
+            phase = ReasoningPhase.OVER
+        elif limits.begin.strip() and not begins_inside:
+            phase = ReasoningPhase.BEFORE
+        else:
+            phase = ReasoningPhase.ENDING if limits.tokens_max == 0 else ReasoningPhase.INSIDE
+        return cls(limits, end_token_ids, phase=phase)
+
+    @property
+    def end_text(self) -> str:
+        """Text that ends reasoning, as the request names it."""
+        return self._limits.end
+
+    @property
+    def forced(self) -> tuple[int, ...]:
+        """Tokens that must come next."""
+        return self.end_token_ids[self.ending_count :] if self.phase is ReasoningPhase.ENDING else ()
+
+    def may_end_within(self, count: int) -> bool:
+        """Return True if the end may have to be forced within the next tokens.
+
+        Args:
+            count: Number of the next tokens.
+        """
+        if self.phase is ReasoningPhase.OVER:
+            return False
+        tokens_max = self._limits.tokens_max
+        return self.phase is ReasoningPhase.ENDING or (
+            tokens_max is not None and self.token_count + count >= tokens_max
+        )
+
+    def after(self, token_id: int, piece: bytes, *, is_end_due: bool) -> ReasoningState:
+        """Return the state after one more token.
+
+        Args:
+            token_id: The token.
+            piece: Bytes of the token.
+            is_end_due: True to end reasoning now, whatever its token limit.
+        """
+        if self.phase is ReasoningPhase.OVER:
+            return self
+        if self.phase is ReasoningPhase.ENDING:
+            end = self._end.after(piece)
+            if end.is_found:
+                return self._with(phase=ReasoningPhase.OVER)
+            # A token that was sampled before the end was forced is one more token of the reasoning.
+            ending_count = self.ending_count + 1 if token_id == self.end_token_ids[self.ending_count] else 0
+            if ending_count == len(self.end_token_ids):
+                return self._with(phase=ReasoningPhase.OVER)
+            return self._with(phase=ReasoningPhase.ENDING, end=end, ending_count=ending_count)
+        if self.phase is ReasoningPhase.BEFORE:
+            start = (self._start + piece).lstrip()
+            if start.startswith(self._begin):
+                return self._with(phase=self._inside_or_ending(is_end_due=is_end_due))
+            is_possible = self._begin.startswith(start)
+            return self._with(phase=ReasoningPhase.BEFORE if is_possible else ReasoningPhase.OVER, start=start)
+        end = self._end.after(piece)
+        if end.is_found:
+            return self._with(phase=ReasoningPhase.OVER)
+        token_count = self.token_count + 1
+        phase = ReasoningPhase.INSIDE
+        if not end.is_begun:  # otherwise the model is writing the closing tag itself
+            phase = self._inside_or_ending(is_end_due=is_end_due, token_count=token_count)
+        return self._with(phase=phase, end=end, token_count=token_count)
+
+    def _inside_or_ending(self, *, is_end_due: bool, token_count: int = 0) -> ReasoningPhase:
+        tokens_max = self._limits.tokens_max
+        is_spent = tokens_max is not None and token_count >= tokens_max
+        return ReasoningPhase.ENDING if is_spent or is_end_due else ReasoningPhase.INSIDE
+
+    def _with(
+        self,
+        *,
+        phase: ReasoningPhase,
+        start: bytes = b"",
+        end: TextFinder | None = None,
+        token_count: int | None = None,
+        ending_count: int = 0,
+    ) -> ReasoningState:
+        return ReasoningState(
+            self._limits,
+            self.end_token_ids,
+            phase=phase,
+            start=start,
+            end=end or self._end,
+            token_count=self.token_count if token_count is None else token_count,
+            ending_count=ending_count,
+        )
