@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import json
 import logging
 from collections.abc import Callable
@@ -74,6 +75,23 @@ async def test_an_endpoint_that_is_described_anew_is_made_anew(fleet):
     fleet.set_all([EndpointSpec(url="http://a:1", leases_max=1)], source="x")
     fleet.set_all([EndpointSpec(url="http://a:1", leases_max=2)], source="x")
     assert fleet.dispatch.core.endpoints[EndpointId("http://a:1")].leases_max == 2
+
+
+async def test_watch_of_an_endpoint_does_not_log_the_request_that_added_it(fleet, monkeypatch):
+    request = contextvars.ContextVar("request", default="none")
+    seen = []
+
+    async def watch_endpoint(*_: object, **__: object) -> None:
+        seen.append(request.get())
+
+    monkeypatch.setattr("trioserve.proxy.fleet.watch_endpoint", watch_endpoint)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(fleet.run)
+        request.set("the request that adds an endpoint")
+        fleet.add(template("http://a:1"))
+        await wait_all_tasks_blocked()
+        nursery.cancel_scope.cancel()
+    assert seen == ["none"]
 
 
 # --- files ---

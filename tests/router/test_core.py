@@ -754,6 +754,39 @@ def test_failures_in_a_row_eject_and_a_passed_probe_restores(make_router):
     assert other.state is TicketState.LEASED
 
 
+def ejected_by_requests(router):
+    a = router.endpoint("a")
+    for _ in range(3):
+        router.core.failed(router.sent(), Fault.FAILED, router.now)
+    router.after(1.0)
+    return a, router.core.endpoints[a]
+
+
+def test_endpoint_that_served_a_probe_is_healthy_after_next_check_without_requests(make_router):
+    router = make_router(failures_max=3, ejection_seconds=1, ejection_seconds_max=30, sends_probes=True)
+    a, state = ejected_by_requests(router)
+    router.core.note_health(a, True, router.now)
+    assert state.health is EndpointHealth.EJECTED
+    router.core.note_probe(a, True, router.now)
+    assert state.health is EndpointHealth.PROBING
+    router.core.note_health(a, True, router.now)
+    assert state.health is EndpointHealth.HEALTHY
+
+
+@pytest.mark.parametrize("is_served", [True, None])
+def test_probed_endpoint_with_a_clients_request_stays_probing_until_its_first_token(make_router, is_served):
+    router = make_router(failures_max=3, ejection_seconds=1, ejection_seconds_max=30, sends_probes=True)
+    a, state = ejected_by_requests(router)
+    router.core.note_probe(a, is_served, router.now)
+    if is_served is None:  # the probe was refused: a passed check shows nothing about requests
+        router.core.note_health(a, True, router.now)
+    ticket = router.sent()
+    router.core.note_health(a, True, router.now)
+    assert state.health is EndpointHealth.PROBING
+    router.core.first_token(ticket, router.now)
+    assert state.health is EndpointHealth.HEALTHY
+
+
 def test_each_failed_probe_doubles_the_ejection(make_router):
     router = make_router(failures_max=1, ejection_seconds=1, ejection_seconds_max=3)
     a = router.endpoint("a")

@@ -410,12 +410,12 @@ class Dispatch:
         state = self.core.endpoints.get(id)
         return state is not None and state.wants_probe(trio.current_time())
 
-    def note_probe(self, id: EndpointId, is_well: bool) -> None:
+    def note_probe(self, id: EndpointId, is_well: bool | None) -> None:
         """Note the result of a probe request.
 
         Args:
             id: The endpoint.
-            is_well: True if the endpoint answered.
+            is_well: True if the endpoint served the probe. None if it is alive but refused the probe.
         """
         self.core.note_probe(id, is_well, trio.current_time())
         self.retime()

@@ -168,8 +168,12 @@ class _Watch:
         since = self._silent_since
         return since is not None and trio.current_time() >= since + self._settings.hang_seconds_max
 
-    async def _serves_a_request(self) -> bool:
-        """Have the endpoint serve a tiny request, as it has failed its clients' while its checks were good."""
+    async def _serves_a_request(self) -> bool | None:
+        """Send a tiny request to an endpoint that failed requests of clients while its health checks passed.
+
+        Returns:
+            True if the endpoint served the request. None if it refused the request in a way that a working server may.
+        """
         state = self._dispatch.endpoint(self._remote.id)
         model = self._name_there(min(state.models)) if state is not None and state.models else None
         for path, fields in PROBES:
@@ -183,9 +187,9 @@ class _Watch:
             if not is_error(None, said):
                 return False
             if status in (429, 503):
-                return True  # it has enough to do, and says so as servers do
-        # It serves neither texts nor embeddings, or not to the router's own key: a client's request has to show it.
-        return await self._ask_served() is not None
+                return None  # the endpoint is busy, and reports it as a working server does
+        # The endpoint serves neither texts nor embeddings, or refuses the router's key. A client's request is needed.
+        return False if await self._ask_served() is None else None
 
     async def _ask_served(self) -> ServedModels | None:
         response = await self._ask(MODELS_PATH)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import logging
 import ssl
 from collections.abc import Callable, Iterable, Mapping
@@ -348,7 +349,8 @@ class Fleet:
     def _begin_watch(self, member: _Member) -> None:
         if self._nursery is not None:
             member.watch = trio.CancelScope()
-            self._nursery.start_soon(self._watch, member, member.watch)
+            # An empty context: the watch outlives the request that added the endpoint, and does not log its id.
+            contextvars.Context().run(self._nursery.start_soon, self._watch, member, member.watch)
 
     async def _watch(self, member: _Member, scope: trio.CancelScope) -> None:
         policy = self.dispatch.policy

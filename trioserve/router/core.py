@@ -569,12 +569,12 @@ class RouterCore:
         endpoint.refusals_in_a_row += 1
         return endpoint.refusals_in_a_row > self.settings.failures_max
 
-    def note_probe(self, id: EndpointId, is_well: bool, now: float) -> None:
+    def note_probe(self, id: EndpointId, is_well: bool | None, now: float) -> None:
         """Record the result of a probe request. Does nothing if the endpoint was removed.
 
         Args:
             id: name of the ejected endpoint.
-            is_well: True if the endpoint served the probe.
+            is_well: True if the endpoint served the probe. None if it is alive but refused the probe.
             now: time in seconds.
         """
         state = self.endpoints.get(id)

@@ -10,7 +10,8 @@
     is STARTING.
 
 A HEALTHY endpoint gets as many requests as its slow start allows. A PROBING endpoint gets one request at a time. The
-limits of leases and of load apply in both states.
+limits of leases and of load apply in both states. If no client's request comes, a PROBING endpoint that has served a
+probe of the router is HEALTHY after the next passed health check.
 
 A request of several sequences goes to an endpoint that has a slot for each of them. If there is none, the request goes
 to an endpoint with one free slot. Its other sequences wait inside that endpoint, and get the next free slots before
@@ -188,6 +189,7 @@ class EndpointState:
         self._failed_checks_in_a_row = 0
         self._failed_at: deque[float] = deque(maxlen=FAILED_LOADS_MAX)
         self._has_failed_requests = False  # if True, a passed check does not end the ejection
+        self._has_served_probe = False  # the result of the last probe
         self._ejections_in_a_row = 0
         self._is_ejected_by_check = False
         self._owes_slow_start = slow_start
@@ -430,7 +432,8 @@ class EndpointState:
         """Record the result of a health check.
 
         If the endpoint was ejected because of failed checks, a passed check makes it healthy again. If it was ejected
-        because of failed requests, it stays ejected until it may be probed.
+        because of failed requests, it stays ejected until it may be probed. If it served a probe and no request of a
+        client runs there, a passed check makes it healthy.
 
         Args:
             is_well: True if the endpoint passed.
@@ -446,6 +449,8 @@ class EndpointState:
         self._failed_checks_in_a_row = 0
         if self.health is EndpointHealth.EJECTED and self._is_ejected_by_check:
             self._move(EndpointHealth.PROBING)
+        if self.health is EndpointHealth.PROBING and self._has_served_probe and not self.probe_out:
+            self._has_failed_requests = False
         if not self._has_failed_requests:
             self._begin(now)
 
@@ -460,19 +465,21 @@ class EndpointState:
             self._has_failed_requests = False
         self._begin(now)
 
-    def note_probe(self, is_well: bool, now: float) -> None:
+    def note_probe(self, is_well: bool | None, now: float) -> None:
         """Record the result of a probe request. Does nothing if the endpoint no longer needs a probe.
 
         Args:
-            is_well: True if the endpoint served the probe.
+            is_well: True if the endpoint served the probe. None if it is alive but refused the probe, so that only a
+                client's request can show that it serves requests.
             now: time in seconds.
         """
         if not self.wants_probe(now):
             return
-        if is_well:
-            self._move(EndpointHealth.PROBING)
-        else:
+        if is_well is False:
             self._eject(now, is_again=True)
+        else:
+            self._move(EndpointHealth.PROBING)
+            self._has_served_probe = is_well is True
 
     def _begin(self, now: float) -> None:
         """Make a starting or probed endpoint healthy, so that it gets requests."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pathlib
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -22,12 +22,14 @@ from trioserve.bench.survive.settings import SurviveSettings
 
 __all__ = ["Endpoint", "SurviveFleet", "open_fleet"]
 
+GONE = frozenset({None})  # the router no longer lists the endpoint
 QUIET_SECONDS_MAX = 60.0  # who is not at rest by then is not coming to rest
 QUIET_PERIOD_SECONDS = 0.2
 GONE_SECONDS_MAX = 30.0  # for an endpoint whose streams are moved away
 WELL_SECONDS_MAX = 60.0  # until a router takes notice that an endpoint is there again
 ASK_SECONDS_MAX = 10.0
-HEALTHY = "healthy"
+TAKES_REQUESTS = frozenset({"healthy", "probing"})
+"""Health of an endpoint that gets requests. Without requests, an endpoint that has passed a probe stays "probing"."""
 
 
 class Endpoint:
@@ -102,7 +104,7 @@ class SurviveFleet:
             self.troubles.append(f"draining {endpoint.name}: status {status}, {said[:200]!r}")
             return
         with trio.move_on_after(GONE_SECONDS_MAX) as patience:
-            await self._wait_for_health(endpoint, None)
+            await self._wait_for_health(endpoint, GONE)
         if patience.cancelled_caught:
             self.troubles.append(f"{endpoint.name} was not empty {GONE_SECONDS_MAX:g} s after it was to be drained")
         await trio.sleep(seconds)
@@ -112,20 +114,26 @@ class SurviveFleet:
 
     async def wait_until_well(self, endpoint: Endpoint) -> None:
         with trio.move_on_after(WELL_SECONDS_MAX) as patience:
-            await self._wait_for_health(endpoint, HEALTHY)
+            await self._wait_for_health(endpoint, TAKES_REQUESTS)
         if patience.cancelled_caught:
             self.troubles.append(f"{endpoint.name} was not taken for well within {WELL_SECONDS_MAX:g} s")
 
-    async def _wait_for_health(self, endpoint: Endpoint, wanted: str | None) -> None:
-        """None: until the router does not know it any more."""
-        while (await self._healths()).get(endpoint.name) != wanted:  # noqa: ASYNC110  # another process
+    async def _wait_for_health(self, endpoint: Endpoint, wanted: Collection[str | None]) -> None:
+        while True:
+            healths = await self._healths()
+            if healths is not None and healths.get(endpoint.name) in wanted:
+                return
             await trio.sleep(QUIET_PERIOD_SECONDS)
 
-    async def _healths(self) -> dict[str, str]:
-        """What the router says of each endpoint."""
+    async def _healths(self) -> dict[str, str] | None:
+        """Ask the router for the health of each endpoint.
+
+        Returns:
+            Health by name of the endpoint, or None if the router gave no list.
+        """
         status, said = await self.ask("GET", "/endpoints")
         if status != 200:
-            return {}
+            return None
         return {one["id"]: str(one.get("health")) for one in msgspec.json.decode(said)["data"]}
 
     # --- what they say ---

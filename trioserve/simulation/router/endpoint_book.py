@@ -89,6 +89,7 @@ class EndpointBook:
         self._failed_checks = 0
         self._failed_at: list[float] = []
         self._fails_checks = False
+        self._served_probe = False
         self._fails_requests = False
         self._starts_slowly = starts_slowly
         self._slow_since: float | None = None
@@ -274,6 +275,8 @@ class EndpointBook:
         self._failed_checks = 0
         if self.health == "ejected" and self._fails_checks:
             self.health = "probing"
+        if self.health == "probing" and self._served_probe and self.probe is None:
+            self._fails_requests = False
         if not self._fails_requests:
             self._begin(now)
 
@@ -282,13 +285,14 @@ class EndpointBook:
         self._fails_requests = self._fails_requests and self.health == "ejected"
         self._begin(now)
 
-    def note_probe(self, is_well: bool, now: float) -> None:
+    def note_probe(self, is_well: bool | None, now: float) -> None:
         if not self.waits_for_probe or now < self._ejected_until:
             return
-        if is_well:
-            self.health = "probing"
-        else:
+        if is_well is False:
             self._eject(now)
+        else:
+            self.health = "probing"
+            self._served_probe = is_well is True
 
     def _begin(self, now: float) -> None:
         if self.health in ("starting", "probing"):

@@ -244,7 +244,8 @@ class RouterGenerator:
         on_trial = _broken(simulation)
         unproved = [book.id for book in simulation.books.endpoints.values() if book.waits_for_probe]
         if unproved and self._chance() < 0.5:
-            return Probe(id=self._one(unproved), is_well=self._chance() > self._fault_share)
+            id, drawn = self._one(unproved), self._chance()
+            return Probe(id=id, is_well=False if drawn <= self._fault_share else None if drawn > 0.85 else True)
         ill = [book.id for book in simulation.books.endpoints.values() if not book.is_given or book.id in on_trial]
         if ill and self._chance() < 0.5:
             return Check(id=self._one(ill))

@@ -138,10 +138,10 @@ class Check(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="probe"):
-    """A request of the router's own to it ends, where it has one."""
+    """A probe request of the router to an endpoint ends. None: the endpoint is alive but refused the probe."""
 
     id: str
-    is_well: bool = True
+    is_well: bool | None = True
 
 
 class Hang(msgspec.Struct, frozen=True, kw_only=True, tag="hang"):

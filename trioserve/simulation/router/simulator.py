@@ -68,6 +68,7 @@ BLOCK_TOKENS = 16
 BEGAN_AT = 1000.1  # no round number: sums of times have rounding errors in real life, too
 ROUNDS_TO_END_MAX = 1_000
 TICKS_IN_A_WAIT_MAX = 1_000
+PROBE_COUNTS = {True: "well", False: "unwell", None: "refused"}
 TOKENS_TO_END = 10_000  # more than any stream has
 
 
@@ -489,7 +490,7 @@ class RouterSimulation:
     def _probe(self, event: Probe) -> None:
         book = self.books.endpoints.get(event.id)
         if book is not None:
-            self._count(f"probes: {'well' if event.is_well else 'unwell'}", book.waits_for_probe)
+            self._count(f"probes: {PROBE_COUNTS[event.is_well]}", book.waits_for_probe)
             book.note_probe(event.is_well, self.books.now)
         self.core.note_probe(EndpointId(event.id), event.is_well, self.books.now)
 
