@@ -1,7 +1,7 @@
-"""Picks an implementation of the kernels once, and can say which: its NAME.
+"""Selects an implementation of the torch kernels.
 
-An implementation is a module with the functions of `Kernels`; what they mean is written in reference.py. Importing this
-package does not import torch.
+An implementation is a module with the functions of `Kernels`. reference.py defines their meaning, and `NAME` names the
+implementation. Importing this package does not import torch.
 """
 
 from __future__ import annotations
@@ -23,20 +23,22 @@ KernelsName = Literal["torch", "triton"]
 
 
 class Kernels(Protocol):
-    """What a model calls in every layer. Shapes and meanings are those of reference.py."""
+    """The kernels of a model's layers. reference.py documents shapes, dtypes and meanings."""
 
     @property
     def NAME(self) -> str: ...
 
     @property
     def FUSED(self) -> bool:
-        """Whether paged_decode_, paged_chunks_ and choose_tokens are kernels of their own: a model then samples through
-        them, too."""
+        """True if paged_decode_, paged_chunks_ and choose_tokens are kernels of their own.
+
+        A model then also samples with choose_tokens.
+        """
         ...
 
     @property
     def WALKS(self) -> bool:
-        """Whether a model attends through paged_decode_ and paged_chunks_, and needs no masks and no cleared slots."""
+        """True if a model attends with paged_decode_ and paged_chunks_, which need no masks and no cleared slots."""
         ...
 
     def linear(
@@ -49,7 +51,7 @@ class Kernels(Protocol):
 
     @property
     def KEEPS_FOUR_BITS(self) -> bool:
-        """Whether weights of 4 bits stay what they are, and four_bit_linear multiplies with them."""
+        """True if 4-bit weights stay packed and four_bit_linear multiplies with them."""
         ...
 
     def four_bit_linear(self, values: Tensor, weight: FourBitWeight, bias: Tensor | None) -> Tensor: ...
@@ -140,8 +142,16 @@ class Kernels(Protocol):
 
 
 def pick_kernels(name: KernelsName = "torch", *, batch_invariant: bool = False) -> Kernels:
-    """The implementation of that name. The Triton kernels are for CUDA devices; ModuleNotFoundError without triton.
-    batch_invariant: the bits of a row depend on its own token and context alone; in plain torch, on a CPU."""
+    """Return an implementation of the kernels.
+
+    Args:
+        name: "torch" is plain torch on any device. "triton" is for CUDA devices.
+        batch_invariant: True for kernels in which the bits of a row depend only on its own token and context. With
+            "torch", this holds on a CPU only.
+
+    Raises:
+        ModuleNotFoundError: triton is not installed.
+    """
     if name == "triton":
         from trioserve_kernels import triton
 

@@ -1,10 +1,10 @@
-"""Compiles cpu/ for this machine's instructions, once, and keeps the library in the user's cache folder.
+"""Compiles cpu/ for this machine's instructions, and keeps the library in the user's cache folder.
 
-`python -m trioserve_kernels.build` does it ahead of the first start. A library's name holds a hash of the sources, the
-compiler and the flags, so that an old one is never taken for a new one.
+`python -m trioserve_kernels.build` compiles before the first start. The name of a library contains a hash of sources,
+compiler and flags, so an outdated library is never used.
 
-A wheel may bring libraries for all levels (see `prebuild`), which need no compiler. They bear a hash of the sources,
-too, and are passed over where these are others.
+A wheel may contain compiled libraries for all levels (see `prebuild`), which need no compiler. Their names contain a
+hash of the sources. They are ignored if it does not match.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ SOURCES = Path(__file__).parent / "cpu"
 """The folder of the C++ files."""
 
 PREBUILT = Path(__file__).parent / "prebuilt"
-"""Libraries that came with the package; not there where it was installed from its sources."""
+"""Folder of libraries that came with a wheel. It is missing in an installation from sources."""
 
-# A compiler that fuses a product and a sum here and not there gives the same row other bits.
+# If a compiler fused products and sums in some places only, the same row could have other bits in another batch.
 COMMON_FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=off", "-shared", "-fPIC", "-pthread")
-# What of the C++ library is not used is left out, since it would ask for a newer glibc; what is used is nobody else's,
-# since torch brings another one into the same process.
+# The C++ library is linked statically and unused parts are dropped, since they would require a newer glibc. Its symbols
+# are hidden, because torch loads another C++ library into the same process.
 PREBUILT_FLAGS = ("-static-libstdc++", "-static-libgcc", "-s", "-Wl,--gc-sections", "-Wl,--exclude-libs,ALL")
 COMPILERS = ("g++", "clang++", "c++")
 COMPILE_SECONDS_MAX = 600  # it takes about ten on a quiet machine
@@ -52,7 +52,7 @@ WATCH_SECONDS = 1.0
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
 _AVX512_VNNI = (*_AVX512, "avx512_vnni")
-_AVX512_BF16 = (*_AVX512_VNNI, "avx512_bf16")  # every CPU that has these has those
+_AVX512_BF16 = (*_AVX512_VNNI, "avx512_bf16")  # every CPU with bf16 has vnni
 LEVELS: dict[str, tuple[str, ...]] = {
     "amx": (*_AVX512_BF16, "avx512vbmi", "amx_tile", "amx_bf16"),
     "avx512_bf16": _AVX512_BF16,
@@ -60,15 +60,19 @@ LEVELS: dict[str, tuple[str, ...]] = {
     "avx512": _AVX512,
     "avx2": _AVX2,
 }
-"""What a library may use, best first: the names of the CPU's features as Linux spells them."""
+"""CPU features that a library of each level uses, best level first. The names are those of /proc/cpuinfo."""
 
 
 class CannotBuild(Exception):
-    """Why there is no library here, in a sentence."""
+    """No library can be built here. The text says why."""
 
 
 def supported_levels(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
-    """The LEVELS that this machine has, best first; none where it is not Linux on x86-64."""
+    """Return the LEVELS that this machine supports, best first. Only Linux on x86-64 has any.
+
+    Args:
+        cpuinfo: file with the CPU's features.
+    """
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return ()
     try:
@@ -86,11 +90,19 @@ def build_library(
     more_flags: tuple[str, ...] = (),
     on_compile: Callable[[str, float], None] = lambda sentence, seconds: None,
 ) -> Path:
-    """The library for this level: that which came with the package, or compiled now if it is not in the cache yet. Two
-    processes do not compile it twice.
+    """Return the library for a level: from the wheel, from the cache, or compiled now.
 
-    on_compile is called with a sentence and how long it has taken so far: before a compiler runs, and then every
-    second; what it raises ends the compiler. Raises CannotBuild.
+    A lock keeps two processes from compiling the same library.
+
+    Args:
+        level: a name in LEVELS.
+        cache: folder for compiled libraries. None is the user's cache folder.
+        more_flags: further compiler flags. A library from the wheel is then not used.
+        on_compile: called with a sentence and the seconds so far, before the compiler runs and then every second.
+            An exception ends the compiler.
+
+    Raises:
+        CannotBuild: there is no compiler, or it fails.
     """
     brought = brought_library(level)
     if brought is not None and not more_flags:
@@ -113,17 +125,28 @@ def build_library(
 
 
 def brought_library(level: str) -> Path | None:
-    """What came compiled with the package; None: nothing did, or it is of other sources than those that are here."""
+    """Return the library that came with the package, or None if there is none for the present sources.
+
+    Args:
+        level: a name in LEVELS.
+    """
     library = PREBUILT / _prebuilt_name(level)
     return library if library.is_file() else None
 
 
 def prebuild(folder: Path, levels: Iterable[str] | None = None) -> None:
-    """Compile these levels into this folder, to be packed into a wheel; None: every one. Of the system a library then
-    needs libc and libm alone. Raises CannotBuild."""
+    """Compile libraries for a wheel. They only need libc and libm of the system.
+
+    Args:
+        folder: destination.
+        levels: names in LEVELS. None is all.
+
+    Raises:
+        CannotBuild: a level is unknown, or the compiler fails.
+    """
     unknown = set(levels or ()) - set(LEVELS)
     if unknown:
-        raise CannotBuild(f"there is no level {', '.join(sorted(unknown))}: take some of {', '.join(LEVELS)}")
+        raise CannotBuild(f"there is no level {', '.join(sorted(unknown))}: choose from {', '.join(LEVELS)}")
     compiler = find_compiler()
     folder.mkdir(parents=True, exist_ok=True)
     for level in LEVELS if levels is None else levels:
@@ -139,7 +162,7 @@ def _flags(level: str) -> tuple[str, ...]:
 
 
 def _flag(feature: str) -> str:
-    """The compiler's spelling."""
+    """Return the compiler's flag for a CPU feature."""
     return f"-m{feature.replace('_', '' if feature.startswith('avx512') else '-')}"
 
 
@@ -149,14 +172,18 @@ def _cache_folder() -> Path:
 
 
 def find_compiler() -> str:
-    """Its path. Raises CannotBuild."""
+    """Return the path of the C++ compiler: CXX of the environment, or the first one of COMPILERS.
+
+    Raises:
+        CannotBuild: there is none.
+    """
     wanted = os.environ.get("CXX")
     for name in (wanted,) if wanted else COMPILERS:
         path = shutil.which(name)
         if path is not None:
             return path
     raise CannotBuild(
-        "there is no C++ compiler (g++ or clang++)" if not wanted else f"CXX is {wanted}, which is not there"
+        "there is no C++ compiler (g++ or clang++)" if not wanted else f"CXX is {wanted}, which cannot be found"
     )
 
 
@@ -175,7 +202,7 @@ def _sources_digest() -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """The system lets go of the lock if the process ends."""
+    """Hold a lock file. The system releases the lock if the process dies."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -184,26 +211,26 @@ def _locked(path: Path) -> Iterator[None]:
 def _compile(
     compiler: str, flags: tuple[str, ...], library: Path, watch: Callable[[float], None] = lambda seconds: None
 ) -> None:
-    """Compile the library in a folder of its own, then move it into place whole.
+    """Compile the library in a temporary folder, then move it into place in one step.
 
-    The folder also holds the compiler's temporary files. A compiler that is killed does not remove them.
+    The folder also holds the compiler's temporary files, which a killed compiler does not remove.
     """
     with tempfile.TemporaryDirectory(prefix="build-", dir=library.parent, ignore_cleanup_errors=True) as folder:
         made = Path(folder) / library.name
         sources = [str(path) for path in sorted(SOURCES.glob("*.cpp"))]
-        exit_code, told = _run([compiler, *flags, "-o", str(made), *sources], watch, folder)
+        exit_code, stderr = _run([compiler, *flags, "-o", str(made), *sources], watch, folder)
         if exit_code != 0:
-            first = next((line for line in told.splitlines() if "error" in line.lower()), "no reason given")
+            first = next((line for line in stderr.splitlines() if "error" in line.lower()), "no reason given")
             raise CannotBuild(f"{compiler} failed: {first.strip()[:300]}")
         made.chmod(0o755)
         made.rename(library)
 
 
 def _run(command: list[str], watch: Callable[[float], None], temporary_folder: str) -> tuple[int, str]:
-    """Run a compiler. No process of it is left when this is left.
+    """Run a compiler. When this function ends, all of its processes have ended.
 
     Returns:
-        The exit code, and what the compiler wrote to stderr.
+        Exit code, and what the compiler wrote to stderr.
     """
     started_at = time.monotonic()
     process = subprocess.Popen(
@@ -214,7 +241,7 @@ def _run(command: list[str], watch: Callable[[float], None], temporary_folder: s
         text=True,
         errors="replace",
         env={**os.environ, "TMPDIR": temporary_folder},
-        process_group=0,  # g++ starts the compiler proper, which has to end with it
+        process_group=0,  # g++ starts further processes, which must end with it
     )
     try:
         seconds = 0.0
@@ -223,8 +250,8 @@ def _run(command: list[str], watch: Callable[[float], None], temporary_folder: s
             if seconds > COMPILE_SECONDS_MAX:
                 raise CannotBuild(f"{command[0]} took longer than {COMPILE_SECONDS_MAX} seconds")
             with contextlib.suppress(subprocess.TimeoutExpired):
-                _, told = process.communicate(timeout=WATCH_SECONDS)
-                return process.returncode, told
+                _, stderr = process.communicate(timeout=WATCH_SECONDS)
+                return process.returncode, stderr
             seconds = time.monotonic() - started_at
     finally:
         if process.returncode is None:
@@ -233,14 +260,18 @@ def _run(command: list[str], watch: Callable[[float], None], temporary_folder: s
 
 
 def main() -> int:
-    """Never a failure for whoever sets the project up: without a library plain torch computes."""
+    """Compile the best library for this machine.
+
+    Returns:
+        0 in every case, because without a library plain torch computes.
+    """
     levels = supported_levels()
     if not levels:
         print("CPU kernels: none for this machine; plain torch computes", file=sys.stderr)
         return 0
     started_at = time.perf_counter()
     try:
-        library = build_library(levels[0], on_compile=_tell)
+        library = build_library(levels[0], on_compile=_print_progress)
     except CannotBuild as error:
         print(f"CPU kernels: not compiled, plain torch computes: {error}", file=sys.stderr)
         return 0
@@ -248,8 +279,8 @@ def main() -> int:
     return 0
 
 
-def _tell(sentence: str, seconds: float) -> None:
-    """This file stands alone, so the bar of trioserve is not to be had: the sentence, and a line now and then."""
+def _print_progress(sentence: str, seconds: float) -> None:
+    """Print the sentence, then a line from time to time. trioserve's progress bar is not imported here on purpose."""
     if not seconds:
         print(sentence, file=sys.stderr, flush=True)
     elif int(seconds) % 10 == 0:

@@ -1,8 +1,8 @@
-"""`python -m trioserve_kernels.compile_check`: compiles every Triton kernel for a GPU that need not be there.
+"""Compiles every Triton kernel for a GPU that need not be present: `python -m trioserve_kernels.compile_check`.
 
-The launches are those of the kernels' own functions, with tensors on the CPU and a stand-in for Triton's driver that
-only says which GPU is meant, so that strides, alignments, constants and stages are what a real launch would compile
-for. Finds errors of types, layouts and shared memory; says nothing about results.
+It calls the kernels' own functions with CPU tensors. A replacement for Triton's driver only names the GPU. So strides,
+alignments, constants and stages are those of a real launch. This finds errors of types, layouts and shared memory, but
+does not check results.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trioserve_kernels.paged import DecodeWork
 
 __all__ = ["main"]
 
-# Of one program (CUDA programming guide); of others the least.
+# Bytes per program by compute capability (CUDA programming guide). Unknown GPUs get the smallest limit.
 SHARED_BYTES_MAX = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448}
 # head_dim, query heads, key/value heads, dtype
 ATTENTION_SHAPES = (
@@ -31,11 +31,11 @@ ATTENTION_SHAPES = (
     (128, 32, 8, torch.float32),
     (256, 8, 4, torch.bfloat16),
 )
-VOCAB_SIZES = (50_257, 128_256)  # rows that begin at any number, and at a multiple of 16, where loads are wider
+VOCAB_SIZES = (50_257, 128_256)  # unaligned rows, and rows aligned to 16 numbers, which allow wider loads
 
 
 class _NoDevice:
-    """What Triton asks of a driver before it launches."""
+    """The part of a Triton driver that a launch uses."""
 
     def __init__(self, arch: int) -> None:
         from triton.backends.compiler import GPUTarget
@@ -133,9 +133,9 @@ def main() -> None:
         launches(kernels, *shape)
 
     shared_bytes_max = SHARED_BYTES_MAX.get(arch, SHARED_BYTES_MAX[86])
-    # Both for good: this is a process of its own.
+    # Neither is restored, because this process does nothing else.
     driver.set_active(_NoDevice(arch))
-    attention.shared_bytes_max = lambda device: shared_bytes_max  # type: ignore[assignment]  # has no cache
+    attention.shared_bytes_max = lambda device: shared_bytes_max  # type: ignore[assignment]  # the original has a cache
     for head_dim, heads, kv_heads, dtype in ATTENTION_SHAPES:
         name = f"head_dim {head_dim}, heads {heads}/{kv_heads}, {dtype}"
         check(name, _attention, head_dim, heads, kv_heads, dtype)

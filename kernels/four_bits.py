@@ -1,8 +1,7 @@
-"""Weights of 4 bits, as torch and Triton multiply with them: made of the blocks that files have, and what they stand
-for.
+"""4-bit weights for torch and Triton, made from the quantized blocks of a file.
 
-A block is 32 numbers of one output. Its byte n holds number n in the lower half and number 16 + n in the upper one.
-Groups of 32, 64 or 128 numbers have a scale, and perhaps a min: a number is scale * (code - 8), or scale * code + min.
+A block has 32 values of one output channel. Byte n stores value n in its low half and value 16 + n in its high half.
+Groups of 32, 64 or 128 values share a scale, and possibly a min. A value is scale * (code - 8), or scale * code + min.
 """
 
 from __future__ import annotations
@@ -16,14 +15,20 @@ __all__ = ["BLOCK_TYPES", "FourBitWeight", "join", "weight_of_blocks"]
 
 BLOCK_VALUES = 32
 GROUP_BLOCKS_MAX = 4
-# The dtype of scale and min, and whether there is a min.
+# Dtype of scale and min, and whether there is a min.
 BLOCK_TYPES = {"Q4_0": (torch.float16, False), "Q4_1": (torch.float16, True), "Q4_F32": (torch.float32, True)}
-"""Those of native.BLOCK_FORMATS that are kept."""
+"""Block types of native.BLOCK_FORMATS that can stay packed."""
 
 
 @dataclass(frozen=True, slots=True)
 class FourBitWeight:
-    """codes: uint8 [outputs, inputs / 2]. scales, mins: [outputs, groups]."""
+    """A packed weight.
+
+    Attributes:
+        codes: uint8 [outputs, inputs / 2].
+        scales: [outputs, groups].
+        mins: [outputs, groups], or None.
+    """
 
     codes: Tensor
     scales: Tensor
@@ -47,7 +52,14 @@ class FourBitWeight:
         return sum(part.nbytes for part in parts)
 
     def numbers(self, dtype: torch.dtype) -> Tensor:
-        """[outputs, inputs], each rounded once."""
+        """Unpack all values, each rounded once.
+
+        Args:
+            dtype: dtype of the result.
+
+        Returns:
+            [outputs, inputs].
+        """
         blocks = self.codes.view(self.outputs, -1, 1, BLOCK_VALUES // 2)
         codes = torch.cat((blocks & 15, blocks >> 4), -2).view(self.outputs, -1, self.group).float()
         scales = self.scales.float()[..., None]
@@ -56,7 +68,12 @@ class FourBitWeight:
 
 
 def weight_of_blocks(block_type: str, blocks: Tensor) -> FourBitWeight:
-    """blocks: uint8 [outputs, bytes of a row], of one of BLOCK_TYPES. Groups are of 32 numbers; see join."""
+    """Build a weight from blocks of a file, with groups of 32 values. `join` makes larger groups.
+
+    Args:
+        block_type: a key of BLOCK_TYPES.
+        blocks: uint8 [outputs, bytes of a row].
+    """
     dtype, has_min = BLOCK_TYPES[block_type]
     size = (2 if has_min else 1) * dtype.itemsize
     parts = blocks.view(blocks.shape[0], -1, size + BLOCK_VALUES // 2)
@@ -66,8 +83,14 @@ def weight_of_blocks(block_type: str, blocks: Tensor) -> FourBitWeight:
 
 
 def join(parts: list[FourBitWeight]) -> FourBitWeight:
-    """One behind the other, in as large groups as all of them have: a scale that stands for several blocks is there
-    once."""
+    """Concatenate weights along their outputs, and merge groups that have equal scales and mins.
+
+    Args:
+        parts: weights with equal inputs.
+
+    Returns:
+        A weight whose groups have 128, 64 or 32 values, the largest size that fits all parts.
+    """
     codes = torch.cat([part.codes for part in parts])
     scales = torch.cat([part.scales for part in parts])
     mins = [part.mins for part in parts if part.mins is not None]

@@ -1,10 +1,9 @@
-"""`python -m trioserve_kernels.gpu_bench`: the Triton kernels on this machine's GPU, checked and timed.
+"""Checks and times the Triton kernels on this machine's GPU: `python -m trioserve_kernels.gpu_bench`.
 
-First every kernel against the plain ones in float64 on the same bfloat16 numbers. Then the time of each, captured in a
-CUDA graph (which shows that it can be) and replayed, beside the time the GPU's memory needs to move the same bytes:
-bandwidth is that of one large copy here. The launches of a graph take turns with sets of tensors, so that none finds in
-the L2 cache what another one left there. Prints a table; ends with status 1 if a result is wrong. Takes a few minutes
-at most.
+First, every kernel is compared with the reference kernels in float64 on the same bfloat16 numbers. Then each kernel is
+captured in a CUDA graph, replayed and timed. The table also shows the time that the GPU's memory needs to move the same
+bytes, measured with one large copy. The launches of a graph use several sets of tensors in turn, so that a launch does
+not find its data in the L2 cache. The exit status is 1 if a result is wrong. It takes a few minutes at most.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from trioserve_kernels.paged import DecodeWork, chunk_tile_tokens, split_count
 
 __all__ = ["main"]
 
-# One rounding of a result to bfloat16 changes it by up to 2 ** -8 of its size; attention rounds its weights, too.
+# Rounding a result to bfloat16 changes it by up to 2 ** -8 of its size. Attention also rounds its weights.
 TOLERANCE = 1e-2
-SECONDS_MAX = 240.0  # then no further kernel is timed
+SECONDS_MAX = 240.0  # after that, no further kernel is timed
 REPEATS = 20  # launches in a graph
-REPLAYS = 5  # of which the fastest counts
-COLD_BYTES = 2**28  # moved before a set of tensors is used again; the largest L2 caches have half of that
+REPLAYS = 5  # the fastest one counts
+COLD_BYTES = 2**28  # bytes moved between two uses of a set of tensors, twice the largest L2 cache
 PAGE_TOKENS = 16
 # query heads, key/value heads, head_dim, hidden_size, intermediate_size, vocab_size
 MODELS = {"SmolLM2-135M": (9, 3, 64, 576, 1_536, 49_152), "Llama-3-8B": (32, 8, 128, 4_096, 14_336, 128_256)}
@@ -40,15 +39,22 @@ CHECKED_HEADS = ((64, 9, 3), (80, 4, 4), (96, 8, 2), (128, 16, 2))
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """make: gives a launch over tensors of its own."""
+    """A kernel to time.
+
+    Attributes:
+        name: label in the table.
+        make: creates tensors and returns a launch over them.
+        moved_bytes: bytes that a launch must read and write.
+        operations: multiplications and additions, for kernels limited by them. 0 for others.
+    """
 
     name: str
     make: Callable[[], Callable[[], object]]
     moved_bytes: int
-    operations: int = 0  # multiplications and additions, where these are the bound
+    operations: int = 0
 
     def launches(self) -> list[Callable[[], object]]:
-        """As many as move COLD_BYTES between two uses of the same tensors, or one for each launch of a graph."""
+        """Make enough launches that COLD_BYTES are moved between two uses of the same tensors, at most REPEATS."""
         return [self.make() for _ in range(min(REPEATS, -(-COLD_BYTES // self.moved_bytes) + 1))]
 
 
@@ -64,7 +70,13 @@ def numbers(*shape: int) -> Tensor:
 
 
 def paged(contexts: list[int], kv_heads: int, head_dim: int) -> Paged:
-    """Every sequence's pages at random places."""
+    """Make caches and block tables of sequences whose pages are at random positions.
+
+    Args:
+        contexts: tokens of each sequence.
+        kv_heads: key/value heads.
+        head_dim: numbers per head.
+    """
     widths = [-(-context // PAGE_TOKENS) for context in contexts]
     places = torch.randperm(sum(widths), dtype=torch.int32)
     tables = torch.zeros(len(contexts), max(widths), dtype=torch.int32)
@@ -75,7 +87,12 @@ def paged(contexts: list[int], kv_heads: int, head_dim: int) -> Paged:
 
 
 def tiles_of(counts: list[int], group: int) -> tuple[Tensor, Tensor]:
-    """row_starts and tiles of chunks of these lengths."""
+    """Return the row_starts and tiles of chunks.
+
+    Args:
+        counts: tokens of each chunk.
+        group: query heads per key/value head.
+    """
     step = chunk_tile_tokens(group)
     tiles = [(chunk, first) for chunk, count in enumerate(counts) for first in range(0, count, step)]
     starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
@@ -83,7 +100,7 @@ def tiles_of(counts: list[int], group: int) -> tuple[Tensor, Tensor]:
 
 
 def checks() -> Iterator[tuple[str, float]]:
-    """What was compared, and its largest error relative to numbers above 1."""
+    """Yield the name of each comparison, and its largest error relative to numbers above 1."""
     from trioserve_kernels import triton as kernels
 
     def error(got: Tensor, wanted: Tensor) -> float:
@@ -139,12 +156,16 @@ def checks() -> Iterator[tuple[str, float]]:
     scores = numbers(40, 128_256) * 3
     chosen = kernels.choose_tokens(scores, parameters, words)
     different = (chosen != reference.choose_tokens(scores, parameters, words)).any(0).sum()
-    # Where rounding meets the border between two tokens the choice may differ, in about one of a million draws.
+    # If rounding hits the border between two tokens, the choice may differ. That happens about once in a million draws.
     yield "choose_tokens, share of other tokens", float(different) / 40
 
 
 def timed(model: str) -> Iterator[Timed]:
-    """The kernels at the model's shapes. Bytes are what has to be read and written once, in bfloat16."""
+    """Yield the kernels in the shapes of a model. Bytes are those that must be read and written once, in bfloat16.
+
+    Args:
+        model: a key of MODELS.
+    """
     heads, kv_heads, head_dim, hidden_size, middle, vocab_size = MODELS[model]
     qkv_size, kv_size = (heads + 2 * kv_heads) * head_dim, 2 * kv_heads * head_dim
     for rows in (1, 64, 2_048):
@@ -214,7 +235,7 @@ def four_bits(outputs: int, inputs: int, group: int, has_min: bool) -> FourBitWe
 def four_bit_launch(rows: int, outputs: int, inputs: int) -> Callable[[], object]:
     from trioserve_kernels import triton as kernels
 
-    # A depth of whole groups, which the smallest model's is not.
+    # The depth must consist of whole groups. That of the smallest model does not.
     weight = four_bits(outputs, -(-inputs // 128) * 128, 128, True)
     return partial(kernels.four_bit_linear, numbers(rows, weight.inputs), weight, None)
 
@@ -257,23 +278,28 @@ def choice_launch(rows: int, vocab_size: int, setting: tuple[float, ...]) -> Cal
 
 
 def seconds_of(launches: Sequence[Callable[[], object]], repeats: int = REPEATS) -> float:
-    """Of one launch, from a graph of several, which take turns."""
+    """Return the time of one launch in seconds, measured in a graph of several launches.
+
+    Args:
+        launches: launches over different tensors, used in turn.
+        repeats: number of launches in the graph.
+    """
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(3):  # compiles
+        for _ in range(3):  # compiles the kernel
             launches[0]()
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        # Kept, so that what each makes is memory of its own, too.
+        # Results stay alive, so that each launch writes its own memory.
         results = [launch() for launch in itertools.islice(itertools.cycle(launches), repeats)]
     graph.replay()
     others = torch.zeros(COLD_BYTES // 4, dtype=torch.int32, device="cuda")
     best = float("inf")
     for _ in range(REPLAYS):
-        others.sum()  # read, not written: what is written would have to leave the cache while the launches are timed
+        others.sum()  # reads only, because written data would leave the cache during the timing
         began, ended = (
             torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
             for _ in range(2)
@@ -288,7 +314,7 @@ def seconds_of(launches: Sequence[Callable[[], object]], repeats: int = REPEATS)
 
 
 def copy_bandwidth() -> float:
-    """Bytes read and written a second by a copy of 1 GiB."""
+    """Return the memory bandwidth of a copy of 1 GiB: bytes read and written per second."""
     source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * 2**30 / seconds_of([lambda: target.copy_(source)], repeats=5)
@@ -308,7 +334,7 @@ def main() -> None:
     with torch.inference_mode():
         print(f"\n{'compared in bfloat16':60} largest error (allowed: {TOLERANCE})")
         for name, error in checks():
-            good = error < TOLERANCE  # false for NaN, too
+            good = error < TOLERANCE  # False for NaN
             wrong += not good
             print(f"{name:60} {error:.1e}{'' if good else '   WRONG'}", flush=True)
         bandwidth = copy_bandwidth()

@@ -1,8 +1,7 @@
-"""Keys and values of 8 bits, in torch: what the bytes of a head are, [D + 2]. Behind its numbers, int8 or fp8 (e4m3,
-https://arxiv.org/abs/2209.05433), lies their scale, in bfloat16.
+"""Keys and values in 8 bits, in torch. A head takes D + 2 bytes: D numbers, then their scale in bfloat16.
 
-A page's dtype says in which of the two its bytes are. The scale is near to the largest number's 127th or 448th, and
-follows from the head's own numbers alone.
+The numbers are int8 or fp8 (e4m3, https://arxiv.org/abs/2209.05433). The dtype of a page says which. The scale is about
+the largest number divided by 127 or 448. It depends only on the head's own numbers.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ __all__ = ["CODED_DTYPES", "SCALE_BYTES", "decode", "encode", "head_dim_of", "is
 CODED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 SCALE_BYTES = 2
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-TINY = 1e-30  # a head of smaller numbers is zeros
+TINY = 1e-30  # smaller numbers are stored as zeros
 
 
 def is_coded(pages: Tensor) -> bool:
@@ -23,16 +22,28 @@ def is_coded(pages: Tensor) -> bool:
 
 
 def head_dim_of(pages: Tensor) -> int:
-    """pages: [..., D], or [..., D + 2] of 8 bits."""
+    """Return D.
+
+    Args:
+        pages: [..., D], or [..., D + 2] in 8 bits.
+    """
     return pages.shape[-1] - SCALE_BYTES if is_coded(pages) else pages.shape[-1]
 
 
 def encode(heads: Tensor, dtype: torch.dtype) -> Tensor:
-    """[..., D] to uint8 [..., D + 2]. A head with a number that is not finite gets a scale that is none."""
+    """Convert heads to 8 bits.
+
+    Args:
+        heads: [..., D]. A head with NaN or infinity gets a scale of NaN.
+        dtype: torch.int8 or torch.float8_e4m3fn.
+
+    Returns:
+        uint8 [..., D + 2].
+    """
     numbers = heads.float()
     most = numbers.abs().amax(-1, keepdim=True)
     is_finite = numbers.isfinite().all(-1, keepdim=True)
-    # Rounded up, so that the largest number fits.
+    # The scale is rounded up, so that the largest number does not overflow.
     bits = ((most / LARGEST[dtype]).masked_fill_(most <= TINY, 0.0).view(torch.int32) + 0xFFFF) & -0x10000
     scales = bits.view(torch.float32)
     shares = (numbers / scales).masked_fill_(~is_finite | (scales == 0.0), 0.0)
@@ -42,13 +53,27 @@ def encode(heads: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def decode(coded: Tensor, dtype: torch.dtype) -> Tensor:
-    """[..., D + 2] of a dtype of 8 bits to [..., D], each number rounded once."""
+    """Convert 8-bit heads to numbers, each rounded once.
+
+    Args:
+        coded: [..., D + 2] in an 8-bit dtype.
+        dtype: dtype of the result.
+
+    Returns:
+        [..., D].
+    """
     numbers, scales = coded[..., :-SCALE_BYTES], coded[..., -SCALE_BYTES:]
     return (numbers.float() * scales.contiguous().view(torch.bfloat16).float()).to(dtype)
 
 
 def taken(pages: Tensor, indices: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy of some pages, as numbers: in `dtype`, if they are of 8 bits."""
+    """Copy some pages, as numbers.
+
+    Args:
+        pages: one layer's cache.
+        indices: int64 [n], page indexes.
+        dtype: dtype of the result if the pages have 8 bits.
+    """
     if not is_coded(pages):
         return pages.index_select(0, indices)
     return decode(pages.view(torch.uint8).index_select(0, indices).view(pages.dtype), dtype)

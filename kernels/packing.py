@@ -1,7 +1,7 @@
-"""How a wheel of this project is made: with the kernels compiled where TRIOSERVE_PREBUILD asks for that, and otherwise
-for any machine, compiled at the first start. Run by setuptools, and by nothing else.
+"""setuptools commands that build this project's wheel.
 
-TRIOSERVE_PREBUILD=1 takes every level, TRIOSERVE_PREBUILD=avx2,avx512 these.
+By default the wheel fits any machine, and the kernels are compiled at the first start. TRIOSERVE_PREBUILD=1 adds
+compiled kernels for all levels. TRIOSERVE_PREBUILD=avx2,avx512 adds those for the named levels.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ WANTED = os.environ.get(VARIABLE, "")
 IS_PREBUILT = WANTED not in ("", "0")
 
 
-class BuildKernels(build_py):  # type: ignore[misc]  # setuptools brings no types
-    """Copies the packages, and compiles the kernels beside them."""
+class BuildKernels(build_py):  # type: ignore[misc]  # setuptools has no types
+    """Copies the packages and adds compiled kernels."""
 
     def run(self) -> None:
         super().run()
@@ -32,12 +32,12 @@ class BuildKernels(build_py):  # type: ignore[misc]  # setuptools brings no type
             _build().prebuild(Path(self.build_lib, "trioserve_kernels", "prebuilt"), levels)
 
 
-class KernelsWheel(bdist_wheel):  # type: ignore[misc]  # nor here
-    """The libraries need a machine of a kind, and no particular Python: they are called through ctypes."""
+class KernelsWheel(bdist_wheel):  # type: ignore[misc]  # setuptools has no types
+    """Tags a wheel with compiled kernels for its platform and any Python 3, because ctypes loads the libraries."""
 
     def finalize_options(self) -> None:
         if IS_PREBUILT:
-            self.distribution.has_ext_modules = lambda: True  # so that all of it is placed as what needs a machine
+            self.distribution.has_ext_modules = lambda: True  # makes setuptools treat the wheel as platform-specific
         super().finalize_options()
 
     def get_tag(self) -> tuple[str, str, str]:
@@ -46,7 +46,7 @@ class KernelsWheel(bdist_wheel):  # type: ignore[misc]  # nor here
 
 
 def _build() -> ModuleType:
-    """build.py, by its path: nothing of this project can be imported while it is being built."""
+    """Load build.py by its path, because nothing of this project can be imported while it is being built."""
     spec = importlib.util.spec_from_file_location("trioserve_kernels_build", Path(__file__).with_name("build.py"))
     assert spec is not None
     assert spec.loader is not None

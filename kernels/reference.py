@@ -1,15 +1,17 @@
-"""Plain torch: what each kernel means. Every other implementation is compared with this one.
+"""Reference implementation of the kernels in plain torch. All other implementations are compared with it.
 
-Shapes: T tokens of a step; H heads, K key/value heads, G = H / K heads to each of them, D numbers a head; a page is one
-KV block of P tokens, and `pages` is one layer's cache, [pages, P, 2, K, D], keys at index 0 and values at index 1. In
-latent attention it is [pages, P, 1, 1, D], a key for all heads, whose first `latent_dim` numbers are its value, too:
-then the H * D of what is attended to are H * latent_dim. Where keys and values are kept in 8 bits, the last length is
-that of kv_format.py.
+Names in shapes: T tokens of a step, H query heads, K key/value heads, G = H / K query heads per key/value head, D
+numbers per head. A page is one KV block of P tokens. `pages` is one layer's cache, [pages, P, 2, K, D], with keys at
+index 0 and values at index 1.
 
-What a row's numbers depend on: its own token and its own context, and nothing else up to rounding. A product or a
-softmax may be blocked differently for another number of rows or another padded length, and then sums in another order:
-about 1e-6 of the largest term in float32, the last bit or two in bfloat16 and float16. Padded positions are masked with
-minus infinity and add an exact 0, provided that what lies there is finite; see `clear_slots_`.
+In latent attention `pages` is [pages, P, 1, 1, D]: one key for all heads, whose first `latent_dim` numbers are also its
+value. Then attention returns H * latent_dim numbers per row instead of H * D. If keys and values are stored in 8 bits,
+the last dimension is that of kv_format.py.
+
+A row's result depends only on its own token and context, up to rounding. A product or softmax may be split differently
+for another number of rows or another padded length, and then sums in another order. The difference is about 1e-6 of the
+largest term in float32, and the last one or two bits in bfloat16 and float16. Padded positions are masked with minus
+infinity and add exactly 0, provided that their content is finite (see `clear_slots_`).
 """
 
 from __future__ import annotations
@@ -90,36 +92,69 @@ DRAW_TILES = 512
 
 
 class Flaw(enum.IntFlag):
-    """What is wrong with a row of scores. Minus infinity is legal where tokens have been hidden."""
+    """Unusual scores of a row. Minus infinity is allowed, because it hides a token."""
 
-    NO_NUMBER = 1  # NaN or infinity
-    HIDDEN = 2  # minus infinity somewhere
-    ALL_HIDDEN = 4  # by scores of minus infinity, by a mask, or by both
+    NO_NUMBER = 1  # NaN or plus infinity
+    HIDDEN = 2  # at least one minus infinity
+    ALL_HIDDEN = 4  # all tokens are hidden by minus infinity, a mask, or both
 
 
 def linear(values: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
-    """[n, in] to [n, out]: values times the transposed weight ([out, in], in whichever order product wants it), plus
-    bias. product: multiplies where the kernels have nothing better."""
+    """Multiply by a transposed weight and add a bias.
+
+    Args:
+        values: [n, in].
+        weight: [out, in], in the memory layout that `product` expects.
+        bias: [out], or None.
+        product: computes the result unless an implementation has a better kernel.
+
+    Returns:
+        [n, out].
+    """
     return product(values, weight, bias)
 
 
 def four_bit_linear(values: Tensor, weight: FourBitWeight, bias: Tensor | None) -> Tensor:
-    """As linear, of a weight of 4 bits, whose numbers are rounded to the dtype of values."""
+    """Multiply by a transposed 4-bit weight and add a bias.
+
+    Args:
+        values: [n, in].
+        weight: [out, in]. Its values are rounded to the dtype of `values`.
+        bias: [out], or None.
+
+    Returns:
+        [n, out].
+    """
     return functional.linear(values, weight.numbers(values.dtype), bias)
 
 
 def rms_norm(values: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """values / sqrt(mean(values ** 2) + eps) * weight over the last dimension (arXiv 1910.07467).
+    """Compute values / sqrt(mean(values ** 2) + eps) * weight over the last dimension (arXiv 1910.07467).
 
-    The mean is taken in float32 whatever the dtype. weight: [last dimension], or None for ones.
+    The mean is computed in float32 for every dtype.
+
+    Args:
+        values: [..., N].
+        weight: [N], or None for ones.
+        eps: added to the mean.
+
+    Returns:
+        Shape and dtype of `values`.
     """
     return _rms_norm(values, values.shape[-1:], weight, eps)
 
 
 def add_rms_norm_(hidden: Tensor, product: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """Add product to hidden, in place, and return the norm of the sum; without a product, of hidden as it is.
+    """Add `product` to `hidden` in place, and return the norm of the sum.
 
-    hidden, product: [T, N]. The sum is rounded to hidden's dtype before it is normed.
+    Args:
+        hidden: [T, N]. The sum is rounded to its dtype before the norm.
+        product: [T, N], or None to add nothing.
+        weight: [N].
+        eps: see `rms_norm`.
+
+    Returns:
+        [T, N].
     """
     if product is not None:
         hidden.add_(product)
@@ -127,35 +162,56 @@ def add_rms_norm_(hidden: Tensor, product: Tensor | None, weight: Tensor, eps: f
 
 
 def rotary_(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Turn the pairs (j, j + D / 2) of every head by its token's angles, in place (RoFormer, arXiv 2104.09864).
+    """Rotate the pairs (j, j + D / 2) of every head by its token's angles, in place (RoFormer, arXiv 2104.09864).
 
-    heads: [T, heads, D], the last two dimensions contiguous. cos, sin: [T, 1, D] in the dtype of heads; both halves
-    hold the same angles, and the first half of sin is negated, so that the turn is heads * cos + swapped halves * sin.
+    The result is heads * cos + swapped halves * sin.
+
+    Args:
+        heads: [T, heads, D]. The last two dimensions are contiguous.
+        cos: [T, 1, D] in the dtype of `heads`. Both halves have the same angles.
+        sin: [T, 1, D] in the dtype of `heads`. The first half is negated.
     """
     swapped = heads.roll(heads.shape[-1] // 2, -1)
     heads.mul_(cos).addcmul_(swapped, sin)
 
 
 def activate_and_mul(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
-    """[T, 2 * I] to [T, I]: the activation of the first half times the second half (GLU variants, arXiv 2002.05202).
+    """Multiply the activation of the first half by the second half (GLU variants, arXiv 2002.05202).
 
-    clamped_swiglu: the first half is at most CLAMPED_LIMIT, g, and its activation g * sigmoid(CLAMPED_SLOPE * g); the
-    second is within CLAMPED_LIMIT of 0, and 1 is added.
+    clamped_swiglu limits the first half to at most CLAMPED_LIMIT. Its activation is g * sigmoid(CLAMPED_SLOPE * g). The
+    second half is clamped to -CLAMPED_LIMIT .. CLAMPED_LIMIT, and 1 is added.
+
+    Args:
+        gate_up: [T, 2 * I].
+        activation: the activation function.
+
+    Returns:
+        [T, I].
     """
     gate, up = gate_up.chunk(2, -1)
     return ACTIVATIONS[activation](gate).mul_(multiplier(up, activation))
 
 
 def multiplier(up: Tensor, activation: Activation) -> Tensor:
-    """What the second half of activate_and_mul's numbers becomes."""
+    """Return the factor that activate_and_mul computes from the second half.
+
+    Args:
+        up: [T, I].
+        activation: the activation function.
+
+    Returns:
+        [T, I].
+    """
     return up.clamp(-CLAMPED_LIMIT, CLAMPED_LIMIT) + 1 if activation == "clamped_swiglu" else up
 
 
 def store_kv_(slots_of_layer: Tensor, keys_values: Tensor, slots: Tensor) -> None:
     """Write each token's keys and values into its slot.
 
-    slots_of_layer: [pages * P, 2 * K * D], the layer's pages seen as rows. keys_values: [T, 2 * K * D] in the same
-    dtype, or any where they are kept in 8 bits. slots: int64 [T], page * P + offset; all different.
+    Args:
+        slots_of_layer: the layer's pages as rows, [pages * P, 2 * K * D].
+        keys_values: [T, 2 * K * D] in the same dtype, or in any dtype if the pages have 8 bits.
+        slots: int64 [T], page * P + offset. No slot occurs twice.
     """
     if not is_coded(slots_of_layer):
         slots_of_layer.index_copy_(0, slots, keys_values)
@@ -168,9 +224,15 @@ def store_kv_(slots_of_layer: Tensor, keys_values: Tensor, slots: Tensor) -> Non
 def rotary_and_store_kv_(
     qkv: Tensor, cos: Tensor, sin: Tensor, slots_of_layer: Tensor, slots: Tensor, kv_heads: int
 ) -> None:
-    """Turn query and key heads in place, as rotary_ does; write keys and values into their slots, as store_kv_ does.
+    """Rotate query and key heads in place like rotary_, and write keys and values like store_kv_.
 
-    qkv: [T, (H + 2 K) * D]: query heads, then key heads, then value heads.
+    Args:
+        qkv: [T, (H + 2 K) * D]: query heads, then key heads, then value heads.
+        cos: see `rotary_`.
+        sin: see `rotary_`.
+        slots_of_layer: see `store_kv_`.
+        slots: see `store_kv_`.
+        kv_heads: K.
     """
     keys_values = 2 * kv_heads * cos.shape[-1]
     heads = qkv.view(qkv.shape[0], -1, cos.shape[-1])
@@ -179,19 +241,30 @@ def rotary_and_store_kv_(
 
 
 def clear_slots_(slots_of_layer: Tensor, slots: Tensor) -> None:
-    """Zero the slots (int64 [n]) of a page that come after its last token.
+    """Zero the slots of a page after its last token.
 
-    Masked positions are multiplied by an exact 0, and 0 * NaN is NaN: what an earlier user of the page left there must
-    not reach this one.
+    Masked positions are multiplied by exactly 0, but 0 * NaN is NaN. So the numbers of the page's earlier owner must be
+    removed.
+
+    Args:
+        slots_of_layer: see `store_kv_`.
+        slots: int64 [n].
     """
     rows = slots_of_layer.view(torch.uint8) if is_coded(slots_of_layer) else slots_of_layer
     rows.index_fill_(0, slots, 0)
 
 
 def decode_mask(visible_from: Tensor, visible_to: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """[n, 1, 1, width]: 0 where visible_from[i] <= position < visible_to[i], minus infinity elsewhere.
+    """Build the mask of decodes. Positions count from the first slot of the row's block table.
 
-    Positions count from the first slot of the row's block table. visible_from, visible_to: int64 [n].
+    Args:
+        visible_from: int64 [n], first visible position of each row.
+        visible_to: int64 [n], position after the last visible one.
+        width: number of positions.
+        dtype: dtype of the mask.
+
+    Returns:
+        [n, 1, 1, width]: 0 for visible positions, minus infinity for others.
     """
     position = torch.arange(width, device=visible_to.device)
     hidden = (position >= visible_to[:, None]) | (position < visible_from[:, None])
@@ -201,8 +274,21 @@ def decode_mask(visible_from: Tensor, visible_to: Tensor, width: int, dtype: tor
 def prompt_mask(
     query_offset: int, query_count: int, context: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """[query_count, context]: 0 where query query_offset + i sees position j, that is j <= query_offset + i and, with a
-    window of W, j > query_offset + i - W; minus infinity elsewhere."""
+    """Build the mask of consecutive prompt tokens.
+
+    Query i has position query_offset + i. It sees positions up to its own, and with a window of W only the last W.
+
+    Args:
+        query_offset: position of the first query.
+        query_count: number of queries.
+        context: number of positions.
+        window: W, or None.
+        dtype: dtype of the mask.
+        device: device of the mask.
+
+    Returns:
+        [query_count, context]: 0 for visible positions, minus infinity for others.
+    """
     query = torch.arange(query_offset, query_offset + query_count, device=device)[:, None]
     position = torch.arange(context, device=device)
     hidden = position > query
@@ -216,13 +302,29 @@ def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def gather_context(pages: Tensor, block_table: Tensor, dtype: torch.dtype) -> Tensor:
-    """Copy the pages of a block table (int64 [n]) behind one another: [n * P, 2, K, D]. dtype: of numbers that are kept
-    in 8 bits."""
+    """Copy the pages of a block table into one tensor.
+
+    Args:
+        pages: one layer's cache.
+        block_table: int64 [n], page indexes.
+        dtype: dtype of the result if the pages have 8 bits.
+
+    Returns:
+        [n * P, 2, K, D].
+    """
     return taken(pages, block_table, dtype).flatten(0, 1)
 
 
 def linear_by_head(values: Tensor, weight: Tensor) -> Tensor:
-    """[n, H, in] to [n, H, out]: each head's values times its own transposed weight, of [H, out, in]."""
+    """Multiply each head's values by its own transposed weight.
+
+    Args:
+        values: [n, H, in].
+        weight: [H, out, in].
+
+    Returns:
+        [n, H, out].
+    """
     return torch.bmm(values.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
 
 
@@ -235,18 +337,26 @@ def paged_attention_decode(
     sinks: Tensor | None = None,
     latent_dim: int | None = None,
 ) -> Tensor:
-    """One query per sequence over its pages: softmax(q k / sqrt(D) + mask) v. score_cap: c bounds q k / sqrt(D) to
-    c * tanh(q k / sqrt(D) / c). sinks: float32 [H], each head's stands in its softmax as one score more, whose value is
-    0. So in all that attends.
+    """Attend with one query per sequence over its pages: softmax(q k / sqrt(D) + mask) v.
 
-    queries: [n, H * D] (head-major), block_table: int64 [n, width], rows padded with any page that the sequence owns;
-    mask: [n, 1, 1, width * P], as from decode_mask. latent_dim: of pages of latents. Returns [n, H * D].
-    Scores and sums are in float32.
+    Scores and sums are float32.
+
+    Args:
+        queries: [n, H * D], head-major.
+        pages: one layer's cache.
+        block_table: int64 [n, width]. Rows are padded with any page that the sequence owns.
+        mask: [n, 1, 1, width * P], see `decode_mask`.
+        score_cap: c limits scores to c * tanh(q k / sqrt(D) / c). None does not limit.
+        sinks: float32 [H], an additional score of each head with the value 0. None adds no score.
+        latent_dim: numbers of a value, for pages of latents. None for other pages.
+
+    Returns:
+        [n, H * D].
     """
     count, width = block_table.shape
     _, page_tokens, parts, kv_heads, _ = pages.shape
     head_dim = head_dim_of(pages)
-    # The heads that share keys and values become query rows of one head: nothing has to be repeated.
+    # Heads that share keys and values become query rows of one head, so nothing is repeated in memory.
     grouped = queries.view(count, kv_heads, -1, head_dim)
     found = taken(pages, block_table.view(-1), queries.dtype)
     context = found.view(count, width * page_tokens, parts, kv_heads, head_dim)
@@ -256,7 +366,7 @@ def paged_attention_decode(
 
 
 def _keys_values(context: Tensor, latent_dim: int | None) -> tuple[Tensor, Tensor]:
-    """context: [2, ...], or [1, ...] of latents."""
+    """Split keys and values: [2, ...] into two halves, or [1, ...] of latents into the key and its first numbers."""
     if latent_dim is None:
         keys, values = context.unbind(0)
         return keys, values
@@ -271,15 +381,23 @@ def attention_prompt(
     sinks: Tensor | None = None,
     latent_dim: int | None = None,
 ) -> Tensor:
-    """Consecutive tokens of one prompt over the keys and values up to the last of them.
+    """Attend with consecutive tokens of one prompt, over keys and values up to the last of them.
 
-    queries: [n, H * D] (head-major). keys_values: [context, 2, K, D]. mask: [n, context] as from prompt_mask; None when
-    the queries are exactly the context and there is no window: plain causal. latent_dim: keys_values is [context, 1, 1,
-    D], of latents. Returns [n, H * D].
+    Args:
+        queries: [n, H * D], head-major.
+        keys_values: [context, 2, K, D], or [context, 1, 1, D] of latents.
+        mask: [n, context], see `prompt_mask`. None is a causal mask without a window, if there is one query for each
+            position of the context.
+        score_cap: see `paged_attention_decode`.
+        sinks: see `paged_attention_decode`.
+        latent_dim: see `paged_attention_decode`.
+
+    Returns:
+        [n, H * D].
     """
     _, _, kv_heads, head_dim = keys_values.shape
     grouped = queries.view(queries.shape[0], kv_heads, -1, head_dim).permute(1, 2, 0, 3)
-    # Key/value heads stand in the place of the batch, and their group is a dimension of stride 0: nothing is repeated.
+    # Key/value heads take the place of the batch. Their group is a dimension of stride 0, so nothing is repeated.
     repeated = keys_values.permute(1, 2, 0, 3).unsqueeze(2).expand(-1, -1, grouped.shape[1], -1, -1)
     keys, values = _keys_values(repeated, latent_dim)
     by_row = None if sinks is None else sinks.view(kv_heads, -1, 1, 1)
@@ -295,7 +413,16 @@ def _attention(
     score_cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """mask: None is plain causal. sinks: as the scores, with a last dimension of 1."""
+    """Attend with prepared tensors.
+
+    Args:
+        queries: [K, G, n, D] or [n, K, G, D].
+        keys: as `queries`, with the context as second to last dimension.
+        values: as `keys`.
+        mask: added to the scores. None is a causal mask.
+        score_cap: see `paged_attention_decode`.
+        sinks: shape of the scores, with a last dimension of 1.
+    """
     if score_cap is None and sinks is None:
         return scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=mask is None)
     scores = (queries.float() @ keys.float().transpose(-1, -2)).mul_(1.0 / math.sqrt(queries.shape[-1]))
@@ -323,13 +450,22 @@ def paged_decode_(
     score_cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> None:
-    """One query per sequence over its pages: row i sees the last `window` of its contexts[i] tokens. A row with a
-    context of 0 stands for nobody, and its result is 0.
+    """Attend with one query per sequence over its pages. Row i sees the last `window` of its contexts[i] tokens.
 
-    attended (written), queries: [n, H * D], a row's numbers contiguous. block_tables: int32 [n, width], with any
-    strides, beyond a row's context anything, and so before the page in which what it sees begins. contexts: int32 [n].
-    parts: split_count of the longest context, or of more; at most work has room for. Tokens that a row does not see are
-    not read. Here in a loop that reads the lengths back; work is not used.
+    Tokens that a row does not see are not read. A row with a context of 0 is unused, and its result is 0. This
+    implementation loops over rows and reads lengths back to the host.
+
+    Args:
+        attended: output, [n, H * D]. The numbers of a row are contiguous.
+        queries: [n, H * D]. The numbers of a row are contiguous.
+        pages: one layer's cache.
+        block_tables: int32 [n, width] with any strides. Entries of pages that a row does not see may have any value.
+        contexts: int32 [n].
+        window: tokens that a row sees, or None for all.
+        parts: `split_count` of the longest context, or more, up to the parts of `work`.
+        work: buffers for partial results. Not used here.
+        score_cap: see `paged_attention_decode`.
+        sinks: see `paged_attention_decode`.
     """
     starts = torch.arange(len(contexts) + 1, dtype=torch.int32)
     _attend_one_by_one(attended, queries, pages, block_tables, contexts, starts, window, score_cap, sinks)
@@ -347,12 +483,23 @@ def paged_chunks_(
     score_cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> None:
-    """Chunks of consecutive tokens over their pages: rows row_starts[i] .. row_starts[i + 1] - 1 are the last ones of
-    the contexts[i] tokens of chunk i, and each sees the last `window` tokens up to itself.
+    """Attend with chunks of consecutive tokens over their pages.
 
-    attended (written), queries: [T, H * D]. block_tables: int32 [m, width]. contexts: int32 [m]. row_starts: int32
-    [m + 1]. tiles: int32 [t, 2], contiguous: of each chunk's every chunk_tile_tokens-th row, the chunk and the row's
-    number in it. Here in a loop as above; tiles are not used.
+    Rows row_starts[i] to row_starts[i + 1] - 1 are the last of the contexts[i] tokens of chunk i. Each sees the last
+    `window` tokens up to itself. This implementation loops over chunks and reads lengths back to the host.
+
+    Args:
+        attended: output, [T, H * D].
+        queries: [T, H * D].
+        pages: one layer's cache.
+        block_tables: int32 [m, width].
+        contexts: int32 [m].
+        row_starts: int32 [m + 1].
+        tiles: int32 [t, 2], contiguous. A tile is a chunk's index and a row's number in the chunk, for every
+            chunk_tile_tokens-th row of each chunk. Not used here.
+        window: tokens that a row sees, or None for all.
+        score_cap: see `paged_attention_decode`.
+        sinks: see `paged_attention_decode`.
     """
     _attend_one_by_one(attended, queries, pages, block_tables, contexts, row_starts, window, score_cap, sinks)
 
@@ -366,9 +513,16 @@ def paged_latents_(
     row_starts: Tensor,
     latent_dim: int,
 ) -> None:
-    """As paged_chunks_ does, over pages of latents: chunks of any length see all tokens up to themselves.
+    """Attend with chunks of any length over pages of latents. A row sees all tokens up to itself.
 
-    attended (written): [T, H * latent_dim].
+    Args:
+        attended: output, [T, H * latent_dim].
+        queries: [T, H * D].
+        pages: one layer's cache of latents.
+        block_tables: int32 [m, width].
+        contexts: int32 [m].
+        row_starts: int32 [m + 1], see `paged_chunks_`.
+        latent_dim: numbers of a value.
     """
     _attend_one_by_one(attended, queries, pages, block_tables, contexts, row_starts, None, None, None, latent_dim)
 
@@ -403,21 +557,26 @@ def _attend_one_by_one(
 def choose_tokens(
     scores: Tensor, parameters: Tensor, words: Tensor, masks: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
-    """The next token of every row. Returns int64 [2, n]: token ids, and Flaws; a row with NO_NUMBER or ALL_HIDDEN
-    has an id without meaning, which is one of the vocabulary nevertheless: the next step may look it up.
+    """Choose the next token of every row.
 
-    scores: [n, vocab_size], a row's numbers contiguous; minus infinity hides a token. parameters: float64 [n, 4]:
-    temperature (0: the best token, the lowest id among equals), top_k (0: all), top_p, min_p; kept are tokens that
-    pass min_p and top_k, of these the nucleus that holds top_p of what they hold, and equals stay or go together.
-    words: int64 [n], 64 random bits that belong to the row's request and position.
+    The draw is a race of exponential clocks (arXiv 1411.0030), each as fast as the token's weight. It has two rounds: a
+    race of DRAW_TILES tiles, where a token is in tile id modulo DRAW_TILES, and a race of the tokens of the winner.
+    Clock i is -log of number i of the splitmix64 stream that starts at the row's word. i is the tile's number, or the
+    token's id plus DRAW_TILES.
 
-    The draw is a race of exponential clocks (arXiv 1411.0030), each as fast as its weight: between DRAW_TILES tiles, a
-    token being in tile id modulo DRAW_TILES, then inside the tile that won. Clock i is -log of number i of the
-    splitmix64 stream that starts at the word; a tile's i is its number, a token's its id plus DRAW_TILES.
+    Args:
+        scores: [n, vocab_size]. The numbers of a row are contiguous. Minus infinity hides a token.
+        parameters: float64 [n, 4]: temperature, top_k, top_p, min_p. Temperature 0 chooses the best token, the lowest
+            id among equals. top_k 0 keeps all tokens. Of the tokens that pass min_p and top_k, the nucleus with the
+            share top_p of their weight is kept. Tokens of equal weight are kept or dropped together.
+        words: int64 [n], 64 random bits for the row's request and position.
+        masks: bits int32 [m, words of a row] and rows int32 [n], or None. Row i may choose token id if bit id % 32 of
+            word id // 32 is set in row rows[i] of the bits. A negative rows[i] allows all tokens. NO_NUMBER and HIDDEN
+            refer to the scores before masking.
 
-    masks: bits int32 [m, words of a row] and rows int32 [n]: of row i only the tokens may be chosen whose bit is set in
-    row rows[i] of the bits (bit id % 32 of word id // 32); all, where that is below 0. NO_NUMBER and HIDDEN are said of
-    the scores as they are given.
+    Returns:
+        int64 [2, n]: token ids, and Flaws. A row with NO_NUMBER or ALL_HIDDEN has a meaningless id. It is in the
+        vocabulary, because the next step may look it up.
     """
     scores = scores.float()
     vocab_size = scores.shape[1]
@@ -457,9 +616,12 @@ def choose_tokens(
 
 
 def _clocks(word: Tensor, indices: Tensor) -> Tensor:
-    """float64: splitmix64 (Steele, Lea, Flood, OOPSLA 2014); int64 drops what exceeds 64 bits, as it should here."""
+    """Return numbers of the splitmix64 stream (Steele, Lea, Flood, OOPSLA 2014) as clocks, float64.
+
+    int64 arithmetic drops bits above 64, as the algorithm requires.
+    """
     state = word + (indices + 1) * (0x9E3779B97F4A7C15 - 2**64)
     for shift, multiplier in ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, 1)):
-        # torch's shift brings in the sign; the mask takes it out again.
+        # torch's shift copies the sign bit. The mask removes the copies.
         state = (state ^ ((state >> shift) & ((1 << (64 - shift)) - 1))) * multiplier
     return -((((state >> 12) & ((1 << 52) - 1)).double() + 0.5) / 2**52).log()

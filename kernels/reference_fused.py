@@ -1,5 +1,7 @@
-"""The plain kernels in the part of fused ones: a model walks block tables and samples through them. Slow, for tests of
-what is computed so where there is no Triton."""
+"""The reference kernels, declared as fused. A model then walks block tables and samples through kernels.
+
+It is slow and serves to test those code paths without Triton.
+"""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""Plain torch, batch-invariant: the bits of a row depend on its own token and context, and on nothing beside it.
+"""Plain torch kernels that are batch-invariant: the bits of a row depend only on its own token and context.
 
-torch chooses how it sums, and whether it computes a number in a vector register or behind the last full one, by the
-shapes of a call and by how it divides the call between threads. So whatever is not exactly rounded is computed here in
-calls of one shape:
+The shapes of a call, and how torch divides it between threads, decide the order of torch's sums. They also decide
+whether a number is computed in a full vector register or in the remainder. So everything that is not exactly rounded is
+computed here in calls of one shape:
 
-- products and norms of ROW_TILE rows, the last ones padded with zeros;
-- attention of as many rows, of one sequence, over tiles of CONTEXT_TILE tokens that begin at absolute positions, one
-  tile after the other, in float32: a decode is a prompt's row. Of a tile that a row does not see, it gets zeros;
-- exponentials and sigmoids of FLAT_NUMBERS at a time: whole vectors, and too few for a second thread.
+- products and norms in tiles of ROW_TILE rows, the last one padded with zeros;
+- attention in tiles of ROW_TILE rows of one sequence, over tiles of CONTEXT_TILE tokens at absolute positions, in
+  order and in float32. A decode is computed like a row of a prompt. Positions that a row does not see are zeros;
+- exponentials and sigmoids on FLAT_NUMBERS numbers at a time: full vectors, and too few for a second thread.
 
-What is left is that a row's place among the ROW_TILE does not count. `differing_rows` and `differing_attended_rows`
-look at this.
+One assumption remains: a row's index within its tile does not matter. `differing_rows` and `differing_attended_rows`
+check it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ KEEPS_FOUR_BITS = False
 
 ROW_TILE = 16
 CONTEXT_TILE = 64
-FLAT_NUMBERS = 2_048  # the fewest that torch gives a second thread
+FLAT_NUMBERS = 2_048  # torch uses a second thread from this size on
 
 
 def linear(values: Tensor, weight: Tensor, bias: Tensor | None, product: reference.Product) -> Tensor:
@@ -81,40 +81,63 @@ def linear_by_head(values: Tensor, weight: Tensor) -> Tensor:
 
 
 def differing_rows(compute: Callable[[Tensor], Tensor], columns: int, dtype: torch.dtype) -> list[int]:
-    """The rows of a tile of which compute ([ROW_TILE, columns] to [ROW_TILE, n]) makes something else than of the same
-    numbers in the first row, beside other rows; empty where the place of a row does not count."""
-    return _differing(lambda tile, place: compute(tile)[place], columns, dtype)
+    """Return the indexes within a tile at which a row's result differs from its result at index 0.
+
+    The row is the same at each index, and the other rows are different random numbers each time. An empty list means
+    that the index does not matter.
+
+    Args:
+        compute: maps [ROW_TILE, columns] to [ROW_TILE, n].
+        columns: numbers per row.
+        dtype: dtype of the rows.
+    """
+    return _differing(lambda tile, index: compute(tile)[index], columns, dtype)
 
 
 def differing_attended_rows(
     kv_heads: int, group: int, head_dim: int, dtype: torch.dtype, latent_dim: int | None = None
 ) -> list[int]:
-    """The same for attention: which rows of a tile get something else than the same query in the first row does, at the
-    same position of the same context. latent_dim: of pages of latents."""
+    """Return the indexes within a tile at which a query's attention differs from its attention at index 0.
+
+    The query has the same position and the same context at each index.
+
+    Args:
+        kv_heads: key/value heads.
+        group: query heads per key/value head.
+        head_dim: numbers per head.
+        dtype: dtype of queries and pages.
+        latent_dim: numbers of a value, for pages of latents. None for other pages.
+    """
     position = CONTEXT_TILE + ROW_TILE
     generator = torch.Generator().manual_seed(1)
     parts = 2 if latent_dim is None else 1
     pages = torch.randn(1, position + ROW_TILE, parts, kv_heads, head_dim, generator=generator).to(dtype)
     table = torch.zeros(1, dtype=torch.int32)
 
-    def attended(queries: Tensor, place: int) -> Tensor:
+    def attended(queries: Tensor, index: int) -> Tensor:
         result = queries.new_empty(len(queries), kv_heads * group * (latent_dim or head_dim))
-        _attend_(result, queries, pages, table, position - place + ROW_TILE, None, latent_dim=latent_dim)
-        return result[place]
+        _attend_(result, queries, pages, table, position - index + ROW_TILE, None, latent_dim=latent_dim)
+        return result[index]
 
     return _differing(attended, kv_heads * group * head_dim, dtype)
 
 
 def _differing(compute: Callable[[Tensor, int], Tensor], columns: int, dtype: torch.dtype) -> list[int]:
-    """compute: a tile and a place in it to what becomes of the row that is there."""
+    """Compare the result of one row at all indexes of a tile.
+
+    Args:
+        compute: takes a tile and an index, and returns the result of the row at that index.
+        columns: numbers per row.
+        dtype: dtype of the rows.
+    """
     generator = torch.Generator().manual_seed(0)
     row = torch.randn(columns, generator=generator)
     results = []
-    for place in range(ROW_TILE):
+    for index in range(ROW_TILE):
         tile = torch.randn(ROW_TILE, columns, generator=generator)
-        tile[place] = row
-        results.append(compute(tile.to(dtype), place))
-    return [place for place, result in enumerate(results) if not torch.equal(result, results[0])]
+        tile[index] = row
+        results.append(compute(tile.to(dtype), index))
+    return [index for index, result in enumerate(results) if not torch.equal(result, results[0])]
 
 
 def rms_norm(values: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -128,7 +151,7 @@ def add_rms_norm_(hidden: Tensor, product: Tensor | None, weight: Tensor, eps: f
 
 
 def rotary_(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
-    # Each product and each sum by itself, so that nothing is left to fused operations.
+    # Products and sums are separate calls, so that no fused operation rounds differently.
     swapped = heads.roll(heads.shape[-1] // 2, -1).float()
     heads.copy_((heads.float() * cos.float()) + (swapped * sin.float()))
 
@@ -208,7 +231,7 @@ def _attend_(
     sinks: Tensor | None = None,
     latent_dim: int | None = None,
 ) -> None:
-    """The last len(queries) of the context's tokens over its pages."""
+    """Attend with the last len(queries) tokens of one context, and write `attended`. Arguments as in reference.py."""
     count = queries.shape[0]
     kv_heads, head_dim = pages.shape[-2], head_dim_of(pages)
     group = queries.shape[1] // head_dim // kv_heads
@@ -222,10 +245,10 @@ def _attend_(
         rows = min(ROW_TILE, count - first)
         padded = queries.new_zeros(ROW_TILE, queries.shape[1], dtype=torch.float32)
         padded[:rows] = queries[first : first + rows]
-        # The rows and the heads that share keys and values are the rows of one product.
+        # Rows and the heads that share keys and values become the rows of one product.
         shared = padded.view(ROW_TILE, kv_heads, group, head_dim).transpose(0, 1).reshape(kv_heads, -1, head_dim)
         positions = start + first + torch.arange(ROW_TILE)
-        seen = -(-(start + first + rows) // CONTEXT_TILE) - first_tile  # of the tiles, by any of these rows
+        seen = -(-(start + first + rows) // CONTEXT_TILE) - first_tile  # number of tiles that any of these rows sees
         scores = []
         for number in range(seen):
             place = (first_tile + number) * CONTEXT_TILE + torch.arange(CONTEXT_TILE)
@@ -237,10 +260,10 @@ def _attend_(
                 tile = _in_flat_pieces(torch.tanh, tile.mul_(1.0 / score_cap)).mul_(score_cap)
             tile.view(kv_heads, ROW_TILE, group, -1).masked_fill_(hidden[None, :, None], float("-inf"))
             scores.append(tile)
-        # A maximum is exact in any order, so the weights need no second look.
+        # A maximum is exact in any order, so the tiles' maxima need no fixed order.
         best = torch.stack([tile.amax(-1) for tile in scores]).amax(0)
         if sinks is None:
-            best.masked_fill_(best == float("-inf"), 0.0)  # of the padding
+            best.masked_fill_(best == float("-inf"), 0.0)  # padding rows see nothing
             total = torch.zeros_like(best)
         else:
             by_row = sinks.view(kv_heads, 1, group).expand(-1, ROW_TILE, -1).reshape(kv_heads, -1)
@@ -265,9 +288,20 @@ def _context_tiles(
     latent_dim: int | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values of the positions from begin (of a tile) to end: each float32 [tiles, K, CONTEXT_TILE, D], zeros
-    before the first that is seen, whose page may be somebody else's, and behind the end. dtype: of what is kept in 8
-    bits."""
+    """Gather keys and values of the positions from `begin` to `end`, in tiles.
+
+    Args:
+        pages: one layer's cache.
+        block_table: int32, pages of the sequence.
+        begin: first position of a tile.
+        first_seen: first visible position. Positions before it are zeros, because their pages may be freed already.
+        end: position after the last one. The rest of the last tile is zeros.
+        latent_dim: numbers of a value, for pages of latents.
+        dtype: dtype to which 8-bit pages are decoded first.
+
+    Returns:
+        Keys and values, each float32 [tiles, K, CONTEXT_TILE, D].
+    """
     _, page_tokens, parts, kv_heads, _ = pages.shape
     blocks = block_table[first_seen // page_tokens : -(-end // page_tokens)].to(torch.int64)
     found = gather_context(pages, blocks, dtype)[first_seen % page_tokens :][: end - first_seen]
@@ -280,7 +314,12 @@ def _context_tiles(
 
 
 def _in_row_tiles(compute: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
-    """values: [n, ...]. compute: row by row of a contiguous [ROW_TILE, ...]."""
+    """Apply a function that computes each row independently, in tiles of ROW_TILE rows.
+
+    Args:
+        compute: maps a contiguous [ROW_TILE, ...] to [ROW_TILE, ...].
+        values: [n, ...].
+    """
     count = values.shape[0]
     padded = values.new_zeros(count + -count % ROW_TILE, *values.shape[1:])
     padded[:count] = values
@@ -288,7 +327,15 @@ def _in_row_tiles(compute: Callable[[Tensor], Tensor], values: Tensor) -> Tensor
 
 
 def _in_flat_pieces(compute: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
-    """compute: number by number. Returns a new tensor in the shape of values."""
+    """Apply a function that computes each number independently, in pieces of FLAT_NUMBERS numbers.
+
+    Args:
+        compute: maps [FLAT_NUMBERS] to [FLAT_NUMBERS].
+        values: any shape.
+
+    Returns:
+        A new tensor with the shape of `values`.
+    """
     count = values.numel()
     padded = values.new_zeros(count + -count % FLAT_NUMBERS)
     padded[:count].view(values.shape).copy_(values)

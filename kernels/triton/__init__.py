@@ -1,8 +1,8 @@
-"""The kernels in Triton, for CUDA. Needs triton, which CUDA builds of torch bring along. One file a kernel.
+"""The kernels in Triton, for CUDA, one kernel per file. triton comes with CUDA builds of torch.
 
-No launch waits for the device, reads from it, or takes its grid from it, so a step can be captured into a CUDA graph
-once every kernel in it has been compiled; memory that a launch makes comes from torch's allocator, which a capture
-owns. What no model calls when kernels are FUSED is plain torch.
+No launch waits for the device, reads from it, or takes its grid from it. So a step can be captured in a CUDA graph once
+all its kernels are compiled. Temporary memory comes from torch's allocator, which the capture owns. Functions that no
+model calls if kernels are FUSED are plain torch.
 """
 
 from __future__ import annotations

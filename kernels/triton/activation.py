@@ -1,4 +1,4 @@
-"""The activation of the gate times the up projection. Bound by memory."""
+"""The activation of the gate, multiplied by the up projection. Memory bandwidth limits it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def activate_mul_kernel(
         # x (1 + tanh(y)) / 2 is x / (1 + exp(-2 y)).
         active = gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
     elif ACTIVATION == "clamped_swiglu":
-        gate = tl.where(gate > LIMIT, LIMIT, gate)  # a NaN stays one
+        gate = tl.where(gate > LIMIT, LIMIT, gate)  # keeps NaN
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1.0
         active = gate / (1.0 + tl.exp(-SLOPE * gate))
     else:

@@ -1,8 +1,7 @@
-"""What both attention kernels share: the running softmax over tiles of a paged context (FlashAttention, arXiv
-2205.14135), and how large a tile is.
+"""Shared parts of the attention kernels: running softmax over tiles of a paged context, and the size of a tile.
 
-Scores are kept in units of log 2, since exp2 is what the hardware computes. Tokens that a row does not see are never
-read, so whatever lies in a page behind its last token is harmless.
+Source: FlashAttention (arXiv 2205.14135). Scores have the unit log 2, because the hardware computes exp2. Tokens that a
+row does not see are never read, so any content of a page after its last token is harmless.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ import triton.language as tl
 __all__ = ["attend_tile", "begin_softmax", "pipeline_stages", "score_numbers", "shared_bytes_max", "token_block"]
 
 LOG2_E = 1.4426950408889634
-TILE_BYTES_MAX = 16 * 1024  # keys or values of a tile; two of each are in flight, and small GPUs have 99 KiB
+TILE_BYTES_MAX = 16 * 1024  # of keys, and of values. Two tiles of each are in flight, and small GPUs have 99 KiB.
 # Keys and values are found through the block table, so their loads wait for another load of the same tile, and Triton
-# divides the stages between the two. Up to 4 stages leave one buffer for keys and one for values; 5 leave two of each,
-# so that the next tile is on its way while this one is multiplied. Where products are asynchronous (wgmma), there is
-# one more.
+# divides the stages between the two loads. Up to 4 stages give one buffer for keys and one for values. 5 stages give
+# two of each, so the next tile loads while this one is multiplied. Asynchronous products (wgmma) use one more.
 PIPELINE_STAGES = 5
-# What a program may use where these are worth it: with heads of 128 numbers decodes take 71 KiB on sm_90 and chunks
-# 113, and three and two of them run on a multiprocessor as before. On sm_80 (164 KiB a multiprocessor), sm_86 and sm_89
-# (100) one would run in the place of two, and on the latter chunks with heads of 256 would not fit.
+# Shared memory per program from which on more stages pay off. With heads of 128 numbers on sm_90, decodes need 71 KiB
+# and chunks 113 KiB, and three and two programs run on a multiprocessor, as without a pipeline. On sm_80 (164 KiB per
+# multiprocessor), sm_86 and sm_89 (100 KiB), only one program would run instead of two. On sm_86 and sm_89 chunks with
+# heads of 256 numbers would not fit.
 PIPELINED_SHARED_BYTES = 227 * 1024
 
 
@@ -36,17 +35,28 @@ def pipeline_stages(device: torch.device) -> int:
 
 @functools.cache
 def shared_bytes_max(device: torch.device) -> int:
-    """What one program may use of a multiprocessor's shared memory; 0 where there is none, in the interpreter."""
+    """Return the shared memory that one program may use, in bytes.
+
+    Args:
+        device: a CUDA device. For any other device the result is 0.
+    """
     if device.type != "cuda":
         return 0
-    properties: Any = torch.cuda.get_device_properties(device)  # torch's own types leave the number out
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's types lack the attribute
     return int(properties.shared_memory_per_block_optin)
 
 
 @triton.jit
 def begin_softmax(sinks, head, is_there, ROWS: tl.constexpr, HAS_SINKS: tl.constexpr):
-    """The running maximum and total [ROWS] before any tile. head, is_there: [ROWS], whose sink is a row's, and whether
-    it has one; without sinks nothing has been seen."""
+    """Return the running maximum and total of the softmax before the first tile, float32 [ROWS].
+
+    Args:
+        sinks: float32, the sink of each head. Not read if HAS_SINKS is False.
+        head: int [ROWS], the head of each row.
+        is_there: bool [ROWS], True for rows that have a sink.
+        ROWS: number of rows.
+        HAS_SINKS: True if heads have sinks.
+    """
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     if HAS_SINKS:
@@ -77,11 +87,30 @@ def attend_tile(
     DIM_BLOCK: tl.constexpr,
     IS_CAPPED: tl.constexpr,
 ):
-    """One tile of tokens into the running softmax of query [M, DIM_BLOCK].
+    """Add one tile of N tokens to the running softmax of M query rows.
 
-    page_stride: from one entry of the block table to the next. position, in_context: [N], the tile's tokens and which
-    of them may be read. seen: [M, N] or [1, N]. score_scale, score_cap: see score_numbers.
-    Returns the new maximum, total [M] and attended [M, DIM_BLOCK], all float32.
+    Args:
+        query: [M, DIM_BLOCK].
+        maximum: float32 [M], running maximum.
+        total: float32 [M], running sum of weights.
+        attended: float32 [M, DIM_BLOCK], running weighted sum of values.
+        pages: one layer's cache.
+        block_table: int32, pages of the sequence.
+        page_stride: distance of two entries of the block table.
+        position: int [N], positions of the tile's tokens.
+        in_context: bool [N], tokens that may be read.
+        seen: bool [M, N] or [1, N], tokens that a row sees.
+        kv_head: index of the key/value head.
+        score_scale: see `score_numbers`.
+        score_cap: see `score_numbers`.
+        KV_HEADS: number of key/value heads.
+        HEAD_DIM: numbers per head.
+        PAGE_TOKENS: tokens per page.
+        DIM_BLOCK: HEAD_DIM rounded up to a power of 2.
+        IS_CAPPED: True to limit scores with score_cap.
+
+    Returns:
+        The new maximum, total and attended.
     """
     dim = tl.arange(0, DIM_BLOCK)
     page = tl.load(block_table + position // PAGE_TOKENS * page_stride, mask=in_context, other=0)
@@ -91,11 +120,11 @@ def attend_tile(
     keys = tl.load(key[None, :] + dim[:, None], mask=in_context[None, :] & (dim < HEAD_DIM)[:, None], other=0.0)
     scores = tl.dot(query, keys, input_precision="tf32x3") * score_scale
     if IS_CAPPED:
-        scores = tl.where(scores > 126.0, 126.0, scores)  # a NaN stays one
+        scores = tl.where(scores > 126.0, 126.0, scores)  # keeps NaN
         scores = score_cap * (1.0 - 2.0 / (1.0 + tl.exp2(scores)))
     scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(maximum, tl.max(scores, 1))
-    # A row that has seen nothing yet keeps minus infinity; 0 in its place keeps the differences numbers.
+    # A row that has not seen anything has a maximum of minus infinity. 0 instead of it avoids NaN in differences.
     base = tl.where(higher == float("-inf"), 0.0, higher)
     weights = tl.exp2(scores - base[:, None])
     shrunk = tl.exp2(maximum - base)
@@ -105,13 +134,24 @@ def attend_tile(
 
 
 def score_numbers(head_dim: int, score_cap: float | None) -> tuple[float, float]:
-    """What a product of query and key is multiplied by, to be in units of log 2. Where scores are capped, what comes of
-    this is a, and then they are the second number times 1 - 2 / (1 + 2 ** a), which is a tanh."""
+    """Return the factor on the product of query and key, and the cap, both in units of log 2.
+
+    With a cap, the kernel computes cap * (1 - 2 / (1 + 2 ** a)) from the scaled product a, which is a tanh.
+
+    Args:
+        head_dim: numbers per head.
+        score_cap: limit of the scores, or None.
+    """
     if score_cap is None:
         return LOG2_E / math.sqrt(head_dim), 0.0
     return 2 * LOG2_E / (math.sqrt(head_dim) * score_cap), score_cap * LOG2_E
 
 
 def token_block(dim_block: int, number_bytes: int) -> int:
-    """Tokens of a tile: a power of 2 between 16 and 64."""
+    """Return the tokens per tile: a power of 2 between 16 and 64.
+
+    Args:
+        dim_block: numbers per head, rounded up to a power of 2.
+        number_bytes: bytes per number.
+    """
     return min(64, max(16, TILE_BYTES_MAX // (dim_block * number_bytes)))

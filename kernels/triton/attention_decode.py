@@ -1,9 +1,9 @@
-"""One query per sequence over its pages, the context split between programs, the parts joined by a second kernel
-(flash decoding: https://pytorch.org/blog/flash-decoding/).
+"""Attention of one query per sequence over its pages. Programs share a context, and a second kernel joins their parts.
 
-The heads that share keys and values are the rows of one product, so keys and values are read once. Where a context is
-cut is found on the device, from its length alone; the grid depends on the number of rows and on the longest context
-that may come, so that a captured launch is good for every step of as many rows.
+Source: flash decoding, https://pytorch.org/blog/flash-decoding/. The heads that share keys and values are the rows of
+one product, so keys and values are read once. The device computes where a context is split, from its length only. The
+grid depends on the number of rows and on the longest possible context, so a captured launch fits every step with as
+many rows.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from trioserve_kernels.triton.attention import attend_tile, begin_softmax, pipel
 
 __all__ = ["decode_join_kernel", "decode_split_kernel", "paged_decode_"]
 
-PART_BLOCK = 16  # parts that are joined at a time
+PART_BLOCK = 16  # parts that the second kernel reads at a time
 NO_WINDOW = 2**31 - 1
 
 
 @triton.jit
 def _part_tokens(context, SPLIT_TOKENS: tl.constexpr, PARTS_MAX: tl.constexpr):
-    """Tokens of one part: SPLIT_TOKENS, or as many times more as keep a longer context within PARTS_MAX parts."""
+    """Return the tokens of one part: the smallest multiple of SPLIT_TOKENS that needs at most PARTS_MAX parts."""
     return tl.maximum(tl.cdiv(tl.cdiv(context, PARTS_MAX), SPLIT_TOKENS), 1) * SPLIT_TOKENS
 
 
@@ -58,8 +58,8 @@ def decode_split_kernel(
     IS_CAPPED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Program (row, key/value head, n): every n-th of the row's parts, counted from the one where its window begins.
-    ONE_PART: nothing to join, so the result is written at once."""
+    # Program (row, key/value head, n) computes every n-th part of the row, from the part in which its window begins.
+    # With ONE_PART there is nothing to join, so the program writes the final result.
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     context = tl.load(contexts + row)
@@ -67,9 +67,9 @@ def decode_split_kernel(
     part_tokens = _part_tokens(context, SPLIT_TOKENS, PARTS_MAX)
     parts = tl.cdiv(context, part_tokens) - first // part_tokens
     if ONE_PART:
-        parts = 1  # of a row that sees nothing, too: its zeros have to be written
+        parts = 1  # also for an empty context, whose result of zeros must be written
     if tl.program_id(2) >= parts:
-        # The grid is made for the longest context: most programs of a short one end here, before they read a query.
+        # The grid is made for the longest context. Most programs of a short context end here, without reading a query.
         return
     member = tl.arange(0, GROUP_BLOCK)
     head = kv_head * GROUP + member
@@ -80,9 +80,9 @@ def decode_split_kernel(
     for part in range(tl.program_id(2), parts, tl.num_programs(2)):
         begin = (first // part_tokens + part) * part_tokens
         end = tl.minimum(begin + part_tokens, context)
-        # The first tile holds the first visible token, so that no tile is without one.
+        # Start at the tile of the first visible token, so that every tile has a visible token.
         begin = tl.maximum(begin, first // TOKEN_BLOCK * TOKEN_BLOCK)
-        # A sink is met once, in the first part.
+        # A sink counts once, in the first part.
         has_sink = (member < GROUP) & (part == 0) & (context > 0)
         maximum, total = begin_softmax(sinks, head, has_sink, GROUP_BLOCK, HAS_SINKS)
         result = tl.zeros([GROUP_BLOCK, DIM_BLOCK], tl.float32)
@@ -135,7 +135,7 @@ def decode_join_kernel(
     DIM_BLOCK: tl.constexpr,
     PART_BLOCK: tl.constexpr,
 ):
-    """Program (row, head). Only parts that have a visible token were written, and only they are read."""
+    # One program per row and head. Only parts with a visible token were written, and only these are read.
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     context = tl.load(contexts + row)
@@ -161,7 +161,7 @@ def decode_join_kernel(
         result = result * shrunk + tl.sum(part_sums * weights[:, None], 0)
         maximum = higher
     place = attended + row * attended_stride + head * HEAD_DIM + dim
-    result = result / tl.where(total > 0, total, 1.0)  # a row that sees nothing has no part at all
+    result = result / tl.where(total > 0, total, 1.0)  # an empty context has no parts
     tl.store(place, result.to(attended.dtype.element_ty), mask=dim < HEAD_DIM)
 
 

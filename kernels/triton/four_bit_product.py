@@ -1,7 +1,7 @@
-"""A product with a weight of 4 bits, which becomes numbers a tile at a time, on its way to the tensor cores.
+"""A product with a 4-bit weight, which is unpacked tile by tile on its way to the tensor cores.
 
-The tiles are walked as in product.py, each from its depth's beginning to its end. Few rows take small tiles, of which
-there are many, since a decode is bound by reading the weight. In the batch-invariant mode all rows take the same tiles.
+Programs walk the tiles as in product.py, each tile over its whole depth. Few rows use small tiles, so that there are
+many: reading the weight limits a decode. The batch-invariant mode uses one tile shape for any number of rows.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def four_bit_product_kernel(
     OUTPUT_BLOCK: tl.constexpr,
     DEPTH_BLOCK: tl.constexpr,
 ):
-    """Program n of all: every such tile, those of the same outputs behind one another. A step is a part of a group."""
+    # Program n computes every tile with index n modulo the number of programs. Tiles of the same outputs are adjacent.
+    # DEPTH_BLOCK never exceeds a group, so one scale counts for a block.
     row_tiles = tl.cdiv(rows, ROW_BLOCK)
     tiles = row_tiles * tl.cdiv(outputs, OUTPUT_BLOCK)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
@@ -52,7 +53,7 @@ def four_bit_product_kernel(
         output = (tile // row_tiles * OUTPUT_BLOCK + tl.arange(0, OUTPUT_BLOCK)).to(tl.int64)
         is_output = output < outputs
         byte = tl.arange(0, DEPTH_BLOCK // 2)
-        number = byte // 16 * 32 + byte % 16  # in the lower half; 16 behind it is the one in the upper half
+        number = byte // 16 * 32 + byte % 16  # value in the low half of the byte. The high half has value + 16.
         total = tl.zeros([ROW_BLOCK, OUTPUT_BLOCK], tl.float32)
         for begin in range(0, depth, DEPTH_BLOCK):
             place = begin + number
@@ -89,7 +90,17 @@ def four_bit_product_kernel(
 def four_bit_product(
     values: Tensor, weight: FourBitWeight, bias: Tensor | None, *, batch_invariant: bool = False
 ) -> Tensor:
-    """[n, in] times the transposed weight, plus bias; its numbers rounded to the dtype of values, summed in float32."""
+    """Multiply by a transposed 4-bit weight and add a bias. Sums are float32.
+
+    Args:
+        values: [n, in].
+        weight: [out, in]. Its values are rounded to the dtype of `values`.
+        bias: [out], or None.
+        batch_invariant: True to use one tile shape for any number of rows.
+
+    Returns:
+        [n, out].
+    """
     rows, depth = values.shape
     assert weight.inputs == depth
     assert values.stride(1) == 1

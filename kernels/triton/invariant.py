@@ -1,9 +1,9 @@
-"""The Triton kernels, batch-invariant: the bits of a row depend on its own token and context, and on nothing beside it.
+"""Triton kernels that are batch-invariant: the bits of a row depend only on its own token and context.
 
-Norms, rotary positions, activation and sampling are so anyway: a program has whole rows, in blocks of one shape.
-Products are our own in the place of cuBLAS's. A decode is attended as a prompt's row, by the same kernel over the same
-tiles at absolute positions; its context is not divided between programs, which costs time where contexts are long and
-rows are few. What is relied upon: tensor cores give a row of a tile the same result in each of its places.
+Norms, rotary embeddings, activation and sampling always are, because a program computes whole rows in blocks of one
+shape. Products use our own kernel instead of cuBLAS. A decode is computed like a row of a prompt, by the same kernel
+over the same tiles at absolute positions. Its context is not split between programs, which costs time for few rows with
+long contexts. One assumption remains: tensor cores give a row the same result at every index of a tile.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ def paged_decode_(
     score_cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> None:
-    """Chunks of one token each. parts and work are not used."""
+    # Each row is a chunk of one token. `parts` and `work` are not used.
     count = queries.shape[0]
     row_starts = torch.arange(count + 1, dtype=torch.int32, device=queries.device)
-    # An int64 is a chunk's number and a 0 behind it: its one tile begins at its first row.
+    # An int64 is seen as two int32: the number of a chunk, and 0, since its only tile begins at its first row.
     tiles = torch.arange(count, dtype=torch.int64, device=queries.device).view(torch.int32).view(count, 2)
     paged_chunks_(attended, queries, pages, block_tables, contexts, row_starts, tiles, window, score_cap, sinks)

@@ -1,4 +1,4 @@
-"""RMS norm, alone or with the residual sum before it. Bound by memory: every value is read and written once."""
+"""RMS norm, with or without the residual sum before it. Memory bandwidth limits it: values move once each way."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 __all__ = ["add_rms_norm_", "rms_norm", "rms_norm_kernel"]
 
-BLOCK_NUMBERS_MIN = 1024  # short rows (one head's) go several to a program
+BLOCK_NUMBERS_MIN = 1024  # a program computes several short rows, such as heads
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -28,7 +28,7 @@ def rms_norm_kernel(
     ROW_BLOCK: tl.constexpr,
     COLUMN_BLOCK: tl.constexpr,
 ):
-    """Row r of values lies at (r // inner, r % inner); rows of normed and product lie behind one another."""
+    # Row r of `values` is at (r // inner, r % inner). Rows of `normed` and `product` are contiguous.
     row = (tl.program_id(0) * ROW_BLOCK + tl.arange(0, ROW_BLOCK)).to(tl.int64)[:, None]
     column = tl.arange(0, COLUMN_BLOCK)[None, :]
     inside = (row < rows) & (column < columns)
@@ -40,7 +40,7 @@ def rms_norm_kernel(
         numbers = (numbers.to(tl.float32) + added.to(tl.float32)).to(values.dtype.element_ty)
         tl.store(values + place, numbers, mask=inside)
     if WEIGHTED:
-        # Asked for before the sum is there, so that its way from memory is not waited for a second time.
+        # Loaded before the sum is known, so that the program waits for memory only once.
         factors = tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32)
     numbers = numbers.to(tl.float32)
     mean = tl.sum(numbers * numbers, 1) / columns
@@ -59,7 +59,7 @@ def add_rms_norm_(hidden: Tensor, product: Tensor | None, weight: Tensor, eps: f
 
 
 def _launch(values: Tensor, product: Tensor | None, weight: Tensor | None, eps: float) -> Tensor:
-    assert 2 <= values.dim() <= 3, "values are rows, or heads of rows"
+    assert 2 <= values.dim() <= 3, "values have 2 or 3 dimensions"
     assert values.stride(-1) == 1
     assert product is None or product.is_contiguous()
     columns, inner = values.shape[-1], values.shape[-2] if values.dim() == 3 else 1
@@ -83,7 +83,7 @@ def _launch(values: Tensor, product: Tensor | None, weight: Tensor | None, eps: 
             WEIGHTED=weight is not None,
             ROW_BLOCK=row_block,
             COLUMN_BLOCK=column_block,
-            # 8 or 16 numbers a thread: one load of 16 bytes or two from each tensor, all on their way at once.
+            # 8 or 16 numbers per thread: one or two loads of 16 bytes from each tensor, all in flight at once.
             num_warps=4 if column_block <= 1024 else 8 if column_block <= 4096 else 16,
         )
     return normed

@@ -1,10 +1,10 @@
-"""A product whose sums do not depend on how many rows it has: tiles of one shape, and each tile's depth from its
-beginning to its end, in one program.
+"""A matrix product whose sums do not depend on the number of rows.
 
-cuBLAS chooses tiles, and whether several programs share a sum, by the number of rows. Here a fixed number of programs
-walk the tiles (persistent matmul: https://triton-lang.org/main/getting-started/tutorials/09-persistent-matmul.html);
-which of them computes a tile changes no number. Decodes fill a part of a tile's rows; they are bound by reading the
-weight, which is read once for ROW_BLOCK rows.
+Tiles have one shape, and one program sums a tile's whole depth in order. cuBLAS chooses tiles by the number of rows,
+and may share a sum between programs. Here a fixed number of programs walk the tiles (persistent matmul:
+https://triton-lang.org/main/getting-started/tutorials/09-persistent-matmul.html). Which program computes a tile does
+not change its result. Decodes fill a part of a tile's rows. Reading the weight limits them, and the weight is read once
+for ROW_BLOCK rows.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ __all__ = ["product", "product_kernel", "program_count"]
 
 ROW_BLOCK = 64
 OUTPUT_BLOCK = 128
-DEPTH_BYTES = 128  # of a tile of values or of the weight; four of each are on their way, and small GPUs have 99 KiB
-STAGES = {2: 4, 4: 3}  # by the bytes of a number: float32 is split into three parts, which take room, too
-INTERPRETED_PROGRAMS = 3  # where there is no GPU; few, so that each walks several tiles
+DEPTH_BYTES = 128  # per row of a tile. Four tiles of each operand are in flight, and small GPUs have 99 KiB.
+STAGES = {2: 4, 4: 3}  # by bytes per number. float32 is split into three parts, which need shared memory as well.
+INTERPRETED_PROGRAMS = 3  # without a GPU: few, so that each computes several tiles
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -42,7 +42,7 @@ def product_kernel(
     OUTPUT_BLOCK: tl.constexpr,
     DEPTH_BLOCK: tl.constexpr,
 ):
-    """Program n of all: every such tile, those of the same outputs behind one another."""
+    # Program n computes every tile with index n modulo the number of programs. Tiles of the same outputs are adjacent.
     row_tiles = tl.cdiv(rows, ROW_BLOCK)
     tiles = row_tiles * tl.cdiv(outputs, OUTPUT_BLOCK)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
@@ -73,7 +73,16 @@ def product_kernel(
 
 
 def product(values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """[n, in] times the transposed [out, in], plus bias; summed in float32."""
+    """Multiply by a transposed weight and add a bias. Sums are float32.
+
+    Args:
+        values: [n, in].
+        weight: [out, in].
+        bias: [out], or None.
+
+    Returns:
+        [n, out].
+    """
     rows, depth = values.shape
     outputs = weight.shape[0]
     assert weight.shape[1] == depth
@@ -104,7 +113,11 @@ def product(values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @functools.cache
 def program_count(device: torch.device) -> int:
-    """Two for each multiprocessor, so that one loads while the other multiplies."""
+    """Return the number of programs: two per multiprocessor, so that one loads while the other multiplies.
+
+    Args:
+        device: device of the tensors.
+    """
     if device.type != "cuda":
         return INTERPRETED_PROGRAMS
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count

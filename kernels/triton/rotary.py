@@ -1,4 +1,4 @@
-"""Rotary positions for queries and keys, and the write of keys and values into their slots, in one pass over a row."""
+"""Rotary embeddings of queries and keys, and the write of keys and values into their slots, in one pass over a row."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def rotary_store_kernel(
     HALF_BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    # Before the first store: the compiler moves no load ahead of one, and this one's number is an address later.
+    # Loaded before the first store, because the compiler moves no load ahead of a store. The address depends on it.
     slot = tl.load(slots + row).to(tl.int64)
     head = (tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK))[:, None]
     half = tl.arange(0, HALF_BLOCK)[None, :]
@@ -43,15 +43,15 @@ def rotary_store_kernel(
     cos_high = tl.load(cos + angle + HEAD_DIM // 2, mask=angles, other=0.0).to(tl.float32)
     sin_low = tl.load(sin + angle, mask=angles, other=0.0).to(tl.float32)
     sin_high = tl.load(sin + angle + HEAD_DIM // 2, mask=angles, other=0.0).to(tl.float32)
-    turned_low = (low.to(tl.float32) * cos_low + high.to(tl.float32) * sin_low).to(low.dtype)
-    turned_high = (high.to(tl.float32) * cos_high + low.to(tl.float32) * sin_high).to(high.dtype)
-    tl.store(first, turned_low, mask=rotated)
-    tl.store(second, turned_high, mask=rotated)
-    # A slot holds what follows the queries in a row: all keys, then all values.
+    rotated_low = (low.to(tl.float32) * cos_low + high.to(tl.float32) * sin_low).to(low.dtype)
+    rotated_high = (high.to(tl.float32) * cos_high + low.to(tl.float32) * sin_high).to(high.dtype)
+    tl.store(first, rotated_low, mask=rotated)
+    tl.store(second, rotated_high, mask=rotated)
+    # A slot has the same order as the rest of a row after the queries: all keys, then all values.
     kept = inside & (head >= HEADS)
     target = slots_of_layer + slot * slot_stride + (head - HEADS) * HEAD_DIM + half
-    tl.store(target, tl.where(rotated, turned_low, low), mask=kept)
-    tl.store(target + HEAD_DIM // 2, tl.where(rotated, turned_high, high), mask=kept)
+    tl.store(target, tl.where(rotated, rotated_low, low), mask=kept)
+    tl.store(target + HEAD_DIM // 2, tl.where(rotated, rotated_high, high), mask=kept)
 
 
 def rotary_and_store_kv_(

@@ -1,10 +1,10 @@
-"""Logits to token ids on the device: greedy, or drawn under temperature, min_p, top_k and top_p. Nothing is sorted.
+"""Chooses token ids from logits on the device: greedy, or drawn with temperature, min_p, top_k and top_p, no sorting.
 
-Probabilities are kept as weights exp((score - best) / temperature), at most 1. A filter's threshold is the largest
-number t for which the weights of at least t are still enough: top_k of them, or top_p of the sum. The bits of floats
-from 0 to 1 are ordered as the floats are, so that t is found bit by bit, two bits in each pass over the row. The draw
-is the race of the reference: between tiles of tokens, then inside the tile that won, by numbers that are a hash of
-(seed and position, tile or token).
+Probabilities are stored as weights exp((score - best) / temperature), at most 1. The threshold of a filter is the
+largest number t for which the weights of at least t suffice: top_k of them, or a share top_p of the sum. Floats from 0
+to 1 have the same order as their bits. So t is found bit by bit, two bits in each pass over the row. The draw is the
+race that reference.py describes: between tiles of tokens, then between the tokens of the winner. Its random numbers are
+a hash of seed and position, and of tile or token.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor
 
 __all__ = ["best_parts_kernel", "choose_kernel", "choose_tokens"]
 
-PART_TOKENS = 8192  # of a row, scanned by one program for the best score
+PART_TOKENS = 8192  # tokens of a row that one program searches for the best score
 PART_TOKEN_BLOCK = 2048
-# One program walks a whole row, up to 15 times for each filter, so its speed is that of one multiprocessor: as many
-# threads as a program may have, each with 8 tokens (16 bytes of half formats) on their way at a time.
+# One program walks a whole row, up to 15 times for each filter, so the speed of one multiprocessor limits it. It uses
+# as many threads as a program may have. Each thread has 8 tokens (16 bytes of 16-bit scores) in flight.
 TOKEN_BLOCK = 8192
 CHOOSE_WARPS = 32
 DRAW_TILES = 512
@@ -27,13 +27,13 @@ DRAW_TILES = 512
 _GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 _MULTIPLIER_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _MULTIPLIER_2 = tl.constexpr(0x94D049BB133111EB)
-_FIRST_STEP = tl.constexpr(1 << 28)  # the bits of 1.0, 0x3F800000, have two above it
+_FIRST_STEP = tl.constexpr(1 << 28)  # 1.0 is 0x3F800000, whose two highest bits are at this step
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def _allowed(mask, token, inside):
-    """Whether a mask has the token's bit."""
+    """Return True where the mask has the token's bit."""
     word = tl.load(mask + (token >> 5), mask=inside, other=0)
     return ((word >> (token & 31)) & 1) != 0
 
@@ -42,7 +42,7 @@ def _allowed(mask, token, inside):
 def _best_of_part(
     scores, mask, begin, vocab_size, MASKED: tl.constexpr, PART_TOKENS: tl.constexpr, TOKEN_BLOCK: tl.constexpr
 ):
-    """The best score among the tokens that may be chosen, the lowest id that has it, and the flaws of all scores."""
+    """Return the best score among the allowed tokens, the lowest id that has it, and the flaws of all scores."""
     lane = tl.arange(0, TOKEN_BLOCK)
     best = tl.full([TOKEN_BLOCK], float("-inf"), tl.float32)
     best_id = begin + lane
@@ -79,8 +79,8 @@ def best_parts_kernel(
     PART_TOKENS: tl.constexpr,
     TOKEN_BLOCK: tl.constexpr,
 ):
-    """Program (row, part): the part's best score, the lowest id that has it, and flaws: 1 NaN or infinity, 2 minus
-    infinity. A row without a mask computes what it would without HAS_MASKS."""
+    # Program (row, part) writes the part's best score, the lowest id that has it, and flaws: 1 is NaN or infinity, 2 is
+    # minus infinity. A row without a mask takes the branch of a launch without masks, so it gives the same bits.
     row = tl.program_id(0).to(tl.int64)
     begin = tl.program_id(1) * PART_TOKENS
     scores += row * score_stride
@@ -101,7 +101,7 @@ def best_parts_kernel(
 
 @triton.jit
 def _weights(scores, mask, token, inside, best, scale, MASKED: tl.constexpr):
-    """0 for tokens that may not be chosen."""
+    """Return the weights of tokens. Tokens that the mask forbids have 0."""
     score = tl.load(scores + token, mask=inside, other=float("-inf")).to(tl.float32)
     weight = tl.exp2((score - best) * scale)
     if MASKED:
@@ -122,8 +122,10 @@ def _least_enough(
     MASKED: tl.constexpr,
     TOKEN_BLOCK: tl.constexpr,
 ):
-    """The largest t for which weights of at least t (and threshold) are enough: `wanted` by number if COUNTED, else by
-    sum; 0 if none is."""
+    """Return the largest t for which the weights of at least t and `threshold` suffice, or 0 if there is none.
+
+    They suffice if their number (COUNTED) or their sum reaches `wanted`.
+    """
     low = tl.full([], 0, tl.int32)
     lane = tl.arange(0, TOKEN_BLOCK)
     step = tl.full([], _FIRST_STEP, tl.int32)
@@ -131,7 +133,7 @@ def _least_enough(
         pivot_1 = (low + step).to(tl.float32, bitcast=True)
         pivot_2 = (low + 2 * step).to(tl.float32, bitcast=True)
         pivot_3 = (low + 3 * step).to(tl.float32, bitcast=True)
-        # Each lane sums for itself: one reduction a pass instead of one a block.
+        # Each lane sums on its own, so that there is one reduction per pass, not one per block.
         reached_1 = tl.zeros([TOKEN_BLOCK], tl.float32)
         reached_2 = tl.zeros([TOKEN_BLOCK], tl.float32)
         reached_3 = tl.zeros([TOKEN_BLOCK], tl.float32)
@@ -145,7 +147,7 @@ def _least_enough(
         enough = (tl.sum(reached_1, 0).to(tl.float64) >= wanted).to(tl.int32)
         enough += (tl.sum(reached_2, 0).to(tl.float64) >= wanted).to(tl.int32)
         enough += (tl.sum(reached_3, 0).to(tl.float64) >= wanted).to(tl.int32)
-        # The lower a pivot, the more weights reach it: the number of those that are enough says which is the last.
+        # A lower pivot is reached by more weights. So the number of sufficient pivots tells which one is the last.
         low += enough * step
         step = step >> 2
     return low.to(tl.float32, bitcast=True)
@@ -153,7 +155,7 @@ def _least_enough(
 
 @triton.jit
 def _clocks(word, index):
-    """Exponentially distributed numbers, float64: number `index` of the splitmix64 stream that starts at `word`."""
+    """Return exponentially distributed numbers, float64: number `index` of the splitmix64 stream from `word` on."""
     state = word + (index.to(tl.uint64) + 1) * _GAMMA
     state = (state ^ (state >> 30)) * _MULTIPLIER_1
     state = (state ^ (state >> 27)) * _MULTIPLIER_2
@@ -174,13 +176,14 @@ def _draw(
     DRAW_TILES: tl.constexpr,
     COLUMN_BLOCK: tl.constexpr,
 ):
-    """A token of a row that has a temperature. setting: its parameters."""
+    """Draw a token for a row with a temperature. `setting` points to the row's parameters."""
     scale = _LOG2_E / tl.load(setting).to(tl.float32)
     top_k = tl.load(setting + 1)
     top_p = tl.load(setting + 2)
     threshold = tl.load(setting + 3).to(tl.float32)  # min_p, since the best weight is 1
     if (top_k > 0) & (top_k < vocab_size):
-        # Counted among all: what min_p has dropped is less than what it keeps, so its threshold just stays.
+        # Counting ignores min_p. Tokens that min_p drops have lower weights than all others, so the maximum of both
+        # thresholds is right.
         kth = _least_enough(scores, mask, vocab_size, best, scale, 0.0, top_k, True, MASKED, TOKEN_BLOCK)
         threshold = tl.maximum(threshold, kth)
     if top_p < 1.0:
@@ -195,7 +198,7 @@ def _draw(
         )
         threshold = tl.maximum(threshold, nucleus)
     tile = tl.arange(0, DRAW_TILES)
-    # Each thread sums for itself, as above.
+    # Each lane sums on its own, as in _least_enough.
     tile_sums = tl.zeros([TOKEN_BLOCK // DRAW_TILES, DRAW_TILES], tl.float64)
     line = tl.arange(0, TOKEN_BLOCK // DRAW_TILES)[:, None] * DRAW_TILES
     for start in range(0, vocab_size, TOKEN_BLOCK):
@@ -206,7 +209,7 @@ def _draw(
     token = tl.arange(0, COLUMN_BLOCK) * DRAW_TILES + winner
     weight = _weights(scores, mask, token, token < vocab_size, best, scale, MASKED)
     weight = tl.where((weight >= threshold) & (token < vocab_size), weight, 0.0).to(tl.float64)
-    # The tiles have taken the first numbers of the stream, so a token's comes that much later.
+    # The tiles use the first numbers of the stream, so the tokens use later ones.
     column = tl.argmax(weight / _clocks(word, token + DRAW_TILES), 0)
     return (column * DRAW_TILES + winner).to(tl.int64)
 
@@ -233,8 +236,8 @@ def choose_kernel(
     DRAW_TILES: tl.constexpr,
     COLUMN_BLOCK: tl.constexpr,
 ):
-    """Program (row): joins the parts; draws if the row has a temperature. A row without a mask computes what it would
-    without HAS_MASKS."""
+    # Program (row) joins the parts, and draws if the row has a temperature. A row without a mask takes the branch of a
+    # launch without masks, so it gives the same bits.
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PART_BLOCK)
     place = row * PARTS + part
@@ -275,12 +278,12 @@ def choose_tokens(
     assert parameters.is_contiguous()
     parts = triton.cdiv(vocab_size, PART_TOKENS)
     best_scores = torch.empty(rows, parts, dtype=torch.float32, device=scores.device)
-    # Each an allocation of its own: the second half of one would begin at a multiple of 16 bytes or not, by the number
-    # of rows, and Triton compiles for either.
+    # Separate allocations are always aligned to 16 bytes. The second half of a shared one would be aligned for some
+    # numbers of rows only, and Triton would compile both variants.
     best_ids = torch.empty(rows, parts, dtype=torch.int32, device=scores.device)
     flaws = torch.empty_like(best_ids)
     chosen = torch.empty(2, rows, dtype=torch.int64, device=scores.device)
-    # Without masks any integers stand in their place; they are not read.
+    # Without masks, any integer tensor fills the argument. The kernel does not read it.
     bits, mask_rows = (best_ids, best_ids) if masks is None else masks
     assert bits.stride(1) == 1
     best_parts_kernel[(rows, parts)](

@@ -1,4 +1,4 @@
-"""The native kernels at every level of instructions that this machine has."""
+"""Fixtures: the native kernels at every instruction level of this machine."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def library_of(level: str) -> Library:
     try:
         if level == EMULATED_AMX:
             header = Path(__file__).with_name("emulated_amx.h")
-            vbmi = ("-mavx512vbmi",) if "avx512vbmi" in CPUINFO.read_text() else ()  # CPUs with AMX have it
-            # What is emulated is compiled for its results alone, in half of the time.
+            vbmi = ("-mavx512vbmi",) if "avx512vbmi" in CPUINFO.read_text() else ()  # every CPU with AMX has it
+            # An emulated level only serves to check results. Less optimization halves the time to compile it.
             flags = ("-O1", "-include", str(header), *vbmi)
             return Library(build_library("avx512_bf16", more_flags=flags), level)
         return Library(build_library(level), level)
@@ -30,7 +30,7 @@ def library_of(level: str) -> Library:
 
 @pytest.fixture(scope="session")
 def library() -> Library:
-    """Of the best level."""
+    """Return the library of the best level."""
     if not LEVELS:
         pytest.skip("needs Linux on x86-64 with AVX2")
     return library_of(LEVELS[0])
@@ -38,7 +38,7 @@ def library() -> Library:
 
 @pytest.fixture(scope="module", params=(*LEVELS, *((EMULATED_AMX,) if "avx512_bf16" in LEVELS else ())) or ("none",))
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    """Two threads, at each level."""
+    """Return an engine with two threads, for each level."""
     if request.param == "none":
         pytest.skip("needs Linux on x86-64 with AVX2")
     engine = Engine(library_of(request.param), 2)

@@ -1,5 +1,5 @@
-// AMX in plain C++, so that the kernels' use of it can be tested where the CPU has none: put before a source file, it
-// makes that file believe in AMX.
+// AMX in plain C++, to test the kernels' use of it on a CPU without AMX. Included before a source file, it makes that
+// file compile its AMX code.
 #pragma once
 
 #include <immintrin.h>
@@ -10,7 +10,7 @@
 #include <cstring>
 
 #define __AMX_BF16__ 1
-// Asking for permission: any call that succeeds.
+// The request for permission to use AMX becomes a call that always succeeds.
 #undef SYS_arch_prctl
 #define SYS_arch_prctl SYS_sched_yield
 
@@ -36,7 +36,7 @@ inline void emulated_store(int tile, void* to, long stride) {
         std::memcpy(static_cast<char*>(to) + row * stride, emulated_tiles[tile][row], emulated_row_bytes(tile));
 }
 
-// The CPU refuses shapes that do not fit each other.
+// The CPU refuses shapes that do not match.
 inline void emulated_check(int sums, int a, int b) {
     if (emulated_rows(sums) != emulated_rows(a) || emulated_row_bytes(sums) != emulated_row_bytes(b) ||
         emulated_row_bytes(a) != 4 * emulated_rows(b))
@@ -48,13 +48,13 @@ inline __m512 emulated_odd(__m512i pairs) {
     return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(int(0xffff0000u))));
 }
 
-// In the order of Intel's description (Software Developer's Manual, TDPBF16PS): the first numbers of all pairs are added
-// up from 0, and so are the second ones, by fused operations; then both sums are added, and what they give to the tile's.
-// What is below 2 ** -126 is 0, before and after every operation.
+// Order of sums by Intel's description (Software Developer's Manual, TDPBF16PS): the first numbers of all pairs are
+// summed from 0 with fused operations, and so are the second numbers. Then both sums are added, and the result is added
+// to the tile. Numbers below 2 ** -126 are flushed to 0 before and after every operation.
 inline void emulated_multiply(int sums, int a, int b) {
     emulated_check(sums, a, b);
     const unsigned before = _mm_getcsr();
-    _mm_setcsr(before | _MM_FLUSH_ZERO_ON | 0x40);  // and what comes in is 0
+    _mm_setcsr(before | _MM_FLUSH_ZERO_ON | 0x40);  // inputs below 2 ** -126 are 0
     for (int row = 0; row < emulated_rows(sums); row++) {
         __m512 even = _mm512_setzero_ps(), odd = even;
         for (int k = 0; k < emulated_rows(b); k++) {

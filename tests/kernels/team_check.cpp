@@ -1,5 +1,5 @@
-// Ends with 0 if every piece that a team shares out is taken once, whoever takes part, and its owner takes it first; and if
-// every thread may run on every CPU while it works.
+// Exits with 0 if every piece of work is taken once, whichever threads take part, if a thread takes its own pieces first,
+// and if every thread may run on every CPU while it works.
 #include <sched.h>
 
 #include <cstdio>
@@ -15,7 +15,7 @@ void check(bool holds, const char* what, int threads, int64_t count) {
     std::exit(1);
 }
 
-// alone: the one thread that takes anything, or -1 for all.
+// alone: the only thread that takes pieces, or -1 for all threads.
 void share_out(trioserve::Team& team, int alone, int64_t count) {
     const int threads = team.thread_count();
     std::vector<std::atomic<int>> taken(2 * count);
@@ -38,7 +38,7 @@ void share_out(trioserve::Team& team, int alone, int64_t count) {
     for (const std::atomic<int>& times : taken) check(times == 1, "a piece is not taken once", threads, count);
 }
 
-// A team of as many threads as there are CPUs begins each of them on one of its own, wherever the caller is.
+// A team with one thread per CPU starts each thread on its own CPU, wherever the caller runs.
 void stay_free() {
     cpu_set_t all;
     check(sched_getaffinity(0, sizeof all, &all) == 0, "no CPUs are told", 0, 0);
@@ -66,7 +66,7 @@ int main() {
         trioserve::Team team(threads);
         for (int64_t count : {0, 1, 2, 3, 7, 100})
             for (int alone = 0; alone < threads; alone++) share_out(team, alone, count);
-        // Two that want the last piece at the same moment.
+        // Two threads that want the last piece at the same moment.
         for (int time = 0; time < 5000; time++) share_out(team, -1, 3);
     }
 }

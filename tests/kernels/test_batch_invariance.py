@@ -1,4 +1,4 @@
-"""A row's bits are its own: the same whatever is computed beside it, at every level of instructions."""
+"""Tests of batch invariance: a row has the same bits whatever is computed with it, at every instruction level."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def bfloat16_bits(values: npt.NDArray[np.float32]) -> Array:
 # --- products -------------------------------------------------------------------------------------------------------
 
 COMPANIES = ((0, 1), (2, 4), (7, 12), (150, 151), (33, 41), (40, 57), (100, 133), (130, 300), (0, 129))
-"""First and last row of some products, all of the same 300 rows."""
+"""First and last row of several products that share the same 300 rows."""
 
 
 def check_product(
@@ -56,9 +56,7 @@ def check_product(
 
 @DTYPE_IDS
 @pytest.mark.parametrize("outputs, inputs", ((50, 31), (96, 800)))
-def test_a_row_of_a_product_has_the_same_bits_in_any_company(
-    engine: Engine, dtype: str, outputs: int, inputs: int
-) -> None:
+def test_row_of_a_product_has_the_same_bits_in_any_batch(engine: Engine, dtype: str, outputs: int, inputs: int) -> None:
     library = engine.library
     memory = WeightMemory(library, library.packed_bytes(outputs, inputs, dtype) + 4096)
     packed = memory.take(library.packed_bytes(outputs, inputs, dtype))
@@ -70,14 +68,14 @@ def test_a_row_of_a_product_has_the_same_bits_in_any_company(
 
 @DTYPE_IDS
 @pytest.mark.parametrize("block_type", GGML_FORMATS)
-def test_a_row_times_a_quantized_weight_has_the_same_bits_in_any_company(
+def test_row_times_a_quantized_weight_has_the_same_bits_in_any_batch(
     engine: Engine, dtype: str, block_type: str
 ) -> None:
     outputs, inputs, library = 50, 512, engine.library
     _, format = GGML_FORMATS[block_type]
     values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[block_type]]
     if block_type.endswith("_K") or block_type.startswith("IQ"):
-        # Any bits of a scale are a number here: the mantissa's bytes alone are drawn.
+        # Only bytes of the mantissa are random, so that every scale is a finite number.
         blocks = np.random.default_rng(0).integers(0, 48, (outputs, inputs // values * size), dtype=np.uint8)
     else:
         blocks = gguf.quants.quantize(random(outputs, inputs, seed=2), gguf.GGMLQuantizationType[block_type])
@@ -88,7 +86,7 @@ def test_a_row_times_a_quantized_weight_has_the_same_bits_in_any_company(
     memory.close()
 
 
-def test_without_the_mode_amx_computes_few_rows_in_another_way(engine: Engine) -> None:
+def test_amx_computes_few_rows_differently_without_batch_invariance(engine: Engine) -> None:
     if not engine.library.level.startswith("amx"):
         pytest.skip("the other levels have one way")
     memory = WeightMemory(engine.library, engine.library.packed_bytes(96, 800, "bfloat16") + 4096)
@@ -102,13 +100,13 @@ def test_without_the_mode_amx_computes_few_rows_in_another_way(engine: Engine) -
 
 # --- attention ------------------------------------------------------------------------------------------------------
 
-TOKENS = 420  # of each sequence: more than one part, and ends within a span
+TOKENS = 420  # of each sequence: more than one part, and the last span is not full
 
 Chunk = tuple[int, int, int]  # sequence, start, count
 
 
 class Sequences:
-    """Some sequences' queries, keys and values. The first `shared` blocks are the same for all."""
+    """Queries, keys and values of some sequences. The first `shared` blocks are equal in all of them."""
 
     def __init__(
         self,
@@ -139,7 +137,7 @@ class Sequences:
         self._queries = queries if dtype == "float32" else bfloat16_bits(queries)
 
     def attended(self, engine: Engine, chunks: Sequence[Chunk]) -> dict[tuple[int, int], bytes]:
-        """The bits of each row, by sequence and position; all chunks are one step."""
+        """Compute chunks in one step, and return the bits of each row, by sequence and position."""
         tables = [self._tables[index, : -(-(start + count) // self._page_tokens)] for index, start, count in chunks]
         counts, starts = [count for _, _, count in chunks], [start for _, start, _ in chunks]
         firsts = np.cumsum([0, *map(len, tables)])[:-1]
@@ -202,8 +200,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @DTYPE_IDS
 @pytest.mark.parametrize("shape", SHAPES)
-def test_attention_of_a_row_has_the_same_bits_in_any_history(engine: Engine, dtype: str, shape: str) -> None:
-    """Alone or in company, as a decode or in a prompt, in one chunk or several, with any number of threads."""
+def test_attention_of_a_row_has_the_same_bits_in_any_schedule(engine: Engine, dtype: str, shape: str) -> None:
+    """Compute rows alone and in batches, as decodes or in prompts, in one or more chunks, with any thread count."""
     sequences = Sequences(dtype, **SHAPES[shape])
     whole: dict[tuple[int, int], bytes] = {}
     for index in range(5):

@@ -1,4 +1,4 @@
-"""The library is compiled once, is never half there, and a reason is given where it cannot be had."""
+"""Tests of building the library: it is compiled once, never incomplete, and failures give a reason."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trioserve_kernels.native import NoNativeKernels, load_library
 
 
 def write_compiler(folder: Path, *, fails: bool = False) -> Path:
-    """A compiler that notes each call and writes a file, or fails."""
+    """Write a script that acts as a compiler: it counts its calls, and writes a file or fails."""
     path = folder / "compiler"
     last = "echo 'x.cpp:1: error: no such word' >&2; exit 1" if fails else 'echo made > "$out"'
     path.write_text(
@@ -44,7 +44,7 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_a_library_is_compiled_once(compiler: Path) -> None:
+def test_library_is_compiled_once(compiler: Path) -> None:
     said: list[str] = []
 
     def note(sentence: str, seconds: float) -> None:
@@ -60,14 +60,14 @@ def test_a_library_is_compiled_once(compiler: Path) -> None:
     assert "avx2" in said[0]
 
 
-def test_other_flags_or_another_compiler_make_another_library(compiler: Path) -> None:
+def test_other_flags_or_another_compiler_give_another_library(compiler: Path) -> None:
     libraries = {build_library("avx2"), build_library("avx512"), build_library("avx2", more_flags=("-g",))}
     compiler.write_text(compiler.read_text().replace("test 1", "test 2"))
     libraries.add(build_library("avx2"))
     assert len(libraries) == call_count(compiler.parent) == 4
 
 
-def test_two_at_a_time_compile_once(compiler: Path) -> None:
+def test_two_concurrent_builds_compile_once(compiler: Path) -> None:
     together = threading.Barrier(4)
     libraries = []
 
@@ -88,9 +88,9 @@ class GivenUp(Exception):
     pass
 
 
-def test_whoever_waits_for_a_compiler_may_end_it(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The shell waits for a child, as g++ does for the compiler proper; both hold the pipe that is read here.
-    # Like g++, it writes a temporary file, which it cannot remove when it is killed.
+def test_exception_of_the_progress_callback_ends_the_compiler(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The shell waits for a child process, as g++ does, and both keep the stderr pipe open. Like g++, the script writes
+    # a temporary file, which it cannot remove when it is killed.
     with_child = "echo > $TMPDIR/x.s; sleep 600 >/dev/null & echo $! > " + f"{compiler.parent}/child; wait; "
     monkeypatch.setenv("TMPDIR", str(compiler.parent))
     compiler.write_text(compiler.read_text().replace("echo made", with_child + "echo made"))
@@ -110,7 +110,7 @@ def test_whoever_waits_for_a_compiler_may_end_it(compiler: Path, monkeypatch: py
     assert [path.suffix for path in (compiler.parent / "cache" / "trioserve").iterdir()] == [".lock"]
 
 
-def test_a_compiler_that_takes_for_ever_is_ended(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiler_that_takes_too_long_is_killed(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler.write_text(compiler.read_text().replace("echo made", "sleep 600; echo made"))
     monkeypatch.setattr(build, "COMPILE_SECONDS_MAX", 0)
     monkeypatch.setattr(build, "WATCH_SECONDS", 0.01)
@@ -118,7 +118,7 @@ def test_a_compiler_that_takes_for_ever_is_ended(compiler: Path, monkeypatch: py
         build_library("avx2")
 
 
-def test_a_failed_compilation_says_why_and_leaves_nothing(compiler: Path) -> None:
+def test_failed_compilation_gives_the_reason_and_leaves_no_files(compiler: Path) -> None:
     write_compiler(compiler.parent, fails=True)
     for _ in range(2):
         with pytest.raises(CannotBuild, match="no such word"):
@@ -127,7 +127,7 @@ def test_a_failed_compilation_says_why_and_leaves_nothing(compiler: Path) -> Non
     assert call_count(compiler.parent) == 2
 
 
-def test_without_a_compiler_there_is_a_reason(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_compiler_is_reported(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(CannotBuild, match="no-such-compiler"):
         build_library("avx2")
@@ -137,13 +137,13 @@ def test_without_a_compiler_there_is_a_reason(compiler: Path, monkeypatch: pytes
         build_library("avx2")
 
 
-def test_a_cache_that_cannot_be_written_is_a_reason(compiler: Path, tmp_path: Path) -> None:
+def test_cache_that_cannot_be_written_is_reported(compiler: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CannotBuild, match="cannot be written"):
         build_library("avx2", cache=tmp_path / "file" / "cache")
 
 
-def test_a_library_that_came_with_the_package_needs_no_compiler(
+def test_library_from_the_wheel_needs_no_compiler(
     compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "prebuilt"
@@ -156,16 +156,14 @@ def test_a_library_that_came_with_the_package_needs_no_compiler(
     assert {library.parent for library in libraries} == {folder}
 
 
-def test_a_wheel_may_bring_some_levels(compiler: Path, tmp_path: Path) -> None:
+def test_prebuild_compiles_the_named_levels(compiler: Path, tmp_path: Path) -> None:
     build.prebuild(tmp_path / "prebuilt", ["avx512", "avx2"])
     assert sorted(path.name.split("-")[1] for path in (tmp_path / "prebuilt").iterdir()) == ["avx2", "avx512"]
-    with pytest.raises(CannotBuild, match="there is no level avx3: take some of amx, "):
+    with pytest.raises(CannotBuild, match="there is no level avx3: choose from amx, "):
         build.prebuild(tmp_path / "prebuilt", ["avx3"])
 
 
-def test_a_library_of_other_sources_is_passed_over(
-    compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_library_of_other_sources_is_ignored(compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, sources = tmp_path / "prebuilt", tmp_path / "cpu"
     shutil.copytree(build.SOURCES, sources)
     monkeypatch.setattr(build, "PREBUILT", folder)
@@ -175,7 +173,7 @@ def test_a_library_of_other_sources_is_passed_over(
     assert build_library("avx2").parent != folder
 
 
-def test_the_best_level_comes_first(tmp_path: Path) -> None:
+def test_supported_levels_are_sorted_best_first(tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     for features, levels in (
         ("sse2 avx", ()),
@@ -190,20 +188,20 @@ def test_the_best_level_comes_first(tmp_path: Path) -> None:
     assert supported_levels(tmp_path / "nothing") == ()
 
 
-def test_the_environment_switches_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variable_disables_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRIOSERVE_NATIVE", "0")
     with pytest.raises(NoNativeKernels, match="TRIOSERVE_NATIVE"):
         load_library()
 
 
 @pytest.mark.skipif(not supported_levels(), reason="needs Linux on x86-64 with AVX2")
-def test_a_damaged_library_is_a_reason(compiler: Path) -> None:
+def test_damaged_library_is_reported(compiler: Path) -> None:
     with pytest.raises(NoNativeKernels, match="cannot be loaded"):
         load_library()
 
 
 @pytest.mark.parametrize("fails", (False, True))
-def test_the_command_never_fails_the_setup(compiler: Path, fails: bool) -> None:
+def test_build_command_always_exits_with_0(compiler: Path, fails: bool) -> None:
     write_compiler(compiler.parent, fails=fails)
     response = subprocess.run(
         [sys.executable, "-m", "trioserve_kernels.build"], capture_output=True, text=True, check=False

@@ -18,7 +18,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("block_type", ("Q4_0", "Q4_1"))
-def test_numbers_are_those_of_the_gguf_package(block_type: str) -> None:
+def test_unpacked_values_equal_those_of_the_gguf_package(block_type: str) -> None:
     parts = [blocks_of(block_type, random(rows, 256, seed=rows)) for rows in (24, 8)]
     weight = join([weight_of_blocks(block_type, part) for part in parts])
     kind = gguf.GGMLQuantizationType[block_type]
@@ -30,8 +30,8 @@ def test_numbers_are_those_of_the_gguf_package(block_type: str) -> None:
 
 
 @pytest.mark.parametrize("group", (32, 64, 128))
-def test_a_scale_that_stands_for_several_blocks_is_there_once(group: int) -> None:
-    """Of all parts, or of none."""
+def test_join_merges_blocks_with_equal_scales(group: int) -> None:
+    """Merge only if the blocks of all parts have equal scales."""
     blocks = torch.randint(0, 256, (40, 8, 24), dtype=torch.uint8, generator=torch.Generator().manual_seed(4))
     for start in range(0, 8, group // 32):
         blocks[:, start : start + group // 32, :8] = random(40, 1, 2, seed=start).view(torch.uint8).view(40, 1, 8)

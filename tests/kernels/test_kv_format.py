@@ -1,5 +1,7 @@
-"""Keys and values of 8 bits: how far rounding takes them, and that torch attends over the numbers that they stand
-for. The native kernels have the like in test_native.py."""
+"""Tests of keys and values in 8 bits in torch: rounding errors, and attention over the decoded numbers.
+
+The same tests of the native kernels are in test_native.py.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def coded(heads: Tensor, kv_format: str) -> Tensor:
 
 
 @FORMATS
-def test_numbers_are_kept_to_half_a_step(kv_format: str) -> None:
+def test_rounding_error_is_at_most_half_a_step(kv_format: str) -> None:
     heads = random(50, 3, 64) * torch.logspace(-6, 4, 50)[:, None, None]
     heads[7] = 0
     kept = decode(coded(heads, kv_format), torch.float32)
@@ -37,7 +39,7 @@ def test_numbers_are_kept_to_half_a_step(kv_format: str) -> None:
 
 
 @FORMATS
-def test_a_head_that_is_not_finite_is_no_number_alone(kv_format: str) -> None:
+def test_head_with_nan_or_infinity_becomes_nan_alone(kv_format: str) -> None:
     heads = random(4, 3, 32)
     heads[1, 2, 5], heads[3, 0, 31] = float("nan"), float("-inf")
     is_finite = decode(coded(heads, kv_format), torch.bfloat16).isfinite().all(-1)
@@ -46,7 +48,7 @@ def test_a_head_that_is_not_finite_is_no_number_alone(kv_format: str) -> None:
     assert torch.equal(is_finite, expected)
 
 
-def test_every_number_of_fp8_is_what_it_was() -> None:
+def test_fp8_numbers_are_exact() -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     codes = codes[(codes & 127) != 127]  # NaN
     numbers = codes.view(torch.float8_e4m3fn).float()[None]
@@ -54,7 +56,7 @@ def test_every_number_of_fp8_is_what_it_was() -> None:
 
 
 @FORMATS
-def test_slots_are_written_and_cleared(kv_format: str) -> None:
+def test_8_bit_slots_are_written_and_cleared(kv_format: str) -> None:
     pages = torch.zeros(3, 4, 2, 2, 16 + 2, dtype=torch.uint8).view(CODED_DTYPES[kv_format])
     rows = pages.view(12, -1)
     assert is_coded(pages)
@@ -72,7 +74,7 @@ def test_slots_are_written_and_cleared(kv_format: str) -> None:
 @FORMATS
 @DTYPES
 @pytest.mark.parametrize("batch_invariant", (False, True))
-def test_torch_attends_over_what_is_kept(kv_format: str, dtype: torch.dtype, batch_invariant: bool) -> None:
+def test_torch_attends_over_decoded_numbers(kv_format: str, dtype: torch.dtype, batch_invariant: bool) -> None:
     kernels = reference_invariant if batch_invariant else reference
     pages = coded(random(9, 8, 2, 2, 32), kv_format)
     queries = random(6, 4 * 32, dtype=dtype, seed=2)

@@ -1,4 +1,4 @@
-"""Weights packed from memory, and from files by the library's own reading: the same bytes."""
+"""Tests of packing weights: from memory and by the library's own file reading, with equal bytes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def bits(*shape: int, dtype: str, seed: int = 0) -> npt.NDArray[Any]:
 
 
 def rows_of(weight: npt.NDArray[Any], **fields: Any) -> FileRowsStruct:
-    """As the file holds them that `written` wrote."""
+    """Describe the rows of a matrix in a file that `written` wrote."""
     return FileRowsStruct(
         **{
             "offset": 7,
@@ -72,10 +72,10 @@ def written(path: Path, *weights: npt.NDArray[Any]) -> Path:
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 @pytest.mark.parametrize("rows, columns", ((16, 32), (33, 70), (48, 47), (5, 3), (64, 1000)))
-def test_where_each_number_lies(
+def test_packed_position_of_each_number(
     library: Library, memories: list[WeightMemory], dtype: str, rows: int, columns: int
 ) -> None:
-    """Blocks of 16 rows; in each, units of one number of every row, or of two neighbours."""
+    """Check the layout: blocks of 16 rows. A unit in a block is one number of every row, or two adjacent numbers."""
     weight = bits(rows, columns, dtype=dtype)
     size = library.packed_bytes(rows, columns, dtype)
     memories.append(WeightMemory(library, size))
@@ -89,10 +89,10 @@ def test_where_each_number_lies(
 
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
-def test_rows_of_a_file_are_packed_as_those_in_memory(
+def test_rows_from_a_file_and_from_memory_are_packed_equally(
     library: Library, memories: list[WeightMemory], dtype: str, tmp_path: Path
 ) -> None:
-    """Two matrices block for block in turn, each larger than what is read at once, the second one in two parts."""
+    """Interleave the blocks of two matrices. Each is larger than one read, and the second one comes in two parts."""
     gate, up = bits(160, 3000, dtype=dtype, seed=1), bits(160, 3000, dtype=dtype, seed=2)
     size = library.packed_bytes(320, 3000, dtype)
     memories.extend(WeightMemory(library, size) for _ in range(2))
@@ -116,7 +116,9 @@ def test_rows_of_a_file_are_packed_as_those_in_memory(
 
 
 @pytest.mark.parametrize("head_dim", (32, 64, 128))
-def test_halves_of_heads_in_turn(library: Library, memories: list[WeightMemory], head_dim: int, tmp_path: Path) -> None:
+def test_halves_of_heads_are_interleaved(
+    library: Library, memories: list[WeightMemory], head_dim: int, tmp_path: Path
+) -> None:
     weight = bits(256, 2000, dtype="bfloat16")
     size = library.packed_bytes(256, 2000, "bfloat16")
     memories.extend(WeightMemory(library, size) for _ in range(2))
@@ -129,7 +131,9 @@ def test_halves_of_heads_in_turn(library: Library, memories: list[WeightMemory],
     assert ctypes.string_at(place, size) == ctypes.string_at(expected, size)
 
 
-def test_blocks_of_a_file(library: Library, memories: list[WeightMemory], tmp_path: Path) -> None:
+def test_blocks_from_a_file_and_from_memory_are_packed_equally(
+    library: Library, memories: list[WeightMemory], tmp_path: Path
+) -> None:
     number, format = BLOCK_FORMATS["Q4_0"]
     assert format == WeightFormat.Q4
     columns = 9600
@@ -144,7 +148,7 @@ def test_blocks_of_a_file(library: Library, memories: list[WeightMemory], tmp_pa
     assert ctypes.string_at(place, size) == ctypes.string_at(expected, size)
 
 
-def test_rows_that_stay_as_they_are(library: Library, tmp_path: Path) -> None:
+def test_copied_rows_stay_as_they_are(library: Library, tmp_path: Path) -> None:
     first, second = bits(30, 40, dtype="bfloat16"), bits(20, 40, dtype="bfloat16", seed=1)
     paths = [written(tmp_path / name, weight) for name, weight in (("a", first), ("b", second))]
     place = np.zeros((50, 40), dtype=np.uint16)
@@ -156,7 +160,7 @@ def test_rows_that_stay_as_they_are(library: Library, tmp_path: Path) -> None:
     assert (place == np.concatenate((first, second))).all()
 
 
-def test_a_file_that_ends_too_early_and_one_that_is_gone(library: Library, tmp_path: Path) -> None:
+def test_truncated_and_missing_files_are_reported(library: Library, tmp_path: Path) -> None:
     weight = bits(30, 40, dtype="bfloat16")
     path = written(tmp_path / "short", weight[:29])
     place = np.zeros((30, 40), dtype=np.uint16)
@@ -164,21 +168,21 @@ def test_a_file_that_ends_too_early_and_one_that_is_gone(library: Library, tmp_p
     with pytest.raises(EOFError, match="short"):
         loading.run()
     assert loading.bytes_done == 0
-    loading.run()  # another thread finds that it has to stop
+    loading.run()  # another thread stops at once
     with pytest.raises(FileNotFoundError):
         Loading(library, [tmp_path / "gone"], []).run()
 
 
-def test_what_cannot_be_read_is_told_as_the_system_tells_it(library: Library, tmp_path: Path) -> None:
+def test_read_error_of_the_system_is_raised(library: Library, tmp_path: Path) -> None:
     weight = bits(30, 40, dtype="bfloat16")
-    rows = rows_of(weight, to=0)  # no memory is there
+    rows = rows_of(weight, to=0)  # an invalid destination address
     path = written(tmp_path / "weights", weight)
     with pytest.raises(OSError, match="Bad address") as caught:
         Loading(library, [path], [rows]).run()
     assert caught.value.filename == str(path)
 
 
-def test_nothing_begins_after_a_stop(library: Library, tmp_path: Path) -> None:
+def test_no_row_is_read_after_stop(library: Library, tmp_path: Path) -> None:
     weight = bits(30, 40, dtype="bfloat16")
     place = np.zeros((30, 40), dtype=np.uint16)
     path = written(tmp_path / "weights", weight)

@@ -1,8 +1,8 @@
-"""The native kernels against the same mathematics in float64, at every level of instructions that this machine has.
+"""Tests of the native kernels against float64, at every instruction level of this machine.
 
-Tolerance: operands are exact, so what differs is the order of sums in float32, and the rounding of a result. A
-product's bound is relative to the sum of the absolute terms, because that is what a float32 sum's error grows with;
-attention of bfloat16 rounds the weights of the values (2 ** -9 of each) and the result (2 ** -9), of values up to 4.
+Tolerance: inputs are exact, so only the order of float32 sums and the rounding of results differ. The tolerance of a
+product is relative to the sum of the absolute terms, because the error of a float32 sum grows with it. Attention in
+bfloat16 also rounds the weights of values (2 ** -9 of each) and the result (2 ** -9), with values up to 4.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def as_array(tensor: Tensor) -> npt.NDArray[Any]:
-    """The tensor's memory as the kernels' arrays have it: bfloat16 as its bits."""
+    """Return a tensor's memory as a numpy array, bfloat16 as its bits."""
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
@@ -81,7 +81,7 @@ def as_tensor(array: npt.NDArray[Any]) -> Tensor:
 def test_products(engine: Engine, dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> None:
     x, weight = random(rows, inputs, dtype=dtype), random(outputs, inputs, dtype=dtype, seed=1)
     library = engine.library
-    # What follows a weight is read ahead, and must not count: here NaN.
+    # Memory after a weight is read ahead but must not affect the result. Here it is NaN.
     size = library.packed_bytes(outputs, inputs, name_of(dtype))
     memory = WeightMemory(library, size + 4096)
     packed = memory.take(size)
@@ -96,8 +96,8 @@ def test_products(engine: Engine, dtype: torch.dtype, rows: int, outputs: int, i
 
 
 @pytest.mark.slow
-def test_two_matrices_in_turn_blocks(engine: Engine) -> None:
-    """As gate and up lie: block for block beside each other."""
+def test_product_of_two_matrices_with_interleaved_blocks(engine: Engine) -> None:
+    """Interleave two matrices block by block, as gate and up projections are stored."""
     x, gate, up = random(6, 64), random(48, 64, seed=1), random(48, 64, seed=2)
     library = engine.library
     size = library.packed_bytes(96, 64, "float32")
@@ -125,7 +125,7 @@ def expected_attention(
     sinks: Tensor | None = None,
     latent_dim: int = 0,
 ) -> Tensor:
-    """Each row alone, over what it sees, in float64."""
+    """Compute the attention of each row alone in float64."""
     rows = []
     kv_heads, dim = pages.shape[3:]
     for (start, count), table in zip(chunks, tables, strict=True):
@@ -213,9 +213,23 @@ def check_attention(
     sink: float | None = None,
     latent_dim: int = 0,
 ) -> None:
-    """chunks: (start, count) of each sequence. shared: of some sequences, which earlier one has the same first blocks,
-    and how many. spread: of the scores, about. sink: heads have sinks, about so high. Every slot that no row sees holds
-    NaN."""
+    """Compare the attention of a step with float64. Every slot that no row sees holds NaN.
+
+    Args:
+        engine: engine under test.
+        dtype: dtype of queries, keys and values.
+        chunks: (start, count) of each sequence.
+        heads: query heads.
+        kv_heads: key/value heads.
+        head_dim: numbers per head.
+        page_tokens: tokens per page.
+        window: tokens that a row sees, or None for all.
+        shared: for some sequences, (earlier sequence, number of first blocks) that both share.
+        spread: approximate spread of the scores.
+        score_cap: limit of the scores, or None.
+        sink: approximate sinks of the heads, or None.
+        latent_dim: numbers of a value in latent attention, or 0.
+    """
     widths = [-(-(start + count) // page_tokens) for start, count in chunks]
     order = torch.randperm(sum(widths) + 3, generator=torch.Generator().manual_seed(5)).tolist()
     tables: list[list[int]] = []
@@ -276,7 +290,7 @@ def test_attention_of_other_heads(engine: Engine, dtype: torch.dtype, head_dim: 
 @DTYPE_IDS
 @pytest.mark.parametrize("heads, head_dim, latent_dim", ((1, 48, 32), (5, 80, 48), (16, 576, 512), (40, 288, 256)))
 def test_attention_of_latents(engine: Engine, dtype: torch.dtype, heads: int, head_dim: int, latent_dim: int) -> None:
-    """One key for all heads, whose first numbers are its value, too."""
+    """Use one key for all heads, whose first numbers are also its value."""
     shape = {"heads": heads, "kv_heads": 1, "head_dim": head_dim, "latent_dim": latent_dim}
     check_attention(engine, dtype, chunks=[(33, 1), (0, 150), (300, 1), (20, 3)], **shape)
     check_attention(engine, dtype, chunks=[(310, 1), (300, 1), (290, 2)], shared={1: (0, 16), 2: (0, 16)}, **shape)
@@ -286,7 +300,7 @@ def test_attention_of_latents(engine: Engine, dtype: torch.dtype, heads: int, he
 @pytest.mark.parametrize("window", (None, 200))
 @pytest.mark.parametrize("spread", (1.0, 8.0))
 def test_attention_of_long_prompts(engine: Engine, dtype: torch.dtype, window: int | None, spread: float) -> None:
-    """Several pieces, and spans that bring much larger scores than those before."""
+    """Use prompts of several pieces, in which later spans have much larger scores than earlier ones."""
     chunks = [(0, 300), (203, 120), (5, 7)]
     check_attention(engine, dtype, chunks=chunks, heads=9, kv_heads=3, window=window, spread=spread)
 
@@ -295,7 +309,7 @@ def test_attention_of_long_prompts(engine: Engine, dtype: torch.dtype, window: i
 @pytest.mark.parametrize("head_dim", (48, 64, 256))
 @pytest.mark.parametrize("score_cap", (0.5, 50.0))
 def test_attention_with_capped_scores(engine: Engine, dtype: torch.dtype, head_dim: int, score_cap: float) -> None:
-    """Decodes alone and on shared blocks, short chunks, and prompts of several spans."""
+    """Use decodes alone and on shared blocks, short chunks, and prompts of several spans."""
     chunks = [(0, 1), (90, 1), (300, 1), (310, 1), (30, 3), (0, 130), (77, 50)]
     check_attention(
         engine,
@@ -316,7 +330,7 @@ def test_attention_with_capped_scores(engine: Engine, dtype: torch.dtype, head_d
 def test_attention_with_sinks(
     engine: Engine, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, sink: float
 ) -> None:
-    """Decodes alone and on shared blocks, short chunks, and prompts of several spans."""
+    """Use decodes alone and on shared blocks, short chunks, and prompts of several spans."""
     chunks = [(0, 1), (90, 1), (300, 1), (310, 1), (30, 3), (0, 130), (77, 50)]
     shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "sink": sink}
     check_attention(engine, dtype, chunks=chunks, shared={3: (2, 18)}, spread=4.0, **shape)
@@ -326,7 +340,7 @@ def test_attention_with_sinks(
 @pytest.mark.slow
 @DTYPE_IDS
 @pytest.mark.parametrize("head_dim, window", ((64, None), (80, 600), (128, 70)))
-def test_attention_of_prompts_longer_than_what_is_packed_at_once(
+def test_attention_of_prompts_longer_than_one_packed_span(
     engine: Engine, dtype: torch.dtype, window: int | None, head_dim: int
 ) -> None:
     chunks = [(0, 650), (1000, 40), (490, 70)]
@@ -339,7 +353,7 @@ def test_attention_of_prompts_longer_than_what_is_packed_at_once(
 @pytest.mark.parametrize("head_dim, heads, kv_heads", ((64, 9, 3), (48, 4, 2), (128, 5, 1)))
 @pytest.mark.parametrize("page_tokens", (16, 5))
 @pytest.mark.parametrize("window", (None, 70))
-def test_attention_over_eight_bits_is_that_over_their_numbers(
+def test_attention_over_8_bits_equals_attention_over_decoded_numbers(
     engine: Engine,
     kv_format: str,
     dtype: torch.dtype,
@@ -349,8 +363,10 @@ def test_attention_over_eight_bits_is_that_over_their_numbers(
     page_tokens: int,
     window: int | None,
 ) -> None:
-    """To the last bit. Prompts, chunks of prompts, decodes alone, and decodes of which three share their first 100
-    tokens; what no row sees is no number."""
+    """Compare all bits. Use prompts, chunks of prompts, decodes alone, and decodes that share their first 100 tokens.
+
+    Slots that no row sees are NaN.
+    """
     chunks = [(0, 130), (77, 50), (30, 3), (0, 1), (300, 1), (100, 1), (120, 1), (131, 1)]
     widths = [-(-(start + count) // page_tokens) for start, count in chunks]
     order = torch.randperm(sum(widths), generator=torch.Generator().manual_seed(5)).tolist()
@@ -373,8 +389,8 @@ def test_attention_over_eight_bits_is_that_over_their_numbers(
 
 @DTYPE_IDS
 @pytest.mark.parametrize("growth", (4, 6, 9, 11, 80, 95, 200, 280, 400, 700, 1e5))
-def test_a_score_may_be_far_above_all_before(engine: Engine, dtype: torch.dtype, growth: float) -> None:
-    """Tokens 70, 135 and 270 have each a score that is so much larger than any before, for the even rows."""
+def test_scores_far_above_all_earlier_ones(engine: Engine, dtype: torch.dtype, growth: float) -> None:
+    """Give tokens 70, 135 and 270 scores far above all earlier ones, in even rows only."""
     dim = 32
     pages = random(25, 16, 2, 1, dim, dtype=dtype, seed=3)
     pages[:, :, 0, :, 0] = 0
@@ -389,9 +405,7 @@ def test_a_score_may_be_far_above_all_before(engine: Engine, dtype: torch.dtype,
 
 @DTYPE_IDS
 @pytest.mark.parametrize("value", (float("nan"), float("inf"), -float("inf")))
-def test_a_prompts_key_that_is_no_number_is_that_of_those_who_see_it(
-    engine: Engine, dtype: torch.dtype, value: float
-) -> None:
+def test_nan_key_of_a_prompt_spoils_only_rows_that_see_it(engine: Engine, dtype: torch.dtype, value: float) -> None:
     pages = random(13, 16, 2, 1, 32, dtype=dtype, seed=3)
     pages[6, 4, 0, 0, 7] = value
     queries = random(200, 32, dtype=dtype, seed=4)
@@ -406,13 +420,13 @@ def test_a_prompts_key_that_is_no_number_is_that_of_those_who_see_it(
 
 
 @pytest.mark.parametrize("growth", (3.0, 6.0, 8.0, 30.0))
-def test_a_rows_bits_do_not_depend_on_how_its_neighbours_scores_grow(engine: Engine, growth: float) -> None:
+def test_bits_of_a_row_do_not_depend_on_growing_scores_of_others(engine: Engine, growth: float) -> None:
     if not engine.library.level.startswith("amx"):
         pytest.skip("weights are powers of 2 of fixed point with AMX alone")
     dim, heads, rows = 32, 8, 400
     pages = random(25, 16, 2, heads, dim, dtype=torch.bfloat16, seed=3)
     pages[:, :, 0, :, :2] = 0
-    pages[5, 3, 0, :, 0] = 1  # where all rows' scores grow: so little for the odd ones that they alone change nothing
+    pages[5, 3, 0, :, 0] = 1  # raises the scores of all rows, but too little in odd rows to change their result
     pages[9, 7, 0, :, 1] = 1
     queries = random(rows, heads, dim, dtype=torch.bfloat16, seed=4)
     queries[:, :, 0] = torch.linspace(5.2, 9.0, rows)[:, None] * dim**0.5
@@ -433,9 +447,11 @@ def test_attention_over_other_pages(engine: Engine, dtype: torch.dtype, page_tok
 
 
 @DTYPE_IDS
-def test_an_infinite_score_is_one_rows_alone(engine: Engine, dtype: torch.dtype) -> None:
-    """Sixteen sequences share 256 tokens, and lie side by side in a vector: in the second span of tokens one has an
-    infinite score, as in the first, and another one's scores grow."""
+def test_infinite_score_spoils_only_its_row(engine: Engine, dtype: torch.dtype) -> None:
+    """Let sixteen sequences share 256 tokens, so that their rows are in one vector.
+
+    In the second span, one row has an infinite score, as in the first span. The scores of another row grow.
+    """
     count, dim = 16, 32
     pages = random(16 + count, 16, 2, 1, dim, dtype=dtype, seed=3)
     pages[:, :, 0] = 0
@@ -456,7 +472,7 @@ def test_an_infinite_score_is_one_rows_alone(engine: Engine, dtype: torch.dtype)
 
 @pytest.mark.parametrize("bits", (0x7FC00000, 0x7FC00001, 0x7F800001, 0x7FFFFFFF, 0xFFFFFFFF))
 @pytest.mark.parametrize("chunk", ((0, 8), (7, 1)), ids=("prompt", "decode"))
-def test_whatever_is_no_number_makes_none(engine: Engine, chunk: tuple[int, int], bits: int) -> None:
+def test_every_nan_gives_nan(engine: Engine, chunk: tuple[int, int], bits: int) -> None:
     pages = random(1, 16, 2, 1, 32, seed=0)
     pages.view(torch.int32)[0, 3, 0, 0, 5] = int(np.uint32(bits).view(np.int32))
     attended = attention_of(engine, random(chunk[1], 32, seed=2), pages, [[0]], [chunk])
@@ -496,7 +512,7 @@ def test_shared_blocks_of_other_sizes(engine: Engine, dtype: torch.dtype, page_t
 
 @pytest.mark.parametrize("window", (64, 300, 2000))
 def test_shared_blocks_in_a_window(engine: Engine, window: int) -> None:
-    """Rows that have left blocks behind see no shared ones; others in the step may."""
+    """Mix rows whose window has left the shared blocks with rows that still see them."""
     chunks = [(250, 1), (280, 1), (290, 1), (310, 1), (900, 1)]
     check_attention(engine, torch.float32, chunks=chunks, shared=dict.fromkeys(range(1, 5), (0, 14)), window=window)
 
@@ -504,7 +520,7 @@ def test_shared_blocks_in_a_window(engine: Engine, window: int) -> None:
 @pytest.mark.slow
 @DTYPE_IDS
 def test_attention_of_many_decodes(engine: Engine, dtype: torch.dtype) -> None:
-    """More pieces than a thread takes at once, of all lengths within a block of tokens and a span of blocks."""
+    """Use more pieces than a thread takes at once, with all lengths within a block and within a span."""
     chunks = [(17 * index % 331, 1) for index in range(80)]
     for heads, kv_heads, head_dim in ((9, 3, 64), (8, 1, 32), (10, 2, 128)):
         check_attention(engine, dtype, chunks=chunks, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
@@ -518,7 +534,7 @@ def thread_count() -> int:
 
 
 @pytest.mark.parametrize("threads", (1, 2, 3, 8))
-def test_any_number_of_threads_computes_and_ends(threads: int, library: Library) -> None:
+def test_engine_computes_with_any_number_of_threads_and_closes(threads: int, library: Library) -> None:
     before = thread_count()
     engine = Engine(library, threads)
     assert thread_count() == before + threads - 1

@@ -1,11 +1,11 @@
-"""Quantized weights against the gguf package and against the same mathematics in float64, at every level.
+"""Tests of quantized weights against the gguf package and against float64, at every instruction level.
 
-A block's numbers are scale * value, exact in float32, plus a min, where one rounding may differ. A product's sums over
-32 numbers are whole, so against the same quantized rows it differs by the order of float32 sums alone; against the rows
-themselves by at most half a step of each number.
+A block's values are scale * code, exact in float32, plus a min, where one rounding may differ. Sums over 32 codes are
+whole numbers. So against the same quantized rows, only the order of float32 sums differs. Against the original rows,
+the error is at most half a step of each number.
 
-With AMX, 5 rows in bfloat16 and more stay as they are, and each weight is rounded to bfloat16, by at most 0.7 of its
-last bit. Beside the weights so rounded, a product again differs by the order of sums alone.
+With AMX, products of 5 or more rows in bfloat16 do not quantize the rows. Each weight is rounded to bfloat16 instead,
+by at most 0.7 of its last bit. With the rounded weights, again only the order of sums differs.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from trioserve_kernels.native import (
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
-Bits = npt.NDArray[np.uint16]  # of bfloat16
+Bits = npt.NDArray[np.uint16]  # the bits of bfloat16
 BLOCK_TYPES = pytest.mark.parametrize("block_type", BLOCK_FORMATS)
-OWN_BLOCK_BYTES = {"Q4_F32": 24, "Q8_F32": 40}  # of 32 numbers: two float32, then as Q4_0 or Q8_0 has them
-# Where a type's float16 scales stand in its block, or our own types' float32.
+OWN_BLOCK_BYTES = {"Q4_F32": 24, "Q8_F32": 40}  # 32 numbers: two float32, then the codes as in Q4_0 or Q8_0
+# Positions in a block of a type's float16 scales, or of our own types' float32 scales.
 SCALES_AT: dict[str, tuple[int, ...]] = {
     "Q6_K": (208,),
     "Q2_K": (80, 82),
@@ -44,7 +44,7 @@ SCALES_AT: dict[str, tuple[int, ...]] = {
 
 
 def block_size(block_type: str) -> tuple[int, int]:
-    """Numbers and bytes."""
+    """Return the numbers and the bytes of one block."""
     if block_type in OWN_BLOCK_BYTES:
         return 32, OWN_BLOCK_BYTES[block_type]
     values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[block_type]]
@@ -58,7 +58,7 @@ def stored_scales(block_type: str, numbers: Doubles) -> npt.NDArray[Any]:
 
 
 def random_blocks(block_type: str, rows: int, columns: int, seed: int = 0) -> npt.NDArray[np.uint8]:
-    """Any bytes, but scales of a size that weights have: both signs, and a few zeros."""
+    """Make blocks of random bytes with scales of realistic size: both signs, and a few zeros."""
     values, size = block_size(block_type)
     random = np.random.default_rng(seed)
     blocks = random.integers(0, 256, (rows, columns // values, size), dtype=np.uint8)
@@ -83,7 +83,7 @@ def expected_values(block_type: str, blocks: npt.NDArray[np.uint8]) -> Floats:
 
 
 class Weight:
-    """A packed matrix and the numbers it stands for. What follows it in memory is read ahead, and holds NaN."""
+    """A packed matrix and its values. The memory after it, which is read ahead, holds NaN."""
 
     def __init__(self, library: Library, format: WeightFormat, rows: int, columns: int) -> None:
         self.format, self.rows, self.columns, self._library = format, rows, columns, library
@@ -118,7 +118,7 @@ def weight_of_values(library: Library, format: WeightFormat, values: Floats) -> 
 
 
 def random_rows(rows: int, columns: int, seed: int = 9) -> Bits:
-    """As activations are: a few numbers far larger than the rest, and a group of zeros."""
+    """Make rows like activations: a few numbers far larger than the rest, and a group of zeros."""
     x = np.random.default_rng(seed).normal(0, 1, (rows, columns)).astype(np.float32)
     x[:, 5::37] *= 30
     x[0, :32] = 0
@@ -134,7 +134,7 @@ def floats_of(bits: Bits) -> Floats:
 
 
 def quantized_rows(x: Bits) -> tuple[Doubles, Doubles]:
-    """The numbers that a product computes with instead of x, and half of the step of each."""
+    """Return the numbers that a product uses instead of x, and half of the step of each."""
     values = floats_of(x)
     rows, columns = values.shape
     padded = np.zeros((rows, -(-columns // 32), 32), dtype=np.float32)
@@ -151,7 +151,7 @@ AMX_ROWS_MIN = 5
 
 
 def rounds_weights(engine: Engine, rows: int = AMX_ROWS_MIN) -> bool:
-    """Whether products of so many rows in bfloat16 round the weights rather than the rows."""
+    """Return True if products of this many bfloat16 rows round the weights, not the rows."""
     return engine.library.level.startswith("amx") and rows >= AMX_ROWS_MIN
 
 
@@ -170,8 +170,10 @@ def check_product(engine: Engine, x: Bits, values: Floats, product: Floats) -> N
 
 
 def rounding_of_starts(values: Floats) -> Doubles:
-    """Where there are mins: how far a weight may be off before it is rounded to bfloat16. A value is a float32's last
-    8 bits, and so a group's numbers are as exact as 16 bits of its largest."""
+    """Return the error of weights with mins before they are rounded to bfloat16.
+
+    A code is in the last 8 bits of a float32, so the values of a group are as exact as 16 bits of its largest value.
+    """
     rows, columns = values.shape
     padded = np.zeros((rows, -(-columns // 32), 32))
     padded.reshape(rows, -1)[:, :columns] = np.abs(values)
@@ -180,7 +182,7 @@ def rounding_of_starts(values: Floats) -> Doubles:
 
 
 def rounded_weights(engine: Engine, weight: Weight) -> Floats:
-    """As the engine multiplies them: each times 1, beside nothing but zeros."""
+    """Return the weights as the engine multiplies them: each times 1, with zeros beside."""
     ones = bfloat16_bits(np.eye(weight.columns, dtype=np.float32))
     return np.ascontiguousarray(engine.product(ones, weight.matrix, weight.rows).T)
 
@@ -190,13 +192,13 @@ def rounded_weights(engine: Engine, weight: Weight) -> Floats:
 
 @BLOCK_TYPES
 @pytest.mark.parametrize("rows, columns", ((1, 256), (16, 512), (50, 768)))
-def test_blocks_are_kept_as_what_the_gguf_package_makes_of_them(
+def test_packed_blocks_have_the_values_of_the_gguf_package(
     library: Library, block_type: str, rows: int, columns: int
 ) -> None:
     weight = weight_of_blocks(library, block_type, rows, columns)
     expected = expected_values(block_type, random_blocks(block_type, rows, columns))
     if block_type in ("Q4_1", "Q5_1", "Q4_K", "Q5_K", "Q4_F32", "Q8_F32"):
-        # scale * value + min, in one rounding or two: the sum's size is below 1.
+        # scale * code + min is rounded once or twice. The sum is below 1.
         np.testing.assert_allclose(weight.values, expected, rtol=0, atol=2.0**-23 * max(1.0, np.abs(expected).max()))
     else:
         np.testing.assert_array_equal(weight.values, expected)
@@ -204,7 +206,7 @@ def test_blocks_are_kept_as_what_the_gguf_package_makes_of_them(
 
 @pytest.mark.parametrize("format, steps", ((WeightFormat.Q8, 127), (WeightFormat.Q4_MIN, 15)))
 @pytest.mark.parametrize("rows, columns", ((1, 32), (33, 48), (40, 576)))
-def test_numbers_are_kept_to_half_a_step(
+def test_quantization_error_is_at_most_half_a_step(
     library: Library, format: WeightFormat, steps: int, rows: int, columns: int
 ) -> None:
     values = np.random.default_rng(1).normal(0, 0.05, (rows, columns)).astype(np.float32)
@@ -213,13 +215,13 @@ def test_numbers_are_kept_to_half_a_step(
     for start in range(0, columns, 32):
         group = values[:, start : start + 32]
         span = np.abs(group).max(axis=1) if format == WeightFormat.Q8 else group.max(axis=1) - group.min(axis=1)
-        # Scale and min are float16: their rounding adds 2 ** -11 of the largest number's size.
+        # Scale and min are float16. Their rounding adds 2 ** -11 of the largest number's size.
         most = 0.5 * span / steps + 2.0**-10 * np.abs(group).max(axis=1) + 1e-7
         assert (np.abs(kept[:, start : start + 32] - group) <= most[:, None]).all()
     assert (kept[0, :32] == 0).all()
 
 
-def test_a_number_that_is_none_stays_none(library: Library) -> None:
+def test_nan_stays_nan(library: Library) -> None:
     values = np.ones((20, 64), dtype=np.float32)
     values[3, 40], values[7, 2] = np.nan, np.inf
     for format in (WeightFormat.Q8, WeightFormat.Q4_MIN):
@@ -255,8 +257,8 @@ def test_products_of_other_shapes(engine: Engine, format: WeightFormat, rows: in
 
 
 @BLOCK_TYPES
-def test_the_largest_numbers_do_not_overflow(engine: Engine, block_type: str) -> None:
-    """Every value at its end, every number of a row at its: where sums of 16 bits would be too narrow."""
+def test_largest_numbers_do_not_overflow(engine: Engine, block_type: str) -> None:
+    """Use the extreme codes of every value and every row, for which 16-bit sums would overflow."""
     for fill in (0x00, 0xFF, 0x80, 0x7F):
         blocks = np.full_like(random_blocks(block_type, 32, 256), fill)
         values, _ = block_size(block_type)
@@ -271,8 +273,8 @@ def test_the_largest_numbers_do_not_overflow(engine: Engine, block_type: str) ->
             check_product(engine, x, weight.values, engine.product(x, weight.matrix, 32))
 
 
-def test_a_row_has_the_same_bits_in_any_batch(engine: Engine) -> None:
-    """Of one row and of many; where few rows are quantized and many are not, of any number on either side."""
+def test_row_has_the_same_bits_in_any_batch(engine: Engine) -> None:
+    """Compare one row and many. Where few rows are quantized and many are not, compare numbers of rows on one side."""
     for block_type in BLOCK_FORMATS:
         weight = weight_of_blocks(engine.library, block_type, 40, 512)
         x = random_rows(300, 512)
@@ -290,8 +292,8 @@ def test_a_row_has_the_same_bits_in_any_batch(engine: Engine) -> None:
 
 @pytest.mark.parametrize("outputs", (32, 70))
 @BLOCK_TYPES
-def test_weights_are_rounded_to_the_next_bfloat16(engine: Engine, block_type: str, outputs: int) -> None:
-    """Up as often as down, and what bfloat16 has stays the same."""
+def test_weights_are_rounded_to_the_nearest_bfloat16(engine: Engine, block_type: str, outputs: int) -> None:
+    """Check that rounding goes up as often as down, and that bfloat16 values stay exact."""
     if not rounds_weights(engine):
         pytest.skip("rows are quantized at this level")
     weight = weight_of_blocks(engine.library, block_type, outputs, 512)
@@ -327,7 +329,7 @@ def test_products_with_rounded_weights(engine: Engine, block_type: str, outputs:
 
 
 @BLOCK_TYPES
-def test_rows_in_float32_are_quantized_at_every_level(engine: Engine, block_type: str) -> None:
+def test_float32_rows_are_quantized_at_every_level(engine: Engine, block_type: str) -> None:
     weight = weight_of_blocks(engine.library, block_type, 40, 256)
     x = random_rows(9, 256)
     product = engine.product(floats_of(x), weight.matrix, 40)
@@ -336,8 +338,8 @@ def test_rows_in_float32_are_quantized_at_every_level(engine: Engine, block_type
     assert (np.abs(product - rows @ weights.T) <= 3e-6 * (np.abs(rows) @ np.abs(weights).T) + 1e-6).all()
 
 
-def test_parts_of_different_formats_make_one_matrix(engine: Engine) -> None:
-    """Odd numbers of blocks in each, and one of them in bfloat16."""
+def test_one_matrix_may_have_parts_of_different_formats(engine: Engine) -> None:
+    """Use odd numbers of blocks in each part, and one part in bfloat16."""
     library = engine.library
     first = weight_of_blocks(library, "Q4_K", 48, 256)
     second = weight_of_blocks(library, "Q6_K", 16, 256, seed=1)
@@ -355,7 +357,7 @@ def test_parts_of_different_formats_make_one_matrix(engine: Engine) -> None:
         check_product(engine, x, second.values, product[:, 128:])
 
 
-def test_matrices_in_turn_blocks(engine: Engine) -> None:
+def test_product_of_matrices_with_interleaved_blocks(engine: Engine) -> None:
     library = engine.library
     weight = Weight(library, WeightFormat.Q4_MIN, 96, 64)
     gate, up = (random_blocks("Q4_1", 48, 64, seed) for seed in (1, 2))
@@ -368,7 +370,7 @@ def test_matrices_in_turn_blocks(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("bad", (float("nan"), float("inf"), -float("inf")))
-def test_a_row_that_is_not_finite_spoils_itself_alone(engine: Engine, bad: float) -> None:
+def test_row_with_nan_or_infinity_spoils_only_itself(engine: Engine, bad: float) -> None:
     for block_type in ("Q8_0", "Q4_1"):
         weight = weight_of_blocks(engine.library, block_type, 32, 64)
         for count in (3, 9, 40, 150):
@@ -381,8 +383,8 @@ def test_a_row_that_is_not_finite_spoils_itself_alone(engine: Engine, bad: float
                 assert not finite[row].any()
 
 
-def test_a_weight_that_is_not_finite_spoils_its_output_alone(engine: Engine) -> None:
-    """Also of the products that come after it, in the same memory. Half floats are NaN in many ways."""
+def test_weight_with_nan_spoils_only_its_output(engine: Engine) -> None:
+    """Check also later products in the same memory. A float16 has many encodings of NaN."""
     for block_type in ("Q8_0", "Q4_1"):
         for scale in (0x7E00, 0xFE00, 0x7FFF, 0xFFFF, 0x7C01, 0x7C00, 0xFC00):
             blocks = random_blocks(block_type, 40, 512)

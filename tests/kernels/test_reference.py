@@ -1,7 +1,7 @@
-"""The reference kernels against the same mathematics written densely, one row at a time, in float64.
+"""Tests of the reference kernels against a dense float64 computation of one row at a time.
 
-Tolerance: inputs are exact in every format, so what differs is the kernel's own rounding: sums in float32 (1e-5), one
-rounding of the result for half formats (2 ** -8 of its size in bfloat16), two where a kernel rounds in between.
+Tolerance: inputs are exact in every format, so only the kernel's own rounding differs. That is sums in float32 (1e-5),
+one rounding of the result in 16 bits (2 ** -8 of its size in bfloat16), and two if a kernel rounds in between.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def check_close(got: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
 
 
 def dense_attention(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """query [H, D], keys and values [n, K, D], all of them visible; [H * D] in float64."""
+    """Attend with one query [H, D] to all keys and values [n, K, D]. Returns float64 [H * D]."""
     rows = []
     for head in range(HEADS):
         key, value = (part[:, head // GROUP].double() for part in (keys, values))
@@ -70,7 +70,7 @@ def test_rms_norm(dtype: torch.dtype, device: str) -> None:
 
 @DTYPES
 @DEVICES
-def test_rotary_turns_each_pair_by_its_angle(dtype: torch.dtype, device: str) -> None:
+def test_rotary_rotates_each_pair_by_its_angle(dtype: torch.dtype, device: str) -> None:
     rows, half = 3, HEAD_DIM // 2
     buffer = values(rows, (HEADS + 2) * HEAD_DIM, dtype=dtype, device=device)
     before = buffer.clone()
@@ -103,8 +103,8 @@ def test_other_activations(activation: reference.Activation) -> None:
     check_close(reference.activate_and_mul(torch.cat((gate, up), -1), activation), exact * up, torch.float32)
 
 
-def test_a_clamped_activation() -> None:
-    """Numbers on both sides of every bound."""
+def test_clamped_activation() -> None:
+    """Use numbers on both sides of each bound."""
     gate, up = (values(4, 20, seed=seed) * 10 for seed in (0, 1))
     low, near = gate.double().clamp(max=7.0), up.double().clamp(-7.0, 7.0)
     assert (low != gate.double()).any()
@@ -117,7 +117,7 @@ def test_a_clamped_activation() -> None:
 @pytest.mark.parametrize("sink", (-1e4, 0.0, 3.0, 1e4))
 @pytest.mark.parametrize("score_cap", (None, 2.0))
 def test_sinks_of_prompts_and_decodes(sink: float, score_cap: float | None) -> None:
-    """One score more, whose value is 0; far below all scores it changes nothing, far above them nothing is left."""
+    """Check one extra score with value 0. Far below all scores it has no effect. Far above, the result is 0."""
     pages = values(3, PAGE_TOKENS, 2, KV_HEADS, HEAD_DIM)
     context = pages.flatten(0, 1)
     queries = values(2, HEADS * HEAD_DIM, seed=1) * 3
@@ -145,7 +145,7 @@ def test_sinks_of_prompts_and_decodes(sink: float, score_cap: float | None) -> N
 
 @pytest.mark.parametrize("score_cap", (0.5, 30.0))
 def test_capped_scores_of_prompts_and_decodes(score_cap: float) -> None:
-    """Both by the formula, over the same context; and a cap far above all scores changes nothing."""
+    """Compare with the formula. A cap far above all scores must have no effect."""
     pages = values(3, PAGE_TOKENS, 2, KV_HEADS, HEAD_DIM)
     context = pages.flatten(0, 1)
     queries = values(2, HEADS * HEAD_DIM, seed=1) * 5
@@ -167,7 +167,7 @@ def test_capped_scores_of_prompts_and_decodes(score_cap: float) -> None:
     torch.testing.assert_close(reference.attention_prompt(queries, context, mask, 1e4), plain, atol=1e-4, rtol=0)
 
 
-def test_store_and_clear_touch_their_slots_only() -> None:
+def test_store_and_clear_change_only_their_slots() -> None:
     pages = values(3, PAGE_TOKENS, 2, KV_HEADS, HEAD_DIM)
     rows = pages.view(3 * PAGE_TOKENS, -1)
     wanted = rows.clone()
@@ -193,7 +193,7 @@ def test_prompt_mask_shows_the_window_up_to_the_query(window: int | None) -> Non
 @DTYPES
 @DEVICES
 def test_paged_decode_equals_dense_attention(dtype: torch.dtype, device: str) -> None:
-    """Ragged lengths, shuffled pages, a row that sees only a window of its pages, rows padded with their own page."""
+    """Use different lengths, shuffled pages, a row with a window, and rows padded with their own page."""
     pages = values(20, PAGE_TOKENS, 2, KV_HEADS, HEAD_DIM, dtype=dtype, device=device)
     queries = values(3, HEADS * HEAD_DIM, dtype=dtype, seed=1, device=device)
     table = torch.tensor([[7, 3, 19], [4, 11, 11], [2, 2, 2]], device=device)
@@ -216,7 +216,7 @@ def test_prompt_attention_equals_dense_attention(
     count = 6
     context = start + count
     keys_values = values(context, 2, KV_HEADS, HEAD_DIM, dtype=dtype, device=device)
-    # As in a model, the queries are columns of a wider product.
+    # The queries are columns of a wider product, as in a model.
     queries = values(count, HEADS * HEAD_DIM + 10, dtype=dtype, seed=1, device=device)[:, : HEADS * HEAD_DIM]
     mask = None
     if start or window:
@@ -232,7 +232,7 @@ def test_prompt_attention_equals_dense_attention(
 @DTYPES
 @pytest.mark.parametrize("window", (None, 3))
 def test_walking_block_tables_equals_dense_attention(window: int | None, dtype: torch.dtype) -> None:
-    """A chunk of three tokens after a prefix, and a decode, whose table is padded; what neither sees is NaN."""
+    """Use a chunk of three tokens after a prefix, and a decode with a padded table. Tokens out of sight are NaN."""
     pages = values(20, PAGE_TOKENS, 2, KV_HEADS, HEAD_DIM, dtype=dtype)
     pages[[0, 5]] = math.nan
     pages[19, 3:] = pages[4, 1:] = math.nan
@@ -253,7 +253,7 @@ def test_walking_block_tables_equals_dense_attention(window: int | None, dtype: 
     check_close(got[3:], alone[None], dtype)
 
 
-def test_chosen_tokens_are_those_of_the_sampler() -> None:
+def test_choose_tokens_equals_the_sampler() -> None:
     settings = [
         {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
         for temperature in (0.0, 0.8, 2.0)
@@ -280,8 +280,8 @@ def test_chosen_tokens_are_those_of_the_sampler() -> None:
     assert not any(flaws)
 
 
-def test_what_a_foreign_sequence_holds_does_not_reach_a_row() -> None:
-    """Pages outside a row's table may hold anything, NaN included."""
+def test_pages_of_other_sequences_do_not_affect_a_row() -> None:
+    """Fill pages outside a row's table with NaN."""
     pages = values(6, PAGE_TOKENS, 2, KV_HEADS, HEAD_DIM)
     queries = values(2, HEADS * HEAD_DIM, seed=1)
     table = torch.tensor([[0, 1], [2, 2]])
@@ -294,5 +294,5 @@ def test_what_a_foreign_sequence_holds_does_not_reach_a_row() -> None:
     assert not torch.equal(before[0], after[0])
 
 
-def test_the_picked_implementation_says_its_name() -> None:
+def test_selected_implementation_has_its_name() -> None:
     assert pick_kernels().NAME == "torch"

@@ -1,4 +1,4 @@
-"""How the threads of a step share its pieces out, seen from C++."""
+"""Test of how compute threads share pieces of work, written in C++."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from trioserve_kernels.build import SOURCES, CannotBuild, find_compiler, support
 
 
 @pytest.mark.slow
-def test_every_piece_is_taken_once_and_by_its_owner_first(tmp_path: Path) -> None:
-    """Also where all threads but one never come to take any: that one helps them."""
+def test_each_piece_is_taken_once_and_own_pieces_first(tmp_path: Path) -> None:
+    """Run team_check.cpp. It includes the case that only one thread takes pieces, including those of all others."""
     if not supported_levels():
         pytest.skip("needs Linux on x86-64 with AVX2")
     try:

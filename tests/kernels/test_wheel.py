@@ -1,4 +1,4 @@
-"""A wheel that brings a compiled level: built with the real compiler, installed, and computing where there is none."""
+"""Test of a wheel with a compiled level: it is built with the real compiler, and computes without a compiler."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def compiler_or_skip() -> str:
 
 
 def run(*command: str, **environment: str) -> str:
-    """What it wrote to both streams."""
+    """Run a command, and return what it wrote to both streams."""
     result = subprocess.run(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
@@ -48,7 +48,7 @@ def run(*command: str, **environment: str) -> str:
 
 
 def build_wheel(folder: Path, level: str) -> Path:
-    """The libraries are not optimized, which is what takes long of compiling them."""
+    """Build a wheel with unoptimized libraries, because optimizing takes most of the time."""
     fast = folder / "fast-compiler"
     fast.write_text(f'#!/bin/sh\nexec {compiler_or_skip()} "$@" -O0\n')
     fast.chmod(0o755)
@@ -70,7 +70,7 @@ def build_wheel(folder: Path, level: str) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not supported_levels(), reason="needs Linux on x86-64 with AVX2")
-def test_a_wheel_with_kernels_computes_without_a_compiler(tmp_path: Path) -> None:
+def test_wheel_with_kernels_computes_without_a_compiler(tmp_path: Path) -> None:
     for module in ("pip", "setuptools"):
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"there is no {module} here")
@@ -86,9 +86,9 @@ def test_a_wheel_with_kernels_computes_without_a_compiler(tmp_path: Path) -> Non
     options = ("--no-deps", "--no-index", "--no-compile", "--target", str(installed))
     run(*PIP, "install", *options, str(wheel), **os.environ)
     nothing.mkdir()
-    # With a cache that cannot be written, so that nothing compiled elsewhere is taken either.
+    # The cache cannot be written, so no library that was compiled elsewhere can be used.
     bare = {"PYTHONPATH": str(installed), "PATH": str(nothing), "HOME": "/proc", "XDG_CACHE_HOME": "/proc/nothing"}
-    told = run(sys.executable, "-P", "-c", COMMANDS, str(model), **bare)
-    assert f"imported from {installed}" in told
-    assert f"native kernels ({level}, " in told
-    assert f"came with the package, compiled for {level}" in told
+    output = run(sys.executable, "-P", "-c", COMMANDS, str(model), **bare)
+    assert f"imported from {installed}" in output
+    assert f"native kernels ({level}, " in output
+    assert f"came with the package, compiled for {level}" in output

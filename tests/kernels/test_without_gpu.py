@@ -1,4 +1,4 @@
-"""What can be known of the Triton kernels without a GPU: their results in the interpreter, and that they compile."""
+"""Tests of the Triton kernels without a GPU: their results in the interpreter, and that they compile."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from trioserve_kernels import pick_kernels
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 NEEDS_TRITON = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed (pip install trioserve[gpu])")
-# In 3.6 and with numpy 2.4 or newer, the interpreter fails at any loop whose bounds were loaded.
+# In triton 3.6 with numpy 2.4 or newer, the interpreter fails at any loop whose bounds were loaded.
 INTERPRETS = HAS_TRITON and tuple(map(int, importlib.metadata.version("triton").split(".")[:2])) >= (3, 7)
 
 
 def run(*arguments: str, **environment: str) -> str:
-    """A Python process: Triton decides when it is imported whether it interprets."""
+    """Run a Python process. Triton reads TRITON_INTERPRET only when it is imported."""
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-m", *arguments],
@@ -42,7 +42,7 @@ def run(*arguments: str, **environment: str) -> str:
     HAS_TRITON and not INTERPRETS, reason="the interpreter of this triton does not work with newer numpy"
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device: tests/kernels/triton runs on it")
-@pytest.mark.timeout(900)  # all of these tests in one; two to five minutes on two cores that others use, too
+@pytest.mark.timeout(900)  # runs all Triton tests: two to five minutes on two shared cores
 def test_results_in_the_interpreter() -> None:
     output = run("pytest", "-q", str(Path(__file__).with_name("triton")), TRITON_INTERPRET="1")
     assert " passed" in output
@@ -60,6 +60,6 @@ def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
 
 
 @NEEDS_TRITON
-def test_kernels_are_picked_by_their_name() -> None:
+def test_kernels_are_selected_by_name() -> None:
     assert pick_kernels("triton").NAME == "triton"
     assert pick_kernels("torch").NAME == pick_kernels().NAME == "torch"

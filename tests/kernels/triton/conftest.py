@@ -1,6 +1,8 @@
-"""Runs on a CUDA device, or in Triton's interpreter: TRITON_INTERPRET=1 has to be set before anything imports triton,
-so without a GPU these tests have a process of their own, which ../test_without_gpu.py starts. Elsewhere they are not
-collected."""
+"""Fixtures of the Triton tests, which run on a CUDA device or in Triton's interpreter.
+
+TRITON_INTERPRET=1 must be set before anything imports triton. So without a GPU these tests run in a separate process,
+which ../test_without_gpu.py starts. In other processes they are not collected.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,9 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 collect_ignore_glob = [] if HAS_TRITON and (INTERPRETED or torch.cuda.is_available()) else ["test_*.py"]
 
-# Against the reference in float64 on the same inputs, relative to numbers above 1. float32: sums in another order. Half
-# formats: one rounding of the result (up to 2 ** -8 of its size in bfloat16, 2 ** -11 in float16; the interpreter cuts
-# bfloat16 off, which is up to 2 ** -7), and in attention of the weights before their product with the values.
+# Tolerance against the float64 reference on the same inputs, relative to numbers above 1. In float32 only the order of
+# sums differs. In 16 bits, the result is rounded once: up to 2 ** -8 of its size in bfloat16, 2 ** -11 in float16. The
+# interpreter truncates bfloat16, which gives up to 2 ** -7. Attention also rounds the weights of the values.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
 
 
@@ -38,8 +40,10 @@ def device() -> str:
 
 
 class _InOrder:
-    """numpy, whose matmul is tl.dot in the interpreter, but with sums in the order of what is added. On some processors
-    numpy adds one row of a product in another order than the next; a tile on a GPU has one order for all."""
+    """numpy with a matmul that sums in the order of the terms. The interpreter computes tl.dot with matmul.
+
+    On some processors, numpy sums the rows of one product in different orders. A GPU's tile has one order for all rows.
+    """
 
     def __getattr__(self, name: str) -> object:
         return getattr(numpy, name)
@@ -68,7 +72,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 @pytest.fixture
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
-    """For kernels with tl.dot, which is garbage for bfloat16 in the interpreter."""
+    """Skip bfloat16 in the interpreter, where tl.dot gives wrong results for it."""
     if INTERPRETED and dtype == torch.bfloat16:
         pytest.skip("the interpreter cannot multiply matrices in bfloat16")
     return dtype
@@ -76,7 +80,7 @@ def product_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @pytest.fixture(scope="session")
 def numbers(device: str) -> Callable[..., Tensor]:
-    """numbers(*shape, dtype=float32, seed=0): normally distributed."""
+    """Return numbers(*shape, dtype=float32, seed=0), which makes normally distributed tensors."""
 
     def make(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
         return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
@@ -86,7 +90,7 @@ def numbers(device: str) -> Callable[..., Tensor]:
 
 @pytest.fixture(scope="session")
 def check_close() -> Callable[[Tensor, Tensor], None]:
-    """check_close(got, wanted in float64)."""
+    """Return check_close(got, wanted), where `wanted` is float64."""
 
     def check(got: Tensor, wanted: Tensor) -> None:
         assert wanted.dtype == torch.float64

@@ -1,7 +1,7 @@
-"""Paged attention of decodes and of prompt chunks against the reference.
+"""Tests of paged attention of decodes and prompt chunks against the reference.
 
-Every sequence has its pages at random places. What is behind its last token, and every page that is nobody's, holds
-NaN; so does page 0, with which tables are padded.
+The pages of each sequence are at random positions. Slots after a sequence's last token, pages without an owner, and
+page 0, which pads tables, hold NaN.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from trioserve_kernels import paged as paged_sizes
 from trioserve_kernels import reference, triton
 from trioserve_kernels.paged import DECODE_PARTS_MAX, SPLIT_TOKENS, DecodeWork, chunk_tile_tokens, split_count
 
-# head_dim, key/value heads, heads to each of them, tokens a page, window
+# head_dim, key/value heads, query heads per key/value head, tokens per page, window
 SHAPES = pytest.mark.parametrize(
     "head_dim, kv_heads, group, page_tokens, window",
     ((64, 2, 3, 16, None), (80, 1, 1, 8, 300), (96, 2, 4, 16, 5), (128, 1, 8, 12, None), (16, 1, 3, 16, 16)),
 )
-# A row that stands for nobody; around the borders of pages (16) and of parts.
+# Contexts: an unused row, and lengths around the borders of pages (16) and of parts.
 CONTEXTS = (0, 1, 16, 17, SPLIT_TOKENS, SPLIT_TOKENS + 1)
 
 
@@ -36,7 +36,7 @@ class Paged:
 
 @pytest.fixture(scope="session")
 def paged(device: str) -> Callable[..., Paged]:
-    """paged(contexts, page_tokens, kv_heads, head_dim, dtype)"""
+    """Return paged(contexts, page_tokens, kv_heads, head_dim, dtype), which makes sequences."""
 
     def make(contexts: tuple[int, ...], page_tokens: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Paged:
         widths = [-(-context // page_tokens) for context in contexts]
@@ -91,7 +91,7 @@ def test_decodes(
 ) -> None:
     case = paged(CONTEXTS, page_tokens, kv_heads, head_dim, product_dtype)
     size = kv_heads * group * head_dim
-    # As in a model, the queries are columns of a wider product.
+    # The queries are columns of a wider product, as in a model.
     queries = numbers(len(CONTEXTS), size + 2 * kv_heads * head_dim, dtype=product_dtype)[:, :size]
     wanted = torch.empty(queries.shape, dtype=torch.float64, device=queries.device)
     parts = split_count(max(CONTEXTS), window)
@@ -111,7 +111,7 @@ def test_capped_scores(
     paged: Callable[..., Paged],
     check_close: Callable[..., None],
 ) -> None:
-    """Of decodes, and of the same rows as chunks of one token."""
+    """Compare decodes, and the same rows as chunks of one token."""
     contexts = (17, SPLIT_TOKENS + 1)
     case = paged(contexts, 16, 2, 64, torch.float32)
     queries = numbers(2, 4 * 64) * 5
@@ -136,7 +136,7 @@ def test_sinks(
     paged: Callable[..., Paged],
     check_close: Callable[..., None],
 ) -> None:
-    """Of decodes of one part and of several, and of nobody; and of the same rows as chunks of one token."""
+    """Compare decodes of one part, of several parts, and of an unused row, and the same rows as chunks of one token."""
     contexts = (17, 0, 3 * SPLIT_TOKENS + 1, SPLIT_TOKENS)
     case = paged(contexts, 16, 2, 64, torch.float32)
     queries = numbers(len(contexts), 6 * 64) * 3
@@ -156,7 +156,7 @@ def test_sinks(
     check_close(got, wanted)
 
 
-def test_a_row_that_stands_for_nobody_gives_zeros_where_there_is_one_part_alone(
+def test_unused_row_gives_zeros_if_there_is_only_one_part(
     numbers: Callable[..., Tensor], paged: Callable[..., Paged]
 ) -> None:
     case = paged((0, 5), 16, 1, 64, torch.float32)
@@ -165,7 +165,7 @@ def test_a_row_that_stands_for_nobody_gives_zeros_where_there_is_one_part_alone(
     assert got[1].isfinite().all()
 
 
-def test_block_tables_may_lie_page_by_page(numbers: Callable[..., Tensor], paged: Callable[..., Paged]) -> None:
+def test_block_tables_may_have_any_strides(numbers: Callable[..., Tensor], paged: Callable[..., Paged]) -> None:
     case = paged((100, 7, 40), 16, 1, 64, torch.float32)
     turned = Paged(case.pages, case.block_tables.t().contiguous().t(), case.contexts)
     queries = numbers(3, 64)
@@ -173,10 +173,10 @@ def test_block_tables_may_lie_page_by_page(numbers: Callable[..., Tensor], paged
 
 
 @pytest.mark.parametrize("window", (None, 40))
-def test_a_row_gets_the_same_bits_in_any_batch(
+def test_row_has_the_same_bits_in_any_batch(
     window: int | None, numbers: Callable[..., Tensor], paged: Callable[..., Paged]
 ) -> None:
-    """Also with room for more parts than any row has, as a captured graph would have."""
+    """Include buffers for more parts than any row has, as in a captured graph."""
     case = paged((280, 100, 16), 16, 1, 64, torch.float32)
     queries = numbers(3, 3 * 64)
     together = decode(queries, case, window, parts=5)
@@ -186,24 +186,24 @@ def test_a_row_gets_the_same_bits_in_any_batch(
 
 
 def test_many_parts_are_joined(paged: Callable[..., Paged], check_close: Callable[..., None]) -> None:
-    """More than are read at a time; the best key is in the last one, so what was joined before it has to shrink."""
+    """Use more parts than are read at a time. The best key is in the last part, so all earlier sums must shrink."""
     contexts = (17 * SPLIT_TOKENS + 3,)
     case = paged(contexts, 64, 1, 16, torch.float32)
     check_last_key(case, check_close)
 
 
 @pytest.mark.parametrize("window", (None, 300))
-def test_a_long_context_is_cut_into_fewer_and_longer_parts(
+def test_long_context_is_split_into_at_most_the_maximum_of_parts(
     window: int | None, paged: Callable[..., Paged], check_close: Callable[..., None]
 ) -> None:
-    """There is room for DECODE_PARTS_MAX; a shorter row beside it is cut as it is alone."""
+    """Compare a long row, and a shorter row in the same batch."""
     longest = DECODE_PARTS_MAX * SPLIT_TOKENS + 3
     assert split_count(longest, None) == DECODE_PARTS_MAX
     check_last_key(paged((longest, 300), 64, 1, 16, torch.float32), check_close, window)
 
 
 @pytest.mark.parametrize("window", (None, 300))
-def test_programs_that_share_the_parts_change_no_bit(
+def test_number_of_programs_does_not_change_any_bit(
     window: int | None,
     numbers: Callable[..., Tensor],
     paged: Callable[..., Paged],
@@ -218,7 +218,7 @@ def test_programs_that_share_the_parts_change_no_bit(
 
 
 def check_last_key(case: Paged, check_close: Callable[..., None], window: int | None = None) -> None:
-    """Queries that resemble a key of each row's last page."""
+    """Use queries that resemble a key in each row's last page."""
     rows = torch.arange(len(case.contexts), device=case.contexts.device)
     last = case.block_tables[rows, (case.contexts - 1) // case.pages.shape[1]]
     queries = 2 * case.pages[last.long(), 2, 0, 0]
@@ -249,7 +249,7 @@ def test_chunks_of_any_length_in_one_launch(
     check_close: Callable[..., None],
     device: str,
 ) -> None:
-    """Whole prompts, a chunk after a prefix, one of a single token, one longer than a tile."""
+    """Use whole prompts, a chunk after a prefix, a chunk of one token, and one longer than a tile."""
     contexts, counts = (16, 5, 40, 17, 33, 310), (16, 5, 23, 1, 32, 70)
     case = paged(contexts, page_tokens, kv_heads, head_dim, product_dtype)
     starts = torch.tensor([0, *counts], device=device).cumsum(0).to(torch.int32)

@@ -1,4 +1,4 @@
-"""Products with weights of 4 bits against the reference in float64 on the numbers that they stand for."""
+"""Tests of products with 4-bit weights against the float64 reference on the unpacked values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}  #
 
 
 def weight_of(outputs: int, inputs: int, group: int, *, has_min: bool, device: str) -> FourBitWeight:
-    """Of numbers below 1 / sqrt(inputs). Behind its codes and its scales lies what is no number."""
+    """Make a weight with values below 1 / sqrt(inputs). The memory after its codes and scales holds NaN."""
     draw = torch.Generator().manual_seed(3)
     codes = torch.randint(0, 256, (outputs + 1, inputs // 2), dtype=torch.uint8, generator=draw).to(device)
     scales = torch.randn(outputs + 1, inputs // group, generator=draw) / (8 * inputs**0.5)
@@ -30,7 +30,7 @@ def weight_of(outputs: int, inputs: int, group: int, *, has_min: bool, device: s
 @pytest.mark.parametrize("rows", (1, FEW_ROWS, FEW_ROWS + 1, TILE[0] + 1))
 @pytest.mark.parametrize("inputs, outputs", ((128, TILE[1]), (384, 40), (640, TILE[1] + 24)))
 @pytest.mark.parametrize("group, has_min", ((32, False), (64, True), (128, True), (128, False)))
-def test_a_product_is_the_references(
+def test_product_equals_the_reference(
     rows: int,
     inputs: int,
     outputs: int,
@@ -51,7 +51,7 @@ def test_a_product_is_the_references(
             torch.testing.assert_close(got.double(), wanted, atol=tolerance, rtol=tolerance)
 
 
-def test_values_may_be_rows_of_something_wider(numbers: Callable[..., Tensor], device: str) -> None:
+def test_values_may_be_columns_of_a_wider_tensor(numbers: Callable[..., Tensor], device: str) -> None:
     weight = weight_of(48, 128, 64, has_min=True, device=device)
     wide = numbers(5, 300)
     got = triton.four_bit_linear(wide[:, 100:228], weight, None)
@@ -60,8 +60,8 @@ def test_values_may_be_rows_of_something_wider(numbers: Callable[..., Tensor], d
     assert triton.four_bit_linear(wide[:0, :128], weight, None).shape == (0, 48)
 
 
-def test_a_row_is_what_it_is_alone(product_dtype: torch.dtype, numbers: Callable[..., Tensor], device: str) -> None:
-    """In the batch-invariant mode, at each place of a tile and beside any number of rows."""
+def test_row_has_the_bits_it_has_alone(product_dtype: torch.dtype, numbers: Callable[..., Tensor], device: str) -> None:
+    """Check the batch-invariant mode at each index of a tile and with any number of rows."""
     weight = weight_of(150, 256, 64, has_min=True, device=device)
     values = numbers(2 * TILE[0] + 3, 256, dtype=product_dtype)
     together = invariant.four_bit_linear(values, weight, None)

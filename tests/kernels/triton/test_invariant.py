@@ -1,4 +1,4 @@
-"""The batch-invariant kernels: a row's bits are those it has alone. Products against the reference in float64, too."""
+"""Tests of the batch-invariant kernels: a row has the same bits as alone. Products are also compared in float64."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}  #
 @pytest.mark.parametrize("rows", (1, ROW_BLOCK, ROW_BLOCK + 1, 3 * ROW_BLOCK))
 @pytest.mark.parametrize("depth, outputs", ((64, OUTPUT_BLOCK), (80, 40), (576, 2 * OUTPUT_BLOCK + 8)))
 @pytest.mark.parametrize("has_bias", (False, True))
-def test_a_product_is_the_references(
+def test_product_equals_the_reference(
     rows: int, depth: int, outputs: int, has_bias: bool, product_dtype: torch.dtype, numbers: Callable[..., Tensor]
 ) -> None:
     values, weight = numbers(rows, depth, dtype=product_dtype), numbers(outputs, depth, dtype=product_dtype, seed=1)
@@ -33,8 +33,8 @@ def test_a_product_is_the_references(
     torch.testing.assert_close(product(values, weight, bias).double(), wanted, atol=tolerance, rtol=tolerance)
 
 
-def test_a_row_of_a_product_is_what_it_is_alone(product_dtype: torch.dtype, numbers: Callable[..., Tensor]) -> None:
-    """At each place of a tile, in the first tile and in others, the last of which has few rows."""
+def test_row_of_a_product_has_the_bits_it_has_alone(product_dtype: torch.dtype, numbers: Callable[..., Tensor]) -> None:
+    """Check each index of a tile, in the first tile and in others. The last tile has few rows."""
     values, weight = (
         numbers(2 * ROW_BLOCK + 3, 200, dtype=product_dtype),
         numbers(150, 200, dtype=product_dtype, seed=1),
@@ -47,7 +47,7 @@ def test_a_row_of_a_product_is_what_it_is_alone(product_dtype: torch.dtype, numb
 
 @pytest.mark.parametrize("window, has_sinks", ((None, False), (5, False), (70, False), (None, True), (70, True)))
 @pytest.mark.parametrize("head_dim, kv_heads, group, page_tokens", ((64, 2, 3, 16), (80, 1, 1, 8), (16, 1, 5, 12)))
-def test_a_decode_is_a_row_of_a_prompt(
+def test_decode_has_the_bits_of_a_row_of_a_prompt(
     window: int | None,
     has_sinks: bool,
     head_dim: int,
@@ -58,7 +58,7 @@ def test_a_decode_is_a_row_of_a_prompt(
     numbers: Callable[..., Tensor],
     device: str,
 ) -> None:
-    """In chunks that begin anywhere, from pages that lie anywhere."""
+    """Use chunks that begin at any position, and pages at any position."""
     context, size = 150, kv_heads * group * head_dim
     queries = numbers(context, size, dtype=product_dtype)
     sinks = numbers(kv_heads * group, seed=2) if has_sinks else None
@@ -87,16 +87,16 @@ def test_a_decode_is_a_row_of_a_prompt(
     pieces = [chunk(start, end, pages, table) for start, end in ((0, 7), (7, 70), (70, 71), (71, context))]
     assert torch.equal(torch.cat(pieces), whole)
     rows = [3, 149, 0, 64, 100]
-    contexts = torch.tensor([row + 1 for row in rows] + [0], dtype=torch.int32, device=device)  # and nobody
+    contexts = torch.tensor([row + 1 for row in rows] + [0], dtype=torch.int32, device=device)  # and an unused row
     decoded = torch.full((len(rows) + 1, size), float("nan"), dtype=product_dtype, device=device)
     work = DecodeWork.make(1, 1, 1, 1, torch.device(device))
-    wide = torch.stack((table[0], table[0]), 1).repeat(len(rows) + 1, 1, 1)[:, :, 0]  # not side by side, as in graphs
+    wide = torch.stack((table[0], table[0]), 1).repeat(len(rows) + 1, 1, 1)[:, :, 0]  # with a stride, as in graphs
     invariant.paged_decode_(decoded, queries[[*rows, 0]], pages, wide, contexts, window, 1, work, None, sinks)
     assert torch.equal(decoded[:-1], whole[rows])
     assert not decoded[-1].any()
 
 
-def test_a_model_answers_in_a_batch_as_alone(
+def test_model_gives_the_same_response_in_a_batch_and_alone(
     tiny_checkpoints: ModuleType,
     step_driver: ModuleType,
     histories: ModuleType,
@@ -104,10 +104,10 @@ def test_a_model_answers_in_a_batch_as_alone(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In float32, through decodes of fixed shape and steps of any; a prefix hit, chunks, a preemption."""
+    """Run in float32, with recorded decodes and other steps, a prefix cache hit, chunks and a preemption."""
     tiny_checkpoints.write_checkpoint(tmp_path, "qwen2-sliding", dtype="float32", sharded=False, layers=2)
     monkeypatch.setattr(torch_step_model, "pick_kernels", lambda *_, **__: invariant)
-    monkeypatch.setattr(layers, "_can_pack", lambda _: False)  # which only a CPU's products know
+    monkeypatch.setattr(layers, "_can_pack", lambda _: False)  # only products on a CPU use packed weights
     runner = step_driver.load_runner(tmp_path, device=device, cpu_kernels="torch", block_count=24, max_num_seqs=4)
     prompts = [[(7 * number + 3 * place) % 320 for place in range(count)] for number, count in enumerate((30, 3, 22))]
     requests = [histories.request(f"r{n}", prompt, 4, seed=n) for n, prompt in enumerate(prompts)]

@@ -1,4 +1,4 @@
-"""The kernels that work row by row: norm, rotary with the KV write, activation."""
+"""Tests of the kernels that compute row by row: norm, rotary embedding with the KV write, and activation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_rms_norm_of_heads_inside_wider_rows(
     check_close(triton.rms_norm(heads, None, 1e-5), reference.rms_norm(heads.double(), None, 1e-5))
 
 
-def test_the_residual_sum_is_taken_before_the_norm(
+def test_residual_sum_is_computed_before_the_norm(
     dtype: torch.dtype, numbers: Callable[..., Tensor], check_close: Callable[..., None], device: str
 ) -> None:
     hidden, product, weight = (
@@ -39,16 +39,16 @@ def test_the_residual_sum_is_taken_before_the_norm(
     normed = triton.add_rms_norm_(hidden, product, weight, 1e-5)
     check_close(hidden, added.double())
     if device == "cuda" or dtype != torch.bfloat16:
-        assert torch.equal(hidden, added)  # rounded as torch rounds it; the interpreter cuts bfloat16 off
+        assert torch.equal(hidden, added)  # rounded like torch. The interpreter truncates bfloat16.
     before = hidden.clone()
-    # It is the rounded sum that is normed.
+    # The norm is that of the rounded sum.
     check_close(normed, reference.rms_norm(hidden.double(), weight.double(), 1e-5))
     assert torch.equal(triton.add_rms_norm_(hidden, None, weight, 1e-5), normed)
     assert torch.equal(hidden, before)
 
 
 @pytest.mark.parametrize("head_dim, heads, kv_heads", ((64, 9, 3), (80, 2, 2), (96, 8, 1), (128, 4, 2)))
-def test_rotary_turns_heads_and_writes_keys_and_values(
+def test_rotary_rotates_heads_and_writes_keys_and_values(
     head_dim: int,
     heads: int,
     kv_heads: int,
@@ -80,6 +80,6 @@ def test_activate_and_mul(
     check_close(triton.activate_and_mul(gate_up), reference.activate_and_mul(gate_up.double()))
     for activation in ("gelu", "gelu_tanh", "clamped_swiglu"):
         if activation == "clamped_swiglu":
-            gate_up = gate_up * 4  # so that some are clamped
+            gate_up = gate_up * 4  # so that some values are clamped
         wanted = reference.activate_and_mul(gate_up.double(), activation)
         check_close(triton.activate_and_mul(gate_up, activation), wanted)

@@ -1,4 +1,4 @@
-"""The tokens chosen on the device are those the CPU's path chooses, under every setting and in every fault."""
+"""Tests that tokens chosen on the device equal those of the CPU's sampler, for all settings and flaws."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trioserve.model.samples import NOT_FINITE, NOTHING_ALLOWED, NOTHING_LEFT
 from trioserve_kernels import reference, triton
 from trioserve_kernels.reference import Flaw
 
-VOCAB_SIZE = 1_300  # several tokens in a tile of drawing, and no multiple of it
+VOCAB_SIZE = 1_300  # several tokens per tile of the draw, and no multiple of the number of tiles
 GREEDY = (0.0, 0.0, 1.0, 0.0)
 
 
@@ -47,7 +47,7 @@ def row(
     return ScheduledChunk(request, (*prompt, *output), 2 + len(output), 1, range(100), True)
 
 
-def test_the_greedy_choice_is_the_lowest_id_of_the_best(dtype: torch.dtype, device: str) -> None:
+def test_greedy_choice_is_the_lowest_id_among_the_best(dtype: torch.dtype, device: str) -> None:
     scores = torch.zeros(4, 9_000, device=device, dtype=dtype)
     scores[0, [8_999, 8_500, 300]] = 2.0  # in both parts of a row
     scores[1, [8_999, 8_500]] = 2.0
@@ -56,7 +56,7 @@ def test_the_greedy_choice_is_the_lowest_id_of_the_best(dtype: torch.dtype, devi
     assert choose(scores, [GREEDY] * 4).tolist() == [[300, 8_500, 0, 4_000], [0] * 4]
 
 
-def test_flaws_are_told_apart(numbers: Callable[..., Tensor]) -> None:
+def test_each_flaw_is_reported(numbers: Callable[..., Tensor]) -> None:
     scores = numbers(6, 9_000)
     scores[1, 8_999] = math.nan
     scores[2, 0] = math.inf
@@ -71,7 +71,7 @@ def test_flaws_are_told_apart(numbers: Callable[..., Tensor]) -> None:
     assert (ids[0], ids[3], ids[5]) == (scores[0].argmax(), scores[3].argmax(), 0)
 
 
-def test_what_has_no_best_token_has_some_of_the_vocabulary(numbers: Callable[..., Tensor]) -> None:
+def test_row_without_a_best_token_gets_an_id_of_the_vocabulary(numbers: Callable[..., Tensor]) -> None:
     scores = torch.full_like(numbers(6, 9_000), math.nan)
     scores[2:4] = -math.inf
     scores[4, 8_000:] = -math.inf
@@ -86,9 +86,11 @@ def test_what_has_no_best_token_has_some_of_the_vocabulary(numbers: Callable[...
 
 
 @pytest.mark.parametrize("vocab_size, spread", ((VOCAB_SIZE, 1.0), (20_011, 4.0)))
-def test_draws_are_those_of_the_reference(vocab_size: int, spread: float, numbers: Callable[..., Tensor]) -> None:
-    """Flat and steep distributions, each filter alone and all together, words with and without the sign bit; also of
-    more tokens than are read at a time."""
+def test_draws_equal_the_reference(vocab_size: int, spread: float, numbers: Callable[..., Tensor]) -> None:
+    """Use flat and steep distributions, each filter alone and all together, and words with and without a sign bit.
+
+    One vocabulary is larger than the block of tokens that is read at a time.
+    """
     filters = list(itertools.product((0, 20, vocab_size - 1), (1.0, 0.9, 0.1), (0.0, 0.05)))
     settings = [(1.0 + 0.1 * index, *values) for index, values in enumerate(filters)]
     words = [(-1) ** index * (0x9E3779B97F4A7C15 * (index + 1) % 2**63) for index in range(len(settings))]
@@ -102,15 +104,15 @@ def test_draws_are_those_of_the_reference(vocab_size: int, spread: float, number
 
 
 @pytest.mark.parametrize("setting", ((1.0, 3.0, 1.0, 0.0), (1.0, 0.0, 2.5 / 200, 0.0), (1.0, 0.0, 1.0, 0.9985)))
-def test_a_filter_keeps_its_tokens_and_no_other(setting: tuple[float, ...], device: str) -> None:
-    """200 tokens of almost the same probability, of which each of the filters keeps the best three."""
+def test_filter_keeps_exactly_its_tokens(setting: tuple[float, ...], device: str) -> None:
+    """Use 200 tokens of almost equal probability, of which each filter keeps the best three."""
     scores = (-torch.arange(200, device=device) * 0.0007).roll(50).expand(14, -1).contiguous()
     drawn = choose(scores, [setting] * 14, list(range(14)))[0]
     assert set(drawn.tolist()) == {50, 51, 52}
 
 
-def test_equals_stay_or_go_together(device: str) -> None:
-    """Under top_k and top_p: of 40 equal tokens behind a best one, all are drawn from when one must be."""
+def test_tokens_of_equal_weight_are_kept_or_dropped_together(device: str) -> None:
+    """Use top_k and top_p with a best token and 40 equal ones. If one of the equal tokens is kept, all are."""
     scores = torch.full((32, 200), -10.0, device=device)
     scores[:, 0] = 1.0
     scores[:, 100:140] = 0.5
@@ -122,8 +124,8 @@ def test_equals_stay_or_go_together(device: str) -> None:
 
 
 @pytest.mark.parametrize("vocab_size", (VOCAB_SIZE, 9_001))
-def test_masked_rows_are_those_of_the_reference(vocab_size: int, numbers: Callable[..., Tensor]) -> None:
-    """Beside rows without a mask, under each filter; of one token, of few, of many; one of none."""
+def test_masked_rows_equal_the_reference(vocab_size: int, numbers: Callable[..., Tensor]) -> None:
+    """Use masks of no, one, few and many tokens, each filter, and rows without a mask in the same batch."""
     filters = [*itertools.product((0, 20), (1.0, 0.8), (0.0, 0.05)), (0, 1.0, 0.0)]
     settings = [(0.0 if index % 3 == 2 else 1.3, *values) for index, values in enumerate(filters * 2)]
     count = len(settings)
@@ -139,7 +141,7 @@ def test_masked_rows_are_those_of_the_reference(vocab_size: int, numbers: Callab
     parameters = torch.tensor(settings, dtype=torch.float64, device=scores.device)
     got = triton.choose_tokens(scores, parameters, words, masks).tolist()
     wanted = reference.choose_tokens(scores, parameters, words, masks).tolist()
-    got[0][3] = wanted[0][3] = 0  # without meaning
+    got[0][3] = wanted[0][3] = 0  # the id has no meaning
     assert got == wanted
     flawed = {3: Flaw.NO_NUMBER, 4: Flaw.ALL_HIDDEN, 12: Flaw.ALL_HIDDEN}
     assert got[1] == [flawed.get(index, 0) for index in range(count)]
@@ -162,10 +164,10 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("names", (("greedy", "plain", "filters", "logprobs"), tuple(SAMPLINGS)))
-def test_the_samplers_response_is_that_of_its_plain_path(
+def test_sampler_result_equals_that_of_its_plain_path(
     names: tuple[str, ...], dtype: torch.dtype, numbers: Callable[..., Tensor]
 ) -> None:
-    """Without and with rows whose scores have to be changed first. One row is not finite."""
+    """Compare without and with rows whose scores are changed first. One row is not finite."""
     logits = (numbers(len(names) + 1, VOCAB_SIZE, seed=3) * 3).to(dtype)
     logits[-1, 17] = -math.inf
     logits[:, 7] = 12.0  # a stop token
@@ -179,7 +181,7 @@ def test_the_samplers_response_is_that_of_its_plain_path(
     assert torch.equal(logits, before)
 
 
-def test_the_samplers_response_to_masks_is_that_of_its_plain_path(numbers: Callable[..., Tensor]) -> None:
+def test_sampler_result_with_masks_equals_that_of_its_plain_path(numbers: Callable[..., Tensor]) -> None:
     names = tuple(SAMPLINGS)
     logits = numbers(len(names) + 2, VOCAB_SIZE, seed=3) * 3
     allowed = [range(index, VOCAB_SIZE, 5 * index + 1) for index in range(len(names))]
@@ -195,13 +197,13 @@ def test_the_samplers_response_to_masks_is_that_of_its_plain_path(numbers: Calla
     assert got.logprobs == wanted.logprobs
 
 
-def test_a_row_without_any_token_left_fails_alone(numbers: Callable[..., Tensor]) -> None:
+def test_row_without_any_allowed_token_fails_alone(numbers: Callable[..., Tensor]) -> None:
     logits = numbers(2, 3)
     chunks = [row(SamplingParams(temperature=1.0, min_tokens=5), stop=(0, 1, 2)), row(SamplingParams(temperature=0.0))]
     assert sample(logits, chunks, triton).errors == sample(logits, chunks).errors == {0: NOTHING_LEFT}
 
 
-def test_one_number_of_tiles_everywhere() -> None:
+def test_all_implementations_use_the_same_number_of_tiles() -> None:
     from trioserve_kernels.triton import sampling
 
     assert DRAW_TILES == reference.DRAW_TILES == sampling.DRAW_TILES

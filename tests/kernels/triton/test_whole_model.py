@@ -1,6 +1,9 @@
-"""The runner with these kernels answers as it does with the plain ones: chunks and decodes in one step, windows,
-heads that are normed, prompts in pieces and longer than a tile, drafts behind decodes, a cache full of NaN. Decodes of
-fixed shape do so when they are replayed from a recording: a CUDA graph, or what stands for one in the interpreter."""
+"""Tests that the runner gives the same responses with the Triton kernels and with the plain ones.
+
+They cover chunks and decodes in one step, windows, normalized heads, prompts in pieces and longer than a tile, drafts
+after decodes, and a cache full of NaN. Decodes of fixed shape are replayed from a recording: a CUDA graph, or its
+replacement in the interpreter.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,8 @@ from trioserve_kernels.paged import SPLIT_TOKENS
 from trioserve_kernels.triton.norm import rms_norm_kernel
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-# With which the host waits for a number. Where gradients are off for good, the outer ones are not taken apart.
+# Operators by which the host waits for a number of the device. If gradients are disabled for good, torch does not
+# decompose the outer ones.
 READS = (
     torch.ops.aten._local_scalar_dense.default,
     torch.ops.aten.item.default,
@@ -33,7 +37,7 @@ PROMPTS = {"a": 36, "b": 2, "c": 9, "d": 8}
 
 
 def responses(kernels: Any, path: Path, device: str, step_driver: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Tokens, and the logprobs of prompts and responses."""
+    """Return the tokens, and the log-probabilities of prompts and responses."""
     monkeypatch.setattr(torch_step_model, "pick_kernels", lambda *_, **__: kernels)
     driver = step_driver.StepDriver(step_driver.load_runner(path, device=device, cpu_kernels="torch"))
     for index, (name, length) in enumerate(PROMPTS.items()):
@@ -53,7 +57,7 @@ def responses(kernels: Any, path: Path, device: str, step_driver: ModuleType, mo
 
 
 @pytest.mark.parametrize("kind", ("llama", "qwen2-sliding", "qwen3", "gpt-oss", "llama4", "gemma3n"))
-def test_a_model_answers_as_with_the_plain_kernels(
+def test_responses_equal_those_of_the_plain_kernels(
     kind: str,
     tiny_checkpoints: ModuleType,
     step_driver: ModuleType,
@@ -61,7 +65,7 @@ def test_a_model_answers_as_with_the_plain_kernels(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In float32, up to the order of sums."""
+    """Compare in float32, up to the order of sums."""
     tiny_checkpoints.write_checkpoint(tmp_path, kind, dtype="float32", sharded=False)
     tokens, logprobs = responses(triton, tmp_path, device, step_driver, monkeypatch)
     plain_tokens, plain_logprobs = responses(reference, tmp_path, "cpu", step_driver, monkeypatch)
@@ -70,8 +74,11 @@ def test_a_model_answers_as_with_the_plain_kernels(
 
 
 class RecordedOperators(TorchDispatchMode):
-    """Stands for a CUDA graph where there is no GPU: keeps every operator and every launch of a kernel with the very
-    tensors and numbers it got, and runs them again. What the host decided meanwhile is frozen, as in a graph."""
+    """Replacement of a CUDA graph without a GPU.
+
+    It records every operator and every kernel launch with its tensors and numbers, and runs them again. As in a graph,
+    decisions of the host are frozen.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
@@ -111,15 +118,17 @@ def _tensors(output: Any) -> list[Tensor]:
     return [part for part in parts if isinstance(part, Tensor)]
 
 
-def test_replayed_decodes_answer_as_with_the_plain_kernels(
+def test_responses_of_replayed_decodes_equal_those_of_the_plain_kernels(
     tiny_checkpoints: ModuleType,
     step_driver: ModuleType,
     device: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of 1 row and of 3 at the size of 4, which grow over the borders of blocks; greedy and drawn. In float32, up to
-    the order of sums."""
+    """Use 1 row, and 3 rows in a recording of size 4, which grow into new blocks, greedy and drawn.
+
+    Compare in float32, up to the order of sums.
+    """
     tiny_checkpoints.write_checkpoint(tmp_path, "qwen3", dtype="float32", sharded=False)
     replayed: list[int] = []
 
@@ -160,8 +169,10 @@ def test_replayed_decodes_answer_as_with_the_plain_kernels(
 
 
 class WatchedCopies(TorchDispatchMode):
-    """Counts what crosses between host and device, whatever the device: copies that nobody waits for; nothing else may.
-    Kernels are not looked into, since in the interpreter they are made of such things."""
+    """Counts transfers between host and device on any device. It fails for a transfer that the host waits for.
+
+    It does not look into kernels, because the interpreter runs them with such transfers.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
@@ -181,7 +192,7 @@ class WatchedCopies(TorchDispatchMode):
         aten = torch.ops.aten
         assert func not in READS, "the host waits for a number"
         assert func is not aten.lift_fresh.default, "a number is sent by itself"
-        if func is aten.to.dtype_layout:  # in which numpy() shows itself, too
+        if func is aten.to.dtype_layout:  # numpy() calls it as well
             assert (kwargs or {}).get("device") in (None, args[0].device), "something is sent by itself"
         if func is aten._to_copy.default:
             assert "device" not in (kwargs or {}), "something is sent by itself"
@@ -194,10 +205,10 @@ def triton_kernels_are_interpreted() -> bool:
     return not torch.cuda.is_available()
 
 
-# torch says it when it is first asked to watch; as an error it would leave the mode as it is.
+# torch warns when the mode is first set. If the warning were an error, it would leave the mode unchanged.
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
 @pytest.mark.parametrize("enforce_eager", (False, True), ids=("static", "eager"))
-def test_between_steps_the_host_waits_for_nothing_and_each_takes_one_copy_there_and_one_back(
+def test_host_never_waits_between_steps_and_each_step_copies_once_each_way(
     enforce_eager: bool,
     tiny_checkpoints: ModuleType,
     step_driver: ModuleType,
@@ -205,8 +216,10 @@ def test_between_steps_the_host_waits_for_nothing_and_each_takes_one_copy_there_
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Prompts beside decodes, decodes alone, greedy and drawn. A step's result is asked for when the next one has been
-    launched, which got its tokens nevertheless."""
+    """Use prompts with decodes, decodes alone, greedy and drawn.
+
+    The result of a step is read after the launch of the next step, which reads the tokens on the device.
+    """
     tiny_checkpoints.write_checkpoint(tmp_path, "llama", dtype="float32", sharded=False, layers=1)
     steps = ({"a": 9, "b": 20}, {"a": 1, "b": 11}, {"a": 1, "b": 1}, {"b": 1}, {"b": 1, "a": 1, "c": 5})
 
@@ -248,7 +261,7 @@ def test_between_steps_the_host_waits_for_nothing_and_each_takes_one_copy_there_
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any, ...]]:
-    """What Triton compiles for the launches of this test: by kernel, constants, dtypes and what it makes of numbers."""
+    """Return what Triton compiles for the launches of this test: kernel, constants, dtypes and integer classes."""
     found: set[tuple[Any, ...]] = set()
     kernel_type: Any = type(rms_norm_kernel)
     run = kernel_type.run
@@ -261,7 +274,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any, ...]]:
                 yield name, value.dtype, value.data_ptr() % 16 == 0
             elif isinstance(value, float):
                 yield name
-            elif name in options:  # constants of the kernel and of the launch
+            elif name in options:  # constants of the kernel and options of the launch
                 yield name, value
             else:
                 yield name, value.bit_length() > 31, name not in unspecialized and (value == 1, value % 16 == 0)
@@ -275,11 +288,11 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any, ...]]:
     return found
 
 
-# The layers that differ: one of each.
+# One layer of each kind.
 @pytest.mark.parametrize(
     "kind, layers, enforce_eager", (("qwen3", 1, False), ("qwen2-sliding", 2, True)), ids=("static", "eager")
 )
-def test_what_steps_launch_was_compiled_before_the_first_request(
+def test_warm_up_compiles_everything_that_steps_launch(
     kind: str,
     layers: int,
     enforce_eager: bool,
@@ -290,8 +303,11 @@ def test_what_steps_launch_was_compiled_before_the_first_request(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Prompts and their pieces, beside decodes of one part and of two; decodes alone; all that sampling can be asked
-    for; drafts. In float16, since scores that were changed are float32 whatever the model is."""
+    """Use prompts and their pieces, decodes of one and two parts in the same step and alone, all sampling options, and
+    drafts.
+
+    Run in float16, because scores that sampling options change are float32 for every dtype of the model.
+    """
     tiny_checkpoints.write_checkpoint(tmp_path, kind, dtype="float32", sharded=False, layers=layers)
     monkeypatch.setattr(torch_step_model, "pick_kernels", lambda *_, **__: triton)
     runner = step_driver.load_runner(
