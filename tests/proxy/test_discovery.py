@@ -391,5 +391,5 @@ async def test_an_api_server_that_refuses_changes_nothing_and_is_asked_again(clu
 
 
 def test_outside_of_a_cluster_it_says_so():
-    with pytest.raises(StartupError, match="no pod"):
+    with pytest.raises(StartupError, match="need a pod"):
         in_cluster("llm", template=template, environment={})

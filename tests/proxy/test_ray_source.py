@@ -95,7 +95,7 @@ async def test_when_ray_cannot_be_asked_all_are_kept_and_it_is_asked_anew(fleet,
     await until(lambda: set(fleet.specs()) == {A})
     for line, why in [
         ('{"failure": "there is no Ray at this machine"}', "no Ray at this machine"),
-        ("GCS is gone", "cannot be read"),
+        ("GCS is gone", "is invalid"),
         (None, "the process that asks Ray has ended"),
     ]:
         caplog.clear()

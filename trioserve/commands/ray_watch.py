@@ -20,7 +20,7 @@ import msgspec
 
 from trioserve.commands.program_end import EXIT_FAILED
 from trioserve.contracts.errors import StartupError
-from trioserve.proxy.discovery.ray import SIGN_SECONDS, GroupTold
+from trioserve.proxy.discovery.ray import SIGN_SECONDS, GroupReport
 
 __all__ = ["GroupWatch", "Lost", "PlacedEngines", "main"]
 
@@ -199,7 +199,7 @@ def main(group: str, address: str) -> int:
         with connected(address or None):
             _watch(GroupWatch(RayEngines(group)), lines)
     except StartupError as error:
-        _write(lines, GroupTold(failure=str(error)))
+        _write(lines, GroupReport(failure=str(error)))
     return EXIT_FAILED
 
 
@@ -214,10 +214,10 @@ def _watch(watch: GroupWatch, lines: BinaryIO) -> None:
             continue
         if watch.urls != reported or time.monotonic() >= reported_at + SIGN_SECONDS:
             reported, reported_at = watch.urls, time.monotonic()
-            _write(lines, GroupTold(urls=reported))
+            _write(lines, GroupReport(urls=reported))
 
 
-def _write(lines: BinaryIO, report: GroupTold) -> None:
+def _write(lines: BinaryIO, report: GroupReport) -> None:
     lines.write(msgspec.json.encode(report) + b"\n")
     lines.flush()
 

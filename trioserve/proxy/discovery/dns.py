@@ -9,23 +9,31 @@ import dns.exception
 import dns.resolver
 import trio
 
-from trioserve.proxy.discovery.source import EndpointTemplate, Told, tell
+from trioserve.proxy.discovery.source import EndpointReceiver, EndpointTemplate, report_endpoints
 
 __all__ = ["DnsSource"]
 
 logger = logging.getLogger(__name__)
 
 LOOKUP_SECONDS_MAX = 10.0
-# Answers tell how long they hold; asking more often is of no use, and much more seldom leaves the dead in the list.
+# DNS answers have a lifetime (TTL). Asking before its end is useless, and asking much later keeps dead endpoints
+# listed.
 AGAIN_SECONDS_MIN = 1.0
 AGAIN_SECONDS_MAX = 30.0
 FAILED_SECONDS = 5.0
 
 
 class DnsSource:
-    """name: to be looked up; with SRV records if it begins with an underscore, such as _http._tcp.llm.example.org. The
-    resolver's search list counts, as for other programs: in Kubernetes, a service's name alone is enough there.
-    port: of the addresses; SRV records have their own. resolver: for tests; the system's otherwise."""
+    """Source that looks up one name regularly.
+
+    Args:
+        name: DNS name. A name that begins with an underscore, such as _http._tcp.llm.example.org, is looked up with SRV
+            records. The resolver's search list applies, so the short name of a service is enough in Kubernetes.
+        port: Port of the addresses. SRV records have their own ports.
+        scheme: "http" or "https".
+        template: Makes the configuration of an endpoint from its URL.
+        resolver: DNS client, for tests. None: the system's settings.
+    """
 
     def __init__(
         self,
@@ -43,7 +51,7 @@ class DnsSource:
         self._template = template
         self._resolver = resolver
 
-    async def run(self, fleet: Told) -> None:
+    async def run(self, fleet: EndpointReceiver) -> None:
         resolver = self._resolver or dns.asyncresolver.Resolver()
         while True:
             try:
@@ -52,11 +60,11 @@ class DnsSource:
                 logger.warning("endpoints kept source=%s: %s", self.name, error)
                 seconds = FAILED_SECONDS
             else:
-                tell(fleet, self.name, [self._template(url) for url in sorted(urls)])
+                report_endpoints(fleet, self.name, [self._template(url) for url in sorted(urls)])
             await trio.sleep(min(AGAIN_SECONDS_MAX, max(AGAIN_SECONDS_MIN, seconds)))
 
     async def _look_up(self, resolver: dns.asyncresolver.Resolver) -> tuple[set[str], float]:
-        """The URLs, and for how many seconds they hold."""
+        """Return the URLs and their lifetime in seconds."""
         if self._query.startswith("_"):
             answer = await resolver.resolve(self._query, "SRV", search=True, lifetime=LOOKUP_SECONDS_MAX)
             records = [(str(record.target).rstrip("."), record.port) for record in answer]

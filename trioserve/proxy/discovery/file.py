@@ -1,4 +1,4 @@
-"""Endpoints from a file that may change: JSON or TOML, watched by its time and size."""
+"""Endpoints from a JSON or TOML file. The file is read again when its time or size changes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 import trio
 
 from trioserve.contracts.errors import StartupError
-from trioserve.proxy.discovery.source import Told, tell
+from trioserve.proxy.discovery.source import EndpointReceiver, report_endpoints
 from trioserve.proxy.fleet import EndpointSpec
 
 __all__ = ["FileSource", "read_endpoints"]
@@ -22,14 +22,19 @@ LOOK_SECONDS = 1.0
 
 
 class FileSource:
-    """api_key: for endpoints that the file gives none."""
+    """Source that watches a file.
+
+    Args:
+        path: Path of the file.
+        api_key: Key for endpoints without a key in the file. None: no key.
+    """
 
     def __init__(self, path: Path, *, api_key: str | None = None) -> None:
         self.name = f"file:{path}"
         self._path = path
         self._api_key = api_key
 
-    async def run(self, fleet: Told) -> None:
+    async def run(self, fleet: EndpointReceiver) -> None:
         seen: object = None
         while True:
             stamp = await trio.to_thread.run_sync(_stamp, self._path)
@@ -40,12 +45,20 @@ class FileSource:
                 except StartupError as error:
                     logger.warning("endpoints kept source=%s: %s", self.name, error)
                 else:
-                    tell(fleet, self.name, specs)
+                    report_endpoints(fleet, self.name, specs)
             await trio.sleep(LOOK_SECONDS)
 
 
 def read_endpoints(path: Path, api_key: str | None = None) -> list[EndpointSpec]:
-    """A list `endpoints` of tables with the fields of EndpointSpec. Raises StartupError that names the file."""
+    """Read a file with a list `endpoints` of tables, which have the fields of EndpointSpec.
+
+    Args:
+        path: JSON if the name ends with .json, otherwise TOML.
+        api_key: Key for endpoints without a key in the file. None: no key.
+
+    Raises:
+        StartupError: The file cannot be read or is invalid. The message names the file.
+    """
     try:
         text = path.read_text()
         parsed: Any = msgspec.json.decode(text) if path.suffix == ".json" else tomllib.loads(text)

@@ -1,7 +1,8 @@
 """Endpoints from Kubernetes: the EndpointSlices of a service, listed once and then watched.
 
-As the API asks of its clients ("Efficient detection of changes"): list, watch from the list's resourceVersion, go on
-from the last one seen when a watch ends, list again when the server no longer knows it (410).
+The source follows the API's rules ("Efficient detection of changes"). It lists the slices, and watches from the
+resourceVersion of the list. When a watch ends, it watches from the last version that it has seen. When the server no
+longer knows this version (status 410), it lists the slices again.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import trio
 
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import EndpointLost, StartupError
-from trioserve.proxy.discovery.source import EndpointTemplate, Told, tell
+from trioserve.proxy.discovery.source import EndpointReceiver, EndpointTemplate, report_endpoints
 from trioserve.proxy.remote_endpoint import EndpointAddress, RemoteEndpoint, RemoteResponse
 
 __all__ = ["KubernetesSource", "in_cluster"]
@@ -28,8 +29,9 @@ logger = logging.getLogger(__name__)
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 SLICES_BYTES_MAX = 64 * 1024 * 1024
 LINE_BYTES_MAX = 4 * 1024 * 1024
-WATCH_SECONDS = 60  # then the server ends the watch: it may be silent that long, so this bounds a dead connection
-SILENCE_SECONDS_MAX = 30.0  # beyond that: a response that does not come
+# duration of a watch at the server; it may be silent for that long, so it also limits the time on a dead connection
+WATCH_SECONDS = 60
+SILENCE_SECONDS_MAX = 30.0  # time limit of a response
 FAILED_SECONDS_MIN, FAILED_SECONDS_MAX = 1.0, 30.0
 
 
@@ -77,14 +79,21 @@ class _Status(msgspec.Struct):
 
 
 class _Expired(Exception):
-    """The server does not know the resource version any more."""
+    """The server no longer knows the resource version."""
 
 
 class KubernetesSource:
-    """The ready endpoints of one service.
+    """Source of the ready endpoints of one service.
 
-    port: the name or number of the service's port; None if it has but one. token: read again for each request, since
-    it is replaced now and then.
+    Args:
+        api: Client of the Kubernetes API server.
+        namespace: Namespace of the service.
+        service: Name of the service.
+        port: Name or number of the service's port. None: all of its ports.
+        token: File with the access token. It is read for each request, because Kubernetes replaces it regularly. None:
+            no token.
+        scheme: "http" or "https".
+        template: Makes the configuration of an endpoint from its URL.
     """
 
     def __init__(
@@ -109,7 +118,7 @@ class KubernetesSource:
         self._slices: dict[str, _Slice] = {}
         self._version = ""
 
-    async def run(self, fleet: Told) -> None:
+    async def run(self, fleet: EndpointReceiver) -> None:
         failed_seconds = FAILED_SECONDS_MIN
         try:
             while True:
@@ -127,7 +136,7 @@ class KubernetesSource:
         finally:
             self._api.close()
 
-    async def _list(self, fleet: Told) -> None:
+    async def _list(self, fleet: EndpointReceiver) -> None:
         with trio.move_on_after(SILENCE_SECONDS_MAX):
             async with self._api.request("GET", self._path(), await self._headers(), b"") as response:
                 body = await response.whole(SLICES_BYTES_MAX)
@@ -135,11 +144,11 @@ class KubernetesSource:
                 listed = msgspec.json.decode(body or b"", type=_SliceList)
                 self._slices = {slice_.metadata.name: slice_ for slice_ in listed.items}
                 self._version = listed.metadata.resourceVersion
-                self._tell(fleet)
+                self._report(fleet)
                 return
-        raise _Unusable(f"no list came within {SILENCE_SECONDS_MAX:g} s")
+        raise _Unusable(f"no list arrived within {SILENCE_SECONDS_MAX:g} s")
 
-    async def _watch(self, fleet: Told) -> None:
+    async def _watch(self, fleet: EndpointReceiver) -> None:
         path = self._path(watch="1", resourceVersion=self._version, timeoutSeconds=str(WATCH_SECONDS))
         with trio.move_on_after(WATCH_SECONDS + SILENCE_SECONDS_MAX):
             async with self._api.request("GET", path, await self._headers(), b"") as response:
@@ -156,7 +165,7 @@ class KubernetesSource:
                         if event.strip():
                             self._take(msgspec.json.decode(event, type=_Event))
                     if events:
-                        self._tell(fleet)
+                        self._report(fleet)
 
     def _take(self, event: _Event) -> None:
         if event.type == "ERROR":
@@ -171,7 +180,7 @@ class KubernetesSource:
         elif event.type in ("ADDED", "MODIFIED"):
             self._slices[changed.metadata.name] = changed
 
-    def _tell(self, fleet: Told) -> None:
+    def _report(self, fleet: EndpointReceiver) -> None:
         urls = {
             f"{self._scheme}://{f'[{address}]' if slice_.addressType == 'IPv6' else address}:{port}"
             for slice_ in self._slices.values()
@@ -180,7 +189,7 @@ class KubernetesSource:
             if endpoint.conditions.ready is not False and not endpoint.conditions.terminating
             for address in endpoint.addresses
         }
-        tell(fleet, self.name, [self._template(url) for url in sorted(urls)])
+        report_endpoints(fleet, self.name, [self._template(url) for url in sorted(urls)])
 
     def _ports(self, slice_: _Slice) -> list[int]:
         return [
@@ -203,7 +212,7 @@ class KubernetesSource:
 
 
 class _Unusable(Exception):
-    """The server's response is of no use."""
+    """The response of the API server cannot be used."""
 
 
 def _check(response: RemoteResponse, body: bytes | None) -> None:
@@ -215,15 +224,19 @@ def _check(response: RemoteResponse, body: bytes | None) -> None:
 
 
 def in_cluster(service: str, *, template: EndpointTemplate, environment: Any = os.environ) -> KubernetesSource:
-    """[NAMESPACE/]SERVICE[:PORT], asked for with the service account of the pod that this runs in.
+    """Make a source that uses the service account of the pod in which the router runs.
 
-    Raises StartupError outside of a cluster.
+    Args:
+        service: [NAMESPACE/]SERVICE[:PORT]. The default namespace is that of the pod.
+        template: Makes the configuration of an endpoint from its URL.
+        environment: Environment variables.
+
+    Raises:
+        StartupError: The router does not run in a pod, or cannot read the service account.
     """
     host, port = environment.get("KUBERNETES_SERVICE_HOST"), environment.get("KUBERNETES_SERVICE_PORT", "443")
     if not host:
-        raise StartupError(
-            "endpoints are to come from Kubernetes, but this is no pod: KUBERNETES_SERVICE_HOST is not set"
-        )
+        raise StartupError("endpoints from Kubernetes need a pod, but KUBERNETES_SERVICE_HOST is not set here")
     try:
         namespace = (ACCOUNT / "namespace").read_text().strip()
         context = ssl.create_default_context(cafile=ACCOUNT / "ca.crt")

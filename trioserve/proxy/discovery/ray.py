@@ -1,8 +1,9 @@
-"""Endpoints from Ray: the engines of a group that `trioserve ray up` had placed there.
+"""Endpoints from Ray: the engines of a group that `trioserve ray up` has placed.
 
-Who asks Ray is a process of its own, trioserve/commands/ray_watch.py, which tells in lines of JSON what there is. Ray's
-client ends the process that it is in, when the cluster's head has been gone for a minute; and its calls wait in threads
-that nobody can cancel. The router goes on, with the endpoints that it knows, and asks anew.
+A separate process (trioserve/commands/ray_watch.py) asks Ray and writes the endpoints as lines of JSON. There are two
+reasons. Ray's client ends its own process when the cluster's head has been gone for a minute. And its calls block
+threads that cannot be cancelled. If the process ends, the router keeps the known endpoints and starts the process
+again.
 """
 
 from __future__ import annotations
@@ -18,33 +19,45 @@ import msgspec
 import trio
 
 from trioserve.contracts.errors import StartupError
-from trioserve.proxy.discovery.source import EndpointTemplate, Told, tell
+from trioserve.proxy.discovery.source import EndpointReceiver, EndpointTemplate, report_endpoints
 
-__all__ = ["RAY_MISSING", "SIGN_SECONDS", "GroupTold", "RaySource", "check_ray_is_installed"]
+__all__ = ["RAY_MISSING", "SIGN_SECONDS", "GroupReport", "RaySource", "check_ray_is_installed"]
 
 logger = logging.getLogger(__name__)
 
 RAY_MISSING = 'Ray is not installed: python -m pip install "trioserve[ray]"'
-SIGN_SECONDS = 2.0  # between two lines at most, whatever has changed
-FIRST_SECONDS_MAX = 60.0  # until the first line: for importing Ray, and finding the cluster, on a busy machine
-SILENCE_SECONDS_MAX = 15.0  # beyond that: a process that hangs in a call of Ray's
+SIGN_SECONDS = 2.0  # maximum time between two lines, also without changes
+FIRST_SECONDS_MAX = 60.0  # time to the first line: importing Ray and finding the cluster on a busy machine
+SILENCE_SECONDS_MAX = 15.0  # longer silence means that the process hangs in a call of Ray
 FAILED_SECONDS_MIN, FAILED_SECONDS_MAX = 1.0, 30.0
 LINE_BYTES_MAX = 4 * 1024 * 1024
 RECEIVE_BYTES = 65536
-REMARK_BYTES_MAX = 2000  # of what Ray says as its process ends
+REMARK_BYTES_MAX = 2000  # kept end of Ray's messages when its process ends
 REMARK_SECONDS_MAX = 1.0
 
 
-class GroupTold(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A line. urls: where the engines of the group serve, all of them; or failure: why that cannot be found out."""
+class GroupReport(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One line of the process that asks Ray.
+
+    Attributes:
+        urls: Addresses of all engines of the group.
+        failure: Reason why the addresses are unknown. None if they are known.
+    """
 
     urls: tuple[str, ...] = ()
     failure: str | None = None
 
 
 class RaySource:
-    """group: its name. address: of the cluster, as ray.init takes it; None: what RAY_ADDRESS says, or this machine's.
-    command: what writes the lines, for tests."""
+    """Source of the engines of one group.
+
+    Args:
+        group: Name of the group.
+        address: Address of the cluster, as for ray.init. None: the value of RAY_ADDRESS, or the cluster of this
+            machine.
+        template: Makes the configuration of an endpoint from its URL.
+        command: Command that writes the lines, for tests. None: the real process.
+    """
 
     def __init__(
         self,
@@ -57,9 +70,9 @@ class RaySource:
         self.name = f"ray:{group}"
         self._template = template
         self._command = command or [sys.executable, "-m", "trioserve.commands.ray_watch", group, address or ""]
-        self._told: tuple[str, ...] | None = None
+        self._reported: tuple[str, ...] | None = None
 
-    async def run(self, fleet: Told) -> None:
+    async def run(self, fleet: EndpointReceiver) -> None:
         failed_seconds = FAILED_SECONDS_MIN
         while True:
             line_count, why = await self._follow(fleet)
@@ -69,27 +82,31 @@ class RaySource:
             await trio.sleep(failed_seconds)
             failed_seconds = min(FAILED_SECONDS_MAX, 2 * failed_seconds)
 
-    async def _follow(self, fleet: Told) -> tuple[int, str]:
-        """Tell what a process tells, until it ends or is silent. How many lines were of use, and what is wrong."""
+    async def _follow(self, fleet: EndpointReceiver) -> tuple[int, str]:
+        """Pass on the reports of one process until it ends or is silent.
+
+        Returns:
+            Number of valid lines, and the reason for the end.
+        """
         remark = bytearray()
-        has_said_all = trio.Event()
+        has_ended = trio.Event()
 
         async def keep_remark(output: trio.abc.ReceiveStream) -> None:
             async for data in output:
                 remark[:] = (remark + data)[-REMARK_BYTES_MAX:]
-            has_said_all.set()
+            has_ended.set()
 
         async with trio.open_nursery() as nursery:
             process: trio.Process = await nursery.start(
                 partial(
                     trio.run_process,
                     self._command,
-                    stdin=subprocess.PIPE,  # it ends when this is closed, by whatever ends this process
+                    stdin=subprocess.PIPE,  # the process ends when its stdin is closed, however this process ends
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     check=False,
                     deliver_cancel=_kill,
-                    start_new_session=True,  # Ctrl-C in a terminal is for the router
+                    start_new_session=True,  # Ctrl-C in a terminal must reach only the router
                 )
             )
             assert process.stdout is not None
@@ -98,14 +115,18 @@ class RaySource:
             line_count, why = await self._read(process.stdout, fleet)
             if why is None:
                 with trio.move_on_after(REMARK_SECONDS_MAX):
-                    await has_said_all.wait()
+                    await has_ended.wait()
                 said = remark.decode(errors="replace").strip().rpartition("\n")[2]
                 why = f"the process that asks Ray has ended: {said}"
             nursery.cancel_scope.cancel()
         return line_count, why
 
-    async def _read(self, output: trio.abc.ReceiveStream, fleet: Told) -> tuple[int, str | None]:
-        """The same; None: there are no more lines."""
+    async def _read(self, output: trio.abc.ReceiveStream, fleet: EndpointReceiver) -> tuple[int, str | None]:
+        """Read the lines of the process.
+
+        Returns:
+            Number of valid lines, and the reason to stop. The reason is None at the end of the output.
+        """
         held = bytearray()
         line_count = 0
         while True:
@@ -121,19 +142,19 @@ class RaySource:
                 if len(held) > LINE_BYTES_MAX:
                     raise msgspec.DecodeError(f"a line has more than {LINE_BYTES_MAX} bytes")
                 for line in lines:
-                    told = msgspec.json.decode(line, type=GroupTold)
-                    if told.failure is not None:
-                        return line_count, told.failure
-                    self._tell(fleet, told.urls)
+                    report = msgspec.json.decode(line, type=GroupReport)
+                    if report.failure is not None:
+                        return line_count, report.failure
+                    self._report(fleet, report.urls)
                     line_count += 1
             except msgspec.DecodeError as error:
-                return line_count, f"what the process that asks Ray says cannot be read: {error}"
+                return line_count, f"the output of the process that asks Ray is invalid: {error}"
 
-    def _tell(self, fleet: Told, urls: tuple[str, ...]) -> None:
-        # Only what is new: an endpoint that somebody drains by hand is to stay so while nothing changes.
-        if urls != self._told:
-            self._told = urls
-            tell(fleet, self.name, [self._template(url) for url in urls])
+    def _report(self, fleet: EndpointReceiver, urls: tuple[str, ...]) -> None:
+        # Report only changes: an endpoint that an operator drains must stay drained while the group is the same.
+        if urls != self._reported:
+            self._reported = urls
+            report_endpoints(fleet, self.name, [self._template(url) for url in urls])
 
 
 async def _kill(process: trio.Process) -> None:
@@ -141,6 +162,10 @@ async def _kill(process: trio.Process) -> None:
 
 
 def check_ray_is_installed() -> None:
-    """Raises StartupError that says what to install. Does not load it, which takes a second."""
+    """Check that Ray is installed, without importing it, which takes a second.
+
+    Raises:
+        StartupError: Ray is not installed. The message says how to install it.
+    """
     if importlib.util.find_spec("ray") is None:
         raise StartupError(RAY_MISSING)

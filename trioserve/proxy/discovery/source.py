@@ -1,4 +1,4 @@
-"""What every source of endpoints is: something that tells a fleet, again and again, which endpoints there are."""
+"""Interface of sources of endpoints. A source repeatedly reports the full list of its endpoints to a fleet."""
 
 from __future__ import annotations
 
@@ -9,34 +9,60 @@ from typing import Protocol
 from trioserve.contracts.errors import StartupError
 from trioserve.proxy.fleet import EndpointSpec
 
-__all__ = ["EndpointTemplate", "Source", "Told", "tell"]
+__all__ = ["EndpointTemplate", "Source", "EndpointReceiver", "report_endpoints"]
 
 logger = logging.getLogger(__name__)
 
 EndpointTemplate = Callable[[str], EndpointSpec]
-"""From a URL that was found to all that is to be known of it: the key that is sent there, for one."""
+"""Makes the configuration of an endpoint, such as its API key, from a URL that a source found."""
 
 
-class Told(Protocol):
-    """What a source tells: a fleet, or a list of routers."""
+class EndpointReceiver(Protocol):
+    """Receiver of the reports of sources: a fleet, or a list of routers."""
 
     def set_all(self, specs: Iterable[EndpointSpec], *, source: str) -> None:
-        """These, and no others, are what the source knows. Raises StartupError, before anything is changed."""
+        """Replace all endpoints of one source.
+
+        Args:
+            specs: All endpoints that the source knows now.
+            source: Name of the source.
+
+        Raises:
+            StartupError: The list is invalid. Nothing was changed.
+        """
 
     def ids_of(self, source: str) -> Collection[str]:
-        """Those that this source has told."""
+        """Return the ids of the endpoints that a source has reported.
+
+        Args:
+            source: Name of the source.
+        """
 
 
 class Source(Protocol):
+    """Source of endpoints, such as a file or DNS."""
+
     name: str
-    """In logs and in the list of endpoints; unique in a fleet."""
+    """Name in logs and in the list of endpoints, unique in a fleet."""
 
-    async def run(self, fleet: Told) -> None:
-        """Until cancelled. What cannot be read is logged and asked for again: one that fails keeps what it told."""
+    async def run(self, fleet: EndpointReceiver) -> None:
+        """Report endpoints until cancelled.
+
+        A source that fails logs the failure, keeps its last report and tries again.
+
+        Args:
+            fleet: Receiver of the reports.
+        """
 
 
-def tell(fleet: Told, source: str, specs: Sequence[EndpointSpec]) -> None:
-    """These are all of them. A list that cannot be is logged, and changes nothing."""
+def report_endpoints(fleet: EndpointReceiver, source: str, specs: Sequence[EndpointSpec]) -> None:
+    """Report all endpoints of a source. An invalid list is logged and changes nothing.
+
+    Args:
+        fleet: Receiver of the report.
+        source: Name of the source.
+        specs: All endpoints that the source knows now.
+    """
     before = set(fleet.ids_of(source))
     try:
         fleet.set_all(specs, source=source)
