@@ -51,6 +51,7 @@ PLAIN_FOLDERS: tuple[str, ...] = (
     "trioserve/model/drafts",
     "trioserve/model/families",
     "trioserve/model/parallel",
+    "trioserve/proxy",
     "trioserve/ranks",
     "trioserve/router",
     "trioserve/store",

@@ -26,7 +26,7 @@ async def rest_of(stream: RequestStream) -> list[Delta]:
     return [delta async for delta in stream]
 
 
-def given_away(fake: FakeEngine, request_id: str = "r") -> HandOverOutcome:
+def handed_over(fake: FakeEngine, request_id: str = "r") -> HandOverOutcome:
     return fake.hand_over(request_id)[request_id]
 
 
@@ -36,8 +36,8 @@ async def test_its_blocks_are_held_beyond_its_scope_and_let_go_once(autojump_clo
     async with open_fake_engine(connector=ScriptedConnector, step_seconds=0.01, **options) as fake:
         async with fake.generate(PROMPT, LONG, request_id="r", resumable=True) as stream:
             await trio.sleep(0.045 if in_step else 0.04)
-            assert given_away(fake) is HandOverOutcome.HANDED_OVER
-            assert given_away(fake) is HandOverOutcome.HANDED_OVER, "it is on its way"
+            assert handed_over(fake) is HandOverOutcome.HANDED_OVER
+            assert handed_over(fake) is HandOverOutcome.HANDED_OVER, "it is on its way"
             *_, last = await rest_of(stream)
             assert last.finish_reason is FinishReason.HANDED_OVER
             assert last.kv_transfer is not None
@@ -58,7 +58,7 @@ async def test_nobody_who_fetches_it_is_waited_for_only_so_long(autojump_clock):
     async with open_fake_engine(connector=ScriptedConnector, step_seconds=0.01, kv_hold_timeout=7.0) as fake:
         async with fake.generate(PROMPT, LONG, request_id="r", resumable=True) as stream:
             await trio.sleep(0.04)
-            given_away(fake)
+            handed_over(fake)
             await rest_of(stream)
         await trio.sleep(6.5)
         assert fake.stats().blocks_held > 0
@@ -71,7 +71,7 @@ async def test_the_hold_of_a_given_request_can_be_aborted_by_its_id(autojump_clo
     async with open_fake_engine(connector=ScriptedConnector, step_seconds=0.01) as fake:
         async with fake.generate(PROMPT, LONG, request_id="r", resumable=True) as stream:
             await trio.sleep(0.04)
-            given_away(fake)
+            handed_over(fake)
             await rest_of(stream)
         assert fake.abort("r") == {"r": AbortOutcome.ALREADY_FINISHED}
         assert fake.connector.calls["request_aborted_after_finish"] == 1
@@ -84,7 +84,7 @@ async def test_without_a_connector_it_ends_and_nothing_is_held(autojump_clock):
     async with open_fake_engine(step_seconds=0.01) as fake:
         async with fake.generate(PROMPT, LONG, request_id="r", resumable=True) as stream:
             await trio.sleep(0.045)
-            assert given_away(fake) is HandOverOutcome.HANDED_OVER
+            assert handed_over(fake) is HandOverOutcome.HANDED_OVER
             *_, last = await rest_of(stream)
             assert (last.finish_reason, last.kv_transfer) == (FinishReason.HANDED_OVER, None)
             state = stream.resume_state()
@@ -102,7 +102,7 @@ async def test_of_several_choices_one_says_it_for_all(autojump_clock):
     async with open_fake_engine(connector=ScriptedConnector, step_seconds=0.01) as fake:
         async with fake.generate(PROMPT, sampling, request_id="r", resumable=True) as stream:
             await trio.sleep(0.045)
-            given_away(fake)
+            handed_over(fake)
             deltas = await rest_of(stream)
             ends = [(delta.index, delta.finish_reason) for delta in deltas if delta.finish_reason is not None]
             assert ends == [(0, FinishReason.HANDED_OVER)]
@@ -116,7 +116,7 @@ async def test_a_reader_that_leaves_before_it_knows_of_the_hold_ends_it(autojump
     async with open_fake_engine(connector=ScriptedConnector, step_seconds=0.01) as fake:
         async with fake.generate(PROMPT, LONG, request_id="r", resumable=True):
             await trio.sleep(0.045)
-            given_away(fake)
+            handed_over(fake)
         await trio.sleep(0.1)
         assert all(send.is_aborted for send in fake.connector.sends.values())
         fake.connector.release_all()
@@ -126,10 +126,10 @@ async def test_a_reader_that_leaves_before_it_knows_of_the_hold_ends_it(autojump
 
 async def test_what_nobody_can_go_on_with_is_not_given_away(autojump_clock):
     async with open_fake_engine(step_seconds=0.01, max_num_seqs=1) as fake:
-        assert given_away(fake) is HandOverOutcome.UNKNOWN
+        assert handed_over(fake) is HandOverOutcome.UNKNOWN
         async with fake.generate(PROMPT, LONG, request_id="r", owner="mine"):
             await trio.sleep(0.045)
-            assert given_away(fake) is HandOverOutcome.NOT_POSSIBLE, "not made resumable"
+            assert handed_over(fake) is HandOverOutcome.NOT_POSSIBLE, "not made resumable"
             assert fake.hand_over("r", owner="yours") == {"r": HandOverOutcome.UNKNOWN}
             with pytest.raises(InvalidRequest):
                 fake.hand_over([1])
@@ -142,7 +142,7 @@ async def test_an_engine_that_breaks_meanwhile_gives_it_away_without_its_kv(auto
     async with open_fake_engine(connector=ScriptedConnector, step_seconds=0.01, engine_restarts=1) as fake:
         async with fake.generate(PROMPT, sampling, request_id="r", resumable=True) as stream:
             await trio.sleep(0.045)
-            given_away(fake)
+            handed_over(fake)
             fake.break_next_step()
             *_, last = await rest_of(stream)
             assert (last.finish_reason, last.kv_transfer) == (FinishReason.HANDED_OVER, None)
@@ -216,7 +216,7 @@ async def test_an_engine_that_leaves_gives_away_what_others_can_go_on_with(autoj
         fake.generate(PROMPT, LONG, request_id="t", resumable=True) as before,
     ):
         await trio.sleep(0.045 if in_step else 0.04)
-        given_away(fake, "t")
+        handed_over(fake, "t")
         fake.drain()
         for _ in range(2):
             fake.abort_all("it leaves", hands_over=True)

@@ -71,7 +71,7 @@ async def test_what_fails_at_one_endpoint_is_said_and_the_other_keeps_it(open_se
         assert (status, statuses(said)) == (502, {"a": 400, "b": 200})
         assert said["error"]["code"] == "adapter_failed_in_part"
         assert "a: 400 The lora adapter 'sql' has already been loaded" in said["error"]["message"]
-        assert said["error"]["message"].endswith("It is done at b, and stays so.")
+        assert said["error"]["message"].endswith("It succeeded at b, and is not undone there.")
         assert {await where(setup) for _ in range(4)} <= {(200, "a"), (200, "b")}
         setup.unreachable.add("a")
         await setup.servers["a"].hang_up()

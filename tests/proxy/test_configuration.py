@@ -45,7 +45,7 @@ async def refused(*flags: str) -> str:
         ([*ENDPOINT, "--lease-until", "end", "--model-alias", "x"], ["--model-alias", "NAME=MODEL"]),
         (["--endpoints-file", "/nowhere.toml"], ["/nowhere.toml"]),
         (["--endpoints-dns", "name:port"], ["--endpoints-dns", "NAME:PORT"]),
-        (["--endpoints-kubernetes", "llm"], ["no pod"]),
+        (["--endpoints-kubernetes", "llm"], ["need a pod"]),
         ([*ENDPOINT, "--endpoint-ca-certs", "/nowhere.pem"], ["/nowhere.pem"]),
     ],
 )

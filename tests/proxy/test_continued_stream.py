@@ -176,7 +176,7 @@ def test_a_request_that_is_given_away_says_what_the_next_one_is_to_be_told(param
     kept = stream()
     given = f'data: {{"object":"hand_over","kv_transfer_params":{params}}}\nid: >\n\n'.encode()
     assert kept.feed(event("a", id="0:1") + given) == event("a")
-    assert json.loads(kept.given_away)["kv_transfer_params"] == json.loads(params)
+    assert json.loads(kept.handed_over)["kv_transfer_params"] == json.loads(params)
     assert kept.resume_field()["token_ids"] == [[1]]
 
 

@@ -118,7 +118,9 @@ async def test_a_response_that_is_none_loses_the_endpoint():
     server = Server()
     with pytest.raises(BaseExceptionGroup) as raised:
         await server.ask(b"SSH-2.0-OpenSSH_9.2\r\n\r\n")
-    assert raised.group_contains(EndpointLost, match='"a" sent what no inference server sends: it begins with')
+    assert raised.group_contains(
+        EndpointLost, match='"a" sent a response that no inference server sends: the response begins with'
+    )
 
 
 async def test_an_endpoint_that_was_removed_keeps_no_connection_of_a_request_that_ends_later():

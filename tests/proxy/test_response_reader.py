@@ -143,31 +143,35 @@ def test_events_that_have_come_together_are_one_piece():
 @pytest.mark.parametrize(
     ("data", "closes", "why"),
     [
-        (b"", True, "no response came"),
+        (b"", True, "no response arrived"),
         (b"HTTP/1.1 200 OK\r\n", True, "within the head"),
         (b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhell", True, "a body of known length is missing"),
         (CHUNKED + b"5\r\nhell", True, "a chunk is missing"),
         (CHUNKED + b"5\r\nhello\r\n", True, "the line before a chunk is missing"),
-        (CHUNKED + b"0\r\n", True, "what follows the last chunk is missing"),
-        (CHUNKED + b"5\r\nhello!\r\n", False, "longer than was told"),
+        (CHUNKED + b"0\r\n", True, "the end after the last chunk is missing"),
+        (CHUNKED + b"5\r\nhello!\r\n", False, "longer than its size says"),
         (CHUNKED + b"-5\r\nhello\r\n", False, "a chunk begins with"),
         (CHUNKED + b"0x5\r\nhello\r\n", False, "a chunk begins with"),
         (CHUNKED + b"f" * 16 + b"\r\n", False, "a chunk begins with"),
         (CHUNKED + b"1;" + b"a" * CHUNK_LINE_BYTES_MAX, False, "between chunks"),
         (b"ICY 200 OK\r\n\r\n", False, "begins with 'ICY 200 OK'"),
         (b"HTTP/2.0 200 OK\r\n\r\n", False, "begins with"),
-        (b"HTTP/1.1 101 Switching\r\nupgrade: x\r\n\r\n", False, "nobody asked for"),
-        (b"HTTP/1.1 200 OK\r\nx: a\r\n b\r\n\r\n", False, "no header field"),
-        (b"HTTP/1.1 200 OK\r\nx : a\r\n\r\n", False, "no header field"),
-        (b"HTTP/1.1 200 OK\r\nx: a\nb: c\r\n\r\n", False, "no header field"),
-        (b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n", False, "no number"),
-        (b"HTTP/1.1 200 OK\r\ncontent-length: +1\r\n\r\n", False, "no number"),
-        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: gzip, chunked\r\n\r\n", False, "and not chunked"),
-        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\ntransfer-encoding: chunked\r\n\r\n", False, "not chunked"),
-        (b"HTTP/1.1 200 OK\r\nx: " + b"a" * HEAD_BYTES_MAX, False, "its head has more than"),
+        (b"HTTP/1.1 101 Switching\r\nupgrade: x\r\n\r\n", False, "did not ask for"),
+        (b"HTTP/1.1 200 OK\r\nx: a\r\n b\r\n\r\n", False, "not a header field"),
+        (b"HTTP/1.1 200 OK\r\nx : a\r\n\r\n", False, "not a header field"),
+        (b"HTTP/1.1 200 OK\r\nx: a\nb: c\r\n\r\n", False, "not a header field"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n", False, "not a number"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: +1\r\n\r\n", False, "not a number"),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: gzip, chunked\r\n\r\n", False, "allowed is chunked"),
+        (
+            b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\ntransfer-encoding: chunked\r\n\r\n",
+            False,
+            "allowed is chunked",
+        ),
+        (b"HTTP/1.1 200 OK\r\nx: " + b"a" * HEAD_BYTES_MAX, False, "the head has more than"),
     ],
 )
-def test_what_is_no_response_or_breaks_off_is_told(data, closes, why):
+def test_invalid_or_incomplete_response_is_reported(data, closes, why):
     with pytest.raises(BadResponse, match=why):
         read(data, closes=closes)
 

@@ -15,7 +15,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.proxy.peers import retries
-from trioserve.proxy.peers.farewells import Farewell, Farewells
+from trioserve.proxy.peers.client_left import ClientLeftNotice, ClientLeftNotices
 from trioserve.proxy.peers.kept_stream import Found, KeptStream
 from trioserve.testing.memory_client import ConnectionLost
 from trioserve.testing.memory_router import MemoryRouter, open_memory_router
@@ -326,7 +326,7 @@ async def test_a_stream_of_too_many_choices_has_no_ids_and_a_client_is_told_so()
         async with setup.ask("two", last="", n=65, **prompts) as again:
             assert await again.head() == 400
             message = (await again.json())["error"]["message"]
-        assert "130 choices has no ids" in message
+        assert "the stream has 130 choices" in message
 
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -499,14 +499,14 @@ async def test_clients_of_a_router_alone_see_no_ids(autojump_clock):
 
 
 def test_a_stream_that_was_found_and_cannot_be_read_there_is_ended_by_its_last_reader():
-    said: list[Farewell] = []
+    said: list[ClientLeftNotice] = []
 
-    class Heard(Farewells):
+    class Heard(ClientLeftNotices):
         def keeps(self, id: EndpointId) -> bool:
             return True
 
-        def say(self, farewell: Farewell) -> None:
-            said.append(farewell)
+        def say(self, notice: ClientLeftNotice) -> None:
+            said.append(notice)
 
     def request(*_: Any, **__: Any) -> Any:
         return SimpleNamespace(end=lambda: None)
@@ -516,4 +516,4 @@ def test_a_stream_that_was_found_and_cannot_be_read_there_is_ended_by_its_last_r
     where, elsewhere = (SimpleNamespace(id=EndpointId(id), request=request) for id in "ab")
     stream = KeptStream(context, "name", Heard(), known=None, found=Found(where.id, request(), found), choice_count=1)
     stream.request(elsewhere, "POST", "/", [], b"")
-    assert [(farewell.name, farewell.reader) for farewell in said] == [("name", 3)]
+    assert [(notice.name, notice.reader) for notice in said] == [("name", 3)]

@@ -136,7 +136,7 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class StartAndStop:
-    """When which of the three begins and ends. Told what happens, it says what to do.
+    """When which of the three begins and ends. EndpointReceiver what happens, it says what to do.
 
     is_over: nothing is left, and exit_code is how it ended. is_ready: all three serve, or did until one was lost.
     """

@@ -44,7 +44,7 @@ from trioserve.proxy.discovery.ray import RaySource, check_ray_is_installed
 from trioserve.proxy.discovery.source import Source
 from trioserve.proxy.endpoint_watch import WatchSettings
 from trioserve.proxy.fleet import EndpointSpec, Fleet
-from trioserve.proxy.peers.farewells import Farewells
+from trioserve.proxy.peers.client_left import ClientLeftNotices
 from trioserve.proxy.peers.peer_list import parse_peers
 from trioserve.proxy.peers.peer_metrics import show_peers
 from trioserve.proxy.peers.peer_watch import PeerWatch
@@ -215,7 +215,7 @@ class Routing:
         self._processes = OneProcess() if place is None else OtherProcesses(place)
         self.dispatch = Dispatch(_router_settings(config), _policy(config.policy))
         self._peer_watch = self._watched_peers()
-        self._farewells = Farewells()
+        self._notices = ClientLeftNotices()
         self.fleet = Fleet(
             self.dispatch,
             watch=WatchSettings(
@@ -250,8 +250,8 @@ class Routing:
         if self._peer_watch is not None and place is not None:
             self._peers = ProcessPeers(self._peer_watch)
         elif self._peer_watch is not None:
-            streams = self._peers = PeerStreams(self._farewells, self._peer_watch)
-            show_peers(self.metrics, self._peer_watch, streams, self._farewells)
+            streams = self._peers = PeerStreams(self._notices, self._peer_watch)
+            show_peers(self.metrics, self._peer_watch, streams, self._notices)
 
     def _watched_peers(self) -> PeerWatch | None:
         config, place = self._config, self._place
@@ -346,7 +346,7 @@ class Routing:
             self.fleet.set_all(self._specs, source="configured")
             await nursery.start(self.dispatch.run)
             await nursery.start(self.fleet.run)
-            await nursery.start(self._farewells.run)
+            await nursery.start(self._notices.run)
             if self._peer_watch is not None:
                 await nursery.start(self._peer_watch.run)
             for source in self._sources:

@@ -1,8 +1,8 @@
-"""Requests that are ended by their ids, wherever they are: in the queue, at an endpoint, at another process of this
-router.
+"""Aborts of requests by id: in the queue, at an endpoint, or in another process of this router.
 
-Whoever wants to have what there is of a request gets it from the endpoint where it runs, which ends it and says so, to
-its own client, too. One that does not answer in time is left by closing the connection, as in all other cases.
+For a partial result, the router asks the endpoint that runs the request. The endpoint ends the request and returns the
+partial result, also to the client of the request. If the endpoint does not answer in time, the router closes the
+connection, as in all other cases.
 """
 
 from __future__ import annotations
@@ -32,35 +32,57 @@ __all__ = ["ABORTS_PATH", "abort_left", "abort_for_vllm", "abort_one_or_all", "a
 
 ABORTS_PATH = "/v1/requests/abort"
 OUTCOMES = (AbortOutcome.ABORTED, AbortOutcome.ALREADY_FINISHED, AbortOutcome.UNKNOWN)
-ANSWER_SECONDS_MAX = 1.0  # an endpoint does not wait for its step; other processes of this router wait for ours
+# time limit: an endpoint does not wait for its step, and the router's other processes wait for this one
+ANSWER_SECONDS_MAX = 1.0
 ANSWER_BYTES_MAX = 32 * 1024 * 1024
 
 
 async def abort_request(context: RouterContext) -> None:
-    """Answers 200 with what it did; 404 if no request of this caller bears the id."""
+    """DELETE /v1/requests/ID: abort one request.
+
+    Args:
+        context: Request of the router's API.
+
+    Raises:
+        Refusal: The caller has no request with this id (404).
+    """
     request_id = context.exchange.path.removeprefix(REQUEST_PATH)
     answers = await context.processes.ask(context)
-    told = [msgspec.json.decode(answer.body, type=_Aborted) for answer in answers if answer.status == 200]
-    ended = (await _everywhere(context, [request_id], told, with_partials=False))[request_id]
+    reported = [msgspec.json.decode(answer.body, type=_Aborted) for answer in answers if answer.status == 200]
+    ended = (await _everywhere(context, [request_id], reported, with_partials=False))[request_id]
     if ended.result is AbortOutcome.UNKNOWN:
         raise unknown_request(request_id)
     await context.respond_json({"id": request_id, "object": "request.abort", "result": ended.result.value})
 
 
 async def abort_requests(context: RouterContext) -> None:
-    """Answers with a result for each id, in the order in which they came."""
+    """POST /v1/requests/abort: abort several requests. The results have the order of the ids.
+
+    Args:
+        context: Request of the router's API.
+
+    Raises:
+        InvalidRequest: The body is invalid.
+    """
     raw = await context.exchange.body()
     body = decode_body(raw, AbortBody)
     if body.min_age_seconds:
         raise InvalidRequest(
-            "min_age_seconds is set, and a router does not know it: leave it out", param="min_age_seconds"
+            "min_age_seconds is set, and a router does not support it: leave it out", param="min_age_seconds"
         )
     ids = checked_ids(body.ids)
     await _respond(context, ids, await context.processes.ask(context, raw), with_partials=body.return_partial)
 
 
 async def abort_one_or_all(context: RouterContext) -> None:
-    """The same with SGLang's name, for one id or for all requests of the caller."""
+    """POST /abort_request, SGLang's name: abort one request, or all requests of the caller.
+
+    Args:
+        context: Request of the router's API.
+
+    Raises:
+        InvalidRequest: The body is invalid.
+    """
     raw = await context.exchange.body()
     body = decode_body(raw, AbortRequestBody)
     if bool(body.rid) is body.abort_all:
@@ -70,7 +92,11 @@ async def abort_one_or_all(context: RouterContext) -> None:
 
 
 async def abort_for_vllm(context: RouterContext) -> None:
-    """The same with vLLM's name; without ids, all requests of the caller."""
+    """POST /abort_requests, vLLM's name: abort the given requests, or all requests of the caller if no ids are given.
+
+    Args:
+        context: Request of the router's API.
+    """
     raw = await context.exchange.body()
     ids = decode_body(raw, AbortRequestsBody).request_ids
     ids = checked_ids(ids) if ids else _live_ids(context)
@@ -82,14 +108,15 @@ async def abort_for_vllm(context: RouterContext) -> None:
 
 
 async def abort_left(remote: RemoteEndpoint, headers: list[tuple[str, str]], silent_seconds: float) -> None:
-    """End a request at an endpoint whose connection was closed after a silence.
+    """Abort a request at an endpoint after its silent connection was closed.
 
-    What became silent may lose the close as well, and the request would run on for nobody. A new request with the same
-    id, such as its own continuation, is younger than the silence, and goes on.
+    The endpoint may not receive the close, and would continue to compute the request. A newer request with the same id,
+    such as the resumed one, began after the silence and continues.
 
     Args:
-        headers: of the request.
-        silent_seconds: for how long nothing had come.
+        remote: Client of the endpoint.
+        headers: Headers of the request.
+        silent_seconds: Time since the last byte from the endpoint.
     """
     id = next((value for name, value in headers if name == "x-request-id"), None)
     if id is None:
@@ -104,7 +131,11 @@ async def abort_left(remote: RemoteEndpoint, headers: list[tuple[str, str]], sil
 
 
 def _live_ids(context: RouterContext) -> list[str]:
-    """Of this caller. Raises Refusal (403) where it may not know them."""
+    """Return the ids of the caller's running requests.
+
+    Raises:
+        Refusal: The caller may not list requests (403).
+    """
     check_may_operate(context.caller)
     live = context.fleet.dispatch.live_admissions(owner=context.owner)
     return [admission.id for admission in live if admission.id is not None]
@@ -115,7 +146,13 @@ class _Count(msgspec.Struct):
 
 
 class _Aborted(msgspec.Struct):
-    """partials: what there is of the requests of this id."""
+    """Result of the abort of one id.
+
+    Attributes:
+        id: Id of the request.
+        result: Outcome of the abort.
+        partials: Partial results of the requests with this id.
+    """
 
     id: str
     result: AbortOutcome
@@ -127,8 +164,8 @@ class _Aborts(msgspec.Struct):
 
 
 async def _respond(context: RouterContext, ids: list[str], answers: list[Answer], *, with_partials: bool) -> None:
-    told = [one for answer in answers for one in _aborts_in(answer.status, answer.body)]
-    ended = await _everywhere(context, ids, told, with_partials=with_partials)
+    reported = [one for answer in answers for one in _aborts_in(answer.status, answer.body)]
+    ended = await _everywhere(context, ids, reported, with_partials=with_partials)
     data: list[dict[str, object]] = []
     for id, one in ended.items():
         row: dict[str, object] = {"id": id, "object": "request.abort", "result": one.result.value}
@@ -137,12 +174,20 @@ async def _respond(context: RouterContext, ids: list[str], answers: list[Answer]
 
 
 async def _everywhere(
-    context: RouterContext, ids: Iterable[str], told: list[_Aborted], *, with_partials: bool
+    context: RouterContext, ids: Iterable[str], reported: list[_Aborted], *, with_partials: bool
 ) -> dict[str, _Aborted]:
-    """What came of each id: here, and in the other processes, which have told it. Where one id has several requests,
-    each process ends its own, and one that was live is what counts."""
+    """Abort requests here, and merge the results with those of the other processes.
+
+    Several requests can have one id. Each process aborts its own. The result is "aborted" if at least one was running.
+
+    Args:
+        context: Request of the router's API.
+        ids: Ids to abort.
+        reported: Results of the other processes.
+        with_partials: Whether partial results are wanted.
+    """
     ended = await _here(context, list(dict.fromkeys(ids)), with_partials=with_partials)
-    for one in told:
+    for one in reported:
         own = ended.setdefault(one.id, one)
         if own is not one:
             own.result = min(own.result, one.result, key=OUTCOMES.index)
@@ -155,14 +200,14 @@ async def _here(context: RouterContext, ids: list[str], *, with_partials: bool) 
     wanted = frozenset(ids)
     asked: dict[EndpointId, list[AdmissionScope]] = {}
     for admission in dispatch.live_admissions(owner=owner):
-        if admission.id in wanted and _is_cut_off_there(admission, with_partials=with_partials):
+        if admission.id in wanted and _is_ended_by_endpoint(admission, with_partials=with_partials):
             assert admission.endpoint is not None
             asked.setdefault(admission.endpoint, []).append(admission)
     ended: dict[str, _Aborted] = {}
-    sure: set[int] = set()  # of these the endpoints have said that they are over
+    sure: set[int] = set()  # indices of the requests whose end the endpoints have confirmed
 
     async def ask(id: EndpointId, admissions: list[AdmissionScope]) -> None:
-        for one in await _cut_off(context, id, admissions):
+        for one in await _end_at_endpoint(context, id, admissions):
             mine = [admission.index for admission in admissions if admission.id == one.id]
             if mine and one.result is not AbortOutcome.UNKNOWN:
                 sure.update(mine)
@@ -174,7 +219,7 @@ async def _here(context: RouterContext, ids: list[str], *, with_partials: bool) 
         async with trio.open_nursery() as nursery:
             for endpoint, admissions in asked.items():
                 nursery.start_soon(ask, endpoint, admissions)
-    finally:  # whoever asked for it may have left, and it is done all the same
+    finally:  # also done if the caller has left meanwhile
         live = dispatch.live_admissions(owner=owner)
         left = {one.id for one in live if one.index not in sure and not one.is_ended}
         rest = dispatch.abort([id for id in ids if id in left or id not in ended], owner=owner)
@@ -184,15 +229,21 @@ async def _here(context: RouterContext, ids: list[str], *, with_partials: bool) 
     return {id: ended[id] for id in ids}
 
 
-def _is_cut_off_there(admission: AdmissionScope, *, with_partials: bool) -> bool:
-    """Whether its endpoint is asked to end it. Where its prompt is computed for another endpoint nothing of it has
-    been said yet."""
+def _is_ended_by_endpoint(admission: AdmissionScope, *, with_partials: bool) -> bool:
+    """Return True if the endpoint is asked to end the request.
+
+    A prefill for another endpoint has produced no output, so there is no partial result.
+    """
     is_there = admission.endpoint is not None and not admission.is_queued and not admission.is_ended
     return is_there and admission.stage is not Stage.PREFILL and (with_partials or admission.gives_partial)
 
 
-async def _cut_off(context: RouterContext, id: EndpointId, admissions: list[AdmissionScope]) -> list[_Aborted]:
-    """What the endpoint says of these, of one caller each; nothing where it does not answer as ours do."""
+async def _end_at_endpoint(context: RouterContext, id: EndpointId, admissions: list[AdmissionScope]) -> list[_Aborted]:
+    """Ask an endpoint to end requests and return partial results, once for each owner of the requests.
+
+    Returns:
+        Results of the endpoint. Empty if it does not answer like a trioserve server.
+    """
     rows: list[_Aborted] = []
     owners = {admission.owner: admission for admission in admissions}
     with trio.move_on_after(ANSWER_SECONDS_MAX):

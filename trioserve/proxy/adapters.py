@@ -1,8 +1,8 @@
-"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter of a router: they go to all endpoints at a time, or to those
-that `?id=` names, and the client is told what became of it at each.
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter of a router.
 
-Nothing is undone where some of them fail: what is loaded stays, and may be asked for. What the router knows of each
-endpoint is asked anew before it answers, so that a request that comes next goes to where its adapter is.
+The request goes to all endpoints at the same time, or to those that `?id=` names. The client gets the result of each
+endpoint. If some endpoints fail, the others keep the adapter, and clients can use it. Before it answers, the router
+updates its list of each endpoint's models, so that later requests reach the adapter.
 """
 
 from __future__ import annotations
@@ -29,14 +29,20 @@ if TYPE_CHECKING:
 
 __all__ = ["load_adapter", "unload_adapter"]
 
-LOAD_SECONDS_MAX = 600.0  # a large adapter from a slow disk takes a minute
-UNLOAD_SECONDS = 30.0  # beyond the timeout that the request gives its users
+LOAD_SECONDS_MAX = 600.0  # a large adapter from a slow disk takes about a minute
+UNLOAD_SECONDS = 30.0  # in addition to the timeout in the request, which limits waiting for the adapter's users
 ANSWER_BYTES_MAX = 64 * 1024
-MANAGED_BY_ADMIN = "lora adapters are loaded with the admin's API key: see --admin-api-key"
+MANAGED_BY_ADMIN = "loading lora adapters needs the admin's API key: see --admin-api-key"
 
 
 class _Answer(NamedTuple):
-    """Of one endpoint. status: 502, if there is none, and 504, if it took too long."""
+    """Result of one endpoint.
+
+    Attributes:
+        endpoint: Endpoint that got the request.
+        status: HTTP status. 502 if there is no response, 504 if it took too long.
+        message: Text for the client.
+    """
 
     endpoint: EndpointId
     status: int
@@ -56,7 +62,11 @@ class _ErrorBody(msgspec.Struct):
 
 
 async def load_adapter(context: RouterContext) -> None:
-    """Responds when each endpoint has said what became of it."""
+    """Load an adapter at the chosen endpoints, and respond when all have answered.
+
+    Args:
+        context: Request of the router's API.
+    """
     check_is_admin(context.caller, MANAGED_BY_ADMIN)
     body = await context.exchange.body()
     asked = decode_body(body, LoadAdapterBody)
@@ -67,7 +77,13 @@ async def load_adapter(context: RouterContext) -> None:
 
 
 async def unload_adapter(context: RouterContext) -> None:
-    """The same. An endpoint that does not list it is as good as one that had it, if there is one that had."""
+    """Unload an adapter at the chosen endpoints, and respond when all have answered.
+
+    An endpoint that does not list the adapter counts as a success, if at least one endpoint has unloaded it.
+
+    Args:
+        context: Request of the router's API.
+    """
     check_is_admin(context.caller, MANAGED_BY_ADMIN)
     body = await context.exchange.body()
     asked = decode_body(body, UnloadAdapterBody)
@@ -81,7 +97,7 @@ async def unload_adapter(context: RouterContext) -> None:
     answers = await _ask(context, chosen, body, seconds_max=seconds_max)
     if any(answer.is_good for answer in answers):
         answers = [
-            answer._replace(status=200, message="It is not loaded here.")
+            answer._replace(status=200, message="The adapter is not loaded here.")
             if answer.status == 404 and not context.fleet.is_adapter_of(answer.endpoint, asked.lora_name)
             else answer
             for answer in answers
@@ -90,8 +106,12 @@ async def unload_adapter(context: RouterContext) -> None:
 
 
 def _chosen(context: RouterContext) -> list[EndpointId]:
-    """All that are not about to leave, or those that the query names. Raises AdapterRefused for a name that is none,
-    and NoEndpoint."""
+    """Return the endpoints that the query names, or all that are not being drained.
+
+    Raises:
+        AdapterRefused: The query names an unknown endpoint.
+        NoEndpoint: There is no endpoint.
+    """
     ids = [state.id for state in context.fleet.dispatch.endpoints if not context.fleet.is_draining(state.id)]
     named = [EndpointId(value) for key, value in parse_qsl(context.exchange.query) if key == ENDPOINT_PARAMETER]
     for id in named:
@@ -109,12 +129,15 @@ def _chosen(context: RouterContext) -> list[EndpointId]:
 async def _ask(
     context: RouterContext, ids: list[EndpointId], body: bytes, *, seconds_max: float | None
 ) -> list[_Answer]:
-    """All of them at a time. Leaving leaves them, too; what an endpoint has begun it ends."""
+    """Send the request to all chosen endpoints at the same time.
+
+    A cancel also leaves the requests to the endpoints. An endpoint completes the work that it has begun.
+    """
     answers: dict[EndpointId, _Answer] = {}
 
     async def ask(remote: RemoteEndpoint) -> None:
         id = remote.id
-        answers[id] = _Answer(id, 504, f"It did not answer within {seconds_max} s.")
+        answers[id] = _Answer(id, 504, f"The endpoint did not answer within {seconds_max} s.")
         with trio.move_on_after(math.inf if seconds_max is None else seconds_max):
             answers[id] = await _answer(context, remote, body)
         if id in context.fleet.specs():
@@ -122,7 +145,7 @@ async def _ask(
 
     with errors_unwrapped():
         async with trio.open_nursery() as nursery:
-            # Looked up here: an endpoint may leave the fleet before its task runs.
+            # Look up the clients now: an endpoint may leave the fleet before its task runs.
             for remote in [context.fleet.remote(id) for id in ids]:
                 nursery.start_soon(ask, remote)
     return [answers[id] for id in ids]
@@ -140,7 +163,7 @@ async def _answer(context: RouterContext, remote: RemoteEndpoint, body: bytes) -
 
 
 def _message(said: bytes) -> str:
-    """Of our errors and vLLM's; else what stands there."""
+    """Return the message of an error of trioserve or vLLM, or the beginning of the body."""
     try:
         return msgspec.json.decode(said, type=_ErrorBody).error.message
     except msgspec.DecodeError:
@@ -148,7 +171,10 @@ def _message(said: bytes) -> str:
 
 
 async def _respond(context: RouterContext, failure: str, answers: list[_Answer]) -> None:
-    """data: what each endpoint said. The status of all of them, if they agree; 502 if they do not."""
+    """Send the results of all endpoints.
+
+    The status is the common status of all endpoints, or 502 if they differ.
+    """
     data = [{"endpoint": answer.endpoint, "status": answer.status, "message": answer.message} for answer in answers]
     bad = [answer for answer in answers if not answer.is_good]
     if not bad:
@@ -159,7 +185,7 @@ async def _respond(context: RouterContext, failure: str, answers: list[_Answer])
     code = "adapter_failed" if len(bad) == len(answers) else "adapter_failed_in_part"
     good = ", ".join(answer.endpoint for answer in answers if answer.is_good)
     parts = [f"{answer.endpoint}: {answer.status} {answer.message}" for answer in bad]
-    message = f"{failure}. {'; '.join(parts)}" + (f". It is done at {good}, and stays so." if good else "")
+    message = f"{failure}. {'; '.join(parts)}" + (f". It succeeded at {good}, and is not undone there." if good else "")
     error = ErrorResponse(
         status=status,
         type="invalid_request_error" if status < 500 else "server_error",

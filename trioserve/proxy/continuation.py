@@ -1,6 +1,7 @@
-"""How one streamed request goes on at another endpoint when its own stops: what that is told, and what the client is.
+"""Resuming one streamed request at another endpoint after its endpoint has stopped.
 
-Which requests may, where and how often, is for the router core to say; the stream itself is in continued_stream.
+This file makes the request for the next endpoint, and checks its response. The router core decides which requests may
+resume, where and how often. The file continued_stream.py parses the stream.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ __all__ = [
     "RESUMABLE_HEADER",
     "DEATH_CODES",
     "RESUME_HEADER",
-    "CannotGoOn",
+    "CannotResume",
     "Continuation",
-    "GivenAway",
+    "HandedOver",
     "LiveStreams",
     "NotResumed",
     "StreamFailed",
@@ -49,16 +50,16 @@ CONTINUED_PATHS = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/api/chat", "/api/generate"}
 )
 RESUME = "resume"
-END_THINKING = "end_thinking"
+END_REASONING = "end_thinking"
 
 RESUMABLE_HEADER = "x-trioserve-resumable"
 RESUME_HEADER = "x-trioserve-resume"
 FINGERPRINT_HEADER = "x-trioserve-fingerprint"
-EXACT = "+exact"  # behind a fingerprint: where it is the same, so are the tokens
+EXACT = "+exact"  # suffix of a fingerprint: endpoints with equal fingerprints compute equal tokens
 CONTINUED = "x-trioserve-continued"
 
-# Of errors in a stream, those that say nothing of the request: the server leaves, or broke. Whatever else a stream ends
-# with, somebody has ended it on purpose, or it was the client's fault.
+# Error codes of a stream that do not concern the request itself: the server leaves, or it broke. All other errors end
+# the request on purpose, or are the client's fault.
 LEAVING_CODES = frozenset({"draining", "server_stopping", "service_unavailable_error"})
 BROKEN_CODES = frozenset(
     {
@@ -75,12 +76,18 @@ BROKEN_CODES = frozenset(
 )
 
 
-# Of these, those that end all requests of the endpoint, and not one for its own sake.
+# The codes of BROKEN_CODES that end all requests of the endpoint, not only one.
 DEATH_CODES = frozenset({"endpoint_lost", "engine_fault", "step_overdue"})
 
 
 class StreamFailed(EndpointLost):
-    """The endpoint ended its stream with an error that is its own fault. event: as it came."""
+    """The endpoint ended its stream with an error that is its own fault.
+
+    Args:
+        id: Endpoint that failed.
+        code: Error code.
+        event: Error event as it arrived.
+    """
 
     def __init__(self, id: EndpointId, code: str, event: bytes) -> None:
         super().__init__(f'the endpoint "{id}" ended its response with an error: {code}')
@@ -88,20 +95,30 @@ class StreamFailed(EndpointLost):
         self.event = event
 
 
-class GivenAway(EndpointLost):
-    """The endpoint was asked to let another one go on. said: what that one is to be told."""
+class HandedOver(EndpointLost):
+    """The endpoint has handed over the request, so that another endpoint can resume it.
+
+    Args:
+        id: Endpoint that hands over.
+        said: JSON for the next endpoint.
+    """
 
     def __init__(self, id: EndpointId, said: bytes) -> None:
-        super().__init__(f'the endpoint "{id}" gave the request away')
+        super().__init__(f'the endpoint "{id}" handed over the request')
         self.said = said
 
 
 class NotResumed(EndpointLost):
-    """The endpoint does not go on where another one stopped. It would have begun anew, or refused."""
+    """The endpoint cannot resume a response of another endpoint. It would restart or refuse the request."""
 
 
-class CannotGoOn(EndpointLost):
-    """What was begun cannot be gone on with, whoever is asked. reason: in a word."""
+class CannotResume(EndpointLost):
+    """A response cannot resume at any endpoint.
+
+    Args:
+        message: Text for logs and clients.
+        reason: Kind of the hindrance in one word, for metrics.
+    """
 
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
@@ -109,18 +126,27 @@ class CannotGoOn(EndpointLost):
 
 
 def ends_on_purpose(code: str) -> bool:
-    """Whether a stream that ends with this error is not to go on elsewhere."""
+    """Return True if a stream that ended with an error must not resume elsewhere.
+
+    Args:
+        code: Error code of the stream.
+    """
     return code not in LEAVING_CODES and code not in BROKEN_CODES
 
 
 class LiveStreams:
-    """Of one router, those that may be continued; what of them is kept."""
+    """Running streams of one router that can resume at another endpoint."""
 
     def __init__(self) -> None:
         self._live: set[Continuation] = set()
 
     @contextmanager
     def kept(self, continuation: Continuation) -> Iterator[None]:
+        """Scope of a running stream.
+
+        Args:
+            continuation: State of the stream.
+        """
         self._live.add(continuation)
         try:
             yield
@@ -129,14 +155,21 @@ class LiveStreams:
 
     @property
     def kept_bytes(self) -> int:
+        """Bytes that the router keeps to resume these streams."""
         return sum(continuation.stream.kept_bytes for continuation in self._live)
 
 
 class Continuation:
-    """Of one request whose response may go on elsewhere. stream: what its client has. shows_ids: the client has asked
-    for what the router asks for, and gets it.
+    """State of one request whose response can resume at another endpoint.
 
-    made_id: of what endpoints keep, once it is known.
+    Args:
+        stream: Parser of the stream. It knows how much the client has received.
+        metrics: Metrics of the router.
+        choice_count: Number of choices, over all prompts.
+        shows_ids: Whether the client gets the token ids that the router asks the endpoint for.
+
+    Attributes:
+        made_id: Id of a stored object that the request creates. None until it is known.
     """
 
     def __init__(self, stream: ContinuedStream, metrics: Metrics, *, choice_count: int, shows_ids: bool) -> None:
@@ -145,18 +178,28 @@ class Continuation:
         self.made_id: str | None = None
         self._choice_count = choice_count
         self._own_stream = stream
-        self._foreign_fields: dict[str, msgspec.Raw] | None = None  # of a request that could go on as a completion
+        # body of a request that could resume as a completion
+        self._foreign_fields: dict[str, msgspec.Raw] | None = None
         self._metrics = metrics
         self._fingerprint: str | None = None
         self._resume: dict[str, object] | None = None
         self._params: bytes | None = None
         self._broke_at: float | None = None
         self._reason = ""
-        self._is_thought_ended = False
+        self._is_reasoning_ended = False
 
     @classmethod
     def of(cls, context: RouterContext, body: RoutedBody, request: RoutedRequest) -> Continuation | None:
-        """None: its response is not a stream, or may be at one endpoint only."""
+        """Make the state of a request.
+
+        Args:
+            context: Request of the router's API.
+            body: Fields of the request body.
+            request: Request as the router core sees it.
+
+        Returns:
+            The state, or None if the response is not a stream or is pinned to an endpoint.
+        """
         bytes_max = context.rules.continuation_bytes_max
         if not body.stream or not bytes_max or request.pinned is not None:
             return None
@@ -171,55 +214,85 @@ class Continuation:
         )
         return cls(stream, context.metrics, choice_count=request.sequences, shows_ids=shows_ids)
 
-    # --- what the next endpoint is told ---
+    # --- request to the next endpoint ---
 
     def fields(self, context: RouterContext, raw: bytes) -> dict[str, object]:
-        """Of the body for the endpoint of its lease, in place of its own. raw: as the client sent it."""
+        """Make the fields that replace those of the request body for the current endpoint.
+
+        Args:
+            context: Request of the router's API.
+            raw: Body as the client sent it.
+        """
         if self._resume is None:
             is_foreign = context.endpoint is not None and context.fleet.tells_token_ids(context.endpoint)
             self._foreign_fields = None
             if is_foreign:
                 self._foreign_fields = foreign_body(context.exchange.path, raw, choice_count=self._choice_count)
             return {} if self._foreign_fields is None else {TOKEN_IDS: True}
-        ended = {END_THINKING: True} if self._is_thought_ended else {}
-        params, self._params = self._params, None  # for the first that is asked; another one computes
+        ended = {END_REASONING: True} if self._is_reasoning_ended else {}
+        # only for the first endpoint that is asked; a later one computes the prompt
+        params, self._params = self._params, None
         given = {} if params is None else {TRANSFER_PARAMS: msgspec.Raw(params)}
         return {RESUME: {**self._resume, **ended}, **given}
 
     def note_reasoning_ended(self) -> None:
-        """By hand."""
-        self._is_thought_ended = True
+        """Record that an operator ended the reasoning, for the next endpoint."""
+        self._is_reasoning_ended = True
 
     def know(self, resume: bytes) -> None:
-        """Its client has that already: the field `resume`, as JSON."""
+        """Set the part of the response that the client received from another router.
+
+        Args:
+            resume: Field `resume` of a request body, as JSON.
+        """
         self._own_stream.know(resume)
 
     def completion(self) -> dict[str, object] | None:
-        """The whole body for /v1/completions, where that is how another endpoint goes on."""
+        """Return the whole body for /v1/completions if the response resumes in this way, or None."""
         return self._resume if isinstance(self.stream, ForeignStream) else None
 
     def check_endpoint(self, context: RouterContext, id: EndpointId) -> None:
-        """To be asked before a request is sent. Raises NotResumed where the endpoint could not go on."""
-        if self.completion() is not None and not context.fleet.tells_token_ids(id):
-            raise NotResumed(f'the endpoint "{id}" does not go on by token ids')
+        """Check before sending that the endpoint can resume the response.
 
-    # --- what comes back ---
+        Args:
+            context: Request of the router's API.
+            id: Endpoint that would get the request.
+
+        Raises:
+            NotResumed: The endpoint does not support it.
+        """
+        if self.completion() is not None and not context.fleet.tells_token_ids(id):
+            raise NotResumed(f'the endpoint "{id}" cannot resume from token ids')
+
+    # --- response ---
 
     def begin(self, context: RouterContext, id: EndpointId, response: RemoteResponse) -> bytes:
-        """An endpoint begins to answer; what the client is to be told of that. Raises NotResumed if it does not go on
-        where the last one stopped."""
-        told, fingerprint = response.header(RESUME_HEADER), response.header(FINGERPRINT_HEADER)
+        """Prepare for the response of an endpoint.
+
+        Args:
+            context: Request of the router's API.
+            id: Endpoint that responds.
+            response: Response with its head.
+
+        Returns:
+            Comment event for the client: the new endpoint may continue with other tokens. Empty if its tokens are the
+                same.
+
+        Raises:
+            NotResumed: The endpoint does not resume where the last endpoint stopped.
+        """
+        resume_values, fingerprint = response.header(RESUME_HEADER), response.header(FINGERPRINT_HEADER)
         if self._resume is None:
             self._fingerprint, self.stream = fingerprint, self._own_stream
-            if told is None and self._foreign_fields is not None:
+            if resume_values is None and self._foreign_fields is not None:
                 path, bytes_max = context.exchange.path, context.rules.continuation_bytes_max
                 self.stream = ForeignStream(path, self._foreign_fields, bytes_max=bytes_max)
-        elif told is None and not isinstance(self.stream, ForeignStream):
-            raise NotResumed(f'the endpoint "{id}" does not go on where another one stopped')
+        elif resume_values is None and not isinstance(self.stream, ForeignStream):
+            raise NotResumed(f'the endpoint "{id}" does not resume where another endpoint stopped')
         if isinstance(self.stream, ForeignStream):
             self.stream.begin()
         else:
-            self.stream.begin(told)
+            self.stream.begin(resume_values)
         if self._resume is None:
             return b""
         if fingerprint is None or fingerprint != self._fingerprint or not fingerprint.endswith(EXACT):
@@ -227,33 +300,46 @@ class Continuation:
         return b""
 
     def check_refusal(self, id: EndpointId, response: RemoteResponse, code: str | None) -> None:
-        """An endpoint that was to go on has answered with an error that nobody is to blame for. Raises CannotGoOn, or
-        NotResumed if another one may."""
+        """Handle an error status in response to an attempt to resume.
+
+        Args:
+            id: Endpoint that responded.
+            response: Response with its head.
+            code: Error code. None if there is none.
+
+        Raises:
+            NotResumed: Another endpoint may resume the response.
+            CannotResume: No endpoint can resume the response.
+        """
         if self._resume is None:
             return
-        said = f'the endpoint "{id}" does not go on with this response: status {response.status}, {code}'
+        said = f'the endpoint "{id}" does not resume this response: status {response.status}, {code}'
         if response.status == 404:
             raise NotResumed(said)
-        raise CannotGoOn(said, "mismatch" if response.status == 409 else "refused")
+        raise CannotResume(said, "mismatch" if response.status == 409 else "refused")
 
     def note_groups(self, context: RouterContext) -> None:
-        """The first of an endpoint is here."""
+        """Record the arrival of an endpoint's first event group: a broken stream has resumed.
+
+        Args:
+            context: Request of the router's API.
+        """
         if self._broke_at is not None:
             self._metrics.stream_pause_seconds.observe(trio.current_time() - self._broke_at)
             self._metrics.streams_continued_total.labels(self._reason).inc()
-            logger.info(
-                "continued request=%s endpoint=%s reason=%s", context.request_id, context.endpoint, self._reason
-            )
+            logger.info("resumed request=%s endpoint=%s reason=%s", context.request_id, context.endpoint, self._reason)
             self._broke_at = None
 
-    # --- when it breaks off ---
+    # --- failure ---
 
     def can_go_on(self) -> bool:
-        """Whether another endpoint could go on, so far as the stream tells without reading all of its ids: it is asked
-        of hundreds of streams at once when an endpoint hangs."""
+        """Return True if another endpoint could resume the stream.
+
+        The check does not parse the ids, because it is made for hundreds of streams at once when an endpoint hangs.
+        """
         return not self.stream.is_over and self.stream.why_not is None
 
-    def goes_on(
+    def resumes(
         self,
         context: RouterContext,
         admission: AdmissionScope,
@@ -262,17 +348,27 @@ class Continuation:
         *,
         is_certain: bool,
     ) -> bool:
-        """Its endpoint has failed it. is_certain: and has said so itself. Whether the admission waits for another
-        lease; otherwise it has ended."""
+        """Try to resume after the endpoint has failed.
+
+        Args:
+            context: Request of the router's API.
+            admission: Admission of the request.
+            fault: Kind of the failure.
+            failure: The failure.
+            is_certain: Whether the endpoint itself reported the failure.
+
+        Returns:
+            True if the admission waits for a lease at another endpoint. False if the request has ended.
+        """
         resume = self.stream.resume_field()
-        if resume is None or isinstance(failure, CannotGoOn):
-            why_not = failure.reason if isinstance(failure, CannotGoOn) else self.stream.why_not or WhyNot.MALFORMED
+        if resume is None or isinstance(failure, CannotResume):
+            why_not = failure.reason if isinstance(failure, CannotResume) else self.stream.why_not or WhyNot.MALFORMED
             self._metrics.streams_not_resumable_total.labels(why_not).inc()
         elif admission.failed(
             fault, token_count=self.stream.token_count(), is_certain=is_certain, reason=reason_of(failure)
         ):
             self._resume = resume
-            self._params = _transfer_params(failure.said) if isinstance(failure, GivenAway) else None
+            self._params = _transfer_params(failure.said) if isinstance(failure, HandedOver) else None
             if self._broke_at is None:
                 self._broke_at, self._reason = trio.current_time(), fault.value
             return True
@@ -282,9 +378,15 @@ class Continuation:
         return False
 
     def note_not_continued(self, context: RouterContext, why_not: str, failure: Exception) -> None:
-        """It ends with an error."""
+        """Log that a broken stream ends with an error.
+
+        Args:
+            context: Request of the router's API.
+            why_not: Reason in one word why the stream does not resume.
+            failure: Failure of the endpoint.
+        """
         logger.warning(
-            "not continued request=%s endpoint=%s reason=%s after=%s",
+            "not resumed request=%s endpoint=%s reason=%s after=%s",
             context.request_id,
             context.endpoint,
             why_not,
@@ -293,15 +395,23 @@ class Continuation:
 
 
 def reason_of(failure: Exception) -> str | None:
-    """For counts: what an endpoint sent that no inference server sends. None: the fault says enough."""
+    """Return the kind of an invalid response, for metrics. None for other failures.
+
+    Args:
+        failure: Failure of an attempt.
+    """
     return failure.reason if isinstance(failure, InvalidAnswer) else None
 
 
 def fault_of(failure: EndpointLost) -> Fault:
-    """Whose fault it is that an endpoint does not go on."""
+    """Return the fault that explains why an endpoint no longer computes a request.
+
+    Args:
+        failure: Failure of an attempt.
+    """
     if isinstance(failure, Withdrawn):
         return failure.fault
-    if isinstance(failure, GivenAway) or (isinstance(failure, StreamFailed) and failure.code in LEAVING_CODES):
+    if isinstance(failure, HandedOver) or (isinstance(failure, StreamFailed) and failure.code in LEAVING_CODES):
         return Fault.LEAVING
     if isinstance(failure, StreamFailed) and failure.code not in DEATH_CODES:
         return Fault.FAILED
@@ -314,13 +424,13 @@ def fault_of(failure: EndpointLost) -> Fault:
     return Fault.UNREACHABLE if isinstance(failure, Unreachable) else Fault.BROKE
 
 
-class _GivenAway(msgspec.Struct):
+class _HandedOver(msgspec.Struct):
     kv_transfer_params: msgspec.Raw = msgspec.Raw()
 
 
 def _transfer_params(said: bytes) -> bytes | None:
     try:
-        params = bytes(msgspec.json.decode(said, type=_GivenAway).kv_transfer_params)
+        params = bytes(msgspec.json.decode(said, type=_HandedOver).kv_transfer_params)
     except msgspec.DecodeError:
         return None
     return params if params.startswith(b"{") else None

@@ -1,14 +1,13 @@
-"""What a client has of one streamed response, over all of the endpoints that it comes from. Told bytes; waits for
-nothing.
+"""Parser of a streamed response that can resume at another endpoint. It gets bytes and performs no I/O.
 
-An endpoint that can go on where another one stopped ends each group of events with one that has an id: the tokens that
-a client has more with this group. Only whole groups are passed on. So what a client has is always all up to an id, and
-what the ids have said is what another endpoint is to go on from.
+An endpoint that can resume streams ends each group of events with an event that has an id. The id contains the new
+tokens of the group. The router forwards only complete groups. So the ids describe exactly what the client has, and the
+next endpoint resumes from them.
 
-    id: 0:12,7        two tokens more of the choice 0
-    id: 0:12! 41      one more, with which that choice ends; 41 is a state of the API's own, given back as it came
-    id: >             the endpoint gives the request away, and this event is for the router
-    id: .             there is nothing to go on with after this
+    id: 0:12,7        two more tokens of choice 0
+    id: 0:12! 41      one more token, which ends the choice; 41 is state of the API, returned to the next endpoint
+    id: >             the endpoint hands over the request; this event is for the router
+    id: .             the stream is complete
 """
 
 from __future__ import annotations
@@ -24,31 +23,38 @@ from trioserve.proxy.event_splitter import EVENT_BYTES_MAX, EventSplitter, is_co
 
 __all__ = ["RESUME_BYTES_MAX", "ContinuedStream", "WhyNot", "field_values"]
 
-RESUME_BYTES_MAX = 4096  # what an endpoint wants to be told again: a digest, a seed, a time
+RESUME_BYTES_MAX = 4096  # bytes; an endpoint sends a digest, a seed and a time, which the next endpoint gets
 _EVENT_END = b"\n\n"
 _ID_LINE = b"\nid: "
 _ID = re.compile(rb"^id:[ ]?([^\n]*)\n", re.MULTILINE)
 _OVER = b"."
-_GIVEN_AWAY = b">"
+_HANDED_OVER = b">"
 _TOKENS = re.compile(rb"(\d{1,9}):((?:\d{1,9}(?:,\d{1,9})*)?)(!?)(?: ([^\r\n]*))?")
 
 
 class WhyNot:
-    """Why a stream cannot go on elsewhere, in a word."""
+    """Reasons why a stream cannot resume at another endpoint, as words for metrics."""
 
-    NOT_RESUMABLE = "not_resumable"  # its endpoint has no way to tell what its client has
-    BYTES = "bytes_max"  # there are more ids than may be kept
-    MALFORMED = "malformed"  # an id says something that nobody can read
+    NOT_RESUMABLE = "not_resumable"  # the endpoint does not report which tokens the client has
+    BYTES = "bytes_max"  # the ids need more memory than allowed
+    MALFORMED = "malformed"  # an id is invalid
 
 
 class ContinuedStream:
-    """choice_count: of the response, over all of its prompts. bytes_max: of ids that are kept; a stream with more goes
-    on as it comes, and cannot be continued. shows_ids: the client gets the ids, too. known: what the client had before,
-    from another request, as the field `resume` of its body says it.
+    """Parser and memory of one streamed response, over all endpoints that it comes from.
 
-    is_answered: the endpoint at hand has begun: something of it was passed on that is no comment. is_over: so was the
-    last group. failure: an event with an error, which is not passed on, and its code. given_away: the endpoint gives
-    the request to another one, and this is what it says to that one.
+    Args:
+        choice_count: Number of choices, over all prompts.
+        bytes_max: Limit of kept ids in bytes. A longer stream is forwarded, but cannot resume.
+        shows_ids: Whether the client gets the ids.
+        known: Part of the response that the client has from an earlier request, as the field `resume` of its body.
+
+    Attributes:
+        is_answered: True if the current endpoint has sent more than comments.
+        is_over: True if the last group was forwarded.
+        failure: Error event that ends the stream. It is not forwarded. Empty without an error.
+        failure_code: Code of that error.
+        handed_over: JSON for the next endpoint, if the endpoint hands over the request. Otherwise None.
     """
 
     def __init__(
@@ -58,48 +64,66 @@ class ContinuedStream:
         self.is_over = False
         self.failure: bytes = b""
         self.failure_code: str | None = None
-        self.given_away: bytes | None = None
+        self.handed_over: bytes | None = None
         self._choice_count = choice_count
         self._bytes_max = bytes_max
         self._shows_ids = shows_ids
         self._splitter = EventSplitter()
         self._group = bytearray()
         self._log = bytearray()
-        self._told: dict[str, msgspec.Raw] | None = None
+        self._resume_values: dict[str, msgspec.Raw] | None = None
         self._has_groups = False
-        self._is_between = False  # two groups, of a stream whose ids are kept
+        self._is_between = False  # True between two groups of a stream whose ids are kept
         self._has_begun = False
         self._why_not: str | None = None
         self._known = b"" if known is None else _known_ids(known, choice_count)
 
     def know(self, resume: bytes) -> None:
-        """What the client has from another router, as the field `resume` says it. To be called before `begin`."""
+        """Set the part of the response that the client received from another router. Must be called before `begin`.
+
+        Args:
+            resume: Field `resume` of a request body, as JSON.
+        """
         self._known = _known_ids(resume, self._choice_count)
 
-    def begin(self, told: str | None) -> None:
-        """The head of a response is here. told: what the endpoint wants to be told again if this is to go on elsewhere;
-        None: it makes no groups, and all that comes is passed on."""
+    def begin(self, resume_values: str | None) -> None:
+        """Prepare for the stream of the next endpoint.
+
+        Args:
+            resume_values: Header with the values that the next endpoint needs to resume. None: the endpoint does not
+                send groups, and all of its events are forwarded.
+        """
         self._splitter, self._group = EventSplitter(), bytearray()
-        self.failure, self.failure_code, self.given_away = b"", None, None
-        self._has_groups = told is not None
+        self.failure, self.failure_code, self.handed_over = b"", None, None
+        self._has_groups = resume_values is not None
         self._is_between = False
-        self._told = None
+        self._resume_values = None
         self._has_begun = self._has_begun or self.is_answered
         self.is_answered = False
         if not self._has_begun:  # an earlier endpoint may have said nothing
             self._why_not, self._log = None, bytearray(self._known)
-        if told is not None and len(told) <= RESUME_BYTES_MAX:
+        if resume_values is not None and len(resume_values) <= RESUME_BYTES_MAX:
             with suppress(msgspec.DecodeError):
-                self._told = msgspec.json.decode(told, type=dict[str, msgspec.Raw])
-        if self._told is None:
+                self._resume_values = msgspec.json.decode(resume_values, type=dict[str, msgspec.Raw])
+        if self._resume_values is None:
             self._give_up(WhyNot.MALFORMED if self._has_groups else WhyNot.NOT_RESUMABLE)
         self._is_between = self._why_not is None
 
     def feed(self, piece: bytes) -> bytes:
-        """What may be passed on now. Raises EndpointLost for an event or a group of more than EVENT_BYTES_MAX."""
+        """Add bytes and return the events for the client.
+
+        Args:
+            piece: Bytes that follow the previous piece.
+
+        Returns:
+            Complete groups. If the endpoint does not send groups, complete events.
+
+        Raises:
+            EndpointLost: An event or group is longer than EVENT_BYTES_MAX.
+        """
         if self._is_between and piece.endswith(_EVENT_END):
-            # What nearly all of them look like: one event, which is a group, its id on the last line. Other ways to
-            # know that it is one cost several times as much as counting its lines.
+            # Fast path for nearly all pieces: one event, which is a group, with its id on the last line. Counting lines
+            # costs a fraction of other ways to recognize one event.
             line_count = piece.count(b"\n")
             begin = piece.rfind(_ID_LINE) + 5
             if (
@@ -122,17 +146,21 @@ class ContinuedStream:
         return events
 
     def take_back(self, kept_bytes: int, *, was_answered: bool) -> None:
-        """Forget what the last `feed` noted, since none of it is passed on.
+        """Forget the last `feed`, because its result is not forwarded.
 
         Args:
-            kept_bytes: of this stream before that feed.
-            was_answered: is_answered before that feed.
+            kept_bytes: Value of `kept_bytes` before that feed.
+            was_answered: Value of `is_answered` before that feed.
         """
         del self._log[kept_bytes:]
         self.is_over, self.is_answered = False, was_answered
 
     def end(self) -> bytes:
-        """The response has ended. What is left of it, if that is to be passed on; see `is_complete`."""
+        """Finish the response. `is_complete` then tells whether it is whole.
+
+        Returns:
+            Remaining bytes for the client.
+        """
         rest = b"" if self._has_groups and not self.is_over else self._splitter.rest
         self._splitter = EventSplitter()
         self.is_answered = self.is_answered or not is_comment(rest)
@@ -140,12 +168,12 @@ class ContinuedStream:
 
     @property
     def is_complete(self) -> bool:
-        """Whether a response that ends now is whole, so far as that can be told."""
+        """True if a response that ends now is whole, as far as the parser can know."""
         return self.is_over if self._has_groups else self.is_answered
 
     @property
     def why_not(self) -> str | None:
-        """Why it cannot go on elsewhere; None if it can."""
+        """Reason why the stream cannot resume, in one word. None if it can."""
         return self._why_not
 
     @property
@@ -153,28 +181,28 @@ class ContinuedStream:
         return len(self._log)
 
     def token_count(self) -> int:
-        """Tokens that its client has, of all choices."""
+        """Return the number of tokens that the client has, over all choices."""
         return sum(map(len, (self._read() or ([], [], None))[0]))
 
     def resume_field(self) -> dict[str, object] | None:
-        """What the next endpoint is to be told. None if nobody can tell that, see `why_not`."""
-        if self._told is None or self._why_not is not None:
+        """Return the field `resume` for the next endpoint, or None if the stream cannot resume (see `why_not`)."""
+        if self._resume_values is None or self._why_not is not None:
             return None
         read = self._read()
         if read is None:
             self._give_up(WhyNot.MALFORMED)
             return None
         token_ids, finished, state = read
-        fields: dict[str, object] = {**self._told, "token_ids": token_ids, "finished": finished}
+        fields: dict[str, object] = {**self._resume_values, "token_ids": token_ids, "finished": finished}
         if state is not None:
             fields["state"] = state
         return fields
 
-    # --- inside ---
+    # --- private ---
 
     def _whole_groups(self, events: bytes) -> bytes:
         if self._group and self._why_not != WhyNot.MALFORMED and _ID.search(events) is None and not _error_code(events):
-            # Still the same group, which is not read again for each of its events.
+            # An event of the current group was added. The group is not searched again for each of its events.
             self._group += events
             self._check_group()
             return b""
@@ -187,13 +215,13 @@ class ContinuedStream:
         for match in _ID.finditer(events):
             end = events.find(b"\n\n", match.end() - 1) + 2
             if end < 2:
-                self._give_up(WhyNot.MALFORMED)  # its lines end in another way
+                self._give_up(WhyNot.MALFORMED)  # the server uses other line ends
                 break
-            if match[1] == _GIVEN_AWAY:
+            if match[1] == _HANDED_OVER:
                 before = events.rfind(b"\n\n", position, match.start())
                 event_begin = position if before < 0 else before + 2
                 pieces.append(events[position:event_begin])
-                self.given_away = _data(events[event_begin:end])
+                self.handed_over = _data(events[event_begin:end])
             else:
                 self._note(match[1])
                 pieces += (events[position : match.start()], match[0] * self._shows_ids, events[match.end() : end])
@@ -230,7 +258,11 @@ class ContinuedStream:
         self._log = bytearray()
 
     def _read(self) -> tuple[list[list[int]], list[bool], str | None] | None:
-        """Token ids and whether it has ended, by choice, and the last state. None if the ids say something else."""
+        """Parse the kept ids.
+
+        Returns:
+            Token ids by choice, the end of each choice, and the last state. None if an id is invalid.
+        """
         token_ids: list[list[int]] = [[] for _ in range(self._choice_count)]
         finished = [False] * self._choice_count
         state: bytes | None = None
@@ -256,11 +288,11 @@ class _Resume(msgspec.Struct):
 
 
 def _known_ids(known: bytes, choice_count: int) -> bytes:
-    """As ids say it."""
+    """Turn the field `resume` into lines like those of kept ids."""
     try:
         resume = msgspec.json.decode(known, type=_Resume)
     except msgspec.DecodeError:
-        return b""  # the endpoint says what is wrong with it
+        return b""  # the endpoint reports the error
     state = "" if resume.state is None else f" {resume.state}"
     ended = [*resume.finished, *(False for _ in resume.token_ids)]
     ids = [
@@ -271,20 +303,25 @@ def _known_ids(known: bytes, choice_count: int) -> bytes:
 
 
 class _Failed(msgspec.Struct):
-    """Of a response object."""
+    """Response object with an error."""
 
     error: dict[str, Any] | None = None
 
 
 class _Event(msgspec.Struct):
-    """How the APIs say that a stream breaks off: an error of its own, or a response that failed."""
+    """Event that can end a stream with an error: an error of its own, or a failed response."""
 
     error: dict[str, Any] | None = None
     response: _Failed | None = None
 
 
 def field_values(events: bytes, name: bytes) -> list[bytes]:
-    """The values of all fields of this name in events, as lines."""
+    """Return the values of all fields with a name.
+
+    Args:
+        events: Complete events.
+        name: Name of the field.
+    """
     lines = (line.partition(b":") for line in events.splitlines() if line.startswith(name))
     return [value.removeprefix(b" ") for key, _, value in lines if key == name]
 
@@ -294,7 +331,7 @@ def _data(event: bytes) -> bytes:
 
 
 def _error_code(events: bytes) -> str | None:
-    """Of the first error among these events: its code, or where the API has none its type. None: there is no error."""
+    """Return the code of the first error among events. Errors without a code have a type. None if there is no error."""
     if b'"error"' not in events:
         return None
     for data in field_values(events, b"data"):

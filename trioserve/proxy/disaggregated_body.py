@@ -1,7 +1,6 @@
-"""Which bodies may have their prompt computed at one endpoint and their response made at another; what goes to the
-first.
+"""Request bodies for disaggregated serving, in which one endpoint computes the prompt and another the response.
 
-The second one gets the client's own body, with the kv_transfer_params that the first one has answered.
+The endpoint of the response gets the client's own body with the kv_transfer_params that the prefill endpoint returned.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from trioserve.proxy.routed_prompt import CHAT_PATH, COMPLETIONS_PATH
 
 __all__ = ["can_be_disaggregated", "prefill_body"]
 
-# All of them, since some servers look whether a field is there.
+# All keys are present, because some servers check whether a key exists.
 ASKED_OF_PREFILL: dict[str, object] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -28,7 +27,7 @@ ASKED_OF_PREFILL: dict[str, object] = {
 
 
 class _DisaggregatedBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields that decide it, beside those of RoutedBody."""
+    """Fields that decide whether a request can be disaggregated, in addition to those of RoutedBody."""
 
     max_tokens: Int32 | None = None
     max_completion_tokens: Int32 | None = None
@@ -40,29 +39,44 @@ class _DisaggregatedBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def can_be_disaggregated(path: str, raw: bytes, body: RoutedBody) -> bool:
-    """One prompt with one response of more than a token, and nothing asked about the prompt itself: its KV is all that
-    goes from one endpoint to the other."""
+    """Return True if prompt and response can be computed at two endpoints.
+
+    Only the KV of the prompt moves between the endpoints. So the request must have one prompt and one response of more
+    than one token, and must not ask for data about the prompt.
+
+    Args:
+        path: Path of the request.
+        raw: Body of the request.
+        body: Fields that the router has read from `raw`.
+    """
     if path not in (CHAT_PATH, COMPLETIONS_PATH) or (body.n or 1) != 1 or body.prompt_count != 1:
         return False
-    if bytes(body.resume):  # what was begun elsewhere goes on whole
+    if bytes(body.resume):  # a response that is resumed is not split again
         return False
     try:
         fields = decode_body(raw, _DisaggregatedBody)
     except InvalidRequest:
-        return False  # whichever endpoint gets it will say so
+        return False  # the endpoint reports the error to the client
     tokens_max = fields.max_tokens
     if path == CHAT_PATH:
         tokens_max = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
     elif tokens_max is None:
         tokens_max = COMPLETION_TOKENS_DEFAULT
-    # How much of a prompt fits beside a response of one token is more than fits beside the real one.
+    # With a response of one token, more of the prompt would fit than with the full response.
     is_cut_to_fit = fields.truncate_prompt_tokens == AS_FITS
     asks_for_prompt = fields.echo or fields.prompt_logprobs is not None or is_cut_to_fit
     return (tokens_max is None or tokens_max > 1) and (fields.best_of or 1) == 1 and not asks_for_prompt
 
 
 def prefill_body(path: str, raw: bytes, fields: dict[str, object], *, stream: bool) -> bytes:
-    """What is sent to compute the prompt: the same body, for one token. fields: in place of its own."""
+    """Make the body that asks an endpoint to compute the prompt: the client's body, limited to one token.
+
+    Args:
+        path: Path of the request.
+        raw: Body of the client.
+        fields: New values by field name.
+        stream: Whether the prefill response is streamed.
+    """
     fields = {**fields, "stream": stream, "max_tokens": 1, TRANSFER_PARAMS: ASKED_OF_PREFILL}
     if path == CHAT_PATH:
         fields["max_completion_tokens"] = 1

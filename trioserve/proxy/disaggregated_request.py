@@ -1,14 +1,15 @@
-"""A request whose prompt is computed at one endpoint and whose response is made at another, within one scope.
+"""Disaggregated request: one endpoint computes the prompt and another the response, within one scope.
 
-First it goes to a prefill endpoint, for one token. That one keeps the KV blocks and answers how another engine gets
-at them: kv_transfer_params, which go to the decode endpoint with the client's own body. Its response is the client's.
+First the request goes to a prefill endpoint, for one token. The prefill endpoint holds the KV blocks and returns
+kv_transfer_params, which tell how another engine can read them. The decode endpoint gets the client's own body with
+these parameters, and its response goes to the client.
 
-Our own servers are asked to stream, and end that stream when the blocks are kept no longer. So the router keeps them by
-keeping the stream, and closing its connection gives them back at once: at the first token of the response, and whenever
-the client leaves. Other servers have their own ways to end it.
+A trioserve endpoint streams its prefill response, and ends the stream when it no longer holds the blocks. So the router
+holds the blocks by keeping the stream open. Closing the connection releases them at once: at the first token of the
+response, or when the client leaves. Other servers release them in their own ways.
 
-What cannot go that way is one endpoint's, from the prompt to the end (see router/core): without kv_transfer_params, and
-best where the prompt is cached.
+Otherwise, one endpoint computes the whole request without kv_transfer_params (see router/core). An endpoint whose
+prefix cache has the prompt is preferred.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ __all__ = ["serve_disaggregated"]
 
 logger = logging.getLogger(__name__)
 
-PREFILL_BYTES_MAX = 1024 * 1024  # the ids of 100,000 blocks: more is no response with one token
+PREFILL_BYTES_MAX = 1024 * 1024  # ids of 100,000 blocks; a response of one token is never longer
 ERROR_BYTES_SHOWN = 200
 EVENT_END = b"\n\n"
 
@@ -55,19 +56,27 @@ EVENT_END = b"\n\n"
 async def serve_disaggregated(
     context: RouterContext, admission: AdmissionScope, raw: bytes, body: RoutedBody, clock: RequestClock
 ) -> None:
-    """Serve an admission that has begun with a stage. Raises what one at a single endpoint does."""
+    """Serve a request that begins with the prefill stage. Raises like a request at a single endpoint.
+
+    Args:
+        context: Request of the router's API.
+        admission: Admission of the request.
+        raw: Body of the request.
+        body: Fields of the body.
+        clock: Deadlines of the request.
+    """
     with errors_unwrapped():
         async with trio.open_nursery() as nursery:
             request = _DisaggregatedRequest(context, admission, raw, body, clock, nursery)
             try:
                 await request.serve()
             finally:
-                request.let_go()
+                request.release()
             nursery.cancel_scope.cancel()
 
 
 class _Hold:
-    """A prefill that was asked for, and the blocks that are kept for it as long as its stream lasts."""
+    """A prefill request, and the blocks that the endpoint holds while its stream is open."""
 
     def __init__(self, request: RemoteRequest) -> None:
         self.request = request
@@ -79,7 +88,7 @@ class _Hold:
 
 
 class _DisaggregatedRequest:
-    """hold: the prefill whose connection is open. params: kv_transfer_params as they came."""
+    """State of one disaggregated request. `release` releases the blocks of its prefill."""
 
     def __init__(
         self,
@@ -112,20 +121,24 @@ class _DisaggregatedRequest:
             if admission.stage is Stage.DECODE:
                 fields[TRANSFER_PARAMS] = msgspec.Raw(self._params)
             else:
-                self.let_go()  # before the same prompt comes again under the same id
-                self._log_whole()
+                self.release()  # release first: the same prompt comes again with the same id
+                self._log_not_disaggregated()
             sent = sent_body(context, self._raw, clock, fields)
-            if await attempt(context, admission, id, sent, clock, on_begin=self.let_go):
+            if await attempt(context, admission, id, sent, clock, on_begin=self.release):
                 return
 
-    def let_go(self) -> None:
-        """Nobody needs the blocks any more."""
+    def release(self) -> None:
+        """Release the blocks at the prefill endpoint."""
         hold, self._hold = self._hold, None
         if hold is not None:
             hold.close()
 
     async def _prefill(self, id: EndpointId) -> bool:
-        """Have the prompt computed. Whether that is all: the client was told of a failure."""
+        """Have the prompt computed.
+
+        Returns:
+            True if the request is over, because the client has got an error.
+        """
         context, admission = self._context, self._admission
         is_ours = context.fleet.tells_role(id)
         sent = prefill_body(context.exchange.path, self._raw, self._fields(id), stream=is_ours)
@@ -139,25 +152,33 @@ class _DisaggregatedRequest:
                 response = await request.begin()
                 outcome = await self._read(id, response)
         except (Refused, EndpointLost) as failure:
-            self.let_go()
+            self.release()
             return await handle_failure(context, admission, id, failure, self._clock)
         self._clock.note_served(trio.current_time() - admission.leased_at)
         if outcome is not None:
-            self.let_go()
+            self.release()
         elif is_ours:
             self._nursery.start_soon(self._watch, hold, response)
         admission.prefilled(outcome=outcome)
         return False
 
     async def _read(self, id: EndpointId, response: RemoteResponse) -> PairOutcome | None:
-        """Read how to get at the blocks of the prompt. None: they are kept. Raises EndpointLost, Refused."""
+        """Read the kv_transfer_params from a prefill response.
+
+        Returns:
+            None if the endpoint holds the blocks. Otherwise the reason why not.
+
+        Raises:
+            EndpointLost: The endpoint failed, or sent no valid response.
+            Refused: The endpoint refuses the request.
+        """
         await check_status(response, Stage.PREFILL)
         kind = response.header("content-type")
         if response.status != 200:
             said = await response.whole(PREFILL_BYTES_MAX) or b""
             if response.status < 400 or not is_error(kind, said):
                 raise InvalidAnswer(id, f"status_{response.status}", f"status {response.status}, {said[:80]!r}")
-            return PairOutcome.NOT_HELD  # it will say the same of the client's own body, or not
+            return PairOutcome.NOT_HELD  # the next endpoint gets the client's own body, and decides about the error
         check_head(id, response.status, kind)
         if (kind or "").startswith("text/event-stream"):
             end = await _last_event(id, response)
@@ -170,7 +191,7 @@ class _DisaggregatedRequest:
         return None
 
     async def _watch(self, hold: _Hold, response: RemoteResponse) -> None:
-        """Until the blocks are kept no longer."""
+        """Wait until the endpoint no longer holds the blocks."""
         with hold.watching:
             try:
                 while await response.next_piece() is not None:
@@ -184,11 +205,11 @@ class _DisaggregatedRequest:
         model = self._admission.model
         return {**model_field(self._context, self._body.model, id, model), **self._clock.left()}
 
-    def _log_whole(self) -> None:
+    def _log_not_disaggregated(self) -> None:
         context, outcome = self._context, self._admission.pair_outcome
         assert outcome is not None
         if outcome is PairOutcome.PAIRED:
-            return  # and goes on elsewhere now
+            return  # the pair worked; the response now resumes elsewhere
         logger.info(
             "not disaggregated request=%s endpoint=%s reason=%s", context.request_id, context.endpoint, outcome.value
         )
@@ -199,7 +220,7 @@ class _Choice(msgspec.Struct):
 
 
 class _PrefillResponse(msgspec.Struct):
-    """A response with one token, or an event of one."""
+    """Prefill response of one token, or an event of it."""
 
     choices: list[_Choice] = []
     kv_transfer_params: msgspec.Raw = msgspec.Raw()
@@ -211,7 +232,7 @@ class _PrefillResponse(msgspec.Struct):
 
     @property
     def is_finished(self) -> bool:
-        """Whether the whole response is over, and not only the token that was asked for."""
+        """True if the response is complete with its first token, and not only cut at one token."""
         return any(choice.finish_reason not in (None, "length") for choice in self.choices)
 
     @property
@@ -220,11 +241,17 @@ class _PrefillResponse(msgspec.Struct):
 
 
 def _parsed(id: EndpointId, said: bytes) -> _PrefillResponse:
-    """Raises EndpointLost for what is no response, RequestAborted where somebody has ended it."""
+    """Parse a prefill response.
+
+    Raises:
+        EndpointLost: The response is an error.
+        InvalidAnswer: The text is not a response.
+        RequestAborted: The request was aborted at the endpoint.
+    """
     try:
         response = msgspec.json.decode(said, type=_PrefillResponse)
     except msgspec.DecodeError as wrong:
-        raise InvalidAnswer(id, "not_json", f"{said[:80]!r} as the response to a prefill") from wrong
+        raise InvalidAnswer(id, "not_json", f"{said[:80]!r} as a prefill response") from wrong
     if bytes(response.error) not in (b"", b"null"):
         error = bytes(response.error)[:ERROR_BYTES_SHOWN].decode(errors="replace")
         if error_code(said) == "request_aborted":
@@ -234,8 +261,16 @@ def _parsed(id: EndpointId, said: bytes) -> _PrefillResponse:
 
 
 async def _last_event(id: EndpointId, response: RemoteResponse) -> _PrefillResponse | None:
-    """The event that ends the response, as soon as it is there; what follows it only lasts as long as the blocks do.
-    None if it is too large. Raises EndpointLost when it does not come."""
+    """Return the event that ends the prefill as soon as it arrives.
+
+    The stream stays open as long as the blocks are held.
+
+    Returns:
+        The event, or None if it is too large.
+
+    Raises:
+        EndpointLost: The stream ended without this event.
+    """
     held = b""
     while (piece := await response.next_piece()) is not None:
         *events, held = (held + piece).split(EVENT_END)
@@ -248,4 +283,4 @@ async def _last_event(id: EndpointId, response: RemoteResponse) -> _PrefillRespo
                         return end
         if len(held) > PREFILL_BYTES_MAX:
             return None
-    raise EndpointLost(f'the endpoint "{id}" ended a prefill before its token came')
+    raise EndpointLost(f'the endpoint "{id}" ended a prefill before its token')

@@ -1,4 +1,4 @@
-"""Asks one remote endpoint how it is, what it serves and how much it has to do. A slow one delays nobody else."""
+"""Regular checks of one remote endpoint: its health, its models and its load. A slow endpoint delays no other check."""
 
 from __future__ import annotations
 
@@ -24,35 +24,47 @@ __all__ = ["MODELS_PATH", "PeerReports", "ServedModels", "WatchSettings", "load_
 
 logger = logging.getLogger(__name__)
 
-RESPONSE_BYTES_MAX = 8 * 1024 * 1024  # a page of metrics has some 100 KB
-SIGN_OF_LIFE_SECONDS = 2.0  # between two questions of a router with peers, whatever the endpoint sends by itself
+RESPONSE_BYTES_MAX = 8 * 1024 * 1024  # a metrics page has about 100 KB
+SIGN_OF_LIFE_SECONDS = 2.0  # for a router with peers: time between load requests even if the endpoint pushes its load
 ROUTER_HEADER = "x-trioserve-router"
-TURNS_FOR_RESPONSES = 2  # one in which their sockets are seen, one in which they are read
+TURNS_FOR_RESPONSES = 2  # scheduler turns: one in which Trio sees ready sockets, and one in which tasks read them
 MODELS_PATH = "/v1/models"
 PROBES: tuple[tuple[str, dict[str, object]], ...] = (
     ("/v1/completions", {"prompt": "a", "max_tokens": 1}),
     ("/v1/embeddings", {"input": "a"}),
 )
-"""Tiny requests, the first of which that the endpoint's model can serve shows that it does."""
+"""Tiny requests that check whether the endpoint serves requests. The first one that its model supports decides."""
 NO_SUCH_PAGE = frozenset({404, 405, 501})
 
 
 class PeerReports(Protocol):
-    """Whoever wants to know which routers endpoints have heard from."""
+    """Receiver of reports about which routers an endpoint knows."""
 
     @property
     def own_name(self) -> str | None:
-        """Of this router, as it is told to endpoints; None: it is not known yet."""
+        """Name of this router, which endpoints get with each load request. None while it is unknown."""
 
     def note_report(self, endpoint: EndpointId, heard: Mapping[str, float]) -> None:
-        """The endpoint has told its load. heard: how many seconds ago each router did last ask for it."""
+        """Record the routers that an endpoint has reported with its load.
+
+        Args:
+            endpoint: Endpoint that reported.
+            heard: Seconds since the last load request of each router, by router name.
+        """
 
 
 class WatchSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """health_seconds, load_seconds: between two questions. response_seconds_max: how long a response may take.
-    hang_seconds_max: how long no question at all may be answered; then what runs there is taken elsewhere.
-    listens: endpoints that send their load by themselves are asked for it seldom.
-    move_seconds: in which an endpoint that says that it stops is emptied; None: what runs there ends there."""
+    """Settings of the checks. Times are in seconds.
+
+    Attributes:
+        health_seconds: Time between two health checks.
+        load_seconds: Time between two load requests.
+        response_seconds_max: Time limit of a response to a check.
+        hang_seconds_max: Time without any response after which running requests move to other endpoints.
+        listens: Whether the router listens to pushed loads, and then seldom asks for them.
+        move_seconds: Time to move requests away from an endpoint that reports that it stops. None: they stay until they
+            end.
+    """
 
     health_seconds: float = 2.0
     load_seconds: float = 0.25
@@ -80,10 +92,19 @@ async def watch_endpoint(
     on_adapters: Callable[[dict[str, str | None]], None] = lambda adapters: None,
     name_there: Callable[[str], str] = lambda model: model,
 ) -> None:
-    """Runs until cancelled. name_there: how the endpoint calls a model. on_vllm: told when it turns out to be one.
-    on_adapters: told, by name, the digests of the LoRA adapters that it serves, as far as it tells them. on_role:
-    told, with each report of load, what the endpoint says it is meant for. peers: the same of the routers that it
-    has heard from."""
+    """Check an endpoint regularly until cancelled.
+
+    Args:
+        remote: Client of the endpoint.
+        dispatch: Receives health, models and load of the endpoint.
+        settings: Intervals and time limits.
+        learns_models: Whether the endpoint's own list of models is used.
+        on_role: Called after each load report with the role that the endpoint reports. None: the endpoint reports none.
+        peers: Receives the routers that the endpoint knows. None: the router has no peers.
+        on_vllm: Called when the metrics of the endpoint are those of vLLM.
+        on_adapters: Called with the digest of each LoRA adapter of the endpoint, by name. A digest is None if unknown.
+        name_there: Maps a model name of the router to the endpoint's name for the model.
+    """
     watch = _Watch(
         remote,
         dispatch,
@@ -127,8 +148,8 @@ class _Watch:
         self._learns_models = learns_models
         self._was_well: bool | None = None
         self._silent_since: float | None = None
-        self._is_refused = False  # the connection of the question that ended last
-        self._health_path = "/ready"  # ours; others have /health alone
+        self._is_refused = False  # whether the endpoint refused the connection of the last check
+        self._health_path = "/ready"  # path of trioserve; other servers have only /health
         self._load_path: str | None = "/load"
         self._pushed = PushedLoad()
 
@@ -138,7 +159,7 @@ class _Watch:
             if response is not None and response[0] in NO_SUCH_PAGE and self._health_path != "/health":
                 self._health_path = "/health"
                 continue
-            # A page that is not there was still answered by somebody.
+            # A 404 also shows that a server answers.
             is_well = response is not None and (response[0] < 400 or response[0] in NO_SUCH_PAGE)
             if is_well and self._learns_models:
                 is_well = await self._learn_models()
@@ -155,7 +176,7 @@ class _Watch:
     def _note_health(self, is_well: bool, response: tuple[int, bytes] | None) -> None:
         id = self._remote.id
         if self._is_refused or (response is not None and _says(response, "draining")):
-            # One that takes no connections has stopped, or is about to and ends what it has begun.
+            # An endpoint that refuses connections has stopped, or is about to stop and finishes what it has begun.
             self._dispatch.note_leaving(id, move_seconds=self._settings.move_seconds)
             return
         is_overdue = response is not None and _says(response, "step_overdue")
@@ -164,7 +185,10 @@ class _Watch:
         self._dispatch.note_health(id, is_well, hangs=is_overdue or response is None, is_hung=is_hung)
 
     def _is_silent(self) -> bool:
-        """Whether no question was answered for so long that what runs there will not go on."""
+        """Return True if no check was answered for hang_seconds_max.
+
+        The requests at the endpoint are then assumed to be stuck.
+        """
         since = self._silent_since
         return since is not None and trio.current_time() >= since + self._settings.hang_seconds_max
 
@@ -227,10 +251,18 @@ class _Watch:
         return [] if name is None else [(ROUTER_HEADER, name)]
 
     async def _take_load(self, load: EndpointLoad, sent_total: int, asked_at: float, *, is_pushed: bool) -> None:
-        """sent_total: of the requests that were sent anywhere, those that it may know. asked_at: when it was asked."""
+        """Pass on a load report.
+
+        Args:
+            load: Report of the endpoint.
+            sent_total: Number of requests that the router had sent to all endpoints when it asked. Later requests
+                cannot be part of the report.
+            asked_at: Time at which the router asked, or would have asked for a pushed report.
+            is_pushed: Whether the endpoint sent the report unasked.
+        """
         self._remote.note_load(load, asked_at)
-        # Requests that had ended there before it told its load are not in that. Their responses are here, too, but
-        # perhaps not read: taken for ones that run, they would make room a second time once they are.
+        # The report does not include requests that had ended before. Their responses have arrived at this router too,
+        # but may not be read yet. Counted as running, they would free capacity a second time once they are read.
         for _ in range(TURNS_FOR_RESPONSES):
             await trio.lowlevel.checkpoint()
         self._dispatch.note_fingerprint(self._remote.id, None if load.fingerprint is UNSET else load.fingerprint)
@@ -251,7 +283,7 @@ class _Watch:
                 self._load_path = "/metrics"
             return None
         if status in NO_SUCH_PAGE:
-            self._load_path = None  # it never tells
+            self._load_path = None  # the endpoint reports no load
             return None
         if status == 200 and _RUNNING[0].encode() in body:
             self._on_vllm()
@@ -266,7 +298,18 @@ class _Watch:
         body: bytes = b"",
         tries_beat: bool = False,
     ) -> tuple[int, bytes] | None:
-        """Status and body; None if no response came in time. tries_beat: and see whether beats come before heads."""
+        """Send a request to the endpoint.
+
+        Args:
+            path: Path of the request.
+            headers: Headers of the request.
+            method: HTTP method.
+            body: Body of the request.
+            tries_beat: Whether to check that the endpoint sends a heartbeat before the head of the response.
+
+        Returns:
+            Status and body, or None if no response arrived in time.
+        """
         asked_at = trio.current_time()
         with trio.move_on_after(self._settings.response_seconds_max):
             try:
@@ -304,7 +347,7 @@ class _NotReady(msgspec.Struct):
 
 
 def _says(response: tuple[int, bytes], reason: str) -> bool:
-    """Whether one of our servers gives this reason for taking no requests."""
+    """Return True if a trioserve server refuses requests for this reason."""
     status, body = response
     if status != 503:
         return False
@@ -321,13 +364,24 @@ class _Model(msgspec.Struct):
 
 
 class ServedModels(msgspec.Struct):
-    """What an endpoint says at MODELS_PATH."""
+    """Response of an endpoint at MODELS_PATH.
+
+    Attributes:
+        data: Models, including LoRA adapters.
+    """
 
     data: list[_Model]
 
     @classmethod
     def read(cls, body: bytes) -> ServedModels | None:
-        """None: it says nothing of models."""
+        """Parse a response.
+
+        Args:
+            body: Body of the response.
+
+        Returns:
+            The models, or None if the body lists none.
+        """
         try:
             served = msgspec.json.decode(body, type=cls)
         except msgspec.DecodeError:
@@ -340,7 +394,7 @@ class ServedModels(msgspec.Struct):
 
     @property
     def adapters(self) -> dict[str, str | None]:
-        """LoRA adapters by name, and their digests where it tells them."""
+        """Digests of the LoRA adapters by name. A digest is None if the endpoint does not report it."""
         return {model.id: model.adapter for model in self.data if model.parent is not None}
 
 
@@ -353,8 +407,15 @@ _NAMES = frozenset(name.encode() for name in (*_RUNNING, *_WAITING, *_GENERATED,
 
 
 def load_from_metrics(page: bytes) -> EndpointLoad | None:
-    """What a page in Prometheus' text format says of load, under the names of vLLM, SGLang or llama.cpp (trioserve has
-    vLLM's, too); of several series with one name, the sum. None if it says nothing, or infinity."""
+    """Read the load of an endpoint from a metrics page in Prometheus' text format.
+
+    Args:
+        page: Page with metrics of vLLM, SGLang, llama.cpp or trioserve (which uses vLLM's names). Series with the same
+            name are added up.
+
+    Returns:
+        The load, or None if the page lacks the numbers or they are infinite.
+    """
     sums: dict[bytes, float] = {}
     for match in _SAMPLE.finditer(page):
         name = match[1]

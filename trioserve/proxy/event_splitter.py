@@ -1,7 +1,7 @@
-"""Server-sent events (the HTML standard, 9.2) of another server, out of bytes cut anywhere: whole, as they are.
+"""Splitter that cuts the server-sent events (HTML standard, 9.2) of an endpoint into complete events.
 
-What follows an event that never ended would be read as a part of it; so whoever passes on only whole ones can add one
-of its own at any moment.
+Forwarding only complete events lets the router insert an event of its own at any time. After a partial event, the
+client would read the inserted event as a part of the partial one.
 """
 
 from __future__ import annotations
@@ -12,16 +12,21 @@ from trioserve.contracts.errors import EndpointLost
 
 __all__ = ["EventSplitter", "is_comment"]
 
-EVENT_BYTES_MAX = 24 * 1024 * 1024  # a token has some hundreds; a picture of the largest size, in base64, 17 million
+# a token has hundreds of bytes; an image of the largest size has 17 million bytes in base64
+EVENT_BYTES_MAX = 24 * 1024 * 1024
 
-# An empty line behind the end of a line, each of them LF, CRLF or CR. One whose LF is still to come counts as CR: then
-# that LF begins what follows, as an empty line, which says nothing.
+# An event ends with an empty line after the end of a line. Each line end is LF, CRLF or CR. A CR at the end of the data
+# counts as a line end, although its LF may still come. That LF is then read as an empty line, which has no meaning.
 _END = re.compile(rb"(?:\r\n|\n|\r(?!\n)){2}")
 _END_BYTES_MAX = 4
 
 
 class EventSplitter:
-    """rest: what has come of an event that is not whole."""
+    """Splitter for one event stream.
+
+    Attributes:
+        rest: Bytes of an event that is not complete.
+    """
 
     def __init__(self) -> None:
         self._held = bytearray()
@@ -35,10 +40,19 @@ class EventSplitter:
         return bool(self._held)
 
     def feed(self, piece: bytes) -> bytes:
-        """The events that are whole now, one behind the other; empty if there is none. Raises EndpointLost for one that
-        is longer than EVENT_BYTES_MAX."""
+        """Add bytes and return the events that are complete now.
+
+        Args:
+            piece: Bytes that follow the previous piece.
+
+        Returns:
+            Complete events, unchanged, in order. Empty if no event is complete.
+
+        Raises:
+            EndpointLost: An event is longer than EVENT_BYTES_MAX.
+        """
         if not self._held and piece.endswith(b"\n\n"):
-            return piece  # what nearly all of them look like
+            return piece  # fast path for nearly all pieces
         searched = max(0, len(self._held) - _END_BYTES_MAX + 1)
         self._held += piece
         end = max((match.end() for match in _END.finditer(self._held, searched)), default=0)
@@ -50,5 +64,9 @@ class EventSplitter:
 
 
 def is_comment(events: bytes) -> bool:
-    """Whether these are only lines that keep the connection alive."""
+    """Return True if the events contain only comments, which keep the connection alive.
+
+    Args:
+        events: Complete events.
+    """
     return all(not line or line.startswith(b":") for line in events.splitlines())

@@ -1,4 +1,4 @@
-"""Which endpoints there are at this moment: added, watched, drained. Where they come from is for discovery to know."""
+"""Remote endpoints of a router: adding, watching and draining them. The package `discovery` finds their addresses."""
 
 from __future__ import annotations
 
@@ -26,16 +26,20 @@ __all__ = ["EndpointSpec", "Fleet"]
 
 logger = logging.getLogger(__name__)
 
-MODELS_BYTES_MAX = 8 * 1024 * 1024  # thousands of adapters
+MODELS_BYTES_MAX = 8 * 1024 * 1024  # enough for thousands of adapters
 
 
 class EndpointSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is to be known of a remote endpoint before it is asked.
+    """Configuration of a remote endpoint.
 
-    url: where it is. id: its name here; the URL itself if none is given. api_key: sent to it as a bearer token.
-    models: what it serves, under names of ours for names of its own; None: what it says itself.
-    leases_max: how many sequences it gets at a time; None: the router's setting.
-    role: which part of a disaggregated request it gets; None: what it says itself, and none if it says nothing.
+    Attributes:
+        url: Address of the endpoint.
+        id: Name at this router. None: the URL.
+        api_key: Key that the router sends as a bearer token. None: no key.
+        models: Served models: the endpoint's names by the names at this router. None: the endpoint's own list.
+        leases_max: Limit of sequences that run at the endpoint at a time. None: the router's setting.
+        role: Part of disaggregated requests that the endpoint computes. None: the role that the endpoint reports, or no
+            role if it reports none.
     """
 
     url: str
@@ -56,21 +60,31 @@ class _Member:
         self.source = source
         self.remote = remote
         self.watch: trio.CancelScope | None = None
-        self.told_role: EngineRole | None = None
+        self.reported_role: EngineRole | None = None
         self.is_vllm = False
-        self.adapters: dict[str, str | None] = {}  # by name, their digests; None: it does not tell
+        # digests by adapter name; None: the endpoint does not report the digest
+        self.adapters: dict[str, str | None] = {}
 
     def note_adapters(self, adapters: dict[str, str | None]) -> None:
         self.adapters = adapters
 
 
 class Fleet:
-    """The remote endpoints of one router. Every method belongs to the thread of the Trio program that runs it.
+    """Remote endpoints of one router. All methods run in the thread of the router's Trio program.
 
-    aliases: names that clients may use, for names that endpoints know. watch: also, in which time an endpoint that its
-    source does not name any more is emptied. connect: makes the endpoint's client; for tests.
-    peers: is told which other routers an endpoint has heard from. silence: bounds between the bytes of a response.
-    on_silent: called with the reason when a response is given up since nothing comes over its connection.
+    Args:
+        dispatch: Queue and router, which get the endpoints and their state.
+        watch: Settings of the checks, and the time to move requests away from an endpoint that its source removed.
+        aliases: Model names of endpoints by additional names for clients.
+        ssl_context: TLS settings for https endpoints. None: the default settings.
+        connect: Makes the client of an endpoint. For tests.
+        peers: Receives the other routers that an endpoint knows. None: the router has no peers.
+        silence: Time limits between the bytes of a response. None: the default limits.
+
+    Attributes:
+        dispatch: Queue and router.
+        aliases: Model names of endpoints by additional names for clients.
+        on_silent: Called with the reason when a response is given up because its connection is silent.
     """
 
     def __init__(
@@ -87,8 +101,9 @@ class Fleet:
         self.dispatch = dispatch
         self.on_silent: Callable[[str], None] = lambda reason: None
         self._silence = silence or SilenceSettings()
-        self._left: list[RemoteEndpoint] = []  # of members that came back as others, while responses are read
-        self._reads = trio.Event()  # set: a response is read
+        # clients of endpoints that were added again, as long as their responses are read
+        self._left: list[RemoteEndpoint] = []
+        self._reads = trio.Event()  # set while a response is being read
         self.aliases = dict(aliases or {})
         self._watch_settings = watch or WatchSettings()
         self._ssl_context = ssl_context
@@ -100,7 +115,11 @@ class Fleet:
         dispatch.on_move = self._begin_move
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Watch the endpoints until cancelled; then close what is idle."""
+        """Watch the endpoints until cancelled, then close idle connections.
+
+        Args:
+            task_status: Reports the start of the checks to the parent task.
+        """
         try:
             async with trio.open_nursery() as self._nursery:
                 for member in self._members.values():
@@ -112,18 +131,26 @@ class Fleet:
             for member in self._members.values():
                 member.remote.close()
 
-    # --- who belongs to it ---
+    # --- members ---
 
     def add(
         self, spec: EndpointSpec, *, source: str = "configured", remote: RemoteEndpoint | None = None
     ) -> EndpointId:
-        """remote: how it is reached, if not over the network. Raises StartupError for a URL that is none, or an id that
-        is taken."""
+        """Add an endpoint and begin to watch it.
+
+        Args:
+            spec: Configuration of the endpoint.
+            source: Name of the source that knows the endpoint.
+            remote: Client of the endpoint. None: a client over the network is made.
+
+        Raises:
+            StartupError: The URL is invalid, or another endpoint has the id.
+        """
         id = spec.endpoint_id
         remote = remote or self._connect(spec)
         self.dispatch.add_endpoint(id, spec.models or (), leases_max=spec.leases_max, role=spec.role)
         known = self._members.get(id)
-        if known is not None:  # it comes back while it was being drained
+        if known is not None:  # the endpoint returns while it is being drained
             known.remote.close()
             self._left.append(known.remote)
         self._listen_to(remote)
@@ -132,9 +159,17 @@ class Fleet:
         return id
 
     def drain(self, id: EndpointId, *, move_seconds: float | None = None) -> bool:
-        """Give it nothing more; it is gone when its last request has ended. move_seconds: and empty it: streams that
-        can go on elsewhere are moved there as there is room, and what is left after so long is begun anew elsewhere, as
-        far as its clients have seen nothing. Whether there was such an endpoint."""
+        """Send no new requests to an endpoint, and remove it when its last request has ended.
+
+        Args:
+            id: Endpoint to drain.
+            move_seconds: Time to move streams that can resume to other endpoints, as these have free capacity. Then the
+                other requests are restarted elsewhere if their clients have not received output yet. None: all requests
+                stay.
+
+        Returns:
+            False if there is no such endpoint.
+        """
         member = self._members.get(id)
         if member is None:
             return False
@@ -145,10 +180,17 @@ class Fleet:
         return True
 
     def set_all(self, specs: Iterable[EndpointSpec], *, source: str) -> None:
-        """These, and no others, are what `source` knows. Those of other sources stay, and what runs at others is moved
-        elsewhere. One whose description has changed is made anew; what runs there goes on.
+        """Replace all endpoints of one source.
 
-        Raises StartupError, before anything is changed, if two have the same id.
+        The requests at a removed endpoint are moved to others. An endpoint with a changed configuration is added again,
+        and its requests continue.
+
+        Args:
+            specs: All endpoints that the source knows now.
+            source: Name of the source. Endpoints of other sources stay.
+
+        Raises:
+            StartupError: Two endpoints have the same id. Nothing was changed.
         """
         wanted: dict[EndpointId, EndpointSpec] = {}
         for spec in specs:
@@ -165,7 +207,11 @@ class Fleet:
                 self.add(spec, source=source)
 
     def ids_of(self, source: str) -> frozenset[EndpointId]:
-        """Those that this source has told, and that are not being drained."""
+        """Return the ids of the endpoints that a source has added and that are not being drained.
+
+        Args:
+            source: Name of the source.
+        """
         return frozenset(
             id for id, member in self._members.items() if member.source == source and not self.is_draining(id)
         )
@@ -177,34 +223,43 @@ class Fleet:
         return self._members[id].remote
 
     def tells_role(self, id: EndpointId) -> bool:
-        """Whether it said itself what it is meant for, as our servers do."""
-        return self._members[id].told_role is not None
+        """Return True if the endpoint has reported a role, as trioserve servers do.
+
+        Args:
+            id: Endpoint of the fleet.
+        """
+        return self._members[id].reported_role is not None
 
     def tells_token_ids(self, id: EndpointId) -> bool:
-        """Whether it can be asked for the token ids of a stream, as vLLM's servers can."""
+        """Return True if the endpoint can add token ids to a stream, as vLLM's servers can.
+
+        Args:
+            id: Endpoint of the fleet.
+        """
         return self._members[id].is_vllm
 
     def uses_own_key(self, id: EndpointId, *, passes_clients: bool) -> bool:
-        """Whether requests to the endpoint bear a key of the router's own, or none, and not their client's.
+        """Return True if requests to the endpoint carry a key of the router or none, instead of the client's key.
 
         Args:
-            passes_clients: clients' keys are passed on to endpoints.
+            id: Endpoint of the fleet.
+            passes_clients: Whether the router passes keys of clients to endpoints.
         """
         return self._members[id].spec.api_key is not None or not passes_clients
 
     def specs(self) -> dict[EndpointId, EndpointSpec]:
         return {id: member.spec for id, member in self._members.items()}
 
-    # --- how it is ---
+    # --- state ---
 
     def unready_reason(self) -> str | None:
-        """Why no request is taken now, in a word; None if requests are."""
+        """Return the reason why the router accepts no requests, as one word. None: it accepts requests."""
         if self.dispatch.is_draining:
             return "draining"
         return None if any(state.accepts_requests for state in self.dispatch.endpoints) else "no_endpoint"
 
     def described(self) -> list[dict[str, object]]:
-        """Every endpoint, for operators."""
+        """Return the state of every endpoint as JSON values, for operators."""
         now = trio.current_time()
         return [
             {
@@ -230,22 +285,29 @@ class Fleet:
     # --- models ---
 
     def models(self) -> list[str]:
-        """Every name that clients may ask for, sorted."""
+        """Return all model names that clients may use, sorted."""
         served = self.dispatch.model_names()
         return sorted(served | {alias for alias, model in self.aliases.items() if model in served})
 
     def real_model(self, asked: str | None) -> str:
-        """The name that endpoints go by. None is the only model that there is. Raises UnknownModel, and NoEndpoint for
-        None as long as no endpoint has told what it serves."""
+        """Find the model name that endpoints use.
+
+        Args:
+            asked: Model name or alias from a request. None selects the only model.
+
+        Raises:
+            UnknownModel: No endpoint serves the model, or the request names none and there are several.
+            NoEndpoint: The request names no model, and no endpoint has listed its models yet.
+        """
         served = self.dispatch.model_names()
         if asked is None:
             if not served and self.dispatch.is_any_nameless:
                 raise NoEndpoint(
-                    "the request names no model, and no endpoint has told yet what it serves: try again in 1 s",
+                    "the request names no model, and no endpoint has listed its models yet: try again in 1 s",
                     reason="no_endpoint",
                     retry_after_seconds=1,
                 )
-            # Adapters come beside their model, which is what is meant where none is named.
+            # Endpoints list adapters beside their base model. A request without a model name means the base model.
             own = served - {name for member in self._members.values() for name in member.adapters}
             if len(own) == 1:
                 return next(iter(own))
@@ -265,30 +327,57 @@ class Fleet:
         return model
 
     def adapter_digest(self, model: str) -> tuple[bool, str | None]:
-        """Whether the model is a LoRA adapter, and the digest of its content, if all that serve it tell the same."""
-        told = {member.adapters[model] for member in self._members.values() if model in member.adapters}
-        return bool(told), told.pop() if len(told) == 1 else None
+        """Find the digest of a LoRA adapter.
+
+        Args:
+            model: Model name that endpoints use.
+
+        Returns:
+            Whether the model is an adapter, and its digest. The digest is None if it is unknown or endpoints report
+            different ones.
+        """
+        digests = {member.adapters[model] for member in self._members.values() if model in member.adapters}
+        return bool(digests), digests.pop() if len(digests) == 1 else None
 
     def model_at(self, id: EndpointId, model: str) -> str:
-        """How the endpoint itself calls it."""
+        """Return an endpoint's own name for a model.
+
+        Args:
+            id: Endpoint of the fleet.
+            model: Name at this router.
+        """
         return (self._members[id].spec.models or {}).get(model, model)
 
     def is_adapter_of(self, id: EndpointId, model: str) -> bool:
-        """Return True if the endpoint is in the fleet and lists the model among its LoRA adapters."""
+        """Return True if the endpoint is in the fleet and lists the model among its LoRA adapters.
+
+        Args:
+            id: Endpoint, which may have left.
+            model: Name of the model.
+        """
         member = self._members.get(id)
         return member is not None and model in member.adapters
 
     def withdraw_model(self, id: EndpointId, model: str) -> None:
-        """The endpoint is about to serve it no more: it gets no new request for it. Where names are given by hand, they
-        stay."""
+        """Send no new requests for a model to an endpoint that is about to unload it. Configured names stay.
+
+        Args:
+            id: Endpoint of the fleet.
+            model: Name of the model.
+        """
         if self._members[id].spec.models is None:
             state = self.dispatch.endpoint(id)
             assert state is not None, "it is a member"
             self.dispatch.set_models(id, state.models - {model})
 
     async def ask_models(self, id: EndpointId) -> None:
-        """What the endpoint serves now, without waiting for the next check. Nothing changes if it does not say, or if
-        names are given by hand."""
+        """Ask an endpoint for its models at once, without waiting for the next check.
+
+        The known models stay if the endpoint does not answer, or if its models are configured.
+
+        Args:
+            id: Endpoint of the fleet.
+        """
         member = self._members[id]
         if member.spec.models is not None:
             return
@@ -303,10 +392,10 @@ class Fleet:
             member.note_adapters(served.adapters)
             self.dispatch.set_models(id, served.names)
 
-    # --- inside ---
+    # --- private ---
 
     def _listen_to(self, remote: RemoteEndpoint) -> None:
-        """Be told when a response of it begins to be read, and when one is left over a silent connection."""
+        """Subscribe to the events of an endpoint's connections."""
 
         def abort(headers: list[tuple[str, str]], seconds: float) -> None:
             if self._nursery is not None:
@@ -324,7 +413,7 @@ class Fleet:
         self._reads.set()
 
     async def _look_for_silence(self) -> None:
-        """Until cancelled; also at endpoints that are drained, which nobody watches any more."""
+        """Give up lost responses until cancelled, also at endpoints that are being drained and no longer checked."""
         while True:
             await self._reads.wait()
             await trio.sleep(LOOK_SECONDS)
@@ -357,7 +446,7 @@ class Fleet:
         learns = member.spec.models is None
 
         def note_role(role: EngineRole | None) -> None:
-            member.told_role = role
+            member.reported_role = role
             if member.spec.role is None:
                 self.dispatch.set_role(member.remote.id, role)
 
@@ -381,7 +470,7 @@ class Fleet:
                 )
 
     def _begin_move(self, admission: AdmissionScope) -> None:
-        """It has a lease elsewhere: its endpoint may give it away."""
+        """Move a request that has got a lease elsewhere away from its endpoint."""
         if self._nursery is None or admission.id is None or admission.endpoint is None:
             admission.withdraw()
         else:

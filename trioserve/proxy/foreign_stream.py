@@ -1,8 +1,8 @@
-"""What a client has of a stream from a server of another make that tells token ids (vLLM's `return_token_ids`), and how
-/v1/completions of such a server goes on with it: its prompt is all token ids so far. Told bytes; waits for nothing.
+"""Stream of a server of another make that reports token ids (vLLM's `return_token_ids`), and resuming it. No I/O.
 
-That gives text, and no more: what was known counts there as prompt, so penalties and seeds begin anew, and nobody
-promises that the tokens are those of the undisturbed stream. Requests to which more belongs than text do not go on so.
+Such a stream resumes with a request to /v1/completions, whose prompt consists of all token ids so far. This works for
+plain text only. The known output counts as prompt there, so penalties and seeds restart, and the tokens may differ from
+those of an undisturbed stream. Requests that need more than text do not resume.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
 TOKEN_IDS = "return_token_ids"
 
-# What a completion of token ids is told of the request that it goes on with.
+# Fields of the original request that the completion gets.
 _TAKEN_OVER = frozenset(
     [
         "model",
@@ -48,8 +48,8 @@ _TAKEN_OVER = frozenset(
         "cache_salt",
     ]
 )
-# And with what a request is one of which more would have to be known: state that is not in its tokens, text that is
-# held back, values that are formed otherwise.
+# A request with one of these fields does not resume: its state is not in its tokens, or it holds back text, or its
+# values have another form.
 _HINDRANCES = frozenset(
     [
         "stop",
@@ -78,12 +78,17 @@ _HINDRANCES = frozenset(
     ]
 )
 _NOTHING = frozenset({b"null", b"false", b"[]", b'"none"'})
-_ZERO_IS_NOTHING = frozenset({"min_tokens", "top_logprobs"})  # logprobs of 0 are those of the tokens themselves
+_ZERO_IS_NOTHING = frozenset({"min_tokens", "top_logprobs"})  # logprobs of 0 asks for those of the tokens themselves
 
 
 def foreign_body(path: str, raw: bytes, *, choice_count: int) -> dict[str, msgspec.Raw] | None:
-    """The fields of a request that could be gone on with as a completion; None if it is none. raw: a JSON object.
-    choice_count: of its response, over all of its prompts."""
+    """Return the fields of a request that can resume as a completion, or None if it cannot.
+
+    Args:
+        path: Path of the request.
+        raw: Body of the request, a JSON object.
+        choice_count: Number of choices, over all prompts.
+    """
     if path not in (CHAT_PATH, COMPLETIONS_PATH) or choice_count != 1:
         return None
     fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
@@ -96,14 +101,17 @@ def _is_set(fields: dict[str, msgspec.Raw], name: str) -> bool:
 
 
 class ForeignStream:
-    """path, fields: of the request, see foreign_body. bytes_max: of token ids that are kept, those of the prompt too.
+    """Parser of a stream that reports token ids. It has the interface of ContinuedStream.
 
-    The rest is as in ContinuedStream.
+    Args:
+        path: Path of the request.
+        fields: Fields of the request, from foreign_body.
+        bytes_max: Limit of kept token ids, including those of the prompt, in bytes.
     """
 
     failure = b""
     failure_code: str | None = None
-    given_away: bytes | None = None
+    handed_over: bytes | None = None
 
     def __init__(self, path: str, fields: dict[str, msgspec.Raw], *, bytes_max: int) -> None:
         self.is_answered = False
@@ -116,13 +124,13 @@ class ForeignStream:
         self._splitter = EventSplitter()
         self._prompt_ids: array[int] | None = None
         self._ids = array("I")
-        self._shown_count = 0  # of them, those whose text the client has
+        self._shown_count = 0  # number of ids whose text the client has
         self._head: dict[str, object] = {}
-        self._known_count = 0  # of them, those that the endpoint at hand takes for prompt
+        self._known_count = 0  # number of ids that the current endpoint counts as prompt
         self._is_done = False
 
     def begin(self) -> None:
-        """Another endpoint goes on."""
+        """Prepare for the stream of the next endpoint."""
         del self._ids[self._shown_count :]
         self._known_count = self._shown_count
         self._splitter = EventSplitter()
@@ -130,17 +138,31 @@ class ForeignStream:
         self.failure, self.failure_code = b"", None
 
     def feed(self, piece: bytes) -> bytes:
+        """Add bytes and return the complete events for the client.
+
+        Args:
+            piece: Bytes that follow the previous piece.
+        """
         events = self._splitter.feed(piece)
         if not events:
             return b""
         return b"".join(self._taken(event) for event in events.replace(b"\r\n", b"\n").split(b"\n\n") if event)
 
     def take_back(self, kept_bytes: int, *, was_answered: bool) -> None:
-        """As of ContinuedStream. What the client has not got is not shown, and is forgotten when another one begins."""
+        """Forget the last `feed`, as in ContinuedStream. Its tokens are dropped at the next `begin`.
+
+        Args:
+            kept_bytes: Unused.
+            was_answered: Value of `is_answered` before that feed.
+        """
         self.is_over, self.is_answered = False, was_answered
 
     def end(self) -> bytes:
-        """The response has ended. What the client lacks of its end."""
+        """Finish the response.
+
+        Returns:
+            Final event if the endpoint did not send it. Otherwise empty.
+        """
         if not self.is_over or self._is_done:
             return b""
         self._is_done = True
@@ -158,7 +180,7 @@ class ForeignStream:
         return self._shown_count
 
     def resume_field(self) -> dict[str, object] | None:
-        """The body with which /v1/completions goes on. None if nobody can, see `why_not`."""
+        """Return the body for /v1/completions that resumes the stream, or None if it cannot resume (see `why_not`)."""
         if self._prompt_ids is None or self._why_not is not None:
             return None
         body: dict[str, object] = {name: value for name, value in self._fields.items() if name in _TAKEN_OVER}
@@ -166,16 +188,16 @@ class ForeignStream:
         body["add_special_tokens"] = False
         body[TOKEN_IDS] = True
         tokens_max = self._tokens_max()
-        # None: as many as fit. Left out, a completion would have sixteen.
+        # None asks for as many tokens as fit. Without the field, a completion would have 16.
         body["max_tokens"] = None if tokens_max is None else max(1, tokens_max - self._shown_count)
         return body
 
     @property
     def why_not(self) -> str | None:
-        """Why it cannot go on elsewhere; None if it can."""
+        """Reason why the stream cannot resume, in one word. None if it can."""
         return self._why_not or (WhyNot.NOT_RESUMABLE if self._prompt_ids is None else None)
 
-    # --- inside ---
+    # --- private ---
 
     def _tokens_max(self) -> int | None:
         for name in ("max_completion_tokens", "max_tokens"):
@@ -185,7 +207,7 @@ class ForeignStream:
         return 16 if self._path == COMPLETIONS_PATH and "max_tokens" not in self._fields else None
 
     def _taken(self, event: bytes) -> bytes:
-        """What is passed on of an event."""
+        """Record an event, and return the event for the client."""
         whole = event + b"\n\n"
         if self.failure or is_comment(whole):
             return b"" if self.failure else whole
@@ -197,7 +219,7 @@ class ForeignStream:
         try:
             chunk = msgspec.json.decode(data, type=_Chunk)
         except msgspec.DecodeError:
-            return whole  # it is not passed on: see EventCheck
+            return whole  # EventCheck refuses this event, so the client does not get it
         if chunk.error is not None:
             self.is_answered = bool(self._ids)
             self.failure, self.failure_code = whole, str(chunk.error.get("type") or chunk.error.get("code"))
@@ -210,7 +232,11 @@ class ForeignStream:
         return whole
 
     def _note(self, chunk: _Chunk) -> list[int]:
-        """Returns the ids of the prompt, if they are in it."""
+        """Record the token ids of a chunk.
+
+        Returns:
+            Token ids of the prompt if the chunk has them. Otherwise empty.
+        """
         if not self._head:
             self._head = {"id": chunk.id, "created": chunk.created, "model": chunk.model}
         prompt_ids = chunk.prompt_token_ids or []
@@ -219,9 +245,9 @@ class ForeignStream:
             delta = choice.delta
             has_text = bool(choice.text or (delta is not None and delta.content))
             if delta is not None and (delta.reasoning_content or delta.reasoning or delta.tool_calls):
-                self._why_not = WhyNot.NOT_RESUMABLE  # what it makes of its tokens is more than text
+                self._why_not = WhyNot.NOT_RESUMABLE  # the tokens of reasoning and tool calls do not become plain text
             if has_text and not choice.token_ids:
-                self._why_not = WhyNot.NOT_RESUMABLE  # it does not tell them
+                self._why_not = WhyNot.NOT_RESUMABLE  # the server does not report the ids
             self._ids.extend(choice.token_ids or [])
             if has_text or choice.finish_reason is not None:
                 self._shown_count = len(self._ids)
@@ -235,7 +261,7 @@ class ForeignStream:
         return prompt_ids
 
     def _rewritten(self, data: bytes) -> bytes:
-        """A chunk of a completion, as one of the response that the client has begun to read."""
+        """Turn a chunk of a completion into a chunk of the response that the client began to read."""
         chunk = {**msgspec.json.decode(data), **self._head}
         chunk.pop("prompt_token_ids", None)
         for choice in chunk.get("choices", ()):

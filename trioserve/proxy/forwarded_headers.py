@@ -1,4 +1,4 @@
-"""Which headers go on: of a request to an endpoint, and of its response to the client."""
+"""Headers that the router forwards with a request to an endpoint, and with a response to the client."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
     from trioserve.proxy.remote_endpoint import RemoteResponse
     from trioserve.proxy.router_context import RouterContext
 
-__all__ = ["KEY_HEADERS", "owner_of", "request_headers", "response_headers", "session_told"]
+__all__ = ["KEY_HEADERS", "owner_of", "request_headers", "response_headers", "endpoint_session"]
 
 ENDPOINT_HEADER = "x-trioserve-endpoint"
 PREFILL_ENDPOINT_HEADER = "x-trioserve-prefill-endpoint"
-CROSS_ORIGIN_PREFIX = "access-control-"  # web pages ask the router, and it says which of them may
-BROWSER_PREFIX = "sec-"  # what a browser says of the page that asks; the router has looked at it
+CROSS_ORIGIN_PREFIX = "access-control-"  # the router itself answers web pages of other origins
+BROWSER_PREFIX = "sec-"  # the router has already checked what a browser reports about the page
 SESSION_HEADER = "x-session-id"
 STAGE_HEADER = "x-trioserve-stage"
-"""Tells two requests of the same id apart, at endpoints of a disaggregated request: "prefill" or "decode"."""
+"""Distinguishes the two requests with one id that a disaggregated request consists of: "prefill" or "decode"."""
 
 KEY_HEADERS = ("authorization", "x-api-key")
 TRACE_HEADERS = frozenset(["traceparent", "tracestate"])
-# What is between two neighbours (RFC 9110, 7.6.1), what the router says itself, and what it has undone.
+# Headers that concern one connection only (RFC 9110, 7.6.1), that the router sets itself, or that it has processed.
 NOT_FORWARDED = frozenset(
     [
         "accept-encoding",
@@ -76,12 +76,24 @@ NOT_RETURNED = frozenset(
 
 
 def owner_of(context: RouterContext) -> str | None:
-    """Whose what this caller makes is: a gateway's tenants are several."""
+    """Return the owner of the objects that this request creates. Tenants of a gateway are separate owners.
+
+    Args:
+        context: Request of the router's API.
+
+    Returns:
+        Name of the owner, or None if the router does not distinguish callers.
+    """
     return None if context.owner is None else context.caller.tenant(context.named_tenant)
 
 
-def session_told(context: RouterContext, session: str) -> str:
-    """The name of a stream as endpoints get it: those of two callers are never the same."""
+def endpoint_session(context: RouterContext, session: str) -> str:
+    """Return the name of a session at endpoints. Sessions of different callers have different names.
+
+    Args:
+        context: Request of the router's API.
+        session: Name that the client uses.
+    """
     owner = owner_of(context)
     if owner is None or context.rules.passes_authorization:
         return session
@@ -90,11 +102,17 @@ def session_told(context: RouterContext, session: str) -> str:
 
 
 def request_headers(context: RouterContext, stage: Stage | None, *, with_body: bool = True) -> list[tuple[str, str]]:
-    """with_body: the request goes on with what it brought; otherwise it is one of the router's own, about it."""
+    """Make the headers of a request to an endpoint.
+
+    Args:
+        context: Request of the router's API.
+        stage: Stage of a disaggregated request. None for other requests.
+        with_body: Whether the client's body is forwarded. False for a request that the router makes itself.
+    """
     tenant_header = context.rules.tenant_header
-    trace = context.leg.headers() or context.span.headers()  # without one, what came goes on as it is
+    trace = context.leg.headers() or context.span.headers()  # without a trace, the client's trace headers are forwarded
     headers = [
-        (name, session_told(context, value) if name == SESSION_HEADER else value)
+        (name, endpoint_session(context, value) if name == SESSION_HEADER else value)
         for name, value in context.exchange.headers.items()
         if name not in NOT_FORWARDED
         and name != tenant_header

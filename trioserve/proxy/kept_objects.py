@@ -1,5 +1,7 @@
-"""Where what endpoints keep is: stored responses, files, batches. An endpoint that is reached with the router's own key
-takes all callers for one, so whose each of them is, is known here, and nowhere else."""
+"""Memory of which endpoint stores which response, file or batch, and who owns it.
+
+An endpoint that the router calls with its own key cannot distinguish callers. Only the router knows the owners then.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +14,26 @@ from trioserve.contracts.endpoint import EndpointId
 
 __all__ = ["KeptObject", "KeptObjects", "may_be_id", "object_id_in"]
 
-OBJECTS_MAX = 100_000  # of 300 bytes each; the oldest are forgotten, as endpoints forget them, too
+OBJECTS_MAX = 100_000  # at about 300 bytes each; the oldest are forgotten, as endpoints forget them too
 SEARCHED_BYTES_MAX = 4096  # an object begins with its id
 _ID = re.compile(rb'"id"\s*:\s*"((?:resp|file|batch|msgbatch)[-_][\w-]{1,128})"')
 _MAY_BE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
 
 
 class KeptObject(msgspec.Struct, frozen=True):
-    """owner: the only caller for whom it is there; None: all."""
+    """Location and owner of a stored object.
+
+    Attributes:
+        endpoint: Endpoint that stores the object.
+        owner: Only caller who may use the object. None: all callers may.
+    """
 
     endpoint: EndpointId
     owner: str | None
 
 
 class KeptObjects:
-    """By their ids, those that this router has seen being made. The oldest go first."""
+    """Stored objects by id, as far as this router has seen their creation. The oldest are forgotten first."""
 
     def __init__(self) -> None:
         self._objects: OrderedDict[str, KeptObject] = OrderedDict()
@@ -42,11 +49,19 @@ class KeptObjects:
 
 
 def object_id_in(body: bytes) -> str | None:
-    """The id of the response, file or batch that a body, or the first event of a stream, tells of."""
+    """Return the id of the stored object in a body, or None if there is none.
+
+    Args:
+        body: Response body, or the first event of a stream. It describes a response, file or batch.
+    """
     found = _ID.search(body[:SEARCHED_BYTES_MAX])
     return None if found is None else found[1].decode()
 
 
 def may_be_id(text: str) -> bool:
-    """Whether an endpoint may have something with this id; anything else would change the path that it stands in."""
+    """Return True if the text has the form of an id. Any other text could change the path that contains it.
+
+    Args:
+        text: Text from a client.
+    """
     return _MAY_BE_ID.fullmatch(text) is not None

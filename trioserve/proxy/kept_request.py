@@ -1,8 +1,8 @@
-"""Requests about what an endpoint keeps: they go to the endpoint that has it, without a place in the queue or a lease,
-since nothing is computed for them.
+"""Requests about stored objects, which go to the endpoint that stores the object.
 
-Where it is, the router knows if it was made through it; otherwise the endpoints are asked in turn. But where callers
-are told apart by keys of the router's own, what it has not seen being made is nobody's: an endpoint could not tell.
+They need no lease and do not wait in the queue, because they compute nothing. The router knows the endpoint of an
+object whose creation it has seen. Otherwise it asks the endpoints in turn. However, if the router has keys of its own
+for its callers, objects with unknown owners are hidden: an endpoint could not check the owner.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trioserve.api.operations.live_requests import REQUEST_PATH
 from trioserve.api.responses.input_items import is_reference
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import EndpointLost, InvalidRequest, NoEndpoint
-from trioserve.proxy.forwarded_headers import owner_of, request_headers, response_headers, session_told
+from trioserve.proxy.forwarded_headers import endpoint_session, owner_of, request_headers, response_headers
 from trioserve.proxy.kept_objects import KeptObject, may_be_id, object_id_in
 from trioserve.proxy.relay import RESPONSES_PATH
 from trioserve.proxy.response_shape import InvalidAnswer
@@ -55,7 +55,11 @@ class _Input(msgspec.Struct, frozen=True):
 
 
 async def forward_kept(context: RouterContext) -> None:
-    """To the endpoint that has the object whose id stands in the path."""
+    """Forward a request to the endpoint that stores the object in the path.
+
+    Args:
+        context: Request of the router's API.
+    """
     body = await context.exchange.body()
     path = context.exchange.path
     id = path.removeprefix(MESSAGE_BATCHES_PATH + "/").split("/")[0]
@@ -69,77 +73,129 @@ async def forward_kept(context: RouterContext) -> None:
 
 
 async def forward_home(context: RouterContext) -> None:
-    """Files and batches of one caller lie at one endpoint, as long as the same endpoints are there."""
-    if context.exchange.method == "GET" and _cannot_be_told_apart(context):
+    """Forward a request about files or batches to the caller's home endpoint.
+
+    All files and batches of a caller are stored at one endpoint, as long as the set of endpoints does not change.
+
+    Args:
+        context: Request of the router's API.
+
+    Raises:
+        Refusal: The request asks for a list, and the endpoints cannot distinguish callers.
+    """
+    if context.exchange.method == "GET" and _is_unknown_to_endpoints(context):
         raise refusal(
-            "not_supported", "this router's endpoints cannot tell its callers apart, so it lists nothing: ask by id"
+            "not_supported", "this router's endpoints cannot distinguish its callers, so it lists nothing: ask by id"
         )
     await _relay(context, _home(context), await context.exchange.body())
 
 
 async def forward_batch(context: RouterContext) -> None:
-    """To the endpoint that has the batch's file; lists as forward_home. Raises InvalidRequest for a batch whose lines
-    may name what is stored, where an endpoint would give anybody's."""
+    """Forward a new batch to the endpoint that stores its input file. Other requests go to the caller's home endpoint.
+
+    Args:
+        context: Request of the router's API.
+
+    Raises:
+        InvalidRequest: The lines of the batch may name stored responses, and the endpoints cannot check their owners.
+    """
     if context.exchange.method == "GET":
         await forward_home(context)
         return
     body = await context.exchange.body()
     batch = decode_body(body, _Batch)
-    if batch.endpoint == RESPONSES_PATH and _cannot_be_told_apart(context):
+    if batch.endpoint == RESPONSES_PATH and _is_unknown_to_endpoints(context):
         raise InvalidRequest(
-            f'endpoint is "{RESPONSES_PATH}", whose lines may name stored responses, and behind this router nobody can '
-            'tell whose they are: send a batch of "/v1/chat/completions"',
+            f'endpoint is "{RESPONSES_PATH}", whose lines may name stored responses, and the endpoints of this router '
+            'cannot check who owns them: send a batch of "/v1/chat/completions"',
             param="endpoint",
         )
     await _relay(context, await _located(context, batch.input_file_id, "/v1/files/"), body)
 
 
 async def forward_stream(context: RouterContext) -> None:
-    """To whichever endpoint has a stream of this name; other callers' streams have other names there."""
+    """Forward a request about a named stream to the endpoint that has the stream.
+
+    Streams of different callers have different names at endpoints.
+
+    Args:
+        context: Request of the router's API.
+    """
     name = context.exchange.path.split("/")[3]
-    context.path_told = f"/v1/streams/{session_told(context, name)}"
-    await _ask_all(context, name, await context.exchange.body(), names_are_told=True)
+    context.endpoint_path = f"/v1/streams/{endpoint_session(context, name)}"
+    await _ask_all(context, name, await context.exchange.body(), has_endpoint_name=True)
 
 
 async def forward_control(context: RouterContext) -> None:
-    """To the endpoint where the request is. To give it away is the router's own wish alone: an endpoint that does so is
-    taken for one that leaves, and gets nothing for a while."""
+    """Forward a control request to the endpoint that runs the controlled request.
+
+    Clients cannot hand over requests: an endpoint that hands over is taken for one that leaves, and gets no new
+    requests for a while. Only the router does so.
+
+    Args:
+        context: Request of the router's API.
+
+    Raises:
+        Refusal: The request does not run, or the client asks for a hand-over.
+    """
     id = context.exchange.path.removeprefix(REQUEST_PATH)
     if id.endswith(HAND_OVER):
-        raise refusal("not_found", "a router gives requests away by itself: drain their endpoint with move=true")
+        raise refusal("not_found", "only the router hands over requests: drain their endpoint with move=true")
     body = await context.exchange.body()
     for admission in context.fleet.dispatch.live_admissions(owner=context.owner):
         if admission.id == id and not admission.is_queued and admission.endpoint is not None:
             if await _relay(context, admission.endpoint, body) < 300:
-                admission.note_reasoning_ended()  # another endpoint that goes on is to know
+                admission.note_reasoning_ended()  # an endpoint that resumes the response must know
             return
-    raise refusal("request_not_found", f'there is no request with the id "{id}" that runs')
+    raise refusal("request_not_found", f'no running request has the id "{id}"')
 
 
 async def forward_anywhere(context: RouterContext) -> None:
-    """To any endpoint that serves the model, which stands in the query, if it is not the only one."""
+    """Forward a request to any endpoint that serves the model in the query.
+
+    Args:
+        context: Request of the router's API. It may omit the model if there is only one.
+
+    Raises:
+        NoEndpoint: No endpoint with the model accepts requests now.
+    """
     model = context.fleet.real_model(context.query("model"))
     for state in context.fleet.dispatch.endpoints:
         if model in state.models and state.accepts_requests:
             await _relay(context, state.id, b"")
             return
     raise NoEndpoint(
-        f'no endpoint that serves "{model}" can be asked now: try again in 1 s',
+        f'no endpoint that serves "{model}" accepts requests now: try again in 1 s',
         reason="no_endpoint",
         retry_after_seconds=1,
     )
 
 
 async def endpoint_of_response(context: RouterContext, id: str) -> EndpointId:
-    """Who has the response that another one goes on from. Raises Refusal (404)."""
+    """Find the endpoint that stores a response which a new request continues.
+
+    Args:
+        context: Request that continues the response.
+        id: Id of the stored response.
+
+    Raises:
+        Refusal: No endpoint has the response, or another caller owns it (404).
+    """
     return await _located(context, id, "/v1/responses/")
 
 
-# --- inside ---
+# --- private ---
 
 
 async def _known(context: RouterContext, id: str) -> KeptObject | None:
-    """None: it may be anywhere. Raises Refusal (404) if it is another's, or nobody can say whose."""
+    """Look up a stored object in this process and in the router's other processes.
+
+    Returns:
+        The object, or None if any endpoint may store it.
+
+    Raises:
+        Refusal: Another caller owns the object, or its owner is unknown (404).
+    """
     kept = context.kept.find(id)
     if kept is None:
         kept = await context.processes.find_kept(id)
@@ -147,21 +203,21 @@ async def _known(context: RouterContext, id: str) -> KeptObject | None:
             context.kept.remember(id, kept)
     if kept is not None and context.owner is not None and kept.owner != owner_of(context):
         raise _nothing(id)
-    if kept is None and _cannot_be_told_apart(context):
+    if kept is None and _is_unknown_to_endpoints(context):
         raise _nothing(id)
     if kept is not None and kept.endpoint not in context.fleet.specs():
-        return None  # it has left; what it kept may be elsewhere now
+        return None  # the endpoint has left; another one may have its stored objects now
     return kept
 
 
-def _cannot_be_told_apart(context: RouterContext) -> bool:
-    """Whether an endpoint cannot tell this caller from others: they have keys of the router's alone."""
+def _is_unknown_to_endpoints(context: RouterContext) -> bool:
+    """Return True if endpoints cannot distinguish this caller from others, because only the router knows its key."""
     is_everybody = context.owner is None or context.caller.kind is CallerKind.ADMIN
     return not is_everybody and not context.rules.passes_authorization
 
 
 async def _located(context: RouterContext, id: str, path: str) -> EndpointId:
-    if not may_be_id(id):  # from a body: it would be anything in a path
+    if not may_be_id(id):  # a text from a body could change the path
         raise _nothing(id)
     kept = await _known(context, id)
     if kept is not None:
@@ -180,14 +236,14 @@ async def _located(context: RouterContext, id: str, path: str) -> EndpointId:
     raise _nothing(id)
 
 
-async def _ask_all(context: RouterContext, id: str, body: bytes, *, names_are_told: bool = False) -> None:
-    """The first one that does not say 404 has it."""
+async def _ask_all(context: RouterContext, id: str, body: bytes, *, has_endpoint_name: bool = False) -> None:
+    """Send the request to one endpoint after another, until an endpoint answers with another status than 404."""
     lost: EndpointLost | None = None
     for candidate in _candidates(context):
         try:
             status = await _relay(context, candidate, body, gives_up_at_404=True)
             if status != 404:
-                if status < 400 and not names_are_told:  # an error does not say that it is there
+                if status < 400 and not has_endpoint_name:  # an error does not prove that the object is there
                     context.kept.remember(id, KeptObject(candidate, owner_of(context)))
                 return
         except EndpointLost as error:
@@ -196,7 +252,7 @@ async def _ask_all(context: RouterContext, id: str, body: bytes, *, names_are_to
             lost = error
     if lost is not None:
         raise NoEndpoint(
-            f'"{id}" is not at any endpoint that can be reached, but one cannot: try again later',
+            f'no reachable endpoint has "{id}", but an endpoint cannot be reached: try again later',
             reason="no_endpoint",
             retry_after_seconds=5,
         )
@@ -208,17 +264,32 @@ def _candidates(context: RouterContext) -> list[EndpointId]:
 
 
 def _home(context: RouterContext) -> EndpointId:
-    """By rendezvous hashing: an endpoint that comes or goes moves only those that are, or were, at home there."""
+    """Choose the caller's home endpoint by rendezvous hashing.
+
+    When an endpoint comes or leaves, only callers whose home is this endpoint get another home.
+    """
     usable = [state.id for state in context.fleet.dispatch.endpoints if state.accepts_requests]
     if not usable:
-        raise NoEndpoint("no endpoint can be asked now: try again in 1 s", reason="no_endpoint", retry_after_seconds=1)
+        raise NoEndpoint("no endpoint accepts requests: try again in 1 s", reason="no_endpoint", retry_after_seconds=1)
     name = (owner_of(context) or "").encode("utf-8", "surrogatepass")
     return max(usable, key=lambda id: blake2b(id.encode(), key=blake2b(name, digest_size=32).digest()).digest())
 
 
 async def _relay(context: RouterContext, id: EndpointId, body: bytes, *, gives_up_at_404: bool = False) -> int:
-    """Send the request there and the response to the client; its status. gives_up_at_404: that the client is not told.
-    Raises EndpointLost."""
+    """Forward the request to an endpoint, and its response to the client.
+
+    Args:
+        context: Request of the router's API.
+        id: Endpoint that gets the request.
+        body: Body of the request.
+        gives_up_at_404: Whether a response with status 404 is dropped instead of sent to the client.
+
+    Returns:
+        Status of the response.
+
+    Raises:
+        EndpointLost: The endpoint did not answer, or the connection broke.
+    """
     context.endpoint = id
     request = context.fleet.remote(id).request(
         context.exchange.method, context.target, request_headers(context, None), body
@@ -232,7 +303,11 @@ async def _relay(context: RouterContext, id: EndpointId, body: bytes, *, gives_u
 
 
 def _check_is_no_page(id: EndpointId, response: RemoteResponse) -> None:
-    """Raises InvalidAnswer for a web page or a redirect: no endpoint answers so, but for files that are pages."""
+    """Reject web pages and redirects. An endpoint never sends them, except for a stored file that is a page.
+
+    Raises:
+        InvalidAnswer: The response is a page or a redirect.
+    """
     kind = (response.header("content-type") or "").lower()
     is_file = response.header("content-disposition") is not None
     if 300 <= response.status < 400 or (kind.startswith("text/html") and not is_file):
@@ -260,14 +335,21 @@ def _nothing(id: str) -> Refusal:
 
 
 def check_references(context: RouterContext, raw: bytes) -> None:
-    """Items of stored responses may be named in a new request, and an endpoint that cannot tell callers apart would
-    give anybody's. Raises InvalidRequest."""
-    if not _cannot_be_told_apart(context):
+    """Reject references to stored items if the endpoints cannot check the owner.
+
+    Args:
+        context: Request of the router's API.
+        raw: Body of the request.
+
+    Raises:
+        InvalidRequest: The input contains references, and the endpoints cannot distinguish callers.
+    """
+    if not _is_unknown_to_endpoints(context):
         return
     items = decode_body(raw, _Input).input
     if isinstance(items, list) and any(isinstance(item, dict) and is_reference(item) for item in items):
         raise InvalidRequest(
-            "input names stored items (item_reference), and behind this router nobody can tell whose they are: send "
-            "the items themselves, or previous_response_id",
+            "input names stored items (item_reference), and the endpoints of this router cannot check who owns them: "
+            "send the items themselves, or previous_response_id",
             param="input",
         )

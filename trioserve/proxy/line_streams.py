@@ -1,6 +1,7 @@
-"""Streams that are lines of JSON, which those of Ollama's API are, and what else its bodies say in their own way.
+"""Streams of JSON lines, as Ollama's API has them, and other peculiarities of its bodies.
 
-An endpoint is asked for such a stream as events with ids, so that it can go on elsewhere; its client gets lines.
+The router asks the endpoint for server-sent events with ids, so that the stream can resume elsewhere. The client gets
+lines.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ __all__ = ["ClientLines", "LineSplitter", "ollama_body", "wants_lines"]
 
 LINE_PATHS = frozenset({"/api/chat", "/api/generate"})
 EVENT_HEADERS = ("x-trioserve-resumable", "x-detach-timeout")
-"""Whoever sends one of them gets events."""
+"""A client that sends one of these headers gets events instead of lines."""
 _DATA = b"data: "
 _ERROR = b'{"error"'
 
@@ -37,34 +38,59 @@ class _Failed(msgspec.Struct):
 
 
 def ollama_body(path: str, raw: bytes, body: RoutedBody, served: list[str]) -> RoutedBody:
-    """What a router reads of a body, as the bodies of other APIs say it: streamed if it does not say otherwise, and the
-    model by the name that it has here. served: all of these."""
+    """Complete the fields of a body of Ollama's API, as other APIs would have them.
+
+    A stream is the default there, and a model name may have a tag.
+
+    Args:
+        path: Path of the request. Bodies of other APIs are returned unchanged.
+        raw: Bytes of the body.
+        body: Fields that the router has read from `raw`.
+        served: All model names of the router.
+    """
     if not path.startswith(OLLAMA_PATH):
         return body
     model = body.model
-    if model is None and path == "/api/show":  # which has an older name for it
+    if model is None and path == "/api/show":  # older field name of this path
         model = decode_body(raw, _Named).name
     stream = body.stream is not False if path in LINE_PATHS else None
     return msgspec.structs.replace(body, model=untagged(model, served), stream=stream)
 
 
 def wants_lines(path: str, headers: Headers) -> bool:
-    """Whether the client of a streamed response gets lines."""
+    """Return True if the client gets lines when the response is streamed.
+
+    Args:
+        path: Path of the request.
+        headers: Headers of the request.
+    """
     return path in LINE_PATHS and not any(headers.get(name) for name in EVENT_HEADERS)
 
 
 class ClientLines(ClientEvents):
-    """The values of events, a line each."""
+    """Converter from events to lines: each line is the data of one event."""
 
     takes_all = False
     keep_alive = LINE_KEEP_ALIVE
 
     def of(self, events: bytes) -> bytes:
-        """Where there are only comments, what keeps the connection alive."""
+        """Convert complete events to lines.
+
+        Args:
+            events: Complete events.
+
+        Returns:
+            Lines. A blank that keeps the connection alive if there are only comments.
+        """
         values = [found[len(_DATA) :] for found in events.split(b"\n") if found.startswith(_DATA)]
         return b"".join(map(_line, values)) or self.keep_alive
 
     def last(self, events: bytes) -> bytes:
+        """Convert the last events of a stream to lines.
+
+        Args:
+            events: Complete events, or nothing.
+        """
         return self.of(events) if events else b""
 
     def head(self, headers: HeaderFields) -> HeaderFields:
@@ -72,7 +98,7 @@ class ClientLines(ClientEvents):
 
 
 def _line(value: bytes) -> bytes:
-    if value.startswith(_ERROR):  # in the shape that says what a router has to know
+    if value.startswith(_ERROR):  # converted here: within the router, errors need the shape of the other APIs
         error = msgspec.json.decode(value, type=_Failed).error
         if isinstance(error, dict):
             return line({"error": error.get("message")})
@@ -80,14 +106,26 @@ def _line(value: bytes) -> bytes:
 
 
 class LineSplitter:
-    """Lines of an endpoint that makes them itself, out of bytes cut anywhere: whole, so that one can be added at any
-    moment."""
+    """Splitter that cuts the stream of an endpoint that sends lines itself into complete lines.
+
+    The router can insert a line of its own after complete lines at any time.
+    """
 
     def __init__(self) -> None:
-        self._held = bytearray()  # nothing, or a line's beginning that is not blank
+        self._held = bytearray()  # empty, or the beginning of a line that is not blank
 
     def feed(self, piece: bytes) -> bytes:
-        """What is whole now, with the spaces behind it. Raises EndpointLost for a line of more than EVENT_BYTES_MAX."""
+        """Add bytes and return the lines that are complete now.
+
+        Args:
+            piece: Bytes that follow the previous piece.
+
+        Returns:
+            Complete lines with the white space after them.
+
+        Raises:
+            EndpointLost: A line is longer than EVENT_BYTES_MAX.
+        """
         held = len(self._held)
         self._held += piece
         end = self._held.rfind(b"\n", held) + 1
@@ -100,5 +138,5 @@ class LineSplitter:
         return whole
 
     def end(self) -> bytes:
-        """The response has ended: what is left of it."""
+        """Return the bytes that are left when the response has ended."""
         return bytes(self._held)

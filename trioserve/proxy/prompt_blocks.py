@@ -1,7 +1,7 @@
-"""How an engine will name the blocks of a prompt, found out at a router: the same tokens, salt and chain of hashes.
+"""Computation of block names of a prompt at the router, equal to the names that an engine computes.
 
-A name is a help and nothing more. What cannot be named soon, or not at all, has no names, and goes where it would go
-without; the endpoint tells its client what is wrong with it.
+Names only improve the choice of an endpoint. A prompt that cannot be named in time is routed without names. An invalid
+prompt is refused by the endpoint.
 """
 
 from __future__ import annotations
@@ -19,14 +19,20 @@ from trioserve.text.tokenizer import Tokenizer
 
 __all__ = ["PROMPT_TOKENS_MAX", "PromptBlocks", "block_names"]
 
-PROMPT_TOKENS_MAX = 262_144  # a second of tokenizing; beyond it a prompt has no names
-NAMED_TOKENS_MAX = 32_768  # leading ones: 100 KB of names in blocks of 16; what lies behind them decides little
-NAMING_SECONDS_MAX = 1.0  # behind the texts of others, too: a hit saves seldom more, and waiting here is certain
-INLINE_TOKENS_MAX = 4096  # a quarter of a millisecond
+PROMPT_TOKENS_MAX = 262_144  # about a second of tokenizing; a longer prompt gets no names
+# leading tokens that get names: 100 KB of names for blocks of 16; later blocks hardly influence the choice
+NAMED_TOKENS_MAX = 32_768
+NAMING_SECONDS_MAX = 1.0  # includes waiting for the texts of others: a cache hit seldom saves more
+INLINE_TOKENS_MAX = 4096  # naming this many tokens takes a quarter of a millisecond
 
 
 class PromptBlocks:
-    """texts: where long ones are tokenized, and many tokens named."""
+    """Names the blocks of prompts.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        texts: Threads that tokenize long prompts and name the blocks of many tokens.
+    """
 
     def __init__(self, tokenizer: Tokenizer, texts: TextThreads) -> None:
         self._texts = texts
@@ -43,14 +49,18 @@ class PromptBlocks:
         add_special_tokens: bool,
         tenant: str | None = None,
     ) -> dict[int, tuple[BlockHash, ...]]:
-        """Name the prompt's leading blocks, by block size.
+        """Name the leading blocks of a prompt.
 
         Args:
-            add_special_tokens: as the engine is asked to.
-            tenant: whose prompt it is; a long one is tokenized in turn with those of other tenants.
+            prompt: Text or token ids.
+            block_sizes: Block sizes of the endpoints, in tokens.
+            salt: Salt of the first block. None without a salt.
+            add_special_tokens: Whether the tokenizer adds special tokens, as in the request to the engine.
+            tenant: Tenant of the request. Long prompts of different tenants are tokenized in turn.
 
         Returns:
-            Nothing if the names cannot be had within NAMING_SECONDS_MAX, or the prompt is wrong.
+            Names in order, by block size. Empty if the prompt is invalid or naming takes longer than
+            NAMING_SECONDS_MAX.
         """
         texts = self._texts.of_tenant(tenant)
         with trio.move_on_after(NAMING_SECONDS_MAX):
@@ -67,7 +77,7 @@ class PromptBlocks:
 
     async def _token_ids(self, prompt: Prompt, texts: TextRunner, *, add_special_tokens: bool) -> Sequence[int]:
         if isinstance(prompt, Sequence) and not isinstance(prompt, str):
-            return prompt  # taken as they are, and an id that the model does not have finds no block
+            return prompt  # not checked: a token id that the model lacks matches no block
         return await self._encoder.within(texts).encode(prompt, add_special_tokens=add_special_tokens)
 
 
@@ -76,8 +86,18 @@ def _named(token_ids: Sequence[int], block_sizes: Iterable[int], salt: str | Non
 
 
 def block_names(token_ids: Sequence[int], block_size: int, salt: str | None) -> tuple[BlockHash, ...]:
-    """The names of the leading blocks that can be a hit: a request computes at least one token, so the block that its
-    last token fills is none of them. Of many, the first NAMED_TOKENS_MAX tokens' ones."""
+    """Name the leading blocks of a prompt that the prefix cache can contain.
+
+    A request computes at least its last token. So the block that the last token fills is left out.
+
+    Args:
+        token_ids: Tokens of the prompt.
+        block_size: Tokens per block.
+        salt: Salt of the first block. None without a salt.
+
+    Returns:
+        Names of full blocks in order, for at most NAMED_TOKENS_MAX tokens.
+    """
     end = min(len(token_ids) - 1, NAMED_TOKENS_MAX) // block_size * block_size
     if end > 0 and not 0 <= min(token_ids[:end]) <= max(token_ids[:end]) < 2**32:
         return ()

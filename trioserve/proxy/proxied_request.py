@@ -1,7 +1,7 @@
-"""A request on its way through the router: in the queue, at an endpoint, at another one if that fails, and back.
+"""Path of a request through the router: queue, endpoint, another endpoint after a failure, and back to the client.
 
-Everything it holds hangs from the scope of its handler: when the client leaves, its place or lease is back and the
-connection to the endpoint is closed, in that order and at once.
+All resources belong to the scope of the handler. When the client leaves, the place or lease is returned and the
+connection to the endpoint is closed, in this order and at once.
 """
 
 from __future__ import annotations
@@ -50,15 +50,19 @@ HAS_NO_BLOCKS = frozenset(
         *PICTURE_PATHS,
     }
 )
-"""Of the paths that are passed on, those whose requests have no blocks, and so no salt."""
+"""Forwarded paths whose requests have no KV blocks, and therefore no salt."""
 
-PARTIAL_SECONDS_MAX = 1.0  # in which an endpoint says what there is of a request whose time is over
+PARTIAL_SECONDS_MAX = 1.0  # time in which an endpoint can return a partial result after the deadline
 
 logger = logging.getLogger(__name__)
 
 
 async def forward(context: RouterContext) -> None:
-    """Send the request to an endpoint and its response to the client."""
+    """Send the request to an endpoint and its response to the client.
+
+    Args:
+        context: Request of the router's API.
+    """
     try:
         await _forward(context)
     except (Overloaded, Refusal) as refusal:
@@ -97,8 +101,8 @@ async def _forward(context: RouterContext) -> None:
     clock = RequestClock(deadlines, trio.current_time(), grace_seconds=grace, limits=context.rules.deadlines_max)
     with clock.running():
         if body.stream and wants_lines(path, context.exchange.headers):
-            context.client_events = ClientLines()  # whoever reads lines cannot say where in a stream it is
-        elif body.stream and path not in PICTURE_PATHS:  # whose events have no ids to come back with
+            context.client_events = ClientLines()  # a client that reads lines cannot report its position in a stream
+        elif body.stream and path not in PICTURE_PATHS:  # image events have no ids from which a client could resume
             stream = await context.peers.stream_of(
                 context, said, model, choice_count=max(1, body.n or 1) * body.prompt_count
             )
@@ -114,9 +118,14 @@ async def _forward(context: RouterContext) -> None:
 
 
 def _in_callers_name(context: RouterContext, raw: bytes, body: RoutedBody) -> tuple[bytes, RoutedBody]:
-    """The body as endpoints and policies are to see it: with the cache salt of this caller, so that an endpoint, to
-    which all callers of a router are one, keeps their blocks apart, too. Raises InvalidRequest for what the caller may
-    not ask for."""
+    """Adapt the body to its caller, and return it with its fields.
+
+    The body gets the caller's cache salt. All callers of a router are one caller for an endpoint, so the salt separates
+    their blocks.
+
+    Raises:
+        InvalidRequest: The caller may not use a value of the body.
+    """
     context.caller.check_priority(body.priority)
     salt = body.cache_salt
     if context.exchange.path not in HAS_NO_BLOCKS:
@@ -126,14 +135,16 @@ def _in_callers_name(context: RouterContext, raw: bytes, body: RoutedBody) -> tu
 
 
 async def _named(context: RouterContext, raw: bytes, request: RoutedRequest) -> RoutedRequest:
-    """The request with the names of its prompt's blocks, where the policy asks for them. That costs something, so it is
-    counted while it goes on."""
+    """Add the names of the prompt's blocks to the request, if the routing policy needs them.
+
+    Naming costs time, so the request counts as being prepared meanwhile.
+    """
     dispatch, naming = context.fleet.dispatch, context.naming
     block_sizes = dispatch.block_sizes(request)
     if naming is None or not block_sizes or request.pinned is not None:
         return request
     is_adapter, digest = context.fleet.adapter_digest(request.model)
-    if is_adapter and digest is None:  # nobody knows how its blocks are named
+    if is_adapter and digest is None:  # the digest that is part of the block names is unknown
         return request
     with dispatch.preparing(request):
         blocks = await named_blocks(naming, context.exchange.path, raw, block_sizes, digest, tenant=request.tenant)
@@ -167,7 +178,7 @@ async def _pass_through(
 
 
 class _Cancelled:
-    """Tells a trace when the scope inside is cancelled."""
+    """Records in a trace that the scope inside was cancelled."""
 
     def __init__(self, span: Span) -> None:
         self._span = span
@@ -182,7 +193,7 @@ class _Cancelled:
 
 
 class _Freed:
-    """Tells a trace when nothing is held any more."""
+    """Records in a trace that all resources of the request were released."""
 
     def __init__(self, span: Span) -> None:
         self._span = span
@@ -196,13 +207,22 @@ class _Freed:
 def _routed(
     context: RouterContext, raw: bytes, body: RoutedBody, model: str, clock: RequestClock, before: EndpointId | None
 ) -> RoutedRequest:
-    """before: who has the response that this one goes on from."""
+    """Make the request of the router core.
+
+    Args:
+        context: Request of the router's API.
+        raw: Body of the request.
+        body: Fields of the body.
+        model: Model name that endpoints use.
+        clock: Deadlines of the request.
+        before: Endpoint that stores the response which this request continues. None: the request continues none.
+    """
     rules, headers = context.rules, context.exchange.headers
     named = context.query(ENDPOINT_PARAMETER)
     pinned = before if named is None else EndpointId(named)
     content = body.content
     prompt_tokens = len(content) // 4 + 1
-    # Looking at the rest of a body costs something, and mostly there are no two endpoints for it.
+    # First check whether two endpoints exist for it, because parsing the rest of the body costs time.
     is_disaggregated = prompt_tokens >= rules.disaggregated_prompt_tokens_min and context.fleet.dispatch.is_pair_there(
         model
     )

@@ -1,12 +1,14 @@
-"""Loads that an endpoint sends by itself, and when each would have been asked for.
+"""Loads that an endpoint pushes, and the time at which the router would have asked for each.
 
-A report has the requests that had come to the endpoint when it looked. Of those that are on their way, nobody can
-tell; so whoever asks notes which requests were sent before, and counts on no others. A load that nobody asked for is
-taken for the response to a question of the moment in which it would have had to be asked: an earlier one was really
-asked, and the endpoint's own clock tells how much later it has looked since. So what is believed of a pushed load is
-exactly what would be believed of one that was asked for over the same way. The two clocks may drift apart: CLOCK_DRIFT
-of the time since the question is taken off, and after ANCHOR_SECONDS it is asked again. By another clock, of a server
-that was started anew, nothing follows before the next question.
+A load report includes the requests that had arrived when the endpoint made it. The report does not cover requests that
+are still on their way. Therefore a router that asks for a load notes which requests it has sent before, and relies on
+the report only for these.
+
+A pushed load is treated as the answer to an imaginary question. Its time is computed as follows: the router once asks
+for a load, and later loads carry the endpoint's own clock, which gives the time since then. So a pushed load counts
+exactly as much as a requested one. The two clocks may drift apart, so CLOCK_DRIFT of the passed time is subtracted, and
+the router asks again after ANCHOR_SECONDS. A restarted server has another clock: its pushed loads are ignored until the
+router has asked again.
 """
 
 from __future__ import annotations
@@ -28,39 +30,55 @@ __all__ = ["ANCHOR_SECONDS", "SILENT_SECONDS", "PushedLoad"]
 logger = logging.getLogger(__name__)
 
 LOAD_EVENTS_PATH = "/kv_events?load=only"
-SILENT_SECONDS = 1.5  # an endpoint sends its load once a second, whatever it is; then it is asked again
-BROKEN_SECONDS = 10.0  # silent for so long, its connection is given up and another one is opened
+SILENT_SECONDS = 1.5  # an endpoint always pushes its load once a second; after a longer silence, the router asks
+BROKEN_SECONDS = 10.0  # after this silence, the connection is closed and a new one is opened
 ANCHOR_SECONDS = 30.0
-CLOCK_DRIFT = 0.001  # twice what clocks are slewed by at most
+CLOCK_DRIFT = 0.001  # twice the maximum slew rate of clocks
 RETRY_SECONDS_MIN = 0.5
 RETRY_SECONDS_MAX = 60.0
 
 
 class PushedLoad:
-    """Of one endpoint. Times are seconds of Trio's clock."""
+    """Pushed loads of one endpoint. Times are seconds of Trio's clock."""
 
     def __init__(self) -> None:
         self._clock: str | None = None
         self._asked_at = 0.0
-        self._told_at = 0.0
+        self._anchored_at = 0.0
         self._came_at: float | None = None
         self._can_push = trio.Event()
 
     def note_asked(self, load: EndpointLoad, asked_at: float) -> None:
-        """It was asked for this one."""
+        """Record a load that the router has asked for.
+
+        Args:
+            load: Report of the endpoint.
+            asked_at: Time of the request.
+        """
         if load.clock is not UNSET and load.told_at is not UNSET:
-            self._clock, self._asked_at, self._told_at = load.clock, asked_at, load.told_at
+            self._clock, self._asked_at, self._anchored_at = load.clock, asked_at, load.told_at
             self._can_push.set()
 
     def asked_at(self, load: EndpointLoad) -> float | None:
-        """When it would have had to be asked for this one; None if nobody can tell."""
+        """Compute the time at which the router would have asked for a pushed load.
+
+        Args:
+            load: Pushed report.
+
+        Returns:
+            The time, or None if it is unknown because the endpoint's clock is new or missing.
+        """
         if load.clock is UNSET or load.told_at is UNSET or load.clock != self._clock:
             return None
-        seconds = load.told_at - self._told_at
+        seconds = load.told_at - self._anchored_at
         return self._asked_at + seconds - CLOCK_DRIFT * abs(seconds)
 
     def is_pushing(self, now: float) -> bool:
-        """Whether it need not be asked now."""
+        """Return True if pushed loads arrive, so that the router need not ask now.
+
+        Args:
+            now: Current time.
+        """
         is_heard = self._came_at is not None and now < self._came_at + SILENT_SECONDS
         return is_heard and now < self._asked_at + ANCHOR_SECONDS
 
@@ -70,8 +88,15 @@ class PushedLoad:
         headers: Callable[[], list[tuple[str, str]]],
         take: Callable[[EndpointLoad, float], Awaitable[None]],
     ) -> None:
-        """Runs until cancelled, for endpoints that have told a clock when they were asked. take: is given each load
-        that can be believed, and when it would have been asked for."""
+        """Follow the endpoint's pushed loads until cancelled.
+
+        The first requested load with a clock starts the stream. Endpoints without a clock never push.
+
+        Args:
+            remote: Client of the endpoint.
+            headers: Returns the headers of the request for pushed loads.
+            take: Called with each load whose time is known, and the time at which the router would have asked for it.
+        """
         await self._can_push.wait()
         retry_seconds = RETRY_SECONDS_MIN
         while True:
@@ -94,7 +119,7 @@ class PushedLoad:
         take: Callable[[EndpointLoad, float], Awaitable[None]],
         silence: trio.CancelScope,
     ) -> None:
-        """One stream, until it ends, breaks, or is silent for BROKEN_SECONDS."""
+        """Follow one stream until it ends, breaks, or is silent for BROKEN_SECONDS."""
         async with remote.request("GET", LOAD_EVENTS_PATH, headers(), b"") as response:
             lines: EventLines[LoadReported] = EventLines(LoadReported)
             while response.status == 200 and (piece := await response.next_piece()) is not None:

@@ -1,4 +1,4 @@
-"""One attempt of a request at one endpoint: what is sent there, and its response on the way to the client."""
+"""One attempt of a request at one endpoint: the request to the endpoint, and the response to the client."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from trioserve.proxy.continuation import (
     DEATH_CODES,
     RESUMABLE_HEADER,
     RESUME_HEADER,
-    GivenAway,
+    HandedOver,
     NotResumed,
     StreamFailed,
     ends_on_purpose,
@@ -72,29 +72,41 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-WHOLE_BYTES_MAX = 256 * 1024  # answers up to here go out in one piece, once they are complete
+WHOLE_BYTES_MAX = 256 * 1024  # a response up to this size is sent in one piece when it is complete
 ERROR_BYTES_MAX = 64 * 1024
-NOT_ENDPOINTS_FAULT = frozenset({429, 503, 529})  # the last one is how 503 is said in Anthropic's API
+NOT_ENDPOINTS_FAULT = frozenset({429, 503, 529})  # 529 is the status of Anthropic's API for 503
 BROKEN = frozenset({500, 502, 504})
-STOPPING = frozenset({"draining", "server_stopping"})  # why a server refuses that is not merely full
+# reasons of a server that refuses because it stops, not because it is busy
+STOPPING = frozenset({"draining", "server_stopping"})
 CLIENTS_FAULT = frozenset({400, 413, 422})
-# Also from what stands before an inference server, and worded in its own way.
+# A gateway in front of an inference server also sends these, with an error text of its own.
 TOO_LARGE = frozenset({408, 413, 414, 431})
 KEY_REFUSED = frozenset({401, 403})
-# What a server of another kind says of every request. An endpoint may say it, too: then others say the same.
+# A server of another kind answers every request like this. An inference server may do so for a reason. Then other
+# endpoints answer the same.
 DOUBTFUL = KEY_REFUSED | {404, 405, 410, 421}
-DOUBTFUL_IN_A_ROW = frozenset({400, 422})  # the same, where an endpoint says nothing else
-KEYS_OWN_REFUSALS = frozenset({TEXT_QUEUE_FULL, STAGE_FULL})  # one key has asked for too much; others are served
+DOUBTFUL_IN_A_ROW = frozenset({400, 422})  # treated like DOUBTFUL if the endpoint gives no other answers
+KEYS_OWN_REFUSALS = frozenset({TEXT_QUEUE_FULL, STAGE_FULL})  # one API key has too many requests; other keys are served
 BUSY_SECONDS_MAX = 5.0
-# Of errors in a stream: somebody has ended the request, and nobody else is to go on with it.
+# Error codes in a stream that somebody ended on purpose. No other endpoint resumes it.
 ENDED_ON_PURPOSE = frozenset({"request_aborted", "queue_timeout", "ttft_timeout", "timeout", "deadline_exceeded"})
 
 RESPONSES_PATH = "/v1/responses"
 
 
 class Refused(TrioserveError):
-    """The endpoint answered with an error before it began; the client gets that, unless another one takes over. fault:
-    whose it was; None: nobody's there, so that nobody else is to try."""
+    """The endpoint answered with an error before its response began.
+
+    The client gets this error, unless another endpoint takes over the request.
+
+    Args:
+        response: Response of the endpoint.
+        body: Body of the response.
+        fault: Kind of the failure. None: the endpoint is not at fault, and no other endpoint is asked.
+
+    Attributes:
+        is_shown: Whether the body has the format of an API error, so that the client may see it.
+    """
 
     def __init__(self, response: RemoteResponse, body: bytes, fault: Fault | None) -> None:
         super().__init__(f"status {response.status}")
@@ -105,7 +117,7 @@ class Refused(TrioserveError):
 
 
 class TransferFailed(EndpointLost):
-    """The endpoint began its response with an error: it did not get the KV of the prompt."""
+    """The endpoint began its response with an error, because it did not get the KV of the prompt."""
 
 
 async def attempt(
@@ -117,10 +129,21 @@ async def attempt(
     *,
     on_begin: Callable[[], None] = lambda: None,
 ) -> bool:
-    """Send the request to the endpoint of its lease, and the response to the client. Whether the client has one; if
-    not, the admission waits for another lease. on_begin: called at the first token.
+    """Send the request to the endpoint of its lease, and the response to the client.
 
-    Raises EndpointLost when nobody takes the request over, or it is too late for that.
+    Args:
+        context: Request of the router's API.
+        admission: Admission of the request. It holds a lease.
+        id: Endpoint of the lease.
+        body: Body for the endpoint.
+        clock: Deadlines of the request.
+        on_begin: Called at the first token.
+
+    Returns:
+        True if the client has got its response. False if the admission waits for another lease.
+
+    Raises:
+        EndpointLost: No endpoint takes over the request, or it is too late for that.
     """
     try:
         with context.asking(id, admission.stage), admission.attempt():
@@ -137,17 +160,24 @@ async def handle_failure(
     failure: Refused | EndpointLost,
     clock: RequestClock,
 ) -> bool:
-    """Have a request go on after an attempt that failed.
+    """Decide how a request continues after a failed attempt.
+
+    Args:
+        context: Request of the router's API.
+        admission: Admission of the request.
+        id: Endpoint that failed.
+        failure: Its failure.
+        clock: Deadlines of the request.
 
     Returns:
-        False: the request waits for another endpoint. True: the client has got what the endpoint said.
+        False if the request waits for another endpoint. True if the client has got the endpoint's error.
 
     Raises:
-        EndpointLost: nobody takes the request over, and there is nothing to tell its client.
+        EndpointLost: No endpoint takes over the request, and there is no error of the endpoint for the client.
     """
     if admission.has_token:
         return await _go_on(context, admission, failure)
-    # What the endpoint served was no wait.
+    # The time at the endpoint does not count as waiting.
     clock.note_served(trio.current_time() - admission.leased_at)
     if isinstance(failure, Refused):
         is_waiting = _may_be_served_elsewhere(context, admission, failure)
@@ -174,13 +204,17 @@ async def handle_failure(
 
 
 def _may_be_served_elsewhere(context: RouterContext, admission: AdmissionScope, refused: Refused) -> bool:
-    """Note a refusal. Whether the request waits for another endpoint that may see it otherwise."""
+    """Record a refusal.
+
+    Returns:
+        True if the request waits for another endpoint, which may decide differently.
+    """
     fault, status = refused.fault, refused.response.status
     if fault is None and status in DOUBTFUL_IN_A_ROW and refused.is_shown and admission.note_client_fault():
         fault = Fault.REFUSED
     if fault is Fault.REFUSED:
         if context.refused is not None and context.refused.response.status == status:
-            return False  # two endpoints say the same: so it is
+            return False  # a second endpoint confirms the refusal
         context.refused = refused
     return fault is not None and admission.failed(
         fault, busy_seconds=_busy_seconds(refused.response), is_certain=True, reason=f"status_{status}"
@@ -188,15 +222,15 @@ def _may_be_served_elsewhere(context: RouterContext, admission: AdmissionScope, 
 
 
 async def _go_on(context: RouterContext, admission: AdmissionScope, failure: Refused | EndpointLost) -> bool:
-    """The same for a request whose client has seen a token."""
+    """Decide how a request continues whose client has received a token. Returns like `handle_failure`."""
     fault = failure.fault or Fault.BUSY if isinstance(failure, Refused) else fault_of(failure)
     lost = failure
     if isinstance(failure, Refused):
-        lost = EndpointLost(f"the endpoint answered with status {failure.response.status} when it was to go on")
+        lost = EndpointLost(f"the endpoint answered with status {failure.response.status} instead of resuming")
     assert isinstance(lost, EndpointLost)
     continuation = context.continuation
     is_certain = isinstance(failure, Refused | StreamFailed)
-    if continuation is not None and continuation.goes_on(context, admission, fault, lost, is_certain=is_certain):
+    if continuation is not None and continuation.resumes(context, admission, fault, lost, is_certain=is_certain):
         return False
     if isinstance(lost, StreamFailed) and not isinstance(admission.refusal, RequestPoisoned):
         await _end_with(context, lost)
@@ -205,14 +239,27 @@ async def _go_on(context: RouterContext, admission: AdmissionScope, failure: Ref
 
 
 async def _end_with(context: RouterContext, failure: StreamFailed) -> None:
-    """End the stream with the error that its endpoint sent."""
+    """End the stream with the error event of its endpoint."""
     context.note_error(context.status or 200, failure.code)
     await context.finish(failure.event)
 
 
 async def lease(context: RouterContext, admission: AdmissionScope, clock: RequestClock) -> EndpointId:
-    """Where the request is to go now. Raises what refuses it. A client whose stream has begun is told meanwhile that
-    the connection is alive."""
+    """Wait for a lease, and return its endpoint.
+
+    A client whose stream has begun gets comments meanwhile, which keep the connection alive.
+
+    Args:
+        context: Request of the router's API.
+        admission: Admission of the request.
+        clock: Deadlines of the request.
+
+    Raises:
+        Refusal: The queue deadline has passed, or an endpoint had refused the request and no other is available.
+        Overloaded: The queue refuses the request.
+        EndpointLost: The stream has begun, and no endpoint is available to resume it.
+        RequestPoisoned: The request has crashed several endpoints.
+    """
     while context.exchange.started:
         with trio.move_on_after(context.access.keep_alive_seconds):
             return await _lease(context, admission, clock)
@@ -228,11 +275,13 @@ async def _lease(context: RouterContext, admission: AdmissionScope, clock: Reque
         raise deadline_refusal(clock.first()[0], str(over)) from None
     except Overloaded as refusal:
         if context.refused is not None and not admission.has_token:
-            raise _as_refusal(context.refused) from None  # nobody else could be asked
+            raise _as_refusal(context.refused) from None  # no other endpoint could be asked
         if not admission.has_token or context.continuation is None or isinstance(refusal, Draining):
             raise
         context.continuation.note_not_continued(context, "no_endpoint", refusal)
-        raise EndpointLost(f"the endpoint failed in the middle, and no other goes on: {refusal}") from refusal
+        raise EndpointLost(
+            f"the endpoint failed in the middle, and no other endpoint resumes the response: {refusal}"
+        ) from refusal
     except RequestPoisoned as refusal:
         if context.continuation is not None:
             context.continuation.note_not_continued(context, "poisoned", refusal)
@@ -242,7 +291,7 @@ async def _lease(context: RouterContext, admission: AdmissionScope, clock: Reque
 
 
 def _as_refusal(refused: Refused) -> Refusal:
-    """What an endpoint has refused, as an error of the router's own with the same words."""
+    """Turn an endpoint's refusal into an error of the router with the same text."""
     try:
         error = msgspec.json.decode(refused.body, type=_ErrorBody).error or {}
     except msgspec.DecodeError:
@@ -258,11 +307,17 @@ def _as_refusal(refused: Refused) -> Refusal:
 
 
 async def check_error(context: RouterContext, id: EndpointId, response: RemoteResponse, stage: Stage | None) -> None:
-    """Judge an error that came instead of a response: whose fault it is.
+    """Decide who is at fault for an error response.
+
+    Args:
+        context: Request of the router's API.
+        id: Endpoint that responded.
+        response: Response with its head.
+        stage: Stage of a disaggregated request. None for other requests.
 
     Raises:
-        Refused: the endpoint refuses the request, or failed it.
-        InvalidAnswer: no inference server says it so.
+        Refused: The endpoint refuses the request, or failed.
+        InvalidAnswer: No inference server sends this error.
     """
     await check_status(response, stage)
     status, kind = response.status, response.header("content-type")
@@ -270,7 +325,7 @@ async def check_error(context: RouterContext, id: EndpointId, response: RemoteRe
     if not is_error(kind, said) and status not in TOO_LARGE:
         raise InvalidAnswer(id, "html" if _is_page(kind) else f"status_{status}", f"status {status}, {said[:80]!r}")
     if status in KEY_REFUSED and context.fleet.uses_own_key(id, passes_clients=context.rules.passes_authorization):
-        logger.warning("endpoint refuses the router's key endpoint=%s status=%s: see --endpoint-api-key", id, status)
+        logger.warning("endpoint refuses the router's key endpoint=%s status=%s: check --endpoint-api-key", id, status)
         raise InvalidAnswer(id, "key_refused", f"status {status} to the router's own key: see --endpoint-api-key")
     raise Refused(response, said, Fault.REFUSED if status in DOUBTFUL else None)
 
@@ -280,23 +335,32 @@ def _is_page(content_type: str | None) -> bool:
 
 
 async def check_status(response: RemoteResponse, stage: Stage | None) -> None:
-    """Raises Refused for an error that is not to be passed on as it comes, InvalidAnswer for a web page."""
+    """Raise an error for a status that is not simply forwarded to the client. Other statuses pass.
+
+    Args:
+        response: Response with its head.
+        stage: Stage of a disaggregated request. None for other requests.
+
+    Raises:
+        Refused: The endpoint refuses the request, or failed.
+        InvalidAnswer: The error is a web page.
+    """
     status = response.status
     if status not in NOT_ENDPOINTS_FAULT and status not in BROKEN and (status < 400 or stage is not Stage.DECODE):
         return
     said = await response.whole(ERROR_BYTES_MAX) or b""
     if _is_page(response.header("content-type")):
         raise InvalidAnswer(response.endpoint, "html", f"status {status} with a web page")
-    code = response.header(REASON_HEADER) or error_code(said)  # other APIs have no code in their errors
+    code = response.header(REASON_HEADER) or error_code(said)  # errors of other APIs have no code
     fault: Fault | None = Fault.BUSY if status in NOT_ENDPOINTS_FAULT else Fault.FAILED
     if fault is Fault.FAILED and code in DEATH_CODES:
-        fault = Fault.BROKE  # it ends whatever the endpoint has
+        fault = Fault.BROKE  # the error ends all requests of the endpoint
     if fault is Fault.BUSY and code in STOPPING:
         fault = Fault.LEAVING
     if code in ENDED_ON_PURPOSE or response.header(REASON_HEADER) in KEYS_OWN_REFUSALS:
-        fault = None  # the second says nothing of how much the engine has to do
+        fault = None  # a refusal for one API key says nothing about the endpoint's load
     elif status < 500 and status not in NOT_ENDPOINTS_FAULT:
-        # Its prompt was computed with less asked for, so it may be the client's fault after all.
+        # The prefill endpoint got a shorter request, so it could not report this error of the client.
         is_clients = status in CLIENTS_FAULT and TRANSFER_PARAMS.encode() not in said
         fault = None if is_clients else Fault.TRANSFER
     elif stage is Stage.DECODE and code == "request_failed":
@@ -305,18 +369,34 @@ async def check_status(response: RemoteResponse, stage: Stage | None) -> None:
 
 
 def model_field(context: RouterContext, asked: str | None, id: EndpointId, model: str) -> dict[str, object]:
-    """The body's model as the endpoint calls it, if the client calls it otherwise."""
+    """Return the body field `model` with the endpoint's own name, if the client uses another name. Otherwise nothing.
+
+    Args:
+        context: Request of the router's API.
+        asked: Name that the client uses. None if it names no model.
+        id: Endpoint that gets the request.
+        model: Name at this router.
+    """
     there = context.fleet.model_at(id, model)
     return {} if asked == there else {"model": there}
 
 
 def sent_body(context: RouterContext, raw: bytes, clock: RequestClock, fields: dict[str, object]) -> bytes:
-    """What goes to an endpoint: what the client sent, with these fields in place of its own, what is left of its
-    deadlines, and what is to be known of a stream that is gone on with."""
+    """Make the body for an endpoint.
+
+    Args:
+        context: Request of the router's API.
+        raw: Body of the client.
+        clock: Deadlines of the request. The body gets the remaining times.
+        fields: New values by field name.
+
+    Returns:
+        The body, with the known part of the response if it resumes.
+    """
     continuation = context.continuation
     completion = None if continuation is None else continuation.completion()
     if completion is not None:
-        context.path_told = COMPLETIONS_PATH
+        context.endpoint_path = COMPLETIONS_PATH
         return msgspec.json.encode({**completion, **fields, **clock.left()})
     if context.form is not None:
         return context.form.rewritten({**fields, **clock.left()}, without=clock.passed)
@@ -332,7 +412,12 @@ async def _relay(
     clock: RequestClock,
     on_begin: Callable[[], None],
 ) -> None:
-    """Raises EndpointLost, Unreachable, TransferFailed, Refused."""
+    """Send the request to the endpoint and the response to the client.
+
+    Raises:
+        EndpointLost: The attempt failed. Unreachable and TransferFailed are special cases.
+        Refused: The endpoint answered with an error.
+    """
 
     def begin(*, is_last: bool = False) -> None:
         admission.first_token(is_last=is_last)
@@ -364,7 +449,7 @@ async def _relay(
             await admission.tell(context.finish(last), is_last=True)
             return
         if admission.has_token:
-            raise NotResumed(f'the endpoint "{id}" answered with something else when it was to go on')
+            raise NotResumed(f'the endpoint "{id}" did not answer with events when it had to resume a stream')
         if content_type.startswith(LINES_TYPE):
             await _relay_lines(context, admission, id, response, begin)
             await admission.tell(context.finish(), is_last=True)
@@ -395,7 +480,7 @@ async def _relay_lines(
     response: RemoteResponse,
     begin: Callable[[], None],
 ) -> None:
-    """Pass on the lines of an endpoint that makes no events of them: they cannot go on elsewhere."""
+    """Forward the lines of an endpoint that does not send events. Such a stream cannot resume elsewhere."""
     lines = LineSplitter()
     has_begun = is_over = has_ended = False
     while not has_ended:
@@ -416,15 +501,19 @@ async def _relay_lines(
 
 
 async def _begun(context: RouterContext, admission: AdmissionScope, request: EndpointRequest) -> RemoteResponse:
-    """The head of the response. An endpoint that goes on sends it when its step is near, and the client of a stream
-    that has begun hears nothing else meanwhile."""
+    """Wait for the head of the response.
+
+    An endpoint that resumes a response sends its head shortly before its step. The client gets comments meanwhile,
+    which keep the connection alive.
+    """
     if not context.exchange.started:
         return await request.begin()
     beginning = _Beginning(request)
     with errors_unwrapped():
         async with trio.open_nursery() as nursery:
             nursery.start_soon(beginning.run)
-            # What is being sent to the client is not cut off by the head, or there would be half a comment.
+            # A comment that is being sent is completed after the head has arrived. Otherwise the client would get half
+            # of it.
             while not beginning.is_over.is_set():
                 with trio.move_on_after(context.access.keep_alive_seconds):
                     await beginning.is_over.wait()
@@ -434,7 +523,7 @@ async def _begun(context: RouterContext, admission: AdmissionScope, request: End
 
 
 class _Beginning:
-    """The head of a response on its way."""
+    """Task that waits for the head of a response."""
 
     def __init__(self, request: EndpointRequest) -> None:
         self.is_over = trio.Event()
@@ -449,7 +538,11 @@ class _Beginning:
         self.is_over.set()
 
     def response(self) -> RemoteResponse:
-        """Raises EndpointLost, as `begin` of the request."""
+        """Return the response.
+
+        Raises:
+            EndpointLost: The attempt failed.
+        """
         assert self._came is not None
         if isinstance(self._came, EndpointLost):
             raise self._came
@@ -457,11 +550,11 @@ class _Beginning:
 
 
 def _learn(context: RouterContext, id: EndpointId, said: bytes) -> None:
-    """Of a response that the endpoint may keep: that it is there, and whose it is."""
+    """Remember where a stored response is and who owns it."""
     if context.exchange.path != RESPONSES_PATH:
         return
     made, continuation = object_id_in(said), context.continuation
-    if continuation is not None:  # an endpoint that goes on does not say it again
+    if continuation is not None:  # an endpoint that resumes does not repeat the id
         made = continuation.made_id = made or continuation.made_id
     if made is not None:
         context.kept.remember(made, KeptObject(id, owner_of(context)))
@@ -474,7 +567,11 @@ async def _relay_events(
     response: RemoteResponse,
     begin: Callable[[], None],
 ) -> bytes:
-    """Pass the events on. Returns the last one, if that is an error: it is still to be sent."""
+    """Forward the events of a stream.
+
+    Returns:
+        The last event if it is an error, which the caller must send. Otherwise empty.
+    """
     continuation = context.continuation
     stream: ContinuedStream | ForeignStream
     if continuation is None:
@@ -485,20 +582,20 @@ async def _relay_events(
         stream = continuation.stream
         if remark:
             await admission.tell(context.send_events(remark))
-    # What may be no event stream of a server at all is begun with its first good event.
+    # The response to the client begins with the first valid event: the body might not be an event stream at all.
     if not context.exchange.started and response.header(RESUME_HEADER) is not None:
         await admission.tell(context.start(response.status, response_headers(context, response), is_events=True))
-    # Whatever is done for each event is most of what a router costs: no call here is one too many.
+    # The code that runs for each event is most of the router's cost. Avoid every call that is not needed.
     send = context.exchange.send if context.client_events.takes_all else context.send_events
     has_begun = is_over = False
-    checked = EventCheck(id, context.exchange.path if context.path_told is None else context.path_told)
+    checked = EventCheck(id, context.exchange.path if context.endpoint_path is None else context.endpoint_path)
     while not is_over:
         try:
             piece = await response.next_piece()
         except EndpointLost:
             if not stream.is_over:
                 raise
-            piece = None  # there is nothing that could be missing
+            piece = None  # the stream was complete before
         if admission.withdrawn_for is not None:
             admission.check_withdrawn()
         is_over = piece is None
@@ -528,7 +625,7 @@ async def _relay_events(
             admission.is_telling = False
             if admission.withdrawn_for is not None:
                 admission.check_withdrawn()
-        if stream.failure or stream.given_away is not None:
+        if stream.failure or stream.handed_over is not None:
             return _last_event(context, admission, stream)
     if not stream.is_complete or (checked.must_end and not (checked.is_over or stream.is_over)):
         raise InvalidAnswer(id, "no_end", f"a stream that ends before it {'is over' if has_begun else 'begins'}")
@@ -536,11 +633,16 @@ async def _relay_events(
 
 
 def _last_event(context: RouterContext, admission: AdmissionScope, stream: ContinuedStream | ForeignStream) -> bytes:
-    """The endpoint does not go on, and says so: the event with which the stream ends. Raises StreamFailed, GivenAway or
-    TransferFailed where another one may go on."""
+    """Return the event that ends a stream which the endpoint no longer continues.
+
+    Raises:
+        StreamFailed: The endpoint failed, and another endpoint may resume the stream.
+        HandedOver: The endpoint has handed over the request.
+        TransferFailed: The endpoint did not get the KV of the prompt.
+    """
     assert context.endpoint is not None
-    if stream.given_away is not None:
-        raise GivenAway(context.endpoint, stream.given_away)
+    if stream.handed_over is not None:
+        raise HandedOver(context.endpoint, stream.handed_over)
     code = stream.failure_code or ""
     if admission.stage is Stage.DECODE and not stream.is_answered:
         _check_first_event(context, stream.failure)
@@ -551,15 +653,23 @@ def _last_event(context: RouterContext, admission: AdmissionScope, stream: Conti
 
 
 def _check_first_event(context: RouterContext, events: bytes) -> None:
-    """Of a response whose prompt was computed elsewhere. Raises TransferFailed when it is an error."""
+    """Check the first event of a response whose prompt was computed at another endpoint.
+
+    Raises:
+        TransferFailed: The event is an error.
+    """
     data = next((line.removeprefix(b"data:") for line in events.splitlines() if line.startswith(b"data:")), b"")
     code = error_code(data) if b'"error"' in data else None
     if code is not None and code not in ENDED_ON_PURPOSE:
-        raise TransferFailed(f'the endpoint "{context.endpoint}" began with an error: {code}')
+        raise TransferFailed(f'the endpoint "{context.endpoint}" began its response with an error: {code}')
 
 
 def error_code(said: bytes) -> str | None:
-    """None: it is no error in OpenAI's shape."""
+    """Return the code of an error in OpenAI's format. None for other texts.
+
+    Args:
+        said: Body of a response, or the data of an event.
+    """
     try:
         error = msgspec.json.decode(said, type=_ErrorBody).error
     except msgspec.DecodeError:
@@ -573,8 +683,8 @@ class _ErrorBody(msgspec.Struct):
 
 async def _pass_on(context: RouterContext, response: RemoteResponse, body: bytes) -> None:
     if context.exchange.started:
-        # The head of a response is out already, so its status cannot be told any more.
-        raise EndpointLost(f"the endpoint answered with status {response.status} when it was asked again")
+        # The head of a response was sent, so the client can no longer get this status.
+        raise EndpointLost(f"the endpoint answered the repeated request with status {response.status}")
     if response.status >= 400:
         context.note_error(response.status, response.header(REASON_HEADER) or error_code(body))
     await context.respond(response.status, response_headers(context, response), body)

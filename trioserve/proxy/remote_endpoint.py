@@ -1,7 +1,8 @@
-"""Another server, over HTTP/1.1, as an endpoint. A cancel reaches it at once: leaving a request closes its connection.
+"""HTTP/1.1 client for an endpoint that is another server.
 
-HTTP/1.1 and not HTTP/2, since closing is the one message that every server understands at once, and since the requests
-of one connection cannot hold each other up.
+Leaving a request closes its connection, which cancels the request at the endpoint. HTTP/1.1 is used instead of HTTP/2
+for two reasons: every server understands at once that a connection was closed, and requests on separate connections
+cannot block each other.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ from trioserve.trio_tools.tcp_stream import TcpStream, connect_tcp
 __all__ = ["EndpointAddress", "EndpointSilent", "RemoteEndpoint", "RemoteRequest", "RemoteResponse", "Unreachable"]
 
 CONNECT_SECONDS_MAX = 5.0
-IDLE_CONNECTIONS_MAX = 128  # as many as are in use in a burst; each costs a socket at both ends
-IDLE_SECONDS_MAX = 4.0  # below the keep-alive of common servers (uvicorn 5 s), so that they seldom close first
-CLOSE_RACE_SECONDS = 0.5  # longer than a close may be on its way
+IDLE_CONNECTIONS_MAX = 128  # covers the connections of a burst; each costs a socket at both ends
+IDLE_SECONDS_MAX = 4.0  # shorter than the keep-alive of common servers (uvicorn 5 s), so that they seldom close first
+CLOSE_RACE_SECONDS = 0.5  # longer than a server's close takes to arrive
 RECEIVE_BYTES = 65536
-SEND_BYTES = 65536  # of a request, each of which is a sign of life
-LEFT_SILENT_BEATS = 1.5  # so many without a byte, and the close of a connection may be lost like the rest
+SEND_BYTES = 65536  # bytes of a request per send; each send shows that the connection is alive
+LEFT_SILENT_BEATS = 1.5  # beats without a byte; after that a close of the connection may not arrive at the endpoint
 UNACKNOWLEDGED = "unacknowledged"
 LOSSES = {
-    "silent": "sends no sign of life over a connection that is open",
+    "silent": "sends no heartbeat over an open connection",
     "replaced": "is another process now, at the same address",
-    "not_running": "reports no request, and one waits for its response",
-    "overtaken": "reports tokens, and none of them comes over this connection",
-    "stalled": "has said nothing for very long in the middle of a response",
+    "not_running": "reports no running request, although a response is awaited",
+    "overtaken": "reports new tokens, but none arrives over this connection",
+    "stalled": "has sent nothing for very long in the middle of a response",
 }
-"""What is said of each reason for which a response is given up."""
-# Nothing was acknowledged for too long, or there is no way to the machine any more.
+"""Message for each reason to give up a response."""
+# The kernel got no acknowledgement for too long, or has no route to the machine.
 VANISHED = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN})
 
 _TARGET = re.compile(r"[!-~]+")
@@ -53,11 +54,16 @@ OpenStream = Callable[[], Awaitable[trio.abc.Stream]]
 
 
 class Unreachable(EndpointLost):
-    """No connection could be made: the request never got there."""
+    """The endpoint accepted no connection. The request was not sent."""
 
 
 class EndpointSilent(EndpointLost):
-    """Nothing comes over the connection any more, while the endpoint itself may be well. reason: see router/silence."""
+    """A connection is silent, although the endpoint itself may be healthy.
+
+    Args:
+        message: Text for logs and clients.
+        reason: Key of LOSSES, or UNACKNOWLEDGED. trioserve/router/silence.py explains the reasons.
+    """
 
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
@@ -65,7 +71,14 @@ class EndpointSilent(EndpointLost):
 
 
 class EndpointAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a server is. path: before "/v1", without a slash at its end."""
+    """Address of a server.
+
+    Attributes:
+        scheme: "http" or "https".
+        host: Host name or IP address.
+        port: TCP port.
+        path: Path before "/v1", without a slash at the end.
+    """
 
     scheme: str
     host: str
@@ -74,7 +87,14 @@ class EndpointAddress(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def parse(cls, url: str) -> EndpointAddress:
-        """http://HOST[:PORT][/PATH]; a "/v1" at the end is taken off. Raises StartupError."""
+        """Parse a URL.
+
+        Args:
+            url: http://HOST[:PORT][/PATH]. A "/v1" at the end is removed.
+
+        Raises:
+            StartupError: The URL is invalid.
+        """
         try:
             parts = urlsplit(url)
             port = parts.port
@@ -96,7 +116,7 @@ class EndpointAddress(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def authority(self) -> str:
-        """As the Host header has it."""
+        """Value of the Host header."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == (443 if self.scheme == "https" else 80) else f"{host}:{self.port}"
 
@@ -105,7 +125,16 @@ class EndpointAddress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RemoteResponse:
-    """A response whose head is here. headers: names in lower case."""
+    """Response of an endpoint, after its head has arrived.
+
+    Args:
+        head: Status and headers.
+        connection: Connection that receives the body.
+
+    Attributes:
+        status: HTTP status.
+        headers: Names in lower case, and values.
+    """
 
     def __init__(self, head: ResponseHead, connection: _Connection) -> None:
         self.status = head.status
@@ -115,7 +144,7 @@ class RemoteResponse:
 
     @property
     def endpoint(self) -> EndpointId:
-        """The endpoint that sends it."""
+        """Endpoint that sends the response."""
         return self._connection.id
 
     def header(self, name: str) -> str | None:
@@ -123,11 +152,21 @@ class RemoteResponse:
 
     @property
     def has_ended(self) -> bool:
-        """Whether its end has come."""
+        """True if the end of the body has arrived."""
         return self._connection.has_ended
 
     async def whole(self, bytes_max: int) -> bytes | None:
-        """The rest of the body; None, with nothing lost, if it is not there within so many bytes (see next_piece)."""
+        """Read the rest of the body.
+
+        Args:
+            bytes_max: Limit of the length.
+
+        Returns:
+            The rest, or None if it is longer than the limit. `next_piece` then returns the bytes that were read.
+
+        Raises:
+            EndpointLost: The connection broke before the end.
+        """
         while len(self._held) <= bytes_max:
             piece = await self._connection.next_piece()
             if piece is None:
@@ -138,12 +177,19 @@ class RemoteResponse:
 
     @property
     def has_beaten(self) -> bool:
-        """Whether a beat came before its head."""
+        """True if the endpoint sent a heartbeat before the head."""
         return self._connection.has_beaten
 
     def next_piece(self) -> Awaitable[bytes | None]:
-        """The next bytes of the body; None at its end. Raises EndpointLost when it breaks off."""
-        # No coroutine of its own: it is asked for each event.
+        """Read the next bytes of the body.
+
+        Returns:
+            Bytes, or None at the end of the body.
+
+        Raises:
+            EndpointLost: The connection broke before the end.
+        """
+        # This is not a coroutine of its own, because it is called for every event.
         return self._take_held() if self._held else self._connection.next_piece()
 
     async def _take_held(self) -> bytes:
@@ -152,19 +198,22 @@ class RemoteResponse:
 
 
 class RemoteEndpoint:
-    """One server and the connections to it.
+    """HTTP client for one server, with its connections.
 
     Args:
-        headers: sent with every request, such as an API key.
-        open_stream: for tests, instead of TCP.
-        silence: bounds between the bytes of a response, for whoever calls `look`. None: beats are not asked for.
+        id: Name of the endpoint at the router.
+        address: Address of the server.
+        headers: Headers for every request, such as an API key.
+        ssl_context: TLS settings. None: the default settings for https.
+        open_stream: Replaces TCP in tests.
+        silence: Time limits between the bytes of a response, which `look` applies. None: no heartbeats are requested.
 
     Attributes:
-        watch: judges which responses are lost although their connection is open.
-        on_silent: called with the reason when a response is given up.
-        on_left_silent: called with the headers of a request that ends over a silent connection, whose close may not
-            arrive; and how long nothing has come over it.
-        on_read: called when the first response is read.
+        watch: Decides which responses are lost although their connection is open.
+        on_silent: Called with the reason when a response is given up.
+        on_left_silent: Called when a request ends whose connection is silent, since the close may not arrive. The
+            arguments are the headers of the request and the seconds of silence.
+        on_read: Called when reading begins while no other response is being read.
     """
 
     def __init__(
@@ -203,12 +252,22 @@ class RemoteEndpoint:
         computes: bool = False,
         tries_beat: bool = False,
     ) -> RemoteRequest:
-        """Send a request, any but HEAD; the scope holds the response. Leaving it before the body's end closes the
-        connection.
+        """Make a request of any method but HEAD. The returned scope holds the response.
 
-        Raises Unreachable if there is no connection, EndpointLost if it breaks before the head of the response, and
-        InvalidRequest for a header that cannot be sent. computes: it is work that the endpoint's reports of load count.
-        tries_beat: a beat is asked for at once, to see whether it arrives.
+        Leaving the scope before the end of the body closes the connection.
+
+        Args:
+            method: HTTP method.
+            path: Path and query, below the path of the address.
+            headers: Headers in addition to those of the endpoint.
+            body: Bytes of the body.
+            computes: Whether the endpoint counts the request in its load reports.
+            tries_beat: Ask for an immediate heartbeat, to check that heartbeats arrive.
+
+        Raises:
+            InvalidRequest: A header or the path contains characters that cannot be sent.
+            Unreachable: On entering the scope: no connection can be made.
+            EndpointLost: On entering the scope: the connection broke before the head of the response.
         """
         beats = [heartbeat_field(self._beat_seconds, now=tries_beat)] if self._beat_seconds else []
         return RemoteRequest(self, self._encoded(method, path, [*headers, *beats], body), headers, computes=computes)
@@ -220,7 +279,7 @@ class RemoteEndpoint:
         lines = [f"{name}: {value}\r\n" for name, value in (*self._headers, *headers)]
         fields = "".join(lines)
         if _FIELDS.fullmatch(fields) is None or fields.count("\r\n") != len(lines):
-            # A line break here would be a request that nobody checked.
+            # A line break could smuggle in a second request that nobody has checked.
             raise InvalidRequest("a header field has a line break or a character that no header can have")
         head = f"{method} {target} HTTP/1.1\r\n{fields}content-length: {len(body)}\r\n\r\n"
         try:
@@ -232,34 +291,47 @@ class RemoteEndpoint:
 
     @property
     def is_read(self) -> bool:
-        """Whether a response of it is read now."""
+        """True if a response of this endpoint is being read."""
         return bool(self._awaited)
 
     def note_load(self, load: EndpointLoad, asked_at: float) -> None:
-        """It has reported its load. asked_at: when it was asked, or would have been."""
+        """Use a load report to decide which responses are lost.
+
+        Args:
+            load: Report of the endpoint.
+            asked_at: Time at which the router asked for the report, or would have asked for a pushed report.
+        """
         self.watch.note_load(load, self._awaited, asked_at, trio.current_time())
 
     def look(self, now: float) -> None:
-        """Give up the responses that are lost. To be called every LOOK_SECONDS while responses are read."""
+        """Give up the responses that are lost. The owner calls this every LOOK_SECONDS while responses are being read.
+
+        Args:
+            now: Time of Trio's clock.
+        """
         for loss in self.watch.look(self._awaited, now):
             self._awaited[loss.response].give_up(loss)
             self.on_silent(loss.reason)
 
     def note_instance(self, response: AwaitedResponse) -> None:
-        """A response has said which process it comes from."""
+        """Use the process name in a response to decide which responses of an earlier process are lost.
+
+        Args:
+            response: Response that contains the name of the process.
+        """
         if response.instance is not None:
             self.watch.note_instance(response.instance, self._awaited, response.sent_at, trio.current_time())
 
     def _begin(self, connection: _Connection, headers: list[tuple[str, str]], *, computes: bool) -> None:
         awaited = AwaitedResponse(trio.current_time(), computes=computes)
-        awaited.instance = connection.awaited.instance  # of the response before it
+        awaited.instance = connection.awaited.instance  # initial value: the process that sent the previous response
         connection.awaited, connection.headers = awaited, headers
         self._awaited[awaited] = connection
         if len(self._awaited) == 1:
             self.on_read()
 
     def _end(self, connection: _Connection) -> None:
-        """Its response is read no more."""
+        """Stop watching the response of a connection."""
         awaited = connection.awaited
         if self._awaited.pop(awaited, None) is None:
             return
@@ -271,8 +343,19 @@ class RemoteEndpoint:
     async def send(
         self, data: bytes, headers: list[tuple[str, str]], *, computes: bool
     ) -> tuple[_Connection, ResponseHead]:
-        """Over a connection that is there, or else a new one. A server may close an idle connection just when it is
-        used again; that is no fault of the request, if it comes at once and nothing of a response has come."""
+        """Send a request over an idle connection, or over a new one.
+
+        A server may close an idle connection just when the router uses it again. If that happens at once and before a
+        byte of a response, the request is sent again over another connection.
+
+        Args:
+            data: Encoded request.
+            headers: Headers of the request, for `on_left_silent`.
+            computes: Whether the endpoint counts the request in its load reports.
+
+        Returns:
+            The connection and the head of the response.
+        """
         while (idle := self._take_idle()) is not None:
             race_ends_at = trio.current_time() + CLOSE_RACE_SECONDS
             self._begin(idle, headers, computes=computes)
@@ -298,7 +381,11 @@ class RemoteEndpoint:
         connection.close()
 
     def give_back(self, connection: _Connection) -> None:
-        """Nobody needs it any more. It is kept if it can serve another request."""
+        """Return a connection after its request. It is kept for later requests if possible, and closed otherwise.
+
+        Args:
+            connection: Connection whose request has ended.
+        """
         self._end(connection)
         if connection.is_reusable and not self._is_closed and len(self._idle) < IDLE_CONNECTIONS_MAX:
             self._idle.append((trio.current_time(), connection))
@@ -307,7 +394,7 @@ class RemoteEndpoint:
 
     def _take_idle(self) -> _Connection | None:
         while self._idle:
-            since, connection = self._idle.pop()  # the youngest: it is the least likely to be closed
+            since, connection = self._idle.pop()  # the newest idle connection is the least likely to be closed
             if trio.current_time() - since <= IDLE_SECONDS_MAX:
                 return connection
             connection.close()
@@ -319,9 +406,10 @@ class RemoteEndpoint:
                 return await self._open_stream()
         except trio.TooSlowError:
             raise Unreachable(
-                f'the endpoint "{self.id}" ({self.address}) took no connection within {CONNECT_SECONDS_MAX:g} s'
+                f'the endpoint "{self.id}" ({self.address}) accepted no connection within {CONNECT_SECONDS_MAX:g} s'
             ) from None
-        except (OSError, ValueError, trio.BrokenResourceError) as error:  # ValueError: no resolver can have such a name
+        # ValueError: the host name is invalid for every resolver
+        except (OSError, ValueError, trio.BrokenResourceError) as error:
             raise Unreachable(
                 f'the endpoint "{self.id}" ({self.address}) cannot be reached: {error.__cause__ or error}'
             ) from error
@@ -339,15 +427,17 @@ class RemoteEndpoint:
         return secure
 
     def close(self) -> None:
-        """Close the idle connections; those in use are closed by leaving their requests."""
+        """Close the idle connections. Connections in use are closed when their requests end."""
         self._is_closed = True
         while self._idle:
             self._idle.pop()[1].close()
 
 
 class RemoteRequest:
-    """The scope of one request: holds its response, and its connection. For those whose scope is no `async with` block,
-    there are `begin`, and `end` from then on at any moment, also again."""
+    """Scope of one request, with its connection and response.
+
+    Callers that cannot use `async with` call `begin`, and later `end`. `end` never waits and may be called twice.
+    """
 
     __slots__ = ("_computes", "_connection", "_data", "_endpoint", "_headers")
 
@@ -377,8 +467,14 @@ class RemoteRequest:
 
 
 class _Connection:
-    """One connection and the request on it. heard: something of a response has come. awaited: what has come of the
-    response at hand, and when. headers: of its request. has_beaten: a beat came before its head."""
+    """One connection and the request on it.
+
+    Attributes:
+        heard: True if bytes of the response have arrived.
+        has_beaten: True if a heartbeat arrived before the head of the response.
+        awaited: Progress of the current response.
+        headers: Headers of the current request.
+    """
 
     def __init__(self, stream: trio.abc.Stream, endpoint: RemoteEndpoint) -> None:
         self._stream = stream
@@ -386,7 +482,7 @@ class _Connection:
         self._endpoint = endpoint
         self.id = endpoint.id
         self._reader = ResponseReader()
-        self._is_sent = True  # the whole of the last request
+        self._is_sent = True  # True if the whole last request was sent
         self._loss: Loss | None = None
         self.heard = False
         self.has_beaten = False
@@ -402,18 +498,22 @@ class _Connection:
         return self._reader.has_ended
 
     async def send(self, data: bytes) -> ResponseHead:
-        """Raises EndpointLost."""
+        """Send a request and wait for the head of its response.
+
+        Raises:
+            EndpointLost: The connection broke, or the response is invalid.
+        """
         self._reader.begin()
         self.heard = self._is_sent = self.has_beaten = False
         try:
             if self._tcp is not None:
-                # Waiting for the response lets the others have a turn; before that there is nothing to wait for.
+                # Other tasks run while this task waits for the response. No wait is needed before.
                 data = data[self._tcp.try_send(data) :]
             if data:
                 await self._send_rest(data)
             self._is_sent = True
         except (trio.BrokenResourceError, trio.ClosedResourceError):
-            pass  # a server that refuses early may have answered all the same
+            pass  # the server may have answered before it read the whole request
         try:
             while (head := self._reader.next_head()) is None:
                 await self._receive()
@@ -436,7 +536,7 @@ class _Connection:
             awaited.is_sending = awaited.is_waiting = False
 
     def _note_process(self, head: ResponseHead) -> None:
-        """Take what a head says of beats, and of the process that it comes from."""
+        """Read the heartbeat support and the process name from a head."""
         for name, value in head.headers:
             if name == INSTANCE_HEADER:
                 self.awaited.instance = value
@@ -467,7 +567,7 @@ class _Connection:
         self._reader.feed(data)
 
     def give_up(self, loss: Loss) -> None:
-        """Whoever reads the response gets EndpointSilent."""
+        """Close the connection. The reader of the response gets EndpointSilent."""
         self._loss = loss
         self.close()
 
@@ -486,13 +586,13 @@ class _Connection:
         return EndpointLost(f'the endpoint "{self.id}" broke off its response: {error}')
 
     def close(self) -> None:
-        """At once, without waiting: this is what tells the server that nobody wants the rest."""
+        """Close the connection without waiting. The close tells the server to cancel the request."""
         self._is_sent = False
         _close_now(self._stream)
 
 
 def _close_now(stream: trio.abc.Stream) -> None:
-    """Close the socket below. A TLS farewell would have to wait, and says nothing that the close does not."""
+    """Close the socket below all TLS layers. A TLS close message would have to wait, and no server needs it."""
     while isinstance(stream, trio.SSLStream):
         stream = stream.transport_stream
     if isinstance(stream, trio.SocketStream):

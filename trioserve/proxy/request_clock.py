@@ -1,4 +1,4 @@
-"""The deadlines of one request on its way through the router, wherever it is."""
+"""Deadlines of one request at the router, over all endpoints that it is sent to."""
 
 from __future__ import annotations
 
@@ -15,8 +15,15 @@ __all__ = ["RequestClock"]
 
 
 class RequestClock:
-    """The deadlines of one request, from its arrival at the router on. grace_seconds: for so long its endpoint, which
-    goes by the same deadlines, may say how it ended. limits: which have shortened the deadlines."""
+    """Deadlines of one request, counted from its arrival at the router.
+
+    Args:
+        deadlines: Time limits of the request.
+        now: Arrival of the request, in seconds of Trio's clock.
+        grace_seconds: Extra time before the router ends a running request. The endpoint has the same deadlines and can
+            report the end in this time.
+        limits: Server limits that have shortened the deadlines, for the error message.
+    """
 
     def __init__(
         self, deadlines: Deadlines, now: float, *, grace_seconds: float = 0.0, limits: Deadlines = NO_DEADLINES
@@ -38,13 +45,17 @@ class RequestClock:
         return self._moments.get(deadline, math.inf)
 
     def first(self) -> tuple[Deadline, float]:
-        """Which of them passes first for one that waits in the queue, and when."""
+        """Return the deadline that passes first for a queued request, and its time."""
         return min(self._moments.items(), key=lambda entry: entry[1], default=(Deadline.QUEUE, math.inf))
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Raises Refusal when the time to the first token or to the end has passed."""
-        if not self._moments:  # as most requests have it: a scope would be for nothing
+        """Apply the deadlines to the block.
+
+        Raises:
+            Refusal: The deadline for the first token or for the whole request has passed.
+        """
+        if not self._moments:  # most requests have no deadlines and need no scope
             yield
             return
         self._scope.deadline = min(self.at(Deadline.FIRST_TOKEN), self.at(Deadline.TOTAL)) + self._grace_seconds
@@ -64,12 +75,16 @@ class RequestClock:
             self._scope.deadline = self.at(Deadline.TOTAL) + self._grace_seconds
 
     def note_served(self, seconds: float) -> None:
-        """So long of the time in which it should have left the queue it was served, and waits again for the rest."""
+        """Extend the queue deadline of a request that is queued again, by the time that an endpoint served it.
+
+        Args:
+            seconds: Time at the endpoint.
+        """
         if Deadline.QUEUE in self._moments:
             self._moments[Deadline.QUEUE] += seconds
 
     def left(self) -> dict[str, object]:
-        """The body's deadline fields for an endpoint: what is left of them now."""
+        """Return the remaining times as deadline fields of a request body."""
         if not self._moments:
             return {}
         now = trio.current_time()
@@ -81,5 +96,5 @@ class RequestClock:
 
     @property
     def passed(self) -> tuple[str, ...]:
-        """Fields that say nothing any more, since the time for which they were is over."""
+        """Names of the deadline fields that no longer apply, because the first token has arrived."""
         return (Deadline.QUEUE.value, Deadline.FIRST_TOKEN.value) if self._has_token else ()

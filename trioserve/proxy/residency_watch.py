@@ -1,4 +1,7 @@
-"""Listens to what one remote endpoint tells of its prefix cache. What is lost or silent is not believed any more."""
+"""Reader of the prefix cache events of one remote endpoint.
+
+While there is no stream of events, the content of the endpoint's cache is unknown.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,19 @@ __all__ = ["RETRY_SECONDS_MAX", "RETRY_SECONDS_MIN", "STALE_SECONDS", "watch_res
 logger = logging.getLogger(__name__)
 
 KV_EVENTS_PATH = "/kv_events"
-STALE_SECONDS = 7.0  # an endpoint gives a sign of life every two
+STALE_SECONDS = 7.0  # an endpoint sends at least an empty event every two seconds
 RETRY_SECONDS_MIN = 0.5
-RETRY_SECONDS_MAX = 10.0  # of a server that tells nothing (vLLM), it is asked as often whether it does by now
+# also the interval of attempts at a server without these events (vLLM), in case it starts to send them
+RETRY_SECONDS_MAX = 10.0
 
 
 async def watch_residency(remote: RemoteEndpoint, policy: Policy) -> None:
-    """Runs until cancelled; from then on it is unknown what the endpoint has."""
+    """Follow the prefix cache events of an endpoint until cancelled. Afterwards, its cache content is unknown.
+
+    Args:
+        remote: Client of the endpoint.
+        policy: Routing policy that uses the cache content.
+    """
     watch = _Watch(remote, policy)
     retry_seconds = RETRY_SECONDS_MIN
     while True:
@@ -39,18 +48,22 @@ async def watch_residency(remote: RemoteEndpoint, policy: Policy) -> None:
 
 
 class _Watch:
-    """is_known: what the endpoint has."""
+    """State of one event stream.
+
+    Attributes:
+        is_known: True if the cache content of the endpoint is known.
+    """
 
     def __init__(self, remote: RemoteEndpoint, policy: Policy) -> None:
         self.is_known = False
         self._remote = remote
         self._policy = policy
         self._snapshot: list[BlockHash] = []
-        self._sequence: int | None = None  # of the next change; None: a snapshot is not complete
-        self._reason_told = ""
+        self._sequence: int | None = None  # number of the next change; None while a snapshot is incomplete
+        self._reason_logged = ""
 
     async def listen(self) -> None:
-        """One stream, until it ends, breaks or is silent."""
+        """Follow one stream until it ends, breaks or is silent."""
         self._snapshot, self._sequence = [], None
         with trio.CancelScope(deadline=trio.current_time() + STALE_SECONDS) as silence:
             try:
@@ -63,10 +76,10 @@ class _Watch:
             except (EndpointLost, BrokenEvents) as error:
                 self._say(str(error))
         if silence.cancelled_caught:
-            self._say(f"nothing came for {STALE_SECONDS:g} s")
+            self._say(f"no event for {STALE_SECONDS:g} s")
 
     def lose(self) -> None:
-        """From now on it is unknown what the endpoint has."""
+        """Forget the cache content of the endpoint."""
         self.is_known = False
         self._policy.note_unknown(self._remote.id)
 
@@ -83,7 +96,7 @@ class _Watch:
             return
         if self._sequence is None or event.sequence != self._sequence:
             expected = "a snapshot" if self._sequence is None else self._sequence
-            raise BrokenEvents(f"change {event.sequence} came, expected was {expected}")
+            raise BrokenEvents(f"received change {event.sequence}, expected {expected}")
         self._sequence += len(event.hashes)
         if isinstance(event, BlocksStored):
             self._policy.note_stored(self._remote.id, event.hashes)
@@ -92,25 +105,25 @@ class _Watch:
 
     def _take_snapshot(self, part: ResidencySnapshot) -> None:
         if part.hash_scheme != HASH_SCHEME or part.block_size < 1:
-            raise BrokenEvents(f'its blocks are named by "{part.hash_scheme}", and here by "{HASH_SCHEME}"')
+            raise BrokenEvents(f'the endpoint names blocks by "{part.hash_scheme}", and this router by "{HASH_SCHEME}"')
         if self._sequence is not None:
-            self._sequence = None  # changes were missed
+            self._sequence = None  # changes before the new snapshot were missed
             self.lose()
         self._snapshot += part.hashes[: BLOCKS_MAX - len(self._snapshot)]
         if part.left:
             return
         window_tokens = part.window_tokens
         if window_tokens is not None and window_tokens < 1:
-            raise BrokenEvents(f"its model's sliding window has {window_tokens} tokens")
+            raise BrokenEvents(f"the sliding window of the model has {window_tokens} tokens, allowed are 1 or more")
         self._policy.note_resident(self._remote.id, part.block_size, self._snapshot, window_tokens)
         logger.info("residency known endpoint=%s blocks=%d", self._remote.id, len(self._snapshot))
         self.is_known = True
-        self._reason_told = ""
+        self._reason_logged = ""
         self._snapshot, self._sequence = [], part.sequence
 
     def _say(self, reason: str) -> None:
-        if reason != self._reason_told:  # an endpoint that never tells is logged once
+        if reason != self._reason_logged:  # log a lasting reason once
             logger.info(
                 "residency unknown endpoint=%s reason=%s", self._remote.id, msgspec.json.encode(reason).decode()
             )
-            self._reason_told = reason
+            self._reason_logged = reason

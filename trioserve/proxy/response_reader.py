@@ -1,8 +1,8 @@
-"""Where the responses of an HTTP/1.1 server begin and end (RFC 9112). Told bytes; waits for nothing.
+"""Parser for the responses of an HTTP/1.1 server (RFC 9112). It gets bytes and performs no I/O.
 
-By hand, since a general parser is half of what a small request costs a router. It is narrower than one: what no server
-in earnest sends (folded header lines, lines without CR, codings besides chunked) is refused, and a connection goes on
-only after a response whose end is beyond doubt. tests/proxy/test_response_reader.py compares it with h11.
+A general parser would take half of the router's time for a small request. This parser accepts less than h11: it refuses
+what real servers never send (folded header lines, lines without CR, codings other than chunked). It reuses a connection
+only if the end of the response is unambiguous. tests/proxy/test_response_reader.py compares it with h11.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import re
 __all__ = ["BadResponse", "CutOff", "ResponseHead", "ResponseReader"]
 
 HEAD_BYTES_MAX = 65536
-INTERIM_RESPONSES_MAX = 100  # heads with a status of 1xx before a response
-TRAILERS_MAX = 256  # lines behind the last chunk
-CHUNK_LINE_BYTES_MAX = 4096  # a size and what servers may say of a chunk besides
+INTERIM_RESPONSES_MAX = 100  # heads with a status of 1xx before a response, without a pause between them
+TRAILERS_MAX = 256  # lines after the last chunk
+CHUNK_LINE_BYTES_MAX = 4096  # a size and optional extensions
 
 _STATUS = re.compile(r"HTTP/1\.([01]) ([1-5][0-9][0-9])(?: [^\0\r\n]*)?")
 _FIELDS = re.compile(r"(?:\r\n[-!#$%&'*+.^_`|~0-9A-Za-z]+:[^\0\r\n]*)*")
@@ -26,7 +26,7 @@ _BODILESS = frozenset({204, 304})
 
 
 class BadResponse(Exception):
-    """What came is no HTTP/1.1, or ends too early. In words."""
+    """The bytes are not an HTTP/1.1 response, or the response is incomplete. The message says why."""
 
 
 class CutOff(BadResponse):
@@ -34,7 +34,12 @@ class CutOff(BadResponse):
 
 
 class ResponseHead:
-    """headers: names in lower case, repeated ones as they came."""
+    """Status and headers of a response.
+
+    Args:
+        status: HTTP status.
+        headers: Names in lower case, and values. Repeated headers stay repeated.
+    """
 
     __slots__ = ("headers", "status")
 
@@ -49,19 +54,22 @@ class _Stage(enum.Enum):
     CHUNK_LINE = "the line before a chunk"
     CHUNK = "a chunk"
     CHUNK_END = "the line end after a chunk"
-    TRAILER = "what follows the last chunk"
+    TRAILER = "the end after the last chunk"
     UNTIL_CLOSE = "a body until the connection closes"
     ENDED = "nothing"
 
 
 class ResponseReader:
-    """The responses on one connection, one after another, none of them to a HEAD request. interim: the last interim
-    response (1xx) that came before the head of the response at hand."""
+    """Parser for the responses on one connection, one after another. None of them answers a HEAD request.
+
+    Attributes:
+        interim: Last interim response (1xx) before the head of the current response. None if there was none.
+    """
 
     def __init__(self) -> None:
         self._stage = _Stage.ENDED
         self._held = b""
-        self._left_bytes = 0  # of the body, or of the chunk
+        self._left_bytes = 0  # bytes left of the body, or of the chunk
         self._at_end = False
         self._goes_on = True
         self._interim_count = 0
@@ -70,49 +78,61 @@ class ResponseReader:
 
     @property
     def can_go_on(self) -> bool:
-        """Whether the last response has ended so that another one may follow on the same connection."""
+        """True if the connection can be used for another request."""
         return self._stage is _Stage.ENDED and self._goes_on and not self._held and not self._at_end
 
     @property
     def has_ended(self) -> bool:
-        """Whether all of the last response is here."""
+        """True if the last response is complete."""
         return self._stage is _Stage.ENDED
 
     def begin(self) -> None:
-        """A request is sent: a response is to come."""
+        """Expect a response, because a request is about to be sent."""
         assert self.can_go_on
         self.interim = None
         self._stage = _Stage.HEAD
         self._interim_count = self._trailer_count = 0
 
     def feed(self, data: bytes) -> None:
-        """What was received; nothing is the end of the connection."""
-        self._interim_count = 0  # heartbeats come for as long as a response takes, a few seconds apart
+        """Add received bytes.
+
+        Args:
+            data: Bytes from the connection. Empty at its end.
+        """
+        self._interim_count = 0  # heartbeats arrive every few seconds for as long as a response takes
         if not data:
             self._at_end = True
         else:
             self._held = self._held + data if self._held else data
 
     def next_head(self) -> ResponseHead | None:
-        """None: more has to be fed. Heads of interim responses are passed over. Raises BadResponse."""
+        """Return the head of the response, and skip interim responses.
+
+        Returns:
+            The head, or None if more bytes are needed.
+
+        Raises:
+            BadResponse: The bytes are not a valid head.
+            CutOff: The connection ended.
+        """
         while True:
             end = self._held.find(b"\r\n\r\n", 0, HEAD_BYTES_MAX)
             if end < 0:
                 if len(self._held) >= HEAD_BYTES_MAX:
-                    raise BadResponse(f"its head has more than {HEAD_BYTES_MAX} bytes")
+                    raise BadResponse(f"the head has more than {HEAD_BYTES_MAX} bytes")
                 if self._at_end:
-                    raise CutOff("it closed the connection within the head" if self._held else "no response came")
+                    raise CutOff("the connection closed within the head" if self._held else "no response arrived")
                 return None
             head, self._held = self._held[:end].decode("latin-1"), self._held[end + 4 :]
             first, line_end, _ = head.partition("\r\n")
             status_line = _STATUS.fullmatch(first)
             if status_line is None:
-                raise BadResponse(f"it begins with {first[:80]!r}")
+                raise BadResponse(f"the response begins with {first[:80]!r}")
             if _FIELDS.fullmatch(head, len(first)) is None:
-                raise BadResponse("its head has a line that is no header field")
+                raise BadResponse("the head has a line that is not a header field")
             status = int(status_line[2])
             if status == 101:
-                raise BadResponse("it changes to a protocol that nobody asked for")
+                raise BadResponse("the server switches to another protocol, which the request did not ask for")
             headers = []
             if line_end:
                 for line in head[len(first) + 2 :].split("\r\n"):
@@ -122,14 +142,21 @@ class ResponseReader:
                 break
             self._interim_count += 1
             if self._interim_count > INTERIM_RESPONSES_MAX:
-                raise BadResponse(f"more than {INTERIM_RESPONSES_MAX} interim responses came")
+                raise BadResponse(f"more than {INTERIM_RESPONSES_MAX} interim responses arrived")
             self.interim = ResponseHead(status, headers)
         self._begin_body(status, status_line[1] == "1", headers)
         return ResponseHead(status, headers)
 
     def next_piece(self) -> bytes | None:
-        """All of the body that has come since the last call; nothing at its end; None: more has to be fed.
-        Raises BadResponse."""
+        """Return the part of the body that has arrived since the last call.
+
+        Returns:
+            Bytes. Empty at the end of the body. None if more bytes are needed.
+
+        Raises:
+            BadResponse: The chunks are invalid.
+            CutOff: The connection ended.
+        """
         stage = self._stage
         if stage is _Stage.LENGTH:
             return self._next_of_length()
@@ -148,17 +175,18 @@ class ResponseReader:
         options = [
             part.strip(" \t").lower() for name, value in headers if name == "connection" for part in value.split(",")
         ]
-        # Where two lengths are told, somebody in between may believe the other one (RFC 9112, 6.3).
+        # With two lengths, another server on the way may believe the other length (RFC 9112, 6.3). The connection is
+        # not reused.
         self._goes_on = is_1_1 and "close" not in options and not (codings and lengths)
         if status in _BODILESS:
             self._stage = _Stage.ENDED
         elif codings:
             if [coding.lower() for coding in codings] != ["chunked"]:
-                raise BadResponse(f"its transfer-encoding is {', '.join(codings)[:80]!r}, and not chunked")
+                raise BadResponse(f"the transfer-encoding is {', '.join(codings)[:80]!r}, allowed is chunked")
             self._stage = _Stage.CHUNK_LINE
         elif lengths:
             if len(lengths) > 1 or _LENGTH.fullmatch(length := lengths.pop()) is None:
-                raise BadResponse("its content-length is no number")
+                raise BadResponse("the content-length is not a number")
             self._left_bytes = int(length)
             self._stage = _Stage.LENGTH if self._left_bytes else _Stage.ENDED
         else:
@@ -201,7 +229,7 @@ class ResponseReader:
                 if len(held) < position + 2:
                     break
                 if held[position : position + 2] != b"\r\n":
-                    raise BadResponse("a chunk is longer than was told")
+                    raise BadResponse("a chunk is longer than its size says")
                 position += 2
                 self._stage = _Stage.CHUNK_LINE
             else:
@@ -226,10 +254,10 @@ class ResponseReader:
                 self._stage = _Stage.ENDED
                 return
             if _TRAILER.fullmatch(line) is None:
-                raise BadResponse("what follows its last chunk is no header field")
+                raise BadResponse("a line after the last chunk is not a header field")
             self._trailer_count += 1
             if self._trailer_count > TRAILERS_MAX:
-                raise BadResponse(f"more than {TRAILERS_MAX} lines follow its last chunk")
+                raise BadResponse(f"more than {TRAILERS_MAX} lines follow the last chunk")
             return
         size = _CHUNK_SIZE.fullmatch(line)
         if size is None:
@@ -239,4 +267,4 @@ class ResponseReader:
 
     def _check_more_may_come(self) -> None:
         if self._at_end:
-            raise CutOff(f"it closed the connection, and {self._stage.value} is missing")
+            raise CutOff(f"the connection closed, and {self._stage.value} is missing")

@@ -1,8 +1,8 @@
-"""What an inference server answers, told apart from what anything else at its address answers. Waits for nothing.
+"""Checks that a response comes from an inference server. No I/O.
 
-Another program may have taken an endpoint's address, or stand before it: a web server, a captive portal, a gateway. It
-answers fast, so a router that believed it would send it most of the traffic. An answer that no OpenAI-compatible server
-sends is a fault of the endpoint (InvalidAnswer), and its client never sees it.
+Another program may have taken the address of an endpoint, or stand in front of it: a web server, a captive portal, a
+gateway. Such a program answers fast, so the router would send it most of the traffic. Therefore a response that no
+OpenAI-compatible server sends counts as a failure of the endpoint (InvalidAnswer), and the client never gets it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LINES_TYPE = "application/x-ndjson"
 
 _CHOICES = ("choices",)
 _DATA = ("data",)
-# A response has one of these fields. What is not here has no field that all servers send.
+# Each response has at least one of these fields. Paths that are not listed have no field that all servers send.
 _FIELDS: dict[str, tuple[str, ...]] = {
     "/v1/chat/completions": _CHOICES,
     "/v1/completions": _CHOICES,
@@ -47,19 +47,26 @@ _EVENT_FIELDS = (b"data:", b"event:", b"id:", b"retry:", b":")
 
 
 class InvalidAnswer(EndpointLost):
-    """An endpoint answered with what no inference server sends.
+    """An endpoint sent a response that no inference server sends.
 
     Args:
-        reason: in a word, as metrics have it.
+        id: Endpoint that sent the response.
+        reason: Kind of the fault in one word, for metrics.
+        said: Description of the response, for the message.
     """
 
     def __init__(self, id: EndpointId, reason: str, said: str) -> None:
-        super().__init__(f'the endpoint "{id}" sent what no inference server sends: {said}')
+        super().__init__(f'the endpoint "{id}" sent a response that no inference server sends: {said}')
         self.reason = reason
 
 
 def is_error(content_type: str | None, said: bytes) -> bool:
-    """Whether this is an error as OpenAI's, Anthropic's, Ollama's, vLLM's or FastAPI's servers word them."""
+    """Return True if a body is an error in the format of OpenAI, Anthropic, Ollama, vLLM or FastAPI.
+
+    Args:
+        content_type: Header of the response. None counts as JSON.
+        said: Body of the response.
+    """
     if not (content_type or JSON_TYPE).startswith(JSON_TYPE):
         return False
     try:
@@ -68,25 +75,43 @@ def is_error(content_type: str | None, said: bytes) -> bool:
         return False
     if not isinstance(body, dict):
         return False
-    is_list = isinstance(body.get("detail"), list)  # FastAPI's of a field; its "Not Found" is a string
+    is_list = isinstance(body.get("detail"), list)  # FastAPI's error about a field; its "Not Found" is a string
     return (
         is_list or body.get("object") == "error" or (isinstance(body.get("error"), dict | str) and bool(body["error"]))
     )
 
 
 def check_head(id: EndpointId, status: int, content_type: str | None) -> None:
-    """Check status and type of a response that is no error. Raises InvalidAnswer."""
+    """Check the status and content type of a response that is not an error.
+
+    Args:
+        id: Endpoint that sent the response.
+        status: HTTP status.
+        content_type: Header of the response. None counts as JSON.
+
+    Raises:
+        InvalidAnswer: An inference server would not send this head.
+    """
     if 300 <= status < 400:
         raise InvalidAnswer(id, "redirect", f"a redirect, status {status}")
     if status in (204, 205):
-        raise InvalidAnswer(id, "empty", f"nothing, status {status}")
+        raise InvalidAnswer(id, "empty", f"no body, status {status}")
     kind = (content_type or JSON_TYPE).partition(";")[0].strip().lower()
     if kind not in (JSON_TYPE, EVENTS_TYPE, LINES_TYPE):
         raise InvalidAnswer(id, "content_type", f"a response of the type {kind[:80]!r}")
 
 
 def check_whole(id: EndpointId, path: str, said: bytes) -> None:
-    """Check a whole response that is no error. Raises InvalidAnswer."""
+    """Check a complete response that is not an error.
+
+    Args:
+        id: Endpoint that sent the response.
+        path: Path of the request.
+        said: Body of the response.
+
+    Raises:
+        InvalidAnswer: The body is not JSON, or lacks the fields of this path.
+    """
     if not said.strip():
         raise InvalidAnswer(id, "empty", "an empty response")
     try:
@@ -95,9 +120,9 @@ def check_whole(id: EndpointId, path: str, said: bytes) -> None:
         try:
             msgspec.json.decode(said)
         except (msgspec.DecodeError, UnicodeDecodeError):
-            raise InvalidAnswer(id, "not_json", f"{said[:80]!r}, which is no JSON") from None
+            raise InvalidAnswer(id, "not_json", f"{said[:80]!r}, which is not JSON") from None
         if path in _FIELDS:
-            raise InvalidAnswer(id, "shape", "JSON that is no object") from None
+            raise InvalidAnswer(id, "shape", "JSON that is not an object") from None
         return
     wanted = _FIELDS.get(path)
     if wanted is not None and not any(name in fields for name in wanted):
@@ -105,9 +130,17 @@ def check_whole(id: EndpointId, path: str, said: bytes) -> None:
 
 
 def check_begin(id: EndpointId, said: bytes) -> None:
-    """Check the first bytes of a response that is too large to be kept. Raises InvalidAnswer."""
+    """Check the first bytes of a response that is too large to check completely.
+
+    Args:
+        id: Endpoint that sent the response.
+        said: First bytes of the body.
+
+    Raises:
+        InvalidAnswer: The bytes do not begin a JSON object or list.
+    """
     if not said.lstrip().startswith((b"{", b"[")):
-        raise InvalidAnswer(id, "not_json", f"{said[:80]!r}, which is no JSON")
+        raise InvalidAnswer(id, "not_json", f"{said[:80]!r}, which is not JSON")
 
 
 class _Line(msgspec.Struct):
@@ -115,7 +148,18 @@ class _Line(msgspec.Struct):
 
 
 def check_line(id: EndpointId, line: bytes) -> bool:
-    """Check one line of Ollama's streams. Returns whether it is the last one. Raises InvalidAnswer."""
+    """Check one line of a stream of Ollama's API.
+
+    Args:
+        id: Endpoint that sent the line.
+        line: JSON text.
+
+    Returns:
+        True if it is the last line of the stream.
+
+    Raises:
+        InvalidAnswer: The line is not JSON.
+    """
     try:
         return msgspec.json.decode(line, type=_Line).done or b'"error"' in line
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -132,12 +176,14 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 
 class EventCheck:
-    """Checks the events of one streamed response.
+    """Check of the events of one streamed response.
 
     Args:
-        path: of the request.
+        id: Endpoint that sends the response.
+        path: Path of the request.
 
-    is_over: an event has come with which such a stream ends.
+    Attributes:
+        is_over: True after an event that ends such a stream.
     """
 
     def __init__(self, id: EndpointId, path: str) -> None:
@@ -148,11 +194,18 @@ class EventCheck:
 
     @property
     def must_end(self) -> bool:
-        """Whether streams of this path end with an event that says so."""
+        """True if streams of this path have a special last event."""
         return self._needs_choices or self._last_types is not None
 
     def check(self, events: bytes) -> None:
-        """Check whole events. Raises InvalidAnswer."""
+        """Check events.
+
+        Args:
+            events: Complete events.
+
+        Raises:
+            InvalidAnswer: An inference server would not send these events.
+        """
         data = b""
         for line in events.splitlines():
             if line.startswith(b"data:"):
@@ -162,7 +215,7 @@ class EventCheck:
                     self._check_data(data)
                     data = b""
             elif not line.startswith(_EVENT_FIELDS):
-                raise InvalidAnswer(self._id, "event", f"{line[:80]!r} among its events")
+                raise InvalidAnswer(self._id, "event", f"{line[:80]!r} among the events")
         if data:
             self._check_data(data)
 

@@ -1,4 +1,4 @@
-"""What a router reads of a body, and how it changes it; all else goes on as it came."""
+"""Fields of a request body that the router reads or replaces. All other bytes are forwarded unchanged."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from trioserve.contracts.endpoint import PREFIX_BLOCK_TOKENS
 
 __all__ = ["TRANSFER_PARAMS", "RoutedBody", "prefix_of", "rewritten", "without_transfer_params"]
 
-TOKEN_BYTES = 4  # of English text and JSON, on average: the router does not tokenize
+TOKEN_BYTES = 4  # average for English text and JSON: the router does not tokenize
 PREFIX_BLOCK_BYTES = PREFIX_BLOCK_TOKENS * TOKEN_BYTES
-PREFIX_BLOCKS_MAX = 1024  # 128 KiB of prompt; what lies behind them decides nothing
+PREFIX_BLOCKS_MAX = 1024  # 128 KiB of prompt; later blocks do not influence the choice of an endpoint
 TRANSFER_PARAMS = "kv_transfer_params"
 
 _NOTHING = msgspec.Raw()
 
 
 class RoutedBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields that decide where a request goes and how long it may take. The endpoint checks the others."""
+    """Fields that decide which endpoint gets a request and how long it may take. The endpoint checks the others."""
 
     model: str | None = None
     stream: bool | None = None
@@ -46,30 +46,41 @@ class RoutedBody(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def content(self) -> bytes:
-        """The JSON of what is to be answered, in the order in which it becomes a prompt."""
+        """JSON text of the prompt, with its parts in the order in which they become tokens."""
         said = bytes(self.messages) or bytes(self.prompt) or bytes(self.input) or bytes(self.documents)
         before = bytes(self.system) or bytes(self.instructions) or bytes(self.query)
         return before + said if before else said
 
     @property
     def known_token_count(self) -> int:
-        """Tokens of a response that goes on: those are computed as a prompt is. An estimate: the endpoint counts."""
+        """Estimated number of known tokens in a request that resumes a response. They are computed like a prompt."""
         return bytes(self.resume).count(b",")
 
     @property
     def prompt_count(self) -> int:
-        """How many prompts there are: a list of texts, or of lists of token ids, is several."""
+        """Number of prompts: a list of texts, or a list of lists of token ids, has several."""
         if bytes(memoryview(self.prompt)[:1]) != b"[":
             return 1
-        # However much white space is before its first item: that tells what it is a list of.
+        # The first item tells what the list contains. Any amount of white space may come before the first item.
         if not bytes(self.prompt)[1:].lstrip().startswith((b'"', b"[")):
             return 1
         return max(1, len(msgspec.json.decode(self.prompt, type=list[msgspec.Raw])))
 
 
 def prefix_of(content: bytes, model: str, salt: str | None) -> tuple[BlockHash, ...]:
-    """Names of the full blocks that the content begins with: equal for equal beginnings, each for all before it, too.
-    The blocks are of bytes, since only an endpoint knows its tokens."""
+    """Compute the names of the full blocks at the beginning of a prompt.
+
+    Each name also depends on all blocks before. Two prompts with the same beginning therefore share names. The blocks
+    consist of bytes, because only an endpoint knows the tokens.
+
+    Args:
+        content: JSON text of the prompt.
+        model: Model that computes the request.
+        salt: Cache salt of the request. None without a salt.
+
+    Returns:
+        At most PREFIX_BLOCKS_MAX names, in order.
+    """
     name = blake2b(root_hash(salt) + model.encode("utf-8", "surrogatepass"), digest_size=16).digest()
     names = []
     end = min(len(content) // PREFIX_BLOCK_BYTES, PREFIX_BLOCKS_MAX) * PREFIX_BLOCK_BYTES
@@ -80,8 +91,13 @@ def prefix_of(content: bytes, model: str, salt: str | None) -> tuple[BlockHash, 
 
 
 def rewritten(raw: bytes, fields: dict[str, object], *, without: Collection[str] = ()) -> bytes:
-    """The JSON object with these fields in place of its own, and none of those `without`; the bytes of the others stay
-    as they are."""
+    """Replace and remove fields of a JSON object. The bytes of all other fields stay unchanged.
+
+    Args:
+        raw: The JSON object.
+        fields: New values by field name. A field that the object lacks is added.
+        without: Names of fields to remove.
+    """
     if not fields and not without:
         return raw
     parsed = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
@@ -91,7 +107,14 @@ def rewritten(raw: bytes, fields: dict[str, object], *, without: Collection[str]
 
 
 def without_transfer_params(raw: bytes, body: RoutedBody, fields: dict[str, object]) -> bytes:
-    """The body as clients may send it, with these fields in place of its own. What is left out names the host and port
-    from which an engine fetches KV: a client that could choose them would have servers connect to wherever it likes,
-    and read what others have asked. The router makes its own."""
+    """Replace fields of a client's body and remove its kv_transfer_params.
+
+    kv_transfer_params names the host and port from which an engine fetches KV. A client that could set them could make
+    servers connect to any address, and read the KV of other clients. Only the router sets them.
+
+    Args:
+        raw: Body as the client sent it.
+        body: Fields that the router has read from `raw`.
+        fields: New values by field name.
+    """
     return rewritten(raw, fields, without=(TRANSFER_PARAMS,) if bytes(body.kv_transfer_params) else ())

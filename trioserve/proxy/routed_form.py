@@ -1,4 +1,4 @@
-"""What a router reads of a form, and how it changes it; the other parts, files above all, go on as they came."""
+"""Fields of a multipart form that the router reads or replaces. Other parts, mainly files, are forwarded unchanged."""
 
 from __future__ import annotations
 
@@ -21,11 +21,18 @@ __all__ = ["EDITS_PATH", "RoutedForm", "read_form"]
 EDITS_PATH = "/v1/images/edits"
 PROMPT = "prompt"
 READ = frozenset({PROMPT, "model", "stream", "n", "priority", "queue_timeout", "ttft_timeout", "timeout"})
-TEXT_BYTES_MAX = 4 * PROMPT_CHARACTERS_MAX  # of a prompt in UTF-8, as an engine that makes pictures takes it
+TEXT_BYTES_MAX = 4 * PROMPT_CHARACTERS_MAX  # bytes of a prompt in UTF-8, as an image engine accepts it
 
 
 class RoutedForm:
-    """raw: the form; body: of it what decides where it goes."""
+    """A multipart form and the fields of it that the router has read.
+
+    Args:
+        raw: Bytes of the form.
+        boundary: Boundary between the parts, from the content type.
+        body: Fields that decide which endpoint gets the request.
+        parts: Positions of the parts that the router has read, by name.
+    """
 
     def __init__(self, raw: bytes, boundary: str, body: RoutedBody, parts: dict[str, FormPart]) -> None:
         self.body = body
@@ -35,7 +42,15 @@ class RoutedForm:
 
     @classmethod
     def read(cls, raw: bytes, content_type: str | None) -> RoutedForm:
-        """Raises InvalidRequest for what is no form, and for a part that is read here and says nothing."""
+        """Parse a form.
+
+        Args:
+            raw: Bytes of the form.
+            content_type: Header `content-type` of the request. None if the request has none.
+
+        Raises:
+            InvalidRequest: The bytes are not a form, or a field that the router reads is invalid or occurs twice.
+        """
         boundary = form_boundary(content_type)
         parts: dict[str, FormPart] = {}
         for part in form_parts(raw, boundary):
@@ -44,7 +59,7 @@ class RoutedForm:
             if part.name in READ:
                 parts[part.name] = part
         texts = {name: text_of(part, TEXT_BYTES_MAX) for name, part in parts.items()}
-        # In a form every value is a text, and one that is empty was not filled in.
+        # Every value of a form is text. An empty value means that the field was not filled in.
         fields: dict[str, Any] = {name: text for name, text in texts.items() if text and name != PROMPT}
         try:
             body = msgspec.convert(fields, RoutedBody, strict=False)
@@ -54,7 +69,12 @@ class RoutedForm:
         return cls(raw, boundary, msgspec.structs.replace(body, prompt=prompt), parts)
 
     def rewritten(self, fields: dict[str, object], *, without: Collection[str] = ()) -> bytes:
-        """The form with these fields in place of its own, and none of those `without`."""
+        """Replace and remove fields. All other parts stay unchanged.
+
+        Args:
+            fields: New values by field name. A field that the form lacks is added.
+            without: Names of fields to remove.
+        """
         gone = sorted((part.begin, part.end) for name, part in self._parts.items() if name in fields or name in without)
         if not fields and not gone:
             return self._raw
@@ -72,7 +92,15 @@ class RoutedForm:
 
 
 async def read_form(context: RouterContext, raw: bytes) -> RoutedForm:
-    """Raises as RoutedForm.read does."""
+    """Parse a form. A large form is parsed in a thread, in turn with forms of other tenants.
+
+    Args:
+        context: Request that has the form as its body.
+        raw: Bytes of the form.
+
+    Raises:
+        InvalidRequest: As for `RoutedForm.read`.
+    """
     content_type = context.exchange.headers.get("content-type")
     if len(raw) <= INLINE_BYTES_MAX:
         return RoutedForm.read(raw, content_type)

@@ -1,6 +1,6 @@
-"""The prompt in a body that a router passes on, as an engine will read it: for naming its blocks.
+"""Extraction of the prompt from a request body that the router forwards, to compute the names of its blocks.
 
-What an engine would refuse has no prompt here, and no error: the engine tells its client.
+A body that an engine would refuse yields no names and no error: the engine itself reports the error to the client.
 """
 
 from __future__ import annotations
@@ -33,8 +33,19 @@ async def named_blocks(
     *,
     tenant: str | None = None,
 ) -> dict[int, tuple[BlockHash, ...]]:
-    """By block size, the names of the leading blocks of what the body asks to be continued; empty if they cannot be
-    told, or do not matter. adapter_digest: of the LoRA adapter that it is to be computed with. tenant: whose it is."""
+    """Compute the names of a prompt's leading blocks, for each block size.
+
+    Args:
+        naming: Tokenizes the prompt and names its blocks.
+        path: Path of the request. Only chat and text completions have names.
+        raw: Body of the request.
+        block_sizes: Block sizes of the endpoints, in tokens.
+        adapter_digest: Digest of the LoRA adapter that computes the request. None without an adapter.
+        tenant: Tenant of the request, for a fair share of the tokenizer threads.
+
+    Returns:
+        Names in order, by block size. Empty if the names cannot be computed, or if no cached block could be used.
+    """
     try:
         body: GenerationBody
         if path == CHAT_PATH:
@@ -49,19 +60,20 @@ async def named_blocks(
             return {}
     except InvalidRequest:
         return {}
-    if prompt is None or body.prompt_logprobs is not None:  # whose tokens are all computed, cached or not
+    # prompt log probabilities need every token computed, also cached ones
+    if prompt is None or body.prompt_logprobs is not None:
         return {}
     salt = adapter_salt(body.cache_salt, adapter_digest)
     return await naming.names(prompt, block_sizes, salt=salt, add_special_tokens=adds_special_tokens, tenant=tenant)
 
 
 def _chat(body: ChatBody) -> Prompt | None:
-    # A template that came with the request may take any time; whether the engine trusts it is not known here.
+    # A template from the request may run for any length of time. The router does not know whether the engine trusts it.
     return None if body.chat_template is not None else chat_prompt(body, trust_chat_template=False)
 
 
 def _first(body: CompletionBody) -> Prompt | None:
-    """Of several prompts the first. None if it is none."""
+    """Return the first prompt of the body, or None if there is none that the prefix cache can serve."""
     if body.echo and body.logprobs is not None:
         return None
     prompt = body.prompt

@@ -1,4 +1,4 @@
-"""The API of a router: what goes on to an endpoint, and what the router answers itself."""
+"""HTTP API of a router: routes that are forwarded to an endpoint, and routes that the router answers itself."""
 
 from __future__ import annotations
 
@@ -89,17 +89,17 @@ FORWARDED = (
 )
 """Paths whose requests name a model and go to an endpoint that serves it."""
 
-FORMS_MAX = 2  # large ones that are read at a time, each in a thread
+FORMS_MAX = 2  # large forms that are parsed at a time, each in a thread
 ENDPOINTS_PATH = "/endpoints"
 ENDPOINT_PATH = "/endpoints/"
-"""What follows is the endpoint's id, slashes included."""
+"""The rest of the path is the endpoint's id, which may contain slashes."""
 DRAIN_SUFFIX = "/drain"
 COUNTED_TOGETHER = ("leases", "in_flight", "moved_from", "moved_to")
-"""Of an endpoint, by all processes of this router."""
+"""Fields of an endpoint that are added up over all processes of this router."""
 MOVE_SECONDS = 30.0
-"""In which an endpoint is emptied, if the request does not say: what finds no room elsewhere meanwhile waits there."""
+"""Default time to move requests away from an endpoint. Requests wait there until another endpoint is free."""
 MOVE_SECONDS_MAX = 86_400
-MANAGED_BY_ADMIN = "endpoints are added and drained with the admin's API key: see --admin-api-key"
+MANAGED_BY_ADMIN = "adding and draining endpoints needs the admin's API key: see --admin-api-key"
 
 
 async def list_models(context: RouterContext) -> None:
@@ -107,7 +107,14 @@ async def list_models(context: RouterContext) -> None:
 
 
 async def read_model(context: RouterContext) -> None:
-    """Raises UnknownModel."""
+    """GET /v1/models/MODEL.
+
+    Args:
+        context: Request of the router's API.
+
+    Raises:
+        UnknownModel: No endpoint serves the model.
+    """
     name = context.exchange.path.removeprefix(MODEL_PATH)
     if name not in context.fleet.models():
         raise UnknownModel(f'the model "{name}" is not served here; served are: {", ".join(context.fleet.models())}')
@@ -134,12 +141,20 @@ STARTED_AT = int(time.time())
 
 
 async def read_health(context: RouterContext) -> None:
-    """200 as long as the event loop turns."""
+    """GET /health: 200 as long as the event loop runs.
+
+    Args:
+        context: Request of the router's API.
+    """
     await context.respond_json({"status": "alive"})
 
 
 async def read_ready(context: RouterContext) -> None:
-    """200 if there is an endpoint that takes requests."""
+    """GET /ready: 200 if an endpoint accepts requests.
+
+    Args:
+        context: Request of the router's API.
+    """
     reason = context.fleet.unready_reason()
     if reason is None:
         await context.respond_json({"ready": True})
@@ -154,15 +169,15 @@ async def read_version(context: RouterContext) -> None:
 async def list_endpoints(context: RouterContext) -> None:
     described = context.fleet.described()
     for answer in await context.processes.ask(context):
-        told = {each["id"]: each for each in _listed(answer)}
+        counts = {each["id"]: each for each in _listed(answer)}
         for endpoint in described:
             for name in COUNTED_TOGETHER:
-                endpoint[name] += told.get(endpoint["id"], {}).get(name, 0)
+                endpoint[name] += counts.get(endpoint["id"], {}).get(name, 0)
     await context.respond_json({"object": "list", "data": described})
 
 
 def _listed(answer: Answer) -> list[dict[str, Any]]:
-    """Of another process that was asked for a list; nothing if it had none."""
+    """Return the list of another process, or nothing if its response is an error."""
     if answer.status != 200:
         return []
     return msgspec.json.decode(answer.body, type=_List).data
@@ -173,7 +188,14 @@ class _List(msgspec.Struct):
 
 
 async def add_endpoint(context: RouterContext) -> None:
-    """Add an endpoint. It gets requests as soon as it is healthy."""
+    """POST /endpoints: add an endpoint. It gets requests as soon as it is healthy.
+
+    Args:
+        context: Request of the router's API.
+
+    Raises:
+        InvalidRequest: The URL is invalid, or another endpoint has the id.
+    """
     check_is_admin(context.caller, MANAGED_BY_ADMIN)
     body = await context.exchange.body()
     spec = decode_body(body, EndpointSpec)
@@ -200,13 +222,20 @@ async def drain_endpoint(context: RouterContext) -> None:
     """Drain an endpoint: it gets no more requests, and is removed when its last request has ended.
 
     With `move=true` in the query, its requests are moved to other endpoints, within `seconds`.
+
+    Args:
+        context: Request of the router's API.
+
+    Raises:
+        Refusal: There is no such endpoint (404).
+        InvalidRequest: The query is invalid.
     """
     check_is_admin(context.caller, MANAGED_BY_ADMIN)
     path = context.exchange.path.removeprefix(ENDPOINT_PATH)
     if context.exchange.method == "POST":
         if not path.endswith(DRAIN_SUFFIX):
             raise _endpoint_not_found(
-                f"POST {ENDPOINT_PATH}ID{DRAIN_SUFFIX} drains an endpoint, this path ends in another way"
+                f"POST {ENDPOINT_PATH}ID{DRAIN_SUFFIX} drains an endpoint, but this path has another end"
             )
         path = path.removesuffix(DRAIN_SUFFIX)
     id = EndpointId(path)
@@ -229,12 +258,19 @@ def _endpoint_not_found(message: str) -> Refusal:
 
 
 def _move_seconds(context: RouterContext) -> float | None:
-    """None: nothing is to be moved. Raises InvalidRequest."""
+    """Read the query of a drain request.
+
+    Returns:
+        Time to move requests, or None if they are not moved.
+
+    Raises:
+        InvalidRequest: The query is invalid.
+    """
     move, seconds = context.query("move"), context.query("seconds")
     if move not in (None, "true", "false"):
         raise InvalidRequest(f'move is "{move[:80]}", it must be true or false', param="move")
     if seconds is not None and move != "true":
-        raise InvalidRequest("seconds says how long moving may take: send move=true with it", param="seconds")
+        raise InvalidRequest("seconds limits the time of moving: send move=true with it", param="seconds")
     if move != "true":
         return None
     try:
@@ -249,17 +285,25 @@ def _move_seconds(context: RouterContext) -> float | None:
 
 
 async def greet(context: RouterContext) -> None:
-    """For other routers, twice a second: that this one lives, and which it is."""
+    """GET /peer: name and instance of this router, for other routers that check it twice a second.
+
+    Args:
+        context: Request of the router's API.
+    """
     await context.respond_json(context.peers.greeting())
 
 
 async def list_peers(context: RouterContext) -> None:
-    check_is_admin(context.caller, "the other routers are listed with the admin's API key: see --admin-api-key")
+    check_is_admin(context.caller, "listing the other routers needs the admin's API key: see --admin-api-key")
     await context.respond_json({"object": "list", "data": context.peers.described()})
 
 
 async def list_requests(context: RouterContext) -> None:
-    """Those that live, wherever they are."""
+    """GET /v1/requests: running and queued requests, of all processes of this router.
+
+    Args:
+        context: Request of the router's API.
+    """
     now = trio.current_time()
     live: list[dict[str, object]] = [
         {
@@ -279,7 +323,14 @@ async def list_requests(context: RouterContext) -> None:
 
 
 async def control_request(context: RouterContext) -> None:
-    """To the endpoint where the request is, whichever process has it."""
+    """POST /v1/requests/ID/...: forward to the endpoint that runs the request, from the process that has it.
+
+    Args:
+        context: Request of the router's API.
+
+    Raises:
+        Refusal: No process has the request (404), or the action is not allowed.
+    """
     try:
         await forward_control(context)
     except Refusal as refusal:
@@ -292,7 +343,7 @@ async def control_request(context: RouterContext) -> None:
 
 
 async def stream_page_events(context: RouterContext) -> None:
-    assert context.page is not None, "the route is there with the page"
+    assert context.page is not None, "the route exists only with the page"
     await context.page.stream(context)
 
 
@@ -363,7 +414,7 @@ TEMPLATES: tuple[Route[RouterContext], ...] = (
     Route(path="/v1/streams/{stream}", operations={"GET": forward_stream, "DELETE": forward_stream}),
     Route(path=UI_PATH + "{file}", operations={"GET": show_file}, needs_key=False),
 )
-"""About what an endpoint keeps, and the page's files. Each segment in braces stands for any text."""
+"""Routes for stored objects, and the page's files. A segment in braces matches any text."""
 ENDPOINT = Route[RouterContext](
     path=ENDPOINT_PATH + "{endpoint}",
     operations={"DELETE": drain_endpoint, "POST": drain_endpoint},
@@ -372,7 +423,28 @@ ENDPOINT = Route[RouterContext](
 
 
 class RouterApp(BaseApp[RouterContext]):
-    """The handler of a router. kept: what endpoints keep and was made through it."""
+    """HTTP handler of a router.
+
+    Args:
+        fleet: Endpoints of the router.
+        metrics: Metrics of the router.
+        rules: Settings for reading and forwarding requests. None: the default settings.
+        api_keys: Keys of clients. Empty: no key is needed.
+        admin_api_key: Key of the operator.
+        access: Rights of callers.
+        more_metrics: Returns further metrics in Prometheus' text format.
+        clock_and_ids: Source of times and request ids. None: the real ones.
+        naming: Names the blocks of prompts, for routing policies that need them.
+        peers: Other routers in front of the same endpoints. None: there are none.
+        processes: Other processes of this router. None: there are none.
+        page: Settings of the live page.
+        tracer: Receives trace spans, see BaseApp.
+        logs_requests: Whether each request is logged, see BaseApp.
+
+    Attributes:
+        kept: Stored objects that were created through this router.
+        page: Live page.
+    """
 
     def __init__(
         self,
@@ -392,10 +464,6 @@ class RouterApp(BaseApp[RouterContext]):
         tracer: Tracer = NO_TRACER,
         logs_requests: bool = False,
     ) -> None:
-        """more_metrics: shown behind the router's own. naming: names the blocks of prompts, for a policy that asks.
-        peers: what other routers before the same endpoints mean for streams. processes: the other ones of this router.
-        page: the live page.
-        tracer, logs_requests: see BaseApp."""
         super().__init__(
             ApiKeys(api_keys, admin_key=admin_api_key, rules=access),
             metrics,

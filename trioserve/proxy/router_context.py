@@ -1,4 +1,4 @@
-"""One request of the router's API: what came in, and the router that it goes through."""
+"""One request of the router's API, with the services that its handler needs."""
 
 from __future__ import annotations
 
@@ -35,17 +35,23 @@ if TYPE_CHECKING:
 
 __all__ = ["ENDPOINT_PARAMETER", "RouterContext", "RoutingRules"]
 
-PATH_CHARACTERS = "/:@!$&'()*+,;=~"  # that stand for themselves in a path (RFC 3986, 3.3)
+PATH_CHARACTERS = "/:@!$&'()*+,;=~"  # characters that a path may contain unescaped (RFC 3986, 3.3)
 ENDPOINT_PARAMETER = "id"
-"""In the query of a request: the one endpoint it may go to."""
+"""Query parameter that pins a request to one endpoint."""
 
 
 class RoutingRules:
-    """How requests are read. deadlines: of those that bring none; deadlines_max: what any may have. tenant_header,
-    session_header: whose values tell tenants and sessions apart; which callers' tenants, see Caller.
-    passes_authorization: endpoints get the client's Authorization header, since no key of the router stands in it.
-    disaggregated_prompt_tokens_min: a prompt with fewer tokens, as estimated from its length, is computed where its
-    response is. continuation_bytes_max: of what is kept of a stream, so that it can go on elsewhere; 0: none does.
+    """Settings for reading and forwarding requests.
+
+    Args:
+        deadlines: Deadlines of requests that set none. None: no deadlines.
+        deadlines_max: Upper limits of all deadlines. None: no limits.
+        tenant_header: Header with the tenant's name. `Caller` decides who may set it.
+        session_header: Header with the name of a session.
+        passes_authorization: Whether endpoints get the client's key. True if the router has no keys of its own.
+        disaggregated_prompt_tokens_min: Shorter prompts are not disaggregated. The count is estimated from the length.
+        continuation_bytes_max: Limit of the state that the router keeps to resume a stream at another endpoint, in
+            bytes. 0: streams do not resume.
     """
 
     def __init__(
@@ -69,19 +75,35 @@ class RoutingRules:
 
 
 class RouterContext(Responder):
-    """Handlers get one of these, and answer it once.
+    """One request of the router's API. Its handler answers it once.
 
-    peers: what they mean for streams. naming: names the blocks of prompts; None where no policy asks for it. kept:
-    where what endpoints keep is.
-    path_told: what endpoints see instead of the path; None: the path.
-    streams: those that may be continued. continuation: of this one, if it may.
-    admission: its place or lease, once it has one. endpoint: where it went last. prefill_endpoint: which other one has
-    computed its prompt.
-    page: the live page. processes: the other ones of this router.
-    refused: how an endpoint refused it, as long as another one may see that otherwise.
-    leg: the span of what is asked of an endpoint now, where the request is traced.
-    forms: how many large forms are read at a time. form: the body, if it is one.
-    stream: of a streamed response, what becomes of it when this router dies. client_events: what its client gets of it.
+    Args:
+        exchange: HTTP request and response.
+        fleet: Endpoints of the router.
+        rules: Settings for reading and forwarding requests.
+        metrics: Metrics of the router.
+        clock_and_ids: Source of times and request ids.
+        more_metrics: Returns further metrics in Prometheus' text format.
+        naming: Names the blocks of prompts. None: the routing policy does not need them.
+        kept: Locations of stored objects.
+        streams: Running streams that can resume at another endpoint.
+        access: Keys and rights of callers.
+        peers: Other routers, which can resume streams of this router.
+        page: Live page. None: the router has none.
+        processes: Other processes of this router.
+        forms: Limits how many large forms are parsed at a time.
+
+    Attributes:
+        admission: Place in the queue, or lease. None until the request is queued.
+        client_events: Events that the client gets. They differ from the endpoint's events for a resumed stream.
+        continuation: State to resume this response at another endpoint. None: it cannot resume.
+        endpoint: Endpoint that got the request last.
+        form: Body, if it is a form.
+        leg: Trace span of the current request to an endpoint.
+        endpoint_path: Path that endpoints see. None: the path of the request.
+        prefill_endpoint: Endpoint that computed the prompt of a disaggregated request.
+        refused: Refusal of an endpoint. It is kept while another endpoint may accept the request.
+        stream: State of the response that survives the end of this router.
     """
 
     def __init__(
@@ -117,7 +139,7 @@ class RouterContext(Responder):
         self.access = access or AccessRules()
         self.continuation: Continuation | None = None
         self.peers = peers or NoPeers()
-        self.path_told: str | None = None
+        self.endpoint_path: str | None = None
         self.admission: AdmissionScope | None = None
         self.endpoint: EndpointId | None = None
         self.prefill_endpoint: EndpointId | None = None
@@ -128,24 +150,34 @@ class RouterContext(Responder):
         self._held_head: tuple[int, HeaderFields] | None = None
 
     def query(self, name: str) -> str | None:
+        """Return the first value of a query parameter, or None.
+
+        Args:
+            name: Name of the parameter.
+        """
         return next((value for key, value in parse_qsl(self.exchange.query) if key == name), None)
 
     @property
     def named_tenant(self) -> str | None:
-        """Whose the request is, as it says itself; what that counts for is the caller's to say."""
+        """Tenant that the request names. The caller's rights decide whether the name counts."""
         return self.exchange.headers.get(self.rules.tenant_header)
 
     @property
     def target(self) -> str:
-        """Path and query as an endpoint is to see them."""
+        """Path and query that the endpoint gets."""
         rest = [(key, value) for key, value in parse_qsl(self.exchange.query) if key != ENDPOINT_PARAMETER]
-        return quote(self.path_told or self.exchange.path, safe=PATH_CHARACTERS) + (
+        return quote(self.endpoint_path or self.exchange.path, safe=PATH_CHARACTERS) + (
             "?" + urlencode(rest) if rest else ""
         )
 
     @contextmanager
     def asking(self, id: EndpointId, stage: Stage | None) -> Iterator[None]:
-        """The endpoint is asked inside: a part of the trace, and whose part its own work is."""
+        """Trace the block as a request to an endpoint. The spans of the endpoint are children of its span.
+
+        Args:
+            id: Endpoint that gets the request.
+            stage: Stage of a disaggregated request. None for other requests.
+        """
         if self.span is NO_SPAN:
             yield
             return
@@ -171,7 +203,11 @@ class RouterContext(Responder):
 
     @contextmanager
     def continued(self, continuation: Continuation | None) -> Iterator[Continuation | None]:
-        """What is kept of its response is kept inside."""
+        """Keep the state to resume the response during the block.
+
+        Args:
+            continuation: State of the response. None: it cannot resume.
+        """
         self.continuation = continuation
         if continuation is None:
             yield None
@@ -180,34 +216,54 @@ class RouterContext(Responder):
             yield continuation
 
     async def start(self, status: int, headers: HeaderFields, *, is_events: bool) -> None:
-        """Begin a response that comes from elsewhere, with its headers."""
+        """Send the head of an endpoint's response to the client.
+
+        The head of a resumed event stream is delayed until the stream reaches the client's position.
+
+        Args:
+            status: HTTP status.
+            headers: Response headers.
+            is_events: Whether the body is a stream of server-sent events.
+        """
         self._streaming = is_events
         if is_events:
             headers = self.client_events.head(headers)
         if is_events and self.client_events.is_behind:
-            self._held_head = status, headers  # it may turn out to be another response
+            self._held_head = status, headers  # the stream may turn out to be another response than the client has
             return
         self.status = status
         await self.exchange.start(status, headers)
 
     async def send_events(self, events: bytes) -> None:
-        """Of these events, which are whole, those that the client has not got yet. Raises Refusal (409) if it has got
-        another response so far."""
+        """Send the events that the client has not received yet.
+
+        Args:
+            events: Complete events.
+
+        Raises:
+            Refusal: The stream differs from the part that the client has received (409).
+        """
         try:
-            told = self.client_events.of(events)
+            new = self.client_events.of(events)
         except NotTheSame as difference:
             raise not_the_same(difference) from None
         if not self.client_events.is_behind:
             await self._release_head()
-        if told:
-            await self.exchange.send(told)
+        if new:
+            await self.exchange.send(new)
 
     async def finish(self, last: bytes = b"") -> None:
-        """last: an error that the stream ends with; it is the client's, wherever that is. Raises Refusal as send_events
-        does, for a stream that ends before it comes to where the client is."""
+        """End the response.
+
+        Args:
+            last: Error event at the end of the stream. The client gets it at any position.
+
+        Raises:
+            Refusal: The stream ends before the client's position (409).
+        """
         last = last or self.client_events.error
         if self.client_events.is_behind and not last:
-            raise not_the_same("it ends before it comes to where the client is")
+            raise not_the_same("it ends before the client's position")
         await self._release_head()
         await super().finish(self.client_events.last(last))
 
@@ -218,11 +274,22 @@ class RouterContext(Responder):
             await self.exchange.start(*held)
 
     def note_error(self, status: int, reason: str | None) -> None:
-        """Note that the response is an endpoint's error, passed on as it came, or ends with one."""
+        """Record that the response is an endpoint's error, or ends with one.
+
+        Args:
+            status: HTTP status of the error.
+            reason: Error code of the endpoint. None if it sent none.
+        """
         self.reason = reason or f"status_{status}"
         self.outcome = outcome_of_error(status, reason, has_begun=self.exchange.started)
 
     async def respond(self, status: int, headers: HeaderFields, body: bytes) -> None:
-        """The same, whole."""
+        """Send a complete response of an endpoint to the client.
+
+        Args:
+            status: HTTP status.
+            headers: Response headers.
+            body: Bytes of the body.
+        """
         self.status = status
         await self.exchange.respond(status, headers, body)

@@ -1,6 +1,6 @@
-"""What a router does at this moment, for those who watch it: its endpoints, its queues, and where each request is.
+"""Snapshots of a router for its live page: endpoints, queues, and the position of each request.
 
-As engine/live_feed: it is looked at when somebody asks, and nothing is kept while nobody does, but for the history.
+Like engine/live_feed, a snapshot is computed when a reader asks. Without readers, only the history is recorded.
 """
 
 from __future__ import annotations
@@ -24,14 +24,22 @@ from trioserve.trio_tools.watchers import Watchers
 
 __all__ = ["RouterFeed"]
 
-GAUGES_SECONDS = 1.0  # between two questions for what the metrics alone know
+GAUGES_SECONDS = 1.0  # time between two updates of the metrics that are computed on demand
 HISTORY_SERIES = ("requests_per_second", "queue_wait_p50", "queue_wait_p95", "queue", "running")
 SHARES = (0.5, 0.95)
 
 
 class RouterFeed:
-    """Every method belongs to the thread of the router's Trio program. leaving: set when it takes nothing new.
-    process: which of the router's processes this is; None: there is one."""
+    """Source of the router's live page. All methods run in the thread of the router's Trio program.
+
+    Args:
+        fleet: Endpoints of the router.
+        metrics: Metrics of the router.
+        process: Name of this process of the router. None: the router has only one.
+
+    Attributes:
+        leaving: Set when the router accepts no new requests.
+    """
 
     def __init__(self, fleet: Fleet, metrics: Metrics, *, process: str | None = None) -> None:
         self.leaving = trio.Event()
@@ -42,14 +50,15 @@ class RouterFeed:
         self._metrics = metrics
         self._started_at: float | None = None
         self._watchers = Watchers(self._forget)
-        self._seen: dict[str, tuple[AdmissionScope, RequestShown]] = {}  # at the last look, and still there
+        self._seen: dict[str, tuple[AdmissionScope, RequestShown]] = {}  # requests of the last snapshot
         self._ended: dict[str, tuple[str | None, RequestShown]] = {}
-        self._health: dict[str, tuple[str, float | None]] = {}  # since when, if that has been seen
+        # health and the time since it lasts; None: the change was not seen
+        self._health: dict[str, tuple[str, float | None]] = {}
         self._gauges_at = 0.0
         self._history: History | None = None
 
     def watching(self) -> AbstractContextManager[None]:
-        """Somebody looks now and then."""
+        """Scope of a reader. State for snapshots is kept while at least one reader is in this scope."""
         return self._watchers.watching()
 
     def _forget(self) -> None:
@@ -57,7 +66,11 @@ class RouterFeed:
             kept.clear()
 
     async def keep_history(self, interval_seconds: float) -> None:
-        """A point every so many seconds, until cancelled."""
+        """Add points to the history until cancelled.
+
+        Args:
+            interval_seconds: Time between two points.
+        """
         self._history = History(interval_seconds, HISTORY_SERIES)
         wait = HistogramWindow(self._metrics.queue_wait_seconds)
         admissions = self._dispatch.stats().admissions_total
@@ -72,7 +85,12 @@ class RouterFeed:
             self._history.note(dict(zip(HISTORY_SERIES, values, strict=True)), trio.current_time())
 
     def snapshot(self, owner: str | None, *, sees_counts: bool = True) -> PageSnapshot:
-        """As LiveFeed's."""
+        """Make a snapshot, as LiveFeed does for an engine.
+
+        Args:
+            owner: Caller whose requests are included. None: requests of all callers.
+            sees_counts: Whether statistics, history, endpoints and queues are included.
+        """
         now = trio.current_time()
         requests, request_count = self._requests(owner, now)
         stats = self._dispatch.stats()
@@ -152,7 +170,7 @@ class RouterFeed:
             admission, shown = self._seen[key]
             if admission.end_reason is not None:
                 outcome = "cancelled"
-            else:  # whether its client had all of it the router does not know
+            else:  # the router does not know whether the client received the whole response
                 outcome = "finished" if admission.refusal is None else "error"
             ended = msgspec.structs.replace(shown, state="finished", outcome=outcome, ended_at=round(now, 4))
             self._ended[key] = admission.owner, ended

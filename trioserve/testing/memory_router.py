@@ -22,7 +22,7 @@ from trioserve.http.server import FrontendServer
 from trioserve.metrics.registry import Metrics
 from trioserve.proxy.endpoint_watch import WatchSettings
 from trioserve.proxy.fleet import EndpointSpec, Fleet
-from trioserve.proxy.peers.farewells import Farewells
+from trioserve.proxy.peers.client_left import ClientLeftNotices
 from trioserve.proxy.peers.peer_list import Peer
 from trioserve.proxy.peers.peer_watch import PeerWatch
 from trioserve.proxy.peers.retries import PeerStreams
@@ -200,8 +200,8 @@ async def open_memory_router(
         naming = None
         if tokenizer is not None:
             naming = PromptBlocks(tokenizer, await stack.enter_async_context(InlineTexts()))
-        client_left = Farewells()
-        await nursery.start(client_left.run)
+        notices = ClientLeftNotices()
+        await nursery.start(notices.run)
         if peer_watch is not None and peers is not None:
             nursery.start_soon(peer_watch.run)
         app = RouterApp(
@@ -213,7 +213,7 @@ async def open_memory_router(
             access=access,
             page=page or PageSettings(history_seconds=0, pauses_per_cost=0),
             naming=naming,
-            peers=None if peer_watch is None else PeerStreams(client_left, peer_watch),
+            peers=None if peer_watch is None else PeerStreams(notices, peer_watch),
             tracer=tracer,
             logs_requests=logs_requests,
         )

@@ -1,6 +1,6 @@
-"""What a client gets of the events of its response: with their positions as ids, and only those behind its own.
+"""Conversion of a stream's events for the client: ids become positions, and events that the client has are dropped.
 
-Without peers events go through as they are: that is the `ClientEvents` here. Pure.
+A router without peers forwards events unchanged, with the class `ClientEvents`. No I/O.
 """
 
 from __future__ import annotations
@@ -21,12 +21,19 @@ _ERROR = re.compile(rb'^(?:event: error|data: \{"(?:error|type":"error)")', re.M
 
 
 class NotTheSame(Exception):
-    """The response does not pass through the position at which the client is."""
+    """The stream does not pass through the client's position, so it is not the same response."""
 
 
 class ClientEvents:
-    """takes_all: they go to the client as they are. is_behind: nothing of what came so far is for the client. error: it
-    came, and said how the response ends. keep_alive: says that the connection lives."""
+    """Events that are forwarded unchanged.
+
+    Attributes:
+        keep_alive: Comment that keeps the connection alive.
+        takes_all: Whether events are forwarded unchanged.
+        is_behind: Whether the client already has all events so far.
+        shows_ids: Whether the client gets token ids.
+        error: Error event that has ended the response. Empty without an error.
+    """
 
     keep_alive = KEEP_ALIVE
     takes_all = True
@@ -35,21 +42,50 @@ class ClientEvents:
     error = b""
 
     def of(self, events: bytes) -> bytes:
-        """Of these events, which are whole, those for the client. Raises NotTheSame."""
+        """Convert events.
+
+        Args:
+            events: Complete events.
+
+        Returns:
+            Events for the client.
+
+        Raises:
+            NotTheSame: The stream is another response than the client has.
+        """
         return events
 
     def last(self, events: bytes) -> bytes:
-        """The same of an error with which the response ends; empty: it ends without one."""
+        """Convert the last event.
+
+        Args:
+            events: Error that ends the response. Empty if it ends without an error.
+
+        Returns:
+            Event for the client.
+        """
         return events
 
     def head(self, headers: HeaderFields) -> HeaderFields:
-        """Of the response: of one that has events, as the client gets them."""
+        """Convert the headers of an event stream.
+
+        Args:
+            headers: Response headers of the endpoint.
+
+        Returns:
+            Headers for the client.
+        """
         return headers
 
 
 class NumberedEvents(ClientEvents):
-    """known: where the client is, of a response that comes from its beginning on; None: it wants all that comes.
-    keeper: has noted what came before."""
+    """Events whose ids are positions.
+
+    Args:
+        known: Position of the client in a stream that is repeated from its beginning. None: the client needs all
+            events.
+        keeper: Position at the beginning of this stream. None: the beginning of the response.
+    """
 
     takes_all = False
     shows_ids = True
@@ -62,15 +98,17 @@ class NumberedEvents(ClientEvents):
     def of(self, events: bytes) -> bytes:
         if self._known is not None:
             events = self._rest_of(events)
-        return _ID.sub(self._told, events) if b"id: " in events else events
+        return _ID.sub(self._numbered, events) if b"id: " in events else events
 
-    def _told(self, match: re.Match[bytes]) -> bytes:
+    def _numbered(self, match: re.Match[bytes]) -> bytes:
         self._keeper.note(match[1])
         return b"id: %b" % str(self._keeper).encode()
 
     def _rest_of(self, events: bytes) -> bytes:
-        """The events behind the one with which the client's position is reached; comments say that it is waited for,
-        but they would begin the response."""
+        """Return the events after the client's position.
+
+        Comments before this position are dropped too: sending them would begin the response.
+        """
         assert self._known is not None
         for match in _ID.finditer(events):
             self._keeper.note(match[1])
@@ -79,9 +117,9 @@ class NumberedEvents(ClientEvents):
                 self._known, self.is_behind = None, False
                 return events[_end_of_event(events, match.end()) :]
             if self._keeper.is_at_end or here.is_beyond(self._known):
-                raise NotTheSame(f"it is at {self._keeper}, and the client at {self._known}")
+                raise NotTheSame(f"the stream is at {self._keeper}, and the client at {self._known}")
         if b"id: " not in events and _ERROR.search(events):
-            self.error = events  # it has no id, and is told wherever the client is
+            self.error = events  # an error has no id, and is sent to the client at any position
         return b""
 
 

@@ -1,6 +1,7 @@
-"""One streamed request of a router that has peers: under which name its endpoint keeps the stream for another router,
-and how the endpoint is told that its client has left. A router that dies says nothing, and that is what tells the two
-apart.
+"""Streamed request of a router that has peers: its endpoint keeps the stream, so that another router can resume it.
+
+When a client leaves, the router notifies the endpoint. A router that dies sends no notice. This is how the endpoint
+distinguishes both cases.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import msgspec
 
 from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import Draining
-from trioserve.proxy.peers.farewells import Farewell
+from trioserve.proxy.peers.client_left import ClientLeftNotice
 from trioserve.proxy.peers.recomputed_start import RecomputedStart
 
 if TYPE_CHECKING:
-    from trioserve.proxy.peers.farewells import Farewells
+    from trioserve.proxy.peers.client_left import ClientLeftNotices
     from trioserve.proxy.peers.stream_position import Position
     from trioserve.proxy.remote_endpoint import RemoteEndpoint, RemoteRequest, RemoteResponse
     from trioserve.proxy.router_context import RouterContext
@@ -47,7 +48,13 @@ _READER = re.compile(r"[\d.]+;reader=(\d{1,9})")
 
 
 class Found(msgspec.Struct, frozen=True):
-    """A stream that another router has asked for: its endpoint, and the request that reads it, begun."""
+    """A stream that another router had requested.
+
+    Attributes:
+        endpoint: Endpoint that runs the stream.
+        request: Request that reads the stream. It has begun.
+        response: Response to that request.
+    """
 
     endpoint: EndpointId
     request: RemoteRequest
@@ -55,36 +62,53 @@ class Found(msgspec.Struct, frozen=True):
 
 
 class EndpointRequest(Protocol):
-    """The scope of a request at an endpoint: see RemoteRequest."""
+    """Scope of a request at an endpoint, see RemoteRequest."""
 
     async def begin(self) -> RemoteResponse: ...
     def end(self) -> None: ...
 
 
 class Stream:
-    """What a request's stream is where nobody would go on with it: nothing is asked for, and nothing said."""
+    """Stream of a router without peers. No other router can resume it."""
 
     running_at: EndpointId | None = None
-    """Where it runs already."""
+    """Endpoint that already runs the stream. None: the stream is new."""
 
     def request(
         self, endpoint: RemoteEndpoint, method: str, target: str, headers: list[tuple[str, str]], body: bytes
     ) -> EndpointRequest:
-        """As RemoteEndpoint.request."""
+        """Make a request, like RemoteEndpoint.request.
+
+        Args:
+            endpoint: Endpoint that gets the request.
+            method: HTTP method.
+            target: Path and query.
+            headers: Request headers.
+            body: Bytes of the body.
+        """
         return endpoint.request(method, target, headers, body, computes=True)
 
     def close(self) -> None:
-        """Nobody wants it any more."""
+        """Leave a found stream that was not used."""
 
 
 class KeptStream(Stream):
-    """name: see stream_name. known: how much of it the client has. found: it runs already."""
+    """Stream that another router can resume.
+
+    Args:
+        context: Request of the router's API.
+        name: Name of the stream, see stream_name.
+        notices: Sender of client-left notices.
+        known: Position of the client. None: the client has nothing.
+        found: Running stream of an earlier request. None: there is none.
+        choice_count: Number of choices, over all prompts.
+    """
 
     def __init__(
         self,
         context: RouterContext,
         name: str,
-        farewells: Farewells,
+        notices: ClientLeftNotices,
         *,
         known: Position | None,
         found: Found | None,
@@ -93,35 +117,43 @@ class KeptStream(Stream):
         self.name = name
         self.running_at = None if found is None else found.endpoint
         self._context = context
-        self._farewells = farewells
+        self._notices = notices
         self._known = None if known is None else known.of_choices(choice_count)
         self._found = found
 
     def request(
         self, endpoint: RemoteEndpoint, method: str, target: str, headers: list[tuple[str, str]], body: bytes
     ) -> EndpointRequest:
-        """The first one at the endpoint where it runs reads it; any other begins it, or goes on with it."""
+        """Read the stream where it runs, or start or resume it at another endpoint.
+
+        Args:
+            endpoint: Endpoint that gets the request.
+            method: HTTP method.
+            target: Path and query.
+            headers: Request headers.
+            body: Bytes of the body.
+        """
         found, self._found = self._found, None
         if found is not None:
             read = self._scope(found.request, endpoint, headers, begun=found.response)
             if found.endpoint == endpoint.id:
                 return read
-            read.end()  # it is not given anything any more
+            read.end()  # this request will not run at that endpoint
         admission = self._context.admission
         assert admission is not None
         known = self._known
         if known is not None and not admission.has_token and not known.is_empty:
             return RecomputedStart(
                 lambda sent: endpoint.request(
-                    method, target, [*headers, *self._wishes(is_begun=True)], sent, computes=True
+                    method, target, [*headers, *self._keep_headers(is_begun=True)], sent, computes=True
                 ),
                 body,
                 known,
                 self._context,
             )
-        wishes = self._wishes(is_begun=admission.has_token)
+        keep_headers = self._keep_headers(is_begun=admission.has_token)
         return self._scope(
-            endpoint.request(method, target, [*headers, *wishes], body, computes=True), endpoint, headers
+            endpoint.request(method, target, [*headers, *keep_headers], body, computes=True), endpoint, headers
         )
 
     def close(self) -> None:
@@ -136,61 +168,86 @@ class KeptStream(Stream):
         *,
         begun: RemoteResponse | None = None,
     ) -> KeptRequest:
-        own = [(name, value) for name, value in headers if name in KEY_HEADERS]  # they say who asks
+        own = [(name, value) for name, value in headers if name in KEY_HEADERS]  # headers that identify the caller
         reader = None if begun is None else reader_in(begun.header(KEPT_HEADER))
-        farewell = Farewell(endpoint, self.name, reader or 1, own)
-        return KeptRequest(request, farewell, self._farewells, self._context, begun=begun)
+        notice = ClientLeftNotice(endpoint, self.name, reader or 1, own)
+        return KeptRequest(request, notice, self._notices, self._context, begun=begun)
 
-    def _wishes(self, *, is_begun: bool) -> list[tuple[str, str]]:
-        """is_begun: the client has a part of it. What this endpoint would keep is the rest alone, of which nobody could
-        say where the client is in it."""
+    def _keep_headers(self, *, is_begun: bool) -> list[tuple[str, str]]:
+        """Return the headers that ask the endpoint to keep the stream.
+
+        Args:
+            is_begun: Whether the client has a part of the stream. Then the stream is not kept: the endpoint would only
+                have the rest, in which no position of the client is known.
+        """
         seed = int.from_bytes(blake2b(self.name.encode(), digest_size=8, person=b"seed").digest(), "big")
         return [RESUMABLE, (SEED_HEADER, str(seed)), *([] if is_begun else [(KEEP_HEADER, self.name)])]
 
 
 class KeptRequest:
-    """One attempt at one endpoint. Leaving it before its response has ended says farewell, since its client has left or
-    another endpoint goes on; unless this router is leaving. begun: its response, if that has begun."""
+    """One attempt at one endpoint.
+
+    Leaving it before the end of the response sends a client-left notice, because the client has left or another
+    endpoint resumes the stream. A router that is shutting down sends none.
+
+    Args:
+        request: Request to the endpoint.
+        notice: Notice for this endpoint and stream.
+        notices: Sender of client-left notices.
+        context: Request of the router's API.
+        begun: Response, if it has begun.
+    """
 
     def __init__(
         self,
         request: RemoteRequest,
-        farewell: Farewell,
-        farewells: Farewells,
+        notice: ClientLeftNotice,
+        notices: ClientLeftNotices,
         context: RouterContext,
         *,
         begun: RemoteResponse | None = None,
     ) -> None:
         self._request = request
-        self._farewell: Farewell | None = farewell
-        self._farewells = farewells
+        self._notice: ClientLeftNotice | None = notice
+        self._notices = notices
         self._context = context
         self._response = begun
-        # Before its head has come nobody knows whether it is kept. One that has kept others may have begun by now.
-        self._is_kept = farewells.keeps(farewell.endpoint.id)
+        # Before the head arrives, it is unknown whether the endpoint keeps the stream. An endpoint that has kept others
+        # may have begun to keep this one.
+        self._is_kept = notices.keeps(notice.endpoint.id)
 
     async def begin(self) -> RemoteResponse:
         response = self._response = self._response or await self._request.begin()
         reader = reader_in(response.header(KEPT_HEADER))
         self._is_kept = reader is not None
-        if reader is not None and self._farewell is not None:
-            self._farewell = msgspec.structs.replace(self._farewell, reader=reader)
-            self._farewells.note_keeper(self._farewell.endpoint.id)
+        if reader is not None and self._notice is not None:
+            self._notice = msgspec.structs.replace(self._notice, reader=reader)
+            self._notices.note_keeper(self._notice.endpoint.id)
         return response
 
     def end(self) -> None:
-        farewell, self._farewell = self._farewell, None
+        notice, self._notice = self._notice, None
         has_ended = self._response is not None and self._response.has_ended
         self._request.end()
         admission = self._context.admission
         is_leaving = admission is not None and isinstance(admission.end_reason, Draining)
-        if farewell is not None and self._is_kept and not has_ended and not is_leaving:
-            self._farewells.say(farewell)
+        if notice is not None and self._is_kept and not has_ended and not is_leaving:
+            self._notices.say(notice)
 
 
 def stream_name(*, owner: str | None, tenant: str | None, request_id: str, path: str, body: bytes) -> str:
-    """The name of the stream of this request, the same at all routers: of the caller, the request's id and what it asks
-    for. So nobody gets another's stream by repeating an id, and a caller that uses an id twice gets two streams."""
+    """Compute the name of a request's stream. It is the same at all routers.
+
+    The name depends on the caller, the request's id and the request itself. So a caller cannot get another caller's
+    stream by repeating its id. A caller that uses an id for two different requests gets two streams.
+
+    Args:
+        owner: Owner of the objects that the request creates. None if callers are not distinguished.
+        tenant: Tenant that the request names. None if it names none.
+        request_id: Id of the request.
+        path: Path of the request.
+        body: Body of the request.
+    """
     named = blake2b(digest_size=16, person=b"stream")
     for part in (owner, tenant, request_id, path):
         encoded = b"" if part is None else b"=" + part.encode("utf-8", "surrogatepass")
@@ -200,6 +257,13 @@ def stream_name(*, owner: str | None, tenant: str | None, request_id: str, path:
 
 
 def reader_in(kept: str | None) -> int | None:
-    """Of a response's header: as which reader of its stream it is read; None: the stream is not kept."""
+    """Parse the reader number from a response header.
+
+    Args:
+        kept: Value of the header KEPT_HEADER. None if the response has none.
+
+    Returns:
+        Number of this router's reader of the stream, or None if the stream is not kept.
+    """
     match = None if kept is None else _READER.fullmatch(kept)
     return None if match is None else int(match[1])

@@ -1,4 +1,4 @@
-"""The error of a client that comes back for a stream which is not there any more, and would be another one."""
+"""Error for a client that asks for the rest of a stream which no longer exists and cannot be computed identically."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ __all__ = ["not_the_same"]
 
 
 def not_the_same(difference: object) -> Refusal:
-    """difference: in half a sentence."""
+    """Make the error.
+
+    Args:
+        difference: Half a sentence that names the difference between the streams.
+    """
     return refusal(
         "resume_mismatch",
-        f"the stream is not there any more, and computed once more it is another one ({difference}): ask "
-        "again without Last-Event-ID, under another X-Request-Id",
+        f"the stream no longer exists, and computing it again gave another response ({difference}): send the "
+        "request without Last-Event-ID, with another X-Request-Id",
     )

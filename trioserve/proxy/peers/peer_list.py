@@ -1,4 +1,4 @@
-"""Which routers there are before the same endpoints: from the command line, a watched file or DNS, as endpoints are."""
+"""List of the routers in front of the same endpoints, from the command line, a watched file or DNS."""
 
 from __future__ import annotations
 
@@ -15,18 +15,27 @@ from trioserve.proxy.remote_endpoint import EndpointAddress
 
 __all__ = ["PEERS_MAX", "Peer", "PeerList", "parse_peers"]
 
-PEERS_MAX = 64  # each asks each other twice a second
+PEERS_MAX = 64  # every router checks every other router twice a second
 
 
 class Peer(msgspec.Struct, frozen=True):
-    """name: the same at all routers."""
+    """A router.
+
+    Attributes:
+        name: Name, which is the same at all routers.
+        url: Address of the router.
+    """
 
     name: str
     url: str
 
 
 class PeerList:
-    """Those that all sources tell. on_change: called when they are others than before."""
+    """Routers that all sources have reported.
+
+    Args:
+        on_change: Called when the list changes.
+    """
 
     def __init__(self, on_change: Callable[[], None] = lambda: None) -> None:
         self.on_change = on_change
@@ -37,27 +46,50 @@ class PeerList:
         return {name: peer for peers in self._by_source.values() for name, peer in peers.items()}
 
     def set_all(self, specs: Iterable[EndpointSpec], *, source: str) -> None:
-        """These are what the source knows. Raises StartupError for two of one name, or too many."""
-        told: dict[str, Peer] = {}
+        """Replace all routers of one source.
+
+        Args:
+            specs: All routers that the source knows now.
+            source: Name of the source.
+
+        Raises:
+            StartupError: Two routers have one name, or there are more than PEERS_MAX routers.
+        """
+        reported: dict[str, Peer] = {}
         for spec in specs:
             peer = Peer(spec.endpoint_id, spec.url)
-            if peer.name in told:
+            if peer.name in reported:
                 raise StartupError(f'there are two routers with the name "{peer.name}": give each its own')
-            told[peer.name] = peer
+            reported[peer.name] = peer
         others = sum(len(peers) for name, peers in self._by_source.items() if name != source)
-        if len(told) + others > PEERS_MAX:
-            raise StartupError(f"{len(told) + others} routers are named, at most {PEERS_MAX} may share endpoints")
+        if len(reported) + others > PEERS_MAX:
+            raise StartupError(f"{len(reported) + others} routers are named, at most {PEERS_MAX} may share endpoints")
         before = self.peers
-        self._by_source[source] = told
+        self._by_source[source] = reported
         if self.peers != before:
             self.on_change()
 
     def ids_of(self, source: str) -> frozenset[str]:
+        """Return the names of the routers that a source has reported.
+
+        Args:
+            source: Name of the source.
+        """
         return frozenset(self._by_source.get(source, ()))
 
 
 def parse_peers(texts: Sequence[str]) -> tuple[list[EndpointSpec], list[Source]]:
-    """What --router-peers says: [NAME=]URL, file:PATH or dns:NAME[:PORT]. Raises StartupError."""
+    """Parse the values of --router-peers.
+
+    Args:
+        texts: Each is [NAME=]URL, file:PATH or dns:NAME[:PORT].
+
+    Returns:
+        Configured routers, and sources of further ones.
+
+    Raises:
+        StartupError: A value is invalid.
+    """
     specs: list[EndpointSpec] = []
     sources: list[Source] = []
     for text in texts:

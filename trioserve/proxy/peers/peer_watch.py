@@ -1,5 +1,7 @@
-"""Asks the other routers how they are, tells the endpoints who asks, and gives this router its share of each endpoint's
-leases. What a share is, is for router/peer_shares to say."""
+"""Checks of the other routers. They decide this router's share of each endpoint's leases.
+
+Endpoints report which routers ask them for their load. router/peer_shares computes the shares.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +29,22 @@ logger = logging.getLogger(__name__)
 
 PEER_PATH = "/peer"
 RESPONSE_BYTES_MAX = 4096
-JITTER = 0.25  # of the time between two questions, so that routers that began together do not ask together
-SHARES_SECONDS = 0.5  # between two looks at what only time changes
-LOST_LATELY_SECONDS = 15.0  # in which clients of a router that has died ask again
+JITTER = 0.25  # random part of the time between two checks, so that routers that started together do not check together
+SHARES_SECONDS = 0.5  # time between two updates of the shares, which also depend on time
+LOST_LATELY_SECONDS = 15.0  # time after a router's death in which its clients ask again
 
 Connect = Callable[[Peer], RemoteEndpoint]
 
 
 class PeerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """check_seconds: between two questions. response_seconds_max: how long a response may take. failures_max: this many
-    in a row, and a router counts as gone; so after 2 to 5 seconds."""
+    """Settings of the checks.
+
+    Attributes:
+        check_seconds: Time between two checks.
+        response_seconds_max: Time limit of a response.
+        failures_max: Failures in a row after which a router counts as gone. With the defaults, this takes 2 to 5
+            seconds.
+    """
 
     check_seconds: float = 0.5
     response_seconds_max: float = 1.0
@@ -44,14 +52,35 @@ class PeerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Greeting(msgspec.Struct):
-    """What a router says of itself. instance: another one after each start, and at each router."""
+    """Response of a router to a check.
+
+    Attributes:
+        name: Name of the router. None if it does not know its name yet.
+        instance: Random id, new at each start.
+    """
 
     name: str | None
     instance: str
 
 
 class PeerWatch:
-    """own: this router's name; None: whichever of the peers turns out to be this one. connect: for tests."""
+    """Watches the other routers.
+
+    Args:
+        dispatch: Gets this router's share of each endpoint's leases.
+        specs: Configured routers. The list may include this router.
+        sources: Sources of further routers.
+        own: Name of this router. None: the router recognizes itself by the instance in the response.
+        settings: Settings of the checks. None: the default settings.
+        ssl_context: TLS settings. None: the default settings.
+        connect: Makes the client of a router, for tests.
+        rng: Source of the random times. None: not seeded.
+
+    Attributes:
+        shares: Shares of all routers.
+        instance: Random id of this router, new at each start.
+        lost_total: Number of routers that were found gone.
+    """
 
     def __init__(
         self,
@@ -84,7 +113,11 @@ class PeerWatch:
         self._note_list()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Until cancelled."""
+        """Watch the routers until cancelled.
+
+        Args:
+            task_status: Reports the start of the checks to the parent task.
+        """
         async with trio.open_nursery() as self._nursery:
             try:
                 self._note_list()
@@ -97,13 +130,13 @@ class PeerWatch:
             finally:
                 self._nursery = None
 
-    # --- what others ask ---
+    # --- requests of others ---
 
     def greeting(self) -> Greeting:
         return Greeting(self.shares.own, self.instance)
 
     def described(self) -> list[dict[str, object]]:
-        """Every peer, for operators."""
+        """Return the state of every other router as JSON values, for operators."""
         return [
             {"name": peer.name, "object": "router", "url": peer.url, "well": self._well.get(peer.name)}
             for peer in self._list.peers.values()
@@ -119,18 +152,23 @@ class PeerWatch:
         return sum(is_well for name, is_well in self._well.items() if name != self.shares.own)
 
     def is_lost_lately(self) -> bool:
-        """Whether a router has been found gone, or is just not answering, so that its clients may ask here."""
+        """Return True if a router has failed lately, so that its clients may ask this router."""
         lost_at = self._lost_at
         return lost_at is not None and trio.current_time() < lost_at + LOST_LATELY_SECONDS
 
-    # --- what endpoints say ---
+    # --- reports of endpoints ---
 
     @property
     def own_name(self) -> str | None:
         return self.shares.own
 
     def note_report(self, endpoint: EndpointId, heard: Mapping[str, float]) -> None:
-        """An endpoint has told its load. heard: how many seconds ago it heard from which router."""
+        """Record the routers that an endpoint has reported with its load.
+
+        Args:
+            endpoint: Endpoint that reported.
+            heard: Seconds since the last load request of each router, by router name.
+        """
         now = trio.current_time()
         self.shares.note_report(endpoint, heard, now)
         self._share_out_at(endpoint, now)
@@ -142,7 +180,7 @@ class PeerWatch:
         for state in states:
             self._share_out_at(state.id, now)
 
-    # --- inside ---
+    # --- private ---
 
     def _share_out_at(self, id: EndpointId, now: float) -> None:
         state = self._dispatch.endpoint(id)
@@ -184,7 +222,11 @@ class PeerWatch:
             remote.close()
 
     async def _ask(self, remote: RemoteEndpoint) -> Greeting | None:
-        """None if no response came in time, or one that is none of a router."""
+        """Check a router.
+
+        Returns:
+            Its response, or None if no valid response arrived in time.
+        """
         with trio.move_on_after(self._settings.response_seconds_max):
             try:
                 async with remote.request("GET", PEER_PATH, [], b"") as response:

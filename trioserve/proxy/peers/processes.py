@@ -1,8 +1,8 @@
-"""The other processes of one router, which listen at the same port: how they are asked, and what they may ask.
+"""Other processes of one router, which listen at the same port, and the requests between them.
 
-A client does not choose which process gets its connection. So what is asked of the router, such as to abort by id,
-is asked of all of them. Each has a door for the others, a port of the loopback address that nobody else may use. As
-for the leases of endpoints, they are peers: see peer_watch. They share nothing else.
+A client cannot choose which process gets its connection. So a request to the router itself, such as an abort by id, is
+forwarded to all processes. Each process has an internal port for the others, on the loopback address. For shares of
+endpoint leases, the processes are peers (see peer_watch). They share nothing else.
 """
 
 from __future__ import annotations
@@ -34,19 +34,25 @@ __all__ = ["Answer", "OneProcess", "OtherProcesses", "ProcessDoor", "ProcessPeer
 logger = logging.getLogger(__name__)
 
 PROCESS_HEADER = "x-trioserve-process"
-"""Says that another process asks, which asks all the others itself; and proves it at the door."""
+"""Header with the secret of the processes. It marks a request of another process, which asks all others itself."""
 DECIDE_HEADER = "x-trioserve-decide"
-"""Asks the first process to make a change in all processes."""
+"""Header that asks the first process to make a change in all processes."""
 KEPT_PATH = "/process/kept/"
 ANSWER_SECONDS_MAX = 2.0
-ANSWER_BYTES_MAX = 32 * 1024 * 1024  # a page of metrics of many endpoints
+ANSWER_BYTES_MAX = 32 * 1024 * 1024  # enough for a metrics page of many endpoints
 FORWARDED_HEADERS = ("authorization", "x-api-key", "content-type")
 PATH_CHARACTERS = "/:@!$&'()*+,;=~"
 
 
 class ProcessPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one process among the others. number: from 1. doors: the ports of all, in their order. run: another one at
-    each start. secret: known to these processes alone."""
+    """Identity of one process of a router.
+
+    Attributes:
+        number: Number of the process, from 1.
+        doors: Internal ports of all processes, in order.
+        run: Random id of the router, new at each start.
+        secret: Secret that only these processes know.
+    """
 
     number: int
     doors: tuple[int, ...]
@@ -59,11 +65,11 @@ class ProcessPlace(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """As a peer; no other router before the same endpoints has it."""
+        """Name of this process as a peer. No other router in front of the same endpoints has it."""
         return self._name(self.number)
 
     def specs(self) -> list[EndpointSpec]:
-        """All processes, as peers."""
+        """Return all processes as peers."""
         return [
             EndpointSpec(url=f"http://127.0.0.1:{port}", id=self._name(number))
             for number, port in enumerate(self.doors, start=1)
@@ -80,7 +86,13 @@ class ProcessPlace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What another process said. number: of the process."""
+    """Response of another process.
+
+    Attributes:
+        number: Number of the process.
+        status: HTTP status.
+        body: Bytes of the body.
+    """
 
     number: int
     status: int
@@ -88,46 +100,70 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class OneProcess:
-    """Of a router that is one process: there is nobody to ask."""
+    """The processes of a router that has only one: there are no others to ask."""
 
     number = 1
     count = 1
 
     async def ask(self, context: RouterContext, body: bytes = b"") -> list[Answer]:
-        """The same request, of every other process; those that answered, in their order. None are asked where another
-        process asks. body: of the request."""
+        """Forward a request to every other process, unless the request comes from another process.
+
+        Args:
+            context: Request of the router's API.
+            body: Body of the request.
+
+        Returns:
+            Responses that arrived in time, in the order of the processes.
+        """
         return []
 
     def is_asking(self, context: RouterContext) -> bool:
-        """Whether this request is another process's question, and the answer is to be of this one alone."""
+        """Return True if the request comes from another process, which wants the answer of this process alone.
+
+        Args:
+            context: Request of the router's API.
+        """
         return context.exchange.headers.get(PROCESS_HEADER) is not None
 
     async def change(self, context: RouterContext, body: bytes, apply: Callable[[], object]) -> Answer | None:
         """Make a change in all processes. Concurrent changes happen in the same order in each.
 
         Args:
-            context: the request for the change.
-            body: of the request.
-            apply: makes the change in this process, or raises an error if it is not possible.
+            context: Request for the change.
+            body: Body of the request.
+            apply: Makes the change in this process, or raises an error if it is not possible.
 
         Returns:
             None if the caller has to respond. Otherwise the response of the process that decided.
 
         Raises:
-            EndpointLost: the first process does not answer.
+            EndpointLost: The first process does not answer.
         """
         apply()
         return None
 
     async def find_kept(self, id: str) -> KeptObject | None:
-        """Where something is that was made through another process."""
+        """Ask the other processes for a stored object that was created through them.
+
+        Args:
+            id: Id of the object.
+
+        Returns:
+            Location and owner, or None if no process knows the object.
+        """
         return None
 
     def close(self) -> None:
-        """Nobody asks any more."""
+        """Close the connections to the other processes."""
 
 
 class OtherProcesses(OneProcess):
+    """The other processes of a router that has several.
+
+    Args:
+        place: Identity of this process.
+    """
+
     def __init__(self, place: ProcessPlace) -> None:
         self.number = place.number
         self.count = place.count
@@ -155,7 +191,7 @@ class OtherProcesses(OneProcess):
                 return Answer(number, response.status, await response.whole(ANSWER_BYTES_MAX) or b"")
         async with self._changing:
             apply()
-            # From here on a client that leaves must not keep the change from the other processes.
+            # From here on, a client that leaves must not stop the change in the other processes.
             with trio.move_on_after(2 * ANSWER_SECONDS_MAX, shield=True):
                 for answer in await self._ask_all(method, target, headers, body):
                     if answer.status >= 400:
@@ -186,7 +222,7 @@ class OtherProcesses(OneProcess):
                         said = await response.whole(ANSWER_BYTES_MAX)
                         answers[number] = Answer(number, response.status, said or b"")
             except (EndpointLost, trio.TooSlowError) as error:
-                logger.warning("no answer of another process process=%d method=%s reason=%s", number, method, error)
+                logger.warning("another process did not answer process=%d method=%s reason=%s", number, method, error)
 
         async with trio.open_nursery() as nursery:
             for number, remote in self._others:
@@ -202,11 +238,17 @@ def _target(context: RouterContext) -> str:
 def _headers(context: RouterContext) -> list[tuple[str, str]]:
     headers = context.exchange.headers
     forwarded = [(name, value) for name in FORWARDED_HEADERS if (value := headers.get(name)) is not None]
-    return [*forwarded, ("x-request-id", context.request_id)]  # with one id, the logs of all processes can be joined
+    return [*forwarded, ("x-request-id", context.request_id)]  # the shared id connects the log lines of all processes
 
 
 class ProcessPeers(NoPeers):
-    """What the processes of one router are to each other's streams: nobody goes on with them. They end together."""
+    """Peers of a process whose only peers are the processes of the same router.
+
+    They do not resume each other's streams, because they end together.
+
+    Args:
+        watch: State of the other processes.
+    """
 
     def __init__(self, watch: PeerWatch) -> None:
         self._watch = watch
@@ -216,7 +258,13 @@ class ProcessPeers(NoPeers):
 
 
 class ProcessDoor:
-    """Handles what the other processes ask, and nobody else."""
+    """HTTP handler of the internal port. It serves only the other processes.
+
+    Args:
+        app: Handler of the router.
+        kept: Stored objects that were created through this process.
+        secret: Secret of the processes.
+    """
 
     def __init__(self, app: Handler, kept: KeptObjects, secret: str) -> None:
         self._app = app
@@ -226,7 +274,7 @@ class ProcessDoor:
     async def __call__(self, exchange: Exchange) -> None:
         shown = exchange.headers.get(PROCESS_HEADER) or ""
         if not hmac.compare_digest(shown.encode("utf-8", "surrogatepass"), self._secret):
-            await exchange.respond(403, [("content-type", "text/plain")], b"this port is for the router itself\n")
+            await exchange.respond(403, [("content-type", "text/plain")], b"only the router itself may use this port\n")
         elif exchange.path.startswith(KEPT_PATH):
             kept = self._kept.find(exchange.path.removeprefix(KEPT_PATH))
             status, body = (404, b"{}") if kept is None else (200, msgspec.json.encode(kept))

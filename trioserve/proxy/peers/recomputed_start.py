@@ -1,10 +1,9 @@
-"""A stream of which nothing is left but what its client has: its tokens are computed once more up to there, and it goes
-on behind them, if they are the same.
+"""Resuming a stream that no endpoint has any more: its beginning is computed again and compared with the client's part.
 
-The client says only how many tokens it has, and their check. So an endpoint is asked for the response from its
-beginning; nobody is shown that. Where its tokens pass the check, the endpoint is asked for the rest as for any stream
-that goes on (`resume`): its prompt and these tokens are in the prefix cache by then. The seed is the one with which the
-stream began, since all routers choose the same.
+The client only knows how many tokens it has and their checksum. So an endpoint computes the response from its
+beginning, and the client does not see it. If the tokens match the checksum, the endpoint is asked for the rest, as for
+any stream that resumes (`resume`). Prompt and tokens are in its prefix cache then. The seed is the same as before,
+because all routers derive it from the stream's name.
 """
 
 from __future__ import annotations
@@ -34,8 +33,14 @@ _END = re.compile(rb"^id: \.\r?$", re.MULTILINE)
 
 
 class RecomputedStart:
-    """As a RemoteRequest. ask: sends a body to the endpoint. body: of the request as the client sent it. known: where
-    the client is."""
+    """Request that recomputes the beginning of a stream. It has the interface of a RemoteRequest.
+
+    Args:
+        ask: Makes a request to the endpoint with a body.
+        body: Body of the request as the client sent it.
+        known: Position of the client.
+        context: Request of the router's API.
+    """
 
     def __init__(
         self, ask: Callable[[bytes], RemoteRequest], body: bytes, known: Position, context: RouterContext
@@ -47,24 +52,31 @@ class RecomputedStart:
         self._request: RemoteRequest | None = None
 
     async def begin(self) -> RemoteResponse:
-        """The rest of the response, or an error that stands for it. Raises Refusal (409) for another response, and
-        EndpointLost."""
+        """Recompute the beginning and request the rest.
+
+        Returns:
+            Response with the rest, or an error response of the endpoint.
+
+        Raises:
+            Refusal: The endpoint computed another response (409).
+            EndpointLost: The connection broke.
+        """
         request = self._request = self._ask(self._body)
         response = await request.begin()
         if response.status != 200:
             return response
-        told = response.header(RESUME_HEADER)
-        if told is None:
-            raise not_the_same("the endpoint does not tell its tokens")
+        resume_values = response.header(RESUME_HEADER)
+        if resume_values is None:
+            raise not_the_same("the endpoint does not report its tokens")
         start = _Start(self._known)
         splitter = EventSplitter()
         while not start.is_there:
             piece = await response.next_piece()
             if piece is None:
-                raise EndpointLost("the endpoint ended a response that it was to compute once more")
+                raise EndpointLost("the endpoint ended a response before the client's position")
             start.note(splitter.feed(piece))
         self.end()
-        resume = {**msgspec.json.decode(told, type=dict[str, object]), **start.resume(_begun(self._body))}
+        resume = {**msgspec.json.decode(resume_values, type=dict[str, object]), **start.resume(_begun(self._body))}
         self._context.client_events = NumberedEvents(keeper=start.keeper())
         if self._context.continuation is not None:
             self._context.continuation.know(msgspec.json.encode(resume))
@@ -87,12 +99,12 @@ class _Body(msgspec.Struct):
 
 
 def _begun(body: bytes) -> _Begun:
-    """What the request says itself that its client has: its response began elsewhere."""
+    """Return the part of the response that the request itself contains, because it resumes an earlier response."""
     return msgspec.json.decode(body, type=_Body).resume or _Begun()
 
 
 class _Start:
-    """The tokens of a response that is computed once more, until the client's are all there."""
+    """Tokens of a response that is computed again, up to the client's position."""
 
     def __init__(self, known: Position) -> None:
         self._known = known
@@ -110,7 +122,11 @@ class _Start:
         )
 
     def note(self, events: bytes) -> None:
-        """Raises Refusal for a response that does not come to where the client is."""
+        """Record events.
+
+        Raises:
+            Refusal: The response does not reach the client's position, or differs.
+        """
         for match in _ID.finditer(events):
             choice = int(match[1])
             if choice < len(self._token_ids) and not self.is_there:
@@ -118,7 +134,7 @@ class _Start:
                 self._finished[choice] = self._finished[choice] or bool(match[3])
                 self._state = match[4] if match[4] is not None else self._state
         if not self.is_there and _END.search(events):
-            raise not_the_same("it ends before it comes to where the client is")
+            raise not_the_same("it ends before the client's position")
         if self.is_there:
             self._check()
 
@@ -128,15 +144,19 @@ class _Start:
             del tokens[count:]
         position = self.keeper().position
         if position.check != self._known.check:
-            raise not_the_same("its tokens are others")
+            raise not_the_same("its tokens differ")
         ended = zip(exact, self._known.counts, self._known.finished, strict=True)
         if any(finishes and had != count for had, count, finishes in ended):
-            raise not_the_same("a choice ends elsewhere")
+            raise not_the_same("a choice ends at another token")
         if self._state is not None and self._known.state is None and exact != list(self._known.counts):
-            raise not_the_same("its events come in other groups")
+            raise not_the_same("its events are grouped differently")
 
     def resume(self, begun: _Begun) -> dict[str, object]:
-        """As the field of a body says it. begun: what had come before the response began here."""
+        """Return the field `resume` of a body.
+
+        Args:
+            begun: Part of the response that the request itself contains.
+        """
         count = len(self._token_ids)
         before = [*begun.token_ids, *([] for _ in range(count))][:count]
         ended = [*begun.finished, *(False for _ in range(count))][:count]
@@ -149,7 +169,7 @@ class _Start:
         return fields if state is None else {**fields, "state": state}
 
     def keeper(self) -> PositionKeeper:
-        """At the place where the client is."""
+        """Return a keeper at the client's position."""
         keeper = PositionKeeper()
         state = "" if self._known.state is None else f" {self._known.state}"
         for choice, (tokens, finishes) in enumerate(zip(self._token_ids, self._known.finished, strict=True)):

@@ -1,4 +1,4 @@
-"""A client that asks again for a stream that it has lost: whether it does, where the stream runs, and from where on."""
+"""Streams that clients ask for again: the router finds where a stream runs, and resumes at the client's position."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trioserve.contracts.endpoint import EndpointId
 from trioserve.contracts.errors import EndpointLost, InvalidRequest
 from trioserve.proxy.forwarded_headers import owner_of, request_headers
 from trioserve.proxy.peers.client_events import NumberedEvents
-from trioserve.proxy.peers.farewells import Farewell, Farewells
+from trioserve.proxy.peers.client_left import ClientLeftNotice, ClientLeftNotices
 from trioserve.proxy.peers.kept_stream import KEPT_STREAMS_PATH, Found, KeptStream, Stream, stream_name
 from trioserve.proxy.peers.peer_watch import Greeting, PeerWatch
 from trioserve.proxy.peers.stream_position import CHOICES_NUMBERED_MAX, END, LAST_EVENT_ID, Position, parse_position
@@ -24,43 +24,60 @@ if TYPE_CHECKING:
 __all__ = ["NoPeers", "PeerStreams"]
 
 RETRY_COUNT_HEADER = "x-stainless-retry-count"
-"""With which OpenAI's and Anthropic's clients say that they ask again."""
+"""Header of OpenAI's and Anthropic's clients that counts their retries."""
 RESUMABLE_HEADER = "x-trioserve-resumable"
-SEARCHED_MAX = 1024  # endpoints; each is asked once, those first that come first for the stream's name
-AT_ONCE_MAX = 32
-SEARCHES_MAX = 64  # of this router at a time: each asks every endpoint, and after an overload everybody asks again
+SEARCHED_MAX = 1024  # endpoints that are asked for one stream, in the order of their scores for the stream's name
+AT_ONCE_MAX = 32  # endpoints that are asked at a time
+# concurrent searches of this router; each asks every endpoint, and many clients ask again after an overload
+SEARCHES_MAX = 64
 ANSWER_SECONDS_MAX = 1.0
 READER_MAX = 2**31 - 1
-GONE = 410  # it runs, but its beginning is not kept
+GONE = 410  # status of a stream that runs, but whose beginning is not kept
 
 
 class NoPeers:
-    """Of a router alone: nobody could go on with its streams."""
+    """Peers of a router that is alone. No other router can resume its streams."""
 
     def greeting(self) -> Greeting:
-        """What this router says of itself to others."""
+        """Return the response to a check of another router."""
         return Greeting(None, "")
 
     def described(self) -> list[dict[str, object]]:
-        """The other routers, for operators."""
+        """Return the state of the other routers as JSON values, for operators."""
         return []
 
     async def stream_of(self, context: RouterContext, raw: bytes, model: str, *, choice_count: int) -> Stream | None:
-        """The stream of this request, found where it runs or new; sets what the client gets of it. None: the client
-        has all of it already."""
+        """Find the running stream of a request, or make a new one. Also sets the events that the client gets.
+
+        Args:
+            context: Request of the router's API.
+            raw: Body as the client sent it.
+            model: Model name that endpoints use.
+            choice_count: Number of choices, over all prompts.
+
+        Returns:
+            The stream, or None if the client has the whole response.
+        """
         return Stream()
 
 
 class PeerStreams(NoPeers):
-    """watch: of the other routers. One that has died of late has clients who may ask here without saying so.
+    """Streams of a router that has peers.
 
-    found_total, again_total: retries whose stream ran somewhere, and those that are computed once more.
+    Args:
+        notices: Sender of client-left notices.
+        watch: State of the other routers. Clients of a router that died lately may repeat requests without a retry
+            header.
+
+    Attributes:
+        found_total: Repeated requests whose stream was found running.
+        again_total: Repeated requests whose stream is computed again.
     """
 
-    def __init__(self, farewells: Farewells, watch: PeerWatch) -> None:
+    def __init__(self, notices: ClientLeftNotices, watch: PeerWatch) -> None:
         self.found_total = 0
         self.again_total = 0
-        self._farewells = farewells
+        self._notices = notices
         self._watch = watch
         self._searches = trio.CapacityLimiter(SEARCHES_MAX)
 
@@ -71,16 +88,29 @@ class PeerStreams(NoPeers):
         return self._watch.described()
 
     async def stream_of(self, context: RouterContext, raw: bytes, model: str, *, choice_count: int) -> Stream | None:
-        """Raises InvalidRequest for a Last-Event-ID that is none, or where there are none."""
+        """Find the running stream of a request, or make a new one. Also sets the events that the client gets.
+
+        Args:
+            context: Request of the router's API.
+            raw: Body as the client sent it.
+            model: Model name that endpoints use.
+            choice_count: Number of choices, over all prompts.
+
+        Returns:
+            The stream, or None if the client has the whole response.
+
+        Raises:
+            InvalidRequest: The header Last-Event-ID is invalid, or the stream has too many choices for ids.
+        """
         headers = context.exchange.headers
         if headers.get(RESUMABLE_HEADER) is not None:
-            return Stream()  # it goes on by itself: a router before this one, for example
+            return Stream()  # the client resumes by itself; it may be another router
         last_seen = headers.get(LAST_EVENT_ID)
         if choice_count > CHOICES_NUMBERED_MAX:
             if last_seen is not None:
                 raise InvalidRequest(
-                    f"Last-Event-ID is set, and a stream of {choice_count} choices has no ids, as one with more than "
-                    f"{CHOICES_NUMBERED_MAX} has none: leave it out, and read the stream from its beginning",
+                    f"Last-Event-ID is set, but the stream has {choice_count} choices, and only streams with at most "
+                    f"{CHOICES_NUMBERED_MAX} have ids: leave it out, and read the stream from its beginning",
                     param="Last-Event-ID",
                 )
             return Stream()
@@ -100,19 +130,27 @@ class PeerStreams(NoPeers):
             found = await self._find(context, name, model, takes_over=last_seen is not None)
             self.found_total += found is not None
             self.again_total += found is None and known is not None
-        # What is computed once more begins where the client is.
+        # A stream that is computed again begins at the client's position.
         is_whole = found is not None or known is None or known.is_empty
         context.client_events = NumberedEvents(known if is_whole else None)
-        return KeptStream(context, name, self._farewells, known=known, found=found, choice_count=choice_count)
+        return KeptStream(context, name, self._notices, known=known, found=found, choice_count=choice_count)
 
     def _may_be_retry(self, context: RouterContext) -> bool:
         headers = context.exchange.headers
         if headers.get("x-request-id") is None:
-            return False  # nobody knows the id that it gets, so nobody asks again with it
+            return False  # the client does not know the id of its request, so it cannot repeat the id
         return headers.get(RETRY_COUNT_HEADER) not in (None, "0") or self._watch.is_lost_lately()
 
     async def _find(self, context: RouterContext, name: str, model: str, *, takes_over: bool) -> Found | None:
-        """takes_over: its client has said that the stream was there; otherwise it is looked for if few others are."""
+        """Search for a stream.
+
+        Args:
+            context: Request of the router's API.
+            name: Name of the stream.
+            model: Model name that endpoints use.
+            takes_over: Whether the client knows that the stream exists. Otherwise, the search is skipped when too many
+                run.
+        """
         if takes_over:
             async with self._searches:
                 return await self._search(context, name, model, takes_over=True)
@@ -126,12 +164,15 @@ class PeerStreams(NoPeers):
             self._searches.release()
 
     async def _search(self, context: RouterContext, name: str, model: str, *, takes_over: bool) -> Found | None:
-        """Ask the endpoints that serve the model, until one has it. One that does not answer in time has it not."""
+        """Ask the endpoints that serve the model until one has the stream.
+
+        An endpoint that does not answer in time is skipped.
+        """
         states = [state for state in context.fleet.dispatch.endpoints if model in state.models]
         states.sort(key=lambda state: -rendezvous_score(name, state.id))
         path = f"{KEPT_STREAMS_PATH}{name}{'' if takes_over else '?unread=1'}"
         headers = request_headers(context, None, with_body=False)
-        search = _Search(path, headers, name, self._farewells)
+        search = _Search(path, headers, name, self._notices)
         ids = [state.id for state in states[:SEARCHED_MAX]]
         try:
             async with trio.open_nursery() as nursery:
@@ -145,17 +186,23 @@ class PeerStreams(NoPeers):
 
 
 class _Search:
-    def __init__(self, path: str, headers: list[tuple[str, str]], name: str, farewells: Farewells) -> None:
+    def __init__(self, path: str, headers: list[tuple[str, str]], name: str, notices: ClientLeftNotices) -> None:
         self.found: Found | None = None
         self._path = path
         self._headers = headers
         self._name = name
-        self._farewells = farewells
+        self._notices = notices
 
     async def ask(
         self, left: Iterable[EndpointId], remote_of: Callable[[EndpointId], RemoteEndpoint], scope: trio.CancelScope
     ) -> None:
-        """One endpoint after the other, of those that are left; several tasks take from the same."""
+        """Ask endpoints one after another, until the stream is found. Several tasks share the iterator.
+
+        Args:
+            left: Endpoints that were not asked yet.
+            remote_of: Returns the client of an endpoint.
+            scope: Scope of all tasks of the search.
+        """
         for id in left:
             endpoint = remote_of(id)
             with trio.move_on_after(ANSWER_SECONDS_MAX):
@@ -170,8 +217,8 @@ class _Search:
         try:
             response = await request.begin()
             if response.status == GONE:
-                # It would run on beside the one that begins anew.
-                self._farewells.say(Farewell(endpoint, self._name, READER_MAX, self._headers))
+                # Otherwise the old stream would run beside the new one.
+                self._notices.say(ClientLeftNotice(endpoint, self._name, READER_MAX, self._headers))
             elif response.status == 200 and self.found is None:
                 self.found, is_taken = Found(id, request, response), True
         except EndpointLost:

@@ -1,14 +1,13 @@
-"""How far into a streamed response a client is: what stands in the `id:` lines that it gets, and in the `Last-Event-ID`
-with which it comes back, at whichever router.
+"""Position of a client in a streamed response, as the `id:` of its events and the `Last-Event-ID` of its next request.
 
-    17~9f3a01bc          one choice, 17 tokens; the check is of these tokens
+    17~9f3a01bc          one choice, 17 tokens; then the checksum of these tokens
     3!.4~1c09d2aa        two choices, the first has ended
     17+1~9f3a01bc        a second group of events without a new token
-    17~9f3a01bc~41       and 41 is the state of the API's own that the endpoint has told there
-    .                    the end: there is nothing more
+    17~9f3a01bc~41       41 is the state of the API at this position
+    .                    the end of the response
 
-A position is a function of the tokens, not of their way: a response that is computed once more passes through the same
-ones. The check (CRC-32) tells whether it is the same response so far. Pure.
+A position depends only on the tokens, not on their grouping. So a response that is computed again passes through the
+same positions, at any router. The checksum (CRC-32) tells whether it is the same response so far. No I/O.
 """
 
 from __future__ import annotations
@@ -23,16 +22,22 @@ from trioserve.contracts.errors import InvalidRequest
 __all__ = ["CHOICES_NUMBERED_MAX", "END", "LAST_EVENT_ID", "Position", "PositionKeeper", "parse_position"]
 
 LAST_EVENT_ID = "last-event-id"
-CHOICES_NUMBERED_MAX = 128  # all of one prompt; every event has the counts of all choices in its id
-POSITION_CHARACTERS_MAX = 2048  # so many choices of nine digits each, a check and a state
-CHOICES_MAX = 128 * 128  # of 128 prompts; an id that names a later one says nothing
+CHOICES_NUMBERED_MAX = 128  # over all choices of one prompt; the id of every event contains the counts of all choices
+POSITION_CHARACTERS_MAX = 2048  # enough for these choices with nine digits each, a checksum and a state
+CHOICES_MAX = 128 * 128  # of 128 prompts; ids of later choices are ignored
 _POSITION = re.compile(r"(\d{1,9}!?(?:\.\d{1,9}!?)*)(?:\+(\d{1,9}))?~([0-9a-f]{8})(?:~([\w-]{1,32}))?", re.ASCII)
-_STATE = re.compile(rb"[A-Za-z0-9_-]{1,32}")  # what fits into an id; another one is left out
+_STATE = re.compile(rb"[A-Za-z0-9_-]{1,32}")  # states that fit into an id; other states are left out
 
 
 class Position(msgspec.Struct, frozen=True):
-    """counts: tokens of each choice. finished: of each, whether it has ended. more: groups of events since the last
-    one that brought any of that. check: of the tokens. state: of the API's own; None: there is none, or it is not told.
+    """Position in a streamed response.
+
+    Attributes:
+        counts: Number of tokens of each choice.
+        finished: Whether each choice has ended.
+        more: Event groups since the last group with a token or the end of a choice.
+        check: Checksum of the tokens.
+        state: State of the API. None if there is none or it does not fit into an id.
     """
 
     counts: tuple[int, ...]
@@ -51,12 +56,17 @@ class Position(msgspec.Struct, frozen=True):
 
     @property
     def is_empty(self) -> bool:
-        """No token and no end of a choice has come."""
+        """True before the first token and before the end of any choice."""
         return not any(self.counts) and not any(self.finished)
 
     def of_choices(self, count: int) -> Position:
-        """The same of a response with so many choices, of which some may have told nothing yet. Those that it does not
-        have are not looked at."""
+        """Return the position for a number of choices.
+
+        Choices without an event yet get count 0. Choices beyond the number are dropped.
+
+        Args:
+            count: Number of choices of the response.
+        """
         more = max(0, count - len(self.counts))
         return msgspec.structs.replace(
             self,
@@ -65,7 +75,11 @@ class Position(msgspec.Struct, frozen=True):
         )
 
     def is_beyond(self, other: Position) -> bool:
-        """Whether a response that is here will not come to the other one any more."""
+        """Return True if a response at this position can no longer reach another position.
+
+        Args:
+            other: Position to reach.
+        """
         if self == other:
             return False
         mine = [*zip(self.counts, self.finished, strict=True)]
@@ -78,12 +92,17 @@ class Position(msgspec.Struct, frozen=True):
 
 
 END = "."
-"""The position behind the last event."""
+"""Position after the last event."""
 
 
 class PositionKeeper:
-    """Follows one response by the ids of its groups, as endpoints write them: `<choice>:<token ids>`, with a `!` if the
-    choice has ended, and behind a space what is the endpoint's own."""
+    """Position of a response that is read, computed from the ids of its groups.
+
+    Endpoints write `<choice>:<token ids>`, with a `!` if the choice has ended, and then a space and the API's state.
+
+    Attributes:
+        is_at_end: True after the last event.
+    """
 
     def __init__(self) -> None:
         self.is_at_end = False
@@ -92,15 +111,19 @@ class PositionKeeper:
         self._checks: list[int] = []
         self._check = 0
         self._state = ""
-        self._more = -1  # the first group without a token is the position 0
+        self._more = -1  # the first group without a token has position 0
 
     def note(self, id: bytes) -> None:
-        """A group that ended with this id. One that is of another form says nothing."""
-        told, _, state = id.partition(b" ")
-        if told == b".":
+        """Record a group of events.
+
+        Args:
+            id: Id of the group. An invalid id is ignored.
+        """
+        progress, _, state = id.partition(b" ")
+        if progress == b".":
             self.is_at_end = True
             return
-        choice_text, colon, tokens = told.partition(b":")
+        choice_text, colon, tokens = progress.partition(b":")
         if not colon or not choice_text.isdigit() or len(choice_text) > 9 or int(choice_text) >= CHOICES_MAX:
             return
         choice = int(choice_text)
@@ -115,7 +138,7 @@ class PositionKeeper:
         if tokens:
             before = self._checks[choice]
             after = self._checks[choice] = zlib.crc32(tokens + b",", before)
-            # Not their sum: two choices that have changed places are another response.
+            # The checksum is not a plain sum: two choices that have changed places are another response.
             self._check = (self._check + (after - before) * (2 * choice + 1)) % 2**32
             self._counts[choice] += tokens.count(b",") + 1
         self._more = 0 if tokens or ends else self._more + 1
@@ -131,7 +154,7 @@ class PositionKeeper:
     def __str__(self) -> str:
         if self.is_at_end:
             return END
-        # As str(position), without the value between: it is written for every group.
+        # Same as str(position), but without making a Position: this runs for every group.
         if len(self._counts) == 1:
             more = f"+{self._more}" if self._more > 0 else ""
             return f"{self._counts[0]}{'!' if self._finished[0] else ''}{more}~{self._check:08x}{self._state}"
@@ -139,15 +162,24 @@ class PositionKeeper:
 
 
 def parse_position(text: str) -> Position | str | None:
-    """What a client sends as Last-Event-ID: a position, END, or None where it has got nothing (an empty one). Raises
-    InvalidRequest for what no router has given it."""
+    """Parse the Last-Event-ID of a client.
+
+    Args:
+        text: Value of the header.
+
+    Returns:
+        A position, END, or None if the text is empty because the client has received no event.
+
+    Raises:
+        InvalidRequest: The text is not an id that a router has sent.
+    """
     if text in ("", END):
         return text or None
     match = _POSITION.fullmatch(text) if len(text) <= POSITION_CHARACTERS_MAX else None
     if match is None:
         raise InvalidRequest(
-            f"Last-Event-ID is {text[:80]!r}: it is to be the id of the last event that came of this request's stream, "
-            "as it came, or empty if none did",
+            f"Last-Event-ID is {text[:80]!r}: it must be the unchanged id of the last event that the client received "
+            "of this request's stream, or empty if it received none",
             param="Last-Event-ID",
         )
     choices = match[1].split(".")
