@@ -610,7 +610,7 @@ def test_a_load_of_what_went_meanwhile_fails(make):
     stage = make()
     request = stage.start(tokens_of("a", 8))
     stage.work()
-    assert stage.events() == [LoadFailed(request.id, "none of it is stored any more")]
+    assert stage.events() == [LoadFailed(request.id, "no block of it is stored any more")]
 
 
 def test_closing_a_gate_waits_for_the_piece_at_hand():

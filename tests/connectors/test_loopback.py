@@ -113,13 +113,13 @@ async def test_engines_of_different_hubs_do_not_meet():
     async with running(setup("p"), setup("d", options={"hub": "another"})) as (sender, reader):
         request = make_request("b", TOKENS, hold(sender))
         reader.start_load(request, (9, 10, 11, 12, 13), 0, 19)
-        assert list(reader.progress()) == [LoadFailed("b", "no engine p is in the hub another")]
+        assert list(reader.progress()) == [LoadFailed("b", "the hub another has no engine p")]
         assert list(sender.progress()) == []
 
 
 async def test_an_engine_is_in_a_hub_once():
     async with running(setup("p")):
-        with pytest.raises(StartupError, match="an engine p is in the hub default already"):
+        with pytest.raises(StartupError, match="the hub default already has an engine p"):
             await make_connector(setup("p")).run(task_status=trio.TASK_STATUS_IGNORED)
 
 
@@ -134,7 +134,7 @@ async def test_the_kv_of_another_prompt_is_not_read():
     async with running(setup("p"), setup("d")) as (sender, reader):
         request = make_request("b", (*TOKENS[:-2], 99, 99), hold(sender))
         reader.start_load(request, (9, 10, 11, 12, 13), 0, 19)
-        assert list(reader.progress()) == [LoadFailed("b", "a is of another prompt")]
+        assert list(reader.progress()) == [LoadFailed("b", "a has another prompt")]
         assert list(sender.progress()) == [Released("a")], "nobody else will read it"
 
 

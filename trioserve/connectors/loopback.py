@@ -1,11 +1,14 @@
-"""The connector between engines in one Trio program: the decode side copies blocks out of the prefill side's cache.
+"""Connector `loopback`, between engines in one Trio program.
 
-It is as strict as a network. Who reads finds the other engine by its name in a hub, and copies block after block with a
-checkpoint between them, while either side may change its mind: a read is of one offer, and before each block it looks
-whether the offer stands. One that was withdrawn (the hold expired, the request was aborted, its engine is gone) stays
-so, whatever its blocks are used for next, and what was copied before is thrown away.
+The decode engine copies blocks from the prefill engine's cache.
 
-Nothing waits but `run` and its tasks, one for each load; the rest is LoopbackConnector's, and synchronous.
+It is as strict as a network connector. A reader finds the other engine by its name in a hub. It copies one block after
+another with a checkpoint between them, and either side may end the read at any checkpoint. A read belongs to one offer,
+and before each block the reader checks that the offer is still valid. A withdrawn offer (its hold expired, its request
+was aborted, or its engine ended) stays withdrawn, also when its blocks are used again. Blocks that were copied before
+are dropped then.
+
+Only `run` and its tasks wait, one task for each load. All other methods are synchronous.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from trioserve.contracts.request import EngineRequest
 
 __all__ = ["LoopbackConnector", "Offer", "Reading", "make_connector"]
 
-SIGN_SECONDS = 1.0  # between two signs of life of a reader: a tenth of what a hold lasts by default
+SIGN_SECONDS = 1.0  # time between two reports of a reader that it is active; a tenth of the default duration of a hold
 HUB = "default"
 
 COUNTED = (
@@ -49,14 +52,22 @@ COUNTED = (
 )
 
 Hub = dict[str, "LoopbackConnector"]
-"""Connectors by the ids of their engines."""
+"""Connectors by engine id."""
 
 _HUBS: trio.lowlevel.RunVar[dict[str, Hub]] = trio.lowlevel.RunVar("trioserve.connectors.loopback")
 
 
 class Offer(msgspec.Struct, eq=False):
-    """The blocks that are held of a finished request. stands: they hold the KV of `tokens`, and may be read. was_read:
-    somebody has got all that was asked for."""
+    """Blocks of a finished request that are held for a reader.
+
+    Attributes:
+        request_id: Finished request.
+        blocks: Block table.
+        tokens: Tokens whose KV the blocks contain.
+        stands: True while the blocks hold this KV and may be read.
+        reader_count: Number of running reads.
+        was_read: True if a reader has received all that it asked for.
+    """
 
     request_id: RequestId
     blocks: tuple[BlockIndex, ...]
@@ -67,9 +78,21 @@ class Offer(msgspec.Struct, eq=False):
 
 
 class Reading(msgspec.Struct, eq=False):
-    """A load that is out: of token_count positions from `start` on. asked_count: of them and those before that lie in
-    no block. connection, offer: whose blocks are read. is_over: nothing is written any more. block_count: blocks that
-    have been copied. scope: of the task that copies, once there is one."""
+    """Running load.
+
+    Attributes:
+        request_id: Request that loads.
+        connection: Connector of the engine whose blocks are read.
+        offer: Offer that is read.
+        block_table: Blocks of the request that loads.
+        start: First position to load.
+        token_count: Number of positions to load.
+        asked_count: Number of positions that the core asked for. It includes positions before `start` that have no
+            block.
+        block_count: Number of blocks that were copied.
+        is_over: True if nothing is written any more.
+        scope: Scope of the task that copies. None before the task begins.
+    """
 
     request_id: RequestId
     connection: LoopbackConnector
@@ -84,11 +107,14 @@ class Reading(msgspec.Struct, eq=False):
 
 
 class LoopbackConnector:
-    """A RunningConnector (contracts.kv_transfer). Options: hub, a name; engines find each other in the same hub.
+    """RunningConnector (see contracts.kv_transfer) between engines in one Trio program.
 
-    Blocks of a request are held if it asks for that (do_remote_decode) and ended by itself, until they have been read,
-    or whoever was to read them leaves. Behind a sliding window blocks are neither held nor read. Block sizes and
-    formats of numbers may differ (conversion).
+    The blocks of a request are held if it asks for that (do_remote_decode) and was not cut short. The hold ends when
+    the blocks have been read, or when their last reader leaves. Blocks behind a sliding window are neither held nor
+    read. Block sizes and dtypes of the engines may differ (see conversion.py).
+
+    Args:
+        setup: Setup of the engine. Its only option is `hub`, a name. Engines in the same hub find each other.
     """
 
     knows_windows = True
@@ -96,7 +122,8 @@ class LoopbackConnector:
     def __init__(self, setup: ConnectorSetup) -> None:
         unknown = setup.options.keys() - {"hub"}
         if unknown:
-            raise StartupError(f"the loopback connector has no option {', '.join(sorted(unknown))}: it has hub, a name")
+            names = ", ".join(sorted(unknown))
+            raise StartupError(f"the connector loopback has no option {names}. Allowed: hub, a name")
         self.engine_id = setup.engine_id
         self.pages = setup.pages
         self._hub_name = str(setup.options.get("hub", HUB))
@@ -104,13 +131,14 @@ class LoopbackConnector:
         self._events: list[TransferEvent] = []
         self._offers: dict[RequestId, Offer] = {}
         self._readings: dict[RequestId, Reading] = {}
-        # There while it runs. Copies take turns: they share one thread, and so the first to begin is soon whole.
+        # The nursery exists while the connector runs. Copies take turns: they share one thread, so the first copy ends
+        # soon.
         self._nursery: trio.Nursery | None = None
         self._hub: Hub = {}
         self._turn = trio.Semaphore(1)
         self._counts = dict.fromkeys(COUNTED, 0.0)
 
-    # --- the core's side ---
+    # --- methods for the core ---
 
     def num_matched_tokens(self, request: EngineRequest, computed_count: int) -> int:
         params = _read_params(request)
@@ -154,7 +182,7 @@ class LoopbackConnector:
         reason: FinishReason,
     ) -> bool:
         params = _read_params(request)
-        if params is not None:  # whatever became of it, it reads no more
+        if params is not None:  # after its end, in any way, the request reads no more
             connection, offer = self._find(params)
             if connection is not None and offer is not None:
                 connection.let_go(offer)
@@ -203,20 +231,32 @@ class LoopbackConnector:
     def counts(self) -> Mapping[str, float]:
         return dict(self._counts)
 
-    # --- the other engine's side ---
+    # --- methods for the other engine ---
 
     def offer_of(self, request_id: str) -> Offer | None:
-        """What may be read of a request that has ended here."""
+        """Return the offer of a request that has ended here, or None.
+
+        Args:
+            request_id: Finished request.
+        """
         return self._offers.get(RequestId(request_id))
 
     def note_sign(self, offer: Offer) -> None:
-        """Somebody waits for these blocks, or reads them."""
+        """Extend the hold of an offer, because a reader is active.
+
+        Args:
+            offer: Offer that is read.
+        """
         event = StillRead(offer.request_id)
         if offer.stands and event not in self._events:
             self._report(event)
 
     def let_go(self, offer: Offer) -> None:
-        """Somebody does not read these blocks any more, or will not; the last who does so releases them."""
+        """Release the blocks of an offer if no reader is left.
+
+        Args:
+            offer: Offer that a reader does not need any more.
+        """
         if offer.stands and offer.reader_count == 0:
             self._withdraw(offer, "completed" if offer.was_read else "unwanted")
             self._report(Released(offer.request_id))
@@ -228,12 +268,20 @@ class LoopbackConnector:
     # --- copying ---
 
     def copy_next(self, reading: Reading) -> bool:
-        """Copy one block, if that is still right. Returns whether there is more to copy; if not, the end is reported.
-        Nothing that goes wrong with one load raises."""
+        """Copy one block, and report the end of the load.
+
+        A failure ends the load and raises no error.
+
+        Args:
+            reading: Load to continue.
+
+        Returns:
+            True if there is more to copy.
+        """
         if reading.is_over:
             return False
         if not reading.offer.stands:
-            self._fail(reading, "the hold of its blocks ended while they were read")
+            self._fail(reading, "the hold of the blocks ended while they were read")
             return False
         try:
             self._copy_block(reading)
@@ -251,7 +299,12 @@ class LoopbackConnector:
         return False
 
     def end(self, reading: Reading, event: Loaded | LoadFailed | None) -> None:
-        """Nothing is written from now on. The other side hears that it is not read any more."""
+        """End a load. Afterwards, nothing is written, and the other engine may release the blocks.
+
+        Args:
+            reading: Load to end.
+            event: Event for the core. None: no event.
+        """
         if reading.is_over:
             return
         reading.is_over = True
@@ -289,12 +342,12 @@ class LoopbackConnector:
         self._counts["bytes_received_total"] += byte_count
         reading.connection.note_sent(0, byte_count)
 
-    # --- what waits ---
+    # --- tasks ---
 
     async def run(self, *, task_status: Started) -> None:
         hub = _hub(self._hub_name)
         if self.engine_id in hub:
-            raise StartupError(f"an engine {self.engine_id} is in the hub {self._hub_name} already")
+            raise StartupError(f"the hub {self._hub_name} already has an engine {self.engine_id}")
         try:
             async with trio.open_nursery() as nursery:
                 hub[self.engine_id] = self
@@ -306,13 +359,13 @@ class LoopbackConnector:
             self._hub, self._nursery = {}, None
             for reading in list(self._readings.values()):
                 self._fail(reading, "the connector has ended")
-            for offer in list(self._offers.values()):  # who reads them notices
+            for offer in list(self._offers.values()):  # readers notice before their next block
                 self._withdraw(offer, "aborted")
                 self._report(Released(offer.request_id))
 
     @trio.lowlevel.enable_ki_protection
     async def _read(self, reading: Reading) -> None:
-        """Copy all of it, and say now and then that somebody does."""
+        """Copy all blocks, and regularly extend their hold."""
         if reading.is_over:
             return
         async with trio.open_nursery() as nursery:
@@ -328,7 +381,7 @@ class LoopbackConnector:
             await trio.sleep(SIGN_SECONDS)
             reading.connection.note_sign(reading.offer)
 
-    # --- inside ---
+    # --- private ---
 
     def _find(self, params: KVTransferParams) -> tuple[LoopbackConnector | None, Offer | None]:
         connection = self._hub.get(params.remote_engine_id or "")
@@ -342,23 +395,23 @@ class LoopbackConnector:
         tokens: tuple[int, ...],
         start: int,
     ) -> str | None:
-        """Why the KV of `tokens` cannot be read from position `start` on."""
+        """Return the reason why the KV of `tokens` cannot be read from position `start` on, or None."""
         if self._nursery is None:
-            return "the connector does not run"
+            return "the connector is not running"
         if connection is None:
-            return f"no engine {params.remote_engine_id} is in the hub {self._hub_name}"
+            return f"the hub {self._hub_name} has no engine {params.remote_engine_id}"
         if offer is None:
             return f"engine {params.remote_engine_id} holds no blocks of {params.remote_request_id}"
         if offer.tokens[: len(tokens)] != tokens:
-            return f"{params.remote_request_id} is of another prompt"
+            return f"{params.remote_request_id} has another prompt"
         objection = objection_to(connection.pages.layout, self.pages.layout)
         held_from = first_place(offer.blocks) * connection.pages.layout.block_size
         if objection is None and start < held_from:
-            return f"{params.remote_request_id} is held from position {held_from} on, and read from {start} on"
+            return f"{params.remote_request_id} is held from position {held_from} on, but needed from {start} on"
         return objection
 
     def _withdraw(self, offer: Offer, why: str) -> None:
-        """From now on nobody reads these blocks; who is in the middle of it notices before the next one."""
+        """Withdraw an offer. A running reader notices before its next block."""
         offer.stands = False
         self._counts[f"sends_{why}_total"] += 1
         del self._offers[offer.request_id]
@@ -368,19 +421,26 @@ class LoopbackConnector:
         self._wake()
 
     def _forget(self, request_id: RequestId, kinds: tuple[type[TransferEvent], ...]) -> None:
-        """The hold is over, and nothing more is to be said of it."""
+        """Drop the events of a request whose hold has expired."""
         self._events = [
             event for event in self._events if event.request_id != request_id or not isinstance(event, kinds)
         ]
 
 
 def make_connector(setup: ConnectorSetup) -> LoopbackConnector:
-    """A ConnectorFactory. Raises StartupError for an option that it does not know."""
+    """Make the connector `loopback`. This function is its ConnectorFactory.
+
+    Args:
+        setup: Setup of the engine.
+
+    Raises:
+        StartupError: An option is unknown.
+    """
     return LoopbackConnector(setup)
 
 
 def _hub(name: str) -> Hub:
-    """Made when somebody asks for it first; of this Trio program alone."""
+    """Return a hub of this Trio program, and make it at the first use."""
     try:
         hubs = _HUBS.get()
     except LookupError:
@@ -390,7 +450,7 @@ def _hub(name: str) -> Hub:
 
 
 def _read_params(request: EngineRequest) -> KVTransferParams | None:
-    """Of a request whose KV is held elsewhere."""
+    """Return the parameters of a request whose KV is held by another engine, or None."""
     params = request.kv_transfer
     if params is None or not params.do_remote_prefill:
         return None
@@ -398,6 +458,6 @@ def _read_params(request: EngineRequest) -> KVTransferParams | None:
 
 
 def _token_count(params: KVTransferParams, request: EngineRequest) -> int:
-    """How many tokens are held there; all that are known, where nobody says it."""
+    """Return how many tokens the other engine holds. If the parameters do not say it, all known tokens are assumed."""
     known_count = len(request.known_token_ids)
     return known_count if params.remote_num_tokens is None else min(params.remote_num_tokens, known_count)

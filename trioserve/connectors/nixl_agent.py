@@ -1,7 +1,7 @@
-"""What this engine asks of nixl: memory that others may read, and reads of theirs.
+"""Wrapper for NIXL, NVIDIA's library (package `nixl`), that exposes memory to other engines and reads their memory.
 
-Every call here may take long, holds the GIL for a while, and is made in a thread, one at a time. It is NVIDIA's library
-(NIXL, package `nixl`); on a machine without a fast network UCX copies through shared memory or TCP instead.
+Every call may take long and holds the GIL for some time. So calls run in a thread, one at a time. On a machine without
+a fast network, UCX copies through shared memory or TCP.
 """
 
 from __future__ import annotations
@@ -19,15 +19,21 @@ __all__ = ["Agent", "AgentError", "DevicePages", "MemoryKind", "Region", "region
 MemoryKind = Literal["DRAM", "VRAM"]
 
 
-PAUSE_MICROSECONDS = 100_000  # of nixl's thread where nothing comes; what comes wakes it
+PAUSE_MICROSECONDS = 100_000  # pause of nixl's thread when nothing arrives; arriving data wakes the thread
 
 
 class AgentError(Exception):
-    """nixl has refused, or the other side is gone."""
+    """nixl has refused a call, or the other agent is gone."""
 
 
 class Region(NamedTuple):
-    """Memory of this process. device: the index of the GPU; 0 for the host."""
+    """Memory region of a process.
+
+    Attributes:
+        address: Start address.
+        byte_count: Length in bytes.
+        device: Index of the GPU. 0 for host memory.
+    """
 
     address: int
     byte_count: int
@@ -36,15 +42,29 @@ class Region(NamedTuple):
 
 @runtime_checkable
 class DevicePages(Protocol):
-    """A KV cache on a device that nixl can read from."""
+    """KV cache on a device from which nixl can read."""
 
     def region(self, layer: int) -> tuple[int, int, int]:
-        """Where a layer's blocks lie: the address on the device, the number of bytes, and the device's index."""
+        """Return the location of a layer's blocks.
+
+        Args:
+            layer: Index of the layer.
+
+        Returns:
+            Address on the device, length in bytes, and index of the device.
+        """
         ...
 
 
 def regions_of(pages: KVPages) -> tuple[MemoryKind, list[Region]]:
-    """Where the blocks of each layer lie, one behind the other; no regions where nobody else could read them."""
+    """Return the memory kind and the regions of a KV cache, one region per layer.
+
+    Args:
+        pages: KV cache of the engine.
+
+    Returns:
+        Regions with contiguous blocks. Empty if other engines cannot read the cache.
+    """
     layers = range(pages.layout.layer_count)
     if isinstance(pages, DevicePages):
         return "VRAM", [Region(*pages.region(layer)) for layer in layers]
@@ -62,17 +82,28 @@ def regions_of(pages: KVPages) -> tuple[MemoryKind, list[Region]]:
 
 
 class Agent:
-    """name: differs from every other agent's. landing: where reads of this side arrive.
+    """NIXL agent of this engine.
 
-    Raises AgentError, here and in every call.
+    Args:
+        name: Name that no other agent has.
+        kind: Kind of the cache's memory.
+        regions: Regions of the cache. Empty if other engines cannot read it.
+        landing: Buffer that receives data read from other engines.
+
+    Attributes:
+        landing_address: Address of the buffer.
+        metadata: Description of this agent for other agents.
+
+    Raises:
+        AgentError: nixl refused a call. All methods may raise it.
     """
 
     def __init__(self, name: str, kind: MemoryKind, regions: Sequence[Region], landing: bytearray) -> None:
         with _Translated("nixl cannot be loaded"):
-            import nixl._bindings as bindings  # takes a second, and is an extra
+            import nixl._bindings as bindings  # takes a second, and is an optional dependency
 
-        # Not by nixl's own wrapper around these, which leaves its thread no pause: without a GPU that takes a core from
-        # whoever computes, and READs are ten times slower for it.
+        # nixl's own wrapper of these bindings leaves its thread no pause. Without a GPU, the thread then occupies a
+        # core that the model needs, and READs are ten times slower.
         config = bindings.nixlAgentConfig()
         config.useProgThread = True
         config.pthrDelay = PAUSE_MICROSECONDS
@@ -80,7 +111,7 @@ class Agent:
         config.syncMode = bindings.NIXL_THREAD_SYNC_STRICT
         self._bindings = bindings
         self._segments = {"DRAM": bindings.DRAM_SEG, "VRAM": bindings.VRAM_SEG}
-        self._landing = np.frombuffer(landing, np.uint8)  # so that it lives as long as this does
+        self._landing = np.frombuffer(landing, np.uint8)  # keeps the buffer alive as long as the agent
         self._registered: list[Any] = []
         with _Translated("nixl cannot be started"):
             self._agent = bindings.nixlAgent(name, config)
@@ -92,7 +123,14 @@ class Agent:
             self.metadata: bytes = self._agent.getLocalMD()
 
     def add(self, metadata: bytes) -> str:
-        """Another agent. Returns its name."""
+        """Connect to another agent.
+
+        Args:
+            metadata: Description of the other agent.
+
+        Returns:
+            Name of the other agent.
+        """
         with _Translated("the other side's nixl cannot be reached"):
             name = self._agent.loadRemoteMD(metadata)
             return name.decode() if isinstance(name, bytes) else str(name)
@@ -102,7 +140,17 @@ class Agent:
             self._agent.invalidateRemoteMD(name)
 
     def begin_read(self, name: str, kind: MemoryKind, here: Sequence[Region], there: Sequence[Region]) -> int:
-        """Each piece there into the piece here, of the same length. Returns what `is_done` and `end` want."""
+        """Start reading memory of another agent.
+
+        Args:
+            name: Name of the other agent.
+            kind: Kind of the other agent's memory.
+            here: Regions in the landing buffer.
+            there: Regions of the other agent, with the same lengths.
+
+        Returns:
+            Handle for `is_done` and `end`.
+        """
         with _Translated("nixl READ"):
             local, remote = self._pieces("DRAM", here), self._pieces(kind, there)
             handle: int = self._agent.createXferReq(self._bindings.NIXL_READ, local, remote, name, b"", [])
@@ -114,12 +162,26 @@ class Agent:
             return handle
 
     def is_done(self, handle: int) -> bool:
-        """Raises AgentError when it has failed: it is over then, too."""
+        """Return True if a read is complete.
+
+        Args:
+            handle: Handle of the read.
+
+        Raises:
+            AgentError: The read has failed, so it is over too.
+        """
         with _Translated("nixl READ"):
             return self._check(self._agent.getXferStatus(handle))
 
     def end(self, handle: int) -> bool:
-        """Let go of a read. Whether nothing more of it can be written; False: ask again."""
+        """Release a read.
+
+        Args:
+            handle: Handle of the read.
+
+        Returns:
+            False if the read may still write memory. The caller must try again.
+        """
         try:
             self._agent.releaseXferReq(handle)
         except Exception:
@@ -127,7 +189,7 @@ class Agent:
         return True
 
     def close(self) -> None:
-        """Nobody can read here any more, and nothing is read."""
+        """End the agent. Nobody can read its memory afterwards."""
         for registered in self._registered:
             with _Translated("nixl"):
                 self._agent.deregisterMem(registered, [])
@@ -144,7 +206,7 @@ class Agent:
         return self._bindings.nixlXferDList(self._segments[kind], np.array(regions, np.uint64))
 
     def _check(self, status: object) -> bool:
-        """Whether it is done."""
+        """Return True if a call is complete, False if it runs."""
         if status == self._bindings.NIXL_IN_PROG:
             return False
         if status != self._bindings.NIXL_SUCCESS:
@@ -153,7 +215,7 @@ class Agent:
 
 
 class _Translated:
-    """What nixl raises has no root of its own but Exception."""
+    """Turns errors of nixl into AgentError, because they have no common base class but Exception."""
 
     def __init__(self, doing: str) -> None:
         self._doing = doing

@@ -1,26 +1,28 @@
-"""KV by one-sided reads (NIXL): the reader's side takes it out of the holder's memory, and then makes sure of it.
+"""KV transfer with one-sided reads (NIXL).
 
-Who is asked for what, and who is told what, goes over tcp's authenticated connections, as with `tcp`; only the bytes do
-not. A running READ cannot be stopped at a given moment, neither by who reads nor by who is read from. So
+The reader reads the holder's memory, and then confirms that the KV was valid.
 
-  - it never lands in KV blocks, but in a buffer that belongs to the connector (`Landing`), a window at a time. A load
-    that ends in the middle leaves its window to whoever watches the READ, and it is used again when that is over;
-  - what has landed counts only when the holder, asked after the READ is complete, says that the hold is still alive.
-    A hold that has ended never lives again, so it was alive all the time, and these are its bytes;
-  - then it is copied, or converted, into the blocks in the engine's thread, a chunk at a time, as long as the load is
+All messages use the authenticated connections of the connector `tcp`. Only the KV itself takes another way. Neither the
+reader nor the holder can stop a running READ at a given moment. This leads to three rules:
+
+  - A READ never writes KV blocks. It writes a buffer of the connector (`Landing`), one window at a time. If a load ends
+    early, its window stays reserved until its READ is over.
+  - The data counts only if the holder confirms, after the READ is complete, that the hold is still alive. An ended hold
+    never becomes alive again, so it was alive during the whole READ.
+  - Then the data is copied or converted into blocks in the engine's thread, one chunk at a time, while the load is
     alive.
 
     reader                         holder
-    PLACES_ASKED  of which request ──►
-                  ◄── PLACES       where its blocks lie, and how nixl gets there
+    PLACES_ASKED  which request ──►
+                  ◄── PLACES       location of its blocks, and the description of the holder's agent
     (READ)
     HAVE_READ     a window, or the last one ──►
-                  ◄── END          it was held (or ABORT)
+                  ◄── END          the hold is alive (or ABORT)
 
-The notice of completion is HAVE_READ, and not one of nixl's own: those come from whoever reaches its port. For the same
-reason the memory that nixl can reach is the whole cache, to every engine that has the key; UCX opens ports which check
-nothing, so that they belong behind a wall (UCX_NET_DEVICES says where it listens). There is no checksum: the bytes do
-not pass through anybody's hands who could make one.
+HAVE_READ is a message of its own, not a notification of nixl: nixl accepts those from every process that reaches its
+port. Other security limits: nixl exposes the whole cache to every engine that has the key, and UCX opens ports that
+check nothing. So these ports must be protected by a firewall (UCX_NET_DEVICES selects where UCX listens). There is no
+checksum, because no process handles the data on the way.
 """
 
 from __future__ import annotations
@@ -51,24 +53,29 @@ from trioserve.contracts.kv_transfer import Started
 
 __all__ = ["NixlOptions", "NixlTransport"]
 
-PLACES_BYTES_MAX = 4_194_304  # of a known engine: some hundred thousand blocks
+PLACES_BYTES_MAX = 4_194_304  # bytes of a message from a known engine: some hundred thousand blocks
 BLOCKS_MAX = 200_000
-READ_SECONDS_MAX = 8.0  # of a window; as long as a load is patient with a holder that is quiet
-POLL_SECONDS = (0.0002, 0.005)  # how often a READ is looked at: first, and after a while
-WATCH_SECONDS = 0.05  # the same for one that nobody waits for
+READ_SECONDS_MAX = 8.0  # time limit for one window; a load waits equally long for a silent holder
+POLL_SECONDS = (0.0002, 0.005)  # interval of checks of a READ: at first, and after a while
+WATCH_SECONDS = 0.05  # interval of checks of a READ whose load has ended
 CLOSE_SECONDS_MAX = 5.0
-AGENTS_MAX = 64  # engines that are known at a time
+AGENTS_MAX = 64  # engines that are known at a time; more replace the oldest
 
 _never_freed: list[Agent] = []
-"""Of connectors that ended while a READ could still land in their buffers: these stay until the process ends."""
+"""Agents whose connectors ended while a READ could still write their buffers. They stay until the process ends."""
 
 Result = TypeVar("Result")
 log = logging.getLogger(__name__)
 
 
 class NixlOptions(StreamOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """landing_bytes: the buffer where reads arrive, in reads_max windows. A window is what is read, confirmed and
-    copied at a time: on a fast network more of it costs fewer questions, on none a READ holds the GIL for a while."""
+    """Options of the connector `nixl`.
+
+    Attributes:
+        landing_bytes: Size of the buffer for READs in bytes. It has reads_max windows. Each window is read, confirmed
+            and copied as a whole. On a fast network, a larger window needs fewer messages. Without one, a READ holds
+            the GIL for longer.
+    """
 
     landing_bytes: int = 8_388_608
 
@@ -82,11 +89,12 @@ class NixlOptions(StreamOptions, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def window_bytes(self) -> int:
+        """Size of one window in bytes."""
         return self.landing_bytes // self.reads_max
 
 
 class PlacesAsked(msgspec.Struct, frozen=True):
-    """As in frames.Read."""
+    """Message that asks for the location of blocks. The fields are as in frames.Read."""
 
     request_id: str
     token_start: int
@@ -95,8 +103,14 @@ class PlacesAsked(msgspec.Struct, frozen=True):
 
 
 class Places(msgspec.Struct, frozen=True):
-    """agent: nixl's description of the holder. layers: where each layer's blocks lie; none: they cannot be read this
-    way. blocks: those of the positions that were asked for."""
+    """Location of blocks.
+
+    Attributes:
+        agent: Description of the holder's NIXL agent.
+        kind: Kind of the memory.
+        layers: Region of each layer's blocks. Empty if the blocks cannot be read with NIXL.
+        blocks: Blocks of the positions that were asked for.
+    """
 
     agent: bytes
     kind: MemoryKind
@@ -105,7 +119,12 @@ class Places(msgspec.Struct, frozen=True):
 
 
 class HaveRead(msgspec.Struct, frozen=True):
-    """As in frames.Read. byte_count: since the last time. is_all: this was the last window of these positions."""
+    """Message that confirms a READ. Other fields are as in frames.Read.
+
+    Attributes:
+        byte_count: Bytes read since the last confirmation.
+        is_all: True if this was the last window of these positions.
+    """
 
     request_id: str
     token_start: int
@@ -116,8 +135,13 @@ class HaveRead(msgspec.Struct, frozen=True):
 
 
 class Window(msgspec.Struct, eq=False):
-    """A part of the landing buffer that belongs to one READ at a time. is_watched: it belongs to one that nobody waits
-    for."""
+    """Part of the landing buffer, used by one READ at a time.
+
+    Attributes:
+        address: Start address.
+        memory: View of the memory.
+        is_watched: True while a READ without a load may still write it.
+    """
 
     address: int
     memory: memoryview
@@ -125,14 +149,23 @@ class Window(msgspec.Struct, eq=False):
 
 
 class Nixl:
-    """The agent, called in a thread, one call at a time, and the landing buffer."""
+    """NIXL agent of this engine, called in a thread one call at a time, and the windows of its landing buffer.
+
+    Args:
+        policy: Holds, loads and totals of this engine.
+        options: Options of the connector.
+
+    Attributes:
+        kind: Kind of the cache's memory.
+        regions: Regions of the cache. Empty if other engines cannot read it.
+    """
 
     def __init__(self, policy: StreamPolicy, options: NixlOptions) -> None:
         self._policy = policy
         self._options = options
         self._one_call = trio.CapacityLimiter(1)
         self._agent: Agent | None = None
-        self._names: dict[str, str] = {}  # of agents, by engine id
+        self._names: dict[str, str] = {}  # names of agents by engine id
         self._give, self._take = trio.open_memory_channel[Window](options.reads_max)
         self._watched: list[tuple[object, Window]] = []
         self._has_watched = trio.Event()
@@ -159,7 +192,10 @@ class Nixl:
             self._give.send_nowait(Window(self._agent.landing_address + index * size, memory))
 
     async def close(self) -> None:
-        """Within CLOSE_SECONDS_MAX, also when cancelled: memory must not be freed before nixl has let go of it."""
+        """End the agent within CLOSE_SECONDS_MAX, also when cancelled.
+
+        nixl must stop using the memory before it is freed.
+        """
         agent, self._agent = self._agent, None
         if agent is None:
             return
@@ -170,12 +206,14 @@ class Nixl:
             try:
                 await trio.to_thread.run_sync(agent.close, limiter=self._one_call, abandon_on_cancel=True)
             except AgentError as error:
-                log.warning("nixl ended badly message=%s", error)
+                log.warning("nixl did not end cleanly message=%s", error)
 
     @asynccontextmanager
     async def window(self) -> AsyncIterator[Window]:
-        """For one load's reads, one after the other. There is one for each load that may read, but some may still
-        belong to reads that nobody waits for."""
+        """Scope of a window for the READs of one load.
+
+        There is a window for each load that may read, but READs without a load may still use some windows.
+        """
         with trio.fail_after(READ_SECONDS_MAX):
             window = await self._take.receive()
         try:
@@ -194,14 +232,28 @@ class Nixl:
         return name
 
     async def forget(self, engine_id: str) -> None:
-        """Something went wrong with this agent, or others need its place: next time it is met anew."""
+        """Disconnect from an agent, after a failure or to make room for another agent. The next read connects again.
+
+        Args:
+            engine_id: Engine of the agent.
+        """
         name = self._names.pop(engine_id, None)
         if name is not None and self._agent is not None:
             with suppress(AgentError):
                 await self.call(self._agent.remove, name)
 
     async def read(self, name: str, kind: MemoryKind, window: Window, here: list[Region], there: list[Region]) -> None:
-        """Complete when this returns. Failed, cancelled or late, the window is watched until nothing can land there."""
+        """Read memory of another engine. The data is complete after the return.
+
+        After a failure, a cancel or a timeout, the window stays reserved until the READ can no longer write it.
+
+        Args:
+            name: Name of the other agent.
+            kind: Kind of the other agent's memory.
+            window: Window that receives the data.
+            here: Regions in the window.
+            there: Regions of the other agent, with the same lengths.
+        """
         agent = self._agent
         assert agent is not None
         handle = await self.call(agent.begin_read, name, kind, here, there)
@@ -220,7 +272,7 @@ class Nixl:
                 self._has_watched.set()
 
     async def watch(self) -> None:
-        """Give windows back when the reads that nobody waits for are over."""
+        """Return windows when the READs of ended loads are over. Runs until cancelled."""
         while True:
             if not self._watched:
                 self._has_watched = trio.Event()
@@ -241,7 +293,16 @@ class Nixl:
 
 
 class NixlReader(Reader):
-    """Brings loads by READs."""
+    """Reader that loads KV with READs.
+
+    Args:
+        policy: Holds, loads and totals of this engine.
+        identity: Identity of this engine.
+        note: Logs a problem with a peer.
+        open_wire: Connects to another engine.
+        nixl: NIXL agent of this engine.
+        window_bytes: Size of one window in bytes.
+    """
 
     def __init__(
         self,
@@ -270,7 +331,9 @@ class NixlReader(Reader):
         first_block = load.start // connection.layout.block_size
         block_count = (load.start + load.token_count - 1) // connection.layout.block_size - first_block + 1
         if len(found.layers) != connection.layout.layer_count or len(found.blocks) != block_count:
-            raise BadFrame(f"{len(found.layers)} layers and {len(found.blocks)} blocks came, {block_count} are due")
+            raise BadFrame(
+                f"received {len(found.layers)} layers and {len(found.blocks)} blocks, expected {block_count} blocks"
+            )
         blocks = [BlockIndex(0)] * first_block + [BlockIndex(block) for block in found.blocks]
         try:
             name = await self._nixl.agent_of(connection, found.agent)
@@ -294,7 +357,7 @@ class NixlReader(Reader):
         blocks: list[BlockIndex],
         window: Window,
     ) -> None:
-        """As many chunks as it holds: read, confirmed, and put where they belong."""
+        """Read as many chunks as fit into the window, confirm them, and copy them into blocks."""
         token_bytes = connection.layout.token_bytes
         batch: list[Chunk] = []
         byte_count = 0
@@ -323,7 +386,12 @@ class NixlReader(Reader):
 
 
 class NixlTransport:
-    """tcp's transport, with READs for the bytes."""
+    """Transport of the connector `tcp`, with READs for the KV.
+
+    Args:
+        policy: Holds, loads and totals of this engine.
+        options: Options of the connector.
+    """
 
     def __init__(self, policy: StreamPolicy, options: NixlOptions) -> None:
         self._policy = policy
@@ -340,7 +408,11 @@ class NixlTransport:
         self._stream.wake()
 
     async def run(self, *, task_status: Started) -> None:
-        """Until it is cancelled; see RunningConnector."""
+        """Run until cancelled, see RunningConnector.
+
+        Args:
+            task_status: Reports the start to the parent task.
+        """
         await self._nixl.open()
         try:
             await self._stream.run(task_status=task_status, beside=self._nixl.watch)
@@ -349,14 +421,14 @@ class NixlTransport:
 
     async def _respond(self, connection: PeerConnection, head: Head) -> bool:
         if head.kind is Kind.PLACES_ASKED:
-            await self._tell_places(connection, head.transfer, await receive_body(connection.wire, head, PlacesAsked))
+            await self._send_places(connection, head.transfer, await receive_body(connection.wire, head, PlacesAsked))
         elif head.kind is Kind.HAVE_READ:
             await self._confirm(connection, head.transfer, await receive_body(connection.wire, head, HaveRead))
         else:
             return False
         return True
 
-    async def _tell_places(self, connection: PeerConnection, transfer: int, asked: PlacesAsked) -> None:
+    async def _send_places(self, connection: PeerConnection, transfer: int, asked: PlacesAsked) -> None:
         holder, now = self._stream.holder, trio.current_time()
         send = self._policy.sends.asked(asked.request_id, asked.token_start, asked.token_count, asked.proof, now)
         if isinstance(send, str):
@@ -365,14 +437,14 @@ class NixlTransport:
         size = self._policy.setup.pages.layout.block_size
         first, last = asked.token_start // size, (asked.token_start + asked.token_count - 1) // size
         if last - first >= BLOCKS_MAX:
-            await holder.refuse(connection, transfer, f"more than {BLOCKS_MAX} blocks are asked for at a time")
+            await holder.refuse(connection, transfer, f"a request may ask for at most {BLOCKS_MAX} blocks at a time")
             return
         blocks = tuple(send.block_table[first : last + 1])
         found = Places(self._nixl.metadata, self._nixl.kind, tuple(self._nixl.regions), blocks)
         await connection.wire.send([frame(Kind.PLACES, found, transfer=transfer, bytes_max=PLACES_BYTES_MAX)])
 
     async def _confirm(self, connection: PeerConnection, transfer: int, read: HaveRead) -> None:
-        """The hold is there, so it was there all the time while it was read."""
+        """Confirm that the hold is alive. It was then also alive during the whole READ."""
         holder, now = self._stream.holder, trio.current_time()
         send = self._policy.sends.asked(read.request_id, read.token_start, read.token_count, read.proof, now)
         if isinstance(send, str):
@@ -384,13 +456,13 @@ class NixlTransport:
         try:
             await connection.wire.send([frame(Kind.END, transfer=transfer)], lambda: send.is_alive)
         except MayNot:
-            await holder.refuse(connection, transfer, "the hold has ended while it was read")
+            await holder.refuse(connection, transfer, "the hold ended while it was read")
 
 
 def _pieces(
     connection: PeerConnection, batch: list[Chunk], found: Places, blocks: list[BlockIndex], window: Window
 ) -> tuple[list[Region], list[Region]]:
-    """Where the chunks land, one behind the other, and where they lie there; pieces of the same lengths."""
+    """Return the regions of the chunks in the window, and the regions at the holder. They have the same lengths."""
     token_bytes, block_size = connection.layout.token_bytes, connection.layout.block_size
     block_bytes = block_size * token_bytes
     here, there = [], []

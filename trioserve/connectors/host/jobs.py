@@ -1,9 +1,9 @@
-"""What is done in threads, piece by piece: copying a finished request's blocks, bringing them back, writing files.
+"""Jobs of the host store that run in threads: saving a finished request's blocks, loading blocks, and writing files.
 
-A job is begun, asked for work, told what came of it, asked for more, and ended; all of that in the engine's thread.
-Only the work itself, a function without arguments, is called in another one. It is at most BATCH_BYTES long, so that
-what happens meanwhile is noticed soon, and it changes nothing but memory that is the job's alone, files, and, through
-the gate, the blocks of the engine that the job may write.
+The engine's thread creates a job, asks it for work, passes the results to it, and ends it. Only the work, a function
+without arguments, runs in another thread. Each piece of work handles at most BATCH_BYTES, so that the job notices
+changes soon. The work may only change memory of the job, files, and, through the gate, blocks of the engine that the
+job may write.
 """
 
 from __future__ import annotations
@@ -28,32 +28,54 @@ from trioserve.contracts.kv_transfer import KVPages
 __all__ = ["BATCH_BYTES", "Job", "LoadPart", "Loading", "SavePart", "Saving", "Writing"]
 
 BATCH_BYTES = 32 * 2**20
-"""A few ms at memory speed, and 50 or so at a disk's: so long at most something goes on that nobody wants any more. A
-hand-over to a thread costs some 100 us."""
+"""Limit of one piece of work: a few ms at memory speed, and about 50 ms at disk speed.
+
+A job that is no longer wanted runs at most this long. Each piece costs about 100 us for the switch to a thread.
+"""
 
 logger = logging.getLogger(__name__)
 
 
 class Job(Protocol):
+    """Job that runs in pieces.
+
+    Attributes:
+        gate: Gate to the engine's blocks. Closing it stops the job.
+    """
+
     gate: Gate
 
     def next_work(self) -> Callable[[], Any] | None:
-        """None: there is no more, or it is not wanted. Then end() follows, once."""
+        """Return the next piece of work. None: there is no more, or the job is not wanted. `end` follows once."""
         ...
 
     def take(self, result: Any) -> None:
-        """What the work returned."""
+        """Accept the result of a piece of work.
+
+        Args:
+            result: Value that the work returned.
+        """
         ...
 
     def fail(self, error: Exception) -> None:
-        """The work raised."""
+        """Handle an error of a piece of work.
+
+        Args:
+            error: Error that the work raised.
+        """
         ...
 
     def end(self) -> None: ...
 
 
 class SavePart(msgspec.Struct, frozen=True):
-    """The request's full block `index`, for which bytes are reserved in the store."""
+    """Block to save. Memory for it is reserved in the store.
+
+    Attributes:
+        index: Index of the block in the request.
+        block: Block of the engine.
+        name: Name of the block.
+    """
 
     index: int
     block: BlockIndex
@@ -61,8 +83,17 @@ class SavePart(msgspec.Struct, frozen=True):
 
 
 class Saving:
-    """Copies blocks of a finished request into the store. names: of all its full blocks. Bytes are reserved for each
-    part."""
+    """Job that copies blocks of a finished request into the store.
+
+    Args:
+        request_id: Finished request.
+        names: Names of all its full blocks.
+        parts: Blocks to save.
+        proofs: Proofs of the request's blocks.
+        pages: KV cache of the engine.
+        store: Store that receives the blocks.
+        on_end: Called when the job has ended.
+    """
 
     def __init__(
         self,
@@ -92,7 +123,7 @@ class Saving:
 
     def take(self, result: list[KeptBlock]) -> None:
         if not self.gate.is_open:
-            return  # it may hold another request's KV
+            return  # a closed gate: the copies may contain another request's KV
         for kept in result:
             self._store.put(self._parts[self._done_count].name, kept)
             self._done_count += 1
@@ -110,7 +141,7 @@ class Saving:
         self._on_end(self)
 
     def _copy(self, parts: Sequence[SavePart]) -> list[KeptBlock]:
-        """Those that were copied while they were held, in order."""
+        """Copy blocks while they are held. Returns the copies in order."""
         copied: list[KeptBlock] = []
         for part in parts:
             content = self._store.places.take()
@@ -121,8 +152,17 @@ class Saving:
 
 
 class LoadPart(msgspec.Struct, frozen=True):
-    """The prompt's block `index`, of which token_count tokens are wanted. kept: where it is in memory, pinned; None: it
-    has to be read from its file `key`, pinned, and is_reserved says whether there is room to keep it."""
+    """Block to load.
+
+    Attributes:
+        index: Index of the block in the request.
+        block: Block of the engine.
+        name: Name of the block.
+        token_count: Number of tokens to load.
+        kept: Block in memory, pinned. None: it is read from a file.
+        key: Key of its file, pinned. None: it is in memory.
+        is_reserved: True if memory is reserved to keep the block that is read from a file.
+    """
 
     index: int
     block: BlockIndex
@@ -134,8 +174,13 @@ class LoadPart(msgspec.Struct, frozen=True):
 
 
 class LoadOutcome(msgspec.Struct, frozen=True):
-    """read: for each part that arrived, in order, what was read of its file, if it was. problem: why the next one did
-    not; is_bad: so that its entry is worth nothing."""
+    """Result of a piece of a load.
+
+    Attributes:
+        read: For each loaded part, in order: the block that was read from a file, or None if it was in memory.
+        problem: Reason why the next part was not loaded. None if all were.
+        is_bad: True if the stored block of the next part is unusable.
+    """
 
     read: list[KeptBlock | None]
     problem: str | None = None
@@ -143,9 +188,26 @@ class LoadOutcome(msgspec.Struct, frozen=True):
 
 
 class Loading:
-    """Copies stored blocks into a request's. names: of its full blocks, up to the last one that is loaded.
-    before_count: tokens before the first part that are not loaded, since nobody sees them. problem: why
-    it did not get all of them."""
+    """Job that copies stored blocks into the blocks of a request.
+
+    Args:
+        request_id: Request that loads.
+        names: Names of its full blocks, up to the last block to load.
+        parts: Blocks to load.
+        proofs: Proofs of the request's blocks.
+        pages: KV cache of the engine.
+        store: Store of the blocks.
+        files: Files of the store. None: there are none.
+        on_end: Called when the job has ended.
+        before_count: Number of tokens before the first part that are not loaded, because no sliding window reaches
+            them.
+
+    Attributes:
+        is_abandoned: True if the request no longer needs the blocks.
+        problem: Reason why not all blocks were loaded.
+        token_count: Number of loaded tokens.
+        reads_files: True if a part is read from a file.
+    """
 
     def __init__(
         self,
@@ -164,7 +226,7 @@ class Loading:
         self.before_count = before_count
         self.gate = Gate()
         self.is_abandoned = False
-        self.problem = "none of it is stored any more"
+        self.problem = "no block of it is stored any more"
         self.token_count = 0
         self.reads_files = any(part.kept is None for part in parts)
         self._names = names
@@ -185,7 +247,7 @@ class Loading:
         for read in result.read:
             part = self._parts[self._done_count]
             self._done_count += 1
-            self._let_go(part, read)
+            self._release(part, read)
             self.token_count += part.token_count
             self._store.counts.loaded += 1
             self._store.counts.loaded_from_files += part.kept is None
@@ -196,7 +258,7 @@ class Loading:
         if result.is_bad:
             bad = self._parts[self._done_count]
             self._store.counts.read_failures += bad.kept is None
-            # Unless it is another by now: two loads may have found the same damage.
+            # Two loads may find the same damage. Drop the block only if it was not replaced meanwhile.
             if self._store.in_memory(bad.name) is bad.kept and bad.key in (None, self._store.file(bad.name)):
                 self._store.drop(bad.name)
 
@@ -207,11 +269,11 @@ class Loading:
 
     def end(self) -> None:
         for part in self._parts[self._done_count :]:
-            self._let_go(part, None)
+            self._release(part, None)
         self._store.touch(self._names)
         self._on_end(self)
 
-    def _let_go(self, part: LoadPart, read: KeptBlock | None) -> None:
+    def _release(self, part: LoadPart, read: KeptBlock | None) -> None:
         if part.kept is not None:
             self._store.memory.unpin(part.name)
             return
@@ -233,7 +295,7 @@ class Loading:
                 read = KeptBlock(content, proof)
             else:
                 content = part.kept.content
-                problem = None if part.kept.proof == proof else "it is about other tokens"
+                problem = None if part.kept.proof == proof else "the stored block has other tokens"
             if problem is not None:
                 return LoadOutcome(arrived, f"block {part.index}: {problem}", is_bad=True)
             if not copy_in(self._pages, part.block, content, part.token_count, self.gate):
@@ -249,20 +311,28 @@ class Loading:
         except FileUnusable as error:
             return content, str(error)
         except OSError as error:
-            return content, f"its file cannot be read: {error.strerror}"
+            return content, f"the file cannot be read: {error.strerror}"
         return content, None
 
 
 class Writing:
-    """Writes what is in memory and should be in a file, for as long as there is some, and removes surplus files. Counts
-    the files when the directory was not as it is known. Begun again whenever there is more."""
+    """Job that writes blocks from memory to files, and removes surplus files.
+
+    It also counts the files after the directory differed from the records. It starts again whenever there is more to
+    do.
+
+    Args:
+        store: Store of the blocks.
+        files: Files of the store.
+        on_end: Called when the job has ended.
+    """
 
     def __init__(self, store: BlockStore, files: BlockFiles, on_end: Callable[[], None]) -> None:
         self.gate = Gate()
         self._store = store
         self._files = files
         self._on_end = on_end
-        self._name: BlockHash | None = None  # that is being written
+        self._name: BlockHash | None = None  # block that is being written
         self._has_warned = False
         self._is_counting = False
 
@@ -278,7 +348,11 @@ class Writing:
         return partial(self._write, surplus, self._name, kept)
 
     def take(self, result: Any) -> None:
-        """The files that were counted; or whether the folder was there."""
+        """Accept the result of a piece of work.
+
+        Args:
+            result: Result of a count, or False if the folder of the files was missing.
+        """
         if self._is_counting:
             self._store.counted(result)
             return
@@ -294,7 +368,7 @@ class Writing:
     def fail(self, error: Exception) -> None:
         if not self._has_warned:
             self._has_warned = True
-            logger.warning("blocks not written to the directory, memory goes on error=%r", error)
+            logger.warning("blocks not written to the directory, but still kept in memory error=%r", error)
         if self._is_counting:
             self._store.counted_not()
         elif self._name is None:
@@ -308,7 +382,7 @@ class Writing:
         self._on_end()
 
     def _write(self, surplus: Sequence[str], name: BlockHash | None, kept: KeptBlock | None) -> bool:
-        """Whether the folder was there."""
+        """Remove files and write a block. Returns False if the folder was missing."""
         self._files.remove(surplus)
         if name is None:
             return True

@@ -1,13 +1,14 @@
-"""What the host store answers to the core, and what it has done in threads meanwhile. Waits for nothing.
+"""Policy of the host store: its answers to the core, and the jobs that threads run for it. Nothing here waits.
 
-A request's full blocks are copied when it ends, if they are not stored: not when the prefix cache evicts them, since
-nobody is asked then, and the room is needed at once. So the core holds them for as long as the copying takes, a few ms;
-and no more than half of the pool at a time. Of a model whose layers all have a sliding window only the blocks are there
-to be copied that the window still reaches; a prompt is found by these. What is loaded comes from memory or from files,
-and what comes from files is kept in memory again if there is room.
+The full blocks of a request are copied when it ends, unless they are already stored. They are not copied when the
+prefix cache evicts them: the core does not ask the connector then, and needs the blocks at once. So the core holds the
+blocks during the copy, for a few ms, and at most half of the pool at a time. If all layers of a model have a sliding
+window, only the blocks that the window still reaches are left to copy. A prompt is found by these blocks. Loads come
+from memory or from files. Blocks from files are also kept in memory if there is enough.
 
-A load that nobody waits for any more stops at its next piece, and is reported when it has stopped. While one does not,
-as on a disk that is dead, no further load is promised that would have to read files; those from memory go on.
+A load that is no longer needed stops at its next piece, and is reported when it has stopped. While such a load has not
+stopped, for example because of a dead disk, the policy promises no further loads from files. Loads from memory
+continue.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from trioserve.contracts.request import EngineRequest
 __all__ = ["HostPolicy", "Lane"]
 
 CHAINS_MAX = 128
-"""Requests whose names are remembered between two questions: those at the head of the queue, and those that load."""
+"""Limit of requests whose block names are remembered: requests at the head of the queue, and requests that load."""
 
 SAVING_BYTES_MAX = 2 * 2**30
-"""That are held to be copied at a time: about a second's work, and a tenth of the time for which blocks may be held."""
+"""Limit of blocks that are held for copying: about a second of work, a tenth of the maximum duration of a hold."""
 
 
 class Lane(enum.Enum):
-    """Jobs of one lane come one after the other, and those of two lanes wait for each other never."""
+    """Lanes of jobs. Jobs of one lane run one after another. Jobs of different lanes never wait for each other."""
 
     SAVE = "save"
     LOAD = "load"
@@ -52,10 +53,22 @@ class Lane(enum.Enum):
 
 
 class HostPolicy:
-    """A KVConnector (contracts.kv_transfer). Whoever drives it takes jobs off the lanes, in order.
+    """KVConnector (see contracts.kv_transfer) that keeps blocks in host memory and files.
 
-    window_tokens: as in ConnectorSetup.
-    on_work: told whenever a lane has got a job. wake: told when `progress` has something to tell.
+    Its owner runs the jobs of the lanes.
+
+    Args:
+        settings: Limits of the host store.
+        pages: KV cache of the engine.
+        wake: Called when the core should ask for progress.
+        files: Files of the store. None: there are none.
+        hash_block: Hash function of block names. Tests may pass another one.
+        window_tokens: Sliding window of the model, see ConnectorSetup.
+
+    Attributes:
+        on_work: Called when a lane has got a job.
+        lanes: Waiting jobs by lane, in order.
+        store: Records of all stored blocks.
     """
 
     def __init__(
@@ -86,7 +99,7 @@ class HostPolicy:
         self._chains: OrderedDict[RequestId, BlockChain] = OrderedDict()
         self._saves: dict[RequestId, Saving] = {}
         self._loads: dict[RequestId, Loading] = {}
-        self._running: set[Job] = set()  # in a thread, or between two
+        self._running: set[Job] = set()  # jobs that a thread runs, or that wait for their next piece
         self._writing = None if files is None else Writing(self.store, files, self._writing_ended)
         self._is_writing = False
         self._saving_block_count = 0
@@ -94,7 +107,7 @@ class HostPolicy:
         self._events: dict[tuple[RequestId, HoldKind], TransferEvent] = {}
         self._is_closed = False
 
-    # --- the core's side ---
+    # --- methods for the core ---
 
     def num_matched_tokens(self, request: EngineRequest, computed_count: int) -> int:
         if self._is_closed or computed_count % self._block_size != 0:
@@ -103,12 +116,12 @@ class HostPolicy:
         chain, tokens = self._chain(request), request.known_token_ids
         files_answer = not any(load.is_abandoned and load.reads_files for load in self._running_loads())
         end, stored_from = first, first
-        for index in range(first, (len(tokens) - 1) // self._block_size):  # the last token is computed in any case
+        for index in range(first, (len(tokens) - 1) // self._block_size):  # the last token is always computed
             name = chain.name(index, tokens)
             if self.store.in_memory(name) is None and not (files_answer and self.store.file(name) is not None):
                 if self._window_tokens is None:
                     break
-                stored_from = index + 1  # what comes behind it may do without it
+                stored_from = index + 1  # later blocks may not need this one, if no window reaches it
             if stored_from <= max(first, self._first_place_seen((index + 1) * self._block_size)):
                 end = index + 1
         return (end - first) * self._block_size
@@ -118,14 +131,14 @@ class HostPolicy:
     ) -> None:
         assert request.id not in self._loads, f"{request.id} is loaded twice at a time"
         if self._is_closed:
-            self._report(LoadFailed(request.id, "the store has been left"), HoldKind.LOAD)
+            self._report(LoadFailed(request.id, "the host store has ended"), HoldKind.LOAD)
             return
         tokens, size = request.known_token_ids, self._block_size
         end = computed_count + token_count
         start = first_position(block_table, size, computed_count)
         indices = range(start // size, -(-end // size))
         chain = self._chain(request)
-        # A last block that is not full is not one of the prompt's either, if the prompt ends in it.
+        # A last block that is not full is not a block of the prompt either, if the prompt ends in it.
         used = [chain.name(index, tokens) for index in range(indices.stop) if (index + 1) * size <= len(tokens)]
         names = used[indices.start :]
         parts: list[LoadPart] = []
@@ -134,7 +147,7 @@ class HostPolicy:
             part = self._load_part(index, block_table[index], name, min(size, end - index * size))
             if part is None:
                 break
-            # Where there is no room for one there is none for those behind it: looking for it takes time.
+            # If there was no memory for a block, there is none for later blocks. Do not search for it again.
             had_room = not parts or parts[-1].kept is not None or parts[-1].is_reserved
             if part.kept is None and had_room and self.store.reserve(name, needed):
                 part = msgspec.structs.replace(part, is_reserved=True)
@@ -156,7 +169,7 @@ class HostPolicy:
     def load_abandoned(self, request_id: RequestId) -> None:
         load = self._loads.get(request_id)
         if load is None:
-            return  # its end waits to be told
+            return  # the load has ended, and its event waits for `progress`
         load.is_abandoned = True
         load.problem = "the request does not need it any more"
         load.gate.is_wanted = False
@@ -171,12 +184,12 @@ class HostPolicy:
     ) -> bool:
         chain = self._chain(request)
         del self._chains[request.id]
-        # What made a request fail may be in its KV, and must not outlive it.
+        # The KV of a failed request may be the cause of the failure, so it is not stored.
         if self._is_closed or reason is FinishReason.ERROR:
             return False
         names = [chain.name(index, tokens) for index in range(len(tokens) // self._block_size)]
         self.store.touch(names)
-        there_from = first_place(block_table)  # behind a sliding window nothing is left to be saved
+        there_from = first_place(block_table)  # blocks behind a sliding window are gone
         new = [index for index, name in enumerate(names) if index >= there_from and not self.store.is_known(name)]
         room = self._saving_blocks_max - self._saving_block_count
         parts = []
@@ -218,7 +231,7 @@ class HostPolicy:
         return tuple(events.values())
 
     def counts(self) -> dict[str, float]:
-        """Totals, and how many bytes are in use now."""
+        """Return totals, and the number of bytes that are in use now."""
         counts, size = self.store.counts, self.store.block_bytes
         return {
             **{f"host_{name}": getattr(counts, name) for name in counts.__struct_fields__},
@@ -228,11 +241,17 @@ class HostPolicy:
             "host_directory_bytes_used": self.store.files.bytes_used,
         }
 
-    # --- the side of whoever drives it ---
+    # --- methods for the owner ---
 
     def begin_job(self, lane: Lane) -> Job | None:
-        """The next one, or None. It is asked for its next_work until there is none, take or fail follows each, and
-        job_ended is the end of it."""
+        """Return the next job of a lane, or None.
+
+        The owner calls the job's `next_work` until it returns None, `take` or `fail` after each piece, and finally
+        `job_ended`.
+
+        Args:
+            lane: Lane to take the job from.
+        """
         if not self.lanes[lane]:
             return None
         job = self.lanes[lane].popleft()
@@ -240,12 +259,22 @@ class HostPolicy:
         return job
 
     def take(self, job: Job, result: Any) -> None:
-        """What its work returned."""
+        """Accept the result of a piece of work.
+
+        Args:
+            job: Running job.
+            result: Value that the work returned.
+        """
         job.take(result)
         self._write_if_need_be()
 
     def fail(self, job: Job, error: Exception) -> None:
-        """Its work raised."""
+        """Handle an error of a piece of work.
+
+        Args:
+            job: Running job.
+            error: Error that the work raised.
+        """
         job.fail(error)
 
     def job_ended(self, job: Job) -> None:
@@ -254,7 +283,10 @@ class HostPolicy:
         self._write_if_need_be()
 
     def close(self) -> None:
-        """Nothing touches the engine's blocks from now on, and nothing is answered or reported."""
+        """End the policy.
+
+        Afterwards no job touches the engine's blocks, no load is promised and nothing is reported.
+        """
         self._is_closed = True
         self._events.clear()
         for job in (*self._running, *self._saves.values(), *self._loads.values()):
@@ -262,15 +294,15 @@ class HostPolicy:
         for jobs in self.lanes.values():
             jobs.clear()
 
-    # --- inside ---
+    # --- private ---
 
     def _first_place_seen(self, position: int) -> int:
-        """Of a block table, by the token at this position."""
+        """Return the first place of a block table that the token at this position sees."""
         return 0 if self._window_tokens is None else max(0, position - self._window_tokens + 1) // self._block_size
 
     def _chain(self, request: EngineRequest) -> BlockChain:
         chain = self._chains.get(request.id)
-        if chain is None or chain.salt != request.cache_salt:  # which a change of weights changes
+        if chain is None or chain.salt != request.cache_salt:  # the salt contains the weight version
             chain = BlockChain(request.cache_salt, self._block_size, hash_block=self._hash_block)
             self._chains[request.id] = chain
             if len(self._chains) > CHAINS_MAX:
@@ -278,7 +310,7 @@ class HostPolicy:
         return chain
 
     def _load_part(self, index: int, block: BlockIndex, name: BlockHash, token_count: int) -> LoadPart | None:
-        """With what it pins; None: the block is not stored."""
+        """Make the part of a load for one block, and pin the block. None: the block is not stored."""
         kept = self.store.in_memory(name)
         if kept is not None:
             self.store.memory.pin([name])
@@ -290,7 +322,10 @@ class HostPolicy:
         return LoadPart(index, block, name, token_count, key=key)
 
     def _only_in_memory(self, names: Sequence[BlockHash]) -> set[BlockHash]:
-        """Those of a prefix that must not go to make room for more of it."""
+        """Return the blocks of a prefix that are in no file.
+
+        They must not be evicted for more blocks of the same prefix.
+        """
         return {name for name in names if self.store.file(name) is None}
 
     def _enqueue(self, lane: Lane, job: Job) -> None:

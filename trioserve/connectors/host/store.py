@@ -261,8 +261,8 @@ class BlockStore:
     def next_to_write(self) -> BlockHash | None:
         """Select the next block to write.
 
-        The block is pinned and bytes for its file are reserved, until `wrote` or `not_written` is called. Files
-        that are evicted for it must be removed (see `take_surplus`).
+        The block is pinned and bytes for its file are reserved, until `wrote` or `not_written` is called. Files that
+        are evicted for it must be removed (see `take_surplus`).
 
         Returns:
             Name of the block, or None if no block waits.
