@@ -38,7 +38,7 @@ WAIT_SECONDS_MAX = 20  # for what a terminal is to show; a shared machine
         ("/new", Line("/clear", "")),
         ("//etc/hosts", Line(None, "/etc/hosts")),
         ("/systm x", Line(None, "", "there is no /systm: did you mean /system?")),
-        ("/frobnicate", Line(None, "", "there is no /frobnicate: /help lists what there is")),
+        ("/frobnicate", Line(None, "", "there is no /frobnicate: /help lists all commands")),
     ],
 )
 def test_a_line_is_a_message_or_a_command(typed: str, line: Line):

@@ -125,10 +125,10 @@ def test_threads_that_the_user_gives_are_the_servers():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (DisaggSettings(router_args=("--port", "8001")), "a port each"),
+        (DisaggSettings(router_args=("--port", "8001")), "need different ports"),
         (DisaggSettings(router_args=("--port", "many")), "--port"),
         (DisaggSettings(router_args=("--lease-until", "never")), "--router-args"),
-        (DisaggSettings(prefill_port=8002), "a port each"),
+        (DisaggSettings(prefill_port=8002), "need different ports"),
     ],
 )
 def test_what_cannot_be_started_is_said_before_anything_is(settings, words):

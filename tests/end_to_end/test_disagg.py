@@ -47,7 +47,7 @@ class Three:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.lines.append(line)
-            if line.startswith("all three serve"):
+            if line.startswith("all three accept requests"):
                 self._is_ready.set()
         self._is_ready.set()
 

@@ -38,7 +38,7 @@ def test_a_run_that_holds_says_how_much_it_has_seen(capsys):
     assert any(line.split()[:1] == ["requests"] for line in lines)
     assert lines[-1].startswith("30 histories held, seeds 0 to 29: ")
     assert "requests, " in lines[-1]
-    assert "a second of one core" in lines[-1]
+    assert "per second of one core" in lines[-1]
 
 
 @pytest.mark.slow

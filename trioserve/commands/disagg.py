@@ -1,7 +1,8 @@
 """`python -m trioserve disagg`: a router, a prefill server and a decode server on one machine, as one program.
 
-Each is a process of its own, with its output behind its name. The router is started when both servers serve, and ends
-first: what runs through it needs them. If a server is lost, the rest goes on. Loads neither torch nor a model.
+Each is a process, and its output gets its name as a prefix. The router starts when both servers accept requests. It
+stops first, because its requests need the servers. If a server is lost, router and other server continue. This program
+imports no torch and loads no model.
 """
 
 from __future__ import annotations
@@ -30,18 +31,26 @@ from trioserve.proxy.remote_endpoint import EndpointAddress, RemoteEndpoint
 
 __all__ = ["DisaggSettings", "Ended", "Happening", "Order", "Serving", "Signalled", "StartAndStop", "run_disagg"]
 
-LINE_BYTES_MAX = 64 * 1024  # of a server's output; what is longer is told in pieces
-HAPPENINGS_MAX = 64  # more than three processes and a user bring about at a time; a signal too many says nothing new
+LINE_BYTES_MAX = 64 * 1024  # bytes of a line of output; a longer line is printed in pieces
+# waiting events; three processes and a user cause fewer, and a dropped signal would repeat an earlier one
+HAPPENINGS_MAX = 64
 SERVING = re.compile(r"serving .* at (\S+) ")
-FINDING_SECONDS_MAX = 10.0  # several health checks
-LOOKS_SECONDS = 0.05  # between two questions; there is nobody to wait for at the other end
+FINDING_SECONDS_MAX = 10.0  # time for several health checks
+LOOKS_SECONDS = 0.05  # interval of questions to the router; a poll, because the router does not report this event
 
 Name = Literal["router", "prefill", "decode"]
 Kind = TypeVar("Kind", bound=ServerConfig)
 
 
 class DisaggSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """router_args, server_args: flags of `route`, and of `serve` for both servers."""
+    """Settings of the program.
+
+    Attributes:
+        router_args: Flags of `route`.
+        server_args: Flags of `serve`, for both servers.
+        prefill_port: Port of the prefill server.
+        decode_port: Port of the decode server.
+    """
 
     router_args: tuple[str, ...] = ()
     server_args: tuple[str, ...] = ()
@@ -50,7 +59,14 @@ class DisaggSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_arguments(cls, arguments: argparse.Namespace) -> DisaggSettings:
-        """Raises StartupError."""
+        """Make settings from command line arguments.
+
+        Args:
+            arguments: Arguments of `trioserve disagg`.
+
+        Raises:
+            StartupError: A value cannot be split into flags.
+        """
         try:
             router_args, server_args = shlex.split(arguments.router_args), shlex.split(arguments.server_args)
         except ValueError as error:
@@ -63,9 +79,16 @@ class DisaggSettings(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def commands(self, *, core_count: int) -> dict[Name, list[str]]:
-        """What to start, as arguments of trioserve. Each server gets half of the cores, if nothing else is said: two
-        teams of threads on the same cores are slower than half of them. Raises StartupError for flags that neither
-        takes, before anything is started."""
+        """Make the command of each process, as arguments of trioserve.
+
+        Without --threads, each server gets half of the cores: two thread pools on the same cores would be slower.
+
+        Args:
+            core_count: Cores that this program may use.
+
+        Raises:
+            StartupError: A flag is unknown or invalid, or two processes have the same port.
+        """
         route = _checked(self.router_args, RouteConfig, "--router-args")
         serve = _checked(self.server_args, Config, "--server-args")
         threads = [] if serve.threads is not None else ["--threads", str(max(1, core_count // 2))]
@@ -73,7 +96,7 @@ class DisaggSettings(msgspec.Struct, frozen=True, kw_only=True):
         ports = {"prefill": self.prefill_port, "decode": self.decode_port}
         if len({route.port or -1, *ports.values()}) < 3:
             raise StartupError(
-                f"router and servers need a port each, and have {route.port}, {self.prefill_port} and "
+                f"router and servers need different ports, but have {route.port}, {self.prefill_port} and "
                 f"{self.decode_port}"
             )
         server = ["serve", *self.server_args, *threads]
@@ -99,28 +122,41 @@ def _checked(flags: tuple[str, ...], kind: type[Kind], option: str) -> Kind:
     except argparse.ArgumentError as error:
         raise StartupError(f"{option}: {error}") from None
     if unknown:
-        raise StartupError(f"{option} has {' '.join(unknown)}, which is no option")
+        raise StartupError(f"{option} has {' '.join(unknown)}, which is not an option")
     return config_from(parsed, kind=kind)
 
 
-# --- what decides ---
+# --- decisions, without waiting ---
 
 
 class Serving(msgspec.Struct, frozen=True):
-    """It says that it serves."""
+    """A process accepts requests.
+
+    Attributes:
+        name: Name of the process.
+    """
 
     name: Name
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """Its process is over. code: as Popen has it, below 0 for a signal."""
+    """A process has ended.
+
+    Attributes:
+        name: Name of the process.
+        code: Exit code, or the negative number of the signal that killed the process.
+    """
 
     name: Name
     code: int
 
 
 class Signalled(msgspec.Struct, frozen=True):
-    """A signal that stops the program: SIGINT or SIGTERM."""
+    """The program received a signal that stops it.
+
+    Attributes:
+        number: SIGINT or SIGTERM.
+    """
 
     number: int = signal.SIGINT
 
@@ -129,16 +165,24 @@ Happening = Serving | Ended | Signalled
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What to do with one of them: start it, ask it to stop (once more), or kill it."""
+    """Order for one process.
+
+    Attributes:
+        what: "start", "stop" (ask to stop, also repeatedly) or "kill".
+        name: Name of the process.
+    """
 
     what: Literal["start", "stop", "kill"]
     name: Name
 
 
 class StartAndStop:
-    """When which of the three begins and ends. EndpointReceiver what happens, it says what to do.
+    """Decides when each process starts and stops. It gets events and returns orders.
 
-    is_over: nothing is left, and exit_code is how it ended. is_ready: all three serve, or did until one was lost.
+    Attributes:
+        exit_code: Exit code of the program.
+        is_over: True if no process is left.
+        is_ready: True from the time when all three accept requests until the program stops.
     """
 
     def __init__(self) -> None:
@@ -158,7 +202,7 @@ class StartAndStop:
 
     @property
     def serving(self) -> list[Name]:
-        """The servers that serve, in order."""
+        """Names of the running processes that accept requests, sorted."""
         return sorted(self._serving & self._running)
 
     def begin(self) -> list[Order]:
@@ -175,7 +219,7 @@ class StartAndStop:
             if is_failure and not self.exit_code:
                 self.exit_code = max(happening.code, EXIT_FAILED)
             if not self._is_stopping:
-                # One server alone goes on, by itself: the router sends it whole requests.
+                # One server alone is still useful: the router sends it whole requests.
                 is_of_use = self.is_ready and "router" in self._running and len(self._running) > 1
                 return [] if is_of_use else self._stop()
             return self._stop_next() if happening.name == "router" else []
@@ -184,7 +228,7 @@ class StartAndStop:
             self.exit_code = self.exit_code if self.is_ready else 128 + happening.number
             return self._stop()
         if self._signal_count == 2:
-            return self._stop_next()  # a second one shortens what the servers let their requests have
+            return self._stop_next()  # a second signal shortens the time that the servers give their requests
         return [Order("kill", name) for name in sorted(self._running)]
 
     def _start(self, *names: Name) -> list[Order]:
@@ -196,16 +240,26 @@ class StartAndStop:
         return self._stop_next()
 
     def _stop_next(self) -> list[Order]:
-        """The router, or if it is gone, the others."""
+        """Stop the router, or the servers if the router has ended."""
         names: list[Name] = ["router"] if "router" in self._running else sorted(self._running)
         return [Order("stop", name) for name in names]
 
 
-# --- what waits ---
+# --- the Trio shell ---
 
 
 def run_disagg(settings: DisaggSettings) -> int:
-    """Until Ctrl-C or SIGTERM, or one of the three ends. Returns the exit code; raises StartupError."""
+    """Run router and servers until Ctrl-C or SIGTERM, or until one of them fails.
+
+    Args:
+        settings: Settings of the program.
+
+    Returns:
+        Exit code of the program.
+
+    Raises:
+        StartupError: A flag is invalid.
+    """
     core_count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with StopSignals() as signals:
         return trio.run(_run, settings.commands(core_count=core_count), signals)
@@ -234,10 +288,10 @@ async def _run(commands: dict[Name, list[str]], signals: StopSignals) -> int:
             was_ready = decides.is_ready
             happening = await happenings.receive()
             if isinstance(happening, Signalled):
-                stop_signal = happening.number  # SIGINT skips the least time of a drain
+                stop_signal = happening.number  # SIGINT skips the minimum time of a drain
             orders = decides.note(happening)
             if decides.is_ready and not was_ready:
-                announce("all three serve: requests to the router go to prefill, and then to decode (Ctrl-C stops)")
+                announce("all three accept requests: the router sends them to prefill, then to decode (Ctrl-C stops)")
         nursery.cancel_scope.cancel()
     return decides.exit_code
 
@@ -251,7 +305,7 @@ async def _relay_signals(
 ) -> None:
     async for number in signals.receive(task_status=task_status):
         if number == signal.SIGHUP:
-            for name in decides.serving:  # the signal would end a process whose Python is just starting
+            for name in decides.serving:  # SIGHUP would end a process that is still starting
                 processes[name].send_signal(number)
             continue
         with contextlib.suppress(trio.WouldBlock):
@@ -264,7 +318,7 @@ async def _serve(
     sender: trio.MemorySendChannel[Happening],
     task_status: trio.TaskStatus[trio.Process] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """One process, from its start to its end; cancelling this kills it."""
+    """Run one process, report its events and wait for its end. Cancelling this function kills the process."""
     async with trio.open_nursery() as nursery:
         process: trio.Process = await nursery.start(
             partial(
@@ -274,19 +328,20 @@ async def _serve(
                 stderr=subprocess.PIPE,
                 check=False,
                 deliver_cancel=_kill,
-                # Ctrl-C in a terminal is for us alone: all three at once would be the wrong order.
+                # In its own session, Ctrl-C in a terminal reaches only this program, which stops the processes in
+                # order.
                 start_new_session=True,
             )
         )
         task_status.started(process)
         assert process.stderr is not None
 
-        async def tell_serving(url: str) -> None:
+        async def report_serving(url: str) -> None:
             if name == "router":
                 await _until_both_are_found(url)
             await sender.send(Serving(name))
 
-        await _relay_lines(name, process.stderr, lambda url: nursery.start_soon(tell_serving, url))
+        await _relay_lines(name, process.stderr, lambda url: nursery.start_soon(report_serving, url))
         code = await process.wait()
         nursery.cancel_scope.cancel()
     await sender.send(Ended(name, code))
@@ -297,8 +352,10 @@ async def _kill(process: trio.Process) -> None:
 
 
 async def _until_both_are_found(url: str) -> None:
-    """Until the router has asked both servers how they are; before that it would take one of them for all there is.
-    Gives up where it is not for everybody to ask that, or too much time has passed."""
+    """Wait until the router has checked both servers. Before, it could take one of them for the only endpoint.
+
+    Returns early if the router refuses the question, or after FINDING_SECONDS_MAX.
+    """
     router = RemoteEndpoint(EndpointId("router"), EndpointAddress.parse(url))
     with trio.move_on_after(FINDING_SECONDS_MAX):
         while True:
@@ -324,8 +381,14 @@ class _Endpoints(msgspec.Struct):
 
 
 async def _relay_lines(name: Name, output: trio.abc.ReceiveStream, on_serving: Callable[[str], None]) -> None:
-    """What it says goes out behind its name. on_serving: told the URL when it says where it serves."""
-    is_told = False
+    """Print the output of a process with its name as a prefix.
+
+    Args:
+        name: Name of the process.
+        output: Standard error of the process.
+        on_serving: Called with the URL when the process reports that it accepts requests.
+    """
+    is_reported = False
     held = b""
     async for data in output:
         *lines, held = (held + data).split(b"\n")
@@ -335,8 +398,8 @@ async def _relay_lines(name: Name, output: trio.abc.ReceiveStream, on_serving: C
             text = line.decode("utf-8", "replace")
             announce(f"{name}: {text}")
             found = SERVING.match(text)
-            if found is not None and not is_told:
-                is_told = True
+            if found is not None and not is_reported:
+                is_reported = True
                 on_serving(found[1])
     if held:
         announce(f"{name}: {held.decode('utf-8', 'replace')}")

@@ -106,8 +106,11 @@ class SteadyStderr(io.TextIOWrapper):
     def write_or_raise(self, text: str) -> None:
         """Write text, and block until the stream accepts it. Only for threads that may block.
 
+        Args:
+            text: Text to write.
+
         Raises:
-            OSError: the text was not written.
+            OSError: The text was not written.
         """
         super().write(text)
 

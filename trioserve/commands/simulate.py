@@ -36,8 +36,9 @@ STEPS: dict[Mode, int] = {
     "images": 12,  # clients
 }
 CHUNK_SEEDS = 50  # less than a second of work: often enough for a progress line
-REPLAYS_MAX = 3_000  # of a failing history, to cut it down: some ten seconds, and most need a few hundred
-REPLAYED_LINES_MAX = 2_000_000  # of all replays together, so that a history of thousands of requests takes minutes
+REPLAYS_MAX = 3_000  # limit of replays to shorten a failing history: about ten seconds, and most need a few hundred
+# limit of lines of all these replays, so that a history of thousands of requests takes only minutes
+REPLAYED_LINES_MAX = 2_000_000
 EXIT_FAILED = 1
 
 
@@ -100,7 +101,14 @@ class SimulateSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """Seeds first to end - 1, for one process at a time."""
+    """Seeds that one process simulates at a time.
+
+    Attributes:
+        first: First seed.
+        end: Seed after the last.
+        step_count: Length of a history.
+        mode: Simulated part of the program.
+    """
 
     first: int
     end: int
@@ -109,7 +117,16 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class ChunkReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a chunk's seeds in order, up to the first that failed. digests: of their traces, where there are any."""
+    """Result of a chunk, up to the first seed that failed.
+
+    Attributes:
+        history_count: Number of simulated histories.
+        counts: Totals by name.
+        digests: Digest of each history's trace. Empty texts for modes without traces.
+        cpu_seconds: CPU time of the simulation.
+        failure: First failure. None if there was none.
+        failed_seed: Seed of the failure, or the last seed.
+    """
 
     history_count: int
     counts: dict[str, int]
@@ -120,19 +137,36 @@ class ChunkReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def seeds_of(text: str) -> tuple[int, int]:
-    """`0:10000` is 0 to 9999, `7` is 7 alone. Raises StartupError."""
+    """Parse a range of seeds.
+
+    Args:
+        text: `0:10000` means 0 to 9999, and `7` means only 7.
+
+    Returns:
+        First seed, and the seed after the last.
+
+    Raises:
+        StartupError: The text is not a range.
+    """
     begin, colon, end = text.partition(":")
     try:
         seeds = (int(begin), int(end) if colon else int(begin) + 1)
     except ValueError:
         seeds = (0, 0)
     if not 0 <= seeds[0] < seeds[1]:
-        raise StartupError(f"--seeds is {text!r}: give the first and the one after the last, like 0:10000")
+        raise StartupError(f"--seeds is {text!r}: give the first seed and the seed after the last, like 0:10000")
     return seeds
 
 
 def run_simulate(settings: SimulateSettings) -> int:
-    """Simulate seed after seed until one fails. Returns the exit code."""
+    """Simulate one seed after another until one fails.
+
+    Args:
+        settings: Settings of the run.
+
+    Returns:
+        Exit code of the program.
+    """
     first, end = settings.seeds
     totals: Counter[str] = Counter()
     digest = blake2b(digest_size=16)
@@ -160,14 +194,25 @@ def run_simulate(settings: SimulateSettings) -> int:
     grants = f" with {totals['grants'] / cpu_seconds:,.0f} grants" if settings.mode in ("router", "routers") else ""
     print(
         f"{history_count:,} histories held, seeds {first} to {end - 1}: {totals['requests']:,} requests, "
-        f"{totals['requests'] / cpu_seconds:,.0f} a second of one core{grants}, "
+        f"{totals['requests'] / cpu_seconds:,.0f} per second of one core{grants}, "
         f"{time.monotonic() - started_at:.1f} s with {settings.job_count} process(es)"
     )
     return 0
 
 
 def run_replay(what: str, settings: SimulateSettings) -> int:
-    """Let a seed, or the script in a file, happen once more, with a trace on stdout. Returns the exit code."""
+    """Replay a seed or a script, and print a trace.
+
+    Args:
+        what: A seed, or the path of a file with a script.
+        settings: Settings of the run.
+
+    Returns:
+        Exit code of the program.
+
+    Raises:
+        StartupError: There is no such file.
+    """
     if what.isdecimal():
         verdict = runs_of(settings.mode).run_seed(int(what), settings.step_count, trace=print)
     else:
@@ -180,7 +225,14 @@ def run_replay(what: str, settings: SimulateSettings) -> int:
 
 
 def show_verdict(verdict: Verdict) -> int:
-    """What a replay has come to. Returns the exit code."""
+    """Print the result of a replay.
+
+    Args:
+        verdict: Result.
+
+    Returns:
+        Exit code of the program.
+    """
     if verdict.digest:
         print(f"digest of the trace: {verdict.digest}")
     print("every contract held" if verdict.failure is None else f"failed: {verdict.failure}")
@@ -188,7 +240,10 @@ def show_verdict(verdict: Verdict) -> int:
 
 
 def _mode_of(script: str) -> Mode:
-    """A stack's script begins with its stage, a router's with its settings, the others' with their worlds."""
+    """Find the mode of a script by its first word: "stage" for the stack, or the name of the mode.
+
+    Otherwise the core.
+    """
     lines = [line for line in script.splitlines() if line.strip() and not line.startswith("#")]
     modes: dict[str, Mode] = {"stage": "stack", **{mode: mode for mode in STEPS if mode not in ("core", "stack")}}
     return modes.get(lines[0].split()[0], "core") if lines else "core"
@@ -196,7 +251,10 @@ def _mode_of(script: str) -> Mode:
 
 @contextmanager
 def _reports(settings: SimulateSettings) -> Iterator[Iterator[ChunkReport]]:
-    """In the order of the seeds, so that the first failure is the same whoever finds it first."""
+    """Simulate all chunks.
+
+    Reports come in the order of the seeds, so the first failure does not depend on the processes.
+    """
     first, end = settings.seeds
     chunks = [
         Chunk(begin, min(begin + CHUNK_SEEDS, end), settings.step_count, settings.mode)
@@ -226,7 +284,7 @@ def _simulate_chunk(chunk: Chunk) -> ChunkReport:
         history_count=seed - chunk.first + 1,
         counts=dict(totals),
         digests=digests,
-        cpu_seconds=max(time.process_time() - started_at, 1e-6),  # coarse clocks may show none
+        cpu_seconds=max(time.process_time() - started_at, 1e-6),  # a coarse clock may show 0
         failure=failure,
         failed_seed=seed,
     )
@@ -239,14 +297,22 @@ def _show_failure(seed: int, failure: Failure, settings: SimulateSettings) -> No
 
 
 def show_failure(seed: int, failure: Failure, mode: Mode, *, replay: str, shrinks: bool) -> None:
-    """replay: the flags with which the whole of it happens again."""
+    """Print a failure, how to repeat it, and a shortened script.
+
+    Args:
+        seed: Seed that failed.
+        failure: The failure, with its script.
+        mode: Simulated part of the program.
+        replay: Flags that repeat the whole history.
+        shrinks: Whether the script is shortened and printed.
+    """
     print(f"seed {seed} failed: {failure}")
-    print(f"the whole of it: python -m trioserve simulate {replay}")
+    print(f"repeat it with: python -m trioserve simulate {replay}")
     if shrinks:
         lines = failure.script.count("\n")
         replays_max = max(1, min(REPLAYS_MAX, REPLAYED_LINES_MAX // lines))
         plainest = runs_of(mode).shrunk(failure, replays_max=replays_max)
         lines_left = plainest.script.count("\n")
-        print(f"cut down from {lines} lines to {lines_left}, to be kept in a file and given to --replay:")
+        print(f"shortened from {lines} lines to {lines_left}. Save them to a file for --replay:")
         print(f"# seed {seed}: {plainest}".replace("\n", " "))
         print(plainest.script, end="")

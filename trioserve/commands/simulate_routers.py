@@ -1,7 +1,7 @@
-"""`python -m trioserve simulate --routers N`: several routers before the same endpoints in steady traffic, as a table.
+"""`python -m trioserve simulate --routers N`: a table about several routers in front of the same endpoints.
 
-Each row is a history for each seed, in virtual time: figures are the average over seeds, and the most of what is beyond
-a limit. Every promise is checked while it is simulated, and the first that is broken ends it.
+Each row simulates one history per seed with steady traffic, in virtual time. Its figures are averages over the seeds,
+except for exceeded limits, where it is the maximum. All rules are checked, and the first broken rule ends the program.
 """
 
 from __future__ import annotations
@@ -30,13 +30,18 @@ __all__ = ["Row", "rows_of", "run_routers"]
 SEATS = 16
 WAITING_DEPTH_MAX = 4
 SECONDS_MAX = 30.0
-SECONDS_MIN = 8.0  # four times a request's
-REQUESTS_MAX = 20_000  # of a history, where that is long enough
+SECONDS_MIN = 8.0  # four times the duration of a request
+REQUESTS_MAX = 20_000  # of a history, if that is longer than SECONDS_MIN
 FLAGS_OF_OTHERS = ("stack", "pair", "lasting", "ranks", "iterative")
 
 
 class Row(NamedTuple):
-    """What a row of the table is about."""
+    """Simulation behind a row of the table.
+
+    Attributes:
+        world: Routers and endpoints.
+        traffic: Clients.
+    """
 
     world: RoutersWorld
     traffic: Traffic
@@ -48,7 +53,13 @@ class Row(NamedTuple):
         trace: Trace | None = None,
         watch: Callable[[int, int], None] = lambda done, total: None,
     ) -> tuple[Verdict, RoutersSimulation]:
-        """watch: is called with the seconds of traffic that are over, and those of all."""
+        """Simulate one history.
+
+        Args:
+            seed: Seed of the history.
+            trace: Receives a line for each event. None: no trace.
+            watch: Called with the passed and the total seconds of traffic.
+        """
         world = msgspec.structs.replace(self.world, seed=seed)
         simulation = RoutersSimulation(world, trace=trace)
 
@@ -68,7 +79,18 @@ def _watched(
 
 
 def run_routers(arguments: argparse.Namespace, seeds: tuple[int, int]) -> int:
-    """Returns the exit code. Raises StartupError for what is out of range."""
+    """Simulate all rows and print the table.
+
+    Args:
+        arguments: Arguments of `trioserve simulate`.
+        seeds: First seed, and the seed after the last.
+
+    Returns:
+        Exit code of the program.
+
+    Raises:
+        StartupError: A value is out of range, or a flag belongs to another simulation.
+    """
     if any(getattr(arguments, flag) for flag in FLAGS_OF_OTHERS):
         others = ", ".join(f"--{flag}" for flag in FLAGS_OF_OTHERS)
         raise StartupError(f"--routers is a simulation of its own: leave out {others}")
@@ -92,7 +114,7 @@ def run_routers(arguments: argparse.Namespace, seeds: tuple[int, int]) -> int:
 
 
 def _replay(what: str, rows: Sequence[Row]) -> int:
-    """A seed happens in each row, up to the first that fails."""
+    """Replay a seed in each row, up to the first row that fails."""
     if not what.isdecimal():
         return run_replay(what, OfHistories(seeds=(0, 1), mode="routers"))
     for row in rows:
@@ -103,7 +125,14 @@ def _replay(what: str, rows: Sequence[Row]) -> int:
 
 
 def rows_of(router_counts: Sequence[int], endpoint_counts: Sequence[int]) -> Iterator[Row]:
-    """Without shares each router has the limit that a router has by default, and goes by what endpoints report."""
+    """Make the rows: without shares, with shares, and with shares while a router dies.
+
+    Without shares, each router has its default limit and relies on the reports of endpoints.
+
+    Args:
+        router_counts: Numbers of routers.
+        endpoint_counts: Numbers of endpoints.
+    """
     for endpoints in endpoint_counts:
         for routers in router_counts:
             plain = RoutersWorld(

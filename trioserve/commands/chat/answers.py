@@ -1,4 +1,4 @@
-"""Who answers a chat: an engine in this process, or a server somewhere. Leaving an answer ends it there, too."""
+"""Answers of a chat: from an engine in this process, or from a server. Leaving an answer also cancels it there."""
 
 from __future__ import annotations
 
@@ -20,14 +20,24 @@ from trioserve.engine.engine import Engine
 
 __all__ = ["Answer", "Answerer", "EngineAnswers", "ServerAnswers"]
 
-BODY_BYTES_MAX = 2**20  # of an answer that is no stream: an error
+BODY_BYTES_MAX = 2**20  # bytes of a response that is not a stream, such as an error
 EVENT_BYTES_MAX = 2**20
-CUT_OFF = "cut off: the limit of tokens is reached"
+CUT_OFF = "cut off at the limit of tokens"
 
 
 class Answer:
-    """Filled while it comes: text, the tokens of it, note: why it ended early, started_at and ended_at by trio's clock
-    from the first text to the last."""
+    """Answer that is filled while it arrives.
+
+    Args:
+        show: Called with each new piece of text.
+
+    Attributes:
+        text: Text so far.
+        tokens: Number of its tokens.
+        note: Reason for an early end. None for a complete answer.
+        started_at: Time of the first text, by Trio's clock. None before.
+        ended_at: Time of the latest text.
+    """
 
     def __init__(self, show: Callable[[str], None]) -> None:
         self.text = ""
@@ -38,6 +48,12 @@ class Answer:
         self._show = show
 
     def add(self, text: str, tokens: int = 1) -> None:
+        """Add a piece of text.
+
+        Args:
+            text: New text.
+            tokens: Number of its tokens.
+        """
         self.ended_at = trio.current_time()
         if self.started_at is None:
             self.started_at = self.ended_at
@@ -47,17 +63,36 @@ class Answer:
 
     @property
     def tokens_per_second(self) -> float | None:
+        """Speed after the first piece. None if it is unknown."""
         seconds = 0.0 if self.started_at is None else self.ended_at - self.started_at
         return (self.tokens - 1) / seconds if seconds > 0.0 and self.tokens > 1 else None
 
 
 class Answerer(Protocol):
+    """Source of answers."""
+
     async def answer(self, messages: list[dict[str, Any]], into: Answer) -> None:
-        """Raises RequestFailed or ServerFailed if it is refused."""
+        """Answer the last message.
+
+        Args:
+            messages: Conversation so far.
+            into: Answer to fill.
+
+        Raises:
+            RequestFailed: The engine refused the request.
+            ServerFailed: The server refused the request, or did not answer.
+        """
         ...
 
 
 class EngineAnswers:
+    """Answers of an engine in this process.
+
+    Args:
+        engine: Open engine.
+        sampling: Sampling parameters of all answers.
+    """
+
     def __init__(self, engine: Engine, sampling: SamplingParams) -> None:
         self._engine = engine
         self._sampling = sampling
@@ -73,11 +108,19 @@ class EngineAnswers:
 
 
 class ServerAnswers:
-    """url: of any server with OpenAI's chat completions. fields: of sampling, what the person wants of it. model: None
-    asks for the first one that it has."""
+    """Answers of a server with OpenAI's chat completions.
+
+    Args:
+        url: Address of the server.
+        api_key: Key for the server. None: no key.
+        model: Name of the model. None: the first model that the server lists.
+        fields: Sampling fields that the user has set.
+
+    Raises:
+        StartupError: The URL is invalid.
+    """
 
     def __init__(self, url: str, *, api_key: str | None, model: str | None, fields: Mapping[str, Any]) -> None:
-        """Raises StartupError for what is no URL."""
         self._target = Target.from_url(url)
         headers = [("host", self._target.authority), ("content-type", "application/json")]
         headers.append((NOT_A_PAGE_HEADER, "trioserve"))
@@ -88,14 +131,18 @@ class ServerAnswers:
         self._fields = dict(fields)
 
     async def find_model(self) -> str:
-        """Raises ServerFailed."""
+        """Return the name of the model, and ask the server for it if necessary.
+
+        Raises:
+            ServerFailed: The server lists no models, or did not answer.
+        """
         if self._model is None:
             listener = _Stream(Answer(lambda text: None))
             await self._request("GET", "/v1/models", b"", listener)
             try:
                 self._model = str(msgspec.json.decode(listener.rest)["data"][0]["id"])
             except (msgspec.DecodeError, KeyError, IndexError, TypeError):
-                raise ServerFailed(f"{self._target.authority} names no model: give one with --model NAME") from None
+                raise ServerFailed(f"{self._target.authority} lists no model: name one with --model NAME") from None
         return self._model
 
     async def answer(self, messages: list[dict[str, Any]], into: Answer) -> None:
@@ -115,7 +162,7 @@ class ServerAnswers:
                 f"no answer from {self._target.authority} ({failure.message}): start a server, or name another"
             )
         if listener.status != 200:
-            raise ServerFailed(f"{self._target.authority} says {listener.status}, {listener.refusal()}")
+            raise ServerFailed(f"{self._target.authority} answered with status {listener.status}: {listener.refusal()}")
         if listener.error is not None:
             into = listener.into
             into.note = listener.error
@@ -125,7 +172,7 @@ class ServerAnswers:
 
 
 class _Stream:
-    """A response's body: events of a chat, or something whole, in `rest`."""
+    """Parser of a response body: events of a chat, or a whole body, which is then in `rest`."""
 
     def __init__(self, into: Answer) -> None:
         self.into = into
@@ -151,7 +198,7 @@ class _Stream:
             error = msgspec.json.decode(self.rest)["error"]
             return str(error["message"] if isinstance(error, dict) else error)
         except (msgspec.DecodeError, KeyError, TypeError):
-            return "and no reason"
+            return "no reason given"
 
     def _take(self, data: bytes) -> None:
         if data == b"[DONE]":
@@ -170,4 +217,4 @@ class _Stream:
             if usage:
                 self.into.tokens = int(usage.get("completion_tokens", self.into.tokens))
         except (msgspec.DecodeError, AttributeError, TypeError, ValueError):
-            self.error = "the server sent an event that is no chunk of a chat"
+            self.error = "the server sent an event that is not a chunk of a chat"

@@ -1,4 +1,4 @@
-"""What was said so far, and what a line means that a person types."""
+"""Messages of a chat so far, and the commands that a user types."""
 
 from __future__ import annotations
 
@@ -10,17 +10,23 @@ __all__ = ["COMMANDS", "Conversation", "Line", "line_of"]
 
 COMMANDS = {
     "/help": "show this",
-    "/system": "TEXT sets the system message, alone it shows it",
-    "/clear": "begin again, with the same system message",
+    "/system": "TEXT sets the system message. Without TEXT, shows it",
+    "/clear": "start a new conversation with the same system message",
     "/save": "FILE writes the conversation as JSON",
-    "/stop": "while an answer comes: end it, as Ctrl-C does",
+    "/stop": "end the running answer, as Ctrl-C does",
     "/exit": "end the chat, as Ctrl-D does",
 }
-SAME = {"/new": "/clear", "/quit": "/exit"}
+ALIASES = {"/new": "/clear", "/quit": "/exit"}
 
 
 class Line(NamedTuple):
-    """command: one of COMMANDS; None: it is a message, `text`. error: why it is neither."""
+    """Parsed line of the user.
+
+    Attributes:
+        command: One of COMMANDS. None for a message.
+        text: Message, or argument of the command.
+        error: Reason why the line is invalid. None if it is valid.
+    """
 
     command: str | None
     text: str
@@ -28,22 +34,30 @@ class Line(NamedTuple):
 
 
 def line_of(typed: str) -> Line:
-    """A message that begins with / is written with two of them."""
+    """Parse a line. A message that begins with / is typed with //.
+
+    Args:
+        typed: Line of the user.
+    """
     if not typed.startswith("/") or "\n" in typed.split(" ")[0]:
         return Line(None, typed)
     if typed.startswith("//"):
         return Line(None, typed[1:])
     name, _blank, rest = typed.partition(" ")
-    name = SAME.get(name, name)
+    name = ALIASES.get(name, name)
     if name in COMMANDS:
         return Line(name, rest.strip())
     closest = closest_name(name, COMMANDS)
-    hint = f"did you mean {closest}?" if closest else "/help lists what there is"
+    hint = f"did you mean {closest}?" if closest else "/help lists all commands"
     return Line(None, "", f"there is no {name}: {hint}")
 
 
 class Conversation:
-    """system: the message at its beginning; None: none."""
+    """Messages so far.
+
+    Args:
+        system: System message at the beginning. None: no system message.
+    """
 
     def __init__(self, system: str | None) -> None:
         self.system = system
@@ -58,7 +72,11 @@ class Conversation:
         self._turns.append({"role": "user", "content": text})
 
     def answer(self, text: str) -> None:
-        """What came of the question. Nothing came: the question is forgotten, too."""
+        """Add the answer to the last question. If the answer is empty, the question is removed.
+
+        Args:
+            text: Text of the answer.
+        """
         if text:
             self._turns.append({"role": "assistant", "content": text})
         else:

@@ -1,4 +1,4 @@
-"""`trioserve chat`: messages are read and answered until the person leaves. Ctrl-C ends an answer, not the program."""
+"""`trioserve chat`: reads and answers messages until the user leaves. Ctrl-C ends an answer, not the program."""
 
 from __future__ import annotations
 
@@ -22,7 +22,13 @@ __all__ = ["ChatPlace", "run_chat"]
 
 
 class ChatPlace(msgspec.Struct, frozen=True):
-    """Another server that answers. model: None takes its first one."""
+    """Server that answers.
+
+    Attributes:
+        url: Address of the server.
+        api_key: Key for the server. None: no key.
+        model: Name of the model. None: the first model that the server lists.
+    """
 
     url: str
     api_key: str | None
@@ -30,7 +36,17 @@ class ChatPlace(msgspec.Struct, frozen=True):
 
 
 def run_chat(config: Config, sampling: SamplingOptions, *, system: str | None, place: ChatPlace | None) -> int:
-    """place: None answers with an engine of the configuration. Returns the exit code."""
+    """Run a chat.
+
+    Args:
+        config: Options of the engine.
+        sampling: Sampling options of the user.
+        system: System message. None: no system message.
+        place: Server that answers. None: an engine with these options answers.
+
+    Returns:
+        Exit code of the program.
+    """
 
     async def main(interrupts: Interrupts) -> None:
         async with _answerer(config, sampling, place) as answerer:
@@ -64,7 +80,7 @@ class _Chat:
         self._interrupts = interrupts
 
     async def run(self) -> None:
-        say("Type a message. /help lists commands, Alt-Enter makes a new line, Ctrl-C ends an answer, Ctrl-D the chat.")
+        say("Type a message. /help lists commands, Alt-Enter adds a line, Ctrl-C ends an answer, Ctrl-D the chat.")
         while (typed := await self._typing.read()) is not None:
             line = line_of(typed.strip())
             if line.error is not None:
@@ -96,7 +112,7 @@ class _Chat:
             except OSError as error:
                 say(f"{text} cannot be written: {error.strerror}")
         else:
-            say("no answer is coming")
+            say("no answer is running")
 
     async def _answer(self, text: str) -> None:
         self._conversation.ask(text)
@@ -106,10 +122,10 @@ class _Chat:
         try:
             with scope:
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self._stop_when_told, scope)
+                    nursery.start_soon(self._stop_on_command, scope)
                     try:
                         await self._answerer.answer(self._conversation.messages, answer)
-                    except TrioserveError as error:  # the chat goes on
+                    except TrioserveError as error:  # the chat continues
                         answer.note = str(error)
                     nursery.cancel_scope.cancel()
         finally:
@@ -118,7 +134,7 @@ class _Chat:
         self._conversation.answer(answer.text)
         _say_dim(_summary(answer, was_stopped=scope.cancelled_caught))
 
-    async def _stop_when_told(self, scope: trio.CancelScope) -> None:
+    async def _stop_on_command(self, scope: trio.CancelScope) -> None:
         while (await self._typing.read_meanwhile()).strip() != "/stop":
             pass
         scope.cancel()

@@ -1,4 +1,4 @@
-"""How a person's messages are read: with editing and history in a terminal, line by line from elsewhere."""
+"""Reading of a user's messages: with editing and history in a terminal, otherwise line by line."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ INTERRUPTED = "\x03"
 
 
 class Typing(Protocol):
+    """Source of a user's messages."""
+
     async def read(self) -> str | None:
-        """The next message; None at the end."""
+        """Return the next message, or None at the end."""
         ...
 
     async def read_meanwhile(self) -> str:
-        """A line that is typed while an answer comes. Waits for ever where nobody can."""
+        """Return a line that the user types during an answer. Waits forever if that is not possible."""
         ...
 
 
 class PlainTyping:
-    """A line that ends with a backslash goes on in the next one."""
+    """Reads lines from standard input. A backslash at the end of a line continues the message in the next line."""
 
     def __init__(self) -> None:
         self._lines = LineReader()
@@ -46,7 +48,10 @@ class PlainTyping:
 
 
 class TerminalTyping:
-    """prompt_toolkit in a thread; while an answer comes, the terminal is as it was, and read line by line."""
+    """Reads messages with prompt_toolkit in a thread.
+
+    During an answer, the terminal is in its normal mode, read by lines.
+    """
 
     def __init__(self) -> None:
         from prompt_toolkit import PromptSession
@@ -74,7 +79,7 @@ class TerminalTyping:
             self._is_leaving = False
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._leave_when_cancelled)
-                # It ends when it is asked to, so that the terminal is put right before this returns.
+                # The thread ends when it is asked to. So the terminal is restored before this function returns.
                 typed = await trio.to_thread.run_sync(self._prompt)
                 nursery.cancel_scope.cancel()
             if typed != INTERRUPTED:
@@ -83,7 +88,7 @@ class TerminalTyping:
             if self._was_interrupted:
                 return None
             self._was_interrupted = True
-            say("(Ctrl-C once more or Ctrl-D ends the chat)")
+            say("(Ctrl-C again or Ctrl-D ends the chat)")
 
     async def read_meanwhile(self) -> str:
         line = await self._meanwhile.read()
@@ -121,7 +126,7 @@ class TerminalTyping:
 
 
 def history_path() -> Path | None:
-    """Where what was typed is kept, for its owner alone; None if that cannot be."""
+    """Return the file that keeps typed messages, readable only by its owner. None if it cannot be created."""
     base = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     path = base / "trioserve" / "chat_history"
     try:
