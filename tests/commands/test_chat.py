@@ -74,7 +74,7 @@ async def test_leaving_an_answer_of_a_server_gives_its_blocks_back():
         await answers.aclose()
         await server.assert_all_free()
         answers = ServerAnswers(f"http://127.0.0.1:{port}", api_key=None, model="none", fields={})
-        with pytest.raises(ServerFailed, match="says 404, "):
+        with pytest.raises(ServerFailed, match="answered with status 404: "):
             await answers.answer(messages, Answer(lambda text: None))
         await answers.aclose()
         nursery.cancel_scope.cancel()

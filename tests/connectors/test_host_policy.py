@@ -753,7 +753,7 @@ def test_a_damaged_file_costs_what_comes_from_it_on(make, damage, files_left, in
     (event,) = stage.events()
     if index == 0:
         assert isinstance(event, LoadFailed)
-        assert event.message.startswith("block 0: it")
+        assert event.message.startswith("block 0: ")
     else:
         assert event == Loaded(request.id, 4)
         stage.check_blocks(tokens, 16, 0, 4)

@@ -27,7 +27,7 @@ async def results(response) -> dict[str, str]:
     return {each["id"]: each["result"] for each in (await response.json())["data"]}
 
 
-async def test_those_that_run_and_those_in_the_queue_are_listed_and_aborted(open_setup):
+async def test_running_and_queued_requests_are_listed_and_aborted(open_setup):
     async with open_setup("a", engine={"paused": True}, leases_max=1) as setup:
         engine = setup.servers["a"].engine
         async with (
@@ -54,7 +54,7 @@ async def test_those_that_run_and_those_in_the_queue_are_listed_and_aborted(open
         await setup.assert_all_free()
 
 
-async def test_an_id_of_somebody_else_is_unknown(open_setup):
+async def test_request_of_another_caller_is_unknown(open_setup):
     async with open_setup("a", engine={"paused": True}, api_keys=("one", "two")) as setup:
         mine, other = ({"authorization": f"Bearer {key}"} for key in ("one", "two"))
         async with setup.client().ask(PATH, body(), headers={**mine, "x-request-id": "mine"}) as asked:
@@ -72,7 +72,7 @@ async def test_an_id_of_somebody_else_is_unknown(open_setup):
 @pytest.mark.parametrize(
     ("resume", "count"), [("null", 0), ('{"token_ids": [[1, 2, 3], [4]], "finished": [false, true]}', 5)]
 )
-def test_tokens_that_are_known_cost_a_turn_as_a_prompts_do(resume: str, count: int) -> None:
+def test_known_tokens_of_a_resumed_response_count_like_prompt_tokens(resume: str, count: int) -> None:
     raw = f'{{"prompt": "x", "resume": {resume}}}'.encode()
     assert decode_body(raw, RoutedBody).known_token_count == count
 
@@ -90,11 +90,11 @@ def test_tokens_that_are_known_cost_a_turn_as_a_prompts_do(resume: str, count: i
         ("null", 1),
     ],
 )
-def test_several_prompts_take_several_seats(prompt, count):
+def test_each_prompt_of_a_request_needs_its_own_lease(prompt, count):
     assert decode_body(f'{{"prompt": {prompt}}}'.encode(), RoutedBody).prompt_count == count
 
 
-async def test_one_that_is_aborted_while_its_endpoint_fails_does_not_wait_for_another(autojump_clock):
+async def test_request_aborted_while_its_endpoint_fails_is_not_retried(autojump_clock):
     dispatch = Dispatch(RouterSettings(leases_max=1), RoundRobin)
     for id in ("a", "b"):
         dispatch.core.add_endpoint(EndpointId(id), ("m",), trio.current_time())
@@ -113,7 +113,7 @@ async def test_one_that_is_aborted_while_its_endpoint_fails_does_not_wait_for_an
     assert not any(dispatch.core.stats().leases.values())
 
 
-async def test_an_abort_in_the_queue_gives_the_place_back_in_the_same_call():
+async def test_abort_in_the_queue_returns_the_place_at_once():
     dispatch = Dispatch(RouterSettings(), RoundRobin)
     dispatch.core.add_endpoint(EndpointId("a"), ("m",), trio.current_time())  # nobody has asked it yet: it gets nothing
     with dispatch.enter(RoutedRequest(model="m"), id="mine") as admission:

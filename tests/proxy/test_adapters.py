@@ -23,7 +23,7 @@ async def ask(setup, model: str | None, **body: object) -> tuple[int, str | None
     return response.status, response.headers.get("x-trioserve-endpoint"), text
 
 
-async def test_a_request_goes_to_where_its_adapter_is(open_setup, autojump_clock):
+async def test_request_goes_to_an_endpoint_with_its_adapter(open_setup, autojump_clock):
     async with open_setup("ab", watch=ASKED) as setup:
         await setup.servers["a"].engine.load_adapter("only-a", "/one")
         await setup.servers["b"].engine.load_adapter("only-b", "/two")
@@ -49,7 +49,7 @@ async def test_a_request_goes_to_where_its_adapter_is(open_setup, autojump_clock
 
 
 @pytest.mark.parametrize("home", ["a", "b"])
-async def test_a_prompt_goes_to_where_its_blocks_of_this_adapter_are(open_setup, home, autojump_clock):
+async def test_prompt_goes_to_the_endpoint_that_cached_it_with_this_adapter(open_setup, home, autojump_clock):
     engine = {"kv_events_max": 1000, "lora_modules": ("x=/one", "y=/two")}
     async with open_setup("ab", engine=engine, policy="kv_aware", tokenizer=byte_tokenizer()) as setup:
         await trio.sleep(HEALTH_SECONDS)
@@ -73,7 +73,7 @@ async def text_of(response) -> str:
     return "".join([choice["text"] async for event in response for choice in event.get("choices", ())])
 
 
-async def test_a_stream_goes_on_at_another_endpoint_that_has_its_adapter(open_setup, read_cut):
+async def test_stream_resumes_at_another_endpoint_with_its_adapter(open_setup, read_cut):
     texts = set()
     for step, is_cut in ((40, False), (8, True)):
         async with open_setup("ab", engine=PAUSED) as setup:
@@ -83,7 +83,7 @@ async def test_a_stream_goes_on_at_another_endpoint_that_has_its_adapter(open_se
     assert len(texts) == 1
 
 
-async def test_a_stream_does_not_go_on_with_another_adapter_of_the_same_name(open_setup, read_cut):
+async def test_stream_does_not_resume_with_another_adapter_of_the_same_name(open_setup, read_cut):
     async with open_setup("ab", engine=PAUSED) as setup:
         for id, server in setup.servers.items():
             await server.engine.load_adapter("x", f"/{id}", replaces=True)

@@ -32,7 +32,7 @@ def statuses(said: dict[str, Any]) -> dict[str, int]:
     return {answer["endpoint"]: answer["status"] for answer in said["data"]}
 
 
-async def test_all_endpoints_load_it_and_the_next_request_finds_it(open_setup):
+async def test_all_endpoints_load_an_adapter_and_the_next_request_uses_it(open_setup):
     async with open_setup("ab", engine=LOADS) as setup:
         assert await where(setup) == (404, None)
         status, said = await post(setup, LOAD, SQL)
@@ -46,7 +46,7 @@ async def test_all_endpoints_load_it_and_the_next_request_finds_it(open_setup):
         await setup.assert_all_free()
 
 
-async def test_the_endpoint_that_is_named_loads_it_alone(open_setup):
+async def test_only_the_named_endpoint_loads_an_adapter(open_setup):
     async with open_setup("abc", engine=LOADS) as setup:
         status, said = await post(setup, f"{LOAD}?id=c&id=b", SQL)
         assert (status, statuses(said)) == (200, {"c": 200, "b": 200})
@@ -64,7 +64,7 @@ async def test_the_endpoint_that_is_named_loads_it_alone(open_setup):
         assert (status, said["error"]["param"]) == (400, "id")
 
 
-async def test_what_fails_at_one_endpoint_is_said_and_the_other_keeps_it(open_setup):
+async def test_failure_at_one_endpoint_is_reported_and_the_other_keeps_the_adapter(open_setup):
     async with open_setup("ab", engine=LOADS) as setup:
         await setup.servers["a"].engine.load_adapter("sql", "/adapters/other")
         status, said = await post(setup, LOAD, SQL)
@@ -80,7 +80,7 @@ async def test_what_fails_at_one_endpoint_is_said_and_the_other_keeps_it(open_se
         assert await where(setup, "more") == (200, "b")
 
 
-async def test_where_adapters_are_fixed_both_endpoints_say_so(open_setup):
+async def test_endpoints_with_fixed_adapters_refuse_to_load_one(open_setup):
     async with open_setup("ab", engine={"lora_modules": ("sql=/adapters/sql",)}) as setup:
         status, said = await post(setup, LOAD, {**SQL, "lora_name": "more"})
         assert (status, said["error"]["code"]) == (404, "adapter_failed")
@@ -90,7 +90,7 @@ async def test_where_adapters_are_fixed_both_endpoints_say_so(open_setup):
         assert (await where(setup))[0] == 200, "it is there still"
 
 
-async def test_nothing_new_is_sent_to_an_adapter_that_is_being_unloaded(open_setup):
+async def test_adapter_that_is_being_unloaded_gets_no_new_requests(open_setup):
     async with open_setup("ab", engine={**LOADS, "paused": True}) as setup, trio.open_nursery() as nursery:
         await post(setup, LOAD, SQL)
         engine = setup.servers["a"].engine
@@ -110,7 +110,7 @@ async def test_nothing_new_is_sent_to_an_adapter_that_is_being_unloaded(open_set
         assert [(status, statuses(said)) for status, said in answers] == [(200, {"a": 200, "b": 200})]
 
 
-async def test_endpoint_that_leaves_during_an_unload_is_answered_for(open_setup):
+async def test_unload_reports_a_result_for_an_endpoint_that_leaves_meanwhile(open_setup):
     async with open_setup("ab", engine={**LOADS, "paused": True}) as setup, trio.open_nursery() as nursery:
         await setup.servers["b"].engine.load_adapter("sql", "/adapters/sql")
         engine = setup.servers["b"].engine
@@ -130,7 +130,7 @@ async def test_endpoint_that_leaves_during_an_unload_is_answered_for(open_setup)
         assert [(status, statuses(said)) for status, said in answers] == [(200, {"a": 200, "b": 200})]
 
 
-async def test_a_client_that_leaves_leaves_its_endpoints(open_setup):
+async def test_client_that_leaves_cancels_the_requests_to_endpoints(open_setup):
     async with open_setup("ab", engine={**LOADS, "paused": True}) as setup:
         await post(setup, LOAD, SQL)
         async with setup.servers["a"].engine.generate("x", adapter="sql"), trio.open_nursery() as nursery:
@@ -146,7 +146,7 @@ async def test_a_client_that_leaves_leaves_its_endpoints(open_setup):
 
 
 @pytest.mark.parametrize(("key", "status"), [("user", 403), ("admin", 200)])
-async def test_it_is_the_admins(open_setup, key, status):
+async def test_loading_adapters_needs_the_admin_key(open_setup, key, status):
     options = {"api_keys": ("user",), "admin_api_key": "admin"}
     async with open_setup("ab", engine=LOADS, **options) as setup:
         found, _said = await post(setup, LOAD, SQL, headers={"authorization": f"Bearer {key}"})
@@ -155,7 +155,7 @@ async def test_it_is_the_admins(open_setup, key, status):
 
 
 @pytest.mark.parametrize("body", [{}, {"lora_name": "sql"}, {"lora_name": 1, "lora_path": "x"}])
-async def test_what_is_no_order_reaches_no_endpoint(open_setup, body):
+async def test_invalid_adapter_request_reaches_no_endpoint(open_setup, body):
     async with open_setup("ab", engine=LOADS) as setup:
         status, said = await post(setup, LOAD, body)
         assert status == 400

@@ -49,14 +49,14 @@ async def refused(*flags: str) -> str:
         ([*ENDPOINT, "--endpoint-ca-certs", "/nowhere.pem"], ["/nowhere.pem"]),
     ],
 )
-async def test_bad_configuration_stops_the_start_with_a_sentence(flags, words, monkeypatch):
+async def test_invalid_configuration_is_refused_with_one_sentence(flags, words, monkeypatch):
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     sentence = await refused(*flags)
     for word in words:
         assert word in sentence
 
 
-async def test_a_policy_of_ones_own_is_found_by_its_entry_point(monkeypatch):
+async def test_policy_of_another_package_is_found_by_its_entry_point(monkeypatch):
     entry = EntryPoint(name="mine", value="trioserve.router.policies:RoundRobin", group="trioserve.policies")
     monkeypatch.setattr(route, "entry_points", lambda group: [entry] if group == "trioserve.policies" else [])
     assert route._policy("mine") is RoundRobin
@@ -68,7 +68,7 @@ def configured(*flags: str) -> RouteConfig:
     return config_from(parser.parse_args(list(flags)), {}, kind=RouteConfig)
 
 
-async def test_endpoints_have_the_roles_that_flags_give_them():
+async def test_flags_set_the_roles_of_endpoints():
     config = configured(
         *("--endpoint", "w=http://127.0.0.1:1"),
         *("--prefill-endpoint", "p=http://127.0.0.1:2", "http://127.0.0.1:3"),
@@ -80,17 +80,17 @@ async def test_endpoints_have_the_roles_that_flags_give_them():
     assert roles == {"w": None, "p": "prefill", "http://127.0.0.1:3": "prefill", "d": "decode"}
 
 
-async def test_the_length_from_which_requests_are_split_is_a_flag():
+async def test_flag_sets_the_prompt_length_from_which_requests_are_disaggregated():
     routing = route.Routing(configured(*ENDPOINT, "--split-min-tokens", "500"))
     assert routing.app()._rules.disaggregated_prompt_tokens_min == 500
 
 
-async def test_what_is_kept_of_a_stream_is_a_flag():
+async def test_flag_limits_the_state_that_is_kept_of_a_stream():
     routing = route.Routing(configured(*ENDPOINT, "--max-continuation-bytes", "5000"))
     assert routing.app()._rules.continuation_bytes_max == 5000
 
 
-def test_an_endpoints_file_may_say_roles(tmp_path):
+def test_endpoints_file_can_set_roles(tmp_path):
     file = tmp_path / "endpoints.toml"
     file.write_text('[[endpoints]]\nurl = "http://a"\nrole = "prefill"\n[[endpoints]]\nurl = "http://b"\n')
     assert [spec.role for spec in read_endpoints(file)] == ["prefill", None]

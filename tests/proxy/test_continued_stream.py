@@ -57,7 +57,7 @@ def groups(draw) -> list[tuple[bytes, int, list[int], bool]]:
 
 
 @given(groups=groups(), data=st.data(), shows_ids=st.booleans())
-def test_wherever_it_stops_the_client_has_whole_groups_and_the_field_says_which(groups, data, shows_ids):
+def test_stream_cut_anywhere_gives_whole_groups_and_a_matching_resume_field(groups, data, shows_ids):
     said = b"".join(group for group, *_ in groups) + END
     stop = data.draw(st.integers(0, len(said)))
     cuts = sorted({0, stop, *data.draw(st.lists(st.integers(0, stop), max_size=6))})
@@ -91,7 +91,7 @@ def _plain(field):
 
 
 @given(groups=groups(), data=st.data())
-def test_two_endpoints_after_each_other_give_each_group_once(groups, data):
+def test_two_endpoints_in_a_row_give_each_group_once(groups, data):
     """The second one begins behind the last whole group, as it would be told to."""
     said = [group for group, *_ in groups]
     stop = data.draw(st.integers(0, len(b"".join(said))))
@@ -106,13 +106,13 @@ def test_two_endpoints_after_each_other_give_each_group_once(groups, data):
         assert kept.token_count() == sum(len(new) for _, _, new, _ in groups)
 
 
-def test_the_last_state_is_given_back_as_it_came():
+def test_last_state_is_returned_unchanged():
     kept = stream()
     kept.feed(event("a", id="0:1 41") + event("b", id="0:2"))
     assert kept.resume_field()["state"] == "41"
 
 
-def test_more_ids_than_may_be_kept_make_it_a_stream_that_only_passes():
+def test_stream_with_too_many_ids_is_forwarded_but_cannot_resume():
     kept = stream(bytes_max=20)
     for token in range(10):
         assert kept.feed(event("x", id=f"0:{token}")) == event("x")
@@ -122,7 +122,7 @@ def test_more_ids_than_may_be_kept_make_it_a_stream_that_only_passes():
 
 
 @pytest.mark.parametrize("id", ["0", "x:1", "1:5", "0:1,", "0:-1", "0:1 a\rb", "0:1!!"])
-def test_an_id_that_nobody_can_read_is_no_reason_to_break_off(id):
+def test_stream_with_an_invalid_id_is_still_forwarded(id):
     kept = stream()
     assert kept.feed(event("x", id=id) + event("y", id="0:3"))
     assert kept.resume_field() is None
@@ -131,14 +131,14 @@ def test_an_id_that_nobody_can_read_is_no_reason_to_break_off(id):
 
 
 @pytest.mark.parametrize("told", ["", "[]", "{", '"x"', "{" + " " * 5000 + "}"])
-def test_a_header_that_nobody_can_read_makes_it_one_that_cannot_be_continued(told):
+def test_stream_with_an_invalid_resume_header_cannot_resume(told):
     kept = ContinuedStream(choice_count=1, bytes_max=1000)
     kept.begin(told)
     assert kept.feed(event("x", id="0:1")) == event("x")
     assert kept.why_not == WhyNot.MALFORMED
 
 
-def test_a_stream_without_the_header_passes_as_it_comes():
+def test_stream_without_resume_header_is_forwarded_unchanged():
     kept = ContinuedStream(choice_count=1, bytes_max=1000)
     kept.begin(None)
     assert kept.feed(event("x", id="0:1") + event("y") + b"data: half") == event("x", id="0:1") + event("y")
@@ -155,7 +155,7 @@ def test_a_stream_without_the_header_passes_as_it_comes():
     ],
 )
 @pytest.mark.parametrize("before", [b"", event("a", id="0:1"), event("half of a group")])
-def test_an_error_is_kept_for_whoever_decides(error, code, before):
+def test_error_event_is_kept_and_not_forwarded(error, code, before):
     kept = stream()
     sent = kept.feed(before + b"event: error\ndata: " + json.dumps(error).encode() + b"\n\n")
     assert sent == (b"" if b"half" in before else without_ids(before))
@@ -163,7 +163,7 @@ def test_an_error_is_kept_for_whoever_decides(error, code, before):
     assert json.dumps(error).encode() in kept.failure
 
 
-def test_what_only_looks_like_an_error_is_none():
+def test_text_that_looks_like_an_error_is_forwarded():
     kept = stream()
     begun = b'data: {"type": "response.created", "response": {"id": "resp_1", "error": null}}\n\n'
     assert kept.feed(begun) == b""
@@ -172,7 +172,7 @@ def test_what_only_looks_like_an_error_is_none():
 
 
 @pytest.mark.parametrize("params", ["null", '{"do_remote_prefill": true}'])
-def test_a_request_that_is_given_away_says_what_the_next_one_is_to_be_told(params):
+def test_hand_over_event_has_the_parameters_for_the_next_endpoint(params):
     kept = stream()
     given = f'data: {{"object":"hand_over","kv_transfer_params":{params}}}\nid: >\n\n'.encode()
     assert kept.feed(event("a", id="0:1") + given) == event("a")
@@ -180,14 +180,14 @@ def test_a_request_that_is_given_away_says_what_the_next_one_is_to_be_told(param
     assert kept.resume_field()["token_ids"] == [[1]]
 
 
-def test_a_group_without_end_is_an_endpoint_that_is_broken():
+def test_group_without_end_counts_as_a_lost_endpoint():
     kept = stream()
     with pytest.raises(EndpointLost, match="without an id"):
         for _ in range(EVENT_BYTES_MAX // 1_000_000 + 1):
             kept.feed(b"data: " + b"x" * 1_000_000 + b"\n\n")
 
 
-def test_what_the_client_had_before_counts():
+def test_tokens_from_an_earlier_request_count():
     known = {"token_ids": [[1, 2], []], "finished": [False, True], "seed": 3, "state": "9"}
     kept = ContinuedStream(choice_count=2, bytes_max=1000, known=json.dumps(known).encode())
     kept.begin(TOLD)
@@ -196,7 +196,7 @@ def test_what_the_client_had_before_counts():
     assert (field["token_ids"], field["finished"], field["state"]) == ([[1, 2, 3], []], [False, True], "9")
 
 
-def test_what_an_endpoint_said_before_its_first_group_is_forgotten_with_it():
+def test_partial_group_of_a_lost_endpoint_is_forgotten():
     kept = ContinuedStream(choice_count=1, bytes_max=1000)
     kept.begin(None)
     kept.begin(TOLD)

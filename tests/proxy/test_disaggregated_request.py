@@ -33,7 +33,7 @@ def body(**fields: object) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("http", [1, 2])
-async def test_a_prompt_is_computed_at_one_endpoint_and_answered_at_another(open_pair, http):
+async def test_prompt_is_computed_at_one_endpoint_and_response_at_another(open_pair, http):
     async with open_pair() as pair:
         asked = body(stream=True, stream_options={"include_usage": True}, seed=7, min_tokens=3)
         async with pair.client(http=http).ask(TEXT, asked, headers={"x-request-id": "mine"}) as response:
@@ -79,7 +79,7 @@ async def test_a_prompt_is_computed_at_one_endpoint_and_answered_at_another(open
         await pair.assert_all_free()
 
 
-async def test_both_endpoints_name_the_prompts_blocks_by_the_salt_of_the_callers_key(open_pair):
+async def test_both_endpoints_get_the_salt_of_the_callers_key(open_pair):
     salts = []
     async with open_pair(api_keys=("alice", "bob")) as pair:
         for key in ("alice", "bob"):
@@ -98,7 +98,7 @@ async def test_both_endpoints_name_the_prompts_blocks_by_the_salt_of_the_callers
         await pair.assert_all_free()
 
 
-async def test_tools_and_forms_go_through_both_stages_as_they_came(open_pair):
+async def test_tools_and_schemas_reach_both_stages_unchanged(open_pair):
     function = {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
     fields = {
         "messages": [{"role": "user", "content": PROMPT}],
@@ -125,7 +125,7 @@ async def test_tools_and_forms_go_through_both_stages_as_they_came(open_pair):
         await pair.assert_all_free()
 
 
-async def test_a_prompt_that_is_cut_to_what_fits_is_one_endpoints(open_pair):
+async def test_prompt_that_is_truncated_to_fit_is_not_disaggregated(open_pair):
     async with open_pair() as pair:
         async with pair.client().ask(TEXT, body(truncate_prompt_tokens=-1, stream=True)):
             await wait_all_tasks_blocked()
@@ -134,7 +134,7 @@ async def test_a_prompt_that_is_cut_to_what_fits_is_one_endpoints(open_pair):
         await pair.assert_all_free()
 
 
-async def test_a_chat_is_split_too_and_its_response_comes_whole(open_pair, nursery):
+async def test_chat_is_disaggregated_and_its_response_arrives_whole(open_pair, nursery):
     async with open_pair() as pair:
         messages = [{"role": "user", "content": PROMPT}]
         chat = {"model": "fake", "messages": messages, "max_completion_tokens": 9, "stream": False}
@@ -153,7 +153,7 @@ async def test_a_chat_is_split_too_and_its_response_comes_whole(open_pair, nurse
         await pair.assert_all_free()
 
 
-async def test_a_server_of_others_is_not_asked_to_stream_and_ends_its_hold_itself(open_pair):
+async def test_server_of_another_make_does_not_stream_prefill_and_ends_its_hold_itself(open_pair):
     async with open_pair("w1 w2", roles={"w1": "prefill", "w2": "decode"}) as pair:
         async with pair.client().ask(TEXT, body(stream=True)) as response:
             prefill = await pair.ask_of("w1")
@@ -168,7 +168,7 @@ async def test_a_server_of_others_is_not_asked_to_stream_and_ends_its_hold_itsel
         await pair.assert_all_free()
 
 
-async def test_a_client_cannot_choose_where_servers_connect(open_pair):
+async def test_client_cannot_choose_the_address_from_which_kv_is_fetched(open_pair):
     evil = {"do_remote_prefill": True, "remote_host": "169.254.169.254", "remote_port": 80}
     for ids in ("w", "p d"):
         async with open_pair(ids) as pair:
@@ -195,7 +195,7 @@ async def test_a_client_cannot_choose_where_servers_connect(open_pair):
         body(max_tokens="many"),
     ],
 )
-async def test_what_cannot_be_split_goes_whole_to_where_responses_are_made(open_pair, asked):
+async def test_request_that_cannot_be_disaggregated_goes_to_a_decode_endpoint(open_pair, asked):
     async with open_pair() as pair:
         async with pair.client().ask(TEXT, asked) as response:
             ask = await pair.ask_of("d")
@@ -208,7 +208,7 @@ async def test_what_cannot_be_split_goes_whole_to_where_responses_are_made(open_
 
 
 @pytest.mark.parametrize("ids", ["p", "d", "p w", "w d", "b", "w1 w2"])
-async def test_without_two_endpoints_for_it_a_request_goes_whole(open_pair, ids):
+async def test_request_is_not_disaggregated_without_two_endpoints(open_pair, ids):
     async with open_pair(ids) as pair:
         async with pair.client().ask(TEXT, body()) as response:
             await wait_all_tasks_blocked()
@@ -219,7 +219,7 @@ async def test_without_two_endpoints_for_it_a_request_goes_whole(open_pair, ids)
         await pair.assert_all_free()
 
 
-async def test_one_that_is_for_both_is_half_of_a_pair_with_another(open_pair):
+async def test_endpoint_with_role_both_can_be_part_of_a_pair(open_pair):
     async with open_pair("b1 b2") as pair, pair.client().ask(TEXT, body()) as response:
         await wait_all_tasks_blocked()
         [(first, prefill)] = [(id, ask) for id, endpoint in pair.endpoints.items() for ask in endpoint.open]
@@ -231,7 +231,7 @@ async def test_one_that_is_for_both_is_half_of_a_pair_with_another(open_pair):
         await pair.assert_all_free()
 
 
-async def test_a_role_that_an_operator_gives_stands_above_what_a_server_says(open_pair):
+async def test_configured_role_overrides_the_reported_role(open_pair):
     async with open_pair("d1 d2", roles={"d1": "prefill"}) as pair, pair.client().ask(TEXT, body()) as response:
         (await pair.ask_of("d1")).hold()
         (await pair.ask_of("d2")).respond(RESPONSE)
@@ -262,7 +262,7 @@ async def responded_whole(pair: ScriptedEndpoints, response: Any, id: str, outco
     await pair.assert_all_free()
 
 
-async def test_a_prefill_that_is_not_held_is_finished_where_it_is_cached(open_pair):
+async def test_prefill_without_held_blocks_is_finished_at_the_same_endpoint(open_pair):
     async with open_pair() as pair, pair.client().ask(TEXT, body()) as response:
         prefill = await pair.ask_of("p")
         prefill.token(finish_reason="length")
@@ -270,14 +270,14 @@ async def test_a_prefill_that_is_not_held_is_finished_where_it_is_cached(open_pa
         await responded_whole(pair, response, "p", "not_held")
 
 
-async def test_a_response_that_ends_with_its_first_token_is_finished_where_it_is_cached(open_pair):
+async def test_response_of_one_token_is_finished_at_the_prefill_endpoint(open_pair):
     async with open_pair() as pair, pair.client().ask(TEXT, body()) as response:
         prefill = await pair.ask_of("p")
         prefill.token(finish_reason="stop", kv_transfer_params=pair["p"].params)
         await responded_whole(pair, response, "p", "finished")
 
 
-async def test_what_a_prefill_endpoint_refuses_is_asked_again_as_the_client_asked_it(open_pair):
+async def test_request_refused_by_a_prefill_endpoint_is_sent_again_as_the_client_sent_it(open_pair):
     """So that the client reads of its own request, and not of what was made of it."""
     async with open_pair() as pair:
         async with pair.client().ask(TEXT, body(temperature=-1)) as response:
@@ -317,7 +317,7 @@ def babbles(pair: ScriptedEndpoints, ask: Ask) -> None:
 
 
 @pytest.mark.parametrize("failure", [breaks, is_busy, fails, fails_in_an_event, ends_early, babbles])
-async def test_a_prefill_endpoint_that_fails_is_left_for_another_one(open_pair, failure):
+async def test_failed_prefill_is_retried_at_another_endpoint(open_pair, failure):
     async with open_pair("p1 p2 d") as pair:
         async with pair.client().ask(TEXT, body()) as response:
             await wait_all_tasks_blocked()
@@ -333,13 +333,13 @@ async def test_a_prefill_endpoint_that_fails_is_left_for_another_one(open_pair, 
 
 
 @pytest.mark.parametrize("failure", [breaks, is_busy, fails, fails_in_an_event, ends_early, babbles])
-async def test_without_another_prefill_endpoint_the_decode_endpoint_does_all(open_pair, failure):
+async def test_decode_endpoint_computes_all_without_another_prefill_endpoint(open_pair, failure):
     async with open_pair() as pair, pair.client().ask(TEXT, body()) as response:
         failure(pair, await pair.ask_of("p"))
         await responded_whole(pair, response, "d", "prefill_failed")
 
 
-async def test_a_prefill_endpoint_that_cannot_be_reached_is_left(open_pair):
+async def test_unreachable_prefill_endpoint_is_replaced(open_pair):
     async with open_pair() as pair:
         pair.router.fleet.remote(EndpointId("p")).close()
         pair["p"].is_reachable = False
@@ -359,7 +359,7 @@ async def test_a_prefill_endpoint_that_cannot_be_reached_is_left(open_pair):
         (lambda pair, ask: ask.refuse(400, "kv_transfer_params"), "transfer_failed"),
     ],
 )
-async def test_when_the_decode_endpoint_fails_the_prefill_endpoint_finishes(open_pair, failure, outcome):
+async def test_prefill_endpoint_computes_all_if_the_decode_endpoint_fails(open_pair, failure, outcome):
     """S07: the decode side refuses, and nothing of the prefill stays."""
     async with open_pair() as pair, pair.client().ask(TEXT, body(stream=True)) as response:
         prefill = await pair.ask_of("p")
@@ -370,7 +370,7 @@ async def test_when_the_decode_endpoint_fails_the_prefill_endpoint_finishes(open
         await responded_whole(pair, response, "p", outcome)
 
 
-async def test_what_the_client_got_wrong_is_told_once(open_pair):
+async def test_invalid_request_is_refused_once(open_pair):
     async with open_pair() as pair:
         async with pair.client().ask(TEXT, body(max_tokens=10**6)) as response:
             (await pair.ask_of("p")).hold()
@@ -382,7 +382,7 @@ async def test_what_the_client_got_wrong_is_told_once(open_pair):
 
 @pytest.mark.parametrize(("status", "code"), [(504, "queue_timeout"), (503, "request_aborted")])
 @pytest.mark.parametrize("where", ["p", "d"])
-async def test_who_ended_on_purpose_is_not_begun_anew(open_pair, status, code, where):
+async def test_request_ended_on_purpose_is_not_restarted(open_pair, status, code, where):
     async with open_pair() as pair:
         async with pair.client().ask(TEXT, body()) as response:
             prefill = await pair.ask_of("p")
@@ -395,7 +395,7 @@ async def test_who_ended_on_purpose_is_not_begun_anew(open_pair, status, code, w
         await pair.assert_all_free()
 
 
-async def test_a_prefill_that_was_aborted_there_is_not_begun_anew(open_pair):
+async def test_aborted_prefill_is_not_restarted(open_pair):
     async with open_pair() as pair:
         async with pair.client().ask(TEXT, body()) as response:
             prefill = await pair.ask_of("p")
@@ -406,7 +406,7 @@ async def test_a_prefill_that_was_aborted_there_is_not_begun_anew(open_pair):
         await pair.assert_all_free()
 
 
-async def test_one_that_waits_again_is_ended_by_an_abort(open_pair):
+async def test_abort_ends_a_request_that_waits_for_another_endpoint(open_pair):
     async with (
         open_pair("p d1 d2", leases_max=1) as pair,
         pair.client().ask(TEXT, body(n=2)),
@@ -425,7 +425,7 @@ async def test_one_that_waits_again_is_ended_by_an_abort(open_pair):
         assert await response.head() == 503
 
 
-async def test_the_next_decode_endpoint_gets_the_same_blocks_while_they_are_held(open_pair):
+async def test_next_decode_endpoint_gets_the_held_blocks(open_pair):
     async with open_pair("p d1 d2") as pair:
         async with pair.client().ask(TEXT, body(stream=True)) as response:
             prefill = await pair.ask_of("p")
@@ -446,7 +446,7 @@ async def test_the_next_decode_endpoint_gets_the_same_blocks_while_they_are_held
         await pair.assert_all_free()
 
 
-async def test_blocks_that_are_kept_no_longer_are_not_asked_for_again(open_pair):
+async def test_blocks_whose_hold_ended_are_not_used_again(open_pair):
     async with open_pair("p d1 d2") as pair, pair.client().ask(TEXT, body()) as response:
         prefill = await pair.ask_of("p")
         prefill.hold()
@@ -459,7 +459,7 @@ async def test_blocks_that_are_kept_no_longer_are_not_asked_for_again(open_pair)
 
 
 @pytest.mark.parametrize("ends", [Ask.finish, Ask.hang_up])
-async def test_blocks_that_go_while_it_waits_for_a_decode_endpoint_end_that_wait(open_pair, ends):
+async def test_end_of_the_hold_ends_the_wait_for_a_decode_endpoint(open_pair, ends):
     async with open_pair(leases_max=1) as pair:
         async with pair.client().ask(TEXT, body(n=2)) as other, pair.client().ask(TEXT, body()) as response:
             in_the_way = await pair.ask_of("d")
@@ -478,7 +478,7 @@ async def test_blocks_that_go_while_it_waits_for_a_decode_endpoint_end_that_wait
         await pair.assert_all_free()
 
 
-async def test_without_a_healthy_decode_endpoint_the_prefill_endpoint_finishes(open_pair):
+async def test_prefill_endpoint_computes_all_without_a_healthy_decode_endpoint(open_pair):
     async with open_pair(leases_max=1) as pair:
         async with pair.client().ask(TEXT, body(n=2)) as other, pair.client().ask(TEXT, body()) as response:
             in_the_way = await pair.ask_of("d")
@@ -495,7 +495,7 @@ async def test_without_a_healthy_decode_endpoint_the_prefill_endpoint_finishes(o
         await pair.assert_all_free()
 
 
-async def test_after_the_first_token_a_failure_is_the_clients(open_pair):
+async def test_failure_after_the_first_token_is_reported_to_the_client(open_pair):
     async with open_pair() as pair, pair.client().ask(TEXT, body(stream=True)) as response:
         (await pair.ask_of("p")).hold()
         decode = await pair.ask_of("d")
@@ -507,7 +507,7 @@ async def test_after_the_first_token_a_failure_is_the_clients(open_pair):
         await pair.assert_all_free()
 
 
-async def test_attempts_are_bounded_over_both_stages(open_pair):
+async def test_attempts_of_both_stages_have_one_limit(open_pair):
     async with open_pair("p1 p2 d1 d2", attempts_max=3) as pair, pair.client().ask(TEXT, body()) as response:
         for _ in range(3):
             await wait_all_tasks_blocked()
@@ -600,7 +600,7 @@ async def at(pair: ScriptedEndpoints, moment: Any, *, http: int = 1, **fields: o
 
 @pytest.mark.parametrize("http", [1, 2])
 @pytest.mark.parametrize("moment", MOMENTS)
-async def test_a_client_that_leaves_takes_both_stages_along(open_pair, moment, http):
+async def test_client_that_leaves_ends_both_stages(open_pair, moment, http):
     """S07, S10: whenever it leaves, both connections are closed and both leases are back."""
     async with open_pair(leases_max=1) as pair:
         async with at(pair, moment, http=http):
@@ -624,7 +624,7 @@ async def test_an_abort_by_id_ends_both_stages(open_pair, moment):
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-async def test_the_time_of_a_request_covers_both_stages(open_pair, moment, autojump_clock):
+async def test_total_deadline_covers_both_stages(open_pair, moment, autojump_clock):
     async with open_pair(leases_max=1) as pair:
         async with at(pair, moment, timeout=10) as response:
             if await response.head() == 200:
@@ -635,7 +635,7 @@ async def test_the_time_of_a_request_covers_both_stages(open_pair, moment, autoj
         await pair.assert_all_free()
 
 
-async def test_the_time_to_the_first_token_covers_both_stages(open_pair, autojump_clock):
+async def test_first_token_deadline_covers_both_stages(open_pair, autojump_clock):
     async with open_pair() as pair:
         async with pair.client().ask(TEXT, body(ttft_timeout=10, timeout=100)) as response:
             prefill = await pair.ask_of("p")
@@ -650,7 +650,7 @@ async def test_the_time_to_the_first_token_covers_both_stages(open_pair, autojum
         await pair.assert_all_free()
 
 
-async def test_time_in_which_its_prompt_is_computed_is_no_time_in_the_queue(open_pair, autojump_clock):
+async def test_prefill_time_does_not_count_as_queue_time(open_pair, autojump_clock):
     async with open_pair(leases_max=1) as pair:
         async with (
             pair.client().ask(TEXT, body(n=2)) as other,
@@ -672,7 +672,7 @@ async def test_time_in_which_its_prompt_is_computed_is_no_time_in_the_queue(open
         await pair.assert_all_free()
 
 
-async def test_one_that_waits_for_a_prefill_seat_holds_up_none_that_waits_for_a_decode_seat(open_pair):
+async def test_request_waiting_for_prefill_does_not_block_requests_waiting_for_decode(open_pair):
     async with open_pair(leases_max=1) as pair:
         async with (
             pair.client().ask(TEXT, body()) as first,
@@ -692,7 +692,7 @@ async def test_one_that_waits_for_a_prefill_seat_holds_up_none_that_waits_for_a_
         await pair.assert_all_free()
 
 
-async def test_a_drain_lets_go_on_what_has_its_prompt_and_refuses_what_has_not(open_pair):
+async def test_drain_continues_requests_after_prefill_and_refuses_others(open_pair):
     async with open_pair(leases_max=1) as pair:
         async with (
             pair.client().ask(TEXT, body(n=2)) as whole,
@@ -716,7 +716,7 @@ async def test_a_drain_lets_go_on_what_has_its_prompt_and_refuses_what_has_not(o
         await pair.assert_all_free()
 
 
-async def test_an_endpoint_that_hangs_in_a_prefill_is_left_when_its_checks_fail(open_pair, autojump_clock):
+async def test_prefill_at_a_hanging_endpoint_is_retried_when_its_checks_fail(open_pair, autojump_clock):
     from trioserve.proxy.endpoint_watch import WatchSettings
 
     watch = WatchSettings(health_seconds=1, load_seconds=1, response_seconds_max=1, listens=False)
@@ -735,7 +735,7 @@ async def test_an_endpoint_that_hangs_in_a_prefill_is_left_when_its_checks_fail(
         await pair.assert_all_free()
 
 
-async def test_what_became_of_pairs_is_counted(open_pair, autojump_clock):
+async def test_outcomes_of_pairs_are_counted(open_pair, autojump_clock):
     async with open_pair() as pair:
         for stream in (False, True):
             async with pair.client().ask(TEXT, body(stream=stream)) as response:
@@ -762,7 +762,7 @@ async def test_what_became_of_pairs_is_counted(open_pair, autojump_clock):
         await pair.assert_all_free()
 
 
-async def test_the_time_in_the_queue_that_is_left_does_not_count_the_prompt(open_pair, autojump_clock):
+async def test_remaining_queue_time_does_not_shrink_during_prefill(open_pair, autojump_clock):
     async with open_pair() as pair:
         async with pair.client().ask(TEXT, body(queue_timeout=2)) as response:
             prefill = await pair.ask_of("p")
@@ -776,7 +776,7 @@ async def test_the_time_in_the_queue_that_is_left_does_not_count_the_prompt(open
         await pair.assert_all_free()
 
 
-async def test_an_error_that_comes_in_pieces_is_one_all_the_same(open_pair):
+async def test_error_that_arrives_in_pieces_is_recognized(open_pair):
     async with open_pair() as pair, pair.client().ask(TEXT, body(stream=True)) as response:
         (await pair.ask_of("p")).hold()
         decode = await pair.ask_of("d")
@@ -787,7 +787,7 @@ async def test_an_error_that_comes_in_pieces_is_one_all_the_same(open_pair):
         await responded_whole(pair, response, "p", "transfer_failed")
 
 
-async def test_a_token_that_comes_in_pieces_comes_whole(open_pair):
+async def test_token_that_arrives_in_pieces_is_forwarded_whole(open_pair):
     async with open_pair() as pair, pair.client().ask(TEXT, body(stream=True)) as response:
         (await pair.ask_of("p")).hold()
         decode = await pair.ask_of("d")
@@ -799,7 +799,7 @@ async def test_a_token_that_comes_in_pieces_comes_whole(open_pair):
         assert [event["choices"][0]["text"] async for event in response] == ["x"]
 
 
-async def test_what_was_ended_on_purpose_is_not_begun_anew(open_pair):
+async def test_response_ended_on_purpose_is_not_restarted(open_pair):
     async with open_pair() as pair, pair.client().ask(TEXT, body(stream=True)) as response:
         (await pair.ask_of("p")).hold()
         decode = await pair.ask_of("d")
@@ -809,13 +809,13 @@ async def test_what_was_ended_on_purpose_is_not_begun_anew(open_pair):
         await pair.assert_all_free()
 
 
-async def test_a_client_cannot_say_which_part_its_request_is(open_pair):
+async def test_client_cannot_set_the_stage_header(open_pair):
     headers = {"x-trioserve-stage": "decode"}
     async with open_pair("w") as pair, pair.client().ask(TEXT, body(), headers=headers):
         assert "x-trioserve-stage" not in (await pair.ask_of("w")).headers
 
 
-async def test_a_prefill_that_says_too_much_is_not_read_to_its_end(open_pair):
+async def test_too_long_prefill_response_is_not_read_completely(open_pair):
     async with open_pair() as pair, pair.client().ask(TEXT, body()) as response:
         prefill = await pair.ask_of("p")
         for _ in range(18):
@@ -826,7 +826,7 @@ async def test_a_prefill_that_says_too_much_is_not_read_to_its_end(open_pair):
 
 
 @pytest.mark.parametrize(("characters", "first"), [(122, "p"), (121, "d")])
-async def test_a_prompt_is_split_from_a_certain_length_on(open_pair, characters, first):
+async def test_only_prompts_above_a_length_are_disaggregated(open_pair, characters, first):
     """Of 4 bytes a token, with its quotation marks."""
     async with open_pair() as pair, pair.client().ask(TEXT, body(prompt="x" * characters)):
         await pair.ask_of(first)

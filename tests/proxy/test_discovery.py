@@ -62,7 +62,7 @@ async def test_a_source_replaces_its_own_endpoints_and_no_others(fleet):
     assert known(fleet) == ["http://b:1", "http://c:1", "http://mine:1"]
 
 
-async def test_two_with_one_id_change_nothing(fleet):
+async def test_two_endpoints_with_one_id_change_nothing(fleet):
     fleet.set_all([template("http://a:1")], source="x")
     with pytest.raises(StartupError, match="two endpoints"):
         fleet.set_all([template("http://b:1"), template("http://b:1/v1")], source="x")
@@ -71,7 +71,7 @@ async def test_two_with_one_id_change_nothing(fleet):
     assert known(fleet) == ["http://a:1"]
 
 
-async def test_an_endpoint_that_is_described_anew_is_made_anew(fleet):
+async def test_endpoint_with_a_changed_configuration_is_added_again(fleet):
     fleet.set_all([EndpointSpec(url="http://a:1", leases_max=1)], source="x")
     fleet.set_all([EndpointSpec(url="http://a:1", leases_max=2)], source="x")
     assert fleet.dispatch.core.endpoints[EndpointId("http://a:1")].leases_max == 2
@@ -104,7 +104,7 @@ async def test_watch_of_an_endpoint_does_not_log_the_request_that_added_it(fleet
         ("a.json", '{"endpoints": [{"url": "http://a:1"}, {"url": "http://b:1", "id": "b"}]}'),
     ],
 )
-def test_both_kinds_of_file_are_read(tmp_path, name, text):
+def test_json_and_toml_files_are_read(tmp_path, name, text):
     path = tmp_path / name
     path.write_text(text)
     specs = read_endpoints(path, "key")
@@ -112,7 +112,7 @@ def test_both_kinds_of_file_are_read(tmp_path, name, text):
 
 
 @pytest.mark.parametrize("text", ["endpoints = 3", "[[endpoints]]\nurll = 'x'", "{", "\x00"])
-def test_a_file_that_cannot_be_used_is_named(tmp_path, text):
+def test_error_names_an_invalid_file(tmp_path, text):
     path = tmp_path / "a.toml"
     path.write_text(text)
     with pytest.raises(StartupError, match=r"a\.toml cannot be used"):
@@ -121,7 +121,7 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path, text):
         read_endpoints(tmp_path / "none.toml")
 
 
-async def test_a_file_that_changes_is_followed_and_a_broken_one_changes_nothing(fleet, tmp_path, mock_clock, caplog):
+async def test_changed_file_is_read_again_and_an_invalid_file_changes_nothing(fleet, tmp_path, mock_clock, caplog):
     path = tmp_path / "endpoints.toml"
     path.write_text('[[endpoints]]\nurl = "http://a:1"\n')
     async with trio.open_nursery() as nursery:
@@ -180,7 +180,7 @@ class NameServer:
         return resolver
 
 
-async def test_every_address_of_a_name_is_an_endpoint_and_changes_are_followed(fleet, mock_clock, caplog):
+async def test_every_address_of_a_name_is_an_endpoint_and_changes_are_applied(fleet, mock_clock, caplog):
     async with trio.open_nursery() as nursery:
         server = NameServer()
         server.records = {("llm.test", "A"): ["10.0.0.1", "10.0.0.2"], ("llm.test", "AAAA"): ["fd00::1"]}
@@ -203,7 +203,7 @@ async def test_every_address_of_a_name_is_an_endpoint_and_changes_are_followed(f
         nursery.cancel_scope.cancel()
 
 
-async def test_a_short_name_is_looked_up_where_the_search_list_says(fleet, mock_clock):
+async def test_short_name_is_looked_up_with_the_search_list(fleet, mock_clock):
     async with trio.open_nursery() as nursery:
         server = NameServer()
         server.records = {("routers.ml.svc.cluster.test", "A"): ["10.0.0.1"]}
@@ -216,7 +216,7 @@ async def test_a_short_name_is_looked_up_where_the_search_list_says(fleet, mock_
         nursery.cancel_scope.cancel()
 
 
-async def test_the_targets_of_a_service_have_ports_of_their_own(fleet, mock_clock):
+async def test_srv_records_set_the_ports(fleet, mock_clock):
     async with trio.open_nursery() as nursery:
         server = NameServer()
         server.records = {("_http._tcp.llm.test", "SRV"): ["0 5 8001 a.llm.test.", "0 5 8002 b.llm.test."]}
@@ -327,7 +327,7 @@ def cluster(nursery, fleet, tmp_path) -> Cluster:
     return Cluster(nursery, fleet, tmp_path)
 
 
-async def test_ready_addresses_of_a_service_are_endpoints_and_the_watch_is_followed(cluster, nursery, mock_clock):
+async def test_ready_addresses_of_a_service_are_endpoints_and_changes_are_applied(cluster, nursery, mock_clock):
     api, fleet = cluster.api, cluster.fleet
     api.slices = [
         endpoint_slice("one", "10.0.0.1", "10.0.0.2"),
@@ -347,7 +347,7 @@ async def test_ready_addresses_of_a_service_are_endpoints_and_the_watch_is_follo
     assert known(fleet) == ["http://10.0.0.9:8000", "http://[fd00::1]:8000"]
 
 
-async def test_a_watch_that_ends_goes_on_where_it_was_with_the_token_of_the_day(cluster, nursery, mock_clock):
+async def test_ended_watch_resumes_at_its_version_with_the_current_token(cluster, nursery, mock_clock):
     api = cluster.api
     api.slices = [endpoint_slice("one", "10.0.0.1")]
     nursery.start_soon(cluster.source.run, cluster.fleet)
@@ -362,7 +362,7 @@ async def test_a_watch_that_ends_goes_on_where_it_was_with_the_token_of_the_day(
     assert known(cluster.fleet) == ["http://10.0.0.1:8000"]
 
 
-async def test_a_version_that_is_too_old_is_listed_again(cluster, nursery, mock_clock):
+async def test_expired_resource_version_causes_a_new_list(cluster, nursery, mock_clock):
     api = cluster.api
     api.slices = [endpoint_slice("one", "10.0.0.1")]
     nursery.start_soon(cluster.source.run, cluster.fleet)
@@ -376,7 +376,7 @@ async def test_a_version_that_is_too_old_is_listed_again(cluster, nursery, mock_
     await until(lambda: known(cluster.fleet) == ["http://10.0.0.5:8000"])
 
 
-async def test_an_api_server_that_refuses_changes_nothing_and_is_asked_again(cluster, nursery, mock_clock, caplog):
+async def test_refusal_of_the_api_server_changes_nothing_and_is_retried(cluster, nursery, mock_clock, caplog):
     api = cluster.api
     api.slices = [endpoint_slice("one", "10.0.0.1")]
     api.status = 403
@@ -390,6 +390,6 @@ async def test_an_api_server_that_refuses_changes_nothing_and_is_asked_again(clu
     await until(lambda: known(cluster.fleet) == ["http://10.0.0.1:8000"])
 
 
-def test_outside_of_a_cluster_it_says_so():
+def test_source_outside_of_a_cluster_is_refused():
     with pytest.raises(StartupError, match="need a pod"):
         in_cluster("llm", template=template, environment={})

@@ -38,7 +38,7 @@ def begin(ask, *groups: str) -> None:
         ask.group(group)
 
 
-async def test_a_stream_goes_elsewhere_and_its_endpoint_is_gone(open_pair):
+async def test_stream_moves_to_another_endpoint_and_the_drained_one_is_removed(open_pair):
     async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, BODY) as response:
         [(first, ask)] = await asks_of(pair)
         begin(ask, "0:1")
@@ -64,7 +64,7 @@ async def test_a_stream_goes_elsewhere_and_its_endpoint_is_gone(open_pair):
     await pair.assert_all_free()
 
 
-async def test_an_endpoint_that_can_gives_the_stream_away_with_its_kv(open_pair):
+async def test_endpoint_hands_over_a_stream_with_its_kv(open_pair):
     """It is asked in the client's name."""
     key = {"authorization": "Bearer mine"}
     async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, BODY, headers=key) as response:
@@ -84,7 +84,7 @@ async def test_an_endpoint_that_can_gives_the_stream_away_with_its_kv(open_pair)
     await pair.assert_all_free()
 
 
-async def test_one_that_does_not_answer_is_left_and_until_then_the_stream_goes_on(open_pair, autojump_clock):
+async def test_stream_continues_until_an_unanswered_hand_over_times_out(open_pair, autojump_clock):
     async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, BODY) as response:
         await trio.sleep(0.1)
         [(first, ask)] = [(id, ask) for id, each in pair.endpoints.items() for ask in each.open]
@@ -104,7 +104,7 @@ async def test_one_that_does_not_answer_is_left_and_until_then_the_stream_goes_o
     await pair.assert_all_free()
 
 
-async def test_without_room_elsewhere_it_runs_on_and_moves_when_there_is_some(open_pair):
+async def test_stream_stays_until_another_endpoint_has_free_capacity(open_pair):
     async with open_pair("w1 w2", leases_max=1) as pair:  # noqa: SIM117
         async with pair.client().ask(TEXT, BODY) as response, pair.client().ask(TEXT, BODY) as other:
             [(first, ask), (_, held)] = await asks_of(pair, 2)
@@ -124,7 +124,7 @@ async def test_without_room_elsewhere_it_runs_on_and_moves_when_there_is_some(op
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_at_the_deadline_what_has_shown_nothing_is_begun_anew_elsewhere(open_pair, autojump_clock, stream):
+async def test_requests_without_output_restart_elsewhere_at_the_move_deadline(open_pair, autojump_clock, stream):
     async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, {**BODY, "stream": stream}) as response:
         await trio.sleep(0.1)
         [(first, ask)] = [(id, ask) for id, each in pair.endpoints.items() for ask in each.open]
@@ -141,7 +141,7 @@ async def test_at_the_deadline_what_has_shown_nothing_is_begun_anew_elsewhere(op
     await pair.assert_all_free()
 
 
-async def test_a_stream_that_nobody_else_can_go_on_with_ends_where_it_is(open_pair, autojump_clock):
+async def test_stream_that_cannot_resume_ends_at_its_endpoint(open_pair, autojump_clock):
     async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, BODY) as response:
         await trio.sleep(0.1)
         [(first, ask)] = [(id, ask) for id, each in pair.endpoints.items() for ask in each.open]
@@ -159,7 +159,7 @@ async def test_a_stream_that_nobody_else_can_go_on_with_ends_where_it_is(open_pa
 @pytest.mark.parametrize(
     "query", ["move=yes", "move=true&seconds=x", "move=true&seconds=-1", "seconds=3", "move=true&seconds=nan"]
 )
-async def test_what_is_no_order_is_refused(open_pair, query):
+async def test_invalid_drain_query_is_refused(open_pair, query):
     async with open_pair("w1 w2") as pair:
         response = await pair.client().post(f"/endpoints/w1/drain?{query}", {})
         assert response.status == 400
@@ -167,13 +167,13 @@ async def test_what_is_no_order_is_refused(open_pair, query):
         assert sorted(pair.leases()) == ["w1", "w2"]
 
 
-async def test_an_endpoint_that_is_not_there_is_not_found(open_pair):
+async def test_drain_of_an_unknown_endpoint_is_not_found(open_pair):
     async with open_pair("w1 w2") as pair:
         for path in ("/endpoints/w3/drain", "/endpoints/w1"):
             assert (await pair.client().post(path, {})).status == 404
 
 
-async def test_without_move_an_endpoint_keeps_what_runs_there(open_pair):
+async def test_drain_without_move_keeps_running_requests(open_pair):
     async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, BODY) as response:
         [(first, ask)] = await asks_of(pair)
         begin(ask, "0:1")
@@ -187,7 +187,7 @@ async def test_without_move_an_endpoint_keeps_what_runs_there(open_pair):
     await pair.assert_all_free()
 
 
-async def test_a_request_is_not_taken_while_an_event_is_on_its_way_to_the_client(open_pair):
+async def test_request_does_not_move_while_an_event_is_being_sent_to_the_client(open_pair):
     async with open_pair("w1 w2") as pair:
         dispatch = pair.router.dispatch
         await wait_all_tasks_blocked()
@@ -222,7 +222,7 @@ async def a_stream(pair):
 
 
 @pytest.mark.parametrize("how", ["takes no connections", "says so"])
-async def test_streams_leave_a_server_that_stops_and_it_is_back_when_it_is_well(open_pair, autojump_clock, how):
+async def test_streams_leave_a_stopping_server_which_returns_when_healthy(open_pair, autojump_clock, how):
     async with open_pair("w1 w2", watch=WATCH) as pair, pair.client().ask(TEXT, BODY) as response:
         first, ask = await a_stream(pair)
         if how == "takes no connections":
@@ -242,7 +242,7 @@ async def test_streams_leave_a_server_that_stops_and_it_is_back_when_it_is_well(
     await pair.assert_all_free()
 
 
-async def test_an_endpoint_that_hangs_is_left_after_its_time(open_pair, autojump_clock):
+async def test_requests_leave_a_hanging_endpoint_after_the_time_limit(open_pair, autojump_clock):
     async with open_pair("w1 w2", watch=WATCH, failures_max=100) as pair, pair.client().ask(TEXT, BODY) as response:
         first, ask = await a_stream(pair)
         pair[first].is_silent = True
@@ -258,7 +258,7 @@ async def test_an_endpoint_that_hangs_is_left_after_its_time(open_pair, autojump
     await pair.assert_all_free()
 
 
-async def test_an_endpoint_whose_step_does_not_end_is_left_at_once(open_pair, autojump_clock):
+async def test_requests_leave_an_endpoint_with_an_overdue_step_at_once(open_pair, autojump_clock):
     async with open_pair("w1 w2", watch=WATCH, failures_max=100) as pair, pair.client().ask(TEXT, BODY) as response:
         first, ask = await a_stream(pair)
         pair[first].unready_reason = "step_overdue"
@@ -271,7 +271,7 @@ async def test_an_endpoint_whose_step_does_not_end_is_left_at_once(open_pair, au
     await pair.assert_all_free()
 
 
-async def test_a_discovered_endpoint_that_is_named_no_more_is_emptied(open_pair):
+async def test_requests_leave_an_endpoint_that_discovery_no_longer_lists(open_pair):
     async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, BODY) as response:
         [(first, ask)] = await asks_of(pair)
         begin(ask, "0:1")

@@ -22,7 +22,7 @@ def health(setup, id: str) -> EndpointHealth:
     return setup.router.dispatch.core.endpoints[EndpointId(id)].health
 
 
-async def test_it_is_ejected_and_another_endpoint_gets_its_requests_until_the_step_ends(open_setup, autojump_clock):
+async def test_endpoint_with_a_hanging_step_is_ejected_until_the_step_ends(open_setup, autojump_clock):
     async with open_setup(watch=WATCH, failures_max=2, policy="round_robin", engine=ENGINE) as setup:
         engine = setup.servers["a"].engine
         engine.steps.hold()
@@ -53,7 +53,7 @@ async def test_it_is_ejected_and_another_endpoint_gets_its_requests_until_the_st
         await setup.assert_all_free()
 
 
-async def test_before_it_is_ejected_what_it_refuses_is_done_elsewhere(open_setup, autojump_clock):
+async def test_request_refused_before_the_ejection_is_served_elsewhere(open_setup, autojump_clock):
     """The step is too old, and no check has seen it yet."""
     seldom = WatchSettings(health_seconds=3600, load_seconds=3600, listens=False)
     async with open_setup(watch=seldom, policy="round_robin", engine=ENGINE) as setup:
@@ -71,7 +71,7 @@ async def test_before_it_is_ejected_what_it_refuses_is_done_elsewhere(open_setup
         await setup.assert_all_free()
 
 
-async def test_a_stream_that_it_has_begun_goes_on_elsewhere(open_setup, autojump_clock):
+async def test_stream_of_an_endpoint_with_a_hanging_step_resumes_elsewhere(open_setup, autojump_clock):
     async with open_setup(watch=WATCH, failures_max=2, policy="round_robin", engine=ENGINE) as setup:
         async with setup.client().ask(CHAT, body(stream=True)) as response:
             id = response.headers["x-trioserve-endpoint"] if await response.head() == 200 else ""
@@ -90,7 +90,7 @@ async def test_a_stream_that_it_has_begun_goes_on_elsewhere(open_setup, autojump
         await setup.assert_all_free()
 
 
-async def test_one_that_nobody_else_could_go_on_with_stays_there(open_setup, autojump_clock):
+async def test_stream_that_cannot_resume_stays_at_an_endpoint_with_a_hanging_step(open_setup, autojump_clock):
     async with open_setup("a", watch=WATCH, failures_max=2, engine=ENGINE) as setup:
         async with setup.client().ask(CHAT, body(stream=True)) as response:
             engine = setup.servers["a"].engine

@@ -16,7 +16,7 @@ LINES = st.sampled_from(["data: x", "data: y\r\ndata: z", ": ping", "id: 1\neven
 
 
 @given(events=st.lists(st.tuples(LINES, st.sampled_from(ENDS)), max_size=6), data=st.data())
-def test_whole_events_come_out_wherever_they_are_cut(events, data):
+def test_events_cut_anywhere_come_out_whole(events, data):
     stream = "".join(line + end for line, end in events).encode()
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
     whole, came = EventSplitter(), b""
@@ -28,7 +28,7 @@ def test_whole_events_come_out_wherever_they_are_cut(events, data):
     assert whole.rest in (b"", b"\n"), "an LF whose CR was the end already is all that may be left"
 
 
-def test_nothing_comes_before_its_event_is_whole():
+def test_incomplete_event_is_kept_back():
     whole = EventSplitter()
     assert whole.feed(b"data: 1") == b""
     assert whole.feed(b"\n") == b""
@@ -36,14 +36,14 @@ def test_nothing_comes_before_its_event_is_whole():
     assert whole.rest == b"data: 3"
 
 
-def test_a_line_is_no_event():
+def test_line_without_an_empty_line_is_not_an_event():
     whole = EventSplitter()
     assert whole.feed(b"data: 1\r\n") == b""
     assert whole.feed(b"data: 2\r\n") == b""
     assert whole.feed(b"\r\n") == b"data: 1\r\ndata: 2\r\n\r\n"
 
 
-def test_an_event_without_an_end_is_given_up(monkeypatch):
+def test_too_long_event_counts_as_a_lost_endpoint(monkeypatch):
     monkeypatch.setattr(event_splitter, "EVENT_BYTES_MAX", 10)
     whole = EventSplitter()
     assert whole.feed(b"x" * 20 + b"\n\n" + b"y" * 10) == b"x" * 20 + b"\n\n"
@@ -51,7 +51,7 @@ def test_an_event_without_an_end_is_given_up(monkeypatch):
         whole.feed(b"y")
 
 
-def test_an_event_may_hold_the_largest_picture():
+def test_event_can_contain_the_largest_image():
     """Of noise, which no format makes smaller, in base64."""
     pixels = ImageRequestLimits().pixels_max
     whole = EventSplitter()
@@ -64,5 +64,5 @@ def test_an_event_may_hold_the_largest_picture():
     "events, expected",
     [(b"", True), (b"\n", True), (b": a\r\n\r\n", True), (b":\r\r: b\n\n", True), (b": a\n\ndata: 1\n\n", False)],
 )
-def test_comments(events, expected):
+def test_comments_are_recognized(events, expected):
     assert is_comment(events) is expected

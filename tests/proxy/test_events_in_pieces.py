@@ -23,7 +23,7 @@ async def said(ask, *pieces: str) -> None:
 
 @pytest.mark.parametrize("http", [1, 2])
 @pytest.mark.parametrize("cut", ['data: {"choices": [{"text": "ab', 'data: {"choices": []}\n', "data", ": pi"])
-async def test_an_error_is_no_part_of_an_event_that_broke_off(open_pair, cut, http):
+async def test_error_of_the_router_is_separate_from_an_incomplete_event(open_pair, cut, http):
     async with open_pair("w") as pair, pair.client(http=http).ask(TEXT, BODY) as response:
         ask = await pair.ask_of("w")
         ask.token("good ")
@@ -35,7 +35,7 @@ async def test_an_error_is_no_part_of_an_event_that_broke_off(open_pair, cut, ht
     await pair.assert_all_free()
 
 
-async def test_an_abort_by_id_in_the_middle_of_an_event_is_told_too(open_pair):
+async def test_abort_in_the_middle_of_an_event_is_reported(open_pair):
     async with open_pair("w") as pair, pair.client().ask(TEXT, BODY, headers={"x-request-id": "mine"}) as response:
         ask = await pair.ask_of("w")
         ask.token("good ")
@@ -48,7 +48,7 @@ async def test_an_abort_by_id_in_the_middle_of_an_event_is_told_too(open_pair):
 
 
 @pytest.mark.parametrize("comment", COMMENTS)
-async def test_a_comment_is_no_token_however_its_lines_end(open_pair, comment):
+async def test_comment_is_not_a_token_with_any_line_end(open_pair, comment):
     async with open_pair("w w2", policy="round_robin") as pair, pair.client().ask(TEXT, BODY) as response:
         await wait_all_tasks_blocked()
         [(first, ask)] = [(id, endpoint.open[0]) for id, endpoint in pair.endpoints.items() if endpoint.open]
@@ -66,7 +66,7 @@ async def test_a_comment_is_no_token_however_its_lines_end(open_pair, comment):
 @pytest.mark.parametrize("ids", ["w", "p d"])
 @pytest.mark.parametrize("end", ["\n\n", "\r\n\r\n", "\r\r"])
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 1000])
-async def test_events_come_as_they_were_wherever_they_are_cut(open_pair, ids, end, length, autojump_clock):
+async def test_events_cut_anywhere_are_forwarded_unchanged(open_pair, ids, end, length, autojump_clock):
     stream = (
         f": ping{end}"
         + "".join(f'data: {{"choices":[],"t":{number}}}{end}' for number in range(3))
@@ -84,7 +84,7 @@ async def test_events_come_as_they_were_wherever_they_are_cut(open_pair, ids, en
     await pair.assert_all_free()
 
 
-async def test_what_ends_without_an_empty_line_comes_all_the_same(open_pair):
+async def test_last_event_without_an_empty_line_is_forwarded(open_pair):
     async with open_pair("w") as pair, pair.client().ask(TEXT, BODY) as response:
         ask = await pair.ask_of("w")
         await said(ask, 'data: {"choices":[]}\n\ndata: [DONE]\n')
@@ -94,7 +94,7 @@ async def test_what_ends_without_an_empty_line_comes_all_the_same(open_pair):
     await pair.assert_all_free()
 
 
-async def test_what_an_endpoint_allows_to_web_pages_is_not_what_the_router_allows(open_pair):
+async def test_cors_headers_of_endpoints_are_not_forwarded(open_pair):
     access = AccessRules(page_origins=("https://chat.example.org",))
     async with open_pair("w", access=access) as pair:
         page = {"origin": "https://chat.example.org"}

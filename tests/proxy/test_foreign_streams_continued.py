@@ -55,7 +55,7 @@ async def goes_on(ask) -> None:
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
-async def test_text_goes_on_and_the_client_reads_one_response(open_pair, autojump_clock, path):
+async def test_text_resumes_and_the_client_reads_one_response(open_pair, autojump_clock, path):
     async with open_pair("v1 v2", watch=WATCH) as pair:
         await trio.sleep(2)
         async with pair.client().ask(path, BODIES[path]) as response:
@@ -97,7 +97,7 @@ async def test_text_goes_on_and_the_client_reads_one_response(open_pair, autojum
         await pair.assert_all_free()
 
 
-async def test_it_goes_on_twice(open_pair, autojump_clock):
+async def test_stream_resumes_twice(open_pair, autojump_clock):
     async with open_pair("v1 v2 v3", watch=WATCH, progress_tokens_min=1) as pair:
         await trio.sleep(2)
         async with pair.client().ask(CHAT, BODIES[CHAT]) as response:
@@ -120,7 +120,7 @@ async def test_it_goes_on_twice(open_pair, autojump_clock):
         await pair.assert_all_free()
 
 
-async def test_what_breaks_behind_its_finish_is_whole(open_pair, autojump_clock):
+async def test_stream_that_breaks_after_its_finish_reason_is_whole(open_pair, autojump_clock):
     async with open_pair("v1 v2", watch=WATCH) as pair:
         await trio.sleep(2)
         async with pair.client().ask(TEXT, BODIES[TEXT]) as response:
@@ -146,7 +146,7 @@ async def test_what_breaks_behind_its_finish_is_whole(open_pair, autojump_clock)
         {"guided_regex": "a+"},
     ],
 )
-async def test_a_request_with_more_than_text_ends_as_ever(open_pair, autojump_clock, fields):
+async def test_request_with_more_than_text_does_not_resume(open_pair, autojump_clock, fields):
     async with open_pair("v1 v2", watch=WATCH) as pair:
         await trio.sleep(2)
         async with pair.client().ask(CHAT, {**BODIES[CHAT], **fields}) as response:
@@ -161,7 +161,7 @@ async def test_a_request_with_more_than_text_ends_as_ever(open_pair, autojump_cl
 
 
 @pytest.mark.parametrize("fields", [{"prompt": ["one", "two"]}, {"prompt": [[1], [2]]}, {"logprobs": 0}])
-async def test_nor_does_a_completion_of_several_prompts_or_with_logprobs_go_on(open_pair, autojump_clock, fields):
+async def test_completion_with_several_prompts_or_logprobs_does_not_resume(open_pair, autojump_clock, fields):
     async with open_pair("v1 v2", watch=WATCH) as pair:
         await trio.sleep(2)
         async with pair.client().ask(TEXT, {**BODIES[TEXT], **fields}) as response:
@@ -176,7 +176,7 @@ async def test_nor_does_a_completion_of_several_prompts_or_with_logprobs_go_on(o
 
 
 @pytest.mark.parametrize("usage", [{}, {"prompt_tokens": None, "completion_tokens": 3}, [1], "much"])
-async def test_usage_that_is_none_is_passed_on(open_pair, autojump_clock, usage):
+async def test_missing_usage_is_forwarded(open_pair, autojump_clock, usage):
     async with open_pair("v1 v2", watch=WATCH) as pair:
         await trio.sleep(2)
         async with pair.client().ask(TEXT, BODIES[TEXT]) as response:
@@ -195,7 +195,7 @@ async def test_usage_that_is_none_is_passed_on(open_pair, autojump_clock, usage)
 
 
 @pytest.mark.parametrize("what", ["no ids", "thoughts", "too many"])
-async def test_what_does_not_tell_enough_ends_as_ever(open_pair, autojump_clock, what):
+async def test_stream_without_token_ids_does_not_resume(open_pair, autojump_clock, what):
     rules = RoutingRules(continuation_bytes_max=16 if what == "too many" else 1000)
     async with open_pair("v1 v2", watch=WATCH, rules=rules) as pair:
         await trio.sleep(2)
@@ -215,7 +215,7 @@ async def test_what_does_not_tell_enough_ends_as_ever(open_pair, autojump_clock,
         await pair.assert_all_free()
 
 
-async def test_it_does_not_go_on_at_a_server_of_another_kind(open_pair, autojump_clock):
+async def test_stream_does_not_resume_at_a_server_of_another_make(open_pair, autojump_clock):
     async with open_pair("v1 w1", watch=WATCH, policy="round_robin", continuation_seconds_max=20) as pair:
         await trio.sleep(2)
         async with pair.client().ask(f"{TEXT}", BODIES[TEXT]) as response:
@@ -236,7 +236,7 @@ async def test_it_does_not_go_on_at_a_server_of_another_kind(open_pair, autojump
 
 
 @pytest.mark.parametrize("end", ["\n\n", "\r\n\r\n"])
-def test_events_may_be_cut_anywhere(end):
+def test_events_can_be_cut_anywhere(end):
     said = chunk(TEXT, " one", [10], prompt_token_ids=[7]) + ": ping\n\n" + chunk(TEXT, " two", [20])
     data = said.replace("\n\n", end).encode()
     wholes = []
@@ -250,7 +250,7 @@ def test_events_may_be_cut_anywhere(end):
     assert wholes[0][1] == b": ping"
 
 
-def test_an_error_is_kept_for_whoever_decides():
+def test_error_event_is_kept_and_not_forwarded():
     stream = ForeignStream(TEXT, {}, bytes_max=1000)
     stream.begin()
     stream.feed(chunk(TEXT, " one", [10], prompt_token_ids=[7]).encode())

@@ -49,7 +49,7 @@ def text_in(said: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("policy", ["least_loaded", "prefix_aware", "kv_aware"])
-async def test_a_router_says_of_an_image_what_its_endpoint_says(open_setup, policy):
+async def test_router_forwards_responses_about_images(open_setup, policy):
     tokenizer = byte_tokenizer(IMAGE_CHAT_TEMPLATE) if policy == "kv_aware" else None
     async with open_setup("ab", engine={**SEES, "kv_events_max": 100}, policy=policy, tokenizer=tokenizer) as setup:
         texts = set()
@@ -65,7 +65,7 @@ async def test_a_router_says_of_an_image_what_its_endpoint_says(open_setup, poli
             server.engine.assert_all_free()  # the router goes on listening to what is in its cache
 
 
-async def test_the_same_image_goes_to_where_it_was_and_is_not_encoded_again(open_setup):
+async def test_same_image_goes_to_the_same_endpoint_and_is_not_encoded_again(open_setup):
     async with open_setup("ab", engine=SEES, policy="prefix_aware") as setup:
         large = png(90) + bytes(64 * 1024)  # as a photograph would be; what is behind its end counts for nothing
         _status, first, said = await ask(setup.client(), chat(large))
@@ -77,7 +77,7 @@ async def test_the_same_image_goes_to_where_it_was_and_is_not_encoded_again(open
         await setup.assert_all_free()
 
 
-async def test_a_body_that_is_too_large_is_refused_by_the_router_and_an_image_by_the_endpoint(open_setup):
+async def test_router_refuses_a_too_large_body_and_endpoint_a_too_large_image(open_setup):
     limits = FrontendLimits(body_bytes_max=20_000)
     engine = {**SEES, "image_limits": ImageLimits(image_bytes_max=6_000)}
     async with open_setup("ab", engine=engine, limits=limits) as setup:
@@ -90,14 +90,14 @@ async def test_a_body_that_is_too_large_is_refused_by_the_router_and_an_image_by
         await setup.assert_all_free()
 
 
-async def test_endpoints_that_see_nothing_say_so(open_setup):
+async def test_endpoint_without_vision_refuses_images(open_setup):
     async with open_setup("ab") as setup:
         status, _where, said = await ask(setup.client(), chat(png(1)))
         assert (status, said["error"]["param"]) == (400, "messages[0].content[0]")
         assert "accepts only text" in said["error"]["message"]
 
 
-async def test_whoever_leaves_while_an_image_is_encoded_leaves_the_endpoint_too(open_setup):
+async def test_client_that_leaves_during_image_encoding_frees_the_endpoint(open_setup):
     async with open_setup("a", engine=SEES) as setup, trio.open_nursery() as nursery:
         engine = setup.servers["a"].engine
         engine.image_encoder.hold()
@@ -113,7 +113,7 @@ async def test_whoever_leaves_while_an_image_is_encoded_leaves_the_endpoint_too(
             assert engine.image_outputs.bytes_total == 0
 
 
-async def test_a_stream_about_an_image_goes_on_at_another_endpoint(open_setup, read_cut):
+async def test_stream_about_an_image_resumes_at_another_endpoint(open_setup, read_cut):
     texts = set()
     for step, is_cut in ((60, False), (14, True)):
         engine = {**SEES, "max_num_batched_tokens": 256, "paused": True}

@@ -133,7 +133,7 @@ async def black_hole(answer: bytes, **options: Any) -> AsyncIterator[Opened]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("kind", BLACK_HOLES)
-async def test_no_client_gets_what_no_inference_server_sends(kind, stream):
+async def test_clients_never_get_responses_that_no_inference_server_sends(kind, stream):
     async with black_hole(BLACK_HOLES[kind]) as opened:
         for _ in range(12):
             async with opened.router.client().ask(CHAT, body(stream=stream)) as answer:
@@ -147,7 +147,7 @@ async def test_no_client_gets_what_no_inference_server_sends(kind, stream):
 
 @pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"kv_aware"}))
 @pytest.mark.parametrize("kind", ["a web page", "another API's 404", "half of an object"])
-async def test_an_endpoint_that_fails_fast_draws_no_traffic_whatever_the_policy(policy, kind):
+async def test_endpoint_that_fails_fast_attracts_no_traffic_with_any_policy(policy, kind):
     async with black_hole(BLACK_HOLES[kind], policy=policy) as opened:
         statuses = []
 
@@ -166,7 +166,7 @@ async def test_an_endpoint_that_fails_fast_draws_no_traffic_whatever_the_policy(
         await opened.router.assert_all_free()
 
 
-async def test_it_gets_requests_again_once_it_serves_one_of_the_routers_own(autojump_clock):
+async def test_ejected_endpoint_returns_after_serving_a_probe(autojump_clock):
     watch = WatchSettings(health_seconds=1.0, load_seconds=3600.0, listens=False)
     async with black_hole(BLACK_HOLES["a web page"], watch=watch, sends_probes=True, failures_max=1) as opened:
         state = opened.router.dispatch.endpoint(EndpointId("a"))
@@ -193,7 +193,7 @@ async def test_it_gets_requests_again_once_it_serves_one_of_the_routers_own(auto
         await opened.router.assert_all_free()
 
 
-async def test_failures_are_counted_by_their_reason():
+async def test_failures_are_counted_by_reason():
     async with black_hole(BLACK_HOLES["a web page"]) as opened:
         for _ in range(12):
             await opened.router.client().post(CHAT, body())
@@ -201,7 +201,7 @@ async def test_failures_are_counted_by_their_reason():
         assert 'endpoint_failures_total{endpoint="a",reason="content_type"} 1.0' in page
 
 
-async def test_what_two_endpoints_refuse_in_the_same_words_is_the_clients(open_pair):
+async def test_refusal_of_two_endpoints_reaches_the_client(open_pair):
     async with (
         open_pair("w1 w2") as pair,
         pair.client().ask("/v1/completions", {"model": "fake", "prompt": "a"}) as got,
@@ -216,7 +216,7 @@ async def test_what_two_endpoints_refuse_in_the_same_words_is_the_clients(open_p
     await pair.assert_all_free()
 
 
-async def test_a_bad_request_is_told_at_once_and_ejects_nobody(open_pair):
+async def test_invalid_request_is_refused_at_once_and_ejects_no_endpoint(open_pair):
     async with open_pair("w1 w2") as pair:
         for _ in range(3):
             async with pair.client().ask("/v1/completions", {"model": "fake", "prompt": "a"}) as got:
@@ -230,7 +230,7 @@ async def test_a_bad_request_is_told_at_once_and_ejects_nobody(open_pair):
     await pair.assert_all_free()
 
 
-async def test_a_stream_goes_on_elsewhere_from_its_last_good_token(open_pair):
+async def test_stream_resumes_elsewhere_after_its_last_valid_token(open_pair):
     async with open_pair("w1 w2") as pair, pair.client().ask("/v1/completions", _stream()) as got:
         ask = await pair.ask_of("w1")
         ask.begin_resumable()
@@ -248,7 +248,7 @@ async def test_a_stream_goes_on_elsewhere_from_its_last_good_token(open_pair):
     await pair.assert_all_free()
 
 
-async def test_a_stream_that_cannot_go_on_and_has_no_end_ends_with_an_error(open_pair):
+async def test_stream_without_end_that_cannot_resume_ends_with_an_error(open_pair):
     async with open_pair("w1 w2") as pair, pair.client().ask("/v1/completions", _stream()) as got:
         ask = await pair.ask_of("w1")
         ask.begin()
@@ -274,17 +274,17 @@ def _stream() -> dict[str, object]:
         b'{"detail":[{"loc":["body"],"msg":"no"}]}',
     ],
 )
-def test_errors_are_known_as_servers_word_them(said):
+def test_error_formats_of_known_servers_are_recognized(said):
     assert is_error("application/json; charset=utf-8", said)
     assert not is_error("text/html", said)
 
 
 @pytest.mark.parametrize("said", [b"", b"{}", b'{"detail":"Not Found"}', b"no", b"[]", b'{"error":null}', b"\xff"])
-def test_what_is_no_error_of_a_server_is_none(said):
+def test_other_bodies_are_not_recognized_as_errors(said):
     assert not is_error("application/json", said)
 
 
-def test_events_in_the_ways_of_other_servers_are_taken():
+def test_events_of_other_servers_are_accepted():
     check = EventCheck(EndpointId("a"), CHAT)
     check.check(b": OPENROUTER PROCESSING\n\n")
     check.check(b'event: x\r\ndata:{"choices":[],\r\ndata: "usage":{}}\r\n\r\n')
@@ -294,7 +294,7 @@ def test_events_in_the_ways_of_other_servers_are_taken():
     assert check.is_over
 
 
-def test_responses_of_paths_without_a_shape_are_any_json():
+def test_paths_without_known_fields_accept_any_json():
     check_whole(EndpointId("a"), "/rerank", b'[{"index":0}]')
     with pytest.raises(InvalidAnswer):
         check_whole(EndpointId("a"), "/rerank", b"<html>")

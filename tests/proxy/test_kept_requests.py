@@ -35,7 +35,7 @@ async def code(response: Any) -> str:
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}, "choices"),
     ],
 )
-async def test_every_api_goes_through(open_setup: Any, path: str, body: dict[str, Any], field: str) -> None:
+async def test_every_api_is_forwarded(open_setup: Any, path: str, body: dict[str, Any], field: str) -> None:
     async with open_setup(engine=ENGINE) as setup:
         response = await setup.client().post(path, {"model": "fake", **body})
         assert response.status == 200, response.body
@@ -44,7 +44,7 @@ async def test_every_api_goes_through(open_setup: Any, path: str, body: dict[str
         await setup.assert_all_free()
 
 
-async def test_errors_are_worded_as_the_api_that_was_asked(open_setup: Any) -> None:
+async def test_errors_have_the_format_of_the_requested_api(open_setup: Any) -> None:
     body = {"model": "nobody", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 30}
     async with open_setup(engine=ENGINE) as setup:
         refused = await (await setup.client().post("/v1/messages", body)).json()
@@ -53,7 +53,7 @@ async def test_errors_are_worded_as_the_api_that_was_asked(open_setup: Any) -> N
         assert refused["error"]["type"] == "invalid_request_error"
 
 
-async def test_messages_that_a_leaving_endpoint_refuses_go_to_another(open_setup: Any) -> None:
+async def test_messages_refused_by_a_leaving_endpoint_go_to_another(open_setup: Any) -> None:
     """It says 529, as that API does."""
     body = {"model": "fake", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 30}
     async with open_setup(engine=ENGINE) as setup:
@@ -64,7 +64,7 @@ async def test_messages_that_a_leaving_endpoint_refuses_go_to_another(open_setup
         await setup.assert_all_free()
 
 
-async def test_leaving_a_stream_of_messages_frees_the_endpoint(open_setup: Any) -> None:
+async def test_client_that_leaves_a_messages_stream_frees_the_endpoint(open_setup: Any) -> None:
     body = {"model": "fake", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 500, "stream": True}
     async with open_setup("a", engine={**ENGINE, "response": "x" * 400}) as setup:
         engine = setup.servers["a"].engine
@@ -84,7 +84,7 @@ async def test_leaving_a_stream_of_messages_frees_the_endpoint(open_setup: Any) 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_response_is_found_at_the_endpoint_that_has_it(open_setup: Any, stream: bool) -> None:
+async def test_stored_response_is_found_at_its_endpoint(open_setup: Any, stream: bool) -> None:
     async with open_setup(engine=ENGINE, policy="round_robin") as setup:
         made: dict[str, str] = {}
         for _ in range(4):
@@ -107,7 +107,7 @@ async def test_a_response_is_found_at_the_endpoint_that_has_it(open_setup: Any, 
         await setup.assert_all_free()
 
 
-async def test_a_router_that_has_not_seen_it_asks_around(open_setup: Any) -> None:
+async def test_router_searches_endpoints_for_an_unknown_object(open_setup: Any) -> None:
     async with open_setup(engine=ENGINE) as setup:
         direct = await (await setup.servers["b"].client().post(RESPONSES, asked())).json()
         kept = await setup.client().get(f"{RESPONSES}/{direct['id']}")
@@ -121,7 +121,7 @@ async def test_a_router_that_has_not_seen_it_asks_around(open_setup: Any) -> Non
         assert missing.status == 404
 
 
-async def test_what_cannot_be_looked_for_everywhere_may_still_be_there(open_setup: Any) -> None:
+async def test_object_is_not_reported_missing_while_an_endpoint_is_unreachable(open_setup: Any) -> None:
     async with open_setup(engine=ENGINE) as setup:
         setup.unreachable.add("b")
         for server in setup.servers.values():
@@ -131,7 +131,7 @@ async def test_what_cannot_be_looked_for_everywhere_may_still_be_there(open_setu
 
 
 @pytest.mark.parametrize("id", ["a b", "a\r\nx: y", "\u00fc", "../../health", "resp_x?stream=true", "", "x" * 70_000])
-async def test_what_no_id_can_be_is_not_there(open_setup: Any, id: str) -> None:
+async def test_invalid_id_is_not_found(open_setup: Any, id: str) -> None:
     async with open_setup(engine=ENGINE) as setup:
         response = await setup.client().post(RESPONSES, asked(previous_response_id=id))
         assert (response.status, await code(response)) == (404, "not_found")
@@ -140,7 +140,7 @@ async def test_what_no_id_can_be_is_not_there(open_setup: Any, id: str) -> None:
         await setup.assert_all_free()
 
 
-async def test_an_error_does_not_say_where_something_is(open_setup: Any) -> None:
+async def test_error_response_does_not_locate_an_object(open_setup: Any) -> None:
     async with open_setup(engine=ENGINE) as setup:
         made = await (await setup.servers["b"].client().post(RESPONSES, asked())).json()
         path = f"{RESPONSES}/{made['id']}"
@@ -150,7 +150,7 @@ async def test_an_error_does_not_say_where_something_is(open_setup: Any) -> None
         await setup.assert_all_free()
 
 
-async def test_what_another_key_has_made_is_not_there(open_setup: Any) -> None:
+async def test_object_of_another_key_is_not_found(open_setup: Any) -> None:
     """The endpoints have no keys: to them all callers are one."""
     keys = {"api_keys": ("one", "two"), "admin_api_key": "admin"}
     async with open_setup(engine=ENGINE, **keys) as setup:
@@ -187,7 +187,7 @@ async def test_what_another_key_has_made_is_not_there(open_setup: Any) -> None:
         assert (await client("one").get("/v1/files")).status == 501
 
 
-async def test_sessions_of_two_keys_have_two_names(open_pair: Any) -> None:
+async def test_sessions_of_two_keys_have_different_names_at_endpoints(open_pair: Any) -> None:
     async with open_pair("w", api_keys=("one", "two"), models={"fake": "fake"}) as pair:
         seen = []
         for key in ("one", "two", "one"):
@@ -203,14 +203,14 @@ async def test_sessions_of_two_keys_have_two_names(open_pair: Any) -> None:
 # --- about requests and models ---
 
 
-async def test_what_tells_about_the_tokenizer_is_asked_of_an_endpoint(open_setup: Any) -> None:
+async def test_tokenizer_info_is_forwarded_to_an_endpoint(open_setup: Any) -> None:
     async with open_setup(engine=ENGINE) as setup:
         told = await (await setup.client().get("/tokenizer_info?model=fake")).json()
         assert told["eos_token"] == "<|end|>"
         assert (await setup.client().get("/tokenizer_info?model=nobody")).status == 404
 
 
-async def test_a_request_that_runs_is_reached_where_it_is(open_setup: Any) -> None:
+async def test_control_request_reaches_the_endpoint_of_a_running_request(open_setup: Any) -> None:
     async with open_setup(engine=ENGINE) as setup:
         response = await setup.client().post("/v1/requests/none", {"end_thinking": True})
         assert (response.status, await code(response)) == (404, "request_not_found")
@@ -223,7 +223,7 @@ async def test_a_request_that_runs_is_reached_where_it_is(open_setup: Any) -> No
             assert (response.status, await code(response)) == (409, "no_thought")
 
 
-async def test_a_client_cannot_have_an_endpoint_taken_for_one_that_leaves(open_setup: Any) -> None:
+async def test_client_cannot_hand_over_requests(open_setup: Any) -> None:
     async with open_setup(engine={"paused": True}) as setup:
         body = {"model": "fake", "prompt": "hello", "max_tokens": 50, "stream": True}
         async with setup.client().ask("/v1/completions", body, headers={"x-request-id": "mine"}):
@@ -238,7 +238,7 @@ async def test_a_client_cannot_have_an_endpoint_taken_for_one_that_leaves(open_s
             assert all(state.busy_until <= trio.current_time() for state in setup.router.dispatch.endpoints)
 
 
-async def test_a_router_wants_a_model_named_too(open_setup: Any) -> None:
+async def test_router_needs_a_model_name_if_there_are_several(open_setup: Any) -> None:
     async with open_setup(engine=ENGINE, access=AccessRules(model_is_required=True)) as setup:
         response = await setup.client().post("/v1/completions", {"prompt": "a", "max_tokens": 1})
         assert (response.status, (await response.json())["error"]["param"]) == (400, "model")
@@ -259,7 +259,7 @@ OF_ONE_ENGINE = (
 )
 
 
-def test_whatever_an_engine_has_a_router_has_too() -> None:
+def test_router_has_every_route_of_an_engine() -> None:
     ours = {route.path: route for route in [*router_app.ROUTES.values(), *router_app.TEMPLATES]}
     ours |= {route.path: route for route in (router_app.MODEL, router_app.REQUEST)}
     for route in (*routes.ROUTES.values(), *routes.TEMPLATES, routes.MODEL, routes.REQUEST):
@@ -267,7 +267,7 @@ def test_whatever_an_engine_has_a_router_has_too() -> None:
             assert route.operations.keys() <= ours[route.path].operations.keys(), route.path
 
 
-async def test_a_batch_of_messages_is_found_where_it_was_made(open_setup: Any, autojump_clock: Any) -> None:
+async def test_message_batch_is_found_at_its_endpoint(open_setup: Any, autojump_clock: Any) -> None:
     params = {"model": "fake", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 30}
     path = "/v1/messages/batches"
     async with open_setup(engine=ENGINE) as setup:

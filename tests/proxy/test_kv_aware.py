@@ -83,7 +83,7 @@ async def assert_all_free(setup) -> None:
 @pytest.mark.parametrize("body", [text_body, ids_body, ids_in_lists_body, chat_body])
 @pytest.mark.parametrize("salt", [None, "mine"])
 @pytest.mark.parametrize("home", ["a", "b"])
-async def test_a_prompt_goes_to_where_its_beginning_is(open_routed, body, salt, home, autojump_clock):
+async def test_prompt_goes_to_the_endpoint_that_cached_its_beginning(open_routed, body, salt, home, autojump_clock):
     async with open_routed() as setup:
         await known(setup)
         salted = {} if salt is None else {"cache_salt": salt}
@@ -94,7 +94,7 @@ async def test_a_prompt_goes_to_where_its_beginning_is(open_routed, body, salt, 
         await assert_all_free(setup)
 
 
-async def test_what_is_found_is_what_the_engine_finds(open_routed, autojump_clock):
+async def test_block_names_of_the_router_match_those_of_the_engine(open_routed, autojump_clock):
     """The names made at the router are the resident ones, and no hit is expected that the engine cannot have."""
     async with open_routed("ab") as setup:
         await known(setup)
@@ -109,7 +109,7 @@ async def test_what_is_found_is_what_the_engine_finds(open_routed, autojump_cloc
             assert setup.servers["a"].engine.stats().prefix_hit_tokens_total - before == expected == len(names) * 4
 
 
-async def test_a_salt_of_ones_own_finds_nothing_of_others(open_routed, autojump_clock):
+async def test_request_with_a_salt_matches_no_blocks_of_others(open_routed, autojump_clock):
     async with open_routed() as setup:
         await known(setup)
         cold, warm = await cold_and_warm(setup)
@@ -119,7 +119,7 @@ async def test_a_salt_of_ones_own_finds_nothing_of_others(open_routed, autojump_
 
 @pytest.mark.parametrize("endpoint_keys", [False, True])
 @pytest.mark.parametrize("salt", [None, "mine"])
-async def test_with_keys_a_prompt_goes_to_where_its_callers_own_blocks_are(
+async def test_prompt_goes_to_the_endpoint_with_blocks_of_the_same_key(
     open_routed, endpoint_keys, salt, autojump_clock
 ):
     """The salt of the caller's key is known to the router, and is what the engine names the blocks by: also at
@@ -141,7 +141,7 @@ async def test_with_keys_a_prompt_goes_to_where_its_callers_own_blocks_are(
         await assert_all_free(setup)
 
 
-async def test_when_blocks_had_to_go_the_request_goes_to_who_has_them_now(open_routed, autojump_clock):
+async def test_request_follows_blocks_after_an_eviction(open_routed, autojump_clock):
     async with open_routed() as setup:
         await known(setup)
         await ask(setup, text_body(BEGINNING), at="a")
@@ -153,7 +153,7 @@ async def test_when_blocks_had_to_go_the_request_goes_to_who_has_them_now(open_r
         assert await ask(setup, text_body("3" * 90)) == "a"
 
 
-async def test_an_engine_that_starts_anew_has_nothing_until_it_says_so(open_routed, autojump_clock):
+async def test_cache_of_a_restarted_engine_counts_as_unknown(open_routed, autojump_clock):
     async with open_memory_server(**ENGINE) as again, open_routed() as setup:
         await known(setup)
         await ask(setup, text_body(BEGINNING), at="b")
@@ -171,7 +171,7 @@ async def test_an_engine_that_starts_anew_has_nothing_until_it_says_so(open_rout
         assert await ask(setup, text_body(BEGINNING + "a king")) == "a"
 
 
-async def test_endpoints_that_tell_nothing_get_what_they_got_before(open_routed, autojump_clock):
+async def test_endpoint_without_cache_events_gets_prompts_it_got_before(open_routed, autojump_clock):
     async with open_routed(engine={"kv_events_max": 0, "block_count": 64, "max_model_len": 256}) as setup:
         long_text = BEGINNING * 5  # a guess is made in blocks of 128 bytes
         await ask(setup, text_body(long_text), at="b")
@@ -181,7 +181,7 @@ async def test_endpoints_that_tell_nothing_get_what_they_got_before(open_routed,
         assert [each["resident_blocks"] for each in listed] == [None, None]
 
 
-async def test_an_endpoint_that_is_taken_out_is_not_asked_any_more(open_routed, autojump_clock):
+async def test_removed_endpoint_is_no_longer_read(open_routed, autojump_clock):
     async with open_routed() as setup:
         await known(setup)
         setup.router.fleet.drain("b")
@@ -206,7 +206,7 @@ def held_naming(monkeypatch):
     return event
 
 
-async def test_who_is_being_read_is_counted_and_leaves_nothing_behind(open_routed, held_naming, autojump_clock):
+async def test_request_whose_prompt_is_being_named_is_counted_and_can_leave(open_routed, held_naming, autojump_clock):
     """S32: of one that left meanwhile nothing is sent anywhere."""
     async with open_routed() as setup:
         await known(setup)
@@ -220,7 +220,7 @@ async def test_who_is_being_read_is_counted_and_leaves_nothing_behind(open_route
         assert not any(server.engine.stats().steps_total for server in setup.servers.values())
 
 
-async def test_no_more_are_read_than_there_is_room_for(open_routed, held_naming, autojump_clock):
+async def test_requests_being_named_count_for_the_queue_limit(open_routed, held_naming, autojump_clock):
     async with open_routed(leases_max=1, queue_requests_max=1) as setup, trio.open_nursery() as nursery:
         await known(setup)
         for _ in range(3):  # a seat at each, and a place in the queue
@@ -232,7 +232,7 @@ async def test_no_more_are_read_than_there_is_room_for(open_routed, held_naming,
         held_naming.set()
 
 
-async def test_a_drain_refuses_who_is_being_read(open_routed, held_naming, autojump_clock):
+async def test_drain_refuses_requests_whose_prompts_are_being_named(open_routed, held_naming, autojump_clock):
     async with open_routed() as setup:
         await known(setup)
         async with setup.client().ask(COMPLETIONS, text_body(BEGINNING)) as response:
@@ -243,7 +243,7 @@ async def test_a_drain_refuses_who_is_being_read(open_routed, held_naming, autoj
         await assert_all_free(setup)
 
 
-async def test_a_prompt_that_takes_too_long_to_read_goes_without(open_routed, autojump_clock, monkeypatch):
+async def test_prompt_that_takes_too_long_to_name_is_routed_without_names(open_routed, autojump_clock, monkeypatch):
     async def never(self, *arguments, **options):
         await trio.sleep_forever()
 
@@ -269,7 +269,7 @@ async def test_a_prompt_that_takes_too_long_to_read_goes_without(open_routed, au
         (CHAT, {"messages": [{"role": "user", "content": "hi"}], "chat_template": "{{ messages }}"}),
     ],
 )
-async def test_what_cannot_be_read_is_for_the_endpoint_to_refuse(open_routed, path, body, autojump_clock):
+async def test_invalid_prompt_is_refused_by_the_endpoint(open_routed, path, body, autojump_clock):
     async with open_routed() as setup:
         await known(setup)
         routed = await setup.client().post(path, body)
@@ -279,7 +279,7 @@ async def test_what_cannot_be_read_is_for_the_endpoint_to_refuse(open_routed, pa
 
 
 @pytest.mark.parametrize("fields", [{"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}])
-async def test_what_takes_no_hits_is_not_sent_after_them(open_routed, fields, autojump_clock):
+async def test_request_that_cannot_use_the_cache_is_not_named(open_routed, fields, autojump_clock):
     async with open_routed() as setup:
         await known(setup)
         cold, warm = await cold_and_warm(setup)
@@ -287,7 +287,7 @@ async def test_what_takes_no_hits_is_not_sent_after_them(open_routed, fields, au
         assert await ask(setup, {**text_body(BEGINNING), **fields}) == cold
 
 
-async def test_only_the_prompt_is_named_and_not_every_body(open_routed, held_naming, autojump_clock):
+async def test_only_prompts_of_generations_are_named(open_routed, held_naming, autojump_clock):
     async with open_routed() as setup:
         await known(setup)
         response = await setup.client().post("/tokenize", {"prompt": BEGINNING})

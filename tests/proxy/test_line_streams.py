@@ -40,7 +40,7 @@ def said(values: list[dict[str, Any]]) -> tuple[str, str, list[Any], dict[str, A
     return text, thought, calls, last
 
 
-async def test_clients_are_served_as_by_a_server(open_setup):
+async def test_clients_get_the_same_as_from_a_server(open_setup):
     async with open_setup(engine={"response": "Hello!", **LARGE}) as setup:
         client = ollama.AsyncClient(host="http://memory", transport=MemoryTransport(setup.client))
         async with client._client:
@@ -75,7 +75,7 @@ async def test_clients_are_served_as_by_a_server(open_setup):
         (CHAT, f"<think>Hm.</think>Well. {CALL}\n{CALL}", {"messages": [USER], "tools": [TOOL]}),
     ],
 )
-async def test_a_stream_is_the_same_wherever_its_endpoint_goes(open_setup, read_cut, path, response, fields):
+async def test_stream_is_the_same_wherever_its_endpoint_breaks(open_setup, read_cut, path, response, fields):
     options = {"num_predict": 8 if response is None else 400, "temperature": 1, "seed": 5}
     body = {"model": "fake", "options": options, **fields}
     engine = {"paused": True, "response": response, "reasoning_parser": "qwen3", **LARGE}
@@ -97,7 +97,7 @@ async def test_a_stream_is_the_same_wherever_its_endpoint_goes(open_setup, read_
 
 @pytest.mark.parametrize("is_continued", [True, False])
 @pytest.mark.parametrize("way", ["leave", "abort"])
-async def test_a_stream_that_is_ended_gives_everything_back(open_setup, way, is_continued):
+async def test_ended_stream_releases_everything(open_setup, way, is_continued):
     rules = RoutingRules(continuation_bytes_max=2**20 if is_continued else 0)
     async with open_setup(engine={"paused": True, **LARGE}, rules=rules) as setup:
         body = {**BODY, "options": {"num_predict": 100}}
@@ -126,7 +126,7 @@ async def first_piece(response) -> bytes:
 
 
 @pytest.mark.parametrize("has_peers", [False, True])
-async def test_callers_of_a_router_are_kept_apart(open_setup, has_peers):
+async def test_callers_have_separate_blocks(open_setup, has_peers):
     """By their keys, as on any other path; and a router with peers serves lines as one without."""
     options = {"api_keys": ("x", "y"), "endpoint_api_key": None, "has_peers": has_peers}
     async with open_setup("a", engine={"response": "Hello!", **LARGE}, **options) as setup:
@@ -162,7 +162,7 @@ async def the_ask(pair):
     return id, ask
 
 
-async def test_an_endpoints_events_are_its_clients_lines(open_pair, autojump_clock):
+async def test_events_of_the_endpoint_become_lines_for_the_client(open_pair, autojump_clock):
     async with open_pair("w1 w2") as pair, pair.client().ask(CHAT, BODY) as response:
         _, ask = await the_ask(pair)
         assert ask.headers["x-trioserve-resumable"] == "1"
@@ -184,7 +184,7 @@ async def test_an_endpoints_events_are_its_clients_lines(open_pair, autojump_clo
     await pair.assert_all_free()
 
 
-async def test_who_asks_for_events_gets_them(open_pair):
+async def test_client_can_ask_for_events(open_pair):
     asks = {"x-trioserve-resumable": "1"}
     async with open_pair("w1 w2") as pair, pair.client().ask(CHAT, BODY, headers=asks) as response:
         _, ask = await the_ask(pair)
@@ -198,7 +198,7 @@ async def test_who_asks_for_events_gets_them(open_pair):
     await pair.assert_all_free()
 
 
-async def test_an_error_of_the_endpoints_is_the_last_line(open_pair):
+async def test_error_of_the_endpoint_is_the_last_line(open_pair):
     async with open_pair("w1") as pair, pair.client().ask(CHAT, BODY) as response:
         ask = await pair.ask_of("w1")
         ask.begin_resumable()
@@ -209,7 +209,7 @@ async def test_an_error_of_the_endpoints_is_the_last_line(open_pair):
     await pair.assert_all_free()
 
 
-async def test_lines_of_a_server_of_another_make_come_as_it_writes_them(open_pair):
+async def test_lines_of_another_server_are_forwarded_unchanged(open_pair):
     async with open_pair("w1 w2") as pair, pair.client().ask(CHAT, BODY) as response:
         _, lost = await the_ask(pair)
         lost.begin(content_type=LINES)
@@ -226,7 +226,7 @@ async def test_lines_of_a_server_of_another_make_come_as_it_writes_them(open_pai
     await pair.assert_all_free()
 
 
-async def test_an_error_is_no_part_of_a_line_that_broke_off(open_pair):
+async def test_error_of_the_router_is_separate_from_an_incomplete_line(open_pair):
     async with open_pair("w1 w2") as pair, pair.client().ask(CHAT, BODY) as response:
         _, ask = await the_ask(pair)
         ask.begin(content_type=LINES)
@@ -249,7 +249,7 @@ async def test_an_error_is_no_part_of_a_line_that_broke_off(open_pair):
         (["\n"], ["\n"]),
     ],
 )
-def test_only_whole_lines_are_passed_on(pieces, expected):
+def test_only_complete_lines_are_forwarded(pieces, expected):
     splitter = LineSplitter()
     assert [splitter.feed(piece.encode()).decode() for piece in pieces] == expected
     assert splitter.end() == b""

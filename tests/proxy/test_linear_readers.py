@@ -67,7 +67,7 @@ PIECES = (b"a", b"\r\n", b"1\r\nx\r\n", b"data: 1\n\n")
 
 @pytest.mark.parametrize("name", READERS)
 @pytest.mark.parametrize("piece", PIECES)
-def test_tiny_pieces(name: str, piece: bytes) -> None:
+def test_tiny_pieces_are_read_in_linear_time(name: str, piece: bytes) -> None:
     new_reader, feed = READERS[name]
 
     def work(size: int) -> None:
@@ -80,7 +80,7 @@ def test_tiny_pieces(name: str, piece: bytes) -> None:
 
 
 @pytest.mark.parametrize("unit", [b"--b\r\n", b"--b", b"\r\n", b"a", b'; name="', b"\r\n--b\r\nContent-Disposition: "])
-def test_forms(unit: bytes) -> None:
+def test_forms_are_read_in_linear_time(unit: bytes) -> None:
     def work(size: int) -> list[FormPart]:
         begin = b'--b\r\nContent-Disposition: form-data; name="a"\r\n\r\n'
         try:

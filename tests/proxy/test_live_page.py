@@ -71,7 +71,7 @@ async def test_a_reader_sees_endpoints_and_where_a_request_is(mock_clock):
         assert (await shown(page))["requests"] == {}
 
 
-async def test_it_is_told_when_the_router_leaves_and_nothing_is_left_of_it(mock_clock):
+async def test_reader_is_notified_when_the_router_drains(mock_clock):
     async with open_memory_server() as server, open_memory_router({"a": to(server)}) as router:
         async with router.client().ask("/ui/events") as page:
             await shown(page)
@@ -103,7 +103,7 @@ async def test_a_key_sees_its_own_requests_and_the_page_is_at_both_paths(mock_cl
                 mock_clock.jump(0.1)
 
 
-async def test_a_router_without_the_page_has_nothing_there(mock_clock):
+async def test_router_without_the_page_answers_404(mock_clock):
     async with (
         open_memory_server() as server,
         open_memory_router({"a": to(server)}, page=PageSettings(is_shown=False)) as router,

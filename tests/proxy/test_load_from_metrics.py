@@ -26,6 +26,6 @@ def test_the_page_may_end_without_a_line_end():
 
 
 @pytest.mark.parametrize("value", ["+", "-", ".", "e", "1e999", "NaN", "+Inf", "-1", "1.2.3", "0x10", ""])
-def test_what_is_no_count_says_nothing(value):
+def test_invalid_numbers_give_no_load(value):
     page = f"vllm:num_requests_running {value}\nvllm:num_requests_waiting 2\n"
     assert load_from_metrics(page.encode()) is None

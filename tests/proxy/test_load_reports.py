@@ -48,7 +48,7 @@ def respond(end: MemoryEnd, content: object) -> None:
     end.send_nowait(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
 
 
-async def test_a_response_that_came_with_a_report_does_not_make_room_twice(nursery, autojump_clock):
+async def test_response_that_arrives_with_a_load_report_frees_capacity_once(nursery, autojump_clock):
     """The endpoint had ended the request when it told its load, and the router reads the report first."""
     endpoint = Endpoint(nursery)
     watch = WatchSettings(health_seconds=100, load_seconds=1)

@@ -38,7 +38,7 @@ async def rows_of(setup: Any, path: str, body: Any, **headers: str) -> list[Any]
     ids=["ours", "sglang's", "sglang's for all"],
 )
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_whoever_cuts_off_gets_what_there_is(open_setup, path, order, is_streamed):
+async def test_abort_returns_the_partial_result(open_setup, path, order, is_streamed):
     """Its own client is told that it was aborted, as ever."""
     async with open_setup("ab", engine={"paused": True}) as setup:
         answers: list[Any] = []
@@ -61,7 +61,7 @@ async def test_whoever_cuts_off_gets_what_there_is(open_setup, path, order, is_s
 
 @pytest.mark.parametrize("how", ["by id", "by ids", "deadline"])
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_a_client_that_wants_it_gets_what_there_is_and_goes_on(autojump_clock, open_setup, how, is_streamed):
+async def test_client_gets_the_partial_result_and_can_resume(autojump_clock, open_setup, how, is_streamed):
     async with open_setup("ab", engine={"paused": True}) as setup:
         limit = {"timeout": 3} if how == "deadline" else {}
         body = {**BODY, "stream": is_streamed, "return_partial": True, "return_token_ids": True}
@@ -93,7 +93,7 @@ async def test_a_client_that_wants_it_gets_what_there_is_and_goes_on(autojump_cl
         assert continued == whole
 
 
-async def test_an_endpoint_that_does_not_answer_is_left(autojump_clock, open_setup):
+async def test_request_ends_without_partial_result_if_the_endpoint_does_not_answer(autojump_clock, open_setup):
     """The request is over all the same, a second later, and nobody knows what there was."""
     async with open_setup("a", engine={"paused": True}) as setup:
         answers: list[Any] = []
@@ -111,7 +111,7 @@ async def test_an_endpoint_that_does_not_answer_is_left(autojump_clock, open_set
         await setup.assert_all_free()
 
 
-async def test_one_in_the_router_s_queue_is_aborted_there(open_setup):
+async def test_queued_request_is_aborted_in_the_queue(open_setup):
     async with open_setup("a", engine={"paused": True}, leases_max=1) as setup:
         answers: list[Any] = []
         async with trio.open_nursery() as nursery:
@@ -132,7 +132,7 @@ async def asked_as_waiting(setup: Any, answers: list[Any]) -> None:
     await asked(setup, PATH, {**BODY, "return_partial": True}, answers, id="waits")
 
 
-async def test_whoever_leaves_while_it_is_cut_off_has_it_aborted(autojump_clock, open_setup):
+async def test_request_is_aborted_although_the_aborting_caller_leaves(autojump_clock, open_setup):
     async with open_setup("a", engine={"paused": True}) as setup:
         answers: list[Any] = []
         async with trio.open_nursery() as nursery:
@@ -162,7 +162,7 @@ class SilentConnect:
         return client
 
 
-async def test_another_key_s_request_is_not_cut_off(open_setup):
+async def test_request_of_another_key_is_not_aborted(open_setup):
     async with open_setup("a", engine={"paused": True}, api_keys=("one", "two")) as setup:
         mine, other = ({"authorization": f"Bearer {key}"} for key in ("one", "two"))
         answers: list[Any] = []

@@ -105,7 +105,7 @@ async def test_two_routers_share_the_limit(autojump_clock):
         assert setup.leases("one") + setup.leases("two") == LIMIT
 
 
-async def test_the_share_of_a_router_that_dies_is_the_others_in_time(autojump_clock):
+async def test_share_of_a_dead_router_goes_to_the_others_in_time(autojump_clock):
     async with opened() as setup:
         await trio.sleep(3)
         await setup.ask("one", LIMIT)
@@ -116,7 +116,7 @@ async def test_the_share_of_a_router_that_dies_is_the_others_in_time(autojump_cl
         assert setup.share("one") == setup.leases("one") == LIMIT
 
 
-async def test_one_that_comes_back_takes_its_share_without_exceeding_the_limit(autojump_clock):
+async def test_returning_router_takes_its_share_without_exceeding_the_limit(autojump_clock):
     async with opened("one") as setup:
         await trio.sleep(LOST_SECONDS)
         await setup.ask("one", LIMIT)
@@ -136,7 +136,7 @@ async def test_one_that_comes_back_takes_its_share_without_exceeding_the_limit(a
         assert setup.leases("one") == setup.leases("two") == LIMIT // 2
 
 
-async def test_routers_that_cannot_see_each_other_share_all_the_same(autojump_clock):
+async def test_routers_that_cannot_reach_each_other_still_share_the_limit(autojump_clock):
     async with opened() as setup:
         await trio.sleep(3)
         setup.is_parted = True
@@ -148,7 +148,7 @@ async def test_routers_that_cannot_see_each_other_share_all_the_same(autojump_cl
             assert setup.share("one") + setup.share("two") == LIMIT
 
 
-async def test_operators_see_who_is_there(autojump_clock):
+async def test_operators_see_the_other_routers(autojump_clock):
     async with opened() as setup:
         await trio.sleep(3)
         async with setup.routers["one"].client().ask("/peers") as response:
@@ -160,7 +160,7 @@ async def test_operators_see_who_is_there(autojump_clock):
             assert (await response.json())["data"][0]["well"] is False
 
 
-async def test_a_client_of_a_dead_router_need_not_say_that_it_asks_again(autojump_clock):
+async def test_stream_of_a_dead_router_is_found_without_a_retry_header(autojump_clock):
     headers = {"x-request-id": "mine"}
     async with opened() as setup:
         await trio.sleep(3)
@@ -192,13 +192,13 @@ async def is_taken_for_a_retry(setup: Setup) -> bool:
             return setup.server.app.router_streams.taken_over_total == 1
 
 
-async def test_as_long_as_no_router_is_lost_an_id_that_is_used_twice_is_two_requests(autojump_clock):
+async def test_repeated_id_is_a_new_request_while_no_router_is_lost(autojump_clock):
     async with opened() as setup:
         await trio.sleep(3)
         assert not await is_taken_for_a_retry(setup)
 
 
-async def test_a_router_that_was_lost_long_ago_has_no_clients_who_ask_again(autojump_clock):
+async def test_streams_are_not_searched_long_after_a_router_was_lost(autojump_clock):
     async with opened() as setup:
         await trio.sleep(3)
         await setup.kill("two")
@@ -209,7 +209,7 @@ async def test_a_router_that_was_lost_long_ago_has_no_clients_who_ask_again(auto
         assert not await is_taken_for_a_retry(setup)
 
 
-async def test_a_router_that_has_just_missed_an_answer_may_be_lost(autojump_clock):
+async def test_streams_are_searched_after_one_failed_check_of_a_router(autojump_clock):
     async with opened() as setup:
         await trio.sleep(3)
         assert not setup.routers["one"].peer_watch.is_lost_lately()
@@ -219,7 +219,7 @@ async def test_a_router_that_has_just_missed_an_answer_may_be_lost(autojump_cloc
         assert setup.routers["one"].peer_watch.well_count == 1
 
 
-async def test_a_router_finds_its_own_name_among_the_peers(autojump_clock):
+async def test_router_recognizes_itself_among_the_peers(autojump_clock):
     async with opened("one", own_name=None) as setup:
         await trio.sleep(3)
         assert setup.routers["one"].peer_watch.own_name == "one"
@@ -227,7 +227,7 @@ async def test_a_router_finds_its_own_name_among_the_peers(autojump_clock):
             assert [peer["name"] for peer in (await response.json())["data"]] == ["two"]
 
 
-def test_peers_are_named_in_several_ways(tmp_path: Path):
+def test_peers_can_be_given_in_several_ways(tmp_path: Path):
     path = tmp_path / "routers.toml"
     path.write_text('[[endpoints]]\nurl = "http://10.0.0.1:8000"\nid = "c"\n')
     specs, sources = parse_peers(["a=http://10.0.0.3:8000", "http://10.0.0.4:8000", f"file:{path}", "dns:routers:8000"])
@@ -236,12 +236,12 @@ def test_peers_are_named_in_several_ways(tmp_path: Path):
 
 
 @pytest.mark.parametrize("text", ["a", "a=b", "dns:x:y", "file:/nowhere/at/all", "ftp://x"])
-def test_what_names_no_router_is_refused(text):
+def test_invalid_peer_is_refused(text):
     with pytest.raises(StartupError):
         parse_peers([text])
 
 
-def test_there_is_a_bound_and_no_name_comes_twice():
+def test_peers_are_limited_and_have_unique_names():
     peers = PeerList()
     specs, _ = parse_peers([f"r{index}=http://10.0.0.1:{8000 + index}" for index in range(PEERS_MAX)])
     peers.set_all(specs, source="x")
@@ -252,7 +252,7 @@ def test_there_is_a_bound_and_no_name_comes_twice():
     assert len(peers.peers) == PEERS_MAX
 
 
-async def test_an_endpoint_that_sends_its_load_hears_of_a_router_all_the_same(autojump_clock):
+async def test_endpoint_that_pushes_its_load_still_gets_questions_of_a_router(autojump_clock):
     async with opened() as setup:
         await trio.sleep(20)
         async with setup.server.client().ask("/load", headers={"x-trioserve-router": "three"}) as response:
@@ -261,7 +261,7 @@ async def test_an_endpoint_that_sends_its_load_hears_of_a_router_all_the_same(au
         assert max(heard.values()) < 2.5
 
 
-async def test_who_is_only_told_the_load_does_not_count_as_alive(autojump_clock):
+async def test_pushed_loads_do_not_count_as_a_sign_of_life_of_a_router(autojump_clock):
     headers = {"x-trioserve-router": "three"}
     async with opened("one") as setup, setup.server.client().ask("/kv_events?load=only", headers=headers) as told:
         await told.head()

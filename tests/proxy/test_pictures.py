@@ -37,7 +37,7 @@ async def opened(*, paused: bool = False, **options: Any) -> AsyncIterator[tuple
         server.engine.assert_all_free()
 
 
-async def test_pictures_come_through_a_router_whole() -> None:
+async def test_images_are_forwarded_whole() -> None:
     async with opened() as (router, server):
         routed = await router.client().post(PATH, CAT)
         assert routed.status == 200, routed.body
@@ -45,7 +45,7 @@ async def test_pictures_come_through_a_router_whole() -> None:
         assert (await routed.json())["data"] == (await own.json())["data"]
 
 
-async def test_pictures_come_through_a_router_as_they_become() -> None:
+async def test_image_events_are_forwarded_as_they_arrive() -> None:
     async with opened(paused=True) as (router, server):
         async with router.client().ask(PATH, {**CAT, "stream": True, "partial_images": 1}) as response:
             while await server.engine.step() is not None:
@@ -55,13 +55,13 @@ async def test_pictures_come_through_a_router_as_they_become() -> None:
         assert sorted(kinds) == ["completed", "completed", "partial_image", "partial_image"]
 
 
-async def test_what_is_refused_is_told_as_the_endpoint_says_it() -> None:
+async def test_refusal_of_an_image_endpoint_is_forwarded() -> None:
     async with opened() as (router, _server):
         response = await router.client().post(PATH, {**CAT, "size": "9x9"})
         assert (response.status, (await response.json())["error"]["param"]) == (400, "size")
 
 
-async def test_a_client_that_leaves_the_router_frees_its_slots() -> None:
+async def test_client_that_leaves_frees_its_image_slots() -> None:
     async with opened(paused=True) as (router, server):
         for is_streamed in (False, True):
             async with router.client().ask(PATH, {**CAT, "stream": is_streamed}):
@@ -87,7 +87,7 @@ DOG = (("prompt", "a dog"), ("seed", "5"), ("n", "2"))
 
 
 @pytest.mark.parametrize("size", [16, 200])  # the second one is read in a thread
-async def test_an_image_is_changed_through_a_router(size: int) -> None:
+async def test_image_edit_is_forwarded(size: int) -> None:
     async with opened() as (router, server):
         body, headers = form(*DOG, ("model", "fake"), ("size", "16x16"), image=red_png(size))
         assert (len(body) > INLINE_BYTES_MAX) is (size == 200)
@@ -98,7 +98,7 @@ async def test_an_image_is_changed_through_a_router(size: int) -> None:
             assert changed == (await own.json())["data"]
 
 
-async def test_a_form_gets_the_model_s_real_name_and_what_is_left_of_its_deadlines(autojump_clock) -> None:
+async def test_form_gets_the_endpoints_model_name_and_the_remaining_deadlines(autojump_clock) -> None:
     async with opened(aliases={"painter": "fake"}) as (router, _server):
         body, headers = form(*DOG, ("model", "painter"), ("timeout", "30"))
         async with router.client().ask(EDITS, body, headers={**headers, "x-queue-timeout": "20"}) as response:
@@ -109,7 +109,7 @@ async def test_a_form_gets_the_model_s_real_name_and_what_is_left_of_its_deadlin
             assert (await response.json())["error"]["param"] == "timeout"
 
 
-async def test_a_changed_image_comes_through_a_router_as_it_becomes() -> None:
+async def test_events_of_an_image_edit_are_forwarded_as_they_arrive() -> None:
     for has_peers in (False, True):
         async with opened(paused=True, has_peers=has_peers) as (router, server):
             body, headers = form(*DOG, ("stream", "true"), ("partial_images", "1"))
@@ -121,7 +121,7 @@ async def test_a_changed_image_comes_through_a_router_as_it_becomes() -> None:
             assert kinds == ["image_edit.partial_image"] * 2 + ["image_edit.completed"] * 2
 
 
-async def test_a_client_that_leaves_the_router_frees_the_slots_of_what_is_changed() -> None:
+async def test_client_that_leaves_an_image_edit_frees_its_slots() -> None:
     async with opened(paused=True) as (router, server):
         for is_streamed in ("false", "true"):
             body, headers = form(*DOG, ("stream", is_streamed))
@@ -132,13 +132,13 @@ async def test_a_client_that_leaves_the_router_frees_the_slots_of_what_is_change
             assert server.engine.stats().slots_used == 0
 
 
-async def test_what_is_no_form_is_refused_by_the_router() -> None:
+async def test_router_refuses_an_invalid_form() -> None:
     async with opened() as (router, _server):
         response = await router.client().post(EDITS, {"prompt": "a dog"})
         assert (response.status, (await response.json())["error"]["param"]) == (400, "content-type")
 
 
-async def test_a_router_asks_for_its_key_before_it_reads_a_form() -> None:
+async def test_router_checks_the_key_before_it_reads_a_form() -> None:
     async with opened(api_keys=("secret",)) as (router, _server):
         body, headers = form(*DOG)
         async with router.client().ask(EDITS, body, headers=headers) as response:

@@ -37,14 +37,14 @@ async def opened(secret: str = "s"):
         nursery.cancel_scope.cancel()
 
 
-async def test_a_process_finds_what_was_made_through_another_one():
+async def test_process_finds_an_object_created_through_another_process():
     async with opened() as (others, _):
         assert await others.find_kept("resp_1") == KEPT
         assert await others.find_kept("resp_2") is None
         assert await others.find_kept("../peer") is None
 
 
-async def test_who_does_not_know_the_secret_is_refused():
+async def test_request_without_the_secret_is_refused():
     async with opened(secret="wrong") as (others, port):
         assert await others.find_kept("resp_1") is None
         stranger = RemoteEndpoint(EndpointId("x"), EndpointAddress.parse(f"http://127.0.0.1:{port}"))
@@ -54,7 +54,7 @@ async def test_who_does_not_know_the_secret_is_refused():
         stranger.close()
 
 
-async def test_a_process_that_does_not_answer_is_left_out():
+async def test_process_that_does_not_answer_is_skipped():
     async with opened() as (_, port):
         pass
     others = OtherProcesses(ProcessPlace(number=1, doors=(0, port), run="run", secret="s"))
@@ -109,7 +109,7 @@ async def opened_processes():
 
 
 @pytest.mark.parametrize("numbers", [(1, 2), (2, 3), (3, 3), (1, 1)])
-async def test_two_changes_at_a_time_leave_all_processes_with_the_same(numbers):
+async def test_concurrent_changes_leave_all_processes_equal(numbers):
     async with opened_processes() as processes:
         statuses = []
 

@@ -30,14 +30,14 @@ def smollm2_path():
 
 
 @pytest.mark.slow
-def test_of_a_gguf_file_it_is_the_engines(smollm2_path):
+def test_tokenizer_of_a_gguf_file_is_that_of_the_engine(smollm2_path):
     ours, engines = load_tokenizer(smollm2_path), _make_tokenizer(open_checkpoint(smollm2_path))
     chat = ChatPrompt(messages=[{"role": "user", "content": TEXT}])
     assert ours.encode(TEXT) == engines.encode(TEXT)
     assert ours.chat_template.render(chat) == engines.chat_template.render(chat)
 
 
-def test_of_a_directory_no_weights_are_needed(tmp_path):
+def test_tokenizer_of_a_directory_needs_no_weights(tmp_path):
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     backend.save(str(tmp_path / "tokenizer.json"))
@@ -45,13 +45,13 @@ def test_of_a_directory_no_weights_are_needed(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_directory_with_one_gguf_file_is_that_file(smollm2_path, tmp_path):
+def test_directory_with_one_gguf_file_counts_as_that_file(smollm2_path, tmp_path):
     (tmp_path / "model.gguf").symlink_to(smollm2_path)
     assert load_tokenizer(tmp_path).encode(TEXT) == load_tokenizer(smollm2_path).encode(TEXT)
 
 
 @pytest.mark.parametrize("name", ["nothing.gguf", "empty.gguf", "."])
-def test_what_holds_no_tokenizer_is_told_in_a_sentence(tmp_path, name):
+def test_missing_tokenizer_is_reported_in_one_sentence(tmp_path, name):
     (tmp_path / "empty.gguf").write_bytes(b"")
     (tmp_path / "second.gguf").write_bytes(b"")
     with pytest.raises(ModelLoadError) as refusal:
@@ -60,7 +60,7 @@ def test_what_holds_no_tokenizer_is_told_in_a_sentence(tmp_path, name):
 
 
 @pytest.mark.slow
-async def test_a_prompt_is_named_as_the_engine_names_it(smollm2_path):
+async def test_router_names_a_prompt_like_the_engine(smollm2_path):
     tokenizer = load_tokenizer(smollm2_path)
     long_text = TEXT * 200  # in the text thread
     async with open_prompt_naming(str(smollm2_path)) as naming:
@@ -72,7 +72,7 @@ async def test_a_prompt_is_named_as_the_engine_names_it(smollm2_path):
 
 
 @pytest.mark.parametrize("parses", [False, True])
-async def test_control_tokens_in_a_chats_texts_are_read_as_the_engine_reads_them(parses):
+async def test_control_tokens_in_chat_texts_are_parsed_like_in_the_engine(parses):
     tokenizer = byte_tokenizer(signs=["<|im_end|>"])
     if parses:
         tokenizer.parse_control_tokens_in_chats()
@@ -84,19 +84,19 @@ async def test_control_tokens_in_a_chats_texts_are_read_as_the_engine_reads_them
     assert named == {4: block_names(token_ids, 4, None)}
 
 
-def test_a_long_prompt_is_named_by_its_beginning():
+def test_only_the_beginning_of_a_long_prompt_is_named():
     names = block_names(range(NAMED_TOKENS_MAX + 1000), 16, None)
     assert len(names) == NAMED_TOKENS_MAX // 16
     assert names == block_names(range(NAMED_TOKENS_MAX + 1), 16, None)
 
 
 @pytest.mark.parametrize("token_ids", [[], [1], [1, 2, 3, 4], [1, 2, 3, -1, 5], [1, 2, 3, 2**32, 5]])
-def test_what_has_no_block_that_could_be_a_hit_has_no_names(token_ids):
+def test_prompt_without_cacheable_block_has_no_names(token_ids):
     assert block_names(token_ids, 4, None) == ()
 
 
 @pytest.mark.slow
-def test_naming_loads_nothing_that_computes(smollm2_path):
+def test_naming_imports_no_model_code(smollm2_path):
     code = f"""
 import sys
 from pathlib import Path

@@ -20,7 +20,7 @@ def body(**fields: object) -> dict[str, object]:
 
 
 @pytest.mark.slow
-async def test_a_response_comes_through_whole(open_setup):
+async def test_whole_response_is_forwarded(open_setup):
     async with open_setup(engine={"response": "good morning"}) as setup:
         response = await setup.client().post(CHAT, body(max_tokens=20))
         assert response.status == 200
@@ -29,7 +29,7 @@ async def test_a_response_comes_through_whole(open_setup):
         await setup.assert_all_free()
 
 
-async def test_a_response_comes_through_in_events(open_setup):
+async def test_streamed_response_is_forwarded(open_setup):
     async with (
         open_setup(engine={"response": "good morning"}) as setup,
         setup.client().ask(CHAT, body(max_tokens=20, stream=True), headers={"x-request-id": "mine"}) as response,
@@ -40,7 +40,7 @@ async def test_a_response_comes_through_in_events(open_setup):
         assert response.body.endswith(b"data: [DONE]\n\n")
 
 
-async def test_what_the_endpoint_refuses_is_the_clients(open_setup):
+async def test_refusal_of_the_endpoint_is_forwarded(open_setup):
     async with open_setup() as setup:
         response = await setup.client().post(CHAT, body(temperature=-1))
         assert response.status == 400
@@ -48,14 +48,14 @@ async def test_what_the_endpoint_refuses_is_the_clients(open_setup):
         await setup.assert_all_free()
 
 
-async def test_an_unknown_model_is_refused_with_those_that_are_served(open_setup):
+async def test_unknown_model_is_refused_with_a_list_of_models(open_setup):
     async with open_setup(aliases={"nice": "fake"}) as setup:
         response = await setup.client().post(CHAT, body(model="other"))
         assert response.status == 404
         assert "served are: fake, nice" in (await response.json())["error"]["message"]
 
 
-async def test_a_request_without_a_model_comes_too_early_while_no_endpoint_has_told_one(open_setup, autojump_clock):
+async def test_request_without_model_is_refused_until_an_endpoint_lists_its_models(open_setup, autojump_clock):
     nameless = {"prompt": "hello", "max_tokens": 5}
     async with open_setup("a") as setup:
         client = setup.client()
@@ -73,7 +73,7 @@ async def test_a_request_without_a_model_comes_too_early_while_no_endpoint_has_t
         await setup.assert_all_free()
 
 
-async def test_an_alias_reaches_the_endpoint_under_its_own_name(open_setup):
+async def test_alias_is_replaced_by_the_endpoints_model_name(open_setup):
     async with open_setup(aliases={"nice": "fake"}) as setup:
         response = await setup.client().post(CHAT, body(model="nice"))
         assert response.status == 200
@@ -98,7 +98,7 @@ async def test_a_client_that_leaves_during_decode_frees_everything_at_both_ends(
         await setup.assert_all_free()
 
 
-async def test_a_client_that_leaves_in_the_queue_is_never_sent_anywhere(open_setup):
+async def test_request_of_a_client_that_leaves_the_queue_is_never_sent(open_setup):
     """S32, S37."""
     async with open_setup("a", engine={"paused": True}, leases_max=1) as setup:
         async with setup.client().ask(CHAT, body()):
@@ -112,7 +112,7 @@ async def test_a_client_that_leaves_in_the_queue_is_never_sent_anywhere(open_set
         await setup.assert_all_free()
 
 
-async def test_a_client_that_leaves_while_the_connection_is_made_gives_its_lease_back(open_setup, autojump_clock):
+async def test_client_that_leaves_during_connect_returns_its_lease(open_setup, autojump_clock):
     async with open_setup("a") as setup:
         never = trio.Event()
 
@@ -128,7 +128,7 @@ async def test_a_client_that_leaves_while_the_connection_is_made_gives_its_lease
         await setup.assert_all_free()
 
 
-async def test_an_endpoint_that_cannot_be_reached_is_left_for_another(open_setup):
+async def test_unreachable_endpoint_is_replaced(open_setup):
     async with open_setup() as setup:
         first = (await setup.client().post(CHAT, body())).headers["x-trioserve-endpoint"]
         setup.router.fleet.remote(first).close()
@@ -140,7 +140,7 @@ async def test_an_endpoint_that_cannot_be_reached_is_left_for_another(open_setup
         await setup.assert_all_free()
 
 
-async def test_when_nobody_can_be_reached_the_client_is_told_so_in_the_end(open_setup, autojump_clock):
+async def test_client_gets_an_error_if_no_endpoint_can_be_reached(open_setup, autojump_clock):
     async with open_setup() as setup:
         for id in "ab":
             setup.router.fleet.remote(id).close()
@@ -160,7 +160,7 @@ async def test_when_nobody_can_be_reached_the_client_is_told_so_in_the_end(open_
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_all_that_wait_for_their_first_token_survive_the_end_of_their_endpoint(open_setup, stream):
+async def test_all_requests_without_a_token_survive_the_end_of_their_endpoint(open_setup, stream):
     """There are more of them than the retry budget has tries."""
     engine = {"paused": True, "response": "abc", "max_queued_requests": 100}
     async with open_setup(engine=engine, leases_max=100, waiting_depth_max=100) as setup:
@@ -185,7 +185,7 @@ async def test_all_that_wait_for_their_first_token_survive_the_end_of_their_endp
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_requests_wait_until_one_of_the_endpoints_is_back(open_setup, autojump_clock, stream):
+async def test_requests_wait_until_an_endpoint_returns(open_setup, autojump_clock, stream):
     async with open_setup(engine={"paused": True, "response": "abc"}) as setup:
         statuses = []
 
@@ -211,9 +211,7 @@ async def test_requests_wait_until_one_of_the_endpoints_is_back(open_setup, auto
 
 
 @pytest.mark.parametrize(("fields", "seconds"), [({"queue_timeout": 3.0}, 2.5), ({}, 100)])
-async def test_the_time_at_an_endpoint_that_died_is_not_taken_from_the_time_in_the_queue(
-    open_setup, autojump_clock, fields, seconds
-):
+async def test_time_at_a_lost_endpoint_does_not_count_as_queue_time(open_setup, autojump_clock, fields, seconds):
     async with open_setup(engine={"paused": True, "response": "abc"}, queue_seconds_max=60) as setup:
         async with setup.client().ask(CHAT, body(**fields)) as response:
             await trio.sleep(seconds)
@@ -226,7 +224,7 @@ async def test_the_time_at_an_endpoint_that_died_is_not_taken_from_the_time_in_t
         await setup.assert_all_free()
 
 
-async def test_an_endpoint_that_breaks_before_the_first_token_is_replaced_unseen(open_setup, autojump_clock):
+async def test_endpoint_that_breaks_before_the_first_token_is_replaced_silently(open_setup, autojump_clock):
     async with open_setup(engine={"paused": True, "response": "abc"}) as setup:
         async with setup.client().ask(CHAT, body(stream=True)) as response:
             await trio.sleep(5)
@@ -242,7 +240,7 @@ async def test_an_endpoint_that_breaks_before_the_first_token_is_replaced_unseen
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3])
-async def test_a_stream_whose_endpoint_breaks_in_the_middle_goes_on_at_another(open_setup, tokens):
+async def test_stream_resumes_after_its_endpoint_breaks(open_setup, tokens):
     async with open_setup(engine={"paused": True, "response": "abc"}) as setup:
         async with setup.client().ask(CHAT, body(stream=True)) as response:
             await wait_all_tasks_blocked()
@@ -259,7 +257,7 @@ async def test_a_stream_whose_endpoint_breaks_in_the_middle_goes_on_at_another(o
         await setup.assert_all_free()
 
 
-async def test_a_response_that_is_not_streamed_is_made_anew_elsewhere_however_far_it_was(open_setup, autojump_clock):
+async def test_whole_response_is_computed_again_elsewhere(open_setup, autojump_clock):
     async with open_setup(engine={"paused": True, "response": "abc"}) as setup:
         async with setup.client().ask(CHAT, body(max_tokens=3)) as response:
             await trio.sleep(5)
@@ -275,7 +273,7 @@ async def test_a_response_that_is_not_streamed_is_made_anew_elsewhere_however_fa
         await setup.assert_all_free()
 
 
-async def test_without_resumption_a_stream_that_breaks_ends_with_an_error(open_setup):
+async def test_broken_stream_ends_with_an_error_if_resuming_is_disabled(open_setup):
     async with open_setup(
         engine={"paused": True, "response": "abc"}, rules=RoutingRules(continuation_bytes_max=0)
     ) as setup:
@@ -290,7 +288,7 @@ async def test_without_resumption_a_stream_that_breaks_ends_with_an_error(open_s
         await setup.assert_all_free()
 
 
-async def test_an_engine_that_breaks_is_told_to_streaming_clients_and_replaced_for_the_others(open_setup):
+async def test_broken_engine_ends_streams_with_an_error_and_other_requests_move(open_setup):
     async with open_setup("a", engine={"max_queued_requests": 0, "max_num_seqs": 1, "paused": True}) as setup:
         # The endpoint itself refuses: its 429 is the client's when nobody else can take it.
         async with setup.client().ask(CHAT, body()):
@@ -301,7 +299,7 @@ async def test_an_engine_that_breaks_is_told_to_streaming_clients_and_replaced_f
         await setup.assert_all_free()
 
 
-async def test_a_deadline_in_the_queue_is_an_honest_504(open_setup, autojump_clock):
+async def test_queue_deadline_gives_status_504(open_setup, autojump_clock):
     async with open_setup("a", engine={"paused": True}, leases_max=1) as setup, setup.client().ask(CHAT, body()):
         await wait_all_tasks_blocked()
         response = await setup.client().post(CHAT, body(queue_timeout=2))
@@ -310,7 +308,7 @@ async def test_a_deadline_in_the_queue_is_an_honest_504(open_setup, autojump_clo
         assert trio.current_time() == pytest.approx(2, abs=0.01)
 
 
-async def test_what_is_left_of_a_deadline_goes_to_the_endpoint(open_setup, autojump_clock):
+async def test_endpoint_gets_the_remaining_deadline(open_setup, autojump_clock):
     async with open_setup("a", engine={"paused": True}, leases_max=1) as setup:
         async with (
             setup.client().ask(CHAT, body(max_tokens=1)) as holder,
@@ -329,7 +327,7 @@ async def test_what_is_left_of_a_deadline_goes_to_the_endpoint(open_setup, autoj
         await setup.assert_all_free()
 
 
-async def test_an_endpoint_that_hangs_is_left_when_its_checks_fail(open_setup, autojump_clock):
+async def test_requests_leave_a_hanging_endpoint_when_its_checks_fail(open_setup, autojump_clock):
     """S30: one dead backend does not hang the requests of the others."""
     from trioserve.proxy.endpoint_watch import WatchSettings
 
@@ -362,7 +360,7 @@ async def test_an_endpoint_that_hangs_is_left_when_its_checks_fail(open_setup, a
         await setup.assert_all_free()
 
 
-async def test_a_drain_refuses_who_waits_and_lets_the_others_finish(open_setup):
+async def test_drain_refuses_queued_requests_and_finishes_running_ones(open_setup):
     async with open_setup("a", engine={"paused": True, "response": "abc"}, leases_max=1) as setup:
         async with setup.client().ask(CHAT, body()) as running, setup.client().ask(CHAT, body()) as waiting:
             await wait_all_tasks_blocked()
@@ -373,7 +371,7 @@ async def test_a_drain_refuses_who_waits_and_lets_the_others_finish(open_setup):
         await setup.assert_all_free()
 
 
-async def test_a_pinned_request_goes_where_it_says(open_setup):
+async def test_pinned_request_goes_to_its_endpoint(open_setup):
     async with open_setup() as setup:
         for id in "abab":
             response = await setup.client().post(f"{CHAT}?id={id}", body())
@@ -407,7 +405,7 @@ async def test_endpoints_are_listed_added_and_drained_at_run_time(open_setup):
             assert await none.head() == 404
 
 
-async def test_endpoints_are_the_admins_where_there_are_keys(open_setup):
+async def test_managing_endpoints_needs_the_admin_key(open_setup):
     async with open_setup(api_keys=("user",), admin_api_key="admin") as setup:
         user = setup.client(headers={"authorization": "Bearer user"})
         assert (await user.post("/endpoints", {"url": "http://a"})).status == 403
@@ -418,7 +416,7 @@ async def test_endpoints_are_the_admins_where_there_are_keys(open_setup):
         assert (await setup.client().get("/endpoints")).status == 401
 
 
-async def test_ready_says_whether_anybody_takes_requests(open_setup):
+async def test_ready_page_reports_whether_an_endpoint_accepts_requests(open_setup):
     async with open_setup("a") as setup:
         client = setup.client()
         assert (await client.get("/ready")).status == 200
@@ -427,7 +425,7 @@ async def test_ready_says_whether_anybody_takes_requests(open_setup):
         assert (response.status, (await response.json())["reason"]) == (503, "no_endpoint")
 
 
-async def test_what_the_router_counts_is_shown_under_both_names(open_setup, autojump_clock):
+async def test_router_metrics_have_both_names(open_setup, autojump_clock):
     async with open_setup("a", engine={"paused": True}, leases_max=1, queue_requests_max=1) as setup:
         client = setup.client(http=2)
         async with client.ask(CHAT, body()) as running, client.ask(CHAT, body()) as waiting:
@@ -450,9 +448,7 @@ async def test_what_the_router_counts_is_shown_under_both_names(open_setup, auto
 
 
 @pytest.mark.parametrize(("policy", "is_named"), [("prefix_aware", True), ("least_loaded", False)])
-async def test_a_prefix_is_named_for_a_policy_that_looks_at_it_and_for_no_other(
-    open_setup, monkeypatch, policy, is_named
-):
+async def test_prefix_names_are_computed_only_for_policies_that_use_them(open_setup, monkeypatch, policy, is_named):
     async with open_setup(policy=policy) as setup:
         sent = []
         monkeypatch.setattr(
@@ -462,7 +458,7 @@ async def test_a_prefix_is_named_for_a_policy_that_looks_at_it_and_for_no_other(
         assert [bool(prefix) for prefix in sent] == [is_named]
 
 
-async def test_an_endpoint_with_too_many_texts_to_tokenize_is_not_taken_for_busy(open_pair):
+async def test_full_tokenizer_queue_of_one_key_does_not_mark_the_endpoint_busy(open_pair):
     """Whoever fills its room for that would otherwise keep it from all requests."""
     async with open_pair("w1") as routed:
         async with routed.client().ask("/tokenize", {"model": "fake", "prompt": "x"}) as response:
@@ -479,7 +475,7 @@ async def test_an_endpoint_with_too_many_texts_to_tokenize_is_not_taken_for_busy
 
 
 @pytest.mark.parametrize("prompts", [1, 100])
-async def test_more_responses_than_a_request_may_ask_for_are_refused_before_it_waits(open_setup, prompts):
+async def test_too_many_choices_are_refused_before_the_queue(open_setup, prompts):
     async with open_setup("a") as setup:
         asked = {"model": "fake", "prompt": ["x"] * prompts, "n": 300 // prompts, "max_tokens": 1}
         response = await setup.client().post("/v1/completions", asked)
@@ -503,12 +499,12 @@ async def test_more_responses_than_a_request_may_ask_for_are_refused_before_it_w
         (b"[" + b" " * 100 + b"1, 2]", 1),
     ],
 )
-def test_prompts_are_counted_however_they_are_written(prompt, count):
+def test_prompts_are_counted_in_any_json_layout(prompt, count):
     assert decode_body(b'{"prompt": ' + prompt + b"}", RoutedBody).prompt_count == count
 
 
 @pytest.mark.parametrize("headers", [{}, {"origin": "https://chat.example", "sec-fetch-site": "cross-site"}])
-async def test_a_router_reaches_engines_by_any_name_and_answers_for_its_pages_itself(open_setup, headers):
+async def test_router_reaches_engines_by_any_name_and_checks_web_pages_itself(open_setup, headers):
     """Neither has keys, other machines reach both, and the engine knows no name of its own."""
     strangers = AccessRules(host_names=(), operates_without_key=False)
     own = AccessRules(host_names=("memory",), page_origins=("https://chat.example",), operates_without_key=False)

@@ -23,14 +23,14 @@ def told(at: float, *, clock: str = "c", running: int = 0) -> EndpointLoad:
 # --- when it would have been asked for ---
 
 
-def test_a_pushed_load_counts_as_asked_for_as_long_after_the_question_as_it_was_told_after_its_response():
+def test_time_of_a_pushed_load_is_computed_from_the_endpoints_clock():
     pushed = PushedLoad()
     pushed.note_asked(told(5000.0), asked_at=100.0)
     assert pushed.asked_at(told(5001.0)) == pytest.approx(101.0, abs=0.002)
     assert pushed.asked_at(told(5001.0)) < 101.0, "never later, should the clocks drift"
 
 
-def test_of_another_clock_nothing_follows_before_it_is_asked():
+def test_pushed_load_with_another_clock_is_ignored_until_the_router_asks():
     pushed = PushedLoad()
     assert pushed.asked_at(told(5000.0)) is None
     pushed.note_asked(told(5000.0), asked_at=100.0)
@@ -39,20 +39,20 @@ def test_of_another_clock_nothing_follows_before_it_is_asked():
     assert pushed.asked_at(told(3.0, clock="started anew")) == pytest.approx(201.0, abs=0.002)
 
 
-def test_a_server_that_tells_no_clock_does_not_push():
+def test_server_without_clock_does_not_push():
     pushed = PushedLoad()
     pushed.note_asked(EndpointLoad(running=1, waiting=0), asked_at=100.0)
     assert pushed.asked_at(EndpointLoad(running=1, waiting=0)) is None
 
 
-def test_requests_that_were_sent_by_a_moment_are_counted():
+def test_requests_sent_before_a_time_are_counted():
     times = SentTimes()
     for moment in (1.0, 2.0, 2.0, 3.0):
         times.note(moment)
     assert [times.count_at(moment) for moment in (0.5, 1.0, 2.0, 2.5, 9.0)] == [0, 1, 3, 3, 4]
 
 
-def test_few_moments_are_kept_and_the_count_goes_on():
+def test_few_times_are_kept_and_the_count_continues():
     times = SentTimes()
     for index in range(10_000):
         times.note(index * 0.1)
@@ -64,7 +64,7 @@ def test_few_moments_are_kept_and_the_count_goes_on():
 # --- an engine and a router ---
 
 
-async def test_the_stream_tells_a_change_at_once_and_signs_of_life_in_between(autojump_clock):
+async def test_load_stream_sends_changes_at_once_and_heartbeats_between_them(autojump_clock):
     async with open_memory_server() as server, server.client().ask(STREAM) as events:
         first = await anext(events)
         assert (first["type"], first["load"]["running"]) == ("load", 0)
@@ -84,7 +84,7 @@ async def test_the_stream_tells_a_change_at_once_and_signs_of_life_in_between(au
         assert 0.5 < trio.current_time() - idle_at <= 1.1
 
 
-async def test_an_endpoint_that_pushes_is_hardly_asked_and_its_load_is_known(open_setup, autojump_clock):
+async def test_endpoint_that_pushes_its_load_is_seldom_asked(open_setup, autojump_clock):
     async with open_setup("a", watch=WATCH) as setup:
         await trio.sleep(10)
         reports = setup.router.dispatch.load_reports_total
@@ -101,7 +101,7 @@ async def test_an_endpoint_that_pushes_is_hardly_asked_and_its_load_is_known(ope
         assert asked < reports["asked"] < asked + 8, "its clock is compared again"
 
 
-async def test_a_stream_that_is_silent_brings_the_questions_back(open_setup, autojump_clock, monkeypatch):
+async def test_router_asks_again_while_the_load_stream_is_silent(open_setup, autojump_clock, monkeypatch):
     monkeypatch.setattr("trioserve.api.operations.kv_events.LOAD_ALIVE_SECONDS", 1e6)
     async with open_setup("a", watch=WATCH) as setup:
         await trio.sleep(SILENT_SECONDS + 1)
@@ -111,7 +111,7 @@ async def test_a_stream_that_is_silent_brings_the_questions_back(open_setup, aut
         assert reports["asked"] > asked + 30
 
 
-async def test_a_silent_load_stream_is_opened_again(open_setup, autojump_clock, monkeypatch):
+async def test_silent_load_stream_is_reopened(open_setup, autojump_clock, monkeypatch):
     """Nothing is closed. Until then the endpoint is asked for its load."""
     ends = []
     connect = MemoryServer.connect

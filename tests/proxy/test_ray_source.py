@@ -76,7 +76,7 @@ def teller(tmp_path: Path) -> Teller:
     return Teller(tmp_path)
 
 
-async def test_what_is_told_is_all_there_is_and_whoever_is_not_named_is_gone(fleet, teller, nursery, mock_clock):
+async def test_report_replaces_all_endpoints_of_the_source(fleet, teller, nursery, mock_clock):
     nursery.start_soon(RaySource("llm", template=template, command=teller.command).run, fleet)
     await teller.say(A, B)
     await until(lambda: set(fleet.specs()) == {A, B})
@@ -89,7 +89,7 @@ async def test_what_is_told_is_all_there_is_and_whoever_is_not_named_is_gone(fle
     await until(lambda: not fleet.specs())
 
 
-async def test_when_ray_cannot_be_asked_all_are_kept_and_it_is_asked_anew(fleet, teller, nursery, mock_clock, caplog):
+async def test_endpoints_are_kept_while_ray_fails_and_it_is_asked_again(fleet, teller, nursery, mock_clock, caplog):
     nursery.start_soon(RaySource("llm", template=template, command=teller.command).run, fleet)
     await teller.say(A)
     await until(lambda: set(fleet.specs()) == {A})
@@ -115,7 +115,7 @@ async def test_when_ray_cannot_be_asked_all_are_kept_and_it_is_asked_anew(fleet,
     await until(lambda: set(fleet.specs()) == {B})
 
 
-async def test_the_last_that_ray_said_is_told(fleet, nursery, mock_clock, caplog):
+async def test_last_line_of_ray_is_logged(fleet, nursery, mock_clock, caplog):
     command = ["sh", "-c", "echo starting >&2; echo 'Failed to connect to GCS' >&2; exit 1"]
     with caplog.at_level(logging.WARNING):
         nursery.start_soon(RaySource("llm", template=template, command=command).run, fleet)
@@ -123,7 +123,7 @@ async def test_the_last_that_ray_said_is_told(fleet, nursery, mock_clock, caplog
     assert "has ended: Failed to connect to GCS" in caplog.text
 
 
-async def test_a_process_that_is_silent_is_killed_and_another_one_is_asked(fleet, teller, nursery, mock_clock, caplog):
+async def test_silent_process_is_killed_and_replaced(fleet, teller, nursery, mock_clock, caplog):
     nursery.start_soon(RaySource("llm", template=template, command=teller.command).run, fleet)
     await until(lambda: len(teller.processes()) == 1)
     with caplog.at_level(logging.WARNING):
@@ -137,7 +137,7 @@ async def test_a_process_that_is_silent_is_killed_and_another_one_is_asked(fleet
     await until(lambda: set(fleet.specs()) == {A})
 
 
-async def test_leaving_ends_the_process(fleet, teller, mock_clock):
+async def test_cancel_ends_the_process(fleet, teller, mock_clock):
     async with trio.open_nursery() as nursery:
         nursery.start_soon(RaySource("llm", template=template, command=teller.command).run, fleet)
         await teller.say(A)
@@ -147,7 +147,7 @@ async def test_leaving_ends_the_process(fleet, teller, mock_clock):
     assert not lives(process)
 
 
-async def test_what_is_drained_by_hand_stays_so_while_nothing_changes(fleet, teller, nursery, mock_clock):
+async def test_endpoint_drained_by_an_operator_stays_drained_while_nothing_changes(fleet, teller, nursery, mock_clock):
     nursery.start_soon(RaySource("llm", template=template, command=teller.command).run, fleet)
     await teller.say(A, B)
     await until(lambda: set(fleet.specs()) == {A, B})
@@ -158,7 +158,7 @@ async def test_what_is_drained_by_hand_stays_so_while_nothing_changes(fleet, tel
     assert set(fleet.specs()) == {B}
 
 
-def test_without_ray_it_is_said_what_to_install(monkeypatch):
+def test_missing_ray_is_reported_with_the_install_command(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(StartupError) as refusal:
         check_ray_is_installed()

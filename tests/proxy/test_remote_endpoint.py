@@ -52,7 +52,7 @@ class Server:
         return body[0]
 
 
-async def test_a_request_goes_out_as_it_was_given():
+async def test_request_is_sent_as_given():
     server = Server()
     assert await server.ask(OK) == b"ok"
     assert await server.ends[0].receive_some(1000) == (
@@ -70,14 +70,14 @@ async def test_a_request_goes_out_as_it_was_given():
         (b"HTTP/1.1 200 OK\r\n\r\nok", True, 2),
     ],
 )
-async def test_a_connection_is_used_again_only_after_a_response_that_ended_beyond_doubt(response, closes, connections):
+async def test_connection_is_reused_only_after_an_unambiguous_end(response, closes, connections):
     server = Server()
     assert await server.ask(response, closes=closes) == b"ok"
     assert await server.ask(OK) == b"ok"
     assert len(server.ends) == connections
 
 
-async def test_a_server_that_answers_and_takes_no_more_is_heard_and_its_connection_not_used_again():
+async def test_early_response_is_read_and_its_connection_not_reused():
     server = Server()
 
     async def connect() -> trio.abc.Stream:
@@ -106,7 +106,7 @@ async def test_a_server_that_answers_and_takes_no_more_is_heard_and_its_connecti
         ("/v1/x\r\nx: y", []),
     ],
 )
-async def test_what_would_be_another_request_is_not_sent(path, headers):
+async def test_header_or_path_with_invalid_characters_is_not_sent(path, headers):
     server = Server()
     with pytest.raises(InvalidRequest):
         async with server.remote.request("POST", path, headers, b"{}"):
@@ -114,7 +114,7 @@ async def test_what_would_be_another_request_is_not_sent(path, headers):
     assert server.ends == []
 
 
-async def test_a_response_that_is_none_loses_the_endpoint():
+async def test_response_that_is_not_http_counts_as_a_lost_endpoint():
     server = Server()
     with pytest.raises(BaseExceptionGroup) as raised:
         await server.ask(b"SSH-2.0-OpenSSH_9.2\r\n\r\n")
@@ -123,7 +123,7 @@ async def test_a_response_that_is_none_loses_the_endpoint():
     )
 
 
-async def test_an_endpoint_that_was_removed_keeps_no_connection_of_a_request_that_ends_later():
+async def test_removed_endpoint_keeps_no_connection():
     server = Server()
 
     async def remove() -> None:
@@ -136,13 +136,13 @@ async def test_an_endpoint_that_was_removed_keeps_no_connection_of_a_request_tha
     assert not server.remote._idle
 
 
-async def test_a_host_that_no_resolver_can_have_is_not_reached():
+async def test_invalid_host_name_is_unreachable():
     remote = RemoteEndpoint(EndpointId("a"), EndpointAddress.parse("http://" + "a" * 64 + ".example:8000"))
     with pytest.raises(Unreachable, match="cannot be reached"):
         async with remote.request("GET", "/load", [], b""):
             pass
 
 
-def test_port_0_is_no_place_of_an_endpoint():
+def test_port_0_is_refused():
     with pytest.raises(StartupError, match="port 0"):
         EndpointAddress.parse("http://far:0")

@@ -40,7 +40,7 @@ def finished(server: Any) -> dict[str, float]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("whose", ["endpoint", "request"])
-async def test_deadline_behind_some_tokens_is_an_outcome_and_no_refusal(
+async def test_deadline_after_some_tokens_is_an_outcome_and_not_a_refusal(
     open_setup, lines, autojump_clock, whose, stream
 ):
     """A deadline of the request passes at the router and at the endpoint, a default of the endpoint only there."""

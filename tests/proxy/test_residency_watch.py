@@ -111,13 +111,13 @@ async def watched(*scripts: Sequence[bytes | float]) -> AsyncIterator[Endpoint]:
 # --- what is told ---
 
 
-async def test_a_snapshot_and_its_changes_are_believed(autojump_clock):
+async def test_snapshot_and_its_changes_are_used(autojump_clock):
     moves = [HEAD, snapshot("abc", sequence=7), stored(7, "de"), removed(9, "ad"), stored(11, "a")]
     async with watched(moves) as endpoint:
         assert endpoint.known() == "abce"
 
 
-async def test_a_snapshot_counts_only_when_it_is_complete(autojump_clock):
+async def test_incomplete_snapshot_is_not_used(autojump_clock):
     moves = [HEAD, snapshot("ab", left=1), 1.0, snapshot("c", left=0)]
     async with watched(moves) as endpoint:
         assert endpoint.known() is None
@@ -125,7 +125,7 @@ async def test_a_snapshot_counts_only_when_it_is_complete(autojump_clock):
         assert endpoint.known() == "abc"
 
 
-async def test_another_snapshot_replaces_what_was_known(autojump_clock):
+async def test_new_snapshot_replaces_the_known_content(autojump_clock):
     moves = [HEAD, snapshot("ab"), 1.0, snapshot("xy", sequence=50, left=1), 1.0, snapshot("z", sequence=50)]
     async with watched([*moves, stored(50, "w")]) as endpoint:
         assert endpoint.known() == "ab"
@@ -135,7 +135,7 @@ async def test_another_snapshot_replaces_what_was_known(autojump_clock):
         assert endpoint.known() == "wxyz"
 
 
-async def test_events_may_be_cut_anywhere(autojump_clock):
+async def test_events_can_be_cut_anywhere(autojump_clock):
     whole = snapshot("ab") + ALIVE + stored(0, "c")
     pieces = [b"%x\r\n%b\r\n" % (len(piece), piece) for piece in (whole[:9], whole[9:150], whole[150:])]
     async with watched([HEAD, *pieces]) as endpoint:
@@ -163,7 +163,7 @@ async def test_events_may_be_cut_anywhere(autojump_clock):
         [b"no HTTP\r\n\r\n"],
     ],
 )
-async def test_a_stream_that_cannot_be_followed_is_left_and_read_anew(moves, autojump_clock):
+async def test_invalid_stream_is_closed_and_opened_again(moves, autojump_clock):
     async with watched(moves, [HEAD, snapshot("z"), ALIVE]) as endpoint:
         assert endpoint.known() is None
         await trio.sleep(2 * RETRY_SECONDS_MIN)
@@ -171,14 +171,14 @@ async def test_a_stream_that_cannot_be_followed_is_left_and_read_anew(moves, aut
         assert len(endpoint.connected_at) == 2
 
 
-async def test_an_event_without_an_end_is_not_kept(autojump_clock):
+async def test_too_long_event_ends_the_stream(autojump_clock):
     endless = [b"data: " + b"x" * 60_000] * 20
     async with watched([HEAD, snapshot("a"), *endless], [HEAD, snapshot("z")]) as endpoint:
         await trio.sleep(2 * RETRY_SECONDS_MIN)
         assert endpoint.known() == "z"
 
 
-async def test_silence_is_believed_for_a_while_and_then_no_more(autojump_clock):
+async def test_content_becomes_unknown_after_a_silence(autojump_clock):
     async with watched([HEAD, snapshot("a")], [HEAD, snapshot("b")]) as endpoint:
         await trio.sleep(STALE_SECONDS - 0.1)
         assert endpoint.known() == "a"
@@ -188,20 +188,20 @@ async def test_silence_is_believed_for_a_while_and_then_no_more(autojump_clock):
         assert endpoint.known() == "b"
 
 
-async def test_signs_of_life_are_enough(autojump_clock):
+async def test_empty_events_keep_the_content_known(autojump_clock):
     async with watched([HEAD, snapshot("a"), *[5.0, ALIVE] * 4, 5.0]) as endpoint:
         await trio.sleep(24)
         assert endpoint.known() == "a"
         assert len(endpoint.connected_at) == 1
 
 
-async def test_a_head_that_does_not_come_is_not_waited_for(autojump_clock):
+async def test_missing_response_head_times_out(autojump_clock):
     async with watched([], [HEAD, snapshot("b")]) as endpoint:
         await trio.sleep(STALE_SECONDS + 2 * RETRY_SECONDS_MIN)
         assert endpoint.known() == "b"
 
 
-async def test_who_cannot_be_reached_is_asked_less_and_less_often_but_never_given_up(autojump_clock):
+async def test_unreachable_endpoint_is_asked_with_growing_intervals(autojump_clock):
     async with watched() as endpoint:
         await trio.sleep(100)
         pauses = [late - early for early, late in zip(endpoint.connected_at, endpoint.connected_at[1:], strict=False)]

@@ -76,7 +76,7 @@ GOOD = {
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_a_response_is_what_h11_reads_however_it_is_cut(name):
+def test_response_cut_anywhere_is_read_like_by_h11(name):
     data, closes = GOOD[name]
     expected = read_with_h11(data, closes=closes)
     assert read(data, closes=closes)[:3] == expected
@@ -86,7 +86,7 @@ def test_a_response_is_what_h11_reads_however_it_is_cut(name):
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_what_is_read_of_damaged_bytes_is_what_h11_reads_of_them(seed):
+def test_damaged_bytes_are_refused_or_read_like_by_h11(seed):
     """This reader refuses more, and accepts nothing else."""
     chance = random.Random(seed)
     data, closes = chance.choice(list(GOOD.values()))
@@ -116,11 +116,11 @@ def test_what_is_read_of_damaged_bytes_is_what_h11_reads_of_them(seed):
         (b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\ntransfer-encoding: chunked\r\n\r\n1\r\na\r\n0\r\n\r\n", False),
     ],
 )
-def test_a_connection_goes_on_only_when_the_end_is_beyond_doubt(data, goes_on):
+def test_connection_can_be_reused_only_after_an_unambiguous_end(data, goes_on):
     assert read(data)[3] is goes_on
 
 
-def test_a_response_follows_another():
+def test_responses_follow_each_other_on_one_connection():
     reader = ResponseReader()
     for text in (b"one", b"two"):
         reader.begin()
@@ -130,7 +130,7 @@ def test_a_response_follows_another():
         assert reader.can_go_on
 
 
-def test_events_that_have_come_together_are_one_piece():
+def test_events_that_arrive_together_are_one_piece():
     reader = ResponseReader()
     reader.begin()
     reader.feed(CHUNKED + b"1\r\na\r\n1\r\nb\r\n2\r\nc")
@@ -184,7 +184,7 @@ def test_invalid_or_incomplete_response_is_reported(data, closes, why):
     ],
     ids=["interim responses", "trailers"],
 )
-def test_what_may_be_repeated_has_a_bound(before, repeated, count_max, behind):
+def test_repeated_parts_are_limited(before, repeated, count_max, behind):
     assert read(before + repeated * count_max + behind)[0] in (200, 204)
     with pytest.raises(BadResponse, match=f"more than {count_max}"):
         read(before + repeated * (count_max + 1) + behind)

@@ -26,20 +26,20 @@ def told(raw: bytes) -> list[tuple[str, bytes]]:
     return [(part.name, part.content) for part in form_parts(raw, form_boundary(TYPE))]
 
 
-def test_what_decides_where_it_goes_is_read() -> None:
+def test_fields_for_routing_are_read() -> None:
     raw = form(("image", FILE), ("model", "m"), ("prompt", 'a "cat"'), ("n", "3"), ("stream", "true"), ("timeout", "2"))
     body = RoutedForm.read(raw, TYPE).body
     assert (body.model, body.n, body.stream, body.timeout, body.priority) == ("m", 3, True, 2.0, None)
     assert msgspec.json.decode(body.content) == 'a "cat"'
 
 
-def test_what_was_not_filled_in_says_nothing() -> None:
+def test_empty_field_counts_as_missing() -> None:
     body = RoutedForm.read(form(("model", ""), ("n", ""), ("image", FILE)), TYPE).body
     assert (body.model, body.n, body.prompt_count) == (None, None, 1)
 
 
 @pytest.mark.parametrize("preamble", [b"", b"\r\n", b"some text\r\n"])
-def test_other_values_stand_in_place_of_the_own_ones(preamble: bytes) -> None:
+def test_fields_are_replaced(preamble: bytes) -> None:
     parts = [("image", FILE), ("timeout", "9"), ("seed", "5"), ("model", "m"), ("mask", FILE), ("ttft_timeout", "1")]
     routed = RoutedForm.read(form(*parts, preamble=preamble), TYPE)
     rest = [("image", FILE), ("seed", b"5"), ("mask", FILE)]
@@ -51,7 +51,7 @@ def test_other_values_stand_in_place_of_the_own_ones(preamble: bytes) -> None:
     assert told(only_less) == rest
 
 
-def test_what_is_not_changed_goes_on_byte_for_byte() -> None:
+def test_unchanged_parts_are_forwarded_byte_for_byte() -> None:
     raw = form(("image", FILE), ("model", "m"))
     assert RoutedForm.read(raw, TYPE).rewritten({}, without=("timeout",)) is raw
 
@@ -65,20 +65,20 @@ def test_what_is_not_changed_goes_on_byte_for_byte() -> None:
         ([("model", "m" * 200_000)], "model"),
     ],
 )
-def test_what_is_wrong_is_told_with_its_place(parts: list[tuple[str, str]], param: str) -> None:
+def test_invalid_field_is_named(parts: list[tuple[str, str]], param: str) -> None:
     with pytest.raises(InvalidRequest) as refusal:
         RoutedForm.read(form(*parts), TYPE)
     assert refusal.value.param == param
 
 
-def test_parts_that_a_router_does_not_read_may_come_twice_and_be_long() -> None:
+def test_other_parts_may_be_repeated_and_long() -> None:
     parts = [("image[]", FILE * 1000), ("image[]", b""), ("note", "x" * 200_000)]
     routed = RoutedForm.read(form(*parts, ("model", "m")), TYPE)
     assert [name for name, _ in told(routed.rewritten({"model": "n"}))] == ["model", "image[]", "image[]", "note"]
 
 
 @pytest.mark.parametrize("raw", [b"", b"{}", form(("model", "m"))[:-9], form(*[("a", "b")] * (PARTS_MAX + 1))])
-def test_what_is_no_form_is_refused(raw: bytes) -> None:
+def test_invalid_form_is_refused(raw: bytes) -> None:
     with pytest.raises(InvalidRequest, match="no multipart form"):
         RoutedForm.read(raw, TYPE)
 

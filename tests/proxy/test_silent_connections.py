@@ -60,7 +60,7 @@ def silent_total(setup) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("ids", ["ab", "a"])
-async def test_a_stream_goes_on_over_another_connection(open_setup, go_silent, autojump_clock, ids):
+async def test_stream_resumes_over_another_connection(open_setup, go_silent, autojump_clock, ids):
     """At another endpoint or, if there is none, at the same one; its blocks there are free, though no close arrives."""
     async with open_setup(ids, **OPTIONS) as setup:
         async with setup.client().ask(CHAT, body(stream=True)) as response:
@@ -84,7 +84,7 @@ async def test_a_stream_goes_on_over_another_connection(open_setup, go_silent, a
         assert [blocks(setup, id) for id in ids] == [0] * len(ids)
 
 
-async def test_a_whole_response_is_asked_for_elsewhere(open_setup, go_silent, autojump_clock):
+async def test_whole_response_is_requested_elsewhere(open_setup, go_silent, autojump_clock):
     async with open_setup(**OPTIONS) as setup:
         responses = []
 
@@ -104,7 +104,7 @@ async def test_a_whole_response_is_asked_for_elsewhere(open_setup, go_silent, au
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_long_prompt_is_waited_for(open_setup, autojump_clock, stream):
+async def test_router_waits_for_a_long_prompt(open_setup, autojump_clock, stream):
     """Steps of far more than the bound, of which the engine says nothing but that it is alive."""
     engine = {**ENGINE, "step_seconds": 90.0, "step_timeout": 3600.0}
     async with open_setup(**{**OPTIONS, "engine": engine}) as setup:
@@ -115,7 +115,7 @@ async def test_a_long_prompt_is_waited_for(open_setup, autojump_clock, stream):
         await setup.assert_all_free()
 
 
-async def test_a_request_that_waits_in_a_paused_engine_is_waited_for(open_setup, autojump_clock):
+async def test_router_waits_for_a_request_in_a_paused_engine(open_setup, autojump_clock):
     async with open_setup("a", **OPTIONS) as setup:
         async with setup.client().ask(CHAT, body(stream=True, max_tokens=2)) as response:
             assert await response.head() == 200
@@ -128,7 +128,7 @@ async def test_a_request_that_waits_in_a_paused_engine_is_waited_for(open_setup,
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_frees_its_blocks_all_the_same(open_setup, go_silent, autojump_clock, stream):
+async def test_client_that_leaves_a_silent_connection_frees_its_blocks(open_setup, go_silent, autojump_clock, stream):
     async with open_setup("a", **OPTIONS) as setup:
         with trio.move_on_after(14):
             async with setup.client().ask(CHAT, body(stream=stream)) as response:
@@ -142,7 +142,7 @@ async def test_a_client_that_leaves_frees_its_blocks_all_the_same(open_setup, go
         await setup.router.assert_all_free()
 
 
-async def test_all_streams_go_on_when_another_process_has_the_address(open_setup, go_silent, autojump_clock):
+async def test_all_streams_resume_when_another_process_has_the_address(open_setup, go_silent, autojump_clock):
     async with open_memory_server(**ENGINE) as taken, open_setup(**{**OPTIONS, "leases_max": 64}) as setup:
         texts: list[str] = []
 
@@ -168,7 +168,7 @@ async def test_all_streams_go_on_when_another_process_has_the_address(open_setup
         await setup.router.assert_all_free()
 
 
-async def test_an_endpoint_without_heartbeats_that_reports_no_request_has_lost_it(open_pair, autojump_clock):
+async def test_request_missing_from_load_reports_counts_as_lost(open_pair, autojump_clock):
     async with open_pair(
         "v w", watch=WATCH, silence=SilenceSettings(), policy="round_robin", queue_seconds_max=600
     ) as pair:

@@ -38,7 +38,7 @@ def test_ids_count_the_tokens_and_check_them():
 
 
 @pytest.mark.parametrize("index", range(4))
-def test_a_client_gets_what_is_behind_its_position(index):
+def test_client_gets_only_events_after_its_position(index):
     everything = told(STREAM)
     known = ids(everything)[index]
     before = told(STREAM[: index + 1])
@@ -46,18 +46,18 @@ def test_a_client_gets_what_is_behind_its_position(index):
 
 
 @pytest.mark.parametrize("index", range(4))
-def test_pieces_may_be_cut_anywhere_between_events(index):
+def test_stream_can_be_cut_between_any_events(index):
     known = ids(told(STREAM))[index]
     assert told([b"".join(STREAM)], known) == told(STREAM, known)
 
 
-def test_groups_without_a_token_are_told_apart():
+def test_groups_without_a_token_have_different_positions():
     stream = [ROLE, b"data: {}\nid: 0: 1\n\n", b"data: {}\nid: 0: 2\n\n", ONE]
     assert [id.partition("~")[0] for id in ids(told(stream))] == ["0", "0+1", "0+2", "1"]
     assert told(stream, ids(told(stream))[1]) == told(stream)[len(told(stream[:2])) :]
 
 
-def test_a_state_of_the_apis_own_stands_behind():
+def test_position_ends_with_the_state_of_the_api():
     stream = [b"data: {}\nid: 0: begun\n\n", b"data: {}\nid: 0:12 7\n\n", b"data: {}\nid: 0:9 a b\n\n"]
     first, second, third = ids(told(stream))
     assert [id.split("~")[2:] for id in (first, second, third)] == [["begun"], ["7"], []]
@@ -82,7 +82,7 @@ def test_choices_have_their_own_counts():
         ([group("one", "0:12!"), DONE], "ended before"),
     ],
 )
-def test_another_response_is_never_taken_for_the_rest(other, what):
+def test_different_response_is_never_sent_as_the_rest(other, what):
     for known in ids(told(STREAM))[1:3]:
         if what == "no such boundary" and known.startswith("3~"):
             continue
@@ -98,19 +98,19 @@ def test_the_same_token_of_another_choice_is_another_response():
         told([group("b", "0:6"), group("a", "1:5")], one)
 
 
-def test_an_error_is_told_wherever_the_client_is():
+def test_error_reaches_the_client_at_any_position():
     error = b'data: {"error":{"code":"timeout"}}\n\n'
     events = NumberedEvents(parse_position(ids(told(STREAM))[2]))
     assert events.of(ROLE) == events.of(error) == b""
     assert events.error == error
 
 
-def test_comments_wait_with_the_client():
+def test_comments_before_the_clients_position_are_dropped():
     known = ids(told(STREAM))[2]
     assert told([b": keep-alive\n\n", *STREAM], known) == told(STREAM, known)
 
 
-def test_a_position_of_as_many_choices_as_have_one_can_be_read():
+def test_position_with_the_maximum_number_of_choices_is_parsed():
     keeper = PositionKeeper()
     for choice in range(CHOICES_NUMBERED_MAX):
         keeper.note(b"%d:%s! %s" % (choice, b",".join([b"1"] * 12), b"s" * 32))
@@ -120,7 +120,7 @@ def test_a_position_of_as_many_choices_as_have_one_can_be_read():
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 99), max_size=3), st.booleans()), max_size=12))
-def test_a_position_is_read_as_it_was_written(groups):
+def test_written_position_is_parsed(groups):
     keeper = PositionKeeper()
     for choice, tokens, ends in groups:
         keeper.note(f"{choice}:{','.join(map(str, tokens))}{'!' if ends else ''}".encode())
@@ -129,7 +129,7 @@ def test_a_position_is_read_as_it_was_written(groups):
 
 
 @pytest.mark.parametrize("choice", ["16384", "9" * 9, "9" * 5000])
-def test_an_endpoint_that_names_a_choice_out_of_reach_says_nothing(choice):
+def test_id_of_a_choice_out_of_range_is_ignored(choice):
     keeper = PositionKeeper()
     keeper.note(b"0:1")
     before = str(keeper)
@@ -138,7 +138,7 @@ def test_an_endpoint_that_names_a_choice_out_of_reach_says_nothing(choice):
 
 
 @given(st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=3), min_size=1, max_size=6))
-def test_a_position_does_not_depend_on_how_its_tokens_came(groups):
+def test_position_does_not_depend_on_the_grouping_of_tokens(groups):
     keeper, at_once = PositionKeeper(), PositionKeeper()
     for tokens in groups:
         keeper.note(f"0:{','.join(map(str, tokens))}".encode())
@@ -149,11 +149,11 @@ def test_a_position_does_not_depend_on_how_its_tokens_came(groups):
 @pytest.mark.parametrize(
     "text", ["17", "x", "17~9f3a01b", "17~9F3A01BC", "-1~9f3a01bc", "1..2~9f3a01bc", "1~9f3a01bc~", "1" * 2000]
 )
-def test_what_is_no_position_is_refused(text):
+def test_invalid_position_is_refused(text):
     with pytest.raises(InvalidRequest, match="Last-Event-ID"):
         parse_position(text)
 
 
-def test_nothing_and_the_end_are_positions_too():
+def test_empty_id_and_end_are_accepted():
     assert parse_position("") is None
     assert parse_position(".") == "."

@@ -36,7 +36,7 @@ async def texts(response) -> str:
     return "".join([choice["text"] async for event in response for choice in event.get("choices", ())])
 
 
-async def test_another_endpoint_goes_on_and_each_token_comes_once(open_pair):
+async def test_stream_resumes_at_another_endpoint_and_each_token_arrives_once(open_pair):
     async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, {**BODY, "n": 2}) as response:
         first, ask = await the_ask(pair)
         assert ask.headers["x-trioserve-resumable"] == "1"
@@ -70,7 +70,7 @@ async def test_another_endpoint_goes_on_and_each_token_comes_once(open_pair):
 
 @pytest.mark.parametrize("stop", range(5))
 @pytest.mark.parametrize("way", ["hang_up", "end", "engine_fault", "draining", "server_stopping"])
-async def test_wherever_and_however_it_stops(open_pair, stop, way):
+async def test_stream_resumes_wherever_and_however_it_stops(open_pair, stop, way):
     async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, BODY) as response:
         _, ask = await the_ask(pair)
         ask.begin_resumable()
@@ -93,7 +93,7 @@ async def test_wherever_and_however_it_stops(open_pair, stop, way):
 
 
 @pytest.mark.parametrize("code", ["request_aborted", "timeout", "context_length_exceeded", "anything_else"])
-async def test_what_was_ended_on_purpose_ends_with_what_the_endpoint_said(open_pair, code):
+async def test_stream_ended_on_purpose_ends_with_the_endpoints_error(open_pair, code):
     async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, BODY) as response:
         _, ask = await the_ask(pair)
         ask.begin_resumable()
@@ -105,7 +105,7 @@ async def test_what_was_ended_on_purpose_ends_with_what_the_endpoint_said(open_p
     await pair.assert_all_free()
 
 
-async def test_what_broke_off_behind_its_last_group_is_whole(open_pair):
+async def test_stream_that_breaks_after_its_last_group_is_whole(open_pair):
     async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, BODY) as response:
         _, ask = await the_ask(pair)
         ask.begin_resumable()
@@ -117,7 +117,7 @@ async def test_what_broke_off_behind_its_last_group_is_whole(open_pair):
     await pair.assert_all_free()
 
 
-async def test_a_client_that_asked_for_it_gets_the_ids_and_what_to_tell(open_pair):
+async def test_client_can_ask_for_the_ids_and_the_resume_values(open_pair):
     asks = {"x-trioserve-resumable": "1"}
     async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, BODY, headers=asks) as response:
         _, ask = await the_ask(pair)
@@ -139,7 +139,7 @@ async def test_a_client_that_asked_for_it_gets_the_ids_and_what_to_tell(open_pai
     await pair.assert_all_free()
 
 
-async def test_a_client_may_go_on_itself_and_the_router_from_there(open_pair):
+async def test_client_can_resume_itself_and_the_router_resumes_from_there(open_pair):
     resume = {"token_ids": [[1, 2]], "finished": [False], "prompt_digest": "d", "seed": 7}
     async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, {**BODY, "resume": resume}) as response:
         _, ask = await the_ask(pair)
@@ -157,7 +157,7 @@ async def test_a_client_may_go_on_itself_and_the_router_from_there(open_pair):
 
 
 @pytest.mark.parametrize("status", [200, 409])
-async def test_a_thought_that_was_ended_by_hand_is_over_elsewhere_too(open_pair, status):
+async def test_reasoning_ended_by_an_operator_stays_ended_after_resuming(open_pair, status):
     headers = {"x-request-id": "mine"}
     async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, BODY, headers=headers) as response:
         first, ask = await the_ask(pair)
@@ -177,7 +177,7 @@ async def test_a_thought_that_was_ended_by_hand_is_over_elsewhere_too(open_pair,
     await pair.assert_all_free()
 
 
-async def test_what_its_client_knows_already_counts_in_the_queue(open_pair):
+async def test_known_tokens_count_in_the_queue(open_pair):
     resume = {"token_ids": [[1] * 50], "finished": [False]}
     async with open_pair("w", leases_max=1) as pair, pair.client().ask(TEXT, BODY):  # noqa: SIM117
         async with pair.client().ask(TEXT, BODY):
@@ -192,7 +192,7 @@ async def test_what_its_client_knows_already_counts_in_the_queue(open_pair):
 @pytest.mark.parametrize(
     ("before", "after"), [("f1+exact", "f2+exact"), ("f1", "f1"), ("f1+exact", ""), ("f1+exact", "f1")]
 )
-async def test_an_endpoint_of_which_nobody_promises_the_same_tokens_is_named(open_pair, before, after):
+async def test_comment_names_an_endpoint_that_may_compute_other_tokens(open_pair, before, after):
     async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, BODY) as response:
         _, ask = await the_ask(pair)
         ask.begin_resumable(fingerprint=before)
@@ -212,7 +212,7 @@ async def test_an_endpoint_of_which_nobody_promises_the_same_tokens_is_named(ope
 
 
 @pytest.mark.parametrize("status", [409, 400])
-async def test_a_prompt_that_became_another_ends_with_an_error(open_pair, status):
+async def test_stream_with_a_changed_prompt_ends_with_an_error(open_pair, status):
     """Never with another text."""
     async with open_pair("w1 w2 w3") as pair, pair.client().ask(TEXT, BODY) as response:
         _, ask = await the_ask(pair)
@@ -229,7 +229,7 @@ async def test_a_prompt_that_became_another_ends_with_an_error(open_pair, status
     await pair.assert_all_free()
 
 
-async def test_an_endpoint_that_would_begin_anew_is_left_for_one_that_goes_on(open_pair):
+async def test_endpoint_that_cannot_resume_is_skipped(open_pair):
     async with open_pair("w1 w2 w3") as pair, pair.client().ask(TEXT, BODY) as response:
         first, ask = await the_ask(pair)
         ask.begin_resumable()
@@ -249,7 +249,7 @@ async def test_an_endpoint_that_would_begin_anew_is_left_for_one_that_goes_on(op
     await pair.assert_all_free()
 
 
-async def test_one_that_is_full_or_cannot_be_reached_is_left_too(open_pair):
+async def test_full_or_unreachable_endpoint_is_skipped(open_pair):
     async with open_pair("w1 w2 w3", policy="round_robin") as pair, pair.client().ask(TEXT, BODY) as response:
         first, ask = await the_ask(pair)
         ask.begin_resumable()
@@ -267,7 +267,7 @@ async def test_one_that_is_full_or_cannot_be_reached_is_left_too(open_pair):
     await pair.assert_all_free()
 
 
-async def test_a_request_that_kills_every_engine_is_stopped_after_two(open_pair, caplog):
+async def test_request_that_crashes_engines_is_stopped_after_two(open_pair, caplog):
     headers = {"x-request-id": "poison"}
     async with open_pair("w1 w2 w3 w4") as pair, pair.client().ask(TEXT, BODY, headers=headers) as response:
         for token in range(2):
@@ -305,7 +305,7 @@ async def on_trial(pair, *, code=None):
     return left
 
 
-async def test_a_bystander_of_two_endpoints_goes_on_once_one_is_known_to_have_lived_on(open_pair, autojump_clock):
+async def test_request_at_two_broken_endpoints_resumes_once_one_of_them_is_alive(open_pair, autojump_clock):
     async with open_pair("w1 w2 w3") as pair, pair.client().ask(TEXT, BODY) as response:
         _, second = await on_trial(pair)
         assert not any(endpoint.open for endpoint in pair.endpoints.values())
@@ -320,7 +320,7 @@ async def test_a_bystander_of_two_endpoints_goes_on_once_one_is_known_to_have_li
     await pair.assert_all_free()
 
 
-async def test_a_trial_that_lasts_too_long_is_told_and_logged(open_pair, autojump_clock, caplog):
+async def test_too_long_retry_alone_is_reported_and_logged(open_pair, autojump_clock, caplog):
     headers = {"x-request-id": "poison"}
     async with open_pair("w1 w2 w3") as pair, pair.client().ask(TEXT, BODY, headers=headers) as response:
         await on_trial(pair)
@@ -331,7 +331,7 @@ async def test_a_trial_that_lasts_too_long_is_told_and_logged(open_pair, autojum
     await pair.assert_all_free()
 
 
-async def test_endpoints_that_say_that_they_broke_are_believed(open_pair):
+async def test_endpoints_that_report_their_failure_are_believed(open_pair):
     async with open_pair("w1 w2 w3") as pair, pair.client().ask(TEXT, BODY) as response:
         await on_trial(pair, code="engine_fault")
         events = [event async for event in response]
@@ -340,7 +340,7 @@ async def test_endpoints_that_say_that_they_broke_are_believed(open_pair):
 
 
 @pytest.mark.parametrize(("code", "is_asked_elsewhere"), [("draining", True), ("queue_full", False)])
-async def test_a_server_that_stops_before_it_began_costs_no_retry(open_pair, code, is_asked_elsewhere):
+async def test_server_that_stops_before_it_began_costs_no_retry(open_pair, code, is_asked_elsewhere):
     settings = {"retry_share_max": 0.0, "retries_per_second_min": 0.0}
     async with open_pair("w1 w2", **settings) as pair, pair.client().ask(TEXT, BODY) as response:
         _, ask = await the_ask(pair)
@@ -356,7 +356,7 @@ async def test_a_server_that_stops_before_it_began_costs_no_retry(open_pair, cod
     await pair.assert_all_free()
 
 
-async def test_without_another_endpoint_it_ends_with_an_error(open_pair, autojump_clock):
+async def test_stream_ends_with_an_error_without_another_endpoint(open_pair, autojump_clock):
     async with open_pair("w") as pair, pair.client().ask(TEXT, BODY) as response:
         _, ask = await the_ask(pair)
         ask.begin_resumable()
@@ -370,7 +370,7 @@ async def test_without_another_endpoint_it_ends_with_an_error(open_pair, autojum
     await pair.assert_all_free()
 
 
-async def test_a_client_that_waits_is_told_that_the_connection_is_alive(open_pair, autojump_clock):
+async def test_waiting_client_gets_comments_that_keep_the_connection_alive(open_pair, autojump_clock):
     async with open_pair("w1 w2", leases_max=1) as pair:  # noqa: SIM117
         async with pair.client().ask(TEXT, BODY) as response, pair.client().ask(TEXT, BODY) as holder:
             await wait_all_tasks_blocked()
@@ -397,7 +397,7 @@ async def test_a_client_that_waits_is_told_that_the_connection_is_alive(open_pai
     await pair.assert_all_free()
 
 
-async def test_and_while_the_next_endpoint_gets_ready(open_pair, autojump_clock):
+async def test_client_gets_comments_until_the_next_endpoint_responds(open_pair, autojump_clock):
     async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, BODY) as response:
         _, ask = await the_ask(pair)
         ask.begin_resumable()
@@ -416,7 +416,7 @@ async def test_and_while_the_next_endpoint_gets_ready(open_pair, autojump_clock)
 
 
 @pytest.mark.parametrize("how", ["leaves", "abort", "timeout", "drain"])
-async def test_who_ends_it_while_it_waits_ends_it_at_once(open_pair, autojump_clock, how):
+async def test_waiting_stream_can_be_ended_at_once(open_pair, autojump_clock, how):
     async with open_pair("w1 w2", leases_max=1) as pair, pair.client().ask(TEXT, BODY) as holder:
         _, held = await the_ask(pair)
         body = {**BODY, "timeout": 7} if how == "timeout" else BODY
@@ -449,7 +449,7 @@ async def test_who_ends_it_while_it_waits_ends_it_at_once(open_pair, autojump_cl
     await pair.assert_all_free()
 
 
-async def test_deadlines_until_the_first_token_are_over_when_it_goes_on(open_pair, autojump_clock):
+async def test_first_token_deadlines_do_not_apply_to_a_resumed_stream(open_pair, autojump_clock):
     body = {**BODY, "timeout": 60, "ttft_timeout": 5, "queue_timeout": 3}
     async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, body) as response:
         _, ask = await the_ask(pair)
@@ -468,7 +468,7 @@ async def test_deadlines_until_the_first_token_are_over_when_it_goes_on(open_pai
     await pair.assert_all_free()
 
 
-async def test_an_endpoint_that_hangs_loses_its_streams_to_another(open_pair, autojump_clock):
+async def test_streams_of_a_hanging_endpoint_resume_at_another(open_pair, autojump_clock):
     """It takes connections, and nothing comes back: it is stopped, or the network is cut."""
     watch = WatchSettings(health_seconds=1, load_seconds=1, response_seconds_max=1)
     async with open_pair("w1 w2", watch=watch, failures_max=2) as pair, pair.client().ask(TEXT, BODY) as response:
@@ -496,7 +496,7 @@ async def the_ask_now(pair):
     return id, ask
 
 
-async def test_one_that_hangs_keeps_a_stream_that_nobody_else_could_go_on_with(open_pair, autojump_clock):
+async def test_hanging_endpoint_keeps_a_stream_that_cannot_resume(open_pair, autojump_clock):
     watch = WatchSettings(health_seconds=1, load_seconds=1, response_seconds_max=1)
     async with open_pair("w1", watch=watch, failures_max=2) as pair, pair.client().ask(TEXT, BODY) as response:
         first, ask = await the_ask_now(pair)
@@ -512,7 +512,7 @@ async def test_one_that_hangs_keeps_a_stream_that_nobody_else_could_go_on_with(o
     await pair.assert_all_free()
 
 
-async def test_an_endpoint_is_emptied_on_purpose(open_pair):
+async def test_streams_leave_a_drained_endpoint(open_pair):
     async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, BODY) as response:
         first, ask = await the_ask(pair)
         ask.begin_resumable()
@@ -530,7 +530,7 @@ async def test_an_endpoint_is_emptied_on_purpose(open_pair):
     await pair.assert_all_free()
 
 
-async def test_one_that_gives_the_request_away_says_where_its_kv_is(open_pair):
+async def test_hand_over_names_the_location_of_the_kv(open_pair):
     async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, BODY) as response:
         _, ask = await the_ask(pair)
         ask.begin_resumable()
@@ -546,7 +546,7 @@ async def test_one_that_gives_the_request_away_says_where_its_kv_is(open_pair):
     await pair.assert_all_free()
 
 
-async def test_a_stream_with_more_ids_than_may_be_kept_is_not_continued(open_pair):
+async def test_stream_with_too_many_ids_does_not_resume(open_pair):
     rules = RoutingRules(continuation_bytes_max=16)
     async with open_pair("w1 w2", rules=rules) as pair, pair.client().ask(TEXT, BODY) as response:
         _, ask = await the_ask(pair)
@@ -563,7 +563,7 @@ async def test_a_stream_with_more_ids_than_may_be_kept_is_not_continued(open_pai
 
 
 @pytest.mark.parametrize("fields", [{"stream": False}, {"pinned": True}, {"off": True}])
-async def test_what_may_not_go_on_elsewhere_is_not_asked_to(open_pair, fields):
+async def test_pinned_request_does_not_ask_for_ids(open_pair, fields):
     rules = RoutingRules(continuation_bytes_max=0 if "off" in fields else 1000)
     path = f"{TEXT}?id=w1" if "pinned" in fields else TEXT
     body = {**BODY, "stream": fields.get("stream", True)}
@@ -573,7 +573,7 @@ async def test_what_may_not_go_on_elsewhere_is_not_asked_to(open_pair, fields):
     await pair.assert_all_free()
 
 
-async def test_an_endpoint_that_cannot_is_as_it_was(open_pair):
+async def test_endpoint_without_resume_support_serves_as_before(open_pair):
     async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, BODY) as response:
         _, ask = await the_ask(pair)
         ask.token("good ")
@@ -585,7 +585,7 @@ async def test_an_endpoint_that_cannot_is_as_it_was(open_pair):
     await pair.assert_all_free()
 
 
-async def test_a_prompt_that_was_computed_elsewhere_does_not_matter_when_it_goes_on(open_pair):
+async def test_disaggregated_stream_resumes_without_its_prefill(open_pair):
     long = "a prompt that is long enough to be computed elsewhere " * 4
     async with open_pair("p d w") as pair, pair.client().ask(TEXT, {**BODY, "prompt": long}) as response:
         (await pair.ask_of("p")).hold()
@@ -606,7 +606,7 @@ async def test_a_prompt_that_was_computed_elsewhere_does_not_matter_when_it_goes
     await pair.assert_all_free()
 
 
-async def test_what_is_kept_of_streams_is_shown_and_gone_with_them(open_pair):
+async def test_kept_bytes_of_streams_are_a_metric(open_pair):
     async with open_pair("w1 w2") as pair:
         async with pair.client().ask(TEXT, BODY):
             _, ask = await the_ask(pair)

@@ -38,7 +38,7 @@ async def served(authority: trustme.CA) -> AsyncIterator[tuple[FakeEngine, Endpo
         nursery.cancel_scope.cancel()
 
 
-async def test_leaving_reaches_an_endpoint_behind_tls_at_once(authority):
+async def test_cancel_reaches_an_endpoint_behind_tls_at_once(authority):
     trusting = ssl.create_default_context()
     authority.configure_trust(trusting)
     async with served(authority) as (fake, address):
@@ -57,7 +57,7 @@ async def test_leaving_reaches_an_endpoint_behind_tls_at_once(authority):
         remote.close()
 
 
-async def test_an_endpoint_that_is_not_trusted_is_not_reached(authority):
+async def test_untrusted_endpoint_is_unreachable(authority):
     async with served(authority) as (fake, address):
         remote = RemoteEndpoint(EndpointId("a"), address)
         with pytest.raises(Unreachable, match=r'"a".*cannot be reached: .*certificate'):

@@ -116,7 +116,7 @@ async def text_of(response) -> str:
     return "".join([event["choices"][0]["text"] async for event in response if event["choices"]])
 
 
-async def test_a_client_whose_router_has_died_before_it_got_anything_gets_the_same_stream(autojump_clock):
+async def test_client_of_a_dead_router_without_events_gets_the_same_stream(autojump_clock):
     async with opened() as setup:
         async with setup.ask("one") as first:
             await setup.step(4)
@@ -180,7 +180,7 @@ async def test_a_router_that_drains_leaves_its_streams_to_the_other(autojump_clo
             assert await text_of(second) == TEXT
 
 
-async def test_a_stream_nobody_asks_for_again_ends(autojump_clock):
+async def test_stream_that_no_client_asks_for_again_ends(autojump_clock):
     async with opened() as setup:
         async with setup.ask("one") as response:
             await setup.step(4)
@@ -223,7 +223,7 @@ async def test_callers_with_other_keys_never_get_the_stream(autojump_clock):
         await trio.sleep(6)
 
 
-async def test_asking_again_while_the_first_router_lives_takes_the_stream_over(autojump_clock):
+async def test_repeated_request_takes_over_the_stream_of_a_running_router(autojump_clock):
     async with opened() as setup, setup.ask("one") as first:
         await setup.step(4)
         await first.head()
@@ -236,7 +236,7 @@ async def test_asking_again_while_the_first_router_lives_takes_the_stream_over(a
             assert await text_of(second) == TEXT
 
 
-async def test_an_id_that_is_used_twice_is_two_requests(autojump_clock):
+async def test_repeated_id_is_a_new_request(autojump_clock):
     async with opened() as setup, setup.ask("one") as first, setup.ask("two") as second:
         await setup.step(4)
         assert setup.live_count == 2
@@ -244,7 +244,7 @@ async def test_an_id_that_is_used_twice_is_two_requests(autojump_clock):
         assert await text_of(first) == await text_of(second) == TEXT
 
 
-async def test_the_retry_of_a_client_library_finds_what_nobody_reads(autojump_clock):
+async def test_retry_of_a_client_library_finds_an_unread_stream(autojump_clock):
     retry = {"x-stainless-retry-count": "1"}
     async with opened() as setup:
         async with setup.ask("one") as first:
@@ -262,7 +262,7 @@ async def test_the_retry_of_a_client_library_finds_what_nobody_reads(autojump_cl
             assert await text_of(second) == TEXT
 
 
-async def test_few_streams_are_looked_for_at_a_time(open_pair, autojump_clock, monkeypatch):
+async def test_concurrent_searches_are_limited(open_pair, autojump_clock, monkeypatch):
     monkeypatch.setattr(retries, "SEARCHES_MAX", 2)
     async with open_pair("w1 w2", has_peers=True) as pair, AsyncExitStack() as asked:
         for endpoint in pair.endpoints.values():
@@ -286,7 +286,7 @@ async def test_few_streams_are_looked_for_at_a_time(open_pair, autojump_clock, m
     await pair.assert_all_free()
 
 
-async def test_a_stream_takes_its_slot_whatever_the_limit_says(autojump_clock):
+async def test_found_stream_gets_its_lease_above_the_limit(autojump_clock):
     async with opened("a", leases_max=1) as setup, setup.ask("two", id="other") as other:
         await setup.step(1)
         async with setup.ask("one") as first:
@@ -300,19 +300,19 @@ async def test_a_stream_takes_its_slot_whatever_the_limit_says(autojump_clock):
             assert await text_of(second) == await text_of(other) == TEXT
 
 
-async def test_the_end_has_nothing_behind_it():
+async def test_client_at_the_end_gets_no_content():
     async with opened() as setup, setup.ask("two", last=".") as response:
         assert await response.head() == 204
         assert setup.live_count == 0
 
 
-async def test_a_position_that_is_none_is_refused():
+async def test_invalid_last_event_id_is_refused():
     async with opened() as setup, setup.ask("two", last="12") as response:
         assert await response.head() == 400
         assert "Last-Event-ID" in (await response.json())["error"]["message"]
 
 
-async def test_a_stream_of_too_many_choices_has_no_ids_and_a_client_is_told_so():
+async def test_stream_with_too_many_choices_has_no_ids_and_refuses_a_position():
     engine = {"max_num_seqs": 160, "block_count": 2000, "max_num_batched_tokens": 2000, "max_queued_requests": 200}
     prompts = {"prompt": ["x", "y"], "max_tokens": 1}
     async with opened(engine=engine, sequences_max=200) as setup:
@@ -390,7 +390,7 @@ async def read_for_a_while(response) -> None:
 
 @pytest.mark.parametrize("steps", [1, 2, 7, 20])
 @pytest.mark.parametrize("api", APIS)
-async def test_a_client_whose_router_has_died_gets_each_event_once(autojump_clock, api, steps):
+async def test_client_of_a_dead_router_gets_each_event_once(autojump_clock, api, steps):
     expected = await undisturbed(api)
     async with opened() as setup:
         async with asked(setup, "one", api) as first:
@@ -408,7 +408,7 @@ async def test_a_client_whose_router_has_died_gets_each_event_once(autojump_cloc
 
 @pytest.mark.parametrize("steps", [2, 7])
 @pytest.mark.parametrize("api", ["completions", "two choices", "chat", "messages", "responses"])
-async def test_what_nobody_keeps_any_more_is_computed_once_more(autojump_clock, api, steps):
+async def test_stream_that_is_no_longer_kept_is_computed_again(autojump_clock, api, steps):
     expected = await undisturbed(api)
     async with opened() as setup:
         async with asked(setup, "one", api) as first:
@@ -423,7 +423,7 @@ async def test_what_nobody_keeps_any_more_is_computed_once_more(autojump_clock, 
         assert told(first.body + second.body) == expected
 
 
-async def test_what_had_begun_elsewhere_is_computed_once_more_behind_its_beginning(autojump_clock):
+async def test_resumed_stream_is_computed_again_after_its_known_part(autojump_clock):
     body = {"temperature": 1.0, "seed": 3, "max_tokens": 20, "ignore_eos": True}
     async with opened() as setup:
         resume = {"token_ids": [list(b"known")], "finished": [False], "seed": 3}
@@ -443,7 +443,7 @@ async def test_what_had_begun_elsewhere_is_computed_once_more_behind_its_beginni
         assert told(first.body + second.body) == expected
 
 
-async def test_another_text_is_never_taken_for_the_rest(autojump_clock):
+async def test_different_text_is_never_sent_as_the_rest(autojump_clock):
     async with opened() as setup:
         async with asked(setup, "one", "chat") as first:
             await setup.step(7)
@@ -460,7 +460,7 @@ async def test_another_text_is_never_taken_for_the_rest(autojump_clock):
         assert setup.live_count == 0
 
 
-async def test_both_routers_choose_the_same_seed_where_none_is_asked_for(autojump_clock):
+async def test_both_routers_choose_the_same_seed_if_the_request_has_none(autojump_clock):
     async def seed_of(router, id, **fields):
         async with asked(setup, router, "chat", id=id, temperature=1, **fields) as response:
             await response.read()
@@ -493,12 +493,12 @@ async def test_the_second_router_can_lose_the_endpoint_too(autojump_clock):
         await trio.sleep(6)
 
 
-async def test_clients_of_a_router_alone_see_no_ids(autojump_clock):
+async def test_clients_of_a_single_router_get_no_ids(autojump_clock):
     async with opened("a", has_peers=False, engine={"paused": False}) as setup, asked(setup, "one", "chat") as response:
         assert b"id: " not in await response.read()
 
 
-def test_a_stream_that_was_found_and_cannot_be_read_there_is_ended_by_its_last_reader():
+def test_found_stream_without_its_beginning_is_ended():
     said: list[ClientLeftNotice] = []
 
     class Heard(ClientLeftNotices):

@@ -21,7 +21,7 @@ def body(**fields: object) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("http", [1, 2])
-async def test_a_request_in_the_queue_of_a_router_and_at_its_endpoint_is_not_silent(open_setup, autojump_clock, http):
+async def test_waiting_request_sends_white_space_in_queue_and_at_endpoint(open_setup, autojump_clock, http):
     async with open_setup("a", leases_max=1, **OPTIONS) as setup, trio.open_nursery() as nursery:
 
         async def first() -> None:
@@ -39,7 +39,7 @@ async def test_a_request_in_the_queue_of_a_router_and_at_its_endpoint_is_not_sil
     await setup.assert_all_free()
 
 
-async def test_the_end_of_the_wait_is_an_error_in_the_body(open_setup, autojump_clock):
+async def test_timeout_after_white_space_is_an_error_in_the_body(open_setup, autojump_clock):
     async with open_setup("a", leases_max=1, **OPTIONS) as setup, trio.open_nursery() as nursery:
 
         async def first() -> None:
@@ -54,7 +54,7 @@ async def test_the_end_of_the_wait_is_an_error_in_the_body(open_setup, autojump_
         assert json.loads(response.body)["error"]["code"] == "queue_timeout"
 
 
-async def test_a_request_whose_endpoint_dies_behind_the_head_is_served_by_another(open_setup, autojump_clock):
+async def test_request_whose_endpoint_dies_after_the_head_is_served_by_another(open_setup, autojump_clock):
     async with open_setup("ab", **OPTIONS) as setup:
         async with setup.client().ask(PATH, body()) as response:
             assert await response.head() == 200
@@ -65,7 +65,7 @@ async def test_a_request_whose_endpoint_dies_behind_the_head_is_served_by_anothe
     await setup.assert_all_free()
 
 
-async def test_an_error_of_the_endpoint_behind_the_head_is_the_body(open_pair, autojump_clock):
+async def test_error_of_the_endpoint_after_the_head_is_the_body(open_pair, autojump_clock):
     async with open_pair("b", access=ACCESS) as pair, pair.client().ask(PATH, body()) as response:
         ask = await pair.ask_of("b")
         assert await response.head() == 200
