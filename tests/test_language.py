@@ -17,6 +17,12 @@ ROOT = Path(__file__).resolve().parent.parent
 PLAIN_FOLDERS: tuple[str, ...] = (
     "kernels",
     "tests/admission",
+    "tests/api/anthropic",
+    "tests/api/batches",
+    "tests/api/images",
+    "tests/api/ollama",
+    "tests/api/responses",
+    "tests/api/streams",
     "tests/asyncio",
     "tests/contracts",
     "tests/core",

@@ -1,4 +1,4 @@
-"""anthropic-python, unchanged, over the whole server in memory: its threads and its tool runner."""
+"""The unmodified client library anthropic-python against the whole server in memory: threads and tool runner."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</t
 
 
 class Transport(httpx2.AsyncBaseTransport):
-    """MemoryTransport for the httpx that this library uses. Responses are read whole."""
+    """MemoryTransport for the httpx module of this library. Responses are read whole."""
 
     def __init__(self, transport: MemoryTransport) -> None:
         self._transport = transport
@@ -49,7 +49,7 @@ async def opened(response: str) -> AsyncIterator[anthropic.AsyncAnthropic]:
         await server.assert_all_free()
 
 
-async def test_a_thread_continues_by_sending_the_whole_conversation() -> None:
+async def test_client_library_continues_a_thread_by_sending_the_whole_conversation() -> None:
     async with opened("Hello.") as client:
         thread = client.beta.messages.thread(
             model="fake", max_tokens=20, messages=[USER], unsupported_request_behavior="continue_unthreaded"
@@ -59,7 +59,7 @@ async def test_a_thread_continues_by_sending_the_whole_conversation() -> None:
         assert second.usage.input_tokens + (second.usage.cache_read_input_tokens or 0) > first.usage.input_tokens
 
 
-async def test_a_thread_that_must_not_continue_unthreaded_is_refused() -> None:
+async def test_client_library_gets_the_refusal_of_a_thread() -> None:
     async with opened("Hello.") as client:
         thread = client.beta.messages.thread(model="fake", max_tokens=20, messages=[USER])
         with pytest.raises(anthropic.BadRequestError) as caught:
@@ -70,7 +70,7 @@ async def test_a_thread_that_must_not_continue_unthreaded_is_refused() -> None:
         }
 
 
-async def test_the_tool_runner_sends_calls_and_results_back() -> None:
+async def test_tool_runner_of_the_client_library_gets_calls_and_sends_results() -> None:
     asked: list[str] = []
 
     @anthropic.beta_async_tool

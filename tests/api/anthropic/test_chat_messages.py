@@ -1,4 +1,4 @@
-"""Messages of Anthropic's shape as a chat template gets them."""
+"""Translation of Anthropic's messages and tools to OpenAI's chat shape."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def called(id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         ([user("a"), {"role": "system", "content": "s"}, user("b")], None, [user("a"), ("system", "s"), user("b")]),
     ],
 )
-def test_texts(messages: Any, system: Any, expected: Any) -> None:
+def test_text_messages_become_chat_messages(messages: Any, system: Any, expected: Any) -> None:
     wanted = [{"role": m[0], "content": m[1]} if isinstance(m, tuple) else m for m in expected]
     assert chat_messages(body_of(messages, system=system)) == wanted
 
 
-def test_a_call_and_its_result() -> None:
+def test_tool_call_and_its_result_become_chat_messages() -> None:
     made = chat_messages(
         body_of(
             [
@@ -97,7 +97,7 @@ def test_a_call_and_its_result() -> None:
     ]
 
 
-def test_documents_and_search_results_that_are_text_are_read() -> None:
+def test_text_documents_and_search_results_become_text() -> None:
     source = {"type": "text", "media_type": "text/plain", "data": "Once."}
     parts = {"type": "content", "content": [text("Twice.")]}
     made = chat_messages(
@@ -116,7 +116,7 @@ def test_documents_and_search_results_that_are_text_are_read() -> None:
     assert made == [user("Tale\nold\nOnce.\nTwice.\nt\nu\nfound")]
 
 
-def test_images_stand_where_they_are_among_the_texts() -> None:
+def test_images_keep_their_position_among_texts() -> None:
     base64 = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
     url = {"type": "image", "source": {"type": "url", "url": "https://a.example/b.png"}}
     made = chat_messages(body_of([user([text("See"), text("this"), base64, text("and"), url]), user("Well?")]))
@@ -148,13 +148,13 @@ def test_images_stand_where_they_are_among_the_texts() -> None:
         ([user("a"), assistant([use()])], "messages[1]", "send the tool_result"),
     ],
 )
-def test_what_cannot_be_said_as_text_is_refused_with_its_place(messages: Any, param: str, words: str) -> None:
+def test_invalid_block_is_refused_with_its_path(messages: Any, param: str, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words.replace("[", r"\[")) as caught:
         chat_messages(body_of(messages))
     assert caught.value.param == param
 
 
-def test_an_unknown_block_is_refused() -> None:
+def test_unknown_block_type_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="server_tool_use"):
         body_of([user([{"type": "server_tool_use"}])])
 
@@ -181,13 +181,13 @@ def test_tools_become_functions() -> None:
         ({"name": "f" * 129, "input_schema": {}}, "tools[0].name"),
     ],
 )
-def test_tools_that_cannot_be_called_are_refused(tool: dict[str, Any], param: str) -> None:
+def test_invalid_tools_are_refused(tool: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         chat_tools(body_of([user("a")], tools=[tool]).tools)
     assert caught.value.param == param
 
 
-def test_max_tokens_has_to_be_there() -> None:
+def test_max_tokens_is_required() -> None:
     with pytest.raises(InvalidRequest) as caught:
         decode_body(b'{"messages": []}', MessagesBody)
     assert caught.value.param == "max_tokens"

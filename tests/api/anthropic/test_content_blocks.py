@@ -1,4 +1,4 @@
-"""Parts of a response as blocks, whole and as events, read by the official client's own accumulator."""
+"""Content blocks of whole and streamed responses, read by the client library's own accumulator."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def events_of(raw: bytes) -> list[dict[str, Any]]:
 
 
 def streamed(parts: list[ResponsePart], **options: Any) -> tuple[list[dict[str, Any]], Any]:
-    """The events, and the content that the client makes of them."""
+    """Return the events, and the content that the client library makes of them."""
     maker = BlockEvents(**options)
     events = events_of(b"".join([*(maker.of([part]) for part in parts), maker.end()]))
     snapshot = None
@@ -104,7 +104,7 @@ def shape(content: list[dict[str, Any]]) -> list[tuple[str, Any]]:
         ),
     ],
 )
-def test_a_stream_and_a_whole_response_have_the_same_blocks(parts: Any, expected: Any) -> None:
+def test_streamed_and_whole_response_have_the_same_blocks(parts: Any, expected: Any) -> None:
     events, content = streamed(parts)
     assert shape(content) == shape(whole(parts)) == expected
     assert [block.get("signature") for block in content] == [block.get("signature") for block in whole(parts)]
@@ -113,7 +113,7 @@ def test_a_stream_and_a_whole_response_have_the_same_blocks(parts: Any, expected
     assert begun == ended == list(range(len(expected)))
 
 
-def test_a_block_ends_before_the_next_begins() -> None:
+def test_block_ends_before_the_next_block_begins() -> None:
     events, _ = streamed([*THOUGHT, *TEXT, *call(0, "{}")])
     kinds = [(event["type"], event.get("delta", {}).get("type")) for event in events]
     assert kinds == [
@@ -132,7 +132,7 @@ def test_a_block_ends_before_the_next_begins() -> None:
     ]
 
 
-def test_a_thought_that_is_not_shown_leaves_its_signature() -> None:
+def test_omitted_reasoning_keeps_its_signature() -> None:
     events, content = streamed([*THOUGHT, *TEXT], shows_reasoning=False)
     assert (
         shape(content)
@@ -146,14 +146,14 @@ def test_a_thought_that_is_not_shown_leaves_its_signature() -> None:
     assert b"think" not in b"".join(str(event.get("delta")).encode().replace(b"thinking", b"") for event in events)
 
 
-def test_a_call_that_was_cut_off_is_not_in_a_whole_response() -> None:
+def test_incomplete_tool_call_is_not_in_a_whole_response() -> None:
     parts = [*TEXT, *call(0, '{"a": 1}'), *call(1, '{"a"', ends=False)]
     assert shape(whole(parts)) == [("text", "Hello"), ("tool_use", {"a": 1})]
     events, _ = streamed(parts)
     assert events[-1]["type"] == "content_block_stop"
 
 
-def test_numbers_of_a_call_arrive_as_the_model_wrote_them() -> None:
+def test_numbers_in_tool_call_arguments_are_not_reformatted() -> None:
     blocks = ContentBlocks()
     blocks.take(call(0, '{"big": 123456789012345678901234567890, "odd": "\\ud800"}'))
     assert b'{"big": 123456789012345678901234567890, "odd": "\\ud800"}' in msgspec.json.encode(blocks.whole())

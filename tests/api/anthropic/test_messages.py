@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens, as Anthropic's own client reads them."""
+"""POST /v1/messages and /v1/messages/count_tokens, checked with the types of Anthropic's client library."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ async def check_refused(api: Any, *, status: int = 400, kind: str = "invalid_req
     return error.error.message
 
 
-# --- whole ---
+# --- whole responses ---
 
 
-async def test_a_whole_message(api: Any) -> None:
+async def test_whole_message_has_text_usage_and_stop_reason(api: Any) -> None:
     api.engine.cached_token_count = 3
     exchange = await ask(api, model="org/letters")
     response = message(exchange)
@@ -86,24 +86,26 @@ async def test_a_whole_message(api: Any) -> None:
     ],
 )
 @pytest.mark.parametrize("stream", [True, False])
-async def test_why_it_ended(api: Any, reason: FinishReason, stop: Any, expected: Any, stream: bool) -> None:
+async def test_stop_reason_of_each_kind_of_end(
+    api: Any, reason: FinishReason, stop: Any, expected: Any, stream: bool
+) -> None:
     api.engine.script = lambda *_: [Delta(index=0, text="ab", token_ids=(1, 2), finish_reason=reason, stop_reason=stop)]
     exchange = await ask(api, stream=stream, max_tokens=2)
     said = events(exchange)[-2]["delta"] if stream else exchange.json()
     assert (said["stop_reason"], said["stop_sequence"]) == expected
 
 
-async def test_more_tokens_than_the_context_has_means_as_many_as_fit(api: Any) -> None:
+async def test_max_tokens_beyond_the_context_is_reduced(api: Any) -> None:
     api.engine.script = api.say("ab", reason=FinishReason.LENGTH)
     response = message(await ask(api, max_tokens=api.engine.model.context_tokens_max))
     assert response.stop_reason == "model_context_window_exceeded"
     assert api.engine.streams[0].sampling.clamp_max_tokens
 
 
-# --- streamed ---
+# --- streams ---
 
 
-async def test_a_stream_is_the_same_message(api: Any) -> None:
+async def test_streamed_message_equals_the_whole_message(api: Any) -> None:
     exchange = await ask(api, stream=True)
     found = events(exchange)
     assert [event["type"] for event in found] == [
@@ -123,7 +125,7 @@ async def test_a_stream_is_the_same_message(api: Any) -> None:
     assert exchange.response_headers["request-id"] == exchange.response_headers["x-request-id"]
 
 
-async def test_a_fault_in_a_stream_is_its_last_event(api: Any) -> None:
+async def test_error_in_a_stream_is_its_last_event(api: Any) -> None:
     api.engine.script = lambda *_: [Delta(index=0, text="x", token_ids=(1,)), RequestFailed("it broke")]
     exchange = await ask(api, stream=True)
     *_, last = events(exchange)
@@ -139,16 +141,16 @@ async def test_a_fault_in_a_stream_is_its_last_event(api: Any) -> None:
     "reason, status, kind",
     [(FinishReason.ABORT, 529, "overloaded_error"), (FinishReason.DEADLINE, 504, "timeout_error")],
 )
-async def test_what_anothers_hand_ended_is_no_message(api: Any, reason: Any, status: int, kind: str) -> None:
+async def test_aborted_request_is_an_error_and_no_message(api: Any, reason: Any, status: int, kind: str) -> None:
     api.engine.script = api.say("a", reason=reason)
     await check_refused(api, status=status, kind=kind)
     assert events(await ask(api, stream=True))[-1]["error"]["type"] == kind
 
 
-# --- what is asked ---
+# --- requests ---
 
 
-async def test_the_fields_reach_the_engine(api: Any) -> None:
+async def test_body_fields_reach_the_engine(api: Any) -> None:
     schema = {"type": "object"}
     tool = {"name": "f", "description": "d", "input_schema": schema}
     await ask(
@@ -177,7 +179,7 @@ async def test_the_fields_reach_the_engine(api: Any) -> None:
     ]
 
 
-async def test_the_response_goes_on_with_a_last_message_of_the_assistant(api: Any) -> None:
+async def test_response_continues_a_last_message_of_the_assistant(api: Any) -> None:
     await ask(api, messages=[USER, {"role": "assistant", "content": "I am"}])
     prompt = api.engine.streams[0].prompt
     assert (prompt.continue_final_message, prompt.add_generation_prompt) == (True, False)
@@ -196,7 +198,7 @@ async def test_the_response_goes_on_with_a_last_message_of_the_assistant(api: An
         ),
     ],
 )
-async def test_thinking_is_told_to_the_template(api: Any, fields: Any, arguments: Any) -> None:
+async def test_thinking_options_reach_the_template(api: Any, fields: Any, arguments: Any) -> None:
     await ask(api, **fields)
     assert api.engine.streams[0].prompt.template_arguments == arguments
 
@@ -227,12 +229,12 @@ async def test_thinking_is_told_to_the_template(api: Any, fields: Any, arguments
         ({"mcp_servers": [{}]}, "mcp_servers"),
     ],
 )
-async def test_what_cannot_be_served_is_refused_with_the_field(api: Any, fields: Any, words: str) -> None:
+async def test_unsupported_field_is_refused_by_name(api: Any, fields: Any, words: str) -> None:
     assert words in await check_refused(api, **fields)
     assert not api.engine.streams
 
 
-async def test_an_unknown_model_is_told_which_are_served(api: Any) -> None:
+async def test_unknown_model_is_refused_with_the_served_names(api: Any) -> None:
     assert "letters" in await check_refused(api, model="claude", status=404, kind="not_found_error")
 
 
@@ -244,9 +246,7 @@ async def test_an_unknown_model_is_told_which_are_served(api: Any) -> None:
         (InvalidRequest("broken"), 400, "invalid_request_error"),
     ],
 )
-async def test_errors_before_the_body_is_there_have_the_same_shape(
-    api: Any, error: Any, status: int, kind: str
-) -> None:
+async def test_errors_before_the_body_arrived_have_the_same_shape(api: Any, error: Any, status: int, kind: str) -> None:
     exchange = api.exchange("POST", PATH, {})
     exchange.body_error = error
     await api.app(exchange)
@@ -261,19 +261,17 @@ async def test_errors_before_the_body_is_there_have_the_same_shape(
     ],
 )
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_busy_server_says_when_to_come_again(
-    api: Any, error: Any, status: int, kind: str, stream: bool
-) -> None:
+async def test_overloaded_server_sends_retry_after(api: Any, error: Any, status: int, kind: str, stream: bool) -> None:
     api.engine.enter_errors = [error]
     exchange = await ask(api, stream=stream)
     assert (exchange.status, exchange.json()["error"]["type"]) == (status, kind)
     assert exchange.response_headers["retry-after"] in ("1", "3")
 
 
-# --- counting ---
+# --- counting tokens ---
 
 
-async def test_tokens_are_counted_as_a_message_would_have_them(api: Any) -> None:
+async def test_counted_tokens_equal_the_prompt_tokens_of_a_message(api: Any) -> None:
     fields = {"messages": [USER, {"role": "assistant", "content": "A"}, USER], "system": "S"}
     counted = await ask(api, path=PATH + "/count_tokens", max_tokens=..., **fields)
     said = MessageTokensCount.model_validate(counted.json(), strict=True)
@@ -282,14 +280,14 @@ async def test_tokens_are_counted_as_a_message_would_have_them(api: Any) -> None
     assert len(api.engine.streams) == 1
 
 
-async def test_what_cannot_be_counted_is_refused(api: Any) -> None:
+async def test_invalid_count_request_is_refused(api: Any) -> None:
     assert "messages" in await check_refused(api, path=PATH + "/count_tokens", messages=[])
 
 
-# --- the description ---
+# --- OpenAPI ---
 
 
-async def test_ranges_are_described_and_kept(api: Any) -> None:
+async def test_described_ranges_are_enforced(api: Any) -> None:
     schemas = (await api.context("GET", "/openapi.json")).json()["components"]["schemas"]
     fields = schemas["MessagesBody"]["properties"]
     assert fields["max_tokens"]["minimum"] == 1

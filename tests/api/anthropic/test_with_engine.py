@@ -1,4 +1,4 @@
-"""The Messages API over the whole server in memory: clients that leave at every phase, silence, aborts by id."""
+"""The Messages API over the whole server in memory: clients that leave in each phase, silent streams, aborts by id."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ async def step(server: MemoryServer) -> None:
 @pytest.mark.parametrize("http", [1, 2])
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("step_count", [0, 1, 2, 5])
-async def test_a_client_that_leaves_frees_everything_a_step_later(http, stream, step_count, autojump_clock):
-    """In the prefill, of several chunks, and between two tokens."""
+async def test_client_that_leaves_frees_all_blocks_one_step_later(http, stream, step_count, autojump_clock):
+    """The client leaves during a prefill in several chunks, or between two output tokens."""
     async with open_memory_server(max_num_batched_tokens=16, block_count=128) as server, trio.open_nursery() as nursery:
         server.engine.steps.hold()
         client = server.client(http=http)
@@ -60,7 +60,7 @@ async def test_a_client_that_leaves_frees_everything_a_step_later(http, stream, 
         await server.assert_all_free()
 
 
-async def test_a_client_that_leaves_the_queue_costs_nothing(autojump_clock):
+async def test_client_that_leaves_the_queue_is_never_computed(autojump_clock):
     async with open_memory_server(max_num_seqs=1, step_seconds=0.1) as server, trio.open_nursery() as nursery:
         first, second = server.client(), server.client()
         nursery.start_soon(first.post, PATH, body(max_tokens=10))
@@ -73,7 +73,7 @@ async def test_a_client_that_leaves_the_queue_costs_nothing(autojump_clock):
     await server.assert_all_free()
 
 
-async def test_silence_is_told_by_pings(autojump_clock):
+async def test_silent_stream_sends_pings(autojump_clock):
     async with open_memory_server(step_seconds=10, max_num_batched_tokens=16) as server:
         response = await server.client().post(PATH, body("p" * 40, max_tokens=2))
         assert response.body.count(b"event: ping\n") >= 3
@@ -81,7 +81,7 @@ async def test_silence_is_told_by_pings(autojump_clock):
         assert b"message_stop" in response.body
 
 
-async def test_an_abort_by_id_is_an_error_and_no_end_of_the_message(autojump_clock):
+async def test_abort_by_id_ends_the_stream_with_an_error(autojump_clock):
     async with open_memory_server(step_seconds=0.1) as server:
         client, operator = server.client(), server.client()
         events = []
@@ -99,7 +99,7 @@ async def test_an_abort_by_id_is_an_error_and_no_end_of_the_message(autojump_clo
         await server.assert_all_free()
 
 
-async def test_a_deadline_of_the_request_ends_it(autojump_clock):
+async def test_request_deadline_ends_the_request(autojump_clock):
     async with open_memory_server(step_seconds=0.1) as server:
         response = await server.client().post(PATH, body(stream=False, timeout=0.35))
         assert response.status == 504
@@ -108,7 +108,7 @@ async def test_a_deadline_of_the_request_ends_it(autojump_clock):
         await server.assert_all_free()
 
 
-async def test_every_max_tokens_is_served_and_clamped_to_the_room() -> None:
+async def test_every_max_tokens_is_accepted_and_reduced_to_the_context() -> None:
     context_tokens_max = 64
     async with open_memory_server(
         max_model_len=context_tokens_max, max_num_batched_tokens=context_tokens_max, block_count=64

@@ -1,4 +1,4 @@
-"""A server in memory whose files and batches a test can make and read."""
+"""A server in memory, and helpers to create and read its files and batches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def form(content: bytes, purpose: str = "batch", filename: str = "lines.jsonl", 
 
 
 class Owner:
-    """What one key does. Every call has a connection of its own."""
+    """A client with one key. Each call has its own connection."""
 
     def __init__(self, server: MemoryServer, key: str | None = None) -> None:
         self.server = server
@@ -59,7 +59,7 @@ class Owner:
         return said["id"]
 
     async def batch(self, *lines: Any, **fields: Any) -> dict[str, Any]:
-        """A batch of these lines, just made."""
+        """Create a batch of these lines, and return it."""
         body = {"input_file_id": "", "endpoint": COMPLETIONS, "completion_window": "24h", **fields}
         body["input_file_id"] = body["input_file_id"] or await self.upload(*lines)
         return await self.ok("/v1/batches", body)
@@ -68,7 +68,7 @@ class Owner:
         return await self.ok(f"/v1/batches/{batch_id}")
 
     async def ended(self, batch_id: str) -> dict[str, Any]:
-        """The batch, when it is over. Time is virtual."""
+        """Return the batch after its end. Time is virtual."""
         while True:
             batch = await self.state(batch_id)
             if batch["status"] in ("completed", "failed", "expired", "cancelled"):

@@ -1,4 +1,4 @@
-"""Batches over the whole server in memory: what becomes of lines, statuses, owners, bounds."""
+"""Batches over the whole server in memory: results of lines, statuses, owners and limits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trioserve.testing.memory_server import open_memory_server
 KEYS = ("alice-key", "bob-key")
 
 
-async def test_every_line_has_its_response(owner_of, batch_line, autojump_clock):
+async def test_every_line_gets_its_response(owner_of, batch_line, autojump_clock):
     async with open_memory_server(step_seconds=0.01) as server:
         owner = owner_of(server)
         made = await owner.batch(
@@ -47,7 +47,7 @@ async def test_every_line_has_its_response(owner_of, batch_line, autojump_clock)
         await server.assert_all_free()
 
 
-async def test_lines_are_no_http_requests_of_anybody(owner_of, batch_line, autojump_clock):
+async def test_lines_are_not_counted_as_http_requests(owner_of, batch_line, autojump_clock):
     async with open_memory_server() as server:
         owner = owner_of(server)
         await owner.ended((await owner.batch(batch_line("a"), batch_line("b")))["id"])
@@ -58,7 +58,9 @@ async def test_lines_are_no_http_requests_of_anybody(owner_of, batch_line, autoj
 
 
 @pytest.mark.parametrize("function", ["usage_of", "line_request", "custom_id_of"])
-async def test_a_fault_in_a_batch_is_its_own(owner_of, batch_line, autojump_clock, monkeypatch, function):
+async def test_bug_in_one_batch_does_not_affect_the_next_batch(
+    owner_of, batch_line, autojump_clock, monkeypatch, function
+):
     def broken(*_arguments, **_options):
         raise InjectedFault
 
@@ -90,7 +92,7 @@ BAD_LINES = [
 ]
 
 
-async def test_bad_lines_become_error_lines_and_the_others_go_on(owner_of, batch_line, autojump_clock):
+async def test_bad_lines_become_error_lines_and_other_lines_run(owner_of, batch_line, autojump_clock):
     async with open_memory_server() as server:
         owner = owner_of(server)
         bad = [content for content, _, _ in BAD_LINES]
@@ -111,7 +113,7 @@ async def test_bad_lines_become_error_lines_and_the_others_go_on(owner_of, batch
 
 
 @pytest.mark.parametrize("lines, code", [([], "empty_file"), ([b"", b" "], "empty_file")])
-async def test_a_file_without_lines_fails(owner_of, lines, code, autojump_clock):
+async def test_batch_of_a_file_without_lines_fails(owner_of, lines, code, autojump_clock):
     async with open_memory_server() as server:
         owner = owner_of(server)
         batch = await owner.ended((await owner.batch(*lines))["id"])
@@ -120,14 +122,14 @@ async def test_a_file_without_lines_fails(owner_of, lines, code, autojump_clock)
         assert batch["output_file_id"] is None
 
 
-async def test_a_file_with_too_many_lines_fails(owner_of, batch_line, autojump_clock):
+async def test_batch_with_too_many_lines_fails(owner_of, batch_line, autojump_clock):
     async with open_memory_server(batches=BatchSettings(lines_max=3)) as server:
         owner = owner_of(server)
         batch = await owner.ended((await owner.batch(*(batch_line(f"r{index}") for index in range(4))))["id"])
         assert batch["errors"]["data"][0]["code"] == "too_many_lines"
 
 
-async def test_a_line_that_is_too_long_is_an_error_line(owner_of, batch_line, autojump_clock):
+async def test_line_that_is_too_long_becomes_an_error_line(owner_of, batch_line, autojump_clock):
     async with open_memory_server(batches=BatchSettings(line_bytes_max=1000)) as server:
         owner = owner_of(server)
         made = await owner.batch(
@@ -142,7 +144,7 @@ async def test_a_line_that_is_too_long_is_an_error_line(owner_of, batch_line, au
         ]
 
 
-async def test_every_endpoint_may_be_asked(owner_of, batch_line, autojump_clock):
+async def test_batch_can_use_every_endpoint(owner_of, batch_line, autojump_clock):
     chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
     bodies = {
         "/v1/chat/completions": chat,
@@ -167,10 +169,10 @@ async def test_every_endpoint_may_be_asked(owner_of, batch_line, autojump_clock)
         await server.assert_all_free()
 
 
-# --- priority and room ---
+# --- priority and limits ---
 
 
-async def test_lines_run_behind_everybody_else_and_leave_room(owner_of, batch_line, autojump_clock):
+async def test_lines_run_after_other_requests_and_use_half_of_the_engine(owner_of, batch_line, autojump_clock):
     async with open_memory_server(step_seconds=0.01, max_num_seqs=4) as server:
         owner = owner_of(server)
         await owner.batch(*(batch_line(f"r{index}", priority=-100, max_tokens=50) for index in range(30)))
@@ -183,7 +185,7 @@ async def test_lines_run_behind_everybody_else_and_leave_room(owner_of, batch_li
         assert trio.current_time() - began_at < 0.1
 
 
-async def test_a_full_queue_makes_lines_wait_and_not_fail(owner_of, batch_line, autojump_clock):
+async def test_lines_wait_while_the_queue_is_full(owner_of, batch_line, autojump_clock):
     async with open_memory_server(step_seconds=0.1, max_num_seqs=2, max_queued_requests=1) as server:
         owner = owner_of(server)
         made = await owner.batch(*(batch_line(f"r{index}") for index in range(3)))
@@ -194,7 +196,7 @@ async def test_a_full_queue_makes_lines_wait_and_not_fail(owner_of, batch_line, 
         assert batch["request_counts"] == {"total": 3, "completed": 3, "failed": 0}
 
 
-async def test_batches_of_one_key_are_bounded(owner_of, batch_line, autojump_clock):
+async def test_number_of_batches_of_one_key_is_limited(owner_of, batch_line, autojump_clock):
     settings = BatchSettings(batches_max=3, batches_of_one_max=2, running_max=1)
     async with open_memory_server(batches=settings, api_keys=KEYS, step_seconds=1) as server:
         alice, bob = (owner_of(server, key) for key in KEYS)
@@ -204,9 +206,9 @@ async def test_batches_of_one_key_are_bounded(owner_of, batch_line, autojump_clo
         status, said = await alice.ask("/v1/batches", body)
         assert (status, said["error"]["code"]) == (429, "overloaded")
         bobs = await bob.batch(batch_line("b"))
-        assert (await alice.state(second["id"]))["status"] == "validating"  # it waits for its turn
+        assert (await alice.state(second["id"]))["status"] == "validating"  # only one batch runs at a time
         await alice.ok(f"/v1/batches/{first['id']}/cancel", b"", method="POST")
-        await bob.ended(bobs["id"])  # the keys take turns, so this one comes first
+        await bob.ended(bobs["id"])  # keys take turns, so bob's batch runs before alice's second
         await trio.sleep(0.1)
         assert (await alice.state(second["id"]))["status"] == "in_progress"
         await alice.batch(input_file_id=file_id)
@@ -215,7 +217,7 @@ async def test_batches_of_one_key_are_bounded(owner_of, batch_line, autojump_clo
 # --- owners ---
 
 
-async def test_to_another_key_files_and_batches_are_not_there(owner_of, batch_line, autojump_clock):
+async def test_another_key_cannot_find_files_and_batches(owner_of, batch_line, autojump_clock):
     async with open_memory_server(api_keys=KEYS, admin_api_key="admin-key") as server:
         alice, bob, admin = (owner_of(server, key) for key in (*KEYS, "admin-key"))
         made = await alice.batch(batch_line("a"))
@@ -239,7 +241,7 @@ async def test_to_another_key_files_and_batches_are_not_there(owner_of, batch_li
             assert (await admin.ok(path))["data"]
 
 
-async def test_what_a_line_asks_counts_as_its_owners(owner_of, batch_line, autojump_clock):
+async def test_requests_of_lines_count_for_the_owner(owner_of, batch_line, autojump_clock):
     async with open_memory_server(api_keys=KEYS, step_seconds=1) as server:
         alice, bob = (owner_of(server, key) for key in KEYS)
         made = await alice.batch(batch_line("a", max_tokens=20), batch_line("cheeky", priority=-1))
@@ -255,7 +257,7 @@ HOSTILE = ["..", "%2e%2e", "x" * 200, "a%00b", "%27%20OR%201=1--", "file-" + "0"
 
 
 @pytest.mark.parametrize("id", HOSTILE)
-async def test_hostile_ids_are_404(owner_of, id, autojump_clock):
+async def test_hostile_ids_are_not_found(owner_of, id, autojump_clock):
     async with open_memory_server() as server:
         owner = owner_of(server)
         for path in (f"/v1/files/{id}", f"/v1/files/{id}/content", f"/v1/batches/{id}"):
@@ -280,7 +282,7 @@ async def test_hostile_ids_are_404(owner_of, id, autojump_clock):
         ({"output_expires_after": {"anchor": "created_at", "seconds": 3599}}, "output_expires_after"),
     ],
 )
-async def test_what_cannot_be_asked_is_refused_with_the_field(owner_of, batch_line, fields, param, autojump_clock):
+async def test_invalid_batch_is_refused_by_field_name(owner_of, batch_line, fields, param, autojump_clock):
     async with open_memory_server() as server:
         owner = owner_of(server)
         file_id = await owner.upload(batch_line("a"))
@@ -290,7 +292,7 @@ async def test_what_cannot_be_asked_is_refused_with_the_field(owner_of, batch_li
         assert (await owner.ok("/v1/batches"))["data"] == []
 
 
-async def test_only_a_file_for_batches_is_taken(owner_of, batch_line, autojump_clock):
+async def test_input_file_must_have_the_purpose_batch(owner_of, batch_line, autojump_clock):
     async with open_memory_server() as server:
         owner = owner_of(server)
         file_id = await owner.upload(batch_line("a"), purpose="user_data")
@@ -318,7 +320,7 @@ async def test_batches_are_listed_page_by_page(owner_of, batch_line, autojump_cl
 # --- a full store ---
 
 
-async def test_a_full_store_refuses_what_it_cannot_keep(owner_of, batch_line, autojump_clock):
+async def test_upload_beyond_the_share_of_a_key_is_refused(owner_of, batch_line, autojump_clock):
     async with open_memory_server(store_settings=StoreSettings(bytes_max=20_000)) as server:
         owner = owner_of(server)
         kept = await owner.upload(b"x" * 9000)
@@ -335,7 +337,7 @@ async def test_a_full_store_refuses_what_it_cannot_keep(owner_of, batch_line, au
         assert len((await owner.ok("/v1/files"))["data"]) == 1
 
 
-async def test_a_store_that_fills_up_ends_the_batch_and_keeps_what_is_done(owner_of, batch_line, autojump_clock):
+async def test_batch_fails_when_the_store_is_full_and_keeps_finished_lines(owner_of, batch_line, autojump_clock):
     async with open_memory_server(store_settings=StoreSettings(bytes_max=70_000), step_seconds=0.01) as server:
         owner = owner_of(server)
         batch = await owner.ended((await owner.batch(*(batch_line(f"r{index}") for index in range(200))))["id"])
@@ -346,17 +348,17 @@ async def test_a_store_that_fills_up_ends_the_batch_and_keeps_what_is_done(owner
         await server.assert_all_free()
 
 
-# --- files that a batch needs ---
+# --- files of a batch ---
 
 
-async def test_files_of_a_batch_that_has_not_ended_cannot_be_deleted(owner_of, batch_line, autojump_clock):
+async def test_files_of_an_unfinished_batch_cannot_be_deleted(owner_of, batch_line, autojump_clock):
     async with open_memory_server(step_seconds=0.1) as server:
         owner = owner_of(server)
         made = await owner.batch(*(batch_line(f"r{index}") for index in range(60)))
         await trio.sleep(0.3)
         assert (await owner.state(made["id"]))["status"] == "in_progress"
         files = [file["id"] for file in (await owner.ok("/v1/files"))["data"]]
-        assert len(files) == 3  # the input, and two that are being written
+        assert len(files) == 3  # the input file and two output files
         for file_id in files:
             status, said = await owner.ask(f"/v1/files/{file_id}", method="DELETE")
             assert (status, said["error"]["code"]) == (409, "file_in_use")
@@ -367,9 +369,7 @@ async def test_files_of_a_batch_that_has_not_ended_cannot_be_deleted(owner_of, b
             await owner.ok(f"/v1/files/{file_id}", method="DELETE")
 
 
-async def test_a_batch_and_a_deletion_of_its_input_at_the_same_time_exclude_each_other(
-    owner_of, batch_line, autojump_clock
-):
+async def test_concurrent_batch_and_deletion_of_its_input_do_not_both_succeed(owner_of, batch_line, autojump_clock):
     outcomes = set()
     for order in range(9):
         async with open_memory_server() as server:
@@ -402,8 +402,8 @@ async def test_a_batch_and_a_deletion_of_its_input_at_the_same_time_exclude_each
     assert len(outcomes) > 1, f"one order was tried only: {outcomes}"
 
 
-async def test_an_input_whose_time_is_over_lives_until_its_batches_end(owner_of, batch_line, autojump_clock):
-    """Its owner wants it kept for an hour, and the first of two batches ends long before the second."""
+async def test_expired_input_file_is_kept_until_its_batches_end(owner_of, batch_line, autojump_clock):
+    """The file expires after an hour, and the first of its two batches ends long before the second."""
     async with open_memory_server(
         step_seconds=300.0, batches=BatchSettings(running_max=1), store_settings=StoreSettings(seconds_max=86_400)
     ) as server:
@@ -426,7 +426,7 @@ async def test_an_input_whose_time_is_over_lives_until_its_batches_end(owner_of,
         assert (await owner.ask(f"/v1/files/{file_id}"))[0] == 404
 
 
-async def test_files_of_results_live_from_the_end_of_their_batch(owner_of, batch_line, autojump_clock):
+async def test_lifetime_of_result_files_begins_at_the_end_of_the_batch(owner_of, batch_line, autojump_clock):
     async with open_memory_server(step_seconds=1000.0) as server:
         owner = owner_of(server)
         made = await owner.batch(
@@ -442,7 +442,7 @@ async def test_files_of_results_live_from_the_end_of_their_batch(owner_of, batch
         assert (await owner.ask(f"/v1/files/{batch['output_file_id']}"))[0] == 404
 
 
-async def test_many_batches_of_one_key_delay_the_batch_of_another_by_one_turn(owner_of, batch_line, autojump_clock):
+async def test_many_batches_of_one_key_delay_another_keys_batch_by_one_turn(owner_of, batch_line, autojump_clock):
     settings = BatchSettings(running_max=1)
     async with open_memory_server(api_keys=("a", "b"), step_seconds=0.05, batches=settings) as server:
         many, one = owner_of(server, "a"), owner_of(server, "b")

@@ -19,7 +19,7 @@ FORM = "multipart/form-data; boundary=b"
 KEYS = ("alice-key", "bob-key")
 
 
-async def test_a_file_is_kept_and_read_and_deleted(owner_of, autojump_clock):
+async def test_file_can_be_uploaded_read_and_deleted(owner_of, autojump_clock):
     async with open_memory_server() as server:
         owner = owner_of(server)
         file_id = await owner.upload(b"one", b"two", filename="Übung 1.jsonl")
@@ -35,8 +35,8 @@ async def test_a_file_is_kept_and_read_and_deleted(owner_of, autojump_clock):
         assert (await owner.ask(f"/v1/files/{file_id}", method="DELETE"))[0] == 404
 
 
-async def test_a_large_file_comes_back_byte_for_byte(owner_of):
-    """Its form is taken apart in a thread, and it is sent in several pieces."""
+async def test_large_file_is_returned_unchanged(owner_of):
+    """A large form is parsed in a thread, and a large file is sent in several pieces."""
     content = bytes(range(256)) * 10_000
     async with open_memory_server() as server:
         owner = owner_of(server)
@@ -44,7 +44,7 @@ async def test_a_large_file_comes_back_byte_for_byte(owner_of):
         assert await owner.ok(f"/v1/files/{file_id}/content") == content + b"\n"
 
 
-async def test_an_empty_file_can_be_kept(owner_of, autojump_clock):
+async def test_empty_file_can_be_stored(owner_of, autojump_clock):
     async with open_memory_server() as server:
         owner = owner_of(server)
         file_id = await owner.upload()
@@ -78,7 +78,7 @@ async def test_files_are_listed_page_by_page_and_by_purpose(owner_of, autojump_c
             assert (status, said["error"]["param"]) == (400, param)
 
 
-async def test_a_file_expires(owner_of, autojump_clock):
+async def test_file_expires(owner_of, autojump_clock):
     more = '--b\r\ncontent-disposition: form-data; name="expires_after[anchor]"\r\n\r\ncreated_at\r\n'
     more += '--b\r\ncontent-disposition: form-data; name="expires_after[seconds]"\r\n\r\n3600\r\n'
     async with open_memory_server() as server:
@@ -90,7 +90,7 @@ async def test_a_file_expires(owner_of, autojump_clock):
         assert (await owner.ask(f"/v1/files/{file_id}"))[0] == 404
 
 
-async def test_a_key_may_fill_half_of_the_store(owner_of, autojump_clock):
+async def test_one_key_can_fill_half_of_the_store(owner_of, autojump_clock):
     async with open_memory_server(api_keys=KEYS, store_settings=StoreSettings(bytes_max=100_000)) as server:
         alice, bob = (owner_of(server, key) for key in KEYS)
         await alice.upload(b"x" * 40_000)
@@ -103,7 +103,7 @@ async def test_a_key_may_fill_half_of_the_store(owner_of, autojump_clock):
         assert len((await alice.ok("/v1/files"))["data"]) == 1
 
 
-async def test_a_store_without_room_is_507_and_keeps_nothing_of_it(owner_of, autojump_clock):
+async def test_upload_to_a_full_store_is_507_and_stores_nothing(owner_of, autojump_clock):
     async with open_memory_server(store_settings=StoreSettings(objects_max=1)) as server:
         owner = owner_of(server)
         await owner.upload(b"x")
@@ -112,7 +112,7 @@ async def test_a_store_without_room_is_507_and_keeps_nothing_of_it(owner_of, aut
         assert len((await owner.ok("/v1/files"))["data"]) == 1
 
 
-async def test_files_of_one_key_are_counted(owner_of, autojump_clock, monkeypatch):
+async def test_number_of_files_of_one_key_is_limited(owner_of, autojump_clock, monkeypatch):
     monkeypatch.setattr("trioserve.api.files.stored_files.FILES_OF_ONE_MAX", 3)
     assert FILES_OF_ONE_MAX == 1000
     async with open_memory_server() as server:
@@ -123,14 +123,14 @@ async def test_files_of_one_key_are_counted(owner_of, autojump_clock, monkeypatc
             await owner.upload(b"x")
 
 
-async def test_a_form_that_is_larger_than_a_body_may_be_is_413(owner_of, autojump_clock):
+async def test_form_larger_than_the_body_limit_is_413(owner_of, autojump_clock):
     async with open_memory_server(limits=FrontendLimits(body_bytes_max=10_000)) as server:
         owner = owner_of(server)
         with pytest.raises(AssertionError, match="body_too_large"):
             await owner.upload(b"x" * 20_000)
 
 
-async def test_a_client_that_leaves_an_upload_leaves_no_file(owner_of, autojump_clock):
+async def test_interrupted_upload_stores_no_file(owner_of, autojump_clock):
     async with open_memory_server() as server:
         client = server.client()
         body = b'--b\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b\r\n' + b"x" * 1000
@@ -140,7 +140,7 @@ async def test_a_client_that_leaves_an_upload_leaves_no_file(owner_of, autojump_
         assert (await owner_of(server).ok("/v1/files"))["data"] == []
 
 
-async def test_a_file_that_is_deleted_while_it_is_read_breaks_off(owner_of, autojump_clock):
+async def test_download_breaks_off_if_the_file_is_deleted(owner_of, autojump_clock):
     async with open_memory_server() as server:
         owner = owner_of(server)
         file_id = await owner.upload(b"x" * 60_000, b"y" * 4_000_000)

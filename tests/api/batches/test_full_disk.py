@@ -1,4 +1,4 @@
-"""Batches that meet a full disk: SQLite itself refuses further pages, for as long as a test wants."""
+"""Batches on a full disk: SQLite refuses further pages for as long as a test wants."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MESSAGES = "/v1/messages/batches"
 
 
 async def accounted(owner, batch):
-    """How many lines each file has; every custom_id is there once at most."""
+    """Return the number of lines in each file. Check that each custom_id appears at most once."""
     output, errors = [await owner.lines_of(batch[f"{name}_file_id"]) for name in ("output", "error")]
     ids = [line["custom_id"] for line in (*output, *errors)]
     assert len(ids) == len(set(ids))
@@ -32,7 +32,7 @@ async def accounted(owner, batch):
 
 @asynccontextmanager
 async def in_progress(owner_of, batch_line, count=LINES, fields=None, **options):
-    """A server, its owner, and a batch of which some lines are done when the disk becomes full."""
+    """Yield a server, an owner, and a batch with some finished lines at the moment when the disk becomes full."""
     async with open_memory_server(step_seconds=0.05, max_num_seqs=8, **options) as server:
         owner = owner_of(server)
         made = await owner.batch(*(batch_line(f"r{index}") for index in range(count)), **(fields or {}))
@@ -46,7 +46,7 @@ async def in_progress(owner_of, batch_line, count=LINES, fields=None, **options)
 
 
 @pytest.mark.parametrize("seconds", [1, 30, 3600])
-async def test_a_batch_resumes_when_there_is_room(owner_of, batch_line, seconds, caplog, autojump_clock):
+async def test_batch_resumes_when_the_disk_has_space_again(owner_of, batch_line, seconds, caplog, autojump_clock):
     async with in_progress(owner_of, batch_line) as (server, owner, batch_id):
         await trio.sleep(seconds)
         assert (await owner.state(batch_id))["status"] == "in_progress"
@@ -59,7 +59,7 @@ async def test_a_batch_resumes_when_there_is_room(owner_of, batch_line, seconds,
         assert await accounted(owner, batch) == (LINES, 0)
 
 
-async def test_a_batch_whose_disk_is_full_before_it_begins_waits(owner_of, batch_line, monkeypatch, autojump_clock):
+async def test_batch_waits_if_the_disk_is_full_before_its_first_line(owner_of, batch_line, monkeypatch, autojump_clock):
     async with open_memory_server(batches=BatchSettings(running_max=1)) as server:
         owner = owner_of(server)
         first = await owner.batch(*(batch_line(f"r{index}", max_tokens=50) for index in range(20)))
@@ -70,7 +70,7 @@ async def test_a_batch_whose_disk_is_full_before_it_begins_waits(owner_of, batch
 
         with monkeypatch.context() as patch:
             patch.setattr(server.store, "write", refuse)
-            await owner.ok(f"/v1/batches/{first['id']}/cancel", b"", method="POST")  # now it is the turn of the second
+            await owner.ok(f"/v1/batches/{first['id']}/cancel", b"", method="POST")  # the second batch begins
             await trio.sleep(60)
             assert (await owner.state(second["id"]))["status"] == "validating"
         batch = await owner.ended(second["id"])
@@ -78,7 +78,7 @@ async def test_a_batch_whose_disk_is_full_before_it_begins_waits(owner_of, batch
         assert await accounted(owner, batch) == (20, 0)
 
 
-async def test_cancelling_works_at_once_and_what_is_done_is_there(owner_of, batch_line, autojump_clock):
+async def test_cancelling_on_a_full_disk_works_at_once_and_keeps_finished_lines(owner_of, batch_line, autojump_clock):
     async with in_progress(owner_of, batch_line) as (server, owner, batch_id):
         cancelled = await owner.ok(f"/v1/batches/{batch_id}/cancel", b"", method="POST")
         assert cancelled["status"] == "cancelled"
@@ -92,7 +92,7 @@ async def test_cancelling_works_at_once_and_what_is_done_is_there(owner_of, batc
         assert server.store.usage().unwritten_bytes == 0
 
 
-async def test_its_window_ends_it_at_once(owner_of, batch_line, autojump_clock):
+async def test_completion_window_ends_a_batch_on_a_full_disk_at_once(owner_of, batch_line, autojump_clock):
     async with in_progress(owner_of, batch_line, fields={"completion_window": "60s"}) as (server, owner, batch_id):
         await trio.sleep(70)
         batch = await owner.state(batch_id)
@@ -105,11 +105,13 @@ async def test_its_window_ends_it_at_once(owner_of, batch_line, autojump_clock):
         assert await accounted(owner, batch) == (done, dropped)
 
 
-async def test_results_beyond_the_bound_are_reported_as_not_kept(owner_of, batch_line, monkeypatch, autojump_clock):
+async def test_results_beyond_the_memory_limit_are_reported_as_not_kept(
+    owner_of, batch_line, monkeypatch, autojump_clock
+):
     monkeypatch.setattr(batch_book, "WAITING_BYTES_MAX", 1000)
     async with open_memory_server(step_seconds=0.05, max_num_seqs=16) as server:
         owner = owner_of(server)
-        # They end one after the other, so that the later ones find the disk full.
+        # The lines end one after the other, and the later ones meet the full disk.
         made = await owner.batch(*(batch_line(f"r{index}", max_tokens=index + 4) for index in range(30)))
         await trio.sleep(0.3)
         server.store.set_disk_full(True)
@@ -123,7 +125,7 @@ async def test_results_beyond_the_bound_are_reported_as_not_kept(owner_of, batch
         assert server.store.trouble is None
 
 
-async def test_nothing_new_is_asked_while_it_waits(owner_of, batch_line, autojump_clock):
+async def test_no_new_line_is_sent_while_the_batch_waits_for_the_disk(owner_of, batch_line, autojump_clock):
     async with in_progress(owner_of, batch_line, count=200) as (server, _, _batch_id):
         tokens = server.engine.core.stats()
         await trio.sleep(600)
@@ -131,7 +133,9 @@ async def test_nothing_new_is_asked_while_it_waits(owner_of, batch_line, autojum
 
 
 @pytest.mark.parametrize("is_full_to_the_end", [True, False])
-async def test_a_server_that_leaves_loses_no_line(owner_of, batch_line, tmp_path, is_full_to_the_end, autojump_clock):
+async def test_shutdown_on_a_full_disk_loses_no_line(
+    owner_of, batch_line, tmp_path, is_full_to_the_end, autojump_clock
+):
     async with in_progress(owner_of, batch_line, store_directory=tmp_path) as (server, owner, batch_id):
         server.drain()
         with trio.move_on_after(30) as scope:
@@ -145,7 +149,7 @@ async def test_a_server_that_leaves_loses_no_line(owner_of, batch_line, tmp_path
         assert await accounted(owner, batch) == (LINES, 0)
 
 
-async def test_deleting_makes_room_on_a_full_disk(owner_of, batch_line, autojump_clock):
+async def test_deleting_frees_space_on_a_full_disk(owner_of, batch_line, autojump_clock):
     async with open_memory_server() as server:
         owner = owner_of(server)
         file_id = await owner.upload(batch_line("a", user="x" * 50_000))
@@ -158,10 +162,10 @@ async def test_deleting_makes_room_on_a_full_disk(owner_of, batch_line, autojump
             await owner.upload(batch_line("b", user="x" * 50_000))
         await owner.ok(f"/v1/files/{file_id}", method="DELETE")
         assert (await owner.ask(f"/v1/files/{file_id}"))[0] == 404
-        await owner.upload(batch_line("b", user="x" * 30_000))  # in what was freed
+        await owner.upload(batch_line("b", user="x" * 30_000))  # fits into the freed space
 
 
-async def test_health_and_metrics_say_so_and_requests_are_served(owner_of, batch_line, autojump_clock):
+async def test_full_disk_shows_in_health_and_metrics_and_requests_are_served(owner_of, batch_line, autojump_clock):
     async with in_progress(owner_of, batch_line) as (server, owner, batch_id):
         for path in ("/health", "/ready"):
             assert "disk is full" in (await owner.ok(path))["store"]
@@ -175,7 +179,7 @@ async def test_health_and_metrics_say_so_and_requests_are_served(owner_of, batch
         await owner.ok(f"/v1/batches/{batch_id}/cancel", b"", method="POST")
 
 
-async def test_a_batch_whose_file_is_gone_ends_all_the_same(owner_of, batch_line, autojump_clock):
+async def test_batch_ends_if_its_file_is_gone(owner_of, batch_line, autojump_clock):
     async with open_memory_server(step_seconds=0.1) as server:
         owner = owner_of(server)
         made = await owner.batch(*(batch_line(f"r{index}") for index in range(60)))
@@ -188,7 +192,7 @@ async def test_a_batch_whose_file_is_gone_ends_all_the_same(owner_of, batch_line
         assert "lines have no result" in batch["errors"]["data"][0]["message"]
 
 
-async def test_a_batch_of_messages_is_cancelled_with_a_result_for_each(owner_of, autojump_clock):
+async def test_cancelled_message_batch_has_a_result_for_each_request(owner_of, autojump_clock):
     async with open_memory_server(step_seconds=0.05, max_num_seqs=4, batches=BatchSettings(lines_at_once=2)) as server:
         owner = owner_of(server)
         params = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "temperature": 0}
@@ -207,10 +211,10 @@ async def test_a_batch_of_messages_is_cancelled_with_a_result_for_each(owner_of,
             assert {line["result"]["type"] for line in lines} == {"succeeded", "canceled"}
 
 
-# --- at the same time ---
+# --- concurrent writes ---
 
 
-async def test_uploads_at_the_same_time_do_not_pass_the_quota_together(owner_of, batch_line, autojump_clock):
+async def test_concurrent_uploads_do_not_exceed_the_quota(owner_of, batch_line, autojump_clock):
     async with open_memory_server(store_settings=StoreSettings(bytes_max=400_000)) as server:
         owner = owner_of(server)
         statuses = []

@@ -1,4 +1,4 @@
-"""Batches that end before their last line: cancelled at each phase, expired, left by a server that goes on later."""
+"""Batches that end before their last line: cancelled in each phase, expired, or resumed by the next server."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ async def step(server) -> None:
 
 
 @pytest.mark.parametrize("step_count", [0, 1, 2, 4])
-async def test_cancelling_frees_everything_a_step_later(owner_of, batch_line, step_count, autojump_clock):
-    """In the prefill and between two tokens; lines that wait in the queue, too."""
+async def test_cancelling_frees_all_blocks_one_step_later(owner_of, batch_line, step_count, autojump_clock):
+    """Lines are in the prefill or between two output tokens. Other lines wait in the queue."""
     async with open_memory_server(max_num_batched_tokens=16, block_count=128, max_num_seqs=4) as server:
         owner = owner_of(server)
         server.engine.steps.hold()
@@ -47,11 +47,11 @@ async def test_cancelling_frees_everything_a_step_later(owner_of, batch_line, st
         assert cancelled["cancelling_at"] <= cancelled["cancelled_at"]
 
 
-async def test_what_is_done_before_a_cancelling_stays(owner_of, batch_line, autojump_clock):
+async def test_results_of_finished_lines_are_kept_after_cancelling(owner_of, batch_line, autojump_clock):
     async with open_memory_server(step_seconds=0.1, max_num_seqs=2) as server:
         owner = owner_of(server)
         made = await owner.batch(*(batch_line(f"r{index}") for index in range(10)))
-        await trio.sleep(1.25)  # two or three of them
+        await trio.sleep(1.25)  # two or three lines finish
         batch = await owner.ok(f"/v1/batches/{made['id']}/cancel", b"", method="POST")
         done = await owner.lines_of(batch["output_file_id"])
         assert 0 < len(done) == batch["request_counts"]["completed"] < 10
@@ -60,7 +60,7 @@ async def test_what_is_done_before_a_cancelling_stays(owner_of, batch_line, auto
         assert again == batch
 
 
-async def test_a_batch_that_waits_for_its_turn_is_cancelled(owner_of, batch_line, autojump_clock):
+async def test_waiting_batch_can_be_cancelled(owner_of, batch_line, autojump_clock):
     async with open_memory_server(step_seconds=1, batches=BatchSettings(running_max=1)) as server:
         owner = owner_of(server)
         await owner.batch(batch_line("a", max_tokens=50))
@@ -71,14 +71,14 @@ async def test_a_batch_that_waits_for_its_turn_is_cancelled(owner_of, batch_line
         assert server.engine.core.stats().running_count == 1
 
 
-async def test_a_batch_that_is_over_stays_as_it_is(owner_of, batch_line, autojump_clock):
+async def test_cancelling_an_ended_batch_changes_nothing(owner_of, batch_line, autojump_clock):
     async with open_memory_server() as server:
         owner = owner_of(server)
         batch = await owner.ended((await owner.batch(batch_line("a")))["id"])
         assert await owner.ok(f"/v1/batches/{batch['id']}/cancel", b"", method="POST") == batch
 
 
-async def test_an_abort_of_a_line_by_its_id_is_an_error_line(owner_of, batch_line, autojump_clock):
+async def test_aborting_the_request_of_a_line_makes_it_an_error_line(owner_of, batch_line, autojump_clock):
     async with open_memory_server(step_seconds=0.1) as server:
         owner = owner_of(server)
         made = await owner.batch(batch_line("a", max_tokens=50), batch_line("b"))
@@ -90,7 +90,7 @@ async def test_an_abort_of_a_line_by_its_id_is_an_error_line(owner_of, batch_lin
         assert aborted["response"]["body"]["error"]["code"] == "request_aborted"
 
 
-async def test_what_is_not_done_in_time_is_told_as_expired(owner_of, batch_line, autojump_clock):
+async def test_lines_not_done_in_time_are_reported_as_expired(owner_of, batch_line, autojump_clock):
     async with open_memory_server(step_seconds=0.1, max_num_seqs=2) as server:
         owner = owner_of(server)
         made = await owner.batch(*(batch_line(f"r{index}") for index in range(600)), completion_window="2s")
@@ -107,7 +107,7 @@ async def test_what_is_not_done_in_time_is_told_as_expired(owner_of, batch_line,
         await server.assert_all_free()
 
 
-async def test_a_batch_that_never_had_its_turn_expires(owner_of, batch_line, autojump_clock):
+async def test_batch_that_never_ran_expires(owner_of, batch_line, autojump_clock):
     async with open_memory_server(step_seconds=1, batches=BatchSettings(running_max=1)) as server:
         owner = owner_of(server)
         await owner.batch(batch_line("a", max_tokens=50))
@@ -115,8 +115,8 @@ async def test_a_batch_that_never_had_its_turn_expires(owner_of, batch_line, aut
         assert (batch["status"], batch["request_counts"]["total"]) == ("expired", 0)
 
 
-async def test_a_batch_outlives_the_time_to_live_of_the_store(owner_of, batch_line, autojump_clock):
-    """And is kept for so long once it is over."""
+async def test_long_batch_outlives_the_time_to_live_of_the_store(owner_of, batch_line, autojump_clock):
+    """After its end, the batch is kept for the time to live."""
     async with open_memory_server(
         step_seconds=1, max_num_seqs=2, store_settings=StoreSettings(seconds_max=20)
     ) as server:
@@ -146,8 +146,8 @@ async def served(directory, **options):
 
 @pytest.mark.parametrize("seconds", [0, 0.05, 0.45, 1.3, 2.1, 30])
 @pytest.mark.parametrize("way", ["cancelled", "drained"])
-async def test_a_batch_goes_on_with_the_next_server(owner_of, batch_line, seconds, way, tmp_path, autojump_clock):
-    """Each line is there once, whenever the first server ended."""
+async def test_batch_resumes_at_the_next_server(owner_of, batch_line, seconds, way, tmp_path, autojump_clock):
+    """Each line has exactly one output, at whatever moment the first server ends."""
     lines = [batch_line(f"r{index}", f"prompt {index}", max_tokens=1 + index % 7) for index in range(25)]
     async with served(tmp_path) as server:
         owner = owner_of(server, KEYS[0])
@@ -170,7 +170,9 @@ async def test_a_batch_goes_on_with_the_next_server(owner_of, batch_line, second
         await server.assert_all_free()
 
 
-async def test_a_draining_server_takes_no_batch_and_ends_its_lines(owner_of, batch_line, tmp_path, autojump_clock):
+async def test_draining_server_refuses_batches_and_finishes_running_lines(
+    owner_of, batch_line, tmp_path, autojump_clock
+):
     async with served(tmp_path) as server:
         owner = owner_of(server, KEYS[0])
         made = await owner.batch(*(batch_line(f"r{index}", max_tokens=10) for index in range(25)))
@@ -184,7 +186,7 @@ async def test_a_draining_server_takes_no_batch_and_ends_its_lines(owner_of, bat
         await server.assert_all_free()
 
 
-async def test_a_batch_that_was_left_to_the_next_can_be_cancelled(owner_of, batch_line, tmp_path, autojump_clock):
+async def test_batch_left_for_the_next_start_can_be_cancelled(owner_of, batch_line, tmp_path, autojump_clock):
     async with served(tmp_path) as server:
         owner = owner_of(server, KEYS[0])
         made = await owner.batch(*(batch_line(f"r{index}") for index in range(25)))
@@ -198,7 +200,7 @@ async def test_a_batch_that_was_left_to_the_next_can_be_cancelled(owner_of, batc
         assert await owner_of(server, KEYS[0]).state(made["id"]) == cancelled
 
 
-async def test_a_key_that_is_gone_ends_its_batches(owner_of, batch_line, tmp_path, autojump_clock):
+async def test_batches_of_a_removed_key_fail_at_the_next_start(owner_of, batch_line, tmp_path, autojump_clock):
     async with served(tmp_path) as server:
         made = await owner_of(server, KEYS[0]).batch(batch_line("a", max_tokens=50))
     async with open_memory_server(store_directory=tmp_path, api_keys=(KEYS[1],), admin_api_key="admin") as server:
@@ -209,7 +211,7 @@ async def test_a_key_that_is_gone_ends_its_batches(owner_of, batch_line, tmp_pat
         assert server.app.batches.live_count == 0
 
 
-async def test_a_batch_that_was_being_cancelled_is_not_begun_anew(owner_of, batch_line, tmp_path, autojump_clock):
+async def test_batch_that_was_being_cancelled_is_not_restarted(owner_of, batch_line, tmp_path, autojump_clock):
     async with served(tmp_path) as server:
         owner = owner_of(server, KEYS[0])
         made = await owner.batch(batch_line("a", max_tokens=50))
@@ -221,8 +223,8 @@ async def test_a_batch_that_was_being_cancelled_is_not_begun_anew(owner_of, batc
         assert server.engine.live_requests() == []
 
 
-async def test_a_line_that_takes_long_does_not_hold_up_those_behind_it(owner_of, batch_line, tmp_path, autojump_clock):
-    """They are noted beyond it, and not asked again by the next server."""
+async def test_slow_line_does_not_delay_later_lines(owner_of, batch_line, tmp_path, autojump_clock):
+    """Later lines are noted as done, and the next server does not send them again."""
     async with served(tmp_path) as server:
         owner = owner_of(server, KEYS[0])
         made = await owner.batch(batch_line("slow", max_tokens=100), *(batch_line(f"r{index}") for index in range(20)))
@@ -237,7 +239,7 @@ async def test_a_line_that_takes_long_does_not_hold_up_those_behind_it(owner_of,
         assert sorted(ids) == sorted(["slow", *(f"r{index}" for index in range(20))])
 
 
-async def test_an_engine_that_breaks_leaves_the_batch_to_the_next(owner_of, batch_line, tmp_path, autojump_clock):
+async def test_batch_of_a_broken_engine_is_left_for_the_next_start(owner_of, batch_line, tmp_path, autojump_clock):
     with pytest.raises(Exception, match="a step of the engine failed"):
         async with served(tmp_path) as server:
             owner = owner_of(server, KEYS[0])

@@ -1,4 +1,4 @@
-"""Batches of messages, in Anthropic's shape."""
+"""Batches of messages in Anthropic's shape."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def results(owner, batch):
     return {line["custom_id"]: line["result"] for line in lines}
 
 
-async def test_every_request_has_its_result(owner_of, autojump_clock):
+async def test_every_request_of_a_message_batch_has_a_result(owner_of, autojump_clock):
     async with open_memory_server(step_seconds=0.01) as server:
         owner = owner_of(server)
         pretty = json.dumps({"requests": [request("pretty")]}, indent=4).encode()
@@ -70,14 +70,14 @@ async def test_every_request_has_its_result(owner_of, autojump_clock):
         assert found["bad"]["error"]["error"]["type"] == "invalid_request_error"
         other = await ended(owner, await owner.ok(PATH, pretty))
         assert list(await results(owner, other)) == ["pretty"]
-        for path in ("/v1/files", "/v1/batches"):  # of the other API
+        for path in ("/v1/files", "/v1/batches"):  # OpenAI's API does not list them
             assert (await owner.ok(path))["data"] == []
         await server.assert_all_free()
 
 
 @pytest.mark.parametrize("running_max", [1, 4])
-async def test_a_cancelled_one_tells_of_every_request(owner_of, running_max, autojump_clock):
-    """Also one that had not had its turn."""
+async def test_cancelled_message_batch_reports_every_request(owner_of, running_max, autojump_clock):
+    """The batch runs or still waits when it is cancelled."""
     settings = BatchSettings(running_max=running_max)
     async with open_memory_server(step_seconds=0.1, max_num_seqs=2, batches=settings) as server:
         owner = owner_of(server)
@@ -98,7 +98,7 @@ async def test_a_cancelled_one_tells_of_every_request(owner_of, running_max, aut
         await server.assert_all_free()
 
 
-async def test_one_that_breaks_off_while_it_is_cancelled_is_cancelled(owner_of, autojump_clock, monkeypatch):
+async def test_message_batch_that_fails_during_cancelling_is_cancelled(owner_of, autojump_clock, monkeypatch):
     def broken(*_arguments):
         raise InjectedFault
 
@@ -113,7 +113,7 @@ async def test_one_that_breaks_off_while_it_is_cancelled_is_cancelled(owner_of, 
         await server.assert_all_free()
 
 
-async def test_one_that_expires_tells_of_every_request(owner_of, autojump_clock):
+async def test_expired_message_batch_reports_every_request(owner_of, autojump_clock):
     async with open_memory_server(step_seconds=300, step_timeout=1000, max_num_seqs=2) as server:
         owner = owner_of(server)
         batch = await made(owner, *(request(f"r{index}", max_tokens=30) for index in range(20)))
@@ -124,7 +124,7 @@ async def test_one_that_expires_tells_of_every_request(owner_of, autojump_clock)
         assert kinds.count("expired") == batch["request_counts"]["expired"] > 0
 
 
-async def test_it_goes_on_after_a_restart(owner_of, tmp_path, autojump_clock):
+async def test_message_batch_resumes_after_a_restart(owner_of, tmp_path, autojump_clock):
     options = {"store_directory": tmp_path, "step_seconds": 0.1, "max_num_seqs": 4}
     async with open_memory_server(**options) as server:
         batch = await made(owner_of(server), *(request(f"r{index}") for index in range(12)))
@@ -135,7 +135,7 @@ async def test_it_goes_on_after_a_restart(owner_of, tmp_path, autojump_clock):
         assert batch["request_counts"]["succeeded"] == len(await results(owner, batch)) == 12
 
 
-async def test_lists_and_deletion(owner_of, autojump_clock):
+async def test_message_batches_can_be_listed_and_deleted(owner_of, autojump_clock):
     async with open_memory_server() as server:
         owner = owner_of(server)
         ids = [(await made(owner, request("a")))["id"] for _ in range(5)][::-1]
@@ -155,7 +155,7 @@ async def test_lists_and_deletion(owner_of, autojump_clock):
             assert (await owner.ask(path))[0] == 404
 
 
-async def test_one_that_lives_has_no_results_and_is_not_deleted(owner_of, autojump_clock):
+async def test_unfinished_message_batch_has_no_results_and_cannot_be_deleted(owner_of, autojump_clock):
     async with open_memory_server(step_seconds=1, api_keys=KEYS) as server:
         alice, bob = (owner_of(server, key) for key in KEYS)
         batch = await made(alice, request("a", max_tokens=20))
@@ -180,7 +180,7 @@ async def test_one_that_lives_has_no_results_and_is_not_deleted(owner_of, autoju
         ("x", "requests"),
     ],
 )
-async def test_what_is_no_batch_is_refused(owner_of, requests, words, autojump_clock):
+async def test_invalid_message_batch_is_refused(owner_of, requests, words, autojump_clock):
     async with open_memory_server() as server:
         owner = owner_of(server)
         status, said = await owner.ask(PATH, {"requests": requests})

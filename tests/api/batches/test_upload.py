@@ -1,4 +1,4 @@
-"""The form with which a file comes, taken apart within bounds."""
+"""Parsing of the form that uploads a file, with size limits."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ CONTENT = b'{"custom_id": "a"}\r\n--not the boundary\r\n'
 
 
 def form(**fields: Any) -> tuple[bytes, str]:
-    """As a client writes it; `file` is a name and bytes."""
+    """Return a form as a client writes it. `file` has the name and the bytes of the file."""
     files = {"file": fields.pop("file")} if "file" in fields else {"file": ("lines.jsonl", CONTENT)}
     request = httpx.Request("POST", "http://x", data={"purpose": "batch", **fields}, files=files)
     return request.read(), request.headers["content-type"]
 
 
-def test_a_form_is_taken_apart() -> None:
+def test_form_is_parsed_into_fields_and_file() -> None:
     upload = parsed_upload(*form())
     assert (upload.content, upload.filename, upload.purpose) == (CONTENT, "lines.jsonl", "batch")
     assert upload.seconds is None
 
 
-def test_a_large_and_an_empty_file() -> None:
+def test_large_and_empty_files_are_parsed() -> None:
     large = bytes(range(256)) * 10_000
     assert parsed_upload(*form(file=("a", large))).content == large
     assert parsed_upload(*form(file=("a", b""))).content == b""
 
 
-def test_a_time_to_live() -> None:
+def test_expires_after_is_parsed() -> None:
     fields = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
     assert parsed_upload(*form(**fields)).seconds == 3600
 
@@ -51,7 +51,7 @@ def test_a_time_to_live() -> None:
         ({"expires_after[anchor]": "created_at", "expires_after[seconds]": "-1"}, "expires_after[seconds]"),
     ],
 )
-def test_what_is_wrong_is_told_with_its_place(fields: Any, param: str) -> None:
+def test_invalid_field_is_refused_by_name(fields: Any, param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         parsed_upload(*form(**fields))
     assert caught.value.param == param
@@ -60,14 +60,14 @@ def test_what_is_wrong_is_told_with_its_place(fields: Any, param: str) -> None:
 @pytest.mark.parametrize(
     "content_type", [None, "", "application/json", "multipart/form-data", 'multipart/form-data; boundary="a\nb"']
 )
-def test_a_body_that_is_no_form_is_refused(content_type: str | None) -> None:
+def test_body_that_is_not_a_form_is_refused(content_type: str | None) -> None:
     with pytest.raises(InvalidRequest) as caught:
         parsed_upload(form()[0], content_type)
     assert caught.value.param == "content-type"
 
 
 @pytest.mark.parametrize("cut", [0, 1, 40, 100, -3, -5, -60])
-def test_half_a_form_is_refused(cut: int) -> None:
+def test_incomplete_form_is_refused(cut: int) -> None:
     body, content_type = form()
     with pytest.raises(InvalidRequest):
         parsed_upload(body[:cut], content_type)
@@ -82,13 +82,13 @@ def part(name: str, content: str = "x", more: str = "") -> str:
     [
         part("purpose") * 2,
         "".join(part(f"p{index}") for index in range(PARTS_MAX + 1)),
-        part("purpose", "batch") + part("file"),  # without a filename it is a text
+        part("purpose", "batch") + part("file"),  # a part without a filename is a text field
         part("purpose", "batch"),
         "--b\r\nX: y\r\n\r\nx\r\n",
         "--b\r\n" + "".join(f"X-{index}: y\r\n" for index in range(20)) + "\r\nx\r\n",
         "--b\r\nX: " + "y" * 10_000 + "\r\n\r\nx\r\n",
     ],
 )
-def test_forms_that_no_client_sends_are_refused(parts: str) -> None:
+def test_malformed_forms_are_refused(parts: str) -> None:
     with pytest.raises(InvalidRequest):
         parsed_upload((parts + "--b--\r\n").encode(), "multipart/form-data; boundary=b")

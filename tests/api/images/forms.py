@@ -8,7 +8,7 @@ BOUNDARY = "between"
 
 
 def multipart(*parts: tuple[str, str | bytes, str] | tuple[str, str | bytes]) -> tuple[bytes, str]:
-    """The body and its content-type. parts: (name, content), or of a file (name, content, filename)."""
+    """Return the body and its content type. A part is (name, content), or (name, content, filename) for a file."""
     written = []
     for name, content, *filename in parts:
         is_file = f'; filename="{filename[0]}"' if filename else ""

@@ -1,4 +1,4 @@
-"""POST /v1/images/edits over the whole server in memory: what a form becomes, and what of it is refused."""
+"""POST /v1/images/edits over the whole server in memory: valid and refused forms."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def post(server: MemoryImageServer, *parts: Any) -> MemoryResponse:
 
 
 class Seen(FakePictureExecutor):
-    """Keeps what it was asked for."""
+    """Image model that records its tasks."""
 
     tasks: list[tuple[IterativeRequest, ImageTask]]
 
@@ -54,7 +54,7 @@ class Seen(FakePictureExecutor):
         return super().encoded(request)
 
 
-async def test_a_form_becomes_what_the_model_is_to_change() -> None:
+async def test_form_becomes_an_edit_task_of_the_model() -> None:
     mask = Image.new("RGBA", (16, 8), (0, 0, 0, 255))
     mask.paste((0, 0, 0, 0), (0, 0, 4, 8))
     file = io.BytesIO()
@@ -67,7 +67,7 @@ async def test_a_form_becomes_what_the_model_is_to_change() -> None:
         msgspec.convert(body, response_types.Images)
         assert (body["size"], body["output_format"], body["usage"]["steps"]) == ("16x8", "webp", 2)
         assert body["usage"]["input_tokens_details"]["image_tokens"] == 1
-        [(request, task)] = server.engine.executor.tasks  # type: ignore[attr-defined]  # it is the one given above
+        [(request, task)] = server.engine.executor.tasks  # type: ignore[attr-defined]  # the executor given above
         assert (request.seed, task.prompt, task.width, task.height) == (5, "a dog", 16, 8)
         assert task.image == Picture(16, 8, b"\xff\x00\x00" * 128)
         assert task.mask is not None
@@ -75,7 +75,7 @@ async def test_a_form_becomes_what_the_model_is_to_change() -> None:
         await server.assert_all_free()
 
 
-async def test_a_stream_of_a_changed_image_has_events_of_its_own() -> None:
+async def test_streamed_edit_has_image_edit_events() -> None:
     async with open_memory_image_server(paused=True) as server:
         content, content_type = multipart(
             PROMPT, ("image", png(), "a.png"), ("stream", "true"), ("partial_images", "1"), ("strength", "1")
@@ -109,7 +109,7 @@ async def test_a_stream_of_a_changed_image_has_events_of_its_own() -> None:
         pytest.param([PROMPT, ("image", png(), "a.png"), ("model", "x")], "model", "served are: fake", id="model"),
     ],
 )
-async def test_what_cannot_be_changed_is_refused(parts: Any, param: str, says: str) -> None:
+async def test_invalid_edit_is_refused(parts: Any, param: str, says: str) -> None:
     async with open_memory_image_server(request_limits=ImageRequestLimits(pixels_max=4096)) as server:
         response = await post(server, *parts)
         error = (await response.json())["error"]
@@ -119,20 +119,20 @@ async def test_what_cannot_be_changed_is_refused(parts: Any, param: str, says: s
         await server.assert_all_free()
 
 
-async def test_a_file_with_more_bytes_than_are_taken_is_not_decoded() -> None:
+async def test_image_file_above_the_size_limit_is_not_decoded() -> None:
     async with open_memory_image_server(uploads=ImageLimits(image_bytes_max=50)) as server:
         response = await post(server, PROMPT, ("image", png(), "a.png"))
         assert "an image may have 50" in (await response.json())["error"]["message"]
 
 
-async def test_a_body_that_is_no_form_is_refused() -> None:
+async def test_body_that_is_not_a_form_is_refused() -> None:
     async with open_memory_image_server() as server:
         response = await server.client().post(PATH, {"prompt": "a dog"})
         assert response.status == 400
         assert (await response.json())["error"]["param"] == "content-type"
 
 
-async def test_a_model_that_changes_none_says_so() -> None:
+async def test_edit_is_refused_by_a_model_without_edits() -> None:
     model = msgspec.structs.replace(FAKE_IMAGE_MODEL, takes_images=False)
     async with open_memory_image_server(model=model) as server:
         response = await post(server, PROMPT, ("image", png(), "a.png"))
@@ -142,7 +142,7 @@ async def test_a_model_that_changes_none_says_so() -> None:
         assert server.decoder.run_count == 0
 
 
-async def test_so_many_at_a_time_and_no_more() -> None:
+async def test_number_of_concurrent_edits_is_limited() -> None:
     places = EditPlaces(1)
     async with open_memory_image_server(paused=True, edits=places) as server:
         content, content_type = multipart(PROMPT, ("image", png(), "a.png"))

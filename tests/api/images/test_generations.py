@@ -1,4 +1,4 @@
-"""POST /v1/images/generations over the whole server in memory: what comes back, whole and as it becomes."""
+"""POST /v1/images/generations over the whole server in memory, whole and streamed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def events_of(response: MemoryResponse) -> list[dict[str, Any]]:
     return [event async for event in response]
 
 
-async def test_a_prompt_becomes_pictures() -> None:
+async def test_prompt_becomes_images() -> None:
     async with open_memory_image_server() as server:
         client = server.client()
         response = await client.post(PATH, {**CAT, "n": 2, "size": "32x16", "steps": 3})
@@ -62,7 +62,7 @@ async def test_a_prompt_becomes_pictures() -> None:
         await server.assert_all_free()
 
 
-async def test_the_same_seed_gives_the_same_picture_and_the_next_one_stands_alone() -> None:
+async def test_image_of_a_seed_is_the_same_alone_and_among_others() -> None:
     async with open_memory_image_server() as server:
         client = server.client()
         two = await (await client.post(PATH, {**CAT, "n": 2})).json()
@@ -74,14 +74,14 @@ async def test_the_same_seed_gives_the_same_picture_and_the_next_one_stands_alon
 
 
 @pytest.mark.parametrize("kind", ["png", "jpeg", "webp"])
-async def test_the_format_is_the_one_that_was_asked_for(kind: str) -> None:
+async def test_images_have_the_requested_format(kind: str) -> None:
     async with open_memory_image_server() as server:
         body = await (await server.client().post(PATH, {**CAT, "output_format": kind})).json()
         assert body["output_format"] == kind
         assert picture_of(body["data"][0]).format == kind.upper()
 
 
-async def test_a_stream_shows_each_picture_on_its_way() -> None:
+async def test_stream_sends_partial_images_of_each_image() -> None:
     async with open_memory_image_server(paused=True) as server:
         body = {**CAT, "n": 2, "steps": 4, "stream": True, "partial_images": 1}
         async with server.client().ask(PATH, body) as response:
@@ -111,7 +111,7 @@ async def test_a_stream_shows_each_picture_on_its_way() -> None:
         await server.assert_all_free()
 
 
-async def test_progress_is_told_where_it_is_asked_for() -> None:
+async def test_progress_events_are_sent_on_request() -> None:
     async with open_memory_image_server(paused=True) as server:
         body = {**CAT, "steps": 3, "stream": True, "stream_options": {"include_progress": True}}
         async with server.client().ask(PATH, body) as response:
@@ -124,7 +124,7 @@ async def test_progress_is_told_where_it_is_asked_for() -> None:
         assert completed["type"] == "image_generation.completed"
 
 
-async def test_a_silent_stream_says_now_and_then_that_it_lives(autojump_clock: MockClock) -> None:
+async def test_silent_image_stream_sends_keep_alives(autojump_clock: MockClock) -> None:
     async with open_memory_image_server(step_seconds=KEEP_ALIVE_SECONDS + 1) as server:
         async with server.client().ask(PATH, {**CAT, "steps": 3, "stream": True}) as response:
             events = await events_of(response)
@@ -132,7 +132,7 @@ async def test_a_silent_stream_says_now_and_then_that_it_lives(autojump_clock: M
         assert len(events) == 1
 
 
-async def test_a_class_is_named_or_counted() -> None:
+async def test_class_is_chosen_by_name_or_index() -> None:
     model = msgspec.structs.replace(FAKE_IMAGE_MODEL, classes=FAKE_CLASSES)
     async with open_memory_image_server(model=model) as server:
         client = server.client()
@@ -163,7 +163,7 @@ async def test_a_class_is_named_or_counted() -> None:
     ],
 )
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
-async def test_what_the_model_cannot_do_is_refused_before_anything_is_sent(
+async def test_invalid_request_is_refused_before_the_response_begins(
     fields: dict[str, Any], param: str, says: str, is_streamed: bool
 ) -> None:
     limits = ImageRequestLimits(pixels_max=2048, steps_max=8, n_max=4)
@@ -176,7 +176,7 @@ async def test_what_the_model_cannot_do_is_refused_before_anything_is_sent(
         await server.assert_all_free()
 
 
-async def test_a_request_that_fails_says_so_whole_and_in_a_stream() -> None:
+async def test_failed_request_reports_an_error_whole_and_streamed() -> None:
     async with open_memory_image_server(paused=True) as server:
         for is_streamed in (False, True):
             async with server.client().ask(PATH, {**CAT, "stream": is_streamed}) as response:
@@ -196,7 +196,7 @@ async def test_a_request_that_fails_says_so_whole_and_in_a_stream() -> None:
             await server.assert_all_free()
 
 
-async def test_an_abort_by_id_ends_a_stream_with_an_error() -> None:
+async def test_abort_by_id_ends_an_image_stream_with_an_error() -> None:
     async with open_memory_image_server(paused=True) as server:
         headers = {"X-Request-Id": "mine"}
         async with server.client().ask(PATH, {**CAT, "stream": True}, headers=headers) as response:
@@ -215,16 +215,16 @@ async def test_an_abort_by_id_ends_a_stream_with_an_error() -> None:
         await server.assert_all_free()
 
 
-async def test_deadlines_count_for_pictures(autojump_clock: MockClock) -> None:
+async def test_deadlines_end_image_requests(autojump_clock: MockClock) -> None:
     async with open_memory_image_server(step_seconds=1.0) as server:
         response = await server.client().post(PATH, {**CAT, "steps": 50, "timeout": 5})
         assert response.status == 504
         assert (await response.json())["error"]["code"] == "timeout"
-        await trio.sleep(1)  # the step in flight
+        await trio.sleep(1)  # wait until the running step has ended
         await server.assert_all_free()
 
 
-async def test_the_log_says_how_much_was_made(caplog: pytest.LogCaptureFixture) -> None:
+async def test_log_line_has_the_number_of_images_and_steps(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     async with open_memory_image_server(logs_requests=True) as server:
         await server.client().post(PATH, {**CAT, "n": 2, "steps": 3})
@@ -233,7 +233,7 @@ async def test_the_log_says_how_much_was_made(caplog: pytest.LogCaptureFixture) 
     assert "cat" not in line
 
 
-async def test_others_go_on_while_a_picture_is_written() -> None:
+async def test_other_requests_run_while_an_image_is_encoded() -> None:
     async with open_memory_image_server() as server, trio.open_nursery() as nursery:
         with server.threads.held():
             nursery.start_soon(server.client().post, PATH, CAT)

@@ -1,4 +1,4 @@
-"""What may be asked of pictures: which fields mean what, and how each that cannot be is refused by its own name."""
+"""Bodies of image requests: the meaning of fields, and the refusal of invalid fields."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def body(**fields: Any) -> ImageGenerationBody:
         ({"style": None, "svg": {}, "response_format": "b64_json"}, {}),
     ],
 )
-def test_fields_become_params(fields: dict[str, Any], expect: dict[str, Any] | None) -> None:
+def test_body_fields_become_image_params(fields: dict[str, Any], expect: dict[str, Any] | None) -> None:
     asked = body(**fields)
     asked.check()
     assert asked.params() == ImageParams(**(fields if expect is None else expect))
@@ -77,7 +77,7 @@ def test_fields_become_params(fields: dict[str, Any], expect: dict[str, Any] | N
         *(({field: "x"}, field, "/v1/images/edits") for field in ("image", "mask", "strength")),
     ],
 )
-def test_what_cannot_be_is_refused_by_the_name_that_it_came_with(fields: dict[str, Any], param: str, says: str) -> None:
+def test_invalid_field_is_refused_under_the_name_that_was_sent(fields: dict[str, Any], param: str, says: str) -> None:
     with pytest.raises(InvalidRequest, match=says) as refused:
         asked = body(**fields)
         asked.check()
@@ -86,12 +86,12 @@ def test_what_cannot_be_is_refused_by_the_name_that_it_came_with(fields: dict[st
     assert refused.value.param == param
 
 
-def test_the_format_is_png_unless_asked_otherwise() -> None:
+def test_default_format_is_png() -> None:
     assert body().picture_format() == PictureFormat("png", 100)
     assert body(output_format="webp", output_compression=0).picture_format() == PictureFormat("webp", 0)
 
 
-def test_a_form_holds_texts_and_files() -> None:
+def test_form_has_text_fields_and_files() -> None:
     parts = [("prompt", "a dög"), ("n", "2"), ("strength", "0.5"), ("seed", ""), ("stream", "true")]
     more = [("stream_options[include_progress]", "true"), ("partial_images", "1"), ("new_field", "1")]
     asked = parsed_edit(*multipart(*parts, *more, IMAGE, ("mask", b"a mask", "m.png")))
@@ -103,7 +103,7 @@ def test_a_form_holds_texts_and_files() -> None:
     assert params == ImageParams(n=2, strength=0.5, partial_images=1, image=image)
 
 
-def test_an_image_may_come_as_the_only_one_of_a_list() -> None:
+def test_image_can_be_the_only_entry_of_a_list() -> None:
     for name in ("image[]", "image[0]"):
         assert parsed_edit(*multipart(("prompt", "p"), (name, b"it", "a.png"))).image == b"it"
 
@@ -124,7 +124,7 @@ def test_an_image_may_come_as_the_only_one_of_a_list() -> None:
         ([("prompt", "p" * 200_000), IMAGE], "prompt", "bytes"),
     ],
 )
-def test_a_form_that_cannot_be_is_refused(parts: Any, param: str, says: str) -> None:
+def test_invalid_form_is_refused(parts: Any, param: str, says: str) -> None:
     with pytest.raises(InvalidRequest, match=says) as refused:
         asked = parsed_edit(*multipart(*parts))
         asked.body.check()

@@ -1,4 +1,4 @@
-"""What a server that makes pictures has besides: its description, what operators ask, whose requests are whose."""
+"""Other routes of a server that generates images: OpenAPI, operators' routes, and separation of keys."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PATH = "/v1/images/generations"
 CAT = {"prompt": "a cat"}
 
 
-async def test_every_route_is_described_and_nothing_else() -> None:
+async def test_openapi_document_has_exactly_the_routes() -> None:
     routes = (*IMAGE_ROUTES.values(), *IMAGE_TEMPLATES, MODEL, REQUEST)
     assert set(OPERATIONS) == {(method, route.path) for route in routes for method in route.operations}
     async with open_memory_image_server() as server:
@@ -61,14 +61,14 @@ def check_references(document: dict[str, Any], value: Any) -> None:
         ("/is_sleeping", operators.IsSleeping),
     ],
 )
-async def test_what_can_be_read_is_as_it_is_described(path: str, kind: type) -> None:
+async def test_responses_match_their_description(path: str, kind: type) -> None:
     async with open_memory_image_server() as server:
         response = await server.client().get(path)
         assert response.status == 200
         msgspec.convert(await response.json(), kind)
 
 
-async def test_a_model_says_what_may_be_asked_of_it() -> None:
+async def test_model_description_has_its_options_and_limits() -> None:
     async with open_memory_image_server() as server:
         [card] = (await (await server.client().get("/v1/models")).json())["data"]
         takes = card["image"]
@@ -78,7 +78,7 @@ async def test_a_model_says_what_may_be_asked_of_it() -> None:
 
 
 @pytest.mark.parametrize("path", [*TEXT_PATHS, "/v1/responses/input_tokens"])
-async def test_paths_of_texts_say_that_pictures_are_made(path: str) -> None:
+async def test_text_paths_of_an_image_server_explain_the_refusal(path: str) -> None:
     assert path in ROUTES, "it is a path of a server that makes texts"
     async with open_memory_image_server() as server:
         response = await server.client().post(path, {"prompt": "x"})
@@ -88,7 +88,7 @@ async def test_paths_of_texts_say_that_pictures_are_made(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", [PATH, "/v1/images/edits"])
-async def test_a_server_of_texts_says_that_it_makes_none(path: str) -> None:
+async def test_image_paths_of_a_text_server_explain_the_refusal(path: str) -> None:
     async with open_memory_server() as server:
         response = await server.client().post(path, CAT)
         assert response.status == 404
@@ -96,14 +96,14 @@ async def test_a_server_of_texts_says_that_it_makes_none(path: str) -> None:
         assert "makes texts and no pictures" in (await response.json())["error"]["message"]
 
 
-async def test_metrics_count_what_was_made() -> None:
+async def test_metrics_count_images_and_steps() -> None:
     async with open_memory_image_server() as server:
         await server.client().post(PATH, CAT)
         page = (await server.client().get("/metrics")).body.decode()
         assert f'path="{PATH}"' in page or f'route="{PATH}"' in page
 
 
-async def test_a_router_is_told_of_the_load_as_it_changes(autojump_clock: MockClock) -> None:
+async def test_router_gets_a_load_report_after_each_change(autojump_clock: MockClock) -> None:
     async with open_memory_image_server(paused=True) as server:
         refused = await server.client().get("/kv_events")
         assert (refused.status, refused.headers["x-trioserve-reason"]) == (404, "kv_events_off")
@@ -117,7 +117,7 @@ async def test_a_router_is_told_of_the_load_as_it_changes(autojump_clock: MockCl
         await server.assert_all_free()
 
 
-async def test_a_key_sees_and_ends_its_own_requests_alone() -> None:
+async def test_key_sees_and_aborts_only_its_own_image_requests() -> None:
     async with open_memory_image_server(paused=True, api_keys=("a", "b"), admin_api_key="root") as server:
         clients = {key: server.client(headers={"Authorization": f"Bearer {key}"}) for key in ("a", "b", "root")}
         assert (await server.client().get("/v1/requests")).status == 401
@@ -138,13 +138,13 @@ async def test_a_key_sees_and_ends_its_own_requests_alone() -> None:
         await server.assert_all_free()
 
 
-async def test_a_better_priority_than_is_allowed_is_refused() -> None:
+async def test_priority_above_the_keys_limit_is_refused() -> None:
     async with open_memory_image_server(api_keys=("a",)) as server:
         response = await server.client(headers={"x-api-key": "a"}).post(PATH, {**CAT, "priority": -1})
         assert (response.status, (await response.json())["error"]["param"]) == (400, "priority")
 
 
-async def test_a_pause_holds_pictures_up_and_they_go_on() -> None:
+async def test_pause_stops_images_and_resume_continues_them() -> None:
     async with open_memory_image_server() as server:
         client = server.client()
         assert (await client.post("/pause?mode=keep", {})).status == 200
@@ -159,7 +159,7 @@ async def test_a_pause_holds_pictures_up_and_they_go_on() -> None:
 
 
 @pytest.mark.parametrize("level", [1, 2])
-async def test_it_sleeps_as_a_server_of_texts_does_and_what_is_kept_is_made_anew(level: int) -> None:
+async def test_image_server_sleeps_and_restarts_kept_requests(level: int) -> None:
     async with open_memory_image_server(paused=True) as server:
         client = server.client()
         async with server.client().ask(PATH, {**CAT, "seed": 1, "steps": 3}) as response:
@@ -170,12 +170,14 @@ async def test_it_sleeps_as_a_server_of_texts_does_and_what_is_kept_is_made_anew
             assert (ready.status, (await ready.json())["reason"]) == (503, "sleeping")
             assert await (await client.get("/is_sleeping")).json() == {"is_sleeping": True}
             assert await (await client.post("/wake_up", {})).json() == {"is_sleeping": False}
-            await server.engine.step(5)  # encoded, denoised and decoded: nothing is left of what it had
+            await server.engine.step(
+                5
+            )  # encode, denoise and decode again, because the state before the sleep was dropped
             assert await response.head() == 200
         await server.assert_all_free()
 
 
-async def test_a_server_that_leaves_finishes_what_runs_and_refuses_the_rest() -> None:
+async def test_draining_image_server_finishes_running_requests_and_refuses_the_rest() -> None:
     async with open_memory_image_server(paused=True, max_num_seqs=1) as server:
         running, waiting = server.client(), server.client()
         async with running.ask(PATH, CAT) as first, waiting.ask(PATH, CAT) as second:
@@ -188,7 +190,7 @@ async def test_a_server_that_leaves_finishes_what_runs_and_refuses_the_rest() ->
         await server.assert_all_free()
 
 
-async def test_the_page_is_that_of_pictures() -> None:
+async def test_image_server_serves_the_image_page() -> None:
     async with open_memory_image_server() as server:
         page = await server.client().get("/")
         assert b"ui/images.js" in page.body

@@ -1,4 +1,4 @@
-"""A client that leaves, at any phase of its pictures: its slots are back, and nothing of it is left."""
+"""Clients that leave in each phase of an image request: all slots are free afterwards."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def slots_used(server: MemoryImageServer) -> int:
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("http", [1, 2])
 @pytest.mark.parametrize("phase", PHASES)
-async def test_slots_are_back_right_after_the_step_in_flight(phase: str, http: int, is_streamed: bool) -> None:
+async def test_slots_are_free_right_after_the_running_step(phase: str, http: int, is_streamed: bool) -> None:
     async with open_memory_image_server(paused=True) as server:
         body = {**BODY, "stream": is_streamed, "partial_images": 2 if is_streamed else 0}
         async with server.client(http=http).ask(GENERATIONS, body):
@@ -57,7 +57,7 @@ async def test_slots_are_back_right_after_the_step_in_flight(phase: str, http: i
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("phase", PHASES)
-async def test_leaving_between_two_steps_gives_slots_back_at_once(phase: str, way: str) -> None:
+async def test_leaving_between_two_steps_frees_slots_at_once(phase: str, way: str) -> None:
     async with open_memory_image_server(paused=True) as server:
         client = server.client()
         async with client.ask(GENERATIONS, {**BODY, "stream": True}):
@@ -69,7 +69,7 @@ async def test_leaving_between_two_steps_gives_slots_back_at_once(phase: str, wa
         await server.assert_all_free()
 
 
-async def test_leaving_the_queue_lets_the_next_one_in() -> None:
+async def test_leaving_the_queue_admits_the_next_request() -> None:
     async with open_memory_image_server(paused=True, max_num_seqs=1) as server:
         first, second, third = (server.client() for _ in range(3))
         async with first.ask(GENERATIONS, {"prompt": "a"}), third.ask(GENERATIONS, {"prompt": "c"}) as response:
@@ -82,8 +82,8 @@ async def test_leaving_the_queue_lets_the_next_one_in() -> None:
 
 
 @pytest.mark.parametrize("is_whole", [False, True], ids=["partial", "whole"])
-async def test_leaving_while_a_picture_is_written(is_whole: bool) -> None:
-    """The others of the request have their slots until then."""
+async def test_leaving_while_an_image_is_encoded_frees_all_slots(is_whole: bool) -> None:
+    """The other images of the request hold their slots until then."""
     async with open_memory_image_server(paused=True) as server:
         body = {**BODY, "stream": True, "partial_images": 2}
         async with server.client().ask(GENERATIONS, body):
@@ -99,7 +99,7 @@ async def test_leaving_while_a_picture_is_written(is_whole: bool) -> None:
 
 
 class Noise(FakePictureExecutor):
-    """Pictures that make large files."""
+    """Images that make large files."""
 
     def shown(self, request: IterativeRequest, latent: int) -> Picture:
         picture = super().shown(request, latent)
@@ -107,8 +107,8 @@ class Noise(FakePictureExecutor):
 
 
 @pytest.mark.parametrize("http", [1, 2])
-async def test_leaving_while_a_picture_is_sent(http: int) -> None:
-    """A client that takes nothing: its window is full, and the handler waits inside of an event."""
+async def test_leaving_while_an_image_is_sent_frees_all_slots(http: int) -> None:
+    """The client reads nothing: its window is full, and the handler waits inside of an event."""
     model = msgspec.structs.replace(FAKE_IMAGE_MODEL, side_max=1024, pixels_per_work=512 * 512)
     async with open_memory_image_server(paused=True, model=model, new_executor=Noise) as server:
         client = server.client(http=http)
@@ -123,7 +123,7 @@ async def test_leaving_while_a_picture_is_sent(http: int) -> None:
 
 
 @pytest.mark.parametrize("is_large", [False, True], ids=["small", "large"])
-async def test_leaving_while_an_upload_is_read(is_large: bool) -> None:
+async def test_leaving_while_an_upload_is_parsed_frees_everything(is_large: bool) -> None:
     file = io.BytesIO()
     side = 256 if is_large else 16
     Image.effect_noise((side, side), 80).save(file, "PNG")
@@ -134,14 +134,14 @@ async def test_leaving_while_an_upload_is_read(is_large: bool) -> None:
         with server.threads.held(), server.decoder.held():
             async with server.client().ask(EDITS, content, headers={"content-type": content_type}):
                 await wait_all_tasks_blocked()
-                # The form of a large upload is read in a thread.
+                # A large form is parsed in a thread.
                 assert (server.threads.held_count, server.decoder.held_count) == (is_large, not is_large)
             await wait_all_tasks_blocked()
             assert server.threads.held_count == server.decoder.held_count == 0
         await server.assert_all_free()
 
 
-async def test_a_whole_response_that_nobody_takes_holds_nothing_of_the_engine() -> None:
+async def test_unread_whole_response_holds_no_slot() -> None:
     model = msgspec.structs.replace(FAKE_IMAGE_MODEL, side_max=1024, pixels_per_work=512 * 512)
     async with open_memory_image_server(model=model, new_executor=Noise) as server:
         async with server.client().ask(GENERATIONS, {**BODY, "size": "512x512"}):
@@ -153,7 +153,7 @@ async def test_a_whole_response_that_nobody_takes_holds_nothing_of_the_engine() 
 
 
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
-async def test_pictures_that_nobody_takes_have_a_bound(is_streamed: bool) -> None:
+async def test_memory_of_unread_images_is_limited(is_streamed: bool) -> None:
     model = msgspec.structs.replace(FAKE_IMAGE_MODEL, side_max=1024, pixels_per_work=512 * 512)
     unsent = UnsentPictures(1_000_000)
     async with open_memory_image_server(model=model, new_executor=Noise, unsent=unsent) as server:
@@ -170,7 +170,7 @@ async def test_pictures_that_nobody_takes_have_a_bound(is_streamed: bool) -> Non
         assert unsent.byte_count == 0
 
 
-async def test_a_changed_picture_that_nobody_takes_lets_go_of_what_it_was_made_of() -> None:
+async def test_unread_edit_result_frees_the_decoded_image() -> None:
     model = msgspec.structs.replace(FAKE_IMAGE_MODEL, side_max=1024, pixels_per_work=512 * 512)
     edits = EditPlaces(1)
     file = io.BytesIO()

@@ -1,4 +1,4 @@
-"""openai-python, unchanged, over the whole server in memory: pictures, whole and streamed, made and changed."""
+"""The unmodified client library openai-python against the whole server in memory: generate and edit images."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from PIL import Image
 from trioserve.testing.httpx_transport import MemoryTransport
 from trioserve.testing.memory_server import open_memory_image_server
 
-# The client leaves its async generators at the last event, without closing them.
+# The client library stops reading its async generators at the last event, without closing them.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
     pytest.mark.filterwarnings("ignore:Async generator:ResourceWarning"),
@@ -45,7 +45,7 @@ def red_square() -> tuple[str, bytes, str]:
     return "red.png", file.getvalue(), "image/png"
 
 
-async def test_generate_gives_pictures() -> None:
+async def test_openai_client_generates_images() -> None:
     async with opened() as client:
         response = await client.images.generate(
             model="fake", prompt="a cat", n=2, size="32x16", output_format="webp", extra_body={"seed": 7, "steps": 3}
@@ -56,7 +56,7 @@ async def test_generate_gives_pictures() -> None:
         assert response.usage.total_tokens == response.usage.input_tokens + response.usage.output_tokens
 
 
-async def test_generate_streams_events() -> None:
+async def test_openai_client_streams_image_events() -> None:
     async with opened() as client:
         stream = await client.images.generate(
             model="fake", prompt="a cat", stream=True, partial_images=1, extra_body={"steps": 50}
@@ -67,7 +67,7 @@ async def test_generate_streams_events() -> None:
         assert size_of(events[-1].b64_json) == (16, 16)
 
 
-async def test_edit_changes_an_image_whole_and_streamed() -> None:
+async def test_openai_client_edits_an_image_whole_and_streamed() -> None:
     async with opened() as client:
         whole = await client.images.edit(model="fake", prompt="a dog", image=red_square(), extra_body={"strength": 0.5})
         assert [size_of(image.b64_json) for image in whole.data or []] == [(16, 16)]
@@ -77,7 +77,7 @@ async def test_edit_changes_an_image_whole_and_streamed() -> None:
         assert [event.type async for event in stream][-1] == "image_edit.completed"
 
 
-async def test_what_is_refused_is_an_error_of_the_clients() -> None:
+async def test_refusal_becomes_an_exception_of_the_openai_client() -> None:
     async with opened() as client:
         with pytest.raises(openai.BadRequestError) as refused:
             await client.images.generate(model="fake", prompt="a cat", size="512x512")

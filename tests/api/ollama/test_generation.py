@@ -1,4 +1,4 @@
-"""POST /api/chat and /api/generate, as Ollama's own client reads them."""
+"""POST /api/chat and /api/generate, checked with the types of Ollama's client library."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ def text_of(said: dict[str, Any]) -> str:
     return said["message"]["content"] if "message" in said else said["response"]
 
 
-# --- lines, and all in one ---
+# --- streams and whole responses ---
 
 
 @pytest.mark.parametrize("asked", [CHAT, GENERATE])
-async def test_a_stream_of_lines_is_what_comes_if_nothing_is_said(api: Any, asked: Any) -> None:
+async def test_response_is_streamed_by_default(api: Any, asked: Any) -> None:
     exchange = await ask(api, asked, model="org/letters:latest")
     *pieces, last = lines(exchange)
     assert [text_of(piece) for piece in pieces] == ["Hello", "!"]
@@ -81,7 +81,7 @@ async def test_a_stream_of_lines_is_what_comes_if_nothing_is_said(api: Any, aske
 
 
 @pytest.mark.parametrize("asked", [CHAT, GENERATE])
-async def test_a_whole_response(api: Any, asked: Any) -> None:
+async def test_whole_response_is_one_object(api: Any, asked: Any) -> None:
     said = whole(await ask(api, asked, stream=False))
     assert (text_of(said), said["done"], said["done_reason"]) == ("Hello!", True, "stop")
     assert said["model"] == "letters"
@@ -94,29 +94,29 @@ async def test_a_whole_response(api: Any, asked: Any) -> None:
 
 @pytest.mark.parametrize("reason, expected", [(FinishReason.STOP, "stop"), (FinishReason.LENGTH, "length")])
 @pytest.mark.parametrize("stream", [True, False])
-async def test_why_it_ended(api: Any, reason: FinishReason, expected: str, stream: bool) -> None:
+async def test_stop_reason_of_each_kind_of_end(api: Any, reason: FinishReason, expected: str, stream: bool) -> None:
     api.engine.script = api.say("ab", reason=reason)
     exchange = await ask(api, stream=stream)
     assert (lines(exchange)[-1] if stream else whole(exchange))["done_reason"] == expected
 
 
-async def test_no_line_is_cut_in_two_by_what_is_in_it(api: Any) -> None:
+async def test_line_breaks_in_text_do_not_split_a_line(api: Any) -> None:
     api.engine.script = api.say("a\nb\u2028c\u0085", "d\re")
     assert "".join(map(text_of, lines(await ask(api)))) == "a\nb\u2028c\u0085d\re"
 
 
 @pytest.mark.parametrize("asked", [("/api/chat", {}), ("/api/chat", {"messages": []}), ("/api/generate", {})])
 @pytest.mark.parametrize("keep_alive", [None, 0, "5m", -1, 1.5])
-async def test_without_a_prompt_the_model_is_said_to_be_loaded(api: Any, asked: Any, keep_alive: Any) -> None:
+async def test_request_without_a_prompt_reports_that_the_model_is_loaded(api: Any, asked: Any, keep_alive: Any) -> None:
     said = whole(await ask(api, asked, keep_alive=keep_alive))
     assert (said["done"], said["done_reason"], text_of(said)) == (True, "load", "")
     assert api.engine.streams == []
 
 
-# --- what is asked of the model ---
+# --- requests ---
 
 
-async def test_options_are_sampling(api: Any) -> None:
+async def test_options_become_sampling_params(api: Any) -> None:
     options = {
         "temperature": 0.5,
         "top_p": 0.9,
@@ -144,24 +144,24 @@ async def test_options_are_sampling(api: Any) -> None:
 
 
 @pytest.mark.parametrize("num_predict", [-2, -1, 0])
-async def test_num_predict_of_0_and_below_means_as_many_as_fit(api: Any, num_predict: int) -> None:
+async def test_num_predict_of_zero_or_less_means_as_many_tokens_as_fit(api: Any, num_predict: int) -> None:
     await ask(api, options={"num_predict": num_predict})
     assert api.engine.streams[0].sampling.max_tokens is None
 
 
 @pytest.mark.parametrize("num_predict", [9, 100, 2**31 - 1])
-async def test_num_predict_beyond_the_room_is_clamped(api: Any, num_predict: int) -> None:
+async def test_num_predict_beyond_the_context_is_reduced(api: Any, num_predict: int) -> None:
     await ask(api, options={"num_predict": num_predict})
     sampling = api.engine.streams[0].sampling
     assert (sampling.max_tokens, sampling.clamp_max_tokens) == (num_predict, True)
 
 
-async def test_a_seed_of_minus_one_is_any(api: Any) -> None:
+async def test_seed_of_minus_one_is_random(api: Any) -> None:
     await ask(api, options={"seed": -1})
     assert api.engine.streams[0].sampling.seed is None
 
 
-async def test_a_window_of_no_tokens_is_no_penalty(api: Any) -> None:
+async def test_repeat_last_n_of_zero_switches_penalties_off(api: Any) -> None:
     await ask(api, options={"repeat_last_n": 0, "repeat_penalty": 1.5})
     assert api.engine.streams[0].sampling.repetition_penalty == 1.0
     await ask(api, options={"repeat_last_n": 64})
@@ -183,7 +183,7 @@ async def test_a_window_of_no_tokens_is_no_penalty(api: Any) -> None:
     ],
 )
 @pytest.mark.parametrize("asked", [CHAT, GENERATE])
-async def test_an_option_that_cannot_be_honoured_is_named(api: Any, asked: Any, options: Any, place: str) -> None:
+async def test_unsupported_option_is_refused_by_name(api: Any, asked: Any, options: Any, place: str) -> None:
     assert (await check_refused(api, asked, options=options)).startswith(place)
     assert (await check_refused(api, (asked[0], {}), options=options)).startswith(place)
     assert api.engine.streams == []
@@ -208,12 +208,12 @@ async def test_an_option_that_cannot_be_honoured_is_named(api: Any, asked: Any, 
         (GENERATE, {"raw": True, "think": True}, "think"),
     ],
 )
-async def test_what_cannot_be_honoured_is_named(api: Any, asked: Any, fields: Any, place: str) -> None:
+async def test_unsupported_body_field_is_refused_by_name(api: Any, asked: Any, fields: Any, place: str) -> None:
     assert place in (await check_refused(api, asked, **fields))
     assert api.engine.streams == []
 
 
-async def test_a_form_is_json_or_a_schema(api: Any) -> None:
+async def test_format_is_json_or_a_schema(api: Any) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     for asked in (CHAT, GENERATE):
         for given, kind in (("json", FormKind.JSON_OBJECT), (schema, FormKind.JSON_SCHEMA), ("", None), (None, None)):
@@ -222,29 +222,29 @@ async def test_a_form_is_json_or_a_schema(api: Any) -> None:
             assert (None if form is None else form.kind) == kind
 
 
-async def test_a_prompt_is_what_a_user_says(api: Any) -> None:
+async def test_prompt_becomes_a_message_of_the_user(api: Any) -> None:
     await ask(api, GENERATE, system="Be short.")
     prompt = api.engine.streams[0].prompt
     assert prompt.messages == [{"role": "system", "content": "Be short."}, USER]
     assert prompt.add_generation_prompt
 
 
-async def test_a_raw_prompt_goes_to_the_model_as_it_is(api: Any) -> None:
+async def test_raw_prompt_uses_no_template(api: Any) -> None:
     api.engine.script = api.say("<think>no</think>")
     *_, last = lines(exchange := await ask(api, GENERATE, raw=True, format="json", template=""))
     assert api.engine.streams[0].prompt == "Hi"
     assert api.engine.streams[0].sampling.structured.kind is FormKind.JSON_OBJECT
     assert "".join(map(text_of, lines(exchange))) == "<think>no</think>"
-    assert last["prompt_eval_count"] == 3  # with the one that begins every text
+    assert last["prompt_eval_count"] == 3  # two characters and the token that begins every text
 
 
-async def test_a_last_message_of_the_assistant_goes_on(api: Any) -> None:
+async def test_last_message_of_the_assistant_is_continued(api: Any) -> None:
     await ask(api, messages=[USER, {"role": "assistant", "content": "Well"}])
     prompt = api.engine.streams[0].prompt
     assert (prompt.continue_final_message, prompt.add_generation_prompt) == (True, False)
 
 
-async def test_own_fields_and_deadlines_go_to_the_engine(api: Any) -> None:
+async def test_priority_and_deadlines_reach_the_engine(api: Any) -> None:
     for path, body in (CHAT, GENERATE):
         await api.context(
             "POST", path, {**body, "priority": 3, "cache_salt": "s", "timeout": 2.5}, x_ttft_timeout="1.5"
@@ -254,11 +254,11 @@ async def test_own_fields_and_deadlines_go_to_the_engine(api: Any) -> None:
         assert (options["deadlines"].timeout, options["deadlines"].ttft_timeout) == (2.5, 1.5)
 
 
-# --- tools and thoughts ---
+# --- tool calls and reasoning ---
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_call_is_told_whole_with_its_arguments_as_an_object(api: Any, stream: bool) -> None:
+async def test_tool_call_is_sent_whole_with_its_arguments_as_an_object(api: Any, stream: bool) -> None:
     api.engine.script = api.say("Let me see. ", CALL[:20], CALL[20:50], CALL[50:], CALL)
     exchange = await ask(api, tools=[TOOL], stream=stream)
     told = lines(exchange) if stream else [whole(exchange)]
@@ -271,7 +271,7 @@ async def test_a_call_is_told_whole_with_its_arguments_as_an_object(api: Any, st
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_call_that_is_cut_off_is_not_told(api: Any, stream: bool) -> None:
+async def test_incomplete_tool_call_is_not_sent(api: Any, stream: bool) -> None:
     api.engine.script = api.say(CALL[:40], reason=FinishReason.LENGTH)
     exchange = await ask(api, tools=[TOOL], stream=stream)
     told = lines(exchange) if stream else [whole(exchange)]
@@ -279,7 +279,7 @@ async def test_a_call_that_is_cut_off_is_not_told(api: Any, stream: bool) -> Non
     assert told[-1]["done_reason"] == "length"
 
 
-async def test_results_belong_to_calls_by_name_or_in_order(api: Any) -> None:
+async def test_tool_results_are_matched_to_calls_by_name_or_order(api: Any) -> None:
     called = [{"function": {"name": name, "arguments": {}}} for name in ("first", "second", "second")]
     results = [
         {"role": "tool", "content": "2", "tool_name": "second"},
@@ -297,7 +297,7 @@ async def test_results_belong_to_calls_by_name_or_in_order(api: Any) -> None:
     ]
 
 
-async def test_ids_of_calls_are_taken_where_they_are_sent(api: Any) -> None:
+async def test_call_ids_of_the_client_are_used(api: Any) -> None:
     called = {"role": "assistant", "tool_calls": [{"id": "mine", "function": {"name": "f", "arguments": {"a": 1}}}]}
     await ask(api, messages=[USER, called, {"role": "tool", "tool_call_id": "mine", "content": "1"}])
     _, said, answered = api.engine.streams[0].prompt.messages
@@ -309,7 +309,7 @@ async def test_ids_of_calls_are_taken_where_they_are_sent(api: Any) -> None:
     assert answered["tool_call_id"] == "mine"
 
 
-async def test_an_earlier_thought_goes_to_the_template(api: Any) -> None:
+async def test_earlier_reasoning_reaches_the_template(api: Any) -> None:
     await ask(api, messages=[USER, {"role": "assistant", "content": "a", "thinking": "t"}, USER])
     assert api.engine.streams[0].prompt.messages[1]["reasoning_content"] == "t"
 
@@ -318,7 +318,7 @@ async def test_an_earlier_thought_goes_to_the_template(api: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_every_token_has_its_log_probability(api: Any, stream: bool) -> None:
+async def test_every_token_has_a_log_probability(api: Any, stream: bool) -> None:
     exchange = await ask(api, stream=stream, logprobs=True, top_logprobs=2)
     told = lines(exchange) if stream else [whole(exchange)]
     tokens = [one for line in told for one in line.get("logprobs", ())]
@@ -338,20 +338,22 @@ async def test_every_token_has_its_log_probability(api: Any, stream: bool) -> No
     ],
 )
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_refusal_has_the_apis_shape(api: Any, error: Exception, status: int, stream: bool) -> None:
+async def test_refusal_has_the_error_shape_of_ollama(api: Any, error: Exception, status: int, stream: bool) -> None:
     api.engine.enter_errors = [error]
     assert await check_refused(api, status=status, stream=stream) == str(error)
 
 
 @pytest.mark.parametrize("error, status", [(BodyTimeout("slow"), 408), (BodyTooLarge("long"), 413)])
-async def test_a_body_that_does_not_come(api: Any, error: Exception, status: int) -> None:
+async def test_errors_before_the_body_arrived_have_the_error_shape_of_ollama(
+    api: Any, error: Exception, status: int
+) -> None:
     exchange = api.exchange("POST", "/api/chat", {})
     exchange.body_error = error
     await api.app(exchange)
     assert (exchange.status, exchange.json()) == (status, {"error": str(error)})
 
 
-async def test_a_stream_that_breaks_off_ends_with_an_error(api: Any) -> None:
+async def test_failed_stream_ends_with_an_error_line(api: Any) -> None:
     api.engine.script = lambda *_: [Delta(index=0, text="a", token_ids=(97,)), RequestFailed("broken")]
     exchange = await ask(api)
     *pieces, last = [json.loads(line) for line in exchange.data.splitlines()]
@@ -361,13 +363,13 @@ async def test_a_stream_that_breaks_off_ends_with_an_error(api: Any) -> None:
 
 
 @pytest.mark.parametrize("path", ["/api/pull", "/api/", "/api/chat/more", "/api/blobs/sha256:00"])
-async def test_what_there_is_not_is_told_in_the_apis_shape(api: Any, path: str) -> None:
+async def test_unknown_path_has_the_error_shape_of_ollama(api: Any, path: str) -> None:
     exchange = await api.context("POST", path)
     assert exchange.status == 404
     assert f"there is nothing at {path}" in msgspec.convert(exchange.json(), responses.OllamaError).error
 
 
-async def test_keys_are_asked_for_in_the_apis_shape(make_api: Any) -> None:
+async def test_missing_key_has_the_error_shape_of_ollama(make_api: Any) -> None:
     api = make_api(api_keys=["first"])
     for path, body in (CHAT, GENERATE, ("/api/embed", {"input": "a"}), ("/api/show", {})):
         exchange = await api.context("POST", path, body)
@@ -379,13 +381,13 @@ async def test_keys_are_asked_for_in_the_apis_shape(make_api: Any) -> None:
 
 
 @pytest.mark.parametrize("model", ["nobody", "nobody:latest", "letters:7b"])
-async def test_an_unknown_model_is_404(api: Any, model: str) -> None:
+async def test_unknown_model_is_404(api: Any, model: str) -> None:
     for asked in (CHAT, GENERATE, ("/api/show", {}), ("/api/embed", {"input": "a"})):
         assert "not served here" in await check_refused(api, asked, status=404, model=model)
 
 
 @pytest.mark.parametrize("path", ["/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete"])
-async def test_paths_that_change_models_say_what_to_do(api: Any, path: str) -> None:
+async def test_paths_that_manage_models_explain_the_refusal(api: Any, path: str) -> None:
     exchange = await api.context("POST", path, {"model": "m"})
     assert (exchange.status, exchange.response_headers["x-trioserve-reason"]) == (404, "other_path")
     assert "models are chosen when the server starts" in exchange.json()["error"]

@@ -1,4 +1,4 @@
-"""ollama-python, unchanged, over the whole server in memory."""
+"""The unmodified client library ollama-python against the whole server in memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import trio
 from trioserve.testing.httpx_transport import MemoryTransport
 from trioserve.testing.memory_server import open_memory_server
 
-# The client leaves its async generators at the last line, without closing them.
+# The client library stops reading its async generators at the last line, without closing them.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
     pytest.mark.filterwarnings("ignore:Async generator:ResourceWarning"),
@@ -26,7 +26,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_
 
 
 class Verdict(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(extra="forbid")  # else what looks random may go on for ever
+    model_config = pydantic.ConfigDict(extra="forbid")  # otherwise the random output may never end
 
     ok: bool
 
@@ -42,7 +42,7 @@ def weather(city: str) -> str:
 
 @asynccontextmanager
 async def opened(response: str | None = "Hello!", **options: Any) -> AsyncIterator[ollama.AsyncClient]:
-    """response: None: what looks random, where nothing restrains it."""
+    """Open a server and a client. If response is None, the model writes random text unless a grammar restrains it."""
     async with open_memory_server(
         response=response, block_count=512, max_model_len=2048, max_num_batched_tokens=2048, **options
     ) as server:
@@ -53,7 +53,7 @@ async def opened(response: str | None = "Hello!", **options: Any) -> AsyncIterat
         await server.assert_all_free()
 
 
-async def test_chats_and_texts_streamed_and_whole() -> None:
+async def test_ollama_client_chats_and_generates_streamed_and_whole() -> None:
     async with opened() as client:
         whole = await client.chat("fake", [USER])
         assert (whole.message.role, whole.message.content, whole.done_reason) == ("assistant", "Hello!", "stop")
@@ -69,7 +69,7 @@ async def test_chats_and_texts_streamed_and_whole() -> None:
         assert (await client.generate("fake")).done_reason == "load"
 
 
-async def test_durations_are_of_what_they_say(autojump_clock: trio.testing.MockClock) -> None:
+async def test_durations_measure_the_phases(autojump_clock: trio.testing.MockClock) -> None:
     async with opened(step_seconds=0.5) as client:
         for stream in (False, True):
             said = await client.chat("fake", [USER], stream=stream)
@@ -80,7 +80,7 @@ async def test_durations_are_of_what_they_say(autojump_clock: trio.testing.MockC
             assert last.total_duration >= last.prompt_eval_duration + last.eval_duration
 
 
-async def test_a_conversation_with_a_tool_goes_on() -> None:
+async def test_ollama_client_continues_after_a_tool_call() -> None:
     async with opened(CALL) as client:
         first = await client.chat("fake", [USER], tools=[weather])
         assert first.message.tool_calls is not None
@@ -95,7 +95,7 @@ async def test_a_conversation_with_a_tool_goes_on() -> None:
         assert [call.function.arguments for call in calls] == [{"city": "Oslo"}]
 
 
-async def test_a_schema_gives_a_value_of_the_type() -> None:
+async def test_ollama_client_gets_a_value_of_the_schema() -> None:
     async with opened(None) as client:
         said = await client.chat("fake", [USER], format=Verdict.model_json_schema())
         assert isinstance(Verdict.model_validate_json(said.message.content or ""), Verdict)
@@ -103,7 +103,7 @@ async def test_a_schema_gives_a_value_of_the_type() -> None:
         assert text.response.startswith("{")
 
 
-async def test_thoughts_are_told_apart() -> None:
+async def test_reasoning_is_separate_from_content() -> None:
     async with opened("<think>\nHm.\n</think>\n\nYes.", reasoning_parser="qwen3") as client:
         for think in (None, True):
             said = await client.chat("fake", [USER], think=think)
@@ -117,7 +117,7 @@ async def test_thoughts_are_told_apart() -> None:
             await client.chat("fake", [USER], think="high")
 
 
-async def test_models_are_listed_shown_and_loaded() -> None:
+async def test_ollama_client_lists_and_shows_models() -> None:
     async with opened() as client:
         [model] = (await client.list()).models
         assert model.model == "fake:latest"
@@ -130,7 +130,7 @@ async def test_models_are_listed_shown_and_loaded() -> None:
         assert shown.template
 
 
-async def test_vectors() -> None:
+async def test_ollama_client_gets_embeddings() -> None:
     async with opened() as client:
         together = await client.embed("fake", ["one", "two"])
         alone = await client.embed("fake", "two")
@@ -146,7 +146,7 @@ async def test_vectors() -> None:
             await client.embed("fake", [])
 
 
-async def test_errors_are_the_clients_own() -> None:
+async def test_errors_become_exceptions_of_the_ollama_client() -> None:
     async with opened() as client:
         with pytest.raises(ollama.ResponseError, match="not served here") as unknown:
             await client.chat("nobody", [USER])
@@ -159,16 +159,16 @@ async def test_errors_are_the_clients_own() -> None:
             await client.pull("fake")
 
 
-async def test_a_stream_that_is_left_gives_its_blocks_back(autojump_clock: trio.testing.MockClock) -> None:
+async def test_leaving_a_stream_frees_its_blocks(autojump_clock: trio.testing.MockClock) -> None:
     async with opened(None, step_seconds=0.01) as client:
         stream = await client.chat("fake", [USER], options={"num_predict": 1000}, stream=True)
         async for _ in stream:
             break
         await stream.aclose()
-        await trio.sleep(1)  # the clock jumps: the step that was in flight ends
+        await trio.sleep(1)  # the clock jumps, and the running step ends
 
 
-async def test_a_silent_stream_is_kept_alive_by_spaces(autojump_clock: trio.testing.MockClock) -> None:
+async def test_silent_stream_sends_spaces_as_keep_alive(autojump_clock: trio.testing.MockClock) -> None:
     async with open_memory_server(response="Hi", step_seconds=100.0) as server:
         body = {"messages": [USER], "options": {"num_predict": 2}}
         async with server.client().ask("/api/chat", body) as response:
@@ -187,8 +187,8 @@ def text_of(values: list[dict[str, Any]]) -> str:
     return "".join(value["message"]["content"] for value in values)
 
 
-async def test_a_stream_goes_on_behind_what_its_client_has() -> None:
-    """As events, whose ids tell what a client has: the rest is what the undisturbed stream would have been."""
+async def test_stream_resumes_after_the_known_tokens() -> None:
+    """The events have ids that say which tokens a client has. The rest equals that of an undisturbed stream."""
     async with open_memory_server(block_count=512, max_model_len=2048) as server:
         asked = {"messages": [USER], "options": {"num_predict": 30, "seed": 5, "temperature": 1}}
         resumable = {"x-trioserve-resumable": "1", "x-request-id": "mine"}

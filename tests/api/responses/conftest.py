@@ -1,4 +1,4 @@
-"""A whole server in memory that says what the prompt was, and a client that asks it for responses."""
+"""A whole server in memory whose model can repeat the prompt, and a client for its responses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PATH = "/v1/responses"
 
 
 class Asker:
-    """key: of which caller."""
+    """Client of the Responses API. `key` is its API key."""
 
     def __init__(self, server: MemoryServer, key: str | None = None) -> None:
         self.server = server
@@ -24,7 +24,7 @@ class Asker:
         return self.server.client(http=2, headers=self.headers)
 
     async def ask(self, *, status: int = 200, **body: Any) -> Any:
-        """The whole response object, or the error."""
+        """Return the whole response object, or the error."""
         response = await self.client().post(PATH, {"model": "fake", **body})
         value = await response.json()
         assert response.status == status, value

@@ -1,4 +1,4 @@
-"""Responses that go on without their client: what they are at each moment, and every way in which they end."""
+"""Background responses: their state at each moment, and each way in which they end."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ async def begun(api, **fields):
 
 
 async def ended(api, response_id):
-    """Its last state, after the engine had all the time that it wants."""
+    """Return the last state, after all steps of the engine."""
     await api.server.app.wait_until_idle()
     return await api.call(response_id)
 
 
-async def test_it_is_queued_in_progress_and_completed(opened, autojump_clock):
+async def test_background_response_is_queued_then_in_progress_then_completed(opened, autojump_clock):
     async with opened(paused=True) as api:
         response = await begun(api)
         msgspec.convert(response, ResponseObject)
@@ -41,7 +41,7 @@ async def test_it_is_queued_in_progress_and_completed(opened, autojump_clock):
         assert last["usage"]["output_tokens"] == 7
 
 
-async def test_a_client_that_leaves_does_not_end_it(opened, autojump_clock):
+async def test_background_response_continues_after_its_client_left(opened, autojump_clock):
     async with opened(paused=True) as api:
         client = api.client()
         async with client.ask(PATH, {"model": "fake", "input": "Hi", "background": True, "stream": True}) as response:
@@ -55,7 +55,9 @@ async def test_a_client_that_leaves_does_not_end_it(opened, autojump_clock):
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
 @pytest.mark.parametrize("method", ["cancel", "delete"])
-async def test_cancelling_frees_everything_with_the_next_step(opened, autojump_clock, steps, method):
+async def test_cancelling_a_background_response_frees_all_blocks_with_the_next_step(
+    opened, autojump_clock, steps, method
+):
     async with opened(response=None, paused=True) as api:
         response_id = (await begun(api))["id"]
         await api.server.engine.step(steps)
@@ -80,7 +82,7 @@ async def test_cancelling_frees_everything_with_the_next_step(opened, autojump_c
             await api.call(response_id, status=404)
 
 
-async def test_cancelling_while_a_step_computes_it_frees_it_right_after(opened, autojump_clock):
+async def test_cancelling_during_a_step_frees_blocks_right_after_it(opened, autojump_clock):
     async with opened(response=None, paused=True) as api:
         response_id = (await begun(api))["id"]
         await api.server.engine.step()
@@ -97,14 +99,14 @@ async def test_only_a_background_response_can_be_cancelled(opened, autojump_cloc
         assert "background=true" in error["message"]
 
 
-async def test_a_stream_that_could_not_even_begin_is_refused(opened, autojump_clock):
+async def test_stream_whose_first_events_exceed_the_limit_is_refused(opened, autojump_clock):
     async with opened(background=BackgroundSettings(events_bytes_max=20_000)) as api:
         error = await api.ask(input="Hi", background=True, stream=True, instructions="x" * 20_000, status=400)
         assert error["param"] == "stream"
         assert "20000 bytes" in error["message"]
 
 
-async def test_a_fault_at_its_end_is_its_own(opened, autojump_clock, monkeypatch):
+async def test_bug_at_the_end_of_one_response_does_not_affect_others(opened, autojump_clock, monkeypatch):
     def broken(_stored):
         raise InjectedFault
 
@@ -116,16 +118,16 @@ async def test_a_fault_at_its_end_is_its_own(opened, autojump_clock, monkeypatch
         assert text_of(await api.ask(input="Hi")) == "Hello!"
 
 
-async def test_its_time_to_live_ends_it(opened, autojump_clock):
+async def test_time_limit_ends_a_background_response(opened, autojump_clock):
     async with opened(response=None, step_seconds=10, background=BackgroundSettings(seconds_max=25)) as api:
         last = await ended(api, (await begun(api, timeout=1000))["id"])
         assert last["status"] == "failed"
         assert "25 s" in last["error"]["message"]
         assert last["output"]
-        await trio.sleep(10)  # the step in flight ends
+        await trio.sleep(10)  # the running step ends
 
 
-async def test_there_are_so_many_at_a_time_and_of_one_caller(opened, autojump_clock):
+async def test_number_of_background_responses_is_limited_in_total_and_per_caller(opened, autojump_clock):
     settings = BackgroundSettings(responses_max=3, responses_of_one_max=2)
     async with opened(keys=("a", "b"), response=None, paused=True, background=settings) as (first, second):
         ids = [(await begun(first))["id"] for _ in range(2)]
@@ -139,7 +141,7 @@ async def test_there_are_so_many_at_a_time_and_of_one_caller(opened, autojump_cl
             await api.call(f"{response_id}/cancel", method="POST")
 
 
-async def test_to_another_caller_it_is_not_there(opened, autojump_clock):
+async def test_another_caller_cannot_find_a_background_response(opened, autojump_clock):
     async with opened(keys=("a", "b"), paused=True) as (mine, other):
         response_id = (await begun(mine))["id"]
         for _when in ("while it lives", "when it is over"):
@@ -163,7 +165,7 @@ async def test_hostile_ids_are_not_found(opened, autojump_clock, hostile):
             assert await response.head() in (400, 404)
 
 
-async def test_its_events_are_read_from_any_place_and_by_several(opened, autojump_clock):
+async def test_several_readers_get_events_from_any_number_on(opened, autojump_clock):
     async with opened(response=None, paused=True) as api:
         body = {"model": "fake", "input": "Hi", "background": True, "stream": True, "max_output_tokens": 6}
         async with api.client().ask(PATH, body) as first:
@@ -197,30 +199,30 @@ async def test_its_events_are_read_from_any_place_and_by_several(opened, autojum
         await api.call(f"{response_id}?stream=true&starting_after=-1", status=400)
 
 
-async def test_one_without_events_says_so(opened, autojump_clock):
+async def test_response_without_stored_events_refuses_to_stream(opened, autojump_clock):
     async with opened() as api:
         response_id = (await begun(api))["id"]
         await api.server.app.wait_until_idle()
         assert (await api.call(f"{response_id}?stream=true", status=400))["param"] == "stream"
 
 
-async def test_events_that_take_too_much_room_end_it(opened, autojump_clock):
+async def test_events_beyond_the_size_limit_fail_the_response(opened, autojump_clock):
     settings = BackgroundSettings(events_bytes_max=8_000)
     async with opened(response=None, step_seconds=0.01, background=settings) as api:
         *_, last = await api.stream(input="Hi", background=True, max_output_tokens=500)
         assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
         assert "size limit" in last["response"]["error"]["message"]
-        await trio.sleep(1)  # the step in flight ends
+        await trio.sleep(1)  # the running step ends
 
 
-async def test_after_a_restart_one_that_was_not_finished_has_failed(opened, autojump_clock, tmp_path):
+async def test_unfinished_response_has_failed_after_a_restart(opened, autojump_clock, tmp_path):
     async with open_memory_server(store_directory=tmp_path, paused=True) as server:
         api = Asker(server)
         response_id = (await begun(api))["id"]
         cancelled_id = (await begun(api))["id"]
         await server.engine.step()
         await api.call(f"{cancelled_id}/cancel", method="POST")
-        # And is left at once, as by a second Ctrl-C.
+        # The server stops at once, as after a second Ctrl-C.
     async with opened(store_directory=tmp_path) as api:
         response = await api.call(response_id)
         assert response["status"] == "failed"
@@ -229,12 +231,12 @@ async def test_after_a_restart_one_that_was_not_finished_has_failed(opened, auto
         assert await api.call(f"{response_id}/cancel", method="POST") == response
 
 
-async def test_at_drain_those_in_the_queue_fail_and_the_others_go_on(opened, autojump_clock, tmp_path):
+async def test_drain_fails_queued_responses_and_finishes_running_ones(opened, autojump_clock, tmp_path):
     async with opened(store_directory=tmp_path, max_num_seqs=1, paused=True) as api:
         running, waiting = (await begun(api))["id"], (await begun(api))["id"]
         await api.server.engine.step(2)
         client = api.client()
-        async with client.ask(f"{PATH}/{running}") as response:  # a connection that is open when it begins
+        async with client.ask(f"{PATH}/{running}") as response:  # a connection that is open when draining begins
             await response.read()
         api.server.engine.drain()
         api.server.app.drain()
@@ -246,7 +248,7 @@ async def test_at_drain_those_in_the_queue_fail_and_the_others_go_on(opened, aut
         assert (told["status"], told["error"]["code"]) == ("failed", "draining")
 
 
-async def test_at_drain_those_that_nobody_could_read_later_are_ended(opened, autojump_clock):
+async def test_drain_cancels_responses_that_no_durable_store_keeps(opened, autojump_clock):
     async with opened(paused=True, response=None) as api:
         await begun(api)
         await api.server.engine.step(2)
@@ -256,7 +258,7 @@ async def test_at_drain_those_that_nobody_could_read_later_are_ended(opened, aut
         await api.server.app.wait_until_idle()
 
 
-async def test_a_fault_of_the_engine_fails_it(opened, autojump_clock):
+async def test_engine_fault_fails_a_background_response(opened, autojump_clock):
     with pytest.raises((EngineFault, BaseExceptionGroup)):
         async with opened(paused=True, response=None) as api:
             response_id = (await begun(api))["id"]
@@ -273,7 +275,7 @@ async def test_a_fault_of_the_engine_fails_it(opened, autojump_clock):
 # --- a full disk ---
 
 
-async def test_it_ends_at_once_on_a_full_disk_and_is_kept_when_there_is_room(opened, tmp_path, autojump_clock):
+async def test_response_on_a_full_disk_ends_at_once_and_is_stored_later(opened, tmp_path, autojump_clock):
     async with opened(step_seconds=0.1, store_directory=tmp_path) as api:
         responses = [await begun(api, metadata={"n": "x" * 500}, stream=False) for _ in range(3)]
         api.server.store.set_disk_full(True)
@@ -292,7 +294,7 @@ async def test_it_ends_at_once_on_a_full_disk_and_is_kept_when_there_is_room(ope
         assert [await api.call(response["id"]) for response in responses] == told
 
 
-async def test_a_result_for_which_there_is_no_room_at_all_is_told_as_failed(opened, monkeypatch, autojump_clock):
+async def test_response_that_cannot_be_stored_is_reported_as_failed(opened, monkeypatch, autojump_clock):
     async with opened(step_seconds=0.1) as api:
         response = await begun(api)
         settle = api.server.store.settle

@@ -1,4 +1,4 @@
-"""POST /v1/responses: whole and streamed, what is told back, what goes into the prompt, and what is refused."""
+"""POST /v1/responses, whole and streamed: response fields, prompt, stored items and refusals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trioserve.store.settings import StoreSettings
 from .conftest import PATH, text_of
 
 
-async def test_a_text_becomes_a_response_and_is_stored(opened, autojump_clock):
+async def test_response_to_a_text_is_stored(opened, autojump_clock):
     async with opened() as api:
         response = await api.ask(input="Hi", metadata={"a": "b"}, max_output_tokens=50)
         Response.model_validate(response)
@@ -25,7 +25,7 @@ async def test_a_text_becomes_a_response_and_is_stored(opened, autojump_clock):
         assert await api.call(response["id"]) == response
 
 
-async def test_streamed_and_whole_are_the_same(opened, autojump_clock):
+async def test_streamed_and_whole_response_are_equal(opened, autojump_clock):
     async with opened(response=None, step_seconds=0.01) as api:
         fields = {"input": "Hi", "seed": 7, "max_output_tokens": 20, "top_logprobs": 2, "store": False}
         whole = await api.ask(**fields)
@@ -65,14 +65,14 @@ async def test_streamed_and_whole_are_the_same(opened, autojump_clock):
         ),
     ],
 )
-async def test_items_become_messages(opened, autojump_clock, fields, prompt):
+async def test_input_items_become_chat_messages(opened, autojump_clock, fields, prompt):
     seen = []
     async with opened(response=lambda text: seen.append(text) or "ok") as api:
         await api.ask(**fields, store=False)
         assert seen[-1] == prompt + "assistant: "
 
 
-async def test_it_goes_on_from_an_earlier_response(opened, autojump_clock):
+async def test_previous_response_id_continues_a_conversation(opened, autojump_clock):
     seen = []
     async with opened(response=lambda text: seen.append(text) or f"r{len(text)}") as api:
         first = await api.ask(input="one", instructions="not carried over")
@@ -80,7 +80,7 @@ async def test_it_goes_on_from_an_earlier_response(opened, autojump_clock):
         await api.ask(input="three", previous_response_id=second["id"], store=False)
         history = f"user: one\nassistant: {text_of(first)}\nuser: two\nassistant: {text_of(second)}\n"
         assert seen[-1] == history + "user: three\nassistant: "
-        # An item of either side stands for itself.
+        # A reference can name an input item or an output item.
         items = [
             {"type": "item_reference", "id": second["output"][0]["id"]},
             {"id": (await api.call(f"{first['id']}/input_items"))["data"][0]["id"]},
@@ -89,7 +89,7 @@ async def test_it_goes_on_from_an_earlier_response(opened, autojump_clock):
         assert seen[-1] == f"assistant: {text_of(second)}\nuser: one\nassistant: "
 
 
-async def test_what_was_not_stored_cannot_be_gone_on_from(opened, autojump_clock):
+async def test_response_that_was_not_stored_cannot_be_continued(opened, autojump_clock):
     async with opened() as api:
         response = await api.ask(input="one", store=False)
         assert response["store"] is False
@@ -101,8 +101,8 @@ async def test_what_was_not_stored_cannot_be_gone_on_from(opened, autojump_clock
 
 
 @pytest.mark.parametrize("role", ["user", "assistant", "system"])
-async def test_references_do_not_make_a_long_input_of_a_short_one(opened, autojump_clock, role):
-    """Each of them stands for an item that may be long, and as often as one likes."""
+async def test_size_of_referenced_items_is_limited(opened, autojump_clock, role):
+    """A short reference can name a long item, and the same item many times."""
     async with opened() as api:
         long = await api.ask(input=[{"role": role, "content": "x" * 200_000}], background=True)
         await api.server.app.wait_until_idle()
@@ -112,7 +112,7 @@ async def test_references_do_not_make_a_long_input_of_a_short_one(opened, autoju
         assert "16777216 bytes" in error["message"]
 
 
-async def test_a_gap_in_the_chain_is_told(opened, autojump_clock):
+async def test_missing_earlier_response_is_reported(opened, autojump_clock):
     async with opened() as api:
         first = await api.ask(input="one")
         second = await api.ask(input="two", previous_response_id=first["id"])
@@ -158,7 +158,7 @@ async def test_a_gap_in_the_chain_is_told(opened, autojump_clock):
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
         ({"priority": 101}, "priority"),
         ({"input": [{"role": "user", "content": "x"}] * 10_001}, "input"),
-        # what no type could be
+        # unhashable and non-string types must not break the lookup of the type
         *(({"input": [{"type": kind, "role": "user", "content": "x"}]}, "input[0].type") for kind in ([], {}, 1)),
         *(
             ({"input": [{"role": "user", "content": [{"type": kind}]}]}, "input[0].content[0].type")
@@ -168,14 +168,14 @@ async def test_a_gap_in_the_chain_is_told(opened, autojump_clock):
         *(({"tool_choice": {"type": kind}}, "tool_choice") for kind in ([], {})),
     ],
 )
-async def test_what_cannot_be_served_is_refused_with_its_place(opened, autojump_clock, fields, param):
+async def test_invalid_input_is_refused_with_its_path(opened, autojump_clock, fields, param):
     async with opened() as api:
         error = await api.ask(**{"input": "Hi", **fields}, status=400)
         assert error["param"] == param, error
         assert error["message"]
 
 
-async def test_a_model_has_to_be_named(opened, autojump_clock):
+async def test_model_is_required(opened, autojump_clock):
     async with opened() as api:
         response = await api.client().post(PATH, {"input": "Hi"})
         assert response.status == 400
@@ -183,14 +183,14 @@ async def test_a_model_has_to_be_named(opened, autojump_clock):
         assert (await api.ask(model="other", input="Hi", status=404))["code"] == "model_not_found"
 
 
-async def test_tools_that_a_server_would_run_are_left_out(opened, autojump_clock):
+async def test_hosted_tools_are_ignored(opened, autojump_clock):
     async with opened() as api:
         tools = [{"type": "function", "name": "f"}, {"type": "web_search", "external_web_access": False}]
         response = await api.ask(input="Hi", tools=tools)
         assert [tool["type"] for tool in response["tools"]] == ["function"]
 
 
-async def test_a_store_that_is_full_refuses_whole_and_ends_a_stream_as_failed(opened, autojump_clock):
+async def test_full_store_refuses_a_whole_response_and_fails_a_stream(opened, autojump_clock):
     async with opened(store_settings=StoreSettings(bytes_max=1000)) as api:
         error = await api.ask(input="Hi", status=507)
         assert error["code"] == "store_full"
@@ -200,7 +200,7 @@ async def test_a_store_that_is_full_refuses_whole_and_ends_a_stream_as_failed(op
         assert text_of(await api.ask(input="Hi", store=False)) == "Hello!"
 
 
-async def test_on_a_full_disk_a_response_is_kept_in_memory_until_there_is_room(opened, autojump_clock):
+async def test_full_disk_keeps_a_response_in_memory_until_it_can_be_written(opened, autojump_clock):
     async with opened() as api:
         await api.ask(input="Hi")
         api.server.store.set_disk_full(True)
@@ -218,7 +218,7 @@ async def test_on_a_full_disk_a_response_is_kept_in_memory_until_there_is_room(o
         await api.call(whole[0]["id"], method="DELETE")
 
 
-async def test_a_response_that_cannot_be_kept_at_all_is_given_with_store_false(opened, monkeypatch, autojump_clock):
+async def test_response_that_cannot_be_stored_is_sent_with_store_false(opened, monkeypatch, autojump_clock):
     async with opened() as api:
         await api.ask(input="Hi")
         api.server.store.set_disk_full(True)
@@ -236,7 +236,7 @@ def refuse(*_):
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_a_client_that_leaves_ends_it_and_nothing_is_kept(opened, autojump_clock, is_streamed):
+async def test_client_that_leaves_cancels_the_response_and_nothing_is_stored(opened, autojump_clock, is_streamed):
     async with opened(response=None, paused=True) as api:
         engine = api.server.engine
         async with api.client().ask(PATH, {"model": "fake", "input": "Hi", "stream": is_streamed}) as response:
@@ -248,7 +248,7 @@ async def test_a_client_that_leaves_ends_it_and_nothing_is_kept(opened, autojump
         assert api.server.app._store.usage().objects == 0
 
 
-async def test_an_abort_in_the_middle_ends_the_stream_as_failed(opened, autojump_clock):
+async def test_abort_during_a_stream_fails_it(opened, autojump_clock):
     async with opened(response=None, paused=True) as api:
         async with api.client().ask(PATH, {"model": "fake", "input": "Hi", "stream": True}) as response:
             await api.server.engine.step(3)
@@ -262,18 +262,18 @@ async def test_an_abort_in_the_middle_ends_the_stream_as_failed(opened, autojump
         assert [event["sequence_number"] for event in events] == list(range(len(events)))
 
 
-async def test_tokens_of_an_input_are_counted(opened, autojump_clock):
+async def test_input_tokens_are_counted(opened, autojump_clock):
     async with opened() as api:
         response = await api.client().post(f"{PATH}/input_tokens", {"model": "fake", "input": "Hi"})
         assert await response.json() == {"object": "response.input_tokens", "input_tokens": 20}
 
 
-async def test_there_is_no_compaction(opened, autojump_clock):
+async def test_compact_path_is_not_found(opened, autojump_clock):
     async with opened() as api:
         assert (await api.client().post(f"{PATH}/compact", {"model": "fake", "input": "Hi"})).status == 404
 
 
-async def test_responses_are_as_described(opened, autojump_clock):
+async def test_responses_match_the_openapi_types(opened, autojump_clock):
     async with opened(response=None) as api:
         tools = [{"type": "function", "name": "f", "parameters": {"type": "object"}}]
         fields = {"input": "Hi", "tools": tools, "max_output_tokens": 5, "top_logprobs": 1}
@@ -283,7 +283,7 @@ async def test_responses_are_as_described(opened, autojump_clock):
             msgspec.convert(event, ResponseEvent)
 
 
-async def test_input_items_come_in_pages(opened, autojump_clock):
+async def test_input_items_are_listed_in_pages(opened, autojump_clock):
     async with opened() as api:
         items = [{"role": "user", "content": str(number)} for number in range(5)]
         path = (await api.ask(input=items))["id"] + "/input_items"

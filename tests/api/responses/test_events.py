@@ -1,4 +1,4 @@
-"""Parts of a turn to events: numbers, ids, order, and what an end of whichever kind leaves."""
+"""Events of a response: numbers, ids, order, and the output after each kind of end."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def call(name, arguments, *, index=0, is_complete=True):
 
 
 class Played:
-    """All events of one response, and what it came to."""
+    """All events of one response, and the whole response."""
 
     def __init__(self, *parts, finish="stop", end="complete", **fields):
         body = msgspec.convert({"model": "m", "input": "hi", **fields}, ResponsesBody)
@@ -75,7 +75,7 @@ class Played:
     def check(self):
         assert [event["sequence_number"] for event in self.events] == list(range(len(self.events)))
         for event in self.events:
-            KNOWN[event["type"]].model_validate(event)  # as openai's own types want it
+            KNOWN[event["type"]].model_validate(event)  # the types of OpenAI's client library
             assert event_bytes(event).startswith(b"event: " + event["type"].encode() + b"\ndata: {")
         open_items, added, done = {}, [], {}
         for event in self.events:
@@ -102,7 +102,7 @@ class Played:
         return "".join(event["delta"] for event in self.events if event["type"] == f"response.{kind}.delta")
 
 
-def test_text_alone():
+def test_text_becomes_one_message_item():
     played = Played(ContentText("Hel"), ContentText("lo"))
     assert [event["type"] for event in played.events[:2]] == ["response.created", "response.in_progress"]
     assert played.types == [
@@ -122,7 +122,7 @@ def test_text_alone():
     assert (played.response["created_at"], played.response["completed_at"]) == (100, 101)
 
 
-def test_a_thought_a_text_and_calls():
+def test_reasoning_text_and_calls_become_items():
     played = Played(
         ReasoningText("hm"),
         ContentText("\n\n"),
@@ -147,7 +147,7 @@ def test_a_thought_a_text_and_calls():
     assert played.text("reasoning_text") == "hm"
 
 
-def test_a_thought_is_its_own_summary_where_one_is_asked_for():
+def test_reasoning_is_sent_as_summary_on_request():
     played = Played(ReasoningText("h"), ReasoningText("m"), ContentText("x"), reasoning={"summary": "auto"})
     assert played.types[:6] == [
         "output_item.added",
@@ -160,7 +160,7 @@ def test_a_thought_is_its_own_summary_where_one_is_asked_for():
     assert played.response["output"][0]["summary"] == [{"type": "summary_text", "text": "hm"}]
 
 
-def test_calls_at_the_same_time_keep_their_places():
+def test_interleaved_calls_keep_their_output_indices():
     first, second = call("f", '{"a": 1}'), call("f", '{"b": 2}', index=1)
     mixed = [part for pair in zip(first, second, strict=True) for part in pair]
     assert [item["arguments"] for item in Played(*mixed).response["output"]] == ['{"a": 1}', '{"b": 2}']
@@ -170,21 +170,21 @@ def test_calls_at_the_same_time_keep_their_places():
     ("arguments", "expect"),
     [('{"input": "*** Begin\\nx"}', "*** Begin\nx"), ("not json", "not json"), ('"text"', "text"), ("[1]", "[1]")],
 )
-def test_a_custom_tool_gets_plain_text(arguments, expect):
+def test_custom_tool_call_has_plain_text_input(arguments, expect):
     played = Played(*call("patch", arguments))
     assert played.response["output"][0]["input"] == expect
     assert played.text("custom_tool_call_input") == expect
     assert played.text("function_call_arguments") == ""
 
 
-def test_a_local_shell_call_has_an_action():
+def test_local_shell_call_has_an_action():
     played = Played(*call("local_shell", '{"command": ["ls"], "timeout_ms": 5}'))
     action = {"type": "exec", "command": ["ls"], "env": {}, "timeout_ms": 5}
     assert played.response["output"][0]["action"] == action
 
 
 @pytest.mark.parametrize("end", ["complete", "fail", "cancel"])
-def test_a_call_that_is_cut_off_is_never_shown_as_complete(end):
+def test_incomplete_call_is_never_reported_as_complete(end):
     played = Played(ContentText("x"), *call("f", '{"a": 1}', is_complete=False), finish="length", end=end)
     assert [item["type"] for item in played.response["output"]] == ["message"]
     assert "function_call_arguments.done" not in played.types
@@ -192,7 +192,7 @@ def test_a_call_that_is_cut_off_is_never_shown_as_complete(end):
     assert "function_call" not in done
 
 
-def test_too_few_tokens_make_it_incomplete():
+def test_token_limit_makes_the_response_incomplete():
     played = Played(ContentText("Hel"), finish="length")
     assert played.types[-1] == "incomplete"
     assert played.response["incomplete_details"] == {"reason": "max_output_tokens"}
@@ -200,7 +200,7 @@ def test_too_few_tokens_make_it_incomplete():
     assert played.response["completed_at"] is None
 
 
-def test_breaking_off_tells_why_and_keeps_what_was_said():
+def test_failed_response_has_an_error_and_its_text_so_far():
     played = Played(ContentText("Hel"), end="fail")
     assert played.types[-1] == "failed"
     assert played.response["error"] == {"code": "server_error", "message": "broken"}
@@ -209,7 +209,7 @@ def test_breaking_off_tells_why_and_keeps_what_was_said():
 
 
 @pytest.mark.parametrize("parts", [(), (ContentText(" \n"),)])
-def test_nothing_but_white_space_is_still_a_message(parts):
+def test_output_of_white_space_becomes_a_message(parts):
     [message] = Played(*parts).response["output"]
     assert message["content"][0]["text"] == "".join(part.text for part in parts)
     assert message["status"] == "completed"

@@ -1,4 +1,4 @@
-"""Items as messages: where thoughts, calls and their results belong."""
+"""Translation of input items to chat messages: the position of reasoning, tool calls and tool results."""
 
 from __future__ import annotations
 
@@ -80,5 +80,5 @@ def message(role, content, **more):
         ([{"type": "web_search_call", "id": "ws", "status": "completed"}], []),
     ],
 )
-def test_items_become_messages(items, expect):
+def test_input_items_become_chat_messages(items, expect):
     assert messages_of(checked_items([ASKED, *items]), None) == [ASKED, *expect]

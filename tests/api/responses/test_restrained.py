@@ -1,4 +1,4 @@
-"""Thoughts, calls and forms in responses: the engine restrains and parses, the events follow."""
+"""Reasoning, tool calls and schemas in responses over the whole engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CALLS = 'So:\n<tool_call>\n{"name": "wash", "arguments": {"colour": "blue"}}\n</
 
 
 async def both(api, **fields):
-    """The response, which is the same whole and streamed but for its ids."""
+    """Return the whole response, and the events of a stream. Check that both responses are equal except for ids."""
     whole = await api.ask(**fields, store=False)
     *events, last = await api.stream(**fields, store=False)
 
@@ -33,7 +33,7 @@ async def both(api, **fields):
     return whole, events
 
 
-async def test_a_thought_is_an_item_of_its_own(opened, autojump_clock):
+async def test_reasoning_is_a_separate_item(opened, autojump_clock):
     async with opened(response=THINKS, reasoning_parser="qwen3") as api:
         response, events = await both(api, input="Oslo?")
         thought, message = response["output"]
@@ -46,13 +46,13 @@ async def test_a_thought_is_an_item_of_its_own(opened, autojump_clock):
         assert response["output"][0]["summary"] == [{**thought["content"][0], "type": "summary_text"}]
 
 
-async def test_a_thinking_budget_ends_the_thought(opened, autojump_clock):
+async def test_thinking_budget_ends_the_reasoning(opened, autojump_clock):
     async with opened(response=THINKS, reasoning_parser="qwen3") as api:
         response, _ = await both(api, input="Oslo?", thinking_token_budget=4)
         assert response["usage"]["output_tokens_details"]["reasoning_tokens"] < 10 + len("</think>")
 
 
-async def test_a_call_goes_to_and_fro(opened, autojump_clock):
+async def test_call_and_its_result_continue_a_conversation(opened, autojump_clock):
     async with opened(response=CALLS, tool_call_parser="hermes") as api:
         response, _ = await both(api, input="Go.", tools=[WASH])
         message, call = response["output"]
@@ -65,7 +65,7 @@ async def test_a_call_goes_to_and_fro(opened, autojump_clock):
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "wash"}])
-async def test_a_call_can_be_forced(opened, autojump_clock, choice):
+async def test_tool_choice_forces_a_call(opened, autojump_clock, choice):
     async with opened(response=None, max_num_batched_tokens=2048) as api:
         response, _ = await both(api, input="Go.", tools=[WASH], tool_choice=choice, seed=1)
         assert {item["type"] for item in response["output"]} == {"function_call"}
@@ -73,7 +73,7 @@ async def test_a_call_can_be_forced(opened, autojump_clock, choice):
             assert json.loads(call["arguments"]) == {"colour": "blue"}
 
 
-async def test_a_forced_custom_tool_gets_plain_text(opened, autojump_clock):
+async def test_forced_custom_tool_call_has_plain_text_input(opened, autojump_clock):
     said = '<tool_call>\n{"name": "patch", "arguments": {"input": "*** Begin\\n+x"}}\n</tool_call>'
     async with opened(response=said, tool_call_parser="hermes") as api:
         choice = {"type": "custom", "name": "patch"}
@@ -85,7 +85,7 @@ async def test_a_forced_custom_tool_gets_plain_text(opened, autojump_clock):
 
 
 @pytest.mark.parametrize("strict", [True, None, False])
-async def test_a_schema_is_kept_to(opened, autojump_clock, strict):
+async def test_output_follows_the_schema(opened, autojump_clock, strict):
     form = {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": strict}
     async with opened(response=None) as api:
         response, _ = await both(api, input="Go.", text={"format": form})
@@ -93,7 +93,7 @@ async def test_a_schema_is_kept_to(opened, autojump_clock, strict):
         assert response["text"]["format"]["schema"] == SCHEMA
 
 
-async def test_a_schema_that_cannot_be_kept_to_names_its_place(opened, autojump_clock):
+async def test_unsupported_schema_is_refused_with_its_path(opened, autojump_clock):
     form = {"type": "json_schema", "name": "n", "schema": {"type": "nothing"}}
     async with opened() as api:
         error = await api.ask(input="Go.", text={"format": form}, status=400)

@@ -1,4 +1,4 @@
-"""Streams that go on without their client: a leaver at each phase, each event once, and every bound."""
+"""Streams that continue without their client: clients that leave in each phase, events exactly once, and limits."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def resumed(server, after=0, *, session="s1", key=None, **headers):
 
 
 def numbered(raw):
-    """Complete events by their number, and the assertion that each came once and in order."""
+    """Return complete events by number. Check that each event came once and in order."""
     events = {}
     for block in raw.split(b"\n\n")[:-1]:
         if block.startswith(b":"):
@@ -65,7 +65,7 @@ def numbered(raw):
 
 
 async def whole_of(api):
-    """The events of the same response, read without a break."""
+    """Return the events of the same request in an uninterrupted stream."""
     async with opened(paused=False) as server, asked(server, api=api, seconds="1") as response:
         await response.read()
         await trio.sleep(2)
@@ -73,7 +73,7 @@ async def whole_of(api):
 
 
 def comparable(events):
-    """Without ids and times, which differ from response to response."""
+    """Return events without ids and times, which differ between responses."""
     raw = b"\n\n".join(rest for _number, rest in sorted(events.items()))
     return re.sub(rb'"(id|item_id|created|created_at|completed_at)":\s*("[^"]*"|\d+)', b"", raw)
 
@@ -86,7 +86,7 @@ def ollama_text(events):
 
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("steps", [1, 2, 5])
-async def test_a_client_that_comes_back_gets_each_event_once(autojump_clock, api, steps):
+async def test_returning_client_gets_each_event_once(autojump_clock, api, steps):
     expected = await whole_of(api)
     async with opened() as server:
         async with asked(server, api=api) as response:
@@ -96,7 +96,7 @@ async def test_a_client_that_comes_back_gets_each_event_once(autojump_clock, api
             with trio.move_on_after(0.1):
                 await response.read()
             events = numbered(response.body)
-        await server.engine.step(3)  # nobody is there
+        await server.engine.step(3)  # no client is connected
         assert server.app.detached.detached_count == 1
         async with resumed(server, max(events, default=0)) as response:
             server.engine.resume()
@@ -107,13 +107,13 @@ async def test_a_client_that_comes_back_gets_each_event_once(autojump_clock, api
         assert sorted(joined) == list(range(1, len(joined) + 1))
         if api == "ollama":
             assert ollama_text(joined) == ollama_text(expected) == TEXT
-        elif api != "completions":  # their events differ in where one text is cut into pieces
+        elif api != "completions":  # completions may split the same text at other positions
             assert comparable(joined)[-200:] == comparable(expected)[-200:]
         await trio.sleep(31)
         assert server.app.detached.kept_count == 0
 
 
-async def test_without_the_headers_leaving_cancels(autojump_clock):
+async def test_leaving_cancels_a_stream_without_the_headers(autojump_clock):
     async with opened(response=None) as server:
         path, body = CHAT
         async with server.client().ask(path, {"model": "fake", "stream": True, **body}) as response:
@@ -124,7 +124,7 @@ async def test_without_the_headers_leaving_cancels(autojump_clock):
 
 
 @pytest.mark.parametrize("steps", [0, 1])
-async def test_leaving_before_it_has_begun_cancels_it(autojump_clock, steps):
+async def test_leaving_before_the_stream_begins_cancels_it(autojump_clock, steps):
     async with opened(response=None, max_num_seqs=1) as server:
         async with asked(server, session="first"):
             await server.engine.step(2)
@@ -141,7 +141,7 @@ async def test_leaving_before_it_has_begun_cancels_it(autojump_clock, steps):
             assert (await response.json())["deleted"]
 
 
-async def test_a_whole_response_is_never_kept(autojump_clock):
+async def test_whole_response_is_never_kept(autojump_clock):
     async with opened(response=None) as server:
         async with asked(server, stream=False):
             await server.engine.step(3)
@@ -150,7 +150,7 @@ async def test_a_whole_response_is_never_kept(autojump_clock):
         assert server.app.detached.kept_count == 0
 
 
-async def test_an_error_before_it_begins_has_its_own_status(autojump_clock):
+async def test_error_before_the_stream_begins_has_its_own_status(autojump_clock):
     async with opened() as server:
         async with asked(server, temperature=-1) as response:
             assert await response.head() == 400
@@ -158,14 +158,14 @@ async def test_an_error_before_it_begins_has_its_own_status(autojump_clock):
         assert server.app.detached.kept_count == 0
 
 
-async def test_its_time_without_a_reader_ends_it(autojump_clock):
+async def test_stream_ends_after_its_time_without_a_reader(autojump_clock):
     async with opened(response=None, paused=False, step_seconds=1) as server:
         async with asked(server, seconds="10") as response:
             await response.head()
             await trio.sleep(5)
         await trio.sleep(9)
         assert server.app.detached.detached_count == 1
-        async with resumed(server, 2) as response:  # the clock begins anew when this reader leaves
+        async with resumed(server, 2) as response:  # the time limit restarts when this reader leaves
             await response.head()
             await trio.sleep(20)
         await trio.sleep(9)
@@ -177,7 +177,7 @@ async def test_its_time_without_a_reader_ends_it(autojump_clock):
             assert await response.head() == 404
 
 
-async def test_a_complete_stream_can_be_read_again_until_its_time_is_over(autojump_clock):
+async def test_complete_stream_can_be_read_again_until_its_time_has_passed(autojump_clock):
     async with opened(paused=False) as server:
         async with asked(server) as response:
             await response.read()
@@ -195,7 +195,7 @@ async def test_a_complete_stream_can_be_read_again_until_its_time_is_over(autoju
         assert server.app.detached.kept_count == 0
 
 
-async def test_a_second_reader_takes_over(autojump_clock):
+async def test_second_reader_takes_over(autojump_clock):
     async with opened() as server:
         async with asked(server) as first:
             await server.engine.step(3)
@@ -213,7 +213,7 @@ async def test_a_second_reader_takes_over(autojump_clock):
 
 
 @pytest.mark.parametrize("api", APIS)
-async def test_deleting_frees_everything_with_the_next_step_and_tells_the_reader(autojump_clock, api):
+async def test_deleting_a_stream_frees_all_blocks_and_ends_the_reader(autojump_clock, api):
     async with opened(response=None) as server:
         async with asked(server, api=api) as reader:
             await server.engine.step(3)
@@ -233,7 +233,7 @@ async def test_deleting_frees_everything_with_the_next_step_and_tells_the_reader
         assert server.app.detached.kept_count == 0
 
 
-async def test_another_caller_neither_sees_nor_ends_it(autojump_clock):
+async def test_another_caller_can_neither_read_nor_delete_a_stream(autojump_clock):
     async with opened(api_keys=("a", "b"), response=None) as server:
         async with asked(server, key="a") as response:
             await server.engine.step(3)
@@ -243,7 +243,7 @@ async def test_another_caller_neither_sees_nor_ends_it(autojump_clock):
         async with server.client().ask("/v1/streams/s1", method="DELETE", headers=authorization("b")) as response:
             assert await response.head() == 404
         assert server.app.detached.detached_count == 1
-        async with asked(server, key="b") as response:  # the same name is another stream of theirs
+        async with asked(server, key="b") as response:  # the same name is another stream for another key
             await server.engine.step(3)
             assert await response.head() == 200
         await wait_all_tasks_blocked()
@@ -252,7 +252,7 @@ async def test_another_caller_neither_sees_nor_ends_it(autojump_clock):
         await server.engine.step()
 
 
-async def test_a_name_that_lives_is_refused_and_one_that_is_over_is_taken(autojump_clock):
+async def test_name_of_a_running_stream_is_refused_and_of_a_finished_stream_reused(autojump_clock):
     async with opened() as server:
         async with asked(server) as response:
             await server.engine.step(2)
@@ -268,7 +268,7 @@ async def test_a_name_that_lives_is_refused_and_one_that_is_over_is_taken(autoju
         await trio.sleep(31)
 
 
-async def test_there_are_so_many_at_a_time_and_of_one_caller(autojump_clock):
+async def test_number_of_detached_streams_is_limited_in_total_and_per_caller(autojump_clock):
     async with opened(api_keys=("a", "b", "c"), response=None, max_num_seqs=8) as server:
         for number, key in enumerate("aabb"):
             async with asked(server, session=f"s{number}", key=key) as response:
@@ -282,7 +282,7 @@ async def test_there_are_so_many_at_a_time_and_of_one_caller(autojump_clock):
         await server.engine.step()
 
 
-async def test_finished_streams_make_room_for_new_ones(autojump_clock):
+async def test_finished_streams_are_removed_for_new_streams(autojump_clock):
     async with opened(paused=False) as server:
         for number in range(5):
             async with asked(server, session=f"s{number}") as response:
@@ -292,7 +292,7 @@ async def test_finished_streams_make_room_for_new_ones(autojump_clock):
         await trio.sleep(31)
 
 
-async def test_events_that_nobody_reads_are_bounded_and_end_the_request(autojump_clock):
+async def test_unread_events_beyond_the_limit_end_the_request(autojump_clock):
     settings = DetachSettings(seconds_max=60, bytes_max=4000)
     async with opened(settings=settings, response=None, paused=False, step_seconds=0.01) as server:
         async with asked(server) as response:
@@ -311,7 +311,7 @@ async def test_events_that_nobody_reads_are_bounded_and_end_the_request(autojump
         await trio.sleep(31)
 
 
-async def test_a_reader_that_keeps_up_may_read_more_than_is_kept(autojump_clock):
+async def test_fast_reader_can_read_more_than_the_size_limit(autojump_clock):
     settings = DetachSettings(seconds_max=60, bytes_max=4000)
     async with opened(settings=settings, response=None, paused=False, step_seconds=0.01) as server:
         async with asked(server, max_tokens=200) as response:
@@ -328,19 +328,19 @@ async def test_a_reader_that_keeps_up_may_read_more_than_is_kept(autojump_clock)
 
 
 @pytest.mark.slow
-async def test_a_slow_reader_is_waited_for_and_then_becomes_one_that_has_left(autojump_clock):
+async def test_stream_waits_for_a_slow_reader_until_it_counts_as_gone(autojump_clock):
     settings = DetachSettings(seconds_max=60, bytes_max=20_000)
     limits = FrontendLimits(stall_seconds_max=5, stream_buffer_bytes_max=2048)
     options = {"step_seconds": 0.01, "max_model_len": 1000, "limits": limits}
     async with opened(settings=settings, response=None, paused=False, **options) as server:
         async with asked(server) as response:
             await response.head()
-            await trio.sleep(6)  # takes nothing meanwhile
+            await trio.sleep(6)  # the client reads nothing
             stream = server.app.detached.find("s1", None)
             assert stream.has_reader
             assert 10_000 < stream.log.unread_byte_count < 11_000
             await trio.sleep(8)
-            assert server.app.detached.detached_count == 0  # its events were too many, after some time without a reader
+            assert server.app.detached.detached_count == 0  # without a reader, the events exceeded the size limit
             assert not stream.has_reader
             with pytest.raises(ConnectionLost):
                 await response.read()
@@ -351,7 +351,7 @@ async def test_a_slow_reader_is_waited_for_and_then_becomes_one_that_has_left(au
         await server.assert_all_free()
 
 
-async def test_at_drain_what_nobody_reads_is_ended_and_the_others_go_on(autojump_clock):
+async def test_drain_ends_unread_streams_and_finishes_read_streams(autojump_clock):
     async with opened(api_keys=("a", "b")) as server:
         async with asked(server, key="a") as response:
             await server.engine.step(2)
@@ -381,7 +381,7 @@ async def test_at_drain_what_nobody_reads_is_ended_and_the_others_go_on(autojump
         ({"x-detach-timeout": "5", "x-session-id": "a" * 129}, "X-Session-Id"),
     ],
 )
-async def test_wrong_wishes_are_refused(autojump_clock, headers, param):
+async def test_invalid_detach_headers_are_refused(autojump_clock, headers, param):
     async with opened() as server:
         path, body = CHAT
         response = await server.client().post(path, {"model": "fake", "stream": True, **body}, headers=headers)
@@ -389,7 +389,7 @@ async def test_wrong_wishes_are_refused(autojump_clock, headers, param):
         assert (await response.json())["error"]["param"] == param
 
 
-async def test_it_is_off_unless_the_operator_allows_it(autojump_clock):
+async def test_detaching_is_refused_by_default(autojump_clock):
     async with opened(settings=DetachSettings()) as server, asked(server) as response:
         assert await response.head() == 400
         assert "--detach-timeout-max" in (await response.json())["error"]["message"]

@@ -1,4 +1,4 @@
-"""Events by number: which are kept, which may go, and when there are too many."""
+"""Event logs: numbers, dropped events, and the size limit."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ def log_of(*events, bytes_max=10, drops_taken=True, first=1):
     return log
 
 
-def test_events_are_numbered_and_taken_from_any_place():
+def test_events_are_numbered_and_read_from_any_number():
     log = log_of(b"aa", b"bb", b"cc", first=0)
     assert (log.first_kept, log.last) == (0, 2)
     assert log.take(-1, 100) == (b"aabbcc", 2)
     assert log.take(0, 2) == (b"bb", 1)
-    assert log.take(0, 1) == (b"bb", 1)  # one at least
+    assert log.take(0, 1) == (b"bb", 1)  # at least one event
     assert log.take(2, 100) == (b"", 2)
 
 
-def test_what_nobody_has_taken_is_never_dropped():
+def test_events_without_a_reader_are_never_dropped():
     log = log_of(b"aaaa", b"bbbb")
     with pytest.raises(EventLogFull):
         log.append(b"cccc")
@@ -36,33 +36,33 @@ def test_what_nobody_has_taken_is_never_dropped():
         log.append(b"dddd")
 
 
-def test_what_has_to_be_kept_from_the_first_on_is():
+def test_log_without_dropping_keeps_all_events():
     log = log_of(b"aaaa", b"bbbb", drops_taken=False)
     log.take(0, 100)
     with pytest.raises(EventLogFull):
         log.append(b"cccc")
 
 
-def test_one_event_that_is_too_large_for_all_is_refused():
+def test_event_larger_than_the_limit_is_refused():
     log = log_of(b"aaaa")
     log.take(0, 100)
     with pytest.raises(EventLogFull):
         log.append(b"x" * 11)
 
 
-def test_a_reader_that_begins_earlier_protects_what_it_will_read():
+def test_rewound_reader_protects_the_events_that_it_will_read():
     log = log_of(b"aaaa", b"bbbb")
     log.take(0, 100)
     log.rewind(1)
     assert log.unread_byte_count == 4
-    log.append(b"cccc")  # the first one may go
+    log.append(b"cccc")  # the first event may be dropped
     with pytest.raises(EventLogFull):
         log.append(b"dddd")
     assert log.take(1, 100) == (b"bbbbcccc", 3)
     assert log.unread_byte_count == 0
 
 
-def test_there_is_always_room_for_the_end():
+def test_last_events_ignore_the_size_limit():
     log = log_of(b"aaaa", b"bbbb")
     log.append_last([b"cccc", b"dddd"])
     assert log.is_ended
@@ -71,7 +71,7 @@ def test_there_is_always_room_for_the_end():
         log.append(b"e")
 
 
-def test_several_events_in_one_piece_are_told_apart():
+def test_joined_events_are_split():
     assert split_events(b"data: 1\n\nevent: x\ndata: 2\n\n") == [b"data: 1\n\n", b"event: x\ndata: 2\n\n"]
     with pytest.raises(AssertionError):
         split_events(b"data: 1\n\ndata")

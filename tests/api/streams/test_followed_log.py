@@ -1,4 +1,4 @@
-"""Who reads a log when another reader, or the end of its time, comes in the same moment."""
+"""Readers of an event log that are cancelled or refused in the moment in which they begin or are woken."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def test_reader_of_a_detached_stream_gets_a_comment_for_each_allowed_silen
     assert sent == [(pytest.approx(3), KEEP_ALIVE), (pytest.approx(6), KEEP_ALIVE)]
 
 
-async def test_a_reader_that_is_woken_and_cancelled_takes_nothing():
+async def test_reader_that_is_woken_and_cancelled_takes_no_events():
     log = FollowedLog(first=1, bytes_max=100, drops_taken=True)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(partial(log.follow, 0, nowhere, silent_seconds_max=15))
@@ -59,7 +59,7 @@ async def test_a_reader_that_is_woken_and_cancelled_takes_nothing():
     assert log.unread_byte_count == 5
 
 
-async def test_a_reader_whose_place_went_while_it_began_is_told_so():
+async def test_reader_is_refused_if_its_events_are_dropped_while_it_begins():
     async def goes_on():
         async with trio.open_nursery() as nursery:
             nursery.start_soon(stream.read, 0, nowhere)

@@ -1,4 +1,4 @@
-"""Streams that outlive the router that asked for them: who goes on, who ends them, and every bound."""
+"""Streams that outlive the router that requested them: takeover by another router, end by name, and limits."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def begun(server, response, steps=3):
     await wait_all_tasks_blocked()
 
 
-async def test_another_router_gets_all_of_a_stream_whose_router_has_died(autojump_clock):
+async def test_another_router_gets_the_whole_stream_of_a_dead_router(autojump_clock):
     async with opened() as server:
         async with asked(server) as first:
             await begun(server, first)
@@ -67,14 +67,14 @@ async def test_another_router_gets_all_of_a_stream_whose_router_has_died(autojum
         assert server.app.router_streams.kept_count == 0
 
 
-async def test_events_have_no_numbers_of_their_own(autojump_clock):
+async def test_events_for_routers_are_not_numbered(autojump_clock):
     async with opened(paused=False) as server:
         async with asked(server) as response:
             await response.read()
         assert b"id: 1\n" not in response.body
 
 
-async def test_a_stream_nobody_goes_on_with_is_over_after_its_seconds(autojump_clock):
+async def test_stream_of_a_dead_router_ends_after_its_time_limit(autojump_clock):
     async with opened() as server:
         async with asked(server) as response:
             await begun(server, response)
@@ -88,7 +88,7 @@ async def test_a_stream_nobody_goes_on_with_is_over_after_its_seconds(autojump_c
             assert await late.head() == 404
 
 
-async def test_a_router_whose_client_has_left_ends_its_stream_at_once(autojump_clock):
+async def test_router_ends_the_stream_of_a_client_that_left_at_once(autojump_clock):
     async with opened() as server:
         began_at = trio.current_time()
         async with asked(server) as response:
@@ -98,7 +98,7 @@ async def test_a_router_whose_client_has_left_ends_its_stream_at_once(autojump_c
         assert trio.current_time() == began_at
 
 
-async def test_a_reader_that_was_taken_over_from_ends_nothing(autojump_clock):
+async def test_replaced_reader_cannot_end_the_stream(autojump_clock):
     async with opened() as server, asked(server) as first:
         await begun(server, first)
         async with kept(server) as second:
@@ -110,7 +110,7 @@ async def test_a_reader_that_was_taken_over_from_ends_nothing(autojump_clock):
             assert await text_of(second) == TEXT
 
 
-async def test_leaving_cancels_before_a_stream_has_begun_and_where_there_is_none(autojump_clock):
+async def test_leaving_cancels_before_the_stream_begins_or_without_a_stream(autojump_clock):
     for stream in (True, False):
         async with opened() as server:
             async with asked(server, stream=stream):
@@ -120,7 +120,7 @@ async def test_leaving_cancels_before_a_stream_has_begun_and_where_there_is_none
             assert server.app.router_streams.kept_count == 0
 
 
-async def test_the_same_request_beside_the_first_is_served_and_not_kept(autojump_clock):
+async def test_duplicate_of_a_running_request_is_served_and_not_kept(autojump_clock):
     async with opened() as server, asked(server) as first, asked(server) as second:
         await begun(server, first)
         await second.head()
@@ -129,7 +129,7 @@ async def test_the_same_request_beside_the_first_is_served_and_not_kept(autojump
         assert await text_of(first) == await text_of(second) == TEXT
 
 
-async def test_a_router_that_begins_anew_ends_what_nobody_reads(autojump_clock):
+async def test_restarted_request_replaces_an_unread_stream(autojump_clock):
     async with opened() as server:
         async with asked(server) as first:
             await begun(server, first)
@@ -142,7 +142,7 @@ async def test_a_router_that_begins_anew_ends_what_nobody_reads(autojump_clock):
             assert second.headers["x-trioserve-kept"] == "5;reader=1"
 
 
-async def test_beyond_the_bound_a_stream_is_served_and_not_kept(autojump_clock):
+async def test_streams_beyond_the_limit_are_served_and_not_kept(autojump_clock):
     async with opened() as server, asked(server, "n1") as first, asked(server, "n2"), asked(server, "n3") as third:
         await begun(server, first)
         await third.head()
@@ -151,7 +151,7 @@ async def test_beyond_the_bound_a_stream_is_served_and_not_kept(autojump_clock):
         assert await text_of(third) == TEXT
 
 
-async def test_what_is_over_makes_room(autojump_clock):
+async def test_finished_stream_is_removed_for_a_new_stream(autojump_clock):
     async with opened(paused=False) as server:
         for name in ("n1", "n2", "n3", "n4"):
             async with asked(server, name) as response:
@@ -160,7 +160,7 @@ async def test_what_is_over_makes_room(autojump_clock):
         assert server.app.router_streams.kept_count == 2
 
 
-async def test_streams_of_other_keys_are_not_there(autojump_clock):
+async def test_another_key_cannot_find_a_kept_stream(autojump_clock):
     mine, other = {"authorization": "Bearer one"}, {"authorization": "Bearer two"}
     async with opened(api_keys=("one", "two")) as server:
         async with asked(server, **mine) as response:
@@ -173,13 +173,13 @@ async def test_streams_of_other_keys_are_not_there(autojump_clock):
 
 
 @pytest.mark.parametrize("header", ["", "a b", "x" * 129])
-async def test_a_name_that_is_none_is_refused(header):
+async def test_invalid_stream_name_is_refused(header):
     async with opened(paused=False) as server, asked(server, header) as response:
         assert await response.head() == 400
         assert "X-Trioserve-Keep" in (await response.json())["error"]["message"]
 
 
-async def test_without_grace_leaving_cancels(autojump_clock):
+async def test_leaving_cancels_if_the_grace_time_is_zero(autojump_clock):
     async with opened(settings=DetachSettings(seconds_max=0)) as server:
         async with asked(server) as response:
             await begun(server, response)
@@ -187,7 +187,7 @@ async def test_without_grace_leaving_cancels(autojump_clock):
         await server.assert_all_free()
 
 
-async def test_events_that_are_gone_are_told_so(autojump_clock):
+async def test_reader_is_refused_if_events_were_dropped(autojump_clock):
     settings = DetachSettings(seconds_max=5, streams_max=2, streams_of_one_max=2, bytes_max=1000)
     async with opened(settings=settings, paused=False) as server:
         async with asked(server) as response:
@@ -196,7 +196,7 @@ async def test_events_that_are_gone_are_told_so(autojump_clock):
             assert await late.head() == 410
 
 
-async def test_a_server_that_drains_ends_what_nobody_reads(autojump_clock):
+async def test_draining_server_ends_unread_streams(autojump_clock):
     async with opened() as server:
         async with asked(server) as response:
             await begun(server, response)
@@ -204,7 +204,7 @@ async def test_a_server_that_drains_ends_what_nobody_reads(autojump_clock):
         await server.assert_all_free()
 
 
-async def test_who_wants_only_what_nobody_reads_takes_nothing_over(autojump_clock):
+async def test_reader_with_unread_is_refused_while_the_stream_has_a_reader(autojump_clock):
     async with opened() as server:
         async with asked(server) as first:
             await begun(server, first)
@@ -217,8 +217,11 @@ async def test_who_wants_only_what_nobody_reads_takes_nothing_over(autojump_cloc
 
 
 @pytest.mark.parametrize(("names", "kept_count"), [(("n1", "n2", "n3"), 2), (("n1", "n1"), 1)])
-async def test_there_is_room_when_a_body_is_there_whatever_was_when_it_began_to_come(autojump_clock, names, kept_count):
-    """Heads come together, bodies late: no more are kept than may be, and none takes the place of one that is read."""
+async def test_limit_of_kept_streams_is_checked_after_the_body_arrived(autojump_clock, names, kept_count):
+    """All heads arrive first, then all bodies.
+
+    The limit holds, and a duplicate does not replace a stream with a reader.
+    """
     body = b'{"model": "fake", "prompt": "Hi", "stream": true, "max_tokens": 100}'
     async with opened(paused=False) as server:
         connections = [server.connect() for _ in names]

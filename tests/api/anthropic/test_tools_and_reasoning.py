@@ -1,4 +1,4 @@
-"""Calls of tools and thoughts in messages, whole and streamed, over a real engine whose model is played."""
+"""Tool calls and reasoning in messages, whole and streamed, over a real engine with a scripted model."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def opened(make_api: Any, response: str, **options: Any) -> AsyncIterator[
 
 
 async def ask(api: Any, **fields: Any) -> dict[str, Any]:
-    """The message, whole; a streamed one as the client puts it together."""
+    """Return the message. A streamed message is assembled by the client library."""
     body = {
         "messages": [{"role": "user", "content": "Weather in Oslo?"}],
         "max_tokens": 300,
@@ -90,7 +90,9 @@ BOTH = pytest.mark.parametrize("stream", [True, False])
         (THOUGHT + CALL, [("thinking", "Let me see."), ("tool_use", {"city": "Oslo"})], "tool_use"),
     ],
 )
-async def test_blocks_of_every_kind(make_api: Any, stream: bool, response: str, expected: Any, reason: str) -> None:
+async def test_reasoning_text_and_tool_calls_become_blocks(
+    make_api: Any, stream: bool, response: str, expected: Any, reason: str
+) -> None:
     async with opened(make_api, response) as api:
         message = await ask(api, stream=stream)
         found = [(kind, value.strip() if isinstance(value, str) else value) for kind, value in shape(message)]
@@ -105,7 +107,7 @@ async def test_blocks_of_every_kind(make_api: Any, stream: bool, response: str, 
 
 
 @BOTH
-async def test_at_most_one_call_where_several_are_not_wanted(make_api: Any, stream: bool) -> None:
+async def test_parallel_calls_can_be_switched_off(make_api: Any, stream: bool) -> None:
     async with opened(make_api, CALL + SECOND) as api:
         choice = {"type": "auto", "disable_parallel_tool_use": True}
         message = await ask(api, stream=stream, tool_choice=choice)
@@ -113,7 +115,7 @@ async def test_at_most_one_call_where_several_are_not_wanted(make_api: Any, stre
 
 
 @BOTH
-async def test_a_call_can_be_forced(make_api: Any, stream: bool) -> None:
+async def test_tool_choice_forces_a_call(make_api: Any, stream: bool) -> None:
     paint = {
         "name": "paint",
         "input_schema": {
@@ -133,14 +135,14 @@ async def test_a_call_can_be_forced(make_api: Any, stream: bool) -> None:
 
 
 @BOTH
-async def test_without_the_tools_nothing_is_taken_for_a_call(make_api: Any, stream: bool) -> None:
+async def test_call_syntax_is_text_without_tools(make_api: Any, stream: bool) -> None:
     async with opened(make_api, CALL) as api:
         message = await ask(api, stream=stream, tool_choice={"type": "none"})
         assert message["stop_reason"] == "end_turn"
         assert [kind for kind, _ in shape(message)] == ["text"]
 
 
-async def test_a_call_that_max_tokens_cut_off_is_not_shown_as_complete(make_api: Any) -> None:
+async def test_call_that_max_tokens_interrupts_is_not_reported_as_complete(make_api: Any) -> None:
     async with opened(make_api, CALL) as api:
         message = await ask(api, max_tokens=60)
         assert message["stop_reason"] == "max_tokens"
@@ -150,7 +152,7 @@ async def test_a_call_that_max_tokens_cut_off_is_not_shown_as_complete(make_api:
 
 
 @BOTH
-async def test_a_thought_that_is_not_to_be_shown_leaves_a_signature(make_api: Any, stream: bool) -> None:
+async def test_omitted_reasoning_block_has_only_a_signature(make_api: Any, stream: bool) -> None:
     async with opened(make_api, THOUGHT + "Sunny.") as api:
         thinking = {"type": "enabled", "budget_tokens": 100, "display": "omitted"}
         message = await ask(api, stream=stream, thinking=thinking, max_tokens=200)
@@ -159,7 +161,7 @@ async def test_a_thought_that_is_not_to_be_shown_leaves_a_signature(make_api: An
 
 
 @BOTH
-async def test_a_budget_ends_a_thought(make_api: Any, stream: bool) -> None:
+async def test_budget_tokens_end_the_reasoning(make_api: Any, stream: bool) -> None:
     async with opened(make_api, "<think>\n" + "thinking " * 50 + "</think>\n\nSunny.") as api:
         thinking = {"type": "enabled", "budget_tokens": 30}
         message = await ask(api, stream=stream, thinking=thinking, max_tokens=200)
@@ -168,7 +170,7 @@ async def test_a_budget_ends_a_thought(make_api: Any, stream: bool) -> None:
 
 
 @BOTH
-async def test_a_response_has_the_form_that_was_asked_for(make_api: Any, stream: bool) -> None:
+async def test_response_follows_the_requested_schema(make_api: Any, stream: bool) -> None:
     schema = {
         "type": "object",
         "properties": {"city": {"type": "string", "maxLength": 8}},
@@ -182,7 +184,7 @@ async def test_a_response_has_the_form_that_was_asked_for(make_api: Any, stream:
             assert set(json.loads(message["content"][0]["text"])) == {"city"}
 
 
-async def test_a_schema_that_is_none_is_refused_with_its_place(make_api: Any) -> None:
+async def test_invalid_schema_is_refused_with_its_path(make_api: Any) -> None:
     async with opened(make_api, "x") as api:
         body = {
             "messages": [{"role": "user", "content": "Hi"}],
