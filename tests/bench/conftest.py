@@ -1,4 +1,4 @@
-"""A scripted server, joined to the client in memory or by sockets: each test says what it answers."""
+"""A server whose responses a test writes, connected to the client in memory or by sockets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trioserve.bench.settings import BenchSettings
 
 
 class Call:
-    """One request at the server, and the ways to answer it."""
+    """One request at the server, which a test can answer in several ways."""
 
     def __init__(self, method: str, path: str, headers: dict[str, str], body: bytes) -> None:
         self.method = method
@@ -52,7 +52,7 @@ class Call:
         raise NotImplementedError
 
     async def drop(self) -> None:
-        """Close the whole connection."""
+        """Close the connection, with all of its requests."""
         raise NotImplementedError
 
     async def respond(self, status: int, content: object) -> None:
@@ -77,7 +77,7 @@ Handler = Callable[[Call], Awaitable[None]]
 async def stream_tokens(
     call: Call, *, first_seconds: float = 0.0, gap_seconds: float = 0.0, with_usage: bool = True
 ) -> None:
-    """Answers as a completions server does: as many tokens as asked for, one a chunk."""
+    """Answer as a completions server does: with the requested number of tokens, one per chunk."""
     await call.start(200)
     count = call.body["max_tokens"]
     for index in range(count):
@@ -90,7 +90,7 @@ async def stream_tokens(
 
 
 class ScriptedServer:
-    """Speaks one HTTP version; a handler answers streamed requests, the other responses are fixed."""
+    """A server with one HTTP version. A handler answers streamed requests, and other responses are fixed."""
 
     def __init__(self, nursery: trio.Nursery, handler: Handler, http: int) -> None:
         self._nursery = nursery
@@ -105,8 +105,8 @@ class ScriptedServer:
         self.models: list[str] | None = ["first-model", "other"]
         self.takes_ids = True
         self.streams_max: int | None = None
-        self.piece_bytes: int | None = None  # the server's bytes are cut into pieces of this size
-        self.requests_per_connection: int | None = None  # then it sends GOAWAY, or closes
+        self.piece_bytes: int | None = None  # The server's bytes are divided into pieces of this size.
+        self.requests_per_connection: int | None = None  # after this many requests, it sends GOAWAY or closes
         self.window_bytes = 65_535
 
     async def open_stream(self) -> trio.abc.Stream:
@@ -146,7 +146,7 @@ class ScriptedServer:
                 self.in_flight -= 1
 
     async def write(self, stream: trio.abc.Stream, take: Callable[[], bytes]) -> None:
-        """take: gives the bytes when it is this writer's turn. Shielded, since half a frame would break the others."""
+        """Send the bytes of `take` when it is this writer's turn. Shielded, since half a frame would break others."""
         lock = self._locks.setdefault(stream, trio.Lock())
         gone = contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError)
         with trio.CancelScope(shield=True), gone:
@@ -187,7 +187,7 @@ class ScriptedServer:
                 data = b""
                 with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
                     data = await stream.receive_some()
-                if data:  # the client was quicker with its next request than this server with leaving the last one
+                if data:  # The client sent its next request before this server closed the connection of the last one.
                     http.receive_data(data)
                 else:
                     call.leave("close")
@@ -239,8 +239,8 @@ class ScriptedServer:
                         handled_count += 1
                         nursery.start_soon(self._respond, call)
                         if handled_count == self.requests_per_connection:
-                            # As a server that leaves in good order: GOAWAY first, then the responses. h2 itself could
-                            # not go on after close_connection, so the frame is written by hand.
+                            # Like a server that leaves gracefully: GOAWAY first, then the responses. h2 itself could
+                            # not continue after close_connection, so the frame is written by hand.
                             goaway = b"\0\0\x08\x07\0\0\0\0\0" + event.stream_id.to_bytes(4) + bytes(4)
                             await self.write(stream, lambda frame=goaway: frame)
                     elif isinstance(event, h2.events.StreamReset) and event.stream_id in calls:
@@ -304,7 +304,7 @@ class _Http2Call(Call):
 
 @pytest.fixture
 async def start_server() -> AsyncIterator[Callable[..., ScriptedServer]]:
-    """start_server(handler, http=1): a server to which open_stream connects."""
+    """Function start_server(handler, http=1) that returns a server, to which its open_stream connects."""
     async with trio.open_nursery() as nursery:
 
         def start(handler: Handler, *, http: int) -> ScriptedServer:
@@ -316,7 +316,7 @@ async def start_server() -> AsyncIterator[Callable[..., ScriptedServer]]:
 
 @pytest.fixture
 def start_server_type() -> type[ScriptedServer]:
-    """For tests that bring a nursery of their own."""
+    """Class of the server, for tests with their own nursery."""
     return ScriptedServer
 
 
@@ -327,7 +327,7 @@ def tokens() -> Callable[..., Awaitable[None]]:
 
 @pytest.fixture
 def bench_settings() -> Callable[..., BenchSettings]:
-    """Settings of a small measurement; what a test is about it says itself."""
+    """Function that returns the settings of a small measurement, with the changes of a test."""
 
     def make(**changes: Any) -> BenchSettings:
         small = {"requests": 4, "concurrency": 2, "prompt_tokens": 6, "output_tokens": 3, "abort_after_tokens": 2}

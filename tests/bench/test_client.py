@@ -1,4 +1,4 @@
-"""Requests over HTTP/1.1 and HTTP/2: whole responses, the times they are heard, and a client that leaves at once."""
+"""Tests of both HTTP clients: whole responses, their times, and clients that leave at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ both = pytest.mark.parametrize("http", [1, 2])
 
 
 class Ear:
-    """A listener that writes down what it hears. leave_after: bytes after which it has heard enough."""
+    """A listener that records a response, and leaves after `leave_after` bytes."""
 
     def __init__(self, leave_after: int | None = None) -> None:
         self.status: int | None = None
@@ -79,7 +79,7 @@ async def respond_for_ever(call):
 
 
 @both
-async def test_a_response_is_heard_when_it_comes(start_server, autojump_clock, http):
+async def test_listener_gets_each_piece_with_its_time(start_server, autojump_clock, http):
     server = start_server(respond_twice_a_second, http=http)
     async with open_client(http, server.open_stream) as client:
         ear = Ear()
@@ -92,7 +92,7 @@ async def test_a_response_is_heard_when_it_comes(start_server, autojump_clock, h
 
 
 @both
-async def test_a_response_cut_into_single_bytes_is_the_same(start_server, autojump_clock, http):
+async def test_response_in_single_bytes_is_read_equally(start_server, autojump_clock, http):
     server = start_server(respond_twice_a_second, http=http)
     server.piece_bytes = 1
     async with open_client(http, server.open_stream) as client:
@@ -102,7 +102,7 @@ async def test_a_response_cut_into_single_bytes_is_the_same(start_server, autoju
 
 
 @both
-async def test_connections_are_used_again(start_server, autojump_clock, http):
+async def test_idle_connections_are_reused(start_server, autojump_clock, http):
     server = start_server(respond_twice_a_second, http=http)
     async with open_client(http, server.open_stream) as client:
         for _ in range(3):
@@ -111,9 +111,7 @@ async def test_connections_are_used_again(start_server, autojump_clock, http):
 
 
 @pytest.mark.parametrize("http, connections, opened", [(1, 1, 4), (2, 1, 1), (2, 2, 2), (2, 9, 4)])
-async def test_requests_in_flight_share_connections_as_the_version_allows(
-    start_server, autojump_clock, http, connections, opened
-):
+async def test_requests_share_connections_only_over_http2(start_server, autojump_clock, http, connections, opened):
     server = start_server(respond_twice_a_second, http=http)
     async with open_client(http, server.open_stream, connections) as client, trio.open_nursery() as nursery:
         ears = [Ear() for _ in range(4)]
@@ -124,7 +122,7 @@ async def test_requests_in_flight_share_connections_as_the_version_allows(
 
 
 @both
-async def test_a_long_body_arrives_whole_through_small_windows(start_server, autojump_clock, http):
+async def test_long_body_is_sent_whole_through_small_windows(start_server, autojump_clock, http):
     server = start_server(respond_twice_a_second, http=http)
     server.window_bytes = 1000
     body = b'{"stream": true, "prompt": "' + bytes(b"abcdefg"[i % 7] for i in range(300_000)) + b'"}'
@@ -134,7 +132,7 @@ async def test_a_long_body_arrives_whole_through_small_windows(start_server, aut
 
 
 @pytest.mark.parametrize("http, how", [(1, "close"), (2, "reset CANCEL")])
-async def test_a_cancelled_request_is_left_at_once(start_server, autojump_clock, http, how):
+async def test_cancelled_request_leaves_at_once(start_server, autojump_clock, http, how):
     server = start_server(respond_for_ever, http=http)
     async with open_client(http, server.open_stream) as client:
         ear = Ear()
@@ -147,7 +145,7 @@ async def test_a_cancelled_request_is_left_at_once(start_server, autojump_clock,
 
 
 @pytest.mark.parametrize("http, how", [(1, "close"), (2, "reset CANCEL")])
-async def test_a_listener_that_has_heard_enough_leaves_at_once(start_server, autojump_clock, http, how):
+async def test_listener_that_returns_false_leaves_at_once(start_server, autojump_clock, http, how):
     server = start_server(respond_for_ever, http=http)
     async with open_client(http, server.open_stream) as client:
         ear = Ear(leave_after=20)
@@ -158,7 +156,7 @@ async def test_a_listener_that_has_heard_enough_leaves_at_once(start_server, aut
         assert ear.data == b"0123456789" * 2
 
 
-async def test_leaving_one_stream_does_not_touch_the_others(start_server, autojump_clock):
+async def test_leaving_one_stream_does_not_affect_the_others(start_server, autojump_clock):
     server = start_server(respond_twice_a_second, http=2)
     async with open_client(2, server.open_stream) as client, trio.open_nursery() as nursery:
         ear = Ear()
@@ -172,7 +170,7 @@ async def test_leaving_one_stream_does_not_touch_the_others(start_server, autoju
 
 
 @both
-async def test_a_withheld_end_of_the_body_is_never_sent(autojump_clock, http):
+async def test_withheld_bytes_of_the_body_are_never_sent(autojump_clock, http):
     client_end, server_end = trio.testing.memory_stream_pair()
 
     async def open_stream():
@@ -206,7 +204,7 @@ async def test_a_withheld_end_of_the_body_is_never_sent(autojump_clock, http):
         assert isinstance(events[-1], h2.events.StreamReset)
 
 
-async def test_hanging_up_ends_all_that_runs_and_the_next_request_begins_anew(start_server, autojump_clock):
+async def test_hang_up_ends_all_requests_and_the_next_request_opens_a_connection(start_server, autojump_clock):
     server = start_server(respond_twice_a_second, http=2)
     failures = []
 
@@ -225,7 +223,7 @@ async def test_hanging_up_ends_all_that_runs_and_the_next_request_begins_anew(st
 
 
 @both
-async def test_a_connection_that_ends_early_is_a_disconnect(start_server, autojump_clock, http):
+async def test_early_end_of_a_connection_is_a_disconnect(start_server, autojump_clock, http):
     async def drop(call):
         await call.start(200)
         await call.send(b"a beginning")
@@ -242,7 +240,7 @@ async def test_a_connection_that_ends_early_is_a_disconnect(start_server, autoju
 
 
 @both
-async def test_the_next_request_after_a_disconnect_gets_a_new_connection(start_server, autojump_clock, http):
+async def test_request_after_a_disconnect_gets_a_new_connection(start_server, autojump_clock, http):
     async def drop_the_first(call):
         if len(server.calls) == 1:
             await call.drop()
@@ -259,7 +257,7 @@ async def test_the_next_request_after_a_disconnect_gets_a_new_connection(start_s
 
 
 @both
-async def test_a_connection_that_the_server_retired_does_not_fail_the_next_request(start_server, autojump_clock, http):
+async def test_idle_connection_closed_by_the_server_does_not_fail_the_next_request(start_server, autojump_clock, http):
     server = start_server(respond_twice_a_second, http=http)
     server.requests_per_connection = 2
     async with open_client(http, server.open_stream) as client:
@@ -269,10 +267,10 @@ async def test_a_connection_that_the_server_retired_does_not_fail_the_next_reque
     assert len(server.calls) == 5
 
 
-async def test_goaway_lets_earlier_streams_finish_and_sends_later_ones_elsewhere(start_server, autojump_clock):
+async def test_goaway_lets_earlier_streams_finish_and_later_ones_use_a_new_connection(start_server, autojump_clock):
     server = start_server(respond_twice_a_second, http=2)
     server.requests_per_connection = 2
-    server.piece_bytes = 5  # GOAWAY and what follows it come in pieces
+    server.piece_bytes = 5  # GOAWAY and the frames after it arrive in pieces
     ears = [Ear() for _ in range(5)]
     failures = []
 
@@ -288,7 +286,7 @@ async def test_goaway_lets_earlier_streams_finish_and_sends_later_ones_elsewhere
     assert server.connection_count == 3
 
 
-async def test_goaway_between_the_frames_of_a_response_loses_none_of_them(autojump_clock):
+async def test_goaway_between_the_frames_of_a_response_loses_no_frame(autojump_clock):
     async def response_in_one_write(stream):
         connection = h2.connection.H2Connection(h2.config.H2Configuration(client_side=False))
         connection.initiate_connection()
@@ -315,19 +313,19 @@ async def test_goaway_between_the_frames_of_a_response_loses_none_of_them(autoju
     assert ear.data == b"before after"
 
 
-async def test_a_stream_that_goaway_cut_off_is_asked_again_elsewhere(start_server, autojump_clock):
+async def test_stream_beyond_goaway_is_retried_on_a_new_connection(start_server, autojump_clock):
     server = start_server(respond_twice_a_second, http=2)
     server.requests_per_connection = 2
     ears = [Ear() for _ in range(3)]
     async with open_client(2, server.open_stream) as client, trio.open_nursery() as nursery:
-        for ear in ears:  # all three are on their way before the server says that it takes two
+        for ear in ears:  # All three are sent before the server says that it accepts two.
             nursery.start_soon(post, client, ear)
     assert [ear.data for ear in ears] == [b"first second"] * 3
     assert server.connection_count == 2
     assert len(server.calls) == 3
 
 
-async def test_a_reset_stream_is_named_by_its_code(start_server, autojump_clock):
+async def test_reset_stream_is_reported_with_its_code(start_server, autojump_clock):
     server = start_server(lambda call: call.reset(h2.errors.ErrorCodes.REFUSED_STREAM), http=2)
     async with open_client(2, server.open_stream) as client:
         failure = await post(client, Ear())
@@ -335,7 +333,7 @@ async def test_a_reset_stream_is_named_by_its_code(start_server, autojump_clock)
     assert failure.name == "reset REFUSED_STREAM"
 
 
-async def test_requests_wait_while_the_server_allows_no_more_streams(start_server, autojump_clock):
+async def test_requests_wait_for_a_free_stream(start_server, autojump_clock):
     server = start_server(respond_twice_a_second, http=2)
     server.streams_max = 2
     ears = [Ear() for _ in range(5)]
@@ -348,7 +346,7 @@ async def test_requests_wait_while_the_server_allows_no_more_streams(start_serve
     assert server.in_flight_max == 2
 
 
-async def test_a_waiting_request_takes_the_place_of_one_that_left(start_server, autojump_clock):
+async def test_waiting_request_gets_the_stream_of_a_request_that_left(start_server, autojump_clock):
     server = start_server(respond_for_ever, http=2)
     server.streams_max = 1
     async with open_client(2, server.open_stream) as client, trio.open_nursery() as nursery:
@@ -366,8 +364,8 @@ async def test_a_waiting_request_takes_the_place_of_one_that_left(start_server, 
 
 
 @both
-async def test_an_early_refusal_is_heard_although_the_body_is_not_read(autojump_clock, http):
-    """A server that answers 413 after the head of a request, and gives no window for the rest."""
+async def test_early_refusal_is_received_although_the_body_is_not_read(autojump_clock, http):
+    """The server answers 413 after the head of a request, and grants no window for the body."""
     resets = []
 
     async def refuse(stream):
@@ -399,11 +397,12 @@ async def test_an_early_refusal_is_heard_although_the_body_is_not_read(autojump_
             assert await post(client, ear, bytes(500_000)) is None
             assert (ear.status, ear.data) == (413, b"big")
             await trio.testing.wait_all_tasks_blocked()
-            assert len(resets) == http - 1  # over HTTP/2 only this stream is given up, over HTTP/1.1 the connection
+            # Over HTTP/2 only this stream is reset. Over HTTP/1.1 the connection is closed.
+            assert len(resets) == http - 1
 
 
 async def speak_to(http, greeting):
-    """What a client says about a server that sends this and then nothing more."""
+    """Return the result of a request to a server that sends only these bytes."""
 
     async def open_stream():
         client, server = trio.testing.memory_stream_pair()
@@ -416,7 +415,7 @@ async def speak_to(http, greeting):
 
 @both
 @pytest.mark.parametrize("greeting", [b"SSH-2.0-OpenSSH_9.6\r\n\r\n", b"\x15\x03\x03\x00\x02\x02\x46\r\n\r\n" * 3])
-async def test_a_server_of_another_protocol_is_told_apart(autojump_clock, http, greeting):
+async def test_server_with_another_protocol_is_recognized(autojump_clock, http, greeting):
     failure = await speak_to(http, greeting)
     assert failure is not None
     assert failure.kind is FailureKind.PROTOCOL
@@ -435,7 +434,7 @@ async def test_a_server_of_another_protocol_is_told_apart(autojump_clock, http, 
         (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n", b"abc", FailureKind.DISCONNECT, 2),
     ],
 )
-async def test_the_end_of_a_response_over_http1(autojump_clock, response, data, failure_kind, connections):
+async def test_ends_of_http1_responses(autojump_clock, response, data, failure_kind, connections):
     opened = []
 
     async def open_stream():
@@ -462,7 +461,7 @@ async def test_the_end_of_a_response_over_http1(autojump_clock, response, data, 
         assert len(opened) == connections
 
 
-async def test_a_connection_on_which_a_request_is_unfinished_is_not_used_again(autojump_clock):
+async def test_connection_with_an_unfinished_request_is_not_reused(autojump_clock):
     ends = []
 
     async def open_stream():
@@ -477,20 +476,20 @@ async def test_a_connection_on_which_a_request_is_unfinished_is_not_used_again(a
     assert len(ends) == 2
 
 
-async def test_a_second_response_to_one_request_is_a_fault_of_the_server(autojump_clock):
+async def test_second_response_to_one_request_is_a_protocol_failure(autojump_clock):
     failure = await speak_to(1, b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n" * 2)
     assert failure is not None
     assert failure.kind is FailureKind.PROTOCOL
     assert "second response" in failure.message
 
 
-async def test_an_http1_server_asked_for_http2_is_told_apart(autojump_clock):
+async def test_http1_server_is_recognized_by_the_http2_client(autojump_clock):
     failure = await speak_to(2, b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n")
     assert failure is not None
     assert failure.kind is FailureKind.PROTOCOL
 
 
-async def test_a_server_without_http2_settings_is_given_up(autojump_clock):
+async def test_server_without_http2_settings_times_out(autojump_clock):
     failure = await speak_to(2, b"")
     assert failure is not None
     assert failure.kind is FailureKind.PROTOCOL
@@ -498,7 +497,7 @@ async def test_a_server_without_http2_settings_is_given_up(autojump_clock):
 
 
 @both
-async def test_no_connection_is_a_failure_with_its_reason(autojump_clock, http):
+async def test_refused_connection_is_a_failure_with_its_reason(autojump_clock, http):
     async def refuse():
         raise ConnectionRefusedError("nobody listens")
 
@@ -509,7 +508,7 @@ async def test_no_connection_is_a_failure_with_its_reason(autojump_clock, http):
 
 
 @both
-async def test_a_connection_that_does_not_open_is_given_up(autojump_clock, http):
+async def test_connection_that_does_not_open_times_out(autojump_clock, http):
     async with open_client(http, trio.sleep_forever) as client:
         failure = await post(client, Ear())
     assert failure is not None
@@ -517,7 +516,7 @@ async def test_a_connection_that_does_not_open_is_given_up(autojump_clock, http)
 
 
 @both
-async def test_closing_the_client_closes_its_connections(start_server, autojump_clock, http):
+async def test_close_of_the_client_closes_its_connections(start_server, autojump_clock, http):
     server = start_server(respond_twice_a_second, http=http)
     async with open_client(http, server.open_stream) as client:
         assert await post(client, Ear()) is None
@@ -530,7 +529,7 @@ async def test_closing_the_client_closes_its_connections(start_server, autojump_
 
 
 @both
-async def test_plain_sockets_carry_both_versions(start_server, http):
+async def test_both_http_versions_work_over_plain_sockets(start_server, http):
     server = start_server(respond_at_once, http=http)
     async with listening(server) as port, open_client(http, opener("http", port, http)) as client:
         ear = Ear()
@@ -540,7 +539,7 @@ async def test_plain_sockets_carry_both_versions(start_server, http):
 
 @pytest.fixture
 def authority(monkeypatch, tmp_path):
-    """A certificate authority that the client trusts, by the variable that OpenSSL itself reads."""
+    """A certificate authority that the client trusts, through the environment variable of OpenSSL."""
     made = trustme.CA()
     made.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
@@ -548,7 +547,7 @@ def authority(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("http, offered", [(1, "http/1.1"), (2, "h2")])
-async def test_tls_agrees_on_the_version_by_alpn(start_server, authority, http, offered):
+async def test_tls_negotiates_the_http_version_by_alpn(start_server, authority, http, offered):
     server = start_server(respond_at_once, http=http)
     context = tls_context(authority, offered)
     async with listening(server, context) as port, open_client(http, opener("https", port, http)) as client:
@@ -567,7 +566,7 @@ async def test_tls_without_http2_is_refused(start_server, authority):
     assert "did not agree to HTTP/2 (by ALPN)" in failure.message
 
 
-async def test_an_unknown_certificate_is_refused(start_server):
+async def test_unknown_certificate_is_refused(start_server):
     server = start_server(respond_at_once, http=1)
     context = tls_context(trustme.CA(), "http/1.1")
     async with listening(server, context) as port, open_client(1, opener("https", port, 1)) as client:
@@ -596,20 +595,20 @@ def tls_context(authority, protocol):
 
 @contextlib.asynccontextmanager
 async def socket_pair():
-    """A stream and the socket at its other end."""
+    """Return a stream and the socket at its other end."""
     ours, theirs = socket.socketpair()
     with theirs:
         async with trio.SocketStream(trio.socket.from_stdlib_socket(ours)) as stream:
             yield stream, theirs
 
 
-async def test_what_a_socket_has_is_received_and_what_it_does_not_have_is_waited_for(monkeypatch):
+async def test_receive_reads_available_data_and_waits_for_the_rest(monkeypatch):
     reads: list[bytes] = []
 
     def read(fd, byte_count):
         if not reads:
             reads.append(b"")
-            raise BlockingIOError  # somebody else was faster, or the kernel thought better of it
+            raise BlockingIOError  # Another task was faster, or the kernel's notice was wrong.
         reads.append(os_read(fd, byte_count))
         return reads[-1]
 
@@ -634,7 +633,7 @@ async def test_what_a_socket_has_is_received_and_what_it_does_not_have_is_waited
         assert await receive(stream) == b""
 
 
-async def test_receiving_from_a_broken_connection_says_so():
+async def test_receive_from_a_broken_connection_raises():
     async with socket_pair() as (stream, theirs):
         await stream.send_all(b"never read")
         theirs.close()
@@ -650,7 +649,7 @@ async def listening(server, context=None):
             try:
                 await stream.do_handshake()
             except trio.BrokenResourceError:
-                return  # the client did not want this certificate
+                return  # The client refused this certificate.
         await server.serve(stream)
 
     listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")

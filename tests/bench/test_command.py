@@ -1,4 +1,4 @@
-"""The command bench: what it lists, what it hands on, and what it says to those who still put flags first."""
+"""Tests of the command bench: its lists, its calls of measurements, and the refusal of former command lines."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from trioserve.bench.startup_settings import StartupSettings
 from trioserve.cli import main
 
 
-def test_bench_alone_lists_what_there_is(capsys):
+def test_bench_without_arguments_lists_the_measurements(capsys):
     assert main(["bench"]) == 1
     shown = capsys.readouterr().out
     for name in (*(measurement.name for measurement in MEASUREMENTS), "inside"):
         assert re.search(rf"\n    {name}\s", shown)
 
 
-def test_bench_inside_alone_lists_what_there_is(capsys):
+def test_bench_inside_without_arguments_lists_the_parts(capsys):
     assert main(["bench", "inside"]) == 1
     shown = capsys.readouterr().out
     for name in PARTS:
         assert f"\n    {name} " in shown
 
 
-def test_a_measurement_gets_its_settings_and_gives_the_exit_code(monkeypatch):
+def test_measurement_gets_its_settings_and_returns_the_exit_code(monkeypatch):
     given = []
 
     def measured(settings):
@@ -43,7 +43,7 @@ def test_a_measurement_gets_its_settings_and_gives_the_exit_code(monkeypatch):
     assert given == [StartupSettings(rounds=3)]
 
 
-def test_a_value_that_cannot_be_is_one_sentence(capsys):
+def test_value_out_of_range_is_refused_in_one_sentence(capsys):
     assert main(["bench", "load", "--requests", "0"]) == 1
     assert capsys.readouterr().err == "trioserve: --requests is 0, allowed is 1 to 10000000\n"
 
@@ -58,15 +58,15 @@ def test_a_value_that_cannot_be_is_one_sentence(capsys):
         ("--requests 5", "bench load;"),
     ],
 )
-def test_who_puts_flags_first_is_told_the_new_spelling(former, said, capsys):
+def test_former_command_line_is_refused_with_the_new_one(former, said, capsys):
     assert main(["bench", *former.split(" ")]) == 1
-    told = capsys.readouterr().err
-    assert said in told
-    assert told.count("\n") == 1
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_every_part_has_a_help_with_defaults(part, capsys):
+def test_help_of_every_part_has_defaults(part, capsys):
     with pytest.raises(SystemExit) as left:
         main(["bench", "inside", part, "--help"])
     assert left.value.code == 0
@@ -75,14 +75,14 @@ def test_every_part_has_a_help_with_defaults(part, capsys):
     assert "(default: " in shown
 
 
-def test_an_unknown_part_is_refused_with_those_there_are(capsys):
+def test_unknown_part_is_refused_with_the_known_ones(capsys):
     with pytest.raises(SystemExit) as left:
         main(["bench", "inside", "nothing"])
     assert left.value.code == 2
     assert "'core', 'delivery'" in capsys.readouterr().err
 
 
-def test_a_part_gets_its_flags_and_what_opens_engines(monkeypatch):
+def test_part_gets_its_flags_and_the_functions_that_open_engines(monkeypatch):
     given = []
 
     def measured(arguments: argparse.Namespace) -> int:
@@ -95,7 +95,7 @@ def test_a_part_gets_its_flags_and_what_opens_engines(monkeypatch):
     assert (given[0].tokens, given[0].rounds, given[0].open_engine) == (5, draft_bench.ROUNDS, opener)
 
 
-def test_the_list_is_shown_without_what_measures():
+def test_list_of_parts_imports_no_measurement():
     program = (
         "import sys, trioserve.cli; trioserve.cli.main(['bench']); "
         "print([m for m in ('trio', 'torch', 'h2', 'trioserve.core.engine', 'trioserve.testing') if m in sys.modules])"

@@ -1,4 +1,4 @@
-"""A pair and one server are started, loaded in turn, asked for what travelled, and ended."""
+"""Tests of the comparison of a pair with one server, with fake processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trioserve.bench.disagg.socket_copy import copying_process, seconds_to_recei
 from trioserve.bench.report import Machine
 from trioserve.contracts.errors import StartupError
 
-# Whatever it is started as: answers at once, notes its flags and what it was asked, and says that KV came.
+# This fake serves all roles: it answers at once, records its flags and requests, and reports received KV.
 SERVER = """
 import http.server, json, os, pathlib, sys
 
@@ -32,7 +32,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         global looks
-        looks += self.path == "/metrics"  # as much more comes between any two looks
+        looks += self.path == "/metrics"  # the counters grow between any two reads
         metrics = METRICS.format(looks, looks // 6, looks * 0.0005)
         self.answer(metrics.encode() if self.path == "/metrics" else b"")
 
@@ -79,12 +79,12 @@ def fakes(tmp_path, monkeypatch):
     (tmp_path / "trioserve/__main__.py").write_text(SERVER)
     (tmp_path / "trioserve/bench").symlink_to(Path(__file__).parents[2] / "trioserve/bench")
     (tmp_path / "trioserve/contracts").symlink_to(Path(__file__).parents[2] / "trioserve/contracts")
-    monkeypatch.chdir(tmp_path)  # `python -m` looks there first
+    monkeypatch.chdir(tmp_path)  # `python -m` looks in the working folder first
     return tmp_path / "trioserve"
 
 
 @pytest.mark.slow
-def test_both_get_the_same_load_in_turn(fakes, tmp_path, capsys):
+def test_server_and_pair_get_the_same_load_in_turn(fakes, tmp_path, capsys):
     assert main(SETTINGS.__class__(**{**_fields(SETTINGS), "json_path": str(tmp_path / "report.json")})) == 0
 
     started = [line.split() for line in (fakes / "started").read_text().splitlines()]
@@ -95,13 +95,13 @@ def test_both_get_the_same_load_in_turn(fakes, tmp_path, capsys):
         assert json.loads(words[6]) == {"kv_connector": "tcp"}
     assert router[0] == "route"
     assert [f"p=http://127.0.0.1:{prefill[-1]}", f"d=http://127.0.0.1:{decode[-1]}"] == [router[2], router[4]]
-    for line in started:  # none is left
+    for line in started:  # No process is left.
         with pytest.raises(ProcessLookupError):
             os.kill(int(line[0]), 0)
 
     asked = [line.split() for line in (fakes / "asked").read_text().splitlines()]
     longs = [line for line in asked if line[1] == "64"]
-    # Five by themselves, and then one of each four to warm up.
+    # Five transfers alone, and then one of each four as warm-up.
     assert [line[0] for line in longs] == ["route"] * 5 + (["serve"] * 4 + ["route"] * 4) * 2
     assert {tuple(line[1:]) for line in asked if line not in longs} == {("32", "50")}
 
@@ -109,37 +109,37 @@ def test_both_get_the_same_load_in_turn(fakes, tmp_path, capsys):
     assert [each["is_pair"] for each in report["rounds"]] == [False, True, False, True]
     assert report["copy"]["bytes"] == 1_000_000
     text = capsys.readouterr().out
-    assert "5 transfers over tcp while nobody computes: 50 blocks, 5.0 MB at 2.00 GB/s; 1 failed." in text
+    assert "5 transfers over tcp without other requests: 50 blocks, 5.0 MB at 2.00 GB/s; 1 failed." in text
     assert "A plain socket copy of 1.0 MB" in text
     assert "1 transfers over tcp under the load above: 10 blocks, 1.0 MB at 2.00 GB/s; 0 failed." in text
 
 
-def test_a_request_that_fails_ends_it(fakes, monkeypatch, capsys):
+def test_failed_request_ends_the_comparison(fakes, monkeypatch, capsys):
     monkeypatch.setenv("PRETEND_TO_FAIL", "1")
     assert main(SETTINGS) == 1
     assert "a request failed: status 500" in capsys.readouterr().err
 
 
-def test_a_server_that_does_not_start_is_told(tmp_path, monkeypatch, capsys):
+def test_server_that_does_not_start_is_reported_with_its_last_log_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "trioserve").mkdir()
     (tmp_path / "trioserve/__init__.py").touch()
     (tmp_path / "trioserve/__main__.py").write_text("import sys; sys.exit('no such model')")
     monkeypatch.chdir(tmp_path)
     assert main(SETTINGS) == 2
-    assert "did not become ready; its last words: no such model" in capsys.readouterr().err
+    assert "did not become ready; the last line of its log: no such model" in capsys.readouterr().err
 
 
-def test_a_pair_without_transfers_says_so():
+def test_report_says_that_no_kv_was_transferred():
     nothing = TransferFigures(transfers=0, blocks=0, bytes=0, seconds=0.0, failures=7)
     machine = Machine(cpu="a CPU", cores=2, python="3.11", platform="Linux")
     copy = CopyFigures(bytes=1, seconds=[1.0])
     report = DisaggregatedReport(
         settings=SETTINGS, date="today", machine=machine, rounds=[], alone=nothing, loaded=nothing, copy=copy
     )
-    assert "No KV travelled over tcp while nobody computes: 7 transfers failed." in disaggregated_text(report)
+    assert "No KV was transferred over tcp without other requests: 7 transfers failed." in disaggregated_text(report)
 
 
-def test_a_copy_is_whole():
+def test_socket_copy_transfers_all_bytes():
     with copying_process(3_000_000) as port:
         assert seconds_to_receive(port, 3_000_000) > 0
         with pytest.raises(ConnectionError, match="1 of 3000001 bytes"):
@@ -149,7 +149,7 @@ def test_a_copy_is_whole():
 @pytest.mark.parametrize(
     ("field", "value"), [("connector", "pigeon"), ("threads", 1), ("rate_per_second", 0.0), ("long_prompt_tokens", 8)]
 )
-def test_what_makes_no_sense_is_refused(field, value):
+def test_values_out_of_range_are_refused_by_the_comparison(field, value):
     with pytest.raises(StartupError):
         DisaggregatedSettings(**{field: value})
 

@@ -1,4 +1,4 @@
-"""What the live page costs is measured over connections in memory: both ways, in turn, and what is no comparison."""
+"""Tests of the measurement of the live page, over connections in memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def measured(server: MemoryServer, settings: PageBenchSettings = SETTINGS)
     return await measure_page(settings, open_stream=connect)
 
 
-async def test_each_round_has_both_and_the_ratio_is_that_of_the_rounds(autojump_clock):
+async def test_each_round_has_both_measurements_and_the_ratio_is_their_median(autojump_clock):
     async with open_memory_server(step_seconds=0.2) as server:
         report = await measured(server)
         assert [one.without.completed_requests for one in report.rounds] == [4, 4]
@@ -33,15 +33,15 @@ async def test_each_round_has_both_and_the_ratio_is_that_of_the_rounds(autojump_
         assert server.app.page.reader_count == 0
 
 
-async def test_what_is_asked_beside_the_page_was_not_asked_without_it(autojump_clock):
-    """Else the second one would find its prompts computed."""
+async def test_both_measurements_of_a_round_have_different_prompts(autojump_clock):
+    """Otherwise the second measurement would find its prompts in the prefix cache."""
     settings = msgspec.structs.replace(SETTINGS, prompt_tokens=48)
     async with open_memory_server(step_seconds=0.2, max_model_len=128, block_count=64) as server:
         await measured(server, settings)
         assert server.engine.stats().prefix_hit_tokens_total == 0
 
 
-async def test_without_a_page_there_is_nothing_to_measure(autojump_clock):
+async def test_server_without_a_page_cannot_be_measured(autojump_clock):
     async with open_memory_server(step_seconds=0.2, page=PageSettings(is_shown=False)) as server:
         outcome = await measured(server)
         assert isinstance(outcome, CannotMeasure)

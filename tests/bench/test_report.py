@@ -1,4 +1,4 @@
-"""Measurements become figures with a unit in every name, a table and JSON."""
+"""Tests that measurements become figures with units, a table and JSON."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def test_percentiles_of_few_samples(ordered, percent, value):
     assert percentile(ordered, percent) == value
 
 
-def test_a_spread_is_in_milliseconds_whatever_the_order_of_its_samples():
+def test_spread_is_in_milliseconds_for_any_order_of_samples():
     spread = Spread.from_seconds([0.003, 0.001, 0.002])
     assert spread is not None
     assert (spread.count, spread.mean, spread.p50, spread.max) == (3, pytest.approx(2.0), 2.0, 3.0)
     assert Spread.from_seconds([]) is None
 
 
-def test_rates_are_over_the_whole_duration():
+def test_rates_are_relative_to_the_whole_duration():
     figures = Figures.from_measurements([completed(), completed(tokens=5)], duration_seconds=4.0)
     assert figures.completed_requests_per_second == 0.5
     assert figures.output_tokens_per_second == 2.0
@@ -71,7 +71,7 @@ def test_rates_are_over_the_whole_duration():
     assert figures.token_chunks == 6
 
 
-def test_time_per_token_does_not_depend_on_how_chunks_are_cut():
+def test_tpot_does_not_depend_on_the_size_of_chunks():
     one_by_one = Figures.from_measurements([completed(gaps=[0.1] * 4, tokens=5)], duration_seconds=1)
     merged = Figures.from_measurements([completed(gaps=[0.2] * 2, tokens=5)], duration_seconds=1)
     assert one_by_one.tpot_ms is not None
@@ -79,7 +79,7 @@ def test_time_per_token_does_not_depend_on_how_chunks_are_cut():
     assert one_by_one.tpot_ms.mean == pytest.approx(merged.tpot_ms.mean) == pytest.approx(100.0)
 
 
-def test_failures_are_counted_by_name_and_stay_out_of_the_figures():
+def test_failures_are_counted_by_name_and_excluded_from_the_figures():
     figures = Figures.from_measurements(
         [
             completed(),
@@ -95,7 +95,7 @@ def test_failures_are_counted_by_name_and_stay_out_of_the_figures():
     assert (figures.requests_counted_by_usage, figures.requests_counted_by_chunks) == (1, 0)
 
 
-def test_aborted_and_interrupted_requests_count_with_the_tokens_they_got():
+def test_aborted_and_interrupted_requests_count_with_their_tokens():
     left = Measurement(outcome=Outcome.ABORTED, ttft_seconds=1.0, gaps_seconds=array.array("d", [0.5]), output_tokens=2)
     cut = Measurement(outcome=Outcome.INTERRUPTED, ttft_seconds=2.0, output_tokens=1)
     figures = Figures.from_measurements([left, cut], duration_seconds=1.0)
@@ -108,13 +108,13 @@ def test_aborted_and_interrupted_requests_count_with_the_tokens_they_got():
     assert figures.tpot_ms is None
 
 
-def test_nothing_measured_gives_zeros_and_no_spread():
+def test_figures_without_measurements_are_zero_and_have_no_spread():
     figures = Figures.from_measurements([], duration_seconds=0.0)
     assert figures.output_tokens_per_second == 0.0
     assert figures.ttft_ms is None
 
 
-def test_notes_tell_how_tokens_were_counted_and_which_responses_were_odd(bench_settings):
+def test_notes_say_how_tokens_were_counted_and_which_lengths_differ(bench_settings):
     measurements = [completed(), completed(tokens=2, counted_by_usage=False)]
     figures = Figures.from_measurements(measurements, duration_seconds=1.0)
     notes = " ".join(figures_notes(figures, measurements, bench_settings(output_tokens=3), "text"))
@@ -129,7 +129,7 @@ def report(bench_settings, measurements, **changes):
     return BenchReport.now(settings, model="m", prompt_mode="ids", figures=figures, notes=["A note."])
 
 
-def test_the_table_shows_every_figure_in_its_column(bench_settings):
+def test_table_has_every_figure_in_its_column(bench_settings):
     shown = report_text(
         report(bench_settings, [completed(), failed(FailureKind.STATUS, "429", "slow down")], label="night run")
     )
@@ -147,7 +147,7 @@ def test_the_table_shows_every_figure_in_its_column(bench_settings):
     assert lines[-1] == "A note."
 
 
-def test_the_table_of_a_run_without_responses_has_dashes(bench_settings):
+def test_table_without_responses_has_dashes(bench_settings):
     shown = report_text(report(bench_settings, [failed(FailureKind.TIMEOUT, "")], rate_per_second=3.0, http=2))
     assert "over HTTP/2" in shown
     assert "3 requests/s at random" in shown
@@ -155,7 +155,7 @@ def test_the_table_of_a_run_without_responses_has_dashes(bench_settings):
     assert line.split()[-6:] == ["-", "-", "-", "-", "-", "0"]
 
 
-def test_json_holds_settings_machine_date_and_figures_but_not_the_api_key(bench_settings):
+def test_json_has_settings_machine_date_and_figures_but_not_the_api_key(bench_settings):
     shown = report_json(report(bench_settings, [completed()], label="l"))
     content = json.loads(shown)
     assert b"secret" not in shown
@@ -169,7 +169,7 @@ def test_json_holds_settings_machine_date_and_figures_but_not_the_api_key(bench_
     assert content["figures"]["errors"] == {}
 
 
-def test_progress_says_how_far_and_how_fast():
+def test_progress_line_has_requests_rate_and_time():
     line = progress_line(done_count=3, request_count=9, output_tokens=50, elapsed_seconds=2.0)
     assert line == "3/9 requests, 25.0 tokens/s, 2 s"
     assert "0.0 tokens/s" in progress_line(done_count=0, request_count=9, output_tokens=0, elapsed_seconds=0.0)

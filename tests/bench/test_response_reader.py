@@ -1,4 +1,4 @@
-"""Streamed bytes become events wherever they are cut, and events become times, tokens and outcomes."""
+"""Tests that a stream becomes events wherever it is divided, and that events become times, tokens and outcomes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ events_of_lines = st.lists(st.lists(line_texts, min_size=1, max_size=3), max_siz
 
 
 @given(events_of_lines, st.sampled_from(["\n", "\r\n", "\r"]), st.lists(st.integers(0, 200)), st.booleans())
-def test_any_cut_of_the_stream_gives_the_same_events(events, line_end, cuts, with_noise):
+def test_events_do_not_depend_on_how_the_stream_is_divided(events, line_end, cuts, with_noise):
     noise = f": comment{line_end}event: x{line_end}" if with_noise else ""
     blocks = [noise + "".join(f"data: {line}{line_end}" for line in lines) + line_end for lines in events]
     stream = "".join(blocks).encode()
@@ -55,14 +55,14 @@ def test_events_follow_the_specification(stream, events):
         assert [event for i in range(0, len(stream), size) for event in parser.feed(stream[i : i + size])] == events
 
 
-def test_an_event_without_end_is_refused_instead_of_kept():
+def test_event_without_end_is_refused():
     parser = EventParser()
     with pytest.raises(EventTooLong):
         parser.feed(b"data: " + bytes(EVENT_BYTES_MAX))
 
 
 class Heard:
-    """A response told piece by piece, a list of (seconds, chunk) at a time."""
+    """A reader that gets a response as lists of pairs of seconds and a chunk."""
 
     def __init__(self, *, abort_after_tokens: int | None = None, status: int = 200) -> None:
         planned = PlannedRequest(
@@ -81,10 +81,10 @@ def text(content: str, **more: object) -> dict[str, object]:
     return {"choices": [{"index": 0, "text": content, **more}]}
 
 
-def test_times_run_from_the_start_and_gaps_lie_between_chunks_with_tokens():
+def test_times_begin_at_the_start_and_gaps_are_between_chunks_with_tokens():
     heard = Heard()
     heard.tell(0.5, text("a"))
-    heard.tell(0.75, text(""))  # carries nothing: no gap ends here
+    heard.tell(0.75, text(""))  # no text, so no gap ends here
     heard.tell(1.0, text("b"))
     heard.tell(3.0, text("c", finish_reason="length"))
     heard.tell(3.25, {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 4}})
@@ -110,13 +110,13 @@ def test_times_run_from_the_start_and_gaps_lie_between_chunks_with_tokens():
         ({"text": "", "token_ids": []}, False),
     ],
 )
-def test_the_first_token_is_the_first_chunk_that_carries_one(choice, carries):
+def test_ttft_is_the_time_of_the_first_chunk_with_a_token(choice, carries):
     heard = Heard()
     heard.tell(0.5, {"choices": [choice]})
     assert (heard.reader.measurement(None, is_over=False).ttft_seconds == 0.5) is carries
 
 
-def test_without_usage_tokens_are_counted_by_chunks_or_their_ids():
+def test_tokens_without_usage_are_counted_by_chunks_or_ids():
     heard = Heard()
     heard.tell(1, text("a"))
     heard.tell(2, text("bcd", token_ids=[1, 2, 3]))
@@ -125,14 +125,14 @@ def test_without_usage_tokens_are_counted_by_chunks_or_their_ids():
     assert (one.output_tokens, one.counted_by_usage, one.prompt_tokens) == (4, False, 5)
 
 
-def test_cached_prompt_tokens_are_taken_from_the_usage():
+def test_cached_prompt_tokens_come_from_the_usage():
     heard = Heard()
     usage = {"prompt_tokens": 5, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 4}}
     heard.tell(1, {**text("a", finish_reason="stop"), "usage": usage})
     assert heard.reader.measurement(None, is_over=True).cached_prompt_tokens == 4
 
 
-def test_a_client_that_leaves_does_so_with_the_token_it_waited_for():
+def test_client_leaves_at_its_planned_token():
     heard = Heard(abort_after_tokens=2)
     assert heard.tell(1, text("a"))
     assert not heard.tell(2, text("b"))
@@ -152,7 +152,7 @@ def test_a_client_that_leaves_does_so_with_the_token_it_waited_for():
         ([], "answer incomplete", "without [DONE]"),
     ],
 )
-def test_a_response_that_is_not_what_was_asked_for_is_a_failure(chunks, name, said):
+def test_response_other_than_requested_is_a_failure(chunks, name, said):
     heard = Heard()
     for chunk in chunks:
         heard.tell(1, chunk)
@@ -163,7 +163,7 @@ def test_a_response_that_is_not_what_was_asked_for_is_a_failure(chunks, name, sa
     assert said in one.failure.message
 
 
-def test_a_refusal_is_counted_by_its_status_and_shows_the_servers_words():
+def test_refusal_is_counted_by_status_and_has_the_servers_message():
     heard = Heard(status=503)
     heard.reader.body(b'{"error": {"message": "queue ', 101.0)
     heard.reader.body(b'is full"}}', 102.0)
@@ -172,7 +172,7 @@ def test_a_refusal_is_counted_by_its_status_and_shows_the_servers_words():
     assert (failure.name, failure.message) == ("status 503", "status 503: queue is full")
 
 
-def test_a_request_that_was_cut_short_by_the_end_is_neither_failed_nor_completed():
+def test_interrupted_request_is_neither_failed_nor_completed():
     heard = Heard()
     heard.tell(1, text("a"))
     one = heard.reader.measurement(None, is_over=False)
@@ -186,10 +186,10 @@ def test_a_request_that_was_cut_short_by_the_end_is_neither_failed_nor_completed
         (b'{"error": "plain"}', "plain"),
         (b'{"message": "old vLLM"}', "old vLLM"),
         (b"<h1>Bad  Gateway</h1>", "<h1>Bad Gateway</h1>"),
-        (b"", "no further words"),
+        (b"", "an empty body"),
         (b"\xff" * 3, "\ufffd" * 3),
         (b"x" * 500, "x" * 200 + " ..."),
     ],
 )
-def test_an_excerpt_is_one_short_line(body, said):
+def test_excerpt_is_one_short_line(body, said):
     assert excerpt(body) == said

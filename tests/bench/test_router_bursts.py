@@ -1,4 +1,4 @@
-"""What the tenants of the bursts ask for and got: plans from a seed, fair shares, waits and refusals."""
+"""Tests of the bursts: plans from a seed, fair shares, waits and refusals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trioserve.bench.socket_load import Asked
         ([0, 5], 0, [0, 0]),
     ],
 )
-def test_a_fair_share_is_what_one_asks_for_or_an_even_part_of_what_others_leave(demands, capacity, expect):
+def test_fair_share_is_the_demand_or_an_even_part_of_the_rest(demands, capacity, expect):
     assert fair_shares(demands, capacity) == expect
 
 
@@ -30,7 +30,7 @@ def settings(**changes: object) -> RouterBenchSettings:
 
 
 @pytest.mark.slow
-def test_a_plan_asks_for_twice_what_the_endpoints_can_do_and_then_rests():
+def test_plan_alternates_between_twice_the_capacity_and_rest():
     chosen = settings(burst_seconds=20.0)
     plan = burst_plan(chosen)
     for begin in (0.0, 40.0):
@@ -41,12 +41,12 @@ def test_a_plan_asks_for_twice_what_the_endpoints_can_do_and_then_rests():
         assert len(rest) / 20.0 == pytest.approx(0.25 * chosen.capacity_per_second, rel=0.1)
 
 
-def test_a_plan_follows_from_its_seed():
+def test_plan_depends_only_on_the_seed():
     moments = [[each.at_seconds for each in burst_plan(settings(seed=seed))] for seed in (1, 1, 2)]
     assert moments[0] == moments[1] != moments[2]
 
 
-def test_figures_tell_waits_refusals_and_shares_of_each_tenant():
+def test_figures_have_waits_refusals_and_shares_of_each_tenant():
     asked = [
         *[Asked(0, "", 0.3)] * 3,
         Asked(0, "429 queue_full", 0.001),
@@ -65,7 +65,7 @@ def test_figures_tell_waits_refusals_and_shares_of_each_tenant():
     assert (figures.depth_max, figures.depth_mean) == (4, 1.5)
 
 
-def test_who_got_nothing_has_no_wait():
+def test_tenant_without_responses_has_no_wait():
     figures = burst_figures(settings(), [Asked(1, "503 no_endpoint", 0.1)], [], holds_back=False)
     steady, bursting = figures.tenants
     assert (steady.wait_ms, steady.of_fair_share) == (None, 1.0)

@@ -1,4 +1,4 @@
-"""A whole measurement, small: real processes, every figure in the table and in the JSON."""
+"""Small measurements of a router with real processes, with every figure in the table and in the JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALL = {
 
 
 @pytest.mark.slow
-def test_a_small_measurement_has_every_figure(tmp_path, capsys):
+def test_small_measurement_has_every_figure(tmp_path, capsys):
     path = tmp_path / "report.json"
     assert main(RouterBenchSettings(**SMALL, json_path=str(path), label="small")) == 0
     report = json.loads(path.read_text())
@@ -70,7 +70,7 @@ def test_a_small_measurement_has_every_figure(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_rows_can_be_chosen_and_flags_reach_the_router(capsys):
+def test_chosen_rows_are_measured_and_flags_reach_the_router(capsys):
     assert main(RouterBenchSettings(**SMALL, rows=("throughput",), server_flags=("--policy", "round_robin"))) == 0
     table = capsys.readouterr().out
     assert "route with --policy round_robin" in table
@@ -79,20 +79,20 @@ def test_rows_can_be_chosen_and_flags_reach_the_router(capsys):
 
 
 @pytest.mark.slow
-def test_a_router_that_does_not_start_is_told_with_its_last_words(capsys):
+def test_router_that_does_not_start_is_reported_with_its_last_log_line(capsys):
     assert main(RouterBenchSettings(**SMALL, server_flags=("--policy", "nothing"))) == 2
-    assert 'last words: trioserve: there is no policy "nothing"' in capsys.readouterr().err
+    assert 'last line of its log: trioserve: there is no policy "nothing"' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("wrong", "expect"),
     [
-        ({"rows": ("latency", "speed")}, "--rows names 'speed'"),
+        ({"rows": ("latency", "speed")}, "--rows has 'speed'"),
         ({"concurrency": 513}, "--concurrency is 513"),
         ({"burst_load": 0.0}, "burst_load is 0.0"),
         ({"slots_max": 0}, "slots_max is 0"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_in_one_sentence(wrong, expect):
+def test_router_settings_out_of_range_are_refused_in_one_sentence(wrong, expect):
     with pytest.raises(StartupError, match=expect):
         RouterBenchSettings(**wrong)

@@ -1,4 +1,4 @@
-"""A whole measurement: who is asked when, what is counted, what is said, and with which exit code it ends."""
+"""Tests of a whole measurement: requests, figures, messages and exit codes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def refused(server, settings) -> CannotMeasure:
 
 
 @both
-async def test_a_closed_loop_gives_exact_figures(start_server, tokens, bench_settings, autojump_clock, http):
+async def test_closed_loop_has_exact_figures(start_server, tokens, bench_settings, autojump_clock, http):
     server = start_server(lambda call: tokens(call, first_seconds=0.5, gap_seconds=0.1), http=http)
     outcome = await measured(server, bench_settings(http=http, requests=4, concurrency=2, output_tokens=3))
     figures = outcome.report.figures
@@ -52,14 +52,14 @@ async def test_a_closed_loop_gives_exact_figures(start_server, tokens, bench_set
     assert figures.requests_counted_by_usage == 4
 
 
-async def test_a_named_model_is_asked_for(start_server, tokens, bench_settings, autojump_clock):
+async def test_model_of_the_settings_is_requested(start_server, tokens, bench_settings, autojump_clock):
     server = start_server(tokens, http=1)
     outcome = await measured(server, bench_settings(model="other"))
     assert {call.body["model"] for call in server.calls} == {"other"}
     assert outcome.report.model == "other"
 
 
-async def test_requests_go_below_the_path_of_the_url(start_server, tokens, bench_settings, autojump_clock):
+async def test_paths_of_requests_begin_with_the_path_of_the_url(start_server, tokens, bench_settings, autojump_clock):
     server = start_server(tokens, http=1)
     await measured(server, bench_settings(url="http://127.0.0.1:8000/llm/v1", api_key="key"))
     assert {call.path for call in server.calls} == {"/llm/v1/completions"}
@@ -67,7 +67,7 @@ async def test_requests_go_below_the_path_of_the_url(start_server, tokens, bench
     assert {call.headers["authorization"] for call in server.calls} == {"Bearer key"}
 
 
-async def test_chat_is_measured_on_its_own_path(start_server, bench_settings, autojump_clock):
+async def test_chat_is_measured_at_the_chat_path(start_server, bench_settings, autojump_clock):
     async def chat(call):
         await call.start(200)
         await call.chunk({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
@@ -87,17 +87,19 @@ async def test_chat_is_measured_on_its_own_path(start_server, bench_settings, au
     assert any("4 of 4 completed responses do not have the 3 tokens" in note for note in outcome.report.notes)
 
 
-async def test_a_server_without_token_ids_gets_words(start_server, tokens, bench_settings, autojump_clock):
+async def test_server_that_refuses_token_ids_gets_words(start_server, tokens, bench_settings, autojump_clock):
     server = start_server(tokens, http=1)
     server.takes_ids = False
     outcome = await measured(server, bench_settings())
     assert outcome.report.prompt_mode == "text"
     assert all(isinstance(call.body["prompt"], str) for call in server.calls)
-    assert any("does not take token ids (status 400, prompt must be text)" in note for note in outcome.report.notes)
+    assert any("does not accept token ids (status 400, prompt must be text)" in note for note in outcome.report.notes)
     assert outcome.exit_code == 0
 
 
-async def test_token_ids_are_insisted_on_when_asked_for(start_server, tokens, bench_settings, autojump_clock):
+async def test_refused_token_ids_end_the_measurement_if_they_were_requested(
+    start_server, tokens, bench_settings, autojump_clock
+):
     server = start_server(tokens, http=1)
     server.takes_ids = False
     outcome = await refused(server, bench_settings(prompt_mode="ids"))
@@ -107,7 +109,7 @@ async def test_token_ids_are_insisted_on_when_asked_for(start_server, tokens, be
 
 
 @both
-async def test_an_open_loop_arrives_by_the_clock_and_not_by_the_responses(
+async def test_open_loop_arrivals_do_not_depend_on_responses(
     start_server, tokens, bench_settings, autojump_clock, http
 ):
     server = start_server(lambda call: tokens(call, first_seconds=100.0), http=http)
@@ -120,9 +122,7 @@ async def test_an_open_loop_arrives_by_the_clock_and_not_by_the_responses(
     assert 100 < figures.duration_seconds < 110
 
 
-async def test_time_spent_waiting_for_a_stream_is_part_of_the_first_token(
-    start_server, tokens, bench_settings, autojump_clock
-):
+async def test_ttft_includes_the_wait_for_a_free_stream(start_server, tokens, bench_settings, autojump_clock):
     server = start_server(lambda call: tokens(call, first_seconds=1.0), http=2)
     server.streams_max = 1
     outcome = await measured(server, bench_settings(http=2, requests=3, concurrency=3))
@@ -132,7 +132,7 @@ async def test_time_spent_waiting_for_a_stream_is_part_of_the_first_token(
 
 
 @pytest.mark.parametrize("http, how", [(1, "close"), (2, "reset CANCEL")])
-async def test_clients_that_leave_do_so_after_their_tokens_and_are_no_errors(
+async def test_clients_leave_after_their_tokens_and_are_not_errors(
     start_server, tokens, bench_settings, autojump_clock, http, how
 ):
     server = start_server(lambda call: tokens(call, gap_seconds=1.0), http=http)
@@ -148,7 +148,7 @@ async def test_clients_that_leave_do_so_after_their_tokens_and_are_no_errors(
 
 
 @both
-async def test_failures_are_counted_by_kind_and_end_with_exit_code_1(
+async def test_failures_are_counted_by_kind_and_give_exit_code_1(
     start_server, tokens, bench_settings, autojump_clock, http
 ):
     async def fail_in_turn(call):
@@ -177,7 +177,7 @@ async def test_failures_are_counted_by_kind_and_end_with_exit_code_1(
     assert server.calls[2].left_at is not None
 
 
-async def test_warm_up_requests_are_sent_first_and_not_measured(start_server, bench_settings, tokens, autojump_clock):
+async def test_warmup_requests_are_sent_first_and_not_measured(start_server, bench_settings, tokens, autojump_clock):
     server = start_server(lambda call: tokens(call, first_seconds=9.0 if len(server.calls) <= 3 else 0.5), http=1)
     outcome = await measured(server, bench_settings(warmup_requests=3, requests=2, concurrency=1))
     assert len(server.calls) == 5
@@ -186,7 +186,7 @@ async def test_warm_up_requests_are_sent_first_and_not_measured(start_server, be
     assert outcome.report.figures.ttft_ms.max == pytest.approx(500)
 
 
-async def test_a_failed_warm_up_is_told_and_ends_with_exit_code_1(start_server, bench_settings, tokens, autojump_clock):
+async def test_failed_warmup_is_reported_and_gives_exit_code_1(start_server, bench_settings, tokens, autojump_clock):
     async def fail_first(call):
         await (call.respond(500, "no") if len(server.calls) == 1 else tokens(call))
 
@@ -198,9 +198,7 @@ async def test_a_failed_warm_up_is_told_and_ends_with_exit_code_1(start_server, 
 
 
 @both
-async def test_an_interruption_reports_what_was_measured_until_then(
-    start_server, tokens, bench_settings, autojump_clock, http
-):
+async def test_interruption_reports_the_requests_so_far(start_server, tokens, bench_settings, autojump_clock, http):
     async def interrupt_at_the_fourth(call):
         if len(server.calls) == 4:
             await call.start(200)
@@ -220,7 +218,7 @@ async def test_an_interruption_reports_what_was_measured_until_then(
     assert server.open_count == 0
 
 
-async def test_an_interruption_before_the_first_request_has_nothing_to_report(bench_settings, autojump_clock):
+async def test_interruption_before_the_first_request_has_no_report(bench_settings, autojump_clock):
     async def open_stream():
         signal.raise_signal(signal.SIGTERM)
         await trio.sleep_forever()
@@ -231,7 +229,7 @@ async def test_an_interruption_before_the_first_request_has_nothing_to_report(be
 
 
 @both
-async def test_a_server_that_cannot_be_reached_is_exit_code_2_and_one_sentence(bench_settings, autojump_clock, http):
+async def test_unreachable_server_gives_exit_code_2_and_one_sentence(bench_settings, autojump_clock, http):
     async def refuse():
         raise ConnectionRefusedError("nobody listens")
 
@@ -243,7 +241,7 @@ async def test_a_server_that_cannot_be_reached_is_exit_code_2_and_one_sentence(b
     assert "\n" not in outcome.message
 
 
-async def test_a_server_without_a_model_list_needs_a_name(start_server, tokens, bench_settings, autojump_clock):
+async def test_server_without_a_model_list_needs_a_model_name(start_server, tokens, bench_settings, autojump_clock):
     server = start_server(tokens, http=1)
     server.models = None
     outcome = await refused(server, bench_settings())
@@ -252,7 +250,7 @@ async def test_a_server_without_a_model_list_needs_a_name(start_server, tokens, 
     assert (await measured(server, bench_settings(model="m"))).exit_code == 0
 
 
-async def test_progress_is_a_line_every_ten_seconds_off_a_terminal(
+async def test_progress_without_a_terminal_is_a_line_every_ten_seconds(
     start_server, tokens, bench_settings, autojump_clock
 ):
     progress = io.StringIO()
@@ -261,7 +259,7 @@ async def test_progress_is_a_line_every_ten_seconds_off_a_terminal(
     assert progress.getvalue() == "0/2 requests, 0.0 tokens/s, 10 s\n1/2 requests, 0.1 tokens/s, 20 s\n"
 
 
-async def test_progress_rewrites_one_line_on_a_terminal_and_leaves_it_empty(
+async def test_progress_on_a_terminal_rewrites_one_line_and_clears_it(
     start_server, tokens, bench_settings, autojump_clock
 ):
     class Terminal(io.StringIO):
@@ -277,7 +275,7 @@ async def test_progress_rewrites_one_line_on_a_terminal_and_leaves_it_empty(
     assert shown.endswith("\r\x1b[K")
 
 
-def test_main_says_in_one_line_that_nobody_listens(bench_settings, capsys):
+def test_main_reports_a_refused_connection_in_one_line(bench_settings, capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound, but not listening: connections are refused
         port = taken.getsockname()[1]
@@ -291,7 +289,7 @@ def test_main_says_in_one_line_that_nobody_listens(bench_settings, capsys):
 
 @pytest.fixture
 def listening_port(tokens, start_server_type):
-    """A server on a real socket, in a thread of its own, as main() brings its own event loop."""
+    """Run a server on a real socket in a separate thread, since main() has its own event loop."""
     ready = threading.Event()
     found = {}
 
@@ -323,7 +321,7 @@ def test_main_prints_the_table_and_writes_the_json(listening_port, bench_setting
     assert json.loads(path.read_bytes())["figures"]["completed_requests"] == 4
 
 
-def test_main_leaves_standard_output_to_the_json_when_asked(listening_port, bench_settings, capsys):
+def test_main_writes_only_json_to_standard_output_on_request(listening_port, bench_settings, capsys):
     assert main(bench_settings(url=f"http://127.0.0.1:{listening_port}", json_path="-")) == 0
     shown = capsys.readouterr()
     assert json.loads(shown.out)["figures"]["output_tokens"] == 12

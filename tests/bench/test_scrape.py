@@ -1,4 +1,4 @@
-"""Prometheus' text becomes values, and two looks at a histogram become what was counted between them."""
+"""Tests of the parser of Prometheus' text format, and of differences of histograms."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ def difference(after: dict[float, float], before: dict[float, float] | None = No
     return HistogramDifference.between(before or {}, after)
 
 
-def test_a_value_is_found_by_its_name_and_labels():
+def test_value_is_found_by_name_and_labels():
     scrape = Scrape(TEXT)
     assert scrape.total("kv_blocks", state="used") == 3
     assert scrape.total("kv_blocks") == 7
     assert scrape.total("plain") == 1_500_000
 
 
-def test_what_is_not_there_or_no_number_is_none():
+def test_missing_series_and_bad_numbers_are_none():
     scrape = Scrape(TEXT)
     assert scrape.total("kv_blocks", state="held") is None
     assert scrape.total("strange") is None
     assert Scrape("").total("plain") is None
 
 
-def test_buckets_of_several_series_add_up():
+def test_buckets_of_several_series_are_added():
     scrape = Scrape(TEXT)
     assert scrape.buckets("seconds", phase="queued") == {0.1: 1, math.inf: 2}
     assert scrape.buckets("seconds") == {0.1: 11, math.inf: 22}
     assert scrape.buckets("other") == {}
 
 
-def test_a_difference_counts_only_what_came_between():
+def test_difference_counts_only_between_the_two_scrapes():
     counted = difference({1.0: 5, 2.0: 9, math.inf: 10}, {1.0: 5, 2.0: 6, math.inf: 7})
     assert counted.counts == (0, 3, 0)
     assert counted.count == 3
@@ -57,17 +57,17 @@ def test_a_difference_counts_only_what_came_between():
 
 
 @pytest.mark.parametrize(("share", "value"), [(0.25, 0.5), (0.5, 1.0), (0.75, 2.0), (1.0, 3.0)])
-def test_a_quantile_is_interpolated_within_its_bucket(share, value):
+def test_quantile_is_interpolated_within_its_bucket(share, value):
     assert difference({1.0: 10, 3.0: 20, math.inf: 20}).quantile(share) == pytest.approx(value)
 
 
-def test_a_quantile_beyond_the_last_bound_is_that_bound():
+def test_quantile_above_the_last_finite_bound_is_that_bound():
     counted = difference({1.0: 1, 10.0: 1, math.inf: 100})
     assert counted.quantile(0.99) == 10.0
     assert counted.bound(0.99) == math.inf
 
 
-def test_nothing_counted_has_no_quantile():
+def test_empty_difference_has_no_quantile():
     counted = difference({1.0: 4, math.inf: 4}, {1.0: 4, math.inf: 4})
     assert counted.quantile(0.5) is None
     assert counted.bound(0.5) is None

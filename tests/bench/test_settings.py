@@ -1,4 +1,4 @@
-"""Flags become settings, and what cannot be measured is refused in one sentence."""
+"""Tests that flags become settings, and that bad values are refused in one sentence."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def parse(words: str) -> msgspec.Struct:
 
 
 @pytest.mark.parametrize("measurement", MEASUREMENTS, ids=lambda measurement: measurement.name)
-def test_no_flags_give_the_defaults(measurement):
+def test_no_flags_give_default_settings(measurement):
     assert parse(measurement.name) == measurement.settings()
 
 
@@ -89,7 +89,7 @@ def test_every_flag_reaches_its_setting():
     )
 
 
-def test_a_soak_has_defaults_of_its_own():
+def test_soak_has_its_own_defaults():
     assert parse("soak") == SoakSettings()
     assert parse("soak").requests == 10_000
     assert parse("soak").abort_fraction == 0.5
@@ -148,7 +148,7 @@ def test_flags_of_a_disaggregated_measurement_reach_their_settings():
 
 
 @pytest.mark.parametrize("measurement", MEASUREMENTS, ids=lambda measurement: measurement.name)
-def test_a_measurement_shows_its_own_flags_alone_and_each_default(measurement, capsys):
+def test_help_of_a_measurement_has_only_its_flags_with_defaults(measurement, capsys):
     parser = argparse.ArgumentParser()
     measurement.add_arguments(parser)
     flags = [action for action in parser._actions if action.dest != "help"]
@@ -176,10 +176,10 @@ def test_a_measurement_shows_its_own_flags_alone_and_each_default(measurement, c
         ("load --connections 2", "use --http 2"),
         ("load --endpoint chat --prompt-mode ids", "--prompt-mode ids needs --endpoint completions"),
         ("load --abort-fraction 0.5 --output-tokens 8 --abort-after-tokens 8", "must be below --output-tokens"),
-        ("load --url ftp://127.0.0.1", "only http and https"),
-        ("load --url 127.0.0.1:8000", "only http and https"),
+        ("load --url ftp://127.0.0.1", "allowed are http and https"),
+        ("load --url 127.0.0.1:8000", "allowed are http and https"),
         ("load --url http://127.0.0.1:70000", "cannot be read"),
-        ("load --url http://user@127.0.0.1", "has no place in it"),
+        ("load --url http://user@127.0.0.1", "are not allowed"),
         ("load --url http://192.0.2.1:8000", "add --allow-remote"),
         ("load --url http://example.org", "add --allow-remote"),
         ("load --url http://localhost.example.org", "add --allow-remote"),
@@ -192,7 +192,7 @@ def test_a_measurement_shows_its_own_flags_alone_and_each_default(measurement, c
         ("soak --json /nowhere/at/all.json", "cannot be written"),
     ],
 )
-def test_a_value_that_cannot_be_is_refused_with_its_flag(words, said):
+def test_value_out_of_range_is_refused_with_its_flag(words, said):
     with pytest.raises(StartupError) as refusal:
         parse(words)
     assert said in str(refusal.value)
@@ -204,7 +204,7 @@ def test_loopback_needs_no_permission(url):
     assert BenchSettings(url=url).target.is_loopback
 
 
-def test_a_remote_server_is_measured_with_permission():
+def test_remote_server_needs_permission():
     assert BenchSettings(url="http://192.0.2.1:8000", allow_remote=True).target.host == "192.0.2.1"
 
 
@@ -217,12 +217,12 @@ def test_a_remote_server_is_measured_with_permission():
         ("https://[::1]:443", Target("https", "::1", 443, ""), "[::1]"),
     ],
 )
-def test_a_url_names_host_port_and_prefix(url, target, authority):
+def test_url_has_host_port_and_prefix(url, target, authority):
     assert Target.from_url(url) == target
     assert target.authority == authority
 
 
-def test_the_flags_can_be_shown_without_loading_trio_or_h2():
+def test_flags_are_shown_without_importing_trio_or_h2():
     program = "import sys, trioserve.bench.command; print([m for m in ('trio', 'h2', 'h11') if m in sys.modules])"
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "[]"
@@ -231,7 +231,7 @@ def test_the_flags_can_be_shown_without_loading_trio_or_h2():
 @pytest.mark.parametrize(
     "words", ["soak --rate 2", "soak --no-ignore-eos", "load --long-prompt-tokens 9", "startup --url http://localhost"]
 )
-def test_a_flag_of_another_measurement_is_refused(words, capsys):
+def test_flag_of_another_measurement_is_refused(words, capsys):
     with pytest.raises(SystemExit) as left:
         parse(words)
     assert left.value.code == 2

@@ -1,4 +1,4 @@
-"""Slots are taken in order and for so long, and the queue's depth is what it was over time."""
+"""Tests of slots, their order, and the length of the queue over time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def slots(*, slots_max: int = 2, service_seconds: float = 1.0) -> Slots:
     return Slots(slots_max, service_seconds, 0.0)
 
 
-def test_who_finds_no_seat_waits_and_is_served_in_order():
+def test_requests_without_a_free_slot_wait_and_are_served_in_order():
     queue = slots()
     for key in (1, 2, 3, 4):
         queue.enter(key, 0.0)
@@ -25,7 +25,7 @@ def test_who_finds_no_seat_waits_and_is_served_in_order():
     assert (queue.running, queue.next_end) == (0, math.inf)
 
 
-def test_a_seat_that_is_noticed_late_was_free_from_its_moment():
+def test_slot_is_free_from_the_end_of_its_service_even_if_processed_later():
     queue = slots(slots_max=1)
     for key in (1, 2, 3):
         queue.enter(key, 0.0)
@@ -33,7 +33,7 @@ def test_a_seat_that_is_noticed_late_was_free_from_its_moment():
     assert queue.next_end == 3.0
 
 
-def test_who_leaves_the_line_never_gets_a_seat():
+def test_request_that_leaves_the_queue_never_gets_a_slot():
     queue = slots(slots_max=1)
     for key in (1, 2, 3):
         queue.enter(key, 0.0)
@@ -42,7 +42,7 @@ def test_who_leaves_the_line_never_gets_a_seat():
     assert queue.ended(2.0) == [1, 3]
 
 
-def test_who_leaves_a_seat_leaves_it_to_the_next():
+def test_slot_of_a_request_that_leaves_goes_to_the_next_one():
     queue = slots(slots_max=1)
     queue.enter(1, 0.0)
     queue.enter(2, 0.0)
@@ -52,7 +52,7 @@ def test_who_leaves_a_seat_leaves_it_to_the_next():
     assert queue.ended(1.25) == [2]
 
 
-def test_the_depth_is_the_most_and_the_mean_over_time():
+def test_depth_has_the_maximum_and_the_mean_over_time():
     depth = Depth(10.0)
     depth.note(4, 11.0)
     depth.note(1, 12.0)
@@ -60,7 +60,7 @@ def test_the_depth_is_the_most_and_the_mean_over_time():
     assert depth.mean(14.0) == pytest.approx((0 + 4 + 1 + 1) / 4)
 
 
-def test_measured_anew_the_depth_begins_with_those_who_wait():
+def test_reset_depth_begins_with_the_waiting_requests():
     queue = slots(slots_max=1)
     for key in (1, 2, 3):
         queue.enter(key, 0.0)

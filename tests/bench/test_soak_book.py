@@ -1,4 +1,4 @@
-"""Of each slice count the responses that lie wholly in it, behind its beginning."""
+"""Tests that only responses that are whole in the counted part of a slice count."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trioserve.bench.soak.run import SliceBook, rounds_from
 
 
 def book(begins_at: float, *responses: tuple[int, float, float], is_control: bool = False) -> SliceBook:
-    """answers: the client's number, when it was answered, and its only gap."""
+    """Return a record with responses: number of the client, time of the end, and the only gap."""
     made = SliceBook(Slice(is_control=is_control, request_indices=range(10)))
     made.start(begins_at)
     for number, responded_at, gap in responses:
@@ -17,13 +17,13 @@ def book(begins_at: float, *responses: tuple[int, float, float], is_control: boo
     return made
 
 
-def test_clients_are_numbered_and_the_first_one_begins_the_slice():
+def test_clients_are_numbered_and_the_first_client_begins_the_slice():
     made = SliceBook(Slice(is_control=False, request_indices=range(10)))
     assert [made.start(7.0), made.start(8.0)] == [0, 1]
     assert made.began_at == 7.0
 
 
-def test_responses_at_the_beginning_or_across_the_end_of_a_slice_do_not_count():
+def test_responses_that_are_not_whole_in_the_counted_part_of_a_slice_do_not_count():
     rounds = rounds_from(
         [
             book(0.0, (1, 3.0, 0.1), (2, 4.0, 0.2), (3, 10.0, 0.3), (4, 10.5, 0.4)),

@@ -1,4 +1,4 @@
-"""The same seed gives the same clients; each way and moment of leaving occurs; the control does the work without it."""
+"""Tests of the plan of a soak: equal seeds give equal clients, and all moments and ways of leaving occur."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ def body(client) -> dict:
     return json.loads(client.planned.body)
 
 
-def test_the_same_seed_gives_the_same_clients_and_another_seed_others():
+def test_seed_decides_the_clients():
     assert clients(plan_of(requests=50)) == clients(plan_of(requests=50))
     assert clients(plan_of(requests=50)) != clients(plan_of(requests=50, seed=1))
 
 
 @pytest.mark.parametrize("requests", [2, 299, 10_000])
-def test_slices_alternate_and_hold_as_many_requests_as_were_asked_for(requests):
+def test_slices_alternate_and_have_the_requested_number_of_requests(requests):
     slices = plan_of(requests=requests).slices()
     assert [piece.is_control for piece in slices] == [False, True] * (len(slices) // 2)
     assert sum(len(piece.request_indices) for piece in slices if not piece.is_control) == requests
     indices = [index for piece in slices for index in piece.request_indices]
-    assert indices == list(range(10, 10 + len(indices)))  # after the warm-up's, none twice
+    assert indices == list(range(10, 10 + len(indices)))  # after those of the warm-up, and none twice
 
 
-def test_about_the_asked_share_leaves_at_every_moment_and_in_every_way():
+def test_requested_share_of_clients_leaves_at_every_moment_and_in_every_way():
     made = clients(plan_of(requests=4000))
     leaves = [one.leave for one in made if one.leave is not None]
-    # 4000 draws of one half: the standard deviation is 32.
+    # For 4000 draws with probability one half, the standard deviation is 32.
     assert len(leaves) == pytest.approx(2000, abs=160)
     assert set(Counter(leave.moment for leave in leaves)) == set(Moment)
     assert set(Counter(leave.way for leave in leaves)) == set(Way)
@@ -49,11 +49,11 @@ def test_about_the_asked_share_leaves_at_every_moment_and_in_every_way():
             assert (one.leave.way in (Way.RESET, Way.HANG_UP)) == (one.http == 2)
 
 
-def test_nobody_leaves_when_nobody_shall():
+def test_no_client_leaves_with_abort_fraction_0():
     assert all(one.leave is None for one in clients(plan_of(abort_fraction=0.0)))
 
 
-def test_who_leaves_would_have_had_more():
+def test_leaving_client_requested_more_tokens():
     for one in clients(plan_of(output_tokens=5)):
         if one.leave is not None:
             assert body(one)["max_tokens"] == 5
@@ -62,7 +62,7 @@ def test_who_leaves_would_have_had_more():
             assert one.planned.abort_after_tokens == one.leave.after_tokens
 
 
-def test_a_client_that_leaves_before_its_body_is_complete_withholds_some_of_it():
+def test_client_that_leaves_during_its_body_withholds_some_bytes():
     for one in clients(plan_of()):
         early = one.leave is not None and one.leave.moment is Moment.BODY
         assert 1 <= one.withheld_bytes <= len(one.planned.body) if early else one.withheld_bytes == 0
@@ -73,17 +73,17 @@ def test_lengths_stay_within_the_settings_and_some_prompts_are_long():
     lengths = [len(body(one)["prompt"]) for one in made]
     assert {length for length in lengths if length <= 8} == set(range(1, 9))
     assert all(50 <= length <= 100 for length in lengths if length > 8)
-    # 2000 draws of LONG_PROMPT_SHARE = 0.03: expected 60, standard deviation 7.6
+    # 2000 draws with LONG_PROMPT_SHARE = 0.03: 60 are expected, with a standard deviation of 7.6.
     assert 25 < sum(length > 8 for length in lengths) < 95
     assert {body(one)["max_tokens"] for one in made if one.leave is None} == {1, 2, 3, 4}
 
 
-def test_in_the_control_nobody_leaves_and_each_asks_for_what_it_would_have_had():
+def test_control_clients_stay_and_request_only_the_tokens_they_would_have_received():
     plan = plan_of(output_tokens=9)
     for piece in plan.slices():
         if not piece.is_control:
             continue
-        # The same clients as they would be outside of the control.
+        # the same clients as outside of the control
         originals = [plan._request(index) for index in piece.request_indices]
         for original, one in zip(originals, plan.requests(piece), strict=True):
             assert one.leave is None

@@ -1,4 +1,4 @@
-"""A whole soak in memory: the real front end and engine, without weights."""
+"""Whole soaks in memory, with the real front end and an engine without weights."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def broken(outcome: Soaked) -> set[str]:
 
 
 @pytest.mark.slow
-async def test_clients_leave_in_every_way_and_nothing_is_left_behind(autojump_clock):
+async def test_clients_leave_in_every_way_and_all_resources_are_released(autojump_clock):
     async with open_memory_server(**ENGINE) as server:
         outcome = await soaked(server, settings(requests=200))
         figures = outcome.report.figures
@@ -67,7 +67,7 @@ async def test_clients_leave_in_every_way_and_nothing_is_left_behind(autojump_cl
         decode = figures.cancel_to_free[-1]
         assert decode.max_steps == 1
         assert decode.p99_ms is not None
-        assert decode.p99_ms <= 15.0  # a step of this engine takes 10, and the bucket it ends in goes to 15
+        assert decode.p99_ms <= 15.0  # A step of this engine takes 10 ms, and its bucket ends at 15 ms.
         assert figures.itl_ms is not None
         assert figures.control_itl_ms is not None
         check_idle(server.engine.core)
@@ -76,17 +76,17 @@ async def test_clients_leave_in_every_way_and_nothing_is_left_behind(autojump_cl
 
 
 @pytest.mark.slow
-async def test_the_engine_saw_each_client_leave_that_had_reached_it(autojump_clock):
+async def test_engine_aborts_every_client_that_reached_it(autojump_clock):
     async with open_memory_server(**ENGINE) as server:
         figures = (await soaked(server, settings(warmup_requests=0))).report.figures
         before_the_engine = figures.left_by_moment[Moment.BODY.value]
         assert figures.aborts <= figures.left_requests - before_the_engine
-        # A few leave while their last token is on its way, or with a connection before their body was read.
+        # A few clients leave while their last token is being sent, or with a connection whose body was not read yet.
         assert figures.aborts >= 0.8 * (figures.left_requests - before_the_engine)
 
 
 @pytest.mark.slow
-async def test_without_leavers_nothing_is_aborted(autojump_clock):
+async def test_soak_without_leaving_clients_aborts_nothing(autojump_clock):
     async with open_memory_server(**ENGINE) as server:
         outcome = await soaked(server, settings(abort_fraction=0.0, requests=50))
         assert (outcome.report.figures.left_requests, outcome.report.figures.aborts) == (0, 0)
@@ -95,11 +95,11 @@ async def test_without_leavers_nothing_is_aborted(autojump_clock):
 
 
 @pytest.mark.slow
-async def test_a_request_that_stays_in_the_engine_breaks_the_claims_about_it(autojump_clock):
+async def test_request_that_stays_in_the_engine_breaks_its_claims(autojump_clock):
     async with open_memory_server(**ENGINE) as server, trio.open_nursery() as nursery:
 
         async def forgotten() -> None:
-            await trio.sleep(0.5)  # when the soak has begun
+            await trio.sleep(0.5)  # after the soak has begun
             async with server.engine.generate("x" * 20) as stream:
                 while True:
                     await anext(stream)
@@ -115,7 +115,7 @@ async def test_a_request_that_stays_in_the_engine_breaks_the_claims_about_it(aut
 
 
 @pytest.mark.slow
-async def test_a_task_that_stays_breaks_its_claim_alone(autojump_clock):
+async def test_task_that_stays_breaks_only_its_claim(autojump_clock):
     async with open_memory_server(**ENGINE) as server, trio.open_nursery() as nursery:
 
         async def multiply() -> None:
@@ -138,26 +138,26 @@ async def test_refusals_are_failures(autojump_clock):
         assert outcome.exit_code == 1
 
 
-async def test_a_server_that_is_busy_is_not_soaked(autojump_clock):
+async def test_busy_server_is_refused(autojump_clock):
     async with open_memory_server(**ENGINE) as server, server.engine.generate("hello"):
         outcome = await outcome_of(server, settings())
         assert isinstance(outcome, CannotMeasure)
         assert outcome.exit_code == 1
-        assert "has requests already" in outcome.message
+        assert "has other requests" in outcome.message
 
 
-async def test_another_server_is_told_apart_in_one_sentence(start_server, tokens, autojump_clock):
+async def test_server_of_another_project_is_refused_in_one_sentence(start_server, tokens, autojump_clock):
     server = start_server(tokens, http=1)
     outcome = await soak(settings(), opener=lambda http: server.open_stream, progress=io.StringIO())
     assert isinstance(outcome, CannotMeasure)
     assert outcome.exit_code == 2
-    assert "bench soak judges what trioserve tells of itself" in outcome.message
+    assert "bench soak reads metrics of trioserve" in outcome.message
     assert "without trioserve:kv_blocks" in outcome.message
     assert "\n" not in outcome.message
     assert not server.calls
 
 
-async def test_a_server_that_cannot_be_reached_is_exit_code_2(autojump_clock):
+async def test_soak_of_an_unreachable_server_gives_exit_code_2(autojump_clock):
     async def refuse() -> trio.abc.Stream:
         raise ConnectionRefusedError("nobody listens")
 
@@ -179,7 +179,7 @@ async def interrupted(wanted: SoakSettings, *, after_seconds: float) -> Soaked |
 
 
 @pytest.mark.slow
-async def test_an_interrupted_soak_is_judged_by_what_all_its_clients_leave_behind(autojump_clock):
+async def test_interrupted_soak_is_judged_after_all_clients_have_left(autojump_clock):
     outcome = await interrupted(settings(requests=10_000), after_seconds=3.0)
     assert isinstance(outcome, Soaked)
     assert outcome.exit_code == 130
@@ -188,14 +188,14 @@ async def test_an_interrupted_soak_is_judged_by_what_all_its_clients_leave_behin
     assert outcome.report.figures.duration_seconds < 3.0
 
 
-async def test_a_soak_that_is_interrupted_in_its_warm_up_has_nothing_to_judge(autojump_clock):
+async def test_soak_interrupted_in_its_warmup_has_no_verdict(autojump_clock):
     outcome = await interrupted(settings(warmup_requests=10_000), after_seconds=1.0)
     assert isinstance(outcome, CannotMeasure)
     assert outcome.exit_code == 130
     assert "warm-up" in outcome.message
 
 
-async def test_a_half_close_that_the_server_does_not_response_is_counted_and_given_up(autojump_clock):
+async def test_unanswered_half_close_is_counted_and_ends_after_a_time(autojump_clock):
     servers = []
 
     async def open_stream() -> trio.abc.Stream:
@@ -214,7 +214,7 @@ async def test_a_half_close_that_the_server_does_not_response_is_counted_and_giv
             await clients.client_for(request).request("POST", "/p", b"body", PlainResponse())
         assert trio.current_time() - began_at == pytest.approx(11.0)
         assert clients.unanswered_half_closes == 1
-        while data := await servers[0].receive_some():  # ends: the client has said that it sends no more
+        while data := await servers[0].receive_some():  # ends after the client's half-close
             received += data
         assert received.endswith(b"body")
         with pytest.raises(trio.BrokenResourceError):
@@ -223,7 +223,7 @@ async def test_a_half_close_that_the_server_does_not_response_is_counted_and_giv
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("grows_until", "verdict"), [(30, True), (10_000, False)])
-async def test_memory_is_judged_after_the_warm_up(autojump_clock, grows_until, verdict):
+async def test_memory_is_judged_after_the_warmup(autojump_clock, grows_until, verdict):
     async with open_memory_server(**{**ENGINE, "step_seconds": 0.5}) as server:
         metrics = server.engine.metrics
         expose = metrics.expose
@@ -249,7 +249,7 @@ def _series(text: bytes):
 
 
 @pytest.mark.slow
-async def test_progress_is_a_line_every_half_minute_off_a_terminal(autojump_clock):
+async def test_soak_progress_without_a_terminal_is_a_line_every_half_minute(autojump_clock):
     progress = io.StringIO()
     async with open_memory_server(**{**ENGINE, "step_seconds": 1.0}) as server:
 

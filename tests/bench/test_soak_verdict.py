@@ -1,4 +1,4 @@
-"""Each claim holds on a clean soak, and is broken by the one thing it is about."""
+"""Tests that each claim holds for a clean soak, and is broken only by its own observation."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def verdicts(figures: SoakFigures) -> dict[str, bool | None]:
     return {claim.name: claim.holds for claim in figures.claims}
 
 
-def test_a_clean_soak_holds_every_claim():
+def test_every_claim_holds_for_a_clean_soak():
     figures = SoakFigures.from_evidence(evidence())
     assert set(verdicts(figures).values()) == {True}
     assert figures.all_hold
@@ -119,7 +119,7 @@ def test_a_clean_soak_holds_every_claim():
         ),
     ],
 )
-def test_a_claim_is_broken_by_what_it_is_about_and_by_nothing_else(claim, changes):
+def test_claim_is_broken_only_by_its_own_observation(claim, changes):
     figures = SoakFigures.from_evidence(evidence(**changes))
     assert [name for name, holds in verdicts(figures).items() if holds is not True] == [claim]
     assert verdicts(figures)[claim] is False
@@ -136,19 +136,19 @@ def test_a_claim_is_broken_by_what_it_is_about_and_by_nothing_else(claim, change
         ("steps until an aborted request's blocks are free", {"end": scrape(at_once=3, one_step=4)}),
     ],
 )
-def test_too_little_is_not_judged_and_breaks_nothing(claim, changes):
+def test_claim_with_too_few_samples_is_not_judged(claim, changes):
     figures = SoakFigures.from_evidence(evidence(**changes))
     assert verdicts(figures)[claim] is None
     assert figures.all_hold
 
 
-def test_a_server_that_shows_less_at_the_end_than_before_is_not_taken_as_clean():
+def test_metrics_that_are_missing_at_the_end_break_their_claims():
     figures = SoakFigures.from_evidence(evidence(end=Scrape("")))
     broken = [name for name, holds in verdicts(figures).items() if holds is False]
-    assert len(broken) == 8  # everything about the end
+    assert len(broken) == 8  # all claims about the end
 
 
-def test_cancel_to_free_counts_only_what_came_after_the_warm_up():
+def test_cancel_to_free_counts_only_after_the_warmup():
     figures = SoakFigures.from_evidence(evidence())
     decode = next(phase for phase in figures.cancel_to_free if phase.phase == "decode")
     assert decode.aborts == 11  # 1 at once, 10 after a step
@@ -159,7 +159,7 @@ def test_cancel_to_free_counts_only_what_came_after_the_warm_up():
     assert (queued.aborts, queued.median_ms, queued.median_steps) == (0, None, None)
 
 
-def test_every_series_that_is_needed_is_missed():
+def test_every_needed_series_is_reported_as_missing():
     assert missing_series(scrape()) == []
     without = Scrape("".join(f"{name} 0\n" for name in CALM if "tasks" not in name))
     assert missing_series(without)[0] == "trioserve:tasks"
@@ -171,7 +171,7 @@ def report(**changes) -> SoakReport:
     return SoakReport.now(SoakSettings(api_key="secret", label="night"), model="m", figures=figures)
 
 
-def test_the_table_tells_every_claim_and_its_verdict():
+def test_table_has_every_claim_and_its_verdict():
     shown = soak_text(report(control_failed_requests=1, memory=[]))
     lines = shown.splitlines()
     assert lines[0].startswith("night: soak of m at http://127.0.0.1:8000")
@@ -184,7 +184,7 @@ def test_the_table_tells_every_claim_and_its_verdict():
     assert "50/50  50/50" in shown
 
 
-def test_json_holds_claims_and_figures_but_not_the_api_key():
+def test_json_has_claims_and_figures_but_not_the_api_key():
     shown = soak_json(report())
     content = json.loads(shown)
     assert b"secret" not in shown

@@ -1,4 +1,4 @@
-"""Answers are read to their end and looked at, however they are cut, and a wrong one ends the measurement."""
+"""Tests of the socket clients: responses are read to their end and checked, and a wrong one ends the measurement."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REFUSED = b"HTTP/1.1 429 No\r\nX-Trioserve-Reason: queue_full\r\nconnection: clo
 
 @pytest.fixture
 def start() -> Iterator[object]:
-    """start(settings): the addresses of fake endpoints that run in a thread."""
+    """Function start(settings) that starts fake endpoints in a thread and returns their addresses."""
     stops = []
 
     def started(**settings: object) -> list[tuple[str, int]]:
@@ -49,23 +49,23 @@ def start() -> Iterator[object]:
 
 
 @pytest.mark.parametrize("data", [WHOLE, CHUNKED, REFUSED])
-def test_a_response_ends_with_its_last_byte_however_it_is_cut(data):
+def test_response_ends_with_its_last_byte_for_any_division(data):
     response = Response()
     assert [response.feed(data[index : index + 1]) for index in range(len(data))] == [False] * (len(data) - 1) + [True]
 
 
-def test_a_refusal_tells_its_reason():
+def test_refusal_has_its_reason():
     response = Response()
     response.feed(REFUSED)
     assert (response.reason, response.closes) == ("429 queue_full", True)
 
 
-def test_a_response_without_a_length_is_refused():
+def test_response_without_a_length_is_refused():
     with pytest.raises(LoadFailed, match="no length"):
         Response().feed(b"HTTP/1.1 200 OK\r\n\r\n")
 
 
-def test_every_request_is_answered_and_has_its_time(start):
+def test_every_request_has_its_time(start):
     [address] = start()
     with opened(address, 3) as connections:
         seconds = at_a_time(connections, WireRequest(PATH, BODY), requests=10)
@@ -74,7 +74,7 @@ def test_every_request_is_answered_and_has_its_time(start):
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_streamed_responses_have_as_many_events_as_tokens_were_asked_for(start, at_once):
+def test_streamed_response_has_one_event_per_requested_token(start, at_once):
     [address] = start(event_seconds=0.001)
     body = {**BODY, "stream": True, "at_once": at_once}
     with opened(address, 2) as connections:
@@ -83,13 +83,13 @@ def test_streamed_responses_have_as_many_events_as_tokens_were_asked_for(start, 
             at_a_time(connections, WireRequest(PATH, body, events=4), requests=1)
 
 
-def test_a_wrong_status_ends_the_measurement(start):
+def test_wrong_status_ends_the_measurement(start):
     [address] = start()
     with opened(address, 1) as connections, pytest.raises(LoadFailed, match="status 404"):
         at_a_time(connections, WireRequest("/nothing", {}), requests=1)
 
 
-def test_slots_bound_how_many_are_served_at_a_time_and_metrics_tell_who_waits(start):
+def test_slots_limit_running_requests_and_metrics_count_waiting_ones(start):
     here, there = start(endpoints=2, slots_max=1, service_seconds=60.0)
     request = WireRequest(PATH, BODY)
     with opened(here, 4) as connections:
@@ -97,7 +97,7 @@ def test_slots_bound_how_many_are_served_at_a_time_and_metrics_tell_who_waits(st
             connection.sendall(request.data)
         page = ask(connections[3], WireRequest("/metrics")).body
         assert b"num_requests_running" in page
-        while b'waiting{model_name="fake"} 2.0' not in page:  # all three have arrived
+        while b'waiting{model_name="fake"} 2.0' not in page:  # until all three requests have arrived
             page = ask(connections[3], WireRequest("/metrics")).body
         assert b'running{model_name="fake"} 1.0' in page
         assert b'"depth_max":2' in ask(connections[3], WireRequest("/measured")).body
@@ -108,7 +108,7 @@ def test_slots_bound_how_many_are_served_at_a_time_and_metrics_tell_who_waits(st
         assert b'"depth_max":0' in ask(connections[0], WireRequest("/measured")).body
 
 
-def test_requests_go_out_at_their_moments_and_do_not_wait_for_each_other(start):
+def test_requests_are_sent_at_their_planned_times(start):
     [address] = start(slots_max=2, service_seconds=0.05)
     request = WireRequest(PATH, BODY)
     asked = at_moments(address, [Planned(0.02 * index, index, request) for index in (3, 0, 2, 1)])

@@ -1,4 +1,4 @@
-"""Servers are started in turn, asked until they are ready, looked at, and ended."""
+"""Tests of the startup measurement, with fake servers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trioserve.contracts.errors import StartupError
 
 MACHINE = Machine(cpu="a CPU", cores=2, python="3.11", platform="Linux")
 
-# Ready at the third question; it writes down its process and its flags.
+# Ready at the third request. It records its process and its flags.
 SERVER = """
 import http.server, json, os, pathlib, sys
 
@@ -60,9 +60,9 @@ def starts_of(folder: Path) -> list[list[str]]:
 
 
 @pytest.mark.slow
-def test_this_version_and_another_are_started_in_turn(tmp_path, monkeypatch, capsys):
+def test_both_versions_are_started_in_turn(tmp_path, monkeypatch, capsys):
     here, there = checkout(tmp_path / "here", SERVER), checkout(tmp_path / "there", SERVER)
-    monkeypatch.chdir(here)  # `python -m` looks there first
+    monkeypatch.chdir(here)  # `python -m` looks in the working folder first
     settings = StartupSettings(
         checkouts=(str(there),), server_flags=("--threads", "1"), rounds=2, json_path=str(tmp_path / "report.json")
     )
@@ -76,7 +76,7 @@ def test_this_version_and_another_are_started_in_turn(tmp_path, monkeypatch, cap
     table = capsys.readouterr().out.splitlines()
     assert [line.split(" | ")[0] for line in table[2:4]] == ["| this version", f"| {there}"]
     for folder in (here, there):
-        assert len(starts_of(folder)) == 3  # the first one is not counted
+        assert len(starts_of(folder)) == 3  # The first start is not counted.
         for pid, command, *flags in starts_of(folder):
             assert (command, flags[0], flags[2:]) == ("serve", "--port", ["--threads", "1"])
             with pytest.raises(ProcessLookupError):
@@ -84,7 +84,7 @@ def test_this_version_and_another_are_started_in_turn(tmp_path, monkeypatch, cap
 
 
 @pytest.mark.slow
-def test_a_model_is_read_from_the_disk_before_each_start(tmp_path, monkeypatch, capsys):
+def test_model_is_read_from_the_disk_before_each_start(tmp_path, monkeypatch, capsys):
     here = checkout(tmp_path / "here", SERVER)
     monkeypatch.chdir(here)
     model = tmp_path / "model"
@@ -104,18 +104,18 @@ def test_a_model_is_read_from_the_disk_before_each_start(tmp_path, monkeypatch, 
     )
 
 
-def test_a_model_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(StartupError, match=r"--cold .* is not there: name the folder or file of a model"):
+def test_missing_model_is_refused(tmp_path):
+    with pytest.raises(StartupError, match=r"--cold .* does not exist: name the folder or file of a model"):
         StartupSettings(cold_path=str(tmp_path / "nothing"))
 
 
-def test_a_server_that_ends_is_told_with_its_last_words(tmp_path, monkeypatch, capsys):
+def test_server_that_ends_is_reported_with_its_last_log_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(checkout(tmp_path / "here", FAILING))
     assert main(StartupSettings(rounds=3)) == 2
-    assert "last words: trioserve: the model is not there" in capsys.readouterr().err
+    assert "last line of its log: trioserve: the model is not there" in capsys.readouterr().err
 
 
-def test_the_table_shows_medians_and_what_is_not_known():
+def test_table_has_medians_and_dashes_for_unknown_values():
     starts = [
         Start(
             checkout="",
@@ -131,7 +131,7 @@ def test_the_table_shows_medians_and_what_is_not_known():
     assert startup_text(report).splitlines()[2] == "| mine | 2.00 | 1.00 | - | 3 | - | 1024 | - | - |"
 
 
-def test_memory_is_read_as_the_kernel_tells_it(tmp_path):
+def test_memory_is_read_from_proc(tmp_path):
     folder = tmp_path / "proc/7"
     folder.mkdir(parents=True)
     (folder / "status").write_text("Name:\tserver\nVmHWM:\t    30 kB\nVmRSS:\t    20 kB\nThreads:\t3\n")
@@ -141,7 +141,7 @@ def test_memory_is_read_as_the_kernel_tells_it(tmp_path):
     assert memory_bytes(8, tmp_path) == (None, None, None)
 
 
-def test_what_cannot_be_started_is_refused(tmp_path):
+def test_folder_without_trioserve_is_refused(tmp_path):
     with pytest.raises(StartupError, match="has no trioserve in it"):
         StartupSettings(checkouts=(str(tmp_path),))
     with pytest.raises(StartupError, match="--memory-at-hand is -1"):

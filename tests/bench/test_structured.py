@@ -1,4 +1,4 @@
-"""The measurement of structured output: what it asks, how it counts, how responses are judged, how sets are read."""
+"""Tests of the measurement of structured output: requests, counters, verdicts, and sets of schemas."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def measured(server, **settings):
 
 
 async def test_rows_are_compared_within_their_rounds(start_server, autojump_clock):
-    """Free text takes 0.1 s a token, JSON 0.05: twice as fast, alone and among others."""
+    """Free text takes 0.1 s per token and JSON takes 0.05 s, so JSON is twice as fast in both kinds of rows."""
 
     async def answer(call):
         await call.start(200)
@@ -55,10 +55,10 @@ async def test_rows_are_compared_within_their_rounds(start_server, autojump_cloc
     assert sum(" 2.000" in line for line in lines) == 4
     assert json.loads(report_json(report))["rows"][0]["rounds"][0]["tokens"] == 80
     prompts = {call.body["messages"][0]["content"] for call in server.calls if call.method == "POST"}
-    assert len(prompts) == 8  # the same for every row
+    assert len(prompts) == 8  # every row has the same prompts
 
 
-async def test_a_request_that_fails_is_told_and_spoils_its_round_alone(start_server, autojump_clock):
+async def test_failed_request_is_reported_and_removes_only_its_round(start_server, autojump_clock):
     async def answer(call):
         await call.start(200)
         await call.chunk({"choices": [{"delta": {"content": "x"}}]})
@@ -73,7 +73,7 @@ async def test_a_request_that_fails_is_told_and_spoils_its_round_alone(start_ser
     assert "finish_reason error" in report_text(report)
 
 
-async def test_a_server_that_is_not_there(start_server):
+async def test_structured_measurement_of_an_unreachable_server(start_server):
     async def refuse():
         raise OSError("nobody")
 
@@ -82,7 +82,7 @@ async def test_a_server_that_is_not_there(start_server):
     assert outcome.exit_code == 2
 
 
-async def test_each_schema_is_asked_for_once_and_judged(start_server, tmp_path, autojump_clock):
+async def test_each_schema_gets_one_judged_request(start_server, tmp_path, autojump_clock):
     answers = {
         "good": ('{"x": 1, "y": 2}', "stop"),
         "cut": ('{"x": 1, "y"', "length"),
@@ -130,21 +130,21 @@ async def test_each_schema_is_asked_for_once_and_judged(start_server, tmp_path, 
         ('{"x": 1.', True, Verdict.INVALID),
     ],
 )
-def test_responses_are_judged(text, is_cut, verdict):
+def test_verdicts_of_responses(text, is_cut, verdict):
     assert Judge().judge(POINT, text, is_cut=is_cut)[0] is verdict
 
 
-def test_a_text_that_was_cut_within_a_character_is_a_beginning():
+def test_text_that_ends_within_a_character_is_a_valid_beginning():
     assert Judge().judge({"type": "string"}, '"caf\ufffd', is_cut=True)[0] is Verdict.CUT
 
 
-def test_a_schema_that_leads_nowhere_judges_nothing():
+def test_schema_with_a_broken_reference_gives_an_invalid_verdict():
     verdict, reason = Judge().judge({"$ref": "#/nowhere"}, "1", is_cut=False)
     assert verdict is Verdict.INVALID
     assert "cannot be judged" in reason
 
 
-def test_every_layout_of_sets_is_read(tmp_path):
+def test_every_layout_of_schema_sets_is_read(tmp_path):
     (tmp_path / "Github").mkdir()
     (tmp_path / "Github" / "one.json").write_text(json.dumps(POINT))
     (tmp_path / "mask.json").write_text(json.dumps({"schema": POINT, "tests": []}))
@@ -163,11 +163,11 @@ def test_every_layout_of_sets_is_read(tmp_path):
     assert [schema.schema for schema in read_schemas(tmp_path / "mask.json")] == [POINT]
 
 
-def test_what_is_no_set_is_one_sentence(tmp_path):
+def test_unreadable_schema_set_is_refused_in_one_sentence(tmp_path):
     with pytest.raises(StartupError, match="holds no schema"):
         read_schemas(tmp_path)
     (tmp_path / "broken.json").write_text("{")
     with pytest.raises(StartupError, match=r"broken\.json cannot be read"):
         read_schemas(tmp_path)
-    with pytest.raises(StartupError, match="is not there"):
+    with pytest.raises(StartupError, match="does not exist"):
         StructuredBenchSettings(schemas=str(tmp_path / "nothing"))

@@ -1,4 +1,4 @@
-"""The suite measures its rows at every server in turn, and its table says what was measured."""
+"""Tests that the suite measures its rows at every server in turn, and of its table."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trioserve.testing.fake_engine import open_fake_engine
 
 @contextlib.contextmanager
 def served(**metrics: float):
-    """A server of ours without weights, in a thread of its own, on a real port."""
+    """Run a trioserve server without weights in a separate thread, on a real port."""
     started, port, stop = threading.Event(), [], []
 
     async def serve() -> None:
@@ -51,7 +51,7 @@ def served(**metrics: float):
 
 @pytest.fixture(autouse=True)
 def measured_rates(monkeypatch):
-    """Faked: measuring them takes seconds."""
+    """Fake the machine speeds, since measuring them takes seconds."""
     monkeypatch.setattr(suite, "read_bandwidth", lambda: 1e10)
     monkeypatch.setattr(suite, "product_rate", lambda: 1e12)
 
@@ -61,7 +61,7 @@ MODEL = {"step_weight_bytes": 1e9, "token_kv_bytes": 1000.0, "token_flops": 1e9,
 
 @pytest.fixture
 def short_rows(monkeypatch):
-    """The same rows, with few requests and tokens."""
+    """Replace the rows by rows with few requests and tokens."""
     rows = tuple(
         type(row)(
             name=row.name,
@@ -109,7 +109,7 @@ def test_every_row_is_measured_at_every_server(short_rows, tmp_path, capsys):
     assert table.count("x |") == len(ROWS)
 
 
-def test_a_server_that_is_not_there_is_told_and_leaves_its_cells_empty(short_rows, capsys, monkeypatch):
+def test_unreachable_server_is_reported_and_has_empty_cells(short_rows, capsys, monkeypatch):
     with served() as url:
         nobody = "http://127.0.0.1:9"
         assert main(SuiteSettings(url=url, peers=(nobody,), rows=("a",), vocab_size=256)) == 2
@@ -125,26 +125,27 @@ def row_named(name):
     return next(row for row in ROWS if row.name == name)
 
 
-def test_the_bound_of_decoding_is_what_a_step_reads():
-    # 16 sequences with 192 tokens of context each: 3,072 * 10 bytes beside the weights.
+def test_decode_bound_is_the_time_to_read_a_steps_memory():
+    # 16 sequences with 192 tokens of context each read 3,072 * 10 bytes, and the weights.
     assert decode_bound(row_named("b"), COST, 1e6) == pytest.approx(16 / 0.130_720)
 
 
-def test_the_bound_of_a_row_has_its_prompts_too():
-    # 16 prompts of 128 tokens, which see 64.5 tokens on average, at a million operations a second; then 127 steps.
+def test_row_bound_includes_the_prompts():
+    # 16 prompts of 128 tokens, which attend to 64.5 tokens on average, at a million operations per second, then 127
+    # steps.
     prompts = 16 * 128 * (1_000 + 64.5 * 2) / 1e6
     assert row_bound(row_named("b"), COST, 1e6, 1e6) == pytest.approx(16 * 128 / (prompts + 127 * 0.130_720))
 
 
-def test_a_shared_prefix_is_computed_before_and_read_once():
+def test_shared_prefix_is_not_computed_and_is_read_once():
     prompts = 16 * 20 * (1_000 + 1_010.5 * 2) / 1e6
     step = (100_000 + (1_000 + 16 * (20 + 16)) * 10) / 1e6
     assert row_bound(row_named("e"), COST, 1e6, 1e6) == pytest.approx(16 * 32 / (prompts + 31 * step))
 
 
-def test_responses_that_are_left_count_as_what_is_read_of_them():
+def test_responses_of_leaving_clients_count_with_their_tokens():
     prompts = 16 * 128 * (1_000 + 64.5 * 2) / 1e6
-    # Of 136 steps of a response of each kind, 128 have 64 tokens of it on average and 8 have 4.
+    # A long response has 136 steps: 128 of them have 64 response tokens on average, and 8 have 4.
     step = (100_000 + 16 * (128 + (128 * 64 + 8 * 4) / 136) * 10) / 1e6
     assert row_bound(row_named("f"), COST, 1e6, 1e6) == pytest.approx(16 * 68 / (prompts + 67 * step))
 
@@ -152,50 +153,50 @@ def test_responses_that_are_left_count_as_what_is_read_of_them():
 @pytest.mark.parametrize(
     ("name", "flops", "seconds"), [("o1", 1e6, 0.1), ("o32", 1e9, 0.1), ("o32", 1e6, 0.32 + 0.003_52)]
 )
-def test_a_short_prompt_takes_as_long_as_reading_the_weights(name, flops, seconds):
+def test_short_prompt_takes_the_time_to_read_the_weights(name, flops, seconds):
     row = row_named(name)
     assert row_bound(row, COST, 1e6, flops) == pytest.approx(row.load["concurrency"] / seconds)
 
 
-def test_a_server_that_tells_only_half_has_no_bound(short_rows, tmp_path):
+def test_server_without_all_cost_metrics_has_no_bound(short_rows, tmp_path):
     path = tmp_path / "suite.json"
     with served(step_weight_bytes=1e9, token_kv_bytes=1000.0) as url:
         assert main(SuiteSettings(url=url, rows=("a",), vocab_size=256, json_path=str(path))) == 0
     assert [(one["bound"], one["decode_bound"]) for one in json.loads(path.read_text())["results"]] == [(None, None)]
 
 
-def test_where_nobody_multiplies_there_is_the_bound_of_decoding(short_rows, monkeypatch, capsys):
+def test_decode_bound_exists_without_a_product_rate(short_rows, monkeypatch, capsys):
     monkeypatch.setattr(suite, "product_rate", lambda: None)
     with served(**MODEL) as url:
         assert main(SuiteSettings(url=url, rows=("a",), vocab_size=256)) == 0
     assert "tokens/s | - | " in capsys.readouterr().out
 
 
-def test_every_row_is_a_load_that_bench_takes():
+def test_every_row_has_valid_settings():
     assert len({row.name for row in ROWS}) == len(ROWS)
     for row in ROWS:
         assert BenchSettings(**row.load).requests >= BenchSettings(**row.load).concurrency
 
 
-def test_a_row_that_is_not_there_is_refused():
-    with pytest.raises(StartupError, match="--rows names 'z', there are: a, b, c, d, e, f, o1, o32"):
+def test_unknown_row_is_refused():
+    with pytest.raises(StartupError, match="--rows has 'z', allowed are: a, b, c, d, e, f, o1, o32"):
         SuiteSettings(rows=("a", "z"))
 
 
 @pytest.mark.slow
-def test_memory_is_read_and_matrices_are_multiplied_at_some_rate():
+def test_machine_speed_is_measured():
     assert read_bandwidth() > 1e8
     rate = product_rate()
     assert rate is not None
     assert rate > 1e9
 
 
-def test_without_torch_there_is_no_rate(monkeypatch):
+def test_product_rate_without_torch_is_none(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     assert product_rate() is None
 
 
-def test_an_interruption_ends_the_whole_suite_and_shows_what_there_is(short_rows, capsys, monkeypatch):
+def test_interruption_ends_the_suite_and_reports_the_rows_so_far(short_rows, capsys, monkeypatch):
     measure, calls = suite.measure, []
 
     async def interrupted_at_the_third(settings):
@@ -204,7 +205,7 @@ def test_an_interruption_ends_the_whole_suite_and_shows_what_there_is(short_rows
         return outcome if len(calls) < 3 else type(outcome)(outcome.report, 130)
 
     monkeypatch.setattr(suite, "measure", interrupted_at_the_third)
-    rates = iter((1e12,))  # measured before, and not once more when somebody wants to stop
+    rates = iter((1e12,))  # measured before the rows, and not again after an interruption
     monkeypatch.setattr(suite, "product_rate", lambda: next(rates))
     with served() as first, served() as second:
         assert main(SuiteSettings(url=first, peers=(second,), vocab_size=256)) == 130
@@ -213,7 +214,7 @@ def test_an_interruption_ends_the_whole_suite_and_shows_what_there_is(short_rows
 
 
 @pytest.mark.parametrize("rates", [(1e9, 5e9), (5e9, 1e9), (None, 5e9), (5e9, None)])
-def test_every_bound_is_of_the_faster_rates_that_the_report_names(rates, short_rows, monkeypatch, tmp_path):
+def test_bounds_use_the_faster_of_two_rates(rates, short_rows, monkeypatch, tmp_path):
     speeds, products = iter((1e9, 4e9)), iter(rates)
     monkeypatch.setattr(suite, "read_bandwidth", lambda: next(speeds))
     monkeypatch.setattr(suite, "product_rate", lambda: next(products))
@@ -225,8 +226,8 @@ def test_every_bound_is_of_the_faster_rates_that_the_report_names(rates, short_r
     assert report["results"][0]["decode_bound"] == pytest.approx(4.0, rel=1e-3)
 
 
-def test_no_row_finds_the_prompts_of_another_in_a_prefix_cache(monkeypatch):
-    """Nor does a later suite find those of this one, unless it is told to have the same seed."""
+def test_all_rows_and_rounds_have_different_prompts(monkeypatch):
+    """Later suites also have other prompts, unless they have the same seed."""
     seeds: list[int] = []
 
     async def nothing(settings: BenchSettings) -> CannotMeasure:
@@ -239,7 +240,7 @@ def test_no_row_finds_the_prompts_of_another_in_a_prefix_cache(monkeypatch):
     def seeds_of(seed: int | None) -> list[int]:
         seeds.clear()
         main(SuiteSettings(**urls, rounds=2, seed=seed))
-        assert seeds[::2] == seeds[1::2]  # the servers of a turn are asked the same
+        assert seeds[::2] == seeds[1::2]  # All servers of a turn get the same prompts.
         return seeds[::2]
 
     drawn = seeds_of(None)
@@ -248,7 +249,7 @@ def test_no_row_finds_the_prompts_of_another_in_a_prefix_cache(monkeypatch):
     assert seeds_of(7) == seeds_of(7)
 
 
-def test_a_share_of_the_requests_is_enough_where_as_many_are_left_as_run_at_a_time():
+def test_request_share_keeps_at_least_the_concurrency():
     rows = SuiteSettings(rows=("a", "c"), request_share=0.5).chosen_rows
     assert [row.load["requests"] for row in rows] == [3, 96]
     rows = SuiteSettings(rows=("a", "c"), request_share=0.001).chosen_rows

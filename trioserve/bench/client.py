@@ -1,7 +1,7 @@
-"""What the two clients share: how a request is asked and heard, why it failed, how a connection is opened.
+"""Interfaces and helpers that both HTTP clients share: requests, listeners, failures and connections.
 
-The body of a response is handed to its listener in the task that reads the socket, with the time at which it was read:
-no task switch and no queue lies between the wire and the clock. What the bytes mean is the listener's matter.
+The listener gets the body in the task that reads the socket, with the time of the read. No task switch and no queue
+lies between the socket and the clock. Only the listener knows the meaning of the bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
     "stream_opener",
 ]
 
-CONNECT_SECONDS_MAX = 10.0  # a connection that takes longer is as good as none
+CONNECT_SECONDS_MAX = 10.0  # A connection that takes longer counts as failed.
 RECEIVE_BYTES = 65_536
 
 OpenStream = Callable[[], Awaitable[trio.abc.Stream]]
@@ -41,16 +41,22 @@ OpenStream = Callable[[], Awaitable[trio.abc.Stream]]
 class FailureKind(enum.Enum):
     CONNECT = "connect"  # no connection
     DISCONNECT = "disconnect"  # the connection ended before the response did
-    UNPROCESSED = "unprocessed"  # the same, and the server says, or shows, that it never saw the request
+    UNPROCESSED = "unprocessed"  # like DISCONNECT, but the server says or shows that it did not process the request
     RESET = "reset"  # the server reset the HTTP/2 stream
-    PROTOCOL = "protocol"  # not HTTP, or not this version
+    PROTOCOL = "protocol"  # not HTTP, or another version
     TIMEOUT = "timeout"
-    STATUS = "status"  # another status than 200
-    RESPONSE = "answer"  # status 200, but not the stream of tokens that was asked for
+    STATUS = "status"  # a status other than 200
+    RESPONSE = "answer"  # status 200, but not the requested stream of tokens
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """Why a request failed. code: the status or HTTP/2 error, or nothing. message: one sentence for a person."""
+    """Why a request failed.
+
+    Attributes:
+        kind: kind of the failure.
+        message: one sentence for people.
+        code: HTTP status or HTTP/2 error, or "".
+    """
 
     kind: FailureKind
     message: str
@@ -58,36 +64,62 @@ class Failure(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """What failures are counted by, such as "status 503"."""
+        """Name by which failures are counted, such as "status 503"."""
         return f"{self.kind.value} {self.code}".rstrip()
 
 
 class Listener(Protocol):
-    """Whoever made a request. Both are called in the reader's task, must not wait and must not raise."""
+    """Receiver of a response. Both methods are called in the task that reads, and must neither wait nor raise."""
 
     def head(self, status: int) -> None:
-        """The final status has come."""
+        """Receive the final status.
+
+        Args:
+            status: HTTP status.
+        """
 
     def body(self, data: bytes, now_seconds: float) -> bool:
-        """A piece of the body, and when it was read (trio's clock). False: leave now, the rest is not wanted."""
+        """Receive a piece of the body.
+
+        Args:
+            data: the piece.
+            now_seconds: time at which it was read, by Trio's clock.
+
+        Returns:
+            False to leave now, without the rest of the response.
+        """
 
 
 class Client(Protocol):
     async def request(
         self, method: str, path: str, body: bytes, listener: Listener, *, withheld_bytes: int = 0
     ) -> Failure | None:
-        """Send one request and return when its response has ended or the listener has left.
+        """Send one request, and return when its response has ended or the listener has left.
 
-        Returns None, or why there was no whole response; a status is not judged here. Leaving by cancellation resets
-        the stream or closes the connection at once. withheld_bytes: so much at the end of the body is announced and
-        never sent, for a client that leaves before.
+        If this call is cancelled, the client resets the stream or closes the connection at once.
+
+        Args:
+            method: HTTP method.
+            path: path and query.
+            body: the body.
+            listener: receiver of the response.
+            withheld_bytes: number of bytes at the end of the body that are announced but never sent, for a client that
+                leaves before.
+
+        Returns:
+            None, or why there is no whole response. The status is not judged here.
         """
 
     async def aclose(self) -> None: ...
 
 
 def stream_opener(target: Target, http: int) -> OpenStream:
-    """Opens connections to the target that speak this HTTP version. Opening raises OSError (TLS errors are some)."""
+    """Return a function that opens connections. It raises OSError, also for errors of TLS.
+
+    Args:
+        target: the server.
+        http: HTTP version, 1 or 2, which TLS negotiates.
+    """
     context: ssl.SSLContext | None = None
     protocol = "h2" if http == 2 else "http/1.1"
     if target.scheme == "https":
@@ -126,8 +158,14 @@ async def opened(open_stream: OpenStream) -> trio.abc.Stream | Failure:
 
 
 async def receive(stream: trio.abc.Stream) -> bytes:
-    """As receive_some. The kernel is asked when something has come, not before to be told that nothing has: that is a
-    fifth of what a token costs a load generator, and what it uses a server beside it lacks."""
+    """Receive as receive_some does, but wait before the first read.
+
+    The kernel is not asked before data is there. The failed read would be a fifth of a load generator's cost per token,
+    which a server on the same machine would lack.
+
+    Args:
+        stream: the connection.
+    """
     if not isinstance(stream, trio.SocketStream):
         return bytes(await stream.receive_some(RECEIVE_BYTES))
     while True:
@@ -141,7 +179,10 @@ async def receive(stream: trio.abc.Stream) -> bytes:
 
 
 def _attempt_reasons(cause: BaseException | None) -> str:
-    """trio tries every address of a name; its own message leaves out why each attempt failed."""
+    """Return why the attempts to connect failed.
+
+    Trio tries every address of a name, and its own message has no reasons.
+    """
     attempts = cause.exceptions if isinstance(cause, BaseExceptionGroup) else (cause,)
     reasons = {attempt.strerror or str(attempt) for attempt in attempts if isinstance(attempt, OSError)}
     return f" ({', '.join(sorted(reasons))})" if reasons else ""

@@ -1,8 +1,8 @@
-"""`python -m trioserve bench`: which measurements there are, their flags, and where each begins.
+"""`python -m trioserve bench`: the measurements, their flags, and the modules that run them.
 
-A measurement is a command of its own. Its flags are the fields of its settings, so it shows and takes those alone.
-Importing this file is cheap (no trio, no h2), so that a command line can show its help at once. What measures parts of
-this program from inside (`bench inside`) imports the engine, which nothing here may: it is handed in.
+Each measurement is a command. Its flags are the fields of its settings, so its help shows only those. This file imports
+neither trio nor h2, so that a command line shows its help at once. Measurements of parts of this program (`bench
+inside`) import the engine, which is forbidden here. So the caller passes the function that runs them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,14 @@ SEVERAL_ROUTERS = "--routers"
 
 
 class Flag(NamedTuple):
-    """How a field of some settings is given. unset: what stands in the help where the default is None or empty."""
+    """The flag of a settings field.
+
+    Attributes:
+        name: name of the flag.
+        meaning: description for the help.
+        options: options of argparse's add_argument.
+        unset: text in the help for a default that is None or empty.
+    """
 
     name: str
     meaning: str
@@ -44,8 +51,16 @@ class Flag(NamedTuple):
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the commands. module: holds main(settings), which returns the exit code. meanings: of flags that mean
-    something else here than elsewhere, by field. more: a sentence below the flags."""
+    """One of the commands.
+
+    Attributes:
+        name: name of the command.
+        meaning: description for the help.
+        settings: class of its settings.
+        module: module with a function main(settings) that returns the exit code.
+        meanings: descriptions by field, for flags with a special meaning in this command.
+        more: text below the flags in the help.
+    """
 
     name: str
     meaning: str
@@ -55,16 +70,30 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     more: str = ""
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Raises StartupError for a value that is out of range, before anything is sent."""
+        """Run the measurement and return its exit code.
+
+        Args:
+            arguments: result of a parser with the flags of this measurement.
+
+        Raises:
+            StartupError: a value is out of range. Nothing was sent.
+        """
         run: Callable[[msgspec.Struct], int] = importlib.import_module(self.module).main
         return run(self.settings_from(arguments))
 
     def settings_from(self, arguments: argparse.Namespace) -> msgspec.Struct:
-        """Of what a parser with add_arguments read; other attributes are not looked at. Raises StartupError."""
+        """Make the settings. Other attributes of the arguments are ignored.
+
+        Args:
+            arguments: result of a parser with the flags of this measurement.
+
+        Raises:
+            StartupError: a value is out of range.
+        """
         return self.settings(**{field: getattr(arguments, field) for field in self.fields()})
 
     def fields(self) -> dict[str, Any]:
-        """With their defaults, those that have a flag, in the order of the help."""
+        """Return the defaults of the fields that have a flag, in the order of the help."""
         defaults = {field.name: field.default for field in msgspec.structs.fields(self.settings)}
         return {field: defaults[field] for field in _FLAGS if field in defaults}
 
@@ -82,12 +111,19 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def main(arguments: Sequence[str], *, run_inside: Callable[[Sequence[str]], int]) -> int:
-    """Measure what the first argument names; returns the exit code. run_inside: takes what comes after `inside`.
-    Raises StartupError."""
+    """Run the measurement that the first argument names, and return the exit code.
+
+    Args:
+        arguments: the command line after `bench`.
+        run_inside: runs the command line after `bench inside`.
+
+    Raises:
+        StartupError: the command line is wrong.
+    """
     if arguments[:1] == [INSIDE]:
         return run_inside(arguments[1:])
     if arguments[:1] == ["router"] and any(word.partition("=")[0] == SEVERAL_ROUTERS for word in arguments):
-        return run_inside(["routers", *arguments[1:]])  # cores of routers, without sockets
+        return run_inside(["routers", *arguments[1:]])  # the cores of routers, without sockets
     parser = bench_parser()
     if not arguments:
         parser.print_help()
@@ -114,21 +150,21 @@ def bench_parser() -> argparse.ArgumentParser:
         )
         measurement.add_arguments(one)
         one.set_defaults(measurement=measurement)
-    subparsers.add_parser(INSIDE, help="parts of this program, in one process: the engine, its steps, the front end")
+    subparsers.add_parser(
+        INSIDE, help="measure parts of this program in one process: the engine, its steps, the front end"
+    )
     return parser
 
 
 def _refuse_flags_first(arguments: Sequence[str]) -> None:
-    """Flags used to say what is measured."""
+    """Refuse former command lines, in which a flag named the measurement."""
     if not arguments[0].startswith("-") or arguments[0] in ("-h", "--help"):
         return
     former = {f"--{measurement.name}": measurement.name for measurement in MEASUREMENTS}
     former["--disaggregated"] = "disagg"
     former |= {f"--{part}": f"{INSIDE} {part}" for part in ("core", "drafts", "frontend", "gap", "served")}
     what = next((former[argument] for argument in arguments if argument in former), MEASUREMENTS[0].name)
-    raise StartupError(
-        f"bench names what it measures before any flag: bench {what}; 'bench --help' lists what there is"
-    )
+    raise StartupError(f"the measurement comes before all flags: bench {what}; 'bench --help' lists the measurements")
 
 
 def _shown(default: object, unset: str) -> str:
@@ -150,7 +186,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 class _Append(argparse.Action):
-    """Gathers a flag that may be repeated into a tuple."""
+    """Collects the values of a flag that may be repeated into a tuple."""
 
     def __call__(
         self, parser: object, namespace: argparse.Namespace, values: object, option: str | None = None
@@ -177,37 +213,37 @@ _FLAGS = {
     ),
     "memory_at_hand_gib": Flag(
         "--memory-at-hand",
-        "taken and let go again right before each start, so that a virtual machine need not ask its host for it then",
+        "memory to allocate and free right before each start, so that a virtual machine already has it from its host",
         {"type": float, "metavar": "GIB"},
     ),
     "cold_path": Flag(
         "--cold",
-        "folder or file of the model: dropped from memory before each start, and its reading alone is timed, too",
+        "folder or file of the model: it is dropped from memory before each start, and reading it alone is also timed",
         {"metavar": "PATH"},
-        unset="it is found where the system keeps it",
+        unset="files stay in memory if the system keeps them there",
     ),
     "router_flags": Flag(
         "--router-flags", "flags of route in one text, such as --router-flags='--policy session'", {"type": _words}
     ),
     "endpoints": Flag("--endpoints", "servers behind the router", _INTEGER),
-    "model": Flag("--model", "model name to ask for", {"metavar": "NAME"}, unset="the first of /v1/models"),
+    "model": Flag("--model", "name of the model", {"metavar": "NAME"}, unset="the first of /v1/models"),
     "endpoint": Flag("--endpoint", "API to use", {"choices": ["completions", "chat"]}),
     "http": Flag("--http", "HTTP version; 2 is prior knowledge on http://", {"type": int, "choices": [1, 2]}),
     "connections": Flag("--connections", "HTTP/2 connections that share the requests", _INTEGER),
-    "schemas": Flag(
-        "--schemas", "file or folder of JSON schemas, each to be asked for once", {"metavar": "PATH"}, unset="rows"
-    ),
+    "schemas": Flag("--schemas", "file or folder of JSON schemas, one request each", {"metavar": "PATH"}, unset="rows"),
     "rows": Flag("--rows", "names of rows, separated by commas", {"type": _names, "metavar": "NAMES"}, unset="all"),
-    "rounds": Flag("--rounds", "how often each is measured", _INTEGER),
+    "rounds": Flag("--rounds", "number of measurements", _INTEGER),
     "request_share": Flag(
-        "--request-share", "share of each row's requests, for slow models; as many at least as run at a time", _NUMBER
+        "--request-share",
+        "share of each row's requests, for slow models; at least --concurrency of them are sent",
+        _NUMBER,
     ),
     "concurrency": Flag("--concurrency", "requests in flight", _INTEGER),
     "requests": Flag("--requests", "requests to measure", _INTEGER),
-    "period_seconds": Flag("--period", "seconds between two interruptions, on the average", _NUMBER),
+    "period_seconds": Flag("--period", "mean seconds between two interruptions", _NUMBER),
     "logprob_tolerance": Flag(
         "--logprob-tolerance",
-        "by so much a log probability may differ; servers without --batch-invariant need more than 0",
+        "allowed difference of a log probability; servers without --batch-invariant need more than 0",
         _NUMBER,
     ),
     "rate_per_second": Flag("--rate", "requests/s, random arrivals", _NUMBER, unset="closed loop"),
@@ -217,7 +253,7 @@ _FLAGS = {
     "output_tokens": Flag("--output-tokens", "tokens of each response", _INTEGER),
     "prompt_mode": Flag(
         "--prompt-mode",
-        "prompts as token ids (exact lengths) or words (one word is about one token); auto: ids where the server takes "
+        "prompts as token ids (exact lengths) or words (one word is about one token); auto: ids if the server accepts "
         "them",
         {"choices": ["auto", "ids", "text"]},
     ),
@@ -227,22 +263,24 @@ _FLAGS = {
     "temperature": Flag("--temperature", "sampling temperature, 0 is greedy", _NUMBER),
     "ignore_eos": Flag(
         "--ignore-eos",
-        "go on past the model's end token, so that lengths hold",
+        "continue after the model's end token, so that lengths are exact",
         {"action": argparse.BooleanOptionalAction},
     ),
-    "connector": Flag("--connector", "what carries KV", {"choices": CONNECTORS}),
+    "connector": Flag("--connector", "KV connector", {"choices": CONNECTORS}),
     "threads": Flag("--threads", "threads of the one server; each of the two gets half", _INTEGER),
-    "seed": Flag("--seed", "seed of prompts, arrivals and who leaves", _INTEGER, unset="another each time"),
+    "seed": Flag("--seed", "seed of prompts, arrivals and leaving clients", _INTEGER, unset="another each time"),
     "warmup_requests": Flag("--warmup", "requests before the measured ones, same prefix", _INTEGER),
     "timeout_seconds": Flag("--timeout", "seconds after which a request has failed", {"type": float, "metavar": "S"}),
     "api_key": Flag("--api-key", "sent as a bearer token", {"metavar": "KEY"}),
-    "log_directory": Flag("--logs", "folder for what the servers write to their logs", {"metavar": "FOLDER"}),
+    "log_directory": Flag("--logs", "folder for the logs of the servers", {"metavar": "FOLDER"}),
     "json_path": Flag("--json", "write settings and figures to this file, - is standard output", {"metavar": "FILE"}),
     "markdown_path": Flag("--markdown", "write the table to this file", {"metavar": "FILE"}),
     "label": Flag("--label", "a name for this measurement in its report", {"metavar": "TEXT"}),
 }
-"""By field, in the order of the help. A setting without a flag is the same in every measurement, so that figures can be
-compared."""
+"""Flags by field, in the order of the help.
+
+A setting without a flag is equal in every measurement, so that figures can be compared.
+"""
 
 MEASUREMENTS = (
     Measurement(
@@ -263,19 +301,19 @@ MEASUREMENTS = (
     ),
     Measurement(
         name="soak",
-        meaning="judge a trioserve server while half of its clients leave: what stays behind, what the others feel",
+        meaning="judge a trioserve server while half of its clients leave: leftovers, latency of the others",
         settings=SoakSettings,
         module="trioserve.bench.soak.run",
         meanings={
             "prompt_tokens": "tokens of a short prompt, at most",
             "long_prompt_tokens": "tokens of a long prompt, at most",
             "output_tokens": "tokens of a response, at most",
-            "warmup_requests": "requests before anything is judged",
+            "warmup_requests": "requests before the judged ones",
         },
     ),
     Measurement(
         name="router",
-        meaning="start trioserve route before fake endpoints: what it adds to requests, how it holds bursts back",
+        meaning="start trioserve route in front of fake endpoints: added latency, CPU time, behaviour in bursts",
         settings=RouterBenchSettings,
         module="trioserve.bench.router.run",
         meanings={
@@ -285,13 +323,13 @@ MEASUREMENTS = (
             "output_tokens": "events of a response that is streamed",
             "seed": "seed of the bursts' arrivals",
         },
-        more=f"With {SEVERAL_ROUTERS} N it is something else: the cores of so many routers before many endpoints, in "
-        f"simulated time; '{PROGRAM} {INSIDE} routers --help' shows the flags of that.",
+        more=f"{SEVERAL_ROUTERS} N runs another measurement: the cores of N routers with many endpoints, in simulated "
+        f"time. '{PROGRAM} {INSIDE} routers --help' shows its flags.",
     ),
     Measurement(
         name="disagg",
-        meaning="start a prefill and a decode server, and one with the same cores: what long prompts do to "
-        "streams that decode meanwhile, how fast KV travels",
+        meaning="compare a prefill/decode pair with one server on the same cores: latency of streams while long "
+        "prompts are computed, speed of KV transfers",
         settings=DisaggregatedSettings,
         module="trioserve.bench.disagg.run",
         meanings={
@@ -305,49 +343,49 @@ MEASUREMENTS = (
     ),
     Measurement(
         name="structured",
-        meaning="ask for free text and for JSON by schema in turn: what masks cost, what forced tokens are worth, or "
-        "whether each of a set of schemas gets a valid response",
+        meaning="request free text and JSON by schema in turn: cost of token masks, gain of forced tokens; or check "
+        "that each of a set of schemas gets a valid response",
         settings=StructuredBenchSettings,
         module="trioserve.bench.structured.run",
         meanings={
             "requests": "requests of each row in each round",
             "output_tokens": "tokens of each response, at most",
-            "seed": "seed of what is drawn",
+            "seed": "seed of the requests",
         },
     ),
     Measurement(
         name="survive",
-        meaning="start endpoints and a router, and judge whether every stream is whole and the same while endpoints "
-        "are killed, stopped, cut off and drained",
+        meaning="start endpoints and a router, and check that every stream is complete and unchanged while endpoints "
+        "are killed, stopped, disconnected and drained",
         settings=SurviveSettings,
         module="trioserve.bench.survive.run",
         meanings={
-            "server_flags": "flags of every serve in one text; they have to make its tokens independent of a request's "
-            "company",
-            "model": "what every endpoint serves",
-            "requests": "streams, each of them twice: undisturbed, and disturbed",
+            "server_flags": "flags of every serve in one text; they must make tokens independent of the other requests "
+            "of a step",
+            "model": "model of every endpoint",
+            "requests": "number of streams; each runs twice, with and without interruptions",
             "concurrency": "streams at a time",
             "output_tokens": "tokens of a response, at most",
-            "seed": "seed of what is asked, and of what happens when",
+            "seed": "seed of requests and interruptions",
         },
     ),
     Measurement(
         name="page",
-        meaning="send the same load with the live page open and without it, in turn: what it costs",
+        meaning="measure the cost of the live page: send the same load with the page open and without it, in turn",
         settings=PageBenchSettings,
         module="trioserve.bench.page",
         meanings={
-            "requests": "requests of each measurement, of which a round has two",
-            "rounds": "how often both are measured",
+            "requests": "requests of each measurement; a round has two",
+            "rounds": "number of rounds",
         },
     ),
     Measurement(
         name="startup",
-        meaning="start trioserve serve again and again: seconds from the command to ready, and the memory then",
+        meaning="start trioserve serve several times: seconds from the command to ready, and memory",
         settings=StartupSettings,
         module="trioserve.bench.startup",
         meanings={
-            "rounds": "how often each is started",
+            "rounds": "number of starts of each version",
             "timeout_seconds": "seconds after which a start has failed",
         },
     ),

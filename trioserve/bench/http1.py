@@ -1,7 +1,7 @@
-"""Requests over HTTP/1.1, a connection each at a time; leaving one closes it.
+"""An HTTP/1.1 client. Each request in flight has one connection. Leaving a request closes its connection.
 
-Answers are parsed by httptools, in a third of h11's time: a load generator on the server's own machine takes what it
-uses from what it measures.
+httptools parses responses in a third of h11's time. A load generator on the server's machine takes its CPU time from
+the server.
 """
 
 from __future__ import annotations
@@ -16,10 +16,15 @@ __all__ = ["Http1Client"]
 
 
 class Http1Client:
-    """One connection for each request in flight, kept alive between requests."""
+    """An HTTP/1.1 client that keeps idle connections open for the next requests."""
 
     def __init__(self, open_stream: OpenStream, headers: list[tuple[str, str]]) -> None:
-        """headers: sent with every request, Host included."""
+        """Make the client. It opens connections when it needs them.
+
+        Args:
+            open_stream: opens a connection.
+            headers: headers of every request, with Host.
+        """
         self._open_stream = open_stream
         self._headers = headers
         self._idle: list[_Http1Connection] = []
@@ -33,7 +38,7 @@ class Http1Client:
         while self._idle:
             connection = self._idle.pop()
             failure = await self._exchange(connection, head, sent, listener, is_whole=not withheld_bytes)
-            # A server may close an idle connection just when it is used again; that is no fault of the request.
+            # A server may close an idle connection at the moment of its next use. That is not a failure of the request.
             if failure is None or failure.kind is not FailureKind.UNPROCESSED:
                 return failure
         stream = await opened(self._open_stream)
@@ -48,13 +53,14 @@ class Http1Client:
             failure = await connection.exchange(head, body, listener, is_whole=is_whole)
         finally:
             if not connection.reusable:
-                await trio.aclose_forcefully(connection.stream)  # closes before anything waits, cancelled or not
+                # Closing comes before any wait, so that cancellation cannot prevent it.
+                await trio.aclose_forcefully(connection.stream)
         if connection.reusable:
             self._idle.append(connection)
         return failure
 
     def _head(self, method: str, path: str, body_bytes: int) -> bytes:
-        """Of a request; a load has few that differ."""
+        """Return the bytes of a head. They are cached, since a load has few different heads."""
         head = self._heads.get((method, path, body_bytes))
         if head is None:
             headers = [*self._headers, ("content-length", str(body_bytes))]
@@ -64,13 +70,13 @@ class Http1Client:
         return head
 
     async def aclose(self) -> None:
-        """Close the idle connections; those in use are closed by leaving their requests."""
+        """Close the idle connections. Connections in use close when their requests are left."""
         while self._idle:
             await trio.aclose_forcefully(self._idle.pop().stream)
 
 
 class _Http1Connection:
-    """One connection and the request on it. Where the parser is told of a response, it calls back here."""
+    """One connection and its request. The parser calls its `on_` methods."""
 
     def __init__(self, stream: trio.abc.Stream) -> None:
         self.stream = stream
@@ -80,11 +86,11 @@ class _Http1Connection:
 
     def _begin_response(self, listener: Listener) -> None:
         self._listener = listener
-        self._status = 0  # of the final head, once it has come
-        self._is_framed = False  # it says where its body ends, other than by the end of the connection
+        self._status = 0  # status of the final head, or 0
+        self._is_framed = False  # True if the head says where the body ends
         self._is_whole = False
         self._keeps_alive = False
-        self._body: list[bytes] = []  # what the parser has found since it was last looked at
+        self._body: list[bytes] = []  # pieces that the parser has found and the listener has not received
 
     # --- called by the parser ---
 
@@ -110,7 +116,14 @@ class _Http1Connection:
     # --- the exchange ---
 
     async def exchange(self, head: bytes, body: bytes, listener: Listener, *, is_whole: bool) -> Failure | None:
-        """is_whole: False if the body is only the beginning of what the head announces."""
+        """Send a request and read its response.
+
+        Args:
+            head: bytes of the head.
+            body: the body, or its beginning.
+            listener: receiver of the response.
+            is_whole: False if the body is shorter than the head announces.
+        """
         self.reusable = False
         silent_end = FailureKind.UNPROCESSED if self._was_used else FailureKind.DISCONNECT
         self._was_used = True
@@ -118,23 +131,24 @@ class _Http1Connection:
         try:
             await self.stream.send_all(head + body)
         except trio.BrokenResourceError:
-            is_whole = False  # a server that refuses early may have answered all the same
-        heard = False
+            is_whole = False  # A server that refuses a request early may still have sent a response.
+        received_any = False
         while True:
             try:
                 data = await receive(self.stream)
             except trio.BrokenResourceError:
-                return disconnected(FailureKind.DISCONNECT if heard else silent_end)
+                return disconnected(FailureKind.DISCONNECT if received_any else silent_end)
             if not data:
                 if self._status and not self._is_framed:
                     return None
-                return disconnected(FailureKind.DISCONNECT if heard else silent_end)
+                return disconnected(FailureKind.DISCONNECT if received_any else silent_end)
             now_seconds = trio.current_time()
-            heard = True
+            received_any = True
             try:
                 self._parser.feed_data(data)
             except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-                reason = error.__context__ or error  # what was raised here, where that is the reason
+                # The context is an exception of a method of this class, which is then the reason.
+                reason = error.__context__ or error
                 return Failure(FailureKind.PROTOCOL, f"the response is not HTTP/1.1: {reason}")
             if self._body:
                 found = self._body[0] if len(self._body) == 1 else b"".join(self._body)

@@ -1,4 +1,4 @@
-"""Requests over HTTP/2, many on a connection; leaving one resets its stream."""
+"""An HTTP/2 client. Many requests share a connection. Leaving a request resets its stream."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ from trioserve.trio_tools.http_client import ResponseEnd, ResponseResult
 
 __all__ = ["Http2Client"]
 
-WINDOW_BYTES = 1 << 24  # per stream and connection: the client must never be what a server waits for
-NO_ERROR = "NO_ERROR"  # of a server that leaves gracefully
+WINDOW_BYTES = 1 << 24  # for each stream and connection, so that the server never waits for the client
+NO_ERROR = "NO_ERROR"  # error code of a server that leaves gracefully
 
 
 class Http2Client:
-    """A fixed number of connections that share the requests; one that ended is opened anew when it is needed."""
+    """An HTTP/2 client with a fixed number of connections.
+
+    A connection that ended is opened again when it is needed.
+    """
 
     def __init__(
         self,
@@ -37,48 +40,57 @@ class Http2Client:
         authority: str,
         connections: int,
     ) -> None:
-        """The connections' tasks run in the nursery until it is cancelled."""
+        """Make the client. It opens connections when it needs them.
+
+        Args:
+            nursery: runs the tasks of the connections until it is cancelled.
+            open_stream: opens a connection.
+            headers: headers of every request.
+            scheme: "http" or "https".
+            authority: value of :authority.
+            connections: number of connections.
+        """
         self._nursery = nursery
         self._open_stream = open_stream
         self._headers = headers
         self._scheme = scheme
         self._authority = authority
-        self._places = [_Place() for _ in range(connections)]
+        self._slots = [_ConnectionSlot() for _ in range(connections)]
 
     @property
     def stream_wait_count(self) -> int:
-        """Requests that had to wait because the server allows no more streams on a connection."""
-        return sum(place.stream_wait_count for place in self._places)
+        """Number of requests that waited, since the server allows no more streams on a connection."""
+        return sum(slot.stream_wait_count for slot in self._slots)
 
     async def request(
         self, method: str, path: str, body: bytes, listener: Listener, *, withheld_bytes: int = 0
     ) -> Failure | None:
-        place = min(self._places, key=lambda place: place.request_count)
-        place.request_count += 1
+        slot = min(self._slots, key=lambda slot: slot.request_count)
+        slot.request_count += 1
         try:
-            failure = await self._request_once(place, method, path, body, listener, withheld_bytes)
+            failure = await self._request_once(slot, method, path, body, listener, withheld_bytes)
             if failure is not None and failure.kind is FailureKind.UNPROCESSED:
-                failure = await self._request_once(place, method, path, body, listener, withheld_bytes)
+                failure = await self._request_once(slot, method, path, body, listener, withheld_bytes)
             return failure
         finally:
-            place.request_count -= 1
+            slot.request_count -= 1
 
     async def _request_once(
-        self, place: _Place, method: str, path: str, body: bytes, listener: Listener, withheld_bytes: int
+        self, slot: _ConnectionSlot, method: str, path: str, body: bytes, listener: Listener, withheld_bytes: int
     ) -> Failure | None:
-        async with place.opening:
-            connection = place.connection
-            if connection is None or not connection.takes_requests:
+        async with slot.opening:
+            connection = slot.connection
+            if connection is None or not connection.accepts_requests:
                 stream = await opened(self._open_stream)
                 if isinstance(stream, Failure):
                     return stream
-                connection = place.connection = _Http2Connection(stream, scheme=self._scheme, authority=self._authority)
+                connection = slot.connection = _Http2Connection(stream, scheme=self._scheme, authority=self._authority)
                 self._nursery.start_soon(connection.run)
                 failure = await connection.greeted()
                 if failure is not None:
                     return failure
         if connection.is_full:
-            place.stream_wait_count += 1
+            slot.stream_wait_count += 1
         fields = [*self._headers, ("content-length", str(len(body)))]
         return await connection.request(method, path, fields, body, listener, withheld_bytes)
 
@@ -86,15 +98,15 @@ class Http2Client:
         self.hang_up()
 
     def hang_up(self) -> None:
-        """Close the connections, and with them whatever still runs on them. A later request opens new ones."""
-        for place in self._places:
-            if place.connection is not None:
-                place.connection.close()
-                place.connection = None  # it takes a moment to end, in which nobody must begin on it
+        """Close all connections, with the requests on them. A later request opens new ones."""
+        for slot in self._slots:
+            if slot.connection is not None:
+                slot.connection.close()
+                slot.connection = None  # Ending takes a moment, in which no request may begin on this connection.
 
 
-class _Place:
-    """Where one of the client's connections lives, whether it is open or not."""
+class _ConnectionSlot:
+    """One of the client's connections, which may be closed."""
 
     def __init__(self) -> None:
         self.connection: _Http2Connection | None = None
@@ -104,7 +116,7 @@ class _Place:
 
 
 class _Exchange:
-    """One request, and the protocol's listener for it."""
+    """One request. It is the protocol's listener for the response."""
 
     __slots__ = ("connection", "ended", "failure", "is_over", "listener", "stream_id")
 
@@ -125,7 +137,7 @@ class _Exchange:
 
     def on_end(self, end: ResponseEnd) -> None:
         if end.result is ResponseResult.COMPLETE:
-            if not end.was_request_sent:  # answered early: nobody will read the rest of the request
+            if not end.was_request_sent:  # The server answered early, so it will not read the rest of the request.
                 self.connection.protocol.reset(self.stream_id)
         elif end.result is ResponseResult.RESET:
             message = f"the server reset the stream: {end.error}"
@@ -143,10 +155,14 @@ class _Exchange:
 
 
 class _Http2Connection:
-    """One connection: a reader that tells the listeners, a writer that sends whatever has gathered since it last wrote.
+    """One connection with two tasks: one reads and notifies the listeners, one writes all bytes that are queued.
 
-    Requests only queue frames, so a request can be cancelled anywhere without leaving half a frame on the wire.
-    read_at: when what is told just now was read, on trio's clock. end: how what still runs fails when it is over.
+    Requests only queue frames. So a request can be cancelled at any time without leaving half a frame in the
+    connection.
+
+    Attributes:
+        read_at: time at which the bytes that are being processed were read, by Trio's clock.
+        end: failure of all requests that still run when the connection ends.
     """
 
     def __init__(self, stream: trio.abc.Stream, *, scheme: str, authority: str) -> None:
@@ -159,32 +175,35 @@ class _Http2Connection:
         self._stream = stream
         self._writer = trio.lowlevel.ParkingLot()
         self._scope = trio.CancelScope()
-        self._settled = trio.Event()  # the server's first SETTINGS came, or the connection ended without
+        self._settled = trio.Event()  # set after the server's first SETTINGS, or after the end of the connection
         self._ended = False
 
     @property
-    def takes_requests(self) -> bool:
+    def accepts_requests(self) -> bool:
         return self.protocol.is_settled and self.protocol.goaway is None and not self._ended
 
     @property
     def is_full(self) -> bool:
-        """The server allows no further stream for now."""
+        """True if the server allows no further stream for now."""
         return self.protocol.stream_count >= self.protocol.streams_max
 
     def close(self) -> None:
         self._scope.cancel()
 
     async def greeted(self) -> Failure | None:
-        """Wait for the server's SETTINGS, which say how many streams it allows. Closes the connection otherwise."""
+        """Wait for the server's SETTINGS, which say how many streams it allows.
+
+        If they do not come, close the connection.
+        """
         with trio.move_on_after(CONNECT_SECONDS_MAX):
             await self._settled.wait()
-        if self.takes_requests:
+        if self.accepts_requests:
             return None
         self.close()
         return self.end if self._ended else Failure(FailureKind.PROTOCOL, "the server sent no HTTP/2 SETTINGS")
 
     async def run(self) -> None:
-        """Returns when the connection is over; whatever ran on it has failed then."""
+        """Run until the connection ends. By then, all of its requests have failed."""
         try:
             with self._scope:
                 async with trio.open_nursery() as nursery:
@@ -207,9 +226,9 @@ class _Http2Connection:
         listener: Listener,
         withheld_bytes: int,
     ) -> Failure | None:
-        while self.is_full and self.takes_requests:
+        while self.is_full and self.accepts_requests:
             await self.stream_waiters.park()
-        if not self.takes_requests:
+        if not self.accepts_requests:
             return Failure(FailureKind.UNPROCESSED, "the connection ended before the request was sent")
         exchange = _Exchange(self, listener)
         exchange.stream_id = self.protocol.begin(method, path, fields, exchange, has_body=bool(body))
@@ -224,7 +243,11 @@ class _Http2Connection:
         return exchange.failure
 
     def leave(self, exchange: _Exchange) -> None:
-        """Reset the stream: neither the rest of the response nor that of the request goes over the wire any more."""
+        """Reset a stream. Neither the rest of the response nor the rest of the request is sent any more.
+
+        Args:
+            exchange: the request.
+        """
         self.protocol.reset(exchange.stream_id)
         self._writer.unpark()
         exchange.finish()
@@ -244,7 +267,7 @@ class _Http2Connection:
             try:
                 protocol.receive(data)
             except h2.exceptions.ProtocolError as error:
-                return Failure(FailureKind.PROTOCOL, f"the server does not speak proper HTTP/2: {error}")
+                return Failure(FailureKind.PROTOCOL, f"the server does not follow HTTP/2: {error}")
             if protocol.is_settled and not self._settled.is_set():
                 self._settled.set()
             if protocol.streams_max != streams_max:
@@ -260,12 +283,12 @@ class _Http2Connection:
                 try:
                     await self._stream.send_all(data)
                 except trio.BrokenResourceError:
-                    return  # the reader sees the end, after whatever the server still had to say
+                    return  # The reader sees the end after the last bytes of the server.
             else:
                 await self._writer.park()
 
     def _drain(self, error: str) -> None:
-        """GOAWAY: streams up to the last one go on, new ones need another connection."""
+        """Handle GOAWAY: streams that the server has accepted continue, new requests need another connection."""
         if error != NO_ERROR:
             self.end = Failure(FailureKind.DISCONNECT, f"the server ended the connection: {error}", error)
         self.stream_waiters.unpark_all()

@@ -1,5 +1,7 @@
-"""What is asked, and what the responses say: arrivals, prompts and leavers from a seed, and streamed chunks turned into
-figures. All that is known of the OpenAI-compatible API stands here; nothing here sends or waits."""
+"""Requests and responses of a measurement: arrivals, prompts and leaving clients from a seed, and figures from streams.
+
+All knowledge about the OpenAI-compatible API is in this file. It neither sends nor waits.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,15 @@ __all__ = ["ResponseReader", "EventParser", "EventTooLong", "Load", "PlannedRequ
 
 PromptMode = Literal["ids", "text"]
 
-# Tokenizers keep their special and byte tokens at the start; a prompt full of end tokens would measure something else.
+# Tokenizers have their special and byte tokens first. A prompt of end tokens would be a different measurement.
 SPECIAL_TOKENS_MAX = 512
 
-EVENT_BYTES_MAX = 1 << 24  # one event; what is longer is no stream of tokens
-REFUSAL_BYTES_MAX = 4096  # as much of an error's body as is worth keeping
+EVENT_BYTES_MAX = 1 << 24  # A longer event cannot be part of a stream of tokens.
+REFUSAL_BYTES_MAX = 4096  # maximum bytes of an error's body that are kept
 EXCERPT_CHARACTERS_MAX = 200
-CUT_OFF_REASONS = frozenset({"abort", "cancelled", "deadline", "error"})  # the server's doing, not the model's
+CUT_OFF_REASONS = frozenset({"abort", "cancelled", "deadline", "error"})  # reasons of the server, not of the model
 
-# Short and common, so that nearly every tokenizer has each of them, with the space before it, as one token.
+# Short and common words: nearly every tokenizer has each of them, with the space before it, as one token.
 _TEXT = (
     "the of and to in is was he for it with as his on be at by had not are but from or have an they which one you were "
     "all her she there would their we him been has when who will no more if out so what up said about than into them "
@@ -38,10 +40,14 @@ WORDS = _TEXT.split()
 
 
 class PlannedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One request, ready to be sent.
+    """One request that is ready to be sent.
 
-    arrival_seconds: after the start of the load; None in a closed loop. prompt_token_count: exact for token ids, the
-    number of words for text. abort_after_tokens: None for a client that stays.
+    Attributes:
+        index: number of the request.
+        arrival_seconds: seconds after the start of the load. None in a closed loop.
+        body: the body.
+        prompt_token_count: exact number for token ids, number of words for text.
+        abort_after_tokens: tokens after which the client leaves. None: it stays.
     """
 
     index: int
@@ -52,9 +58,14 @@ class PlannedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Load:
-    """The requests of one measurement. The same settings give the same requests, whatever the server does.
+    """The requests of one measurement. Equal settings give equal requests, whatever the server does.
 
-    Requests are made one by one while they are taken, so a long load does not fill the memory.
+    Requests are made one by one when they are needed, so that a long load does not fill the memory.
+
+    Args:
+        settings: settings of the measurement.
+        model: name of the model.
+        prompt_mode: "ids" or "text".
     """
 
     def __init__(self, settings: BenchSettings, *, model: str, prompt_mode: PromptMode) -> None:
@@ -67,7 +78,7 @@ class Load:
         self._leavers = frozenset(picks)
 
     def requests(self) -> Iterator[PlannedRequest]:
-        """The measured requests, in the order of their arrival."""
+        """Yield the measured requests in order of arrival."""
         settings = self._settings
         gaps = random.Random(f"{settings.seed}/arrivals")
         arrival_seconds = None if settings.rate_per_second is None else 0.0
@@ -83,7 +94,7 @@ class Load:
                 arrival_seconds += gaps.expovariate(settings.rate_per_second)
 
     def warmups(self) -> Iterator[PlannedRequest]:
-        """Requests of the same shape whose prompts share nothing with the measured ones but the common prefix."""
+        """Yield similar requests. Their prompts share only the common prefix with the measured ones."""
         for index in range(self._settings.warmup_requests):
             yield PlannedRequest(
                 index=index,
@@ -94,7 +105,7 @@ class Load:
             )
 
     def probe_body(self) -> bytes:
-        """A small request with one token of output, to see whether the server takes this kind of prompt."""
+        """Return a small request with one token of output, to find out if the server accepts this kind of prompt."""
         return self._body("probe", stream=False)
 
     def _body(self, name: str, *, stream: bool) -> bytes:
@@ -111,7 +122,8 @@ class Load:
             body["prompt"] = prompt
         body["max_tokens"] = settings.output_tokens if stream else 1
         body["temperature"] = settings.temperature
-        # No seed in the body: some servers sample such requests one by one, and that would be measured instead.
+        # The body has no seed: some servers sample requests with a seed one by one, which would be a different
+        # measurement.
         if settings.ignore_eos:
             body["ignore_eos"] = True
         if stream:
@@ -120,35 +132,44 @@ class Load:
         return msgspec.json.encode(body)
 
     def _tokens(self, name: str, count: int) -> list[int]:
-        """count token ids, or in text mode indices of WORDS, drawn from the seed and this name alone."""
+        """Return token ids, or in text mode indexes of WORDS. They depend only on the seed and the name."""
         if self._prompt_mode == "text":
             low, high = 0, len(WORDS)
         else:
             low, high = min(SPECIAL_TOKENS_MAX, self._settings.vocab_size // 2), self._settings.vocab_size
         span = high - low
-        # One draw for all: about ten times faster than a draw a token, and it runs while a server is being measured.
+        # One draw for all tokens is about ten times faster than one per token. It runs while a server is being
+        # measured.
         drawn = random.Random(f"{self._settings.seed}/{name}").randbytes(4 * count)
         return [low + value % span for value in memoryview(drawn).cast("I")]
 
 
-# --- answers --------------------------------------------------------------------------------------------------------
+# --- responses --------------------------------------------------------------------------------------------------------
 
 
 class EventTooLong(Exception):
-    """An event of the stream has no end within EVENT_BYTES_MAX."""
+    """An event of the stream is longer than EVENT_BYTES_MAX."""
 
 
 class EventParser:
-    """Server-sent events (WHATWG HTML, section 9.2.6) from pieces cut anywhere: the data of each event, in order."""
+    """Parser of server-sent events (WHATWG HTML, section 9.2.6). The stream may be divided at any byte."""
 
     __slots__ = ("_rest", "_skip_line_feed")
 
     def __init__(self) -> None:
         self._rest = b""
-        self._skip_line_feed = False  # the last piece ended with CR; an LF at the start of the next one belongs to it
+        # The last piece ended with CR. An LF at the start of the next piece belongs to it.
+        self._skip_line_feed = False
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """The data of the events that this piece completes. Raises EventTooLong."""
+        """Return the data of the events that a piece completes.
+
+        Args:
+            piece: bytes of the stream.
+
+        Raises:
+            EventTooLong: an event is too long.
+        """
         if self._skip_line_feed and piece:
             self._skip_line_feed = False
             if piece[:1] == b"\n":
@@ -164,7 +185,7 @@ class EventParser:
 
 
 def _event_data(block: bytes) -> bytes | None:
-    if block.startswith(b"data: ") and b"\n" not in block:  # what every token looks like
+    if block.startswith(b"data: ") and b"\n" not in block:  # the form of nearly all events
         return block[6:]
     fields = (line.partition(b":") for line in block.split(b"\n"))
     lines = [value.removeprefix(b" ") for name, _, value in fields if name == b"data"]
@@ -185,7 +206,7 @@ class _ChunkChoice(msgspec.Struct, gc=False):
     token_ids: list[int] | None = None
 
     def token_count(self) -> int:
-        """Tokens that this chunk is known to carry: as many as it has ids, one if it has text, none otherwise."""
+        """Return the known number of tokens in this chunk: its number of ids, or 1 if it has only text, or else 0."""
         if self.token_ids:
             return len(self.token_ids)
         if self.text:
@@ -216,17 +237,22 @@ _decode_chunk = msgspec.json.Decoder(_Chunk).decode
 
 
 class Tally:
-    """What all readers have seen so far, for the progress line."""
+    """Output tokens that all readers have received so far, for the progress line."""
 
     def __init__(self) -> None:
         self.output_tokens = 0
 
 
 class ResponseReader:
-    """Hears one streamed response and takes its times; for a client that leaves, it also says when.
+    """Listener of one streamed response. It measures times, and says when a leaving client has to leave.
 
-    A gap lies between two chunks that carry tokens. Several tokens in one chunk make one gap, and are one token for
-    abort_after_tokens, unless the chunk lists their ids.
+    A gap is the time between two chunks that carry tokens. Without token ids, a chunk counts as one token for
+    abort_after_tokens.
+
+    Args:
+        planned: the request.
+        started_at: time at which the request started.
+        tally: counts the tokens of all readers.
     """
 
     def __init__(self, planned: PlannedRequest, *, started_at: float, tally: Tally) -> None:
@@ -238,8 +264,8 @@ class ResponseReader:
         self._refusal = b""
         self._failure: Failure | None = None
         self._first_at: float | None = None
-        self._last_at = started_at  # the last chunk with tokens
-        self._heard_at = started_at  # the last byte
+        self._last_at = started_at  # time of the last chunk with tokens
+        self._received_at = started_at  # time of the last byte
         self._gaps_seconds = array.array("d")
         self._token_count = 0
         self._usage: _Usage | None = None
@@ -251,7 +277,7 @@ class ResponseReader:
         self._status = status
 
     def body(self, data: bytes, now_seconds: float) -> bool:
-        self._heard_at = now_seconds
+        self._received_at = now_seconds
         if self._status != 200:
             self._refusal += data[: REFUSAL_BYTES_MAX - len(self._refusal)]
             return True
@@ -260,7 +286,7 @@ class ResponseReader:
                 if event == b"[DONE]":
                     self._is_done = True
                 else:
-                    self._hear(_decode_chunk(event), now_seconds)
+                    self._note_chunk(_decode_chunk(event), now_seconds)
         except (msgspec.MsgspecError, UnicodeDecodeError, EventTooLong) as error:
             self._failure = Failure(
                 FailureKind.RESPONSE, f"a chunk of the stream cannot be read: {error}", "unreadable"
@@ -269,7 +295,7 @@ class ResponseReader:
         self._has_left = leaves_after is not None and self._token_count >= leaves_after
         return self._failure is None and not self._has_left
 
-    def _hear(self, chunk: _Chunk, now_seconds: float) -> None:
+    def _note_chunk(self, chunk: _Chunk, now_seconds: float) -> None:
         if chunk.error is not None:
             message = excerpt(msgspec.json.encode(chunk.error))
             self._failure = self._failure or Failure(FailureKind.RESPONSE, f"error in the stream: {message}", "error")
@@ -288,7 +314,12 @@ class ResponseReader:
                 self._last_at = now_seconds
 
     def measurement(self, failure: Failure | None, *, is_over: bool) -> Measurement:
-        """What was heard. failure: why the transport could not go on; is_over: False if the request was interrupted."""
+        """Return the measured request.
+
+        Args:
+            failure: why the transport failed, or None.
+            is_over: False if the measurement was interrupted while the request ran.
+        """
         failure = failure or self._failure
         if not is_over:
             outcome = Outcome.INTERRUPTED
@@ -306,7 +337,7 @@ class ResponseReader:
             failure=failure if outcome is Outcome.FAILED else None,
             ttft_seconds=None if first_at is None else first_at - self._started_at,
             gaps_seconds=self._gaps_seconds,
-            e2e_seconds=self._heard_at - self._started_at if outcome is Outcome.COMPLETED else None,
+            e2e_seconds=self._received_at - self._started_at if outcome is Outcome.COMPLETED else None,
             prompt_tokens=prompt_tokens if usage is None else usage.prompt_tokens,
             output_tokens=self._token_count if usage is None else usage.completion_tokens,
             cached_prompt_tokens=None if details is None else details.cached_tokens,
@@ -314,7 +345,7 @@ class ResponseReader:
         )
 
     def _shortcoming(self) -> Failure | None:
-        """Why a response that ended in good order is not the one that was asked for."""
+        """Return why a response is not the requested one, although the transport did not fail. None: it is."""
         if self._status != 200:
             message = f"status {self._status}: {excerpt(self._refusal)}"
             return Failure(FailureKind.STATUS, message, str(self._status))
@@ -327,7 +358,11 @@ class ResponseReader:
 
 
 def excerpt(body: bytes) -> str:
-    """The beginning of a body on one line, for a message: OpenAI's error message where there is one."""
+    """Return the beginning of a body on one line, for a message. If it is an error of OpenAI's API, return its message.
+
+    Args:
+        body: the body.
+    """
     text = body.decode("utf-8", "replace")
     try:
         content: Any = msgspec.json.decode(body)
@@ -335,6 +370,6 @@ def excerpt(body: bytes) -> str:
             content = content.get("error", content.get("message"))
         text = content if isinstance(content, str) else text
     except (msgspec.DecodeError, UnicodeDecodeError):
-        pass  # not JSON: shown as it is
-    line = " ".join(text.split()) or "no further words"
+        pass  # not JSON: use the text unchanged
+    line = " ".join(text.split()) or "an empty body"
     return line if len(line) <= EXCERPT_CHARACTERS_MAX else line[:EXCERPT_CHARACTERS_MAX] + " ..."

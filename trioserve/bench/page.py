@@ -1,4 +1,4 @@
-"""What the live page costs: the same load with its events read and without, in turn, as a ratio of output tokens/s."""
+"""Measures the cost of the live page: the same load with and without a reader of the page's events."""
 
 from __future__ import annotations
 
@@ -24,7 +24,14 @@ EVENTS_PATH = "/ui/events"
 
 
 class PageRound(msgspec.Struct, frozen=True, kw_only=True):
-    """Both of one round. events, event_bytes: what the reader got meanwhile."""
+    """The two measurements of one round.
+
+    Attributes:
+        without: figures without a reader of the page.
+        beside: figures with a reader of the page.
+        events: events that the reader received.
+        event_bytes: bytes that the reader received.
+    """
 
     without: Figures
     beside: Figures
@@ -37,7 +44,16 @@ class PageRound(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PageReport(msgspec.Struct, frozen=True, kw_only=True):
-    """ratio: the median of the rounds'; below 1 is what the page costs. spread: the lowest and the highest of them."""
+    """The result of a measurement of the live page.
+
+    Attributes:
+        settings: settings of the measurement.
+        date: end of the measurement, ISO 8601.
+        machine: machine that sent the load.
+        rounds: the rounds.
+        ratio: median over the rounds of output tokens/s with the page to output tokens/s without it.
+        spread: the lowest and the highest ratio of a round.
+    """
 
     settings: PageBenchSettings
     date: str
@@ -48,13 +64,13 @@ class PageReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Reader:
-    """Counts what comes."""
+    """Counts the events and bytes of the page."""
 
     def __init__(self) -> None:
         self.status: int | None = None
         self.events = 0
         self.bytes = 0
-        self.has_ended = False  # while the load was still measured
+        self.has_ended = False  # True if the stream of events ended before the load did
 
     def head(self, status: int) -> None:
         self.status = status
@@ -66,7 +82,11 @@ class _Reader:
 
 
 def main(settings: PageBenchSettings) -> int:
-    """Measure, print, and return the exit code as bench does."""
+    """Measure, print the report, and return the exit code of bench.
+
+    Args:
+        settings: settings of the measurement.
+    """
     outcome = trio.run(measure_page, settings)
     if isinstance(outcome, CannotMeasure):
         print(f"trioserve bench: {outcome.message}", file=sys.stderr)
@@ -82,15 +102,26 @@ def main(settings: PageBenchSettings) -> int:
 async def measure_page(
     settings: PageBenchSettings, *, open_stream: OpenStream | None = None
 ) -> PageReport | CannotMeasure:
-    """open_stream: how to reach the server (default: as the settings say). Every second round begins with the page, so
-    that what changes with time falls on both. Prompts differ, their number and lengths do not."""
+    """Measure the load with and without the page, round by round.
+
+    Every second round begins with the page, so that slow changes of the machine affect both. Prompts differ between the
+    measurements, but not their number and lengths.
+
+    Args:
+        settings: settings of the measurement.
+        open_stream: opens a connection to the server. Default: as the settings say.
+
+    Returns:
+        The report, or the reason why there is none.
+    """
     opener = open_stream or stream_opener(settings.target, 1)
     rounds = []
     for number in range(settings.rounds):
         found: dict[bool, Figures] = {}
         reader = _Reader()
         for is_open in (False, True) if number % 2 == 0 else (True, False):
-            # Other prompts: the second one of a round would find those of the first in the prefix cache.
+            # Both measurements need different prompts. Otherwise the second would find the first one's in the prefix
+            # cache.
             seed = settings.seed + 2 * number + is_open
             measured = await _measure_one(settings, seed, opener, reader if is_open else None)
             if isinstance(measured, CannotMeasure):
@@ -99,8 +130,8 @@ async def measure_page(
         if reader.status != 200 or not reader.events or reader.has_ended:
             ended = " and ended" if reader.has_ended else ""
             return CannotMeasure(
-                f"{settings.url}{EVENTS_PATH} gave status {reader.status} and {reader.events} events{ended}: is the "
-                "page shown there, and has the server an API key?",
+                f"{settings.url}{EVENTS_PATH} gave status {reader.status} and {reader.events} events{ended}: "
+                "check that the server shows the page, and that --api-key is its key",
                 EXIT_REQUESTS_FAILED,
             )
         rounds.append(
@@ -157,14 +188,22 @@ async def _read(settings: PageBenchSettings, open_stream: OpenStream, reader: _R
 
 
 def page_json(report: PageReport) -> bytes:
-    """Indented JSON, without the API key."""
+    """Return the report as indented JSON, without the API key.
+
+    Args:
+        report: the report.
+    """
     settings = msgspec.structs.replace(report.settings, api_key=None)
     content = msgspec.json.encode(msgspec.structs.replace(report, settings=settings))
     return msgspec.json.format(content, indent=2) + b"\n"
 
 
 def page_text(report: PageReport) -> str:
-    """A line a round, and the ratio."""
+    """Return a table with one line per round, and the ratio.
+
+    Args:
+        report: the report.
+    """
     lines = [f"live page at {report.settings.url}{' ' + report.settings.label if report.settings.label else ''}", ""]
     lines += ["| round | without, tokens/s | with, tokens/s | ratio | events | KB |", "|---|---|---|---|---|---|"]
     for number, one in enumerate(report.rounds, start=1):

@@ -1,4 +1,4 @@
-"""What the measurement of the live page's cost is asked to do."""
+"""Settings of the measurement of the live page."""
 
 from __future__ import annotations
 
@@ -8,8 +8,15 @@ __all__ = ["PageBenchSettings"]
 
 
 class PageBenchSettings(TargetSettings, frozen=True, kw_only=True):
-    """Raises StartupError, one sentence, when a value is out of range. requests: of each measurement, of which a round
-    has two: with the page open, and without."""
+    """Settings of the measurement of the live page. Raises StartupError if a value is out of range.
+
+    Attributes:
+        rounds: number of rounds. Each has one measurement with the page and one without.
+        concurrency: requests in flight.
+        requests: requests of each measurement.
+        prompt_tokens: tokens of each prompt.
+        output_tokens: tokens of each response.
+    """
 
     rounds: int = 6
     concurrency: int = 32

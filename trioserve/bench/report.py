@@ -1,4 +1,4 @@
-"""Which figures a measurement gives, each with its unit, and how they are shown to people and to programs."""
+"""The figures of a measurement with their units, and their output as text and JSON."""
 
 from __future__ import annotations
 
@@ -34,17 +34,26 @@ __all__ = [
 
 class Outcome(enum.Enum):
     COMPLETED = "completed"
-    ABORTED = "aborted"  # its client left on purpose
+    ABORTED = "aborted"  # the client left on purpose
     FAILED = "failed"
-    INTERRUPTED = "interrupted"  # the measurement was ended while it ran
+    INTERRUPTED = "interrupted"  # the measurement ended while the request ran
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):
-    """What one request showed. Times are seconds; those that were not reached are None.
+    """The measured times and tokens of one request. Times are seconds, or None if they were not reached.
 
-    ttft_seconds: from the request's start (in an open loop: its planned arrival) to the first chunk that carries
-    tokens. gaps_seconds: between the chunks that carry tokens, in order. e2e_seconds: from the start to the last byte.
-    output_tokens: from the server's usage when counted_by_usage, else from the chunks.
+    Attributes:
+        outcome: how the request ended.
+        failure: why it failed. None: it did not fail.
+        ttft_seconds: time to the first chunk with tokens. It begins at the start of the request, and in an open loop at
+            the planned arrival.
+        gaps_seconds: times between successive chunks with tokens.
+        e2e_seconds: time from the start to the last byte.
+        prompt_tokens: tokens of the prompt.
+        output_tokens: tokens of the response. They are from the server's usage if `counted_by_usage` is True, otherwise
+            from the chunks.
+        cached_prompt_tokens: prompt tokens from the prefix cache. None: the server did not report them.
+        counted_by_usage: True if the server sent usage.
     """
 
     outcome: Outcome
@@ -59,7 +68,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
-    """One quantity over all its samples, in the unit that its field names."""
+    """Statistics of one quantity over all its samples. The name of the field that has them says the unit."""
 
     count: int
     mean: float
@@ -70,7 +79,11 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_seconds(cls, samples_seconds: Sequence[float]) -> Spread | None:
-        """In milliseconds; None when there is no sample."""
+        """Return statistics in milliseconds, or None if there are no samples.
+
+        Args:
+            samples_seconds: the samples, in seconds.
+        """
         if not samples_seconds:
             return None
         ordered = sorted(samples_seconds)
@@ -85,7 +98,12 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Of samples in ascending order, at least one; between two samples it is interpolated linearly."""
+    """Return a percentile, interpolated linearly between two samples.
+
+    Args:
+        ordered: at least one sample, in ascending order.
+        percent: 0 to 100.
+    """
     position = (len(ordered) - 1) * percent / 100.0
     lower = int(position)
     upper = min(lower + 1, len(ordered) - 1)
@@ -93,11 +111,11 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of all requests. Failed requests count in errors alone.
+    """The figures of all requests. Failed requests count only as errors.
 
-    Tokens per second are over the whole duration, ramp-up and the last stragglers included. itl: gaps between chunks;
-    tpot: per completed request, (last chunk - first chunk) / (tokens - 1), which does not depend on how a server cuts
-    its chunks. ttft and itl include aborted requests.
+    Tokens per second are over the whole duration, with ramp-up and the last responses. ITL is the gap between two
+    chunks. TPOT of a completed request is (last chunk - first chunk) / (tokens - 1), which does not depend on how a
+    server divides tokens into chunks. TTFT and ITL include aborted requests.
     """
 
     duration_seconds: float
@@ -139,7 +157,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
         prompt_tokens = sum(one.prompt_tokens for one in counted)
         cached = [one.cached_prompt_tokens for one in counted if one.cached_prompt_tokens is not None]
         by_usage = sum(one.counted_by_usage for one in counted)
-        seconds = max(duration_seconds, 1e-9)  # nothing was measured when it is 0
+        seconds = max(duration_seconds, 1e-9)  # nothing was measured if the duration is 0
         ttfts = [one.ttft_seconds for one in counted if one.ttft_seconds is not None]
         return cls(
             duration_seconds=duration_seconds,
@@ -174,7 +192,14 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 def figures_notes(
     figures: Figures, measurements: Sequence[Measurement], settings: BenchSettings, prompt_mode: str
 ) -> list[str]:
-    """Sentences that a reader of the figures needs: what was counted how, and where the load was not as asked for."""
+    """Return sentences about the figures: how tokens were counted, and where the load differed from the settings.
+
+    Args:
+        figures: the figures.
+        measurements: the measured requests.
+        settings: settings of the measurement.
+        prompt_mode: "ids" or "text".
+    """
     notes = [
         f"Output tokens are from the server's usage for {figures.requests_counted_by_usage} requests, from chunks for "
         f"{figures.requests_counted_by_chunks} (one a chunk, or as many as it lists ids).",
@@ -193,7 +218,7 @@ def figures_notes(
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """The machine that sent the load; the server's too when it is on loopback."""
+    """The machine that sent the load. If the server's address is loopback, it is also the server's machine."""
 
     cpu: str
     cores: int
@@ -202,7 +227,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def here(cls) -> Machine:
-        """cores: those this process may use."""
+        """Return the description of this machine. Its cores are those that this process may use."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return cls(cpu=_cpu_name(), cores=cores, python=platform.python_version(), platform=platform.platform())
 
@@ -214,12 +239,22 @@ def _cpu_name() -> str:
                 if line.startswith("model name"):
                     return line.partition(":")[2].strip()
     except OSError:
-        pass  # not Linux
+        pass  # no such file outside of Linux
     return platform.processor() or platform.machine() or "unknown"
 
 
 class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One measurement with everything needed to read and repeat it. notes: sentences on how its figures came about."""
+    """One measurement, with all that is needed to read and repeat it.
+
+    Attributes:
+        settings: settings of the measurement.
+        model: name of the model.
+        prompt_mode: "ids" or "text".
+        date: end of the measurement, ISO 8601.
+        machine: machine that sent the load.
+        figures: the figures.
+        notes: sentences about the figures.
+    """
 
     settings: BenchSettings
     model: str
@@ -245,7 +280,11 @@ class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def report_json(report: BenchReport) -> bytes:
-    """Indented JSON; every figure's name holds its unit. The API key is not in it."""
+    """Return the report as indented JSON, without the API key. The name of every figure contains its unit.
+
+    Args:
+        report: the report.
+    """
     settings: dict[str, Any] = msgspec.structs.asdict(report.settings)
     del settings["api_key"]
     content = {"label": report.settings.label, **msgspec.structs.asdict(report), "settings": settings}
@@ -253,7 +292,11 @@ def report_json(report: BenchReport) -> bytes:
 
 
 def report_text(report: BenchReport) -> str:
-    """The table for people."""
+    """Return the report as a table.
+
+    Args:
+        report: the report.
+    """
     settings, figures = report.settings, report.figures
     title = f"{settings.label}: " if settings.label else ""
     http = "HTTP/2" if settings.http == 2 else "HTTP/1.1"
@@ -305,6 +348,13 @@ def spread_line(name: str, spread: Spread | None) -> str:
 
 
 def progress_line(*, done_count: int, request_count: int, output_tokens: int, elapsed_seconds: float) -> str:
-    """What is shown while it runs; tokens are those seen so far in chunks."""
+    """Return the line that is shown during a measurement.
+
+    Args:
+        done_count: requests that have ended.
+        request_count: all requests.
+        output_tokens: tokens that have arrived in chunks.
+        elapsed_seconds: seconds since the start.
+    """
     rate = output_tokens / elapsed_seconds if elapsed_seconds > 0 else 0.0
     return f"{done_count}/{request_count} requests, {rate:.1f} tokens/s, {elapsed_seconds:.0f} s"

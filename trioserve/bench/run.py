@@ -1,4 +1,4 @@
-"""One measurement from start to exit code: finds the server and its model, sends the load, hears the responses."""
+"""Runs one measurement: finds the server and its model, sends the load, and measures the responses."""
 
 from __future__ import annotations
 
@@ -49,20 +49,27 @@ __all__ = [
 
 EXIT_REQUESTS_FAILED = 1
 EXIT_UNREACHABLE = 2
-EXIT_INTERRUPTED = 130  # what shells show for SIGINT
+EXIT_INTERRUPTED = 130  # exit code that shells show for SIGINT
 
 PLAIN_RESPONSE_BYTES_MAX = 1 << 24
 PROGRESS_PERIOD_SECONDS = 0.25
 
 
 def main(settings: BenchSettings) -> int:
-    """Measure, print, and return the exit code: 0, 1 when a request failed, 2 when the server cannot be reached,
-    130 when interrupted (what was measured until then is printed)."""
+    """Measure, print the report, and return the exit code.
+
+    Args:
+        settings: settings of the measurement.
+
+    Returns:
+        0, 1 if a request failed, 2 if the server cannot be reached, 130 after an interruption. After an interruption,
+        the report of the requests so far is printed.
+    """
     outcome = trio.run(measure, settings)
     if isinstance(outcome, CannotMeasure):
         print(f"trioserve bench: {outcome.message}", file=sys.stderr)
         return outcome.exit_code
-    # Standard output belongs to the JSON when it was asked for there.
+    # The JSON report has standard output for itself if it was requested there.
     print(report_text(outcome.report), end="", file=sys.stderr if settings.json_path == "-" else sys.stdout)
     if settings.json_path == "-":
         sys.stdout.write(report_json(outcome.report).decode())
@@ -72,7 +79,7 @@ def main(settings: BenchSettings) -> int:
 
 
 class CannotMeasure(msgspec.Struct, frozen=True):
-    """There is nothing to report: the message is one sentence for the user."""
+    """There is no report. The message is one sentence for the user."""
 
     message: str
     exit_code: int
@@ -86,9 +93,14 @@ class Measured(msgspec.Struct, frozen=True):
 async def measure(
     settings: BenchSettings, *, open_stream: OpenStream | None = None, progress: TextIO | None = None
 ) -> Measured | CannotMeasure:
-    """Run one measurement. open_stream: how to reach the server (default: as the settings say). progress: where the
-    live line goes (default standard error). SIGINT and SIGTERM end it early, with a report of what was measured; they
-    are listened to here, so this has to run in the main thread.
+    """Run one measurement. Must run in the main thread, since it handles SIGINT and SIGTERM.
+
+    A signal ends the measurement early, with a report of the requests so far.
+
+    Args:
+        settings: settings of the measurement.
+        open_stream: opens a connection to the server. Default: as the settings say.
+        progress: where the progress line is written. Default: standard error.
     """
     async with trio.open_nursery() as nursery:
         client = _new_client(nursery, settings, open_stream or stream_opener(settings.target, settings.http))
@@ -116,7 +128,11 @@ def _new_client(nursery: trio.Nursery, settings: BenchSettings, open_stream: Ope
 
 
 def common_headers(api_key: str | None) -> list[tuple[str, str]]:
-    """Of every request, whatever the HTTP version."""
+    """Return the headers of every request, for both HTTP versions.
+
+    Args:
+        api_key: sent as a bearer token. None: no key.
+    """
     headers = [("user-agent", "trioserve-bench"), ("content-type", "application/json"), (NOT_A_PAGE_HEADER, "bench")]
     if api_key is not None:
         headers.append(("authorization", f"Bearer {api_key}"))
@@ -128,11 +144,11 @@ async def cancel_on_signal(scope: trio.CancelScope, task_status: trio.TaskStatus
         task_status.started()
         async for _ in signals:
             scope.cancel()
-            return  # a second one then ends the program the usual way
+            return  # A second signal ends the program in the usual way.
 
 
 class _Run:
-    """The tasks of one measurement and what they have found so far."""
+    """The tasks of one measurement, and their results so far."""
 
     def __init__(self, settings: BenchSettings, client: Client, progress: TextIO) -> None:
         self.scope = trio.CancelScope()
@@ -178,7 +194,10 @@ class _Run:
         return None
 
     async def _find_prompt_mode(self) -> CannotMeasure | None:
-        """Send a small request in each way the settings allow, exact lengths first, and keep the first that works."""
+        """Send a small request in each mode that the settings allow, exact lengths first.
+
+        Keep the first mode that works.
+        """
         settings = self._settings
         modes: list[PromptMode] = ["text"]
         if settings.endpoint == "completions" and settings.prompt_mode != "text":
@@ -193,7 +212,7 @@ class _Run:
             if response.status == 200:
                 self._prompt_mode = mode
                 if refusals:
-                    self._notes.append(f"Prompts are words: the server does not take token ids ({refusals[0]}).")
+                    self._notes.append(f"Prompts are words: the server does not accept token ids ({refusals[0]}).")
                 return None
             refusals.append(f"status {response.status}, {response.excerpt()}")
         return CannotMeasure(
@@ -236,7 +255,7 @@ class _Run:
 
     async def _closed_loop(self, requests: Iterator[PlannedRequest], measurements: list[Measurement]) -> None:
         async def worker() -> None:
-            for planned in requests:  # shared: each worker takes the next one
+            for planned in requests:  # The iterator is shared, so each worker takes the next request.
                 await self._perform(planned, trio.current_time(), measurements)
 
         async with trio.open_nursery() as nursery:
@@ -248,7 +267,8 @@ class _Run:
             for planned in requests:
                 arrives_at = began_at + (planned.arrival_seconds or 0.0)
                 await trio.sleep_until(arrives_at)
-                # Its clock starts at the planned time: a client that is late must not make the server look fast.
+                # The time of a request starts at its planned arrival. Otherwise a client that is late would make the
+                # server look fast.
                 nursery.start_soon(self._perform, planned, arrives_at, self._measurements)
 
     async def _perform(self, planned: PlannedRequest, started_at: float, measurements: list[Measurement]) -> None:
@@ -264,10 +284,10 @@ class _Run:
                 failure = Failure(FailureKind.TIMEOUT, f"no whole response within {timeout_seconds:g} s")
             is_over = True
         finally:
-            # Also when the measurement is interrupted: the tokens that came until then were served.
+            # Also after an interruption, since the server has produced the tokens that came until then.
             measurements.append(reader.measurement(failure, is_over=is_over))
 
-    # --- what is shown ---
+    # --- output ---
 
     async def _show_progress(self, began_at: float) -> None:
         with ProgressLine(self._progress, clock=trio.current_time) as line:
@@ -305,7 +325,7 @@ class _Run:
 
 
 class PlainResponse:
-    """Hears a response that is no stream: its status and its body."""
+    """Listener of a response that is not a stream. It keeps the status and the body."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -319,7 +339,7 @@ class PlainResponse:
         return len(self._body) <= PLAIN_RESPONSE_BYTES_MAX
 
     def first_model(self) -> str | None:
-        """The id of the first model, if this is a list of models."""
+        """Return the id of the first model if the body is a list of models, otherwise None."""
         try:
             models = msgspec.json.decode(bytes(self._body), type=_ModelList).data if self.status == 200 else []
         except (msgspec.MsgspecError, UnicodeDecodeError):

@@ -1,4 +1,4 @@
-"""What a server says of itself at /metrics (Prometheus' text format 0.0.4), and what was counted between two looks."""
+"""Reads the metrics of a server (Prometheus' text format 0.0.4), and computes differences between two reads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 class Scrape:
-    """One exposition. A line that is none is passed over: what is missing shows when it is asked for."""
+    """The metrics of one read. Lines that are not metrics are ignored.
+
+    Args:
+        text: the text of /metrics.
+    """
 
     def __init__(self, text: str) -> None:
         self._series: dict[str, list[tuple[dict[str, str], float]]] = {}
@@ -30,12 +34,22 @@ class Scrape:
             self._series.setdefault(found[1], []).append((dict(_LABEL.findall(found[2] or "")), value))
 
     def total(self, name: str, **labels: str) -> float | None:
-        """The sum of the series with this name and at least these labels, None if there is none."""
+        """Return the sum of the series with a name and with at least some labels. None: there is no such series.
+
+        Args:
+            name: name of the metric.
+            **labels: labels that a series must have.
+        """
         values = [value for _labels, value in self._matching(name, labels)]
         return sum(values) if values else None
 
     def by_label(self, name: str, label: str) -> dict[str, float]:
-        """The series with this name by the value of one label, without those that are 0."""
+        """Return the sums of the series with a name, by the value of one label. Sums that are 0 are left out.
+
+        Args:
+            name: name of the metric.
+            label: name of the label.
+        """
         found: dict[str, float] = {}
         for labels, value in self._matching(name, {}):
             if value:
@@ -44,7 +58,13 @@ class Scrape:
         return found
 
     def buckets(self, name: str, **labels: str) -> dict[float, float]:
-        """A histogram's cumulated counts by upper bound, growing; of several series, their sums."""
+        """Return the cumulative counts of a histogram by upper bound, in ascending order. Counts of several series are
+        added.
+
+        Args:
+            name: name of the histogram.
+            **labels: labels that a series must have.
+        """
         counts: dict[float, float] = {}
         for found, value in self._matching(f"{name}_bucket", labels):
             bound = float(found.get("le", "nan"))
@@ -58,14 +78,24 @@ class Scrape:
 
 
 class HistogramDifference(msgspec.Struct, frozen=True):
-    """What a histogram counted between two scrapes. bounds: growing, the last infinite; counts: one for each bucket."""
+    """The counts of a histogram between two reads.
+
+    Attributes:
+        bounds: upper bounds of the buckets in ascending order. The last one is infinite.
+        counts: count of each bucket.
+    """
 
     bounds: tuple[float, ...]
     counts: tuple[float, ...]
 
     @classmethod
     def between(cls, before: dict[float, float], after: dict[float, float]) -> HistogramDifference:
-        """Of two results of Scrape.buckets."""
+        """Return the difference of two results of Scrape.buckets.
+
+        Args:
+            before: the earlier result.
+            after: the later result.
+        """
         cumulated = [count - before.get(bound, 0.0) for bound, count in after.items()]
         counts = [now - below for now, below in zip(cumulated, [0.0, *cumulated], strict=False)]
         return cls(tuple(after), tuple(counts))
@@ -75,8 +105,14 @@ class HistogramDifference(msgspec.Struct, frozen=True):
         return round(sum(self.counts))
 
     def quantile(self, share: float) -> float | None:
-        """Interpolated linearly within its bucket, the first of which begins at 0; None when nothing was counted, and
-        the last finite bound when it lies beyond."""
+        """Return a quantile, interpolated linearly within its bucket. The first bucket begins at 0.
+
+        Args:
+            share: 0 to 1.
+
+        Returns:
+            None if nothing was counted. The last finite bound if the quantile is above it.
+        """
         found = self._bucket(share)
         if found is None:
             return None
@@ -86,12 +122,16 @@ class HistogramDifference(msgspec.Struct, frozen=True):
         return low if math.isinf(high) else low + (high - low) * rest
 
     def bound(self, share: float) -> float | None:
-        """The upper bound of the bucket in which this share lies: exact where every bucket holds one whole number."""
+        """Return the upper bound of a quantile's bucket. It is exact if each bucket has one whole number.
+
+        Args:
+            share: 0 to 1.
+        """
         found = self._bucket(share)
         return None if found is None else self.bounds[found[0]]
 
     def _bucket(self, share: float) -> tuple[int, float] | None:
-        """The index of the bucket that holds this share of all counts, and how much of the bucket lies below it."""
+        """Return the index of the quantile's bucket, and the share of the bucket below the quantile."""
         wanted = share * sum(self.counts)
         below = 0.0
         for index, count in enumerate(self.counts):

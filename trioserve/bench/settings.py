@@ -1,4 +1,4 @@
-"""What a measurement is asked to do: its values, their units and defaults, and the checks before anything is sent."""
+"""Settings of a measurement of a running server, with checks that run before anything is sent."""
 
 from __future__ import annotations
 
@@ -23,12 +23,19 @@ __all__ = [
     "check_writable",
 ]
 
-TOKENS_MAX = 10_000_000  # far above any context; a slip of the keyboard should not become a body of gigabytes
-IN_FLIGHT_MAX = 65_536  # one task and, on HTTP/1.1, one socket each
+TOKENS_MAX = 10_000_000  # far above any context, so that a typing error does not make a body of gigabytes
+IN_FLIGHT_MAX = 65_536  # Each has one task, and on HTTP/1.1 one socket.
 
 
 class Target(msgspec.Struct, frozen=True):
-    """Where the requests go. path_prefix: what stands before /v1 in every path, without a slash at its end."""
+    """Address of the server.
+
+    Attributes:
+        scheme: "http" or "https".
+        host: name or address.
+        port: TCP port.
+        path_prefix: part of every path before /v1, without a slash at its end.
+    """
 
     scheme: Literal["http", "https"]
     host: str
@@ -37,13 +44,13 @@ class Target(msgspec.Struct, frozen=True):
 
     @property
     def authority(self) -> str:
-        """The Host or :authority header: the port is left out when it is the scheme's own."""
+        """Value of the Host or :authority header. It has no port if the port is the default of the scheme."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == (443 if self.scheme == "https" else 80) else f"{host}:{self.port}"
 
     @property
     def is_loopback(self) -> bool:
-        """Whether the address itself says that it is this machine; names are not looked up."""
+        """True if the address is a loopback address of this machine. Names are not looked up, except localhost."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -51,7 +58,14 @@ class Target(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_url(cls, url: str) -> Target:
-        """Raises StartupError. A final /v1, as in the base URL of OpenAI's clients, is taken off."""
+        """Parse a URL. A final /v1, as in the base URL of OpenAI's clients, is removed.
+
+        Args:
+            url: URL of the server.
+
+        Raises:
+            StartupError: the URL is not valid.
+        """
         shape = "give it as http://HOST:PORT or https://HOST:PORT"
         try:
             parts = urllib.parse.urlsplit(url)
@@ -60,17 +74,27 @@ class Target(msgspec.Struct, frozen=True):
             raise StartupError(f"--url {url!r} cannot be read ({error}): {shape}") from error
         host = parts.hostname
         if parts.scheme not in ("http", "https") or not host:
-            raise StartupError(f"--url is {url!r}, only http and https with a host are possible: {shape}")
+            raise StartupError(f"--url is {url!r}, allowed are http and https with a host: {shape}")
         if parts.username is not None or parts.query or parts.fragment:
-            raise StartupError(f"--url is {url!r}, a user, a query or a fragment has no place in it: {shape}")
+            raise StartupError(f"--url is {url!r}, a user, a query and a fragment are not allowed: {shape}")
         prefix = parts.path.rstrip("/").removesuffix("/v1")
         scheme: Literal["http", "https"] = "https" if parts.scheme == "https" else "http"
         return cls(scheme, host, port or (443 if scheme == "https" else 80), prefix.rstrip("/"))
 
 
 class TargetSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What every measurement of a server that runs already has. Raises StartupError, one sentence, when a value is out
-    of range. timeout_seconds: of each request. json_path "-" is standard output."""
+    """Settings of every measurement of a running server. Raises StartupError if a value is out of range.
+
+    Attributes:
+        url: URL of the server.
+        model: name of the model. None: the first model of the server.
+        seed: seed of all random choices.
+        timeout_seconds: seconds after which a request has failed.
+        api_key: sent as a bearer token.
+        json_path: file for the JSON report. "-": standard output.
+        label: name of the measurement in its report.
+        allow_remote: permits a server on another machine.
+    """
 
     url: str = "http://127.0.0.1:8000"
     model: str | None = None
@@ -93,11 +117,27 @@ class TargetSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BenchSettings(TargetSettings, frozen=True, kw_only=True):
-    """One measurement. Raises StartupError, one sentence, when a value is out of range or two do not go together.
+    """Settings of one measurement. Raises StartupError if a value is out of range, or if two values contradict each
+    other.
 
-    rate_per_second None: closed loop, the next request starts when one of concurrency ends. Otherwise requests arrive
-    at random (Poisson) at this rate, however many are in flight. prompt_tokens includes prefix_tokens, the beginning
-    that all prompts share.
+    Attributes:
+        endpoint: API to use.
+        http: HTTP version.
+        connections: HTTP/2 connections that share the requests.
+        concurrency: requests in flight in a closed loop.
+        requests: number of measured requests.
+        prompt_tokens: tokens of each prompt, with the prefix.
+        output_tokens: tokens of each response.
+        prefix_tokens: tokens at the beginning that all prompts share.
+        rate_per_second: rate of random arrivals (Poisson), however many requests are in flight. None: closed loop, in
+            which the next request starts when another one ends.
+        abort_fraction: share of the clients that leave early, 0 to 1.
+        abort_after_tokens: tokens after which these clients leave.
+        prompt_mode: prompts as token ids or as words. "auto": as token ids if the server accepts them.
+        vocab_size: token ids are drawn below this number.
+        temperature: sampling temperature.
+        ignore_eos: if True, responses continue after the model's end token.
+        warmup_requests: requests before the measured ones.
     """
 
     endpoint: Literal["chat", "completions"] = "completions"
@@ -149,8 +189,8 @@ class BenchSettings(TargetSettings, frozen=True, kw_only=True):
 def check_permitted(target: Target, url: str, *, allow_remote: bool) -> None:
     if not target.is_loopback and not allow_remote:
         raise StartupError(
-            f"--url {url} is not this machine, and bench puts load on what it measures: "
-            "add --allow-remote if that server is yours to load"
+            f"--url {url} is not this machine, and bench puts load on the server: "
+            "add --allow-remote if you may put load on that server"
         )
 
 
@@ -170,11 +210,18 @@ def check_number(name: str, value: float, low: float, high: float) -> None:
 
 
 def check_writable(path: str | None) -> None:
-    """Looked at before the measurement, since afterwards its figures would be lost. "-" is standard output."""
+    """Check that a report can be written, before the measurement. Otherwise its figures could be lost at the end.
+
+    Args:
+        path: the file. None and "-" (standard output) are always writable.
+
+    Raises:
+        StartupError: the file cannot be written.
+    """
     if path in (None, "-"):
         return
     assert path is not None
     folder = os.path.dirname(path) or "."
     target = path if os.path.exists(path) else folder
     if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(target, os.W_OK):
-        raise StartupError(f"--json {path} cannot be written: name a file in a folder that exists and is yours")
+        raise StartupError(f"--json {path} cannot be written: name a file in an existing folder that you may write to")

@@ -1,7 +1,7 @@
-"""Clients of small requests that cost next to nothing: plain sockets, in one thread, without a library.
+"""Cheap clients of small requests: plain sockets in one thread, without a library.
 
-What is measured is what stands between them and the response, down to some ten microseconds; a client that spends more
-than that on a request would be measured itself. They look at every response's status, and read it to its end.
+They measure the server down to some ten microseconds per request. A client that takes longer would mostly measure
+itself. They check the status of every response and read it to its end.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 RECEIVE_BYTES = 262_144
-RESPONSE_SECONDS_MAX = 60.0  # without one the measurement is given up
+RESPONSE_SECONDS_MAX = 60.0  # The measurement ends after this time without a response.
 
 _HEAD_END = b"\r\n\r\n"
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
@@ -43,11 +43,15 @@ Address = tuple[str, int]
 
 
 class LoadFailed(Exception):
-    """The figures would mean nothing: a response was wrong, or none came. One sentence."""
+    """A response was wrong or did not come, so the figures would mean nothing. The message is one sentence."""
 
 
 class Response:
-    """One response in the making. Its body's bytes, chunk sizes included where there are any, are in `body`."""
+    """A response that is being received.
+
+    Attributes:
+        status: HTTP status. 0 before the head has arrived.
+    """
 
     __slots__ = ("_body_at", "_is_chunked", "_length", "_received", "status")
 
@@ -59,7 +63,14 @@ class Response:
         self._is_chunked = False
 
     def feed(self, data: bytes) -> bool:
-        """Whether it is whole now. Raises LoadFailed for what has no end that is known."""
+        """Add received bytes, and return True if the response is complete.
+
+        Args:
+            data: the bytes.
+
+        Raises:
+            LoadFailed: the response has no known end.
+        """
         self._received += data
         received = self._received
         if not self._body_at:
@@ -71,7 +82,7 @@ class Response:
             length = _LENGTH.search(received, 0, end + 2)
             self._is_chunked = length is None and _CHUNKED.search(received, 0, end + 2) is not None
             if length is None and not self._is_chunked:
-                raise LoadFailed(f"a response tells no length: {received[:end]!r}")
+                raise LoadFailed(f"a response has no length: {received[:end]!r}")
             self._length = 0 if length is None else int(length[1])
         if self._is_chunked:
             return received.endswith(_LAST_CHUNK)
@@ -87,13 +98,20 @@ class Response:
 
     @property
     def reason(self) -> str:
-        """Why it is no 200."""
+        """Status and the server's reason, for a status other than 200."""
         found = _REASON.search(self._received, 0, self._body_at)
         return f"{self.status} {found[1].decode('ascii', 'replace')}" if found else str(self.status)
 
 
 class WireRequest:
-    """A request as its bytes. events: how many its response has to have; None: it is not streamed."""
+    """A request as bytes.
+
+    Args:
+        path: path and query.
+        body: value that is sent as JSON. None: the method is GET.
+        headers: additional headers.
+        events: number of events that the response must have. None: the response is not streamed.
+    """
 
     def __init__(
         self, path: str, body: object = None, *, headers: Iterable[tuple[str, str]] = (), events: int | None = None
@@ -111,7 +129,14 @@ class WireRequest:
         self.events = events
 
     def check(self, response: Response) -> None:
-        """Raises LoadFailed."""
+        """Check the status and the number of events of a response.
+
+        Args:
+            response: a whole response.
+
+        Raises:
+            LoadFailed: the response is wrong.
+        """
         events = None if self.events is None else response.body.count(b"data: {")
         if response.status != 200 or events != self.events:
             raise LoadFailed(
@@ -121,7 +146,13 @@ class WireRequest:
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """One request that was answered. key: of the plan. outcome: empty for status 200, else status and reason."""
+    """A request that was answered.
+
+    Attributes:
+        key: key of the planned request.
+        outcome: "" for status 200, otherwise status and reason.
+        seconds: time from the planned moment to the end of the response.
+    """
 
     key: int
     outcome: str
@@ -129,7 +160,13 @@ class Asked(msgspec.Struct, frozen=True):
 
 
 class Planned(msgspec.Struct, frozen=True):
-    """A request that is to be sent at a moment, seconds from the beginning."""
+    """A request with its planned time.
+
+    Attributes:
+        at_seconds: seconds after the start.
+        key: copied into the result.
+        request: the request.
+    """
 
     at_seconds: float
     key: int
@@ -137,7 +174,12 @@ class Planned(msgspec.Struct, frozen=True):
 
 
 def ask(connection: socket.socket, request: WireRequest) -> Response:
-    """Send it over a connection that is free, and wait for the whole response, whatever its status."""
+    """Send a request over a free connection, and return the whole response with any status.
+
+    Args:
+        connection: a connection without a request.
+        request: the request.
+    """
     connection.sendall(request.data)
     response = Response()
     while not response.feed(_received(connection)):
@@ -147,7 +189,12 @@ def ask(connection: socket.socket, request: WireRequest) -> Response:
 
 @contextlib.contextmanager
 def opened(address: Address, count: int) -> Iterator[list[socket.socket]]:
-    """So many connections."""
+    """Open connections, and close them at the end of the context.
+
+    Args:
+        address: address of the server.
+        count: number of connections.
+    """
     connections: list[socket.socket] = []
     try:
         for _ in range(count):
@@ -159,7 +206,19 @@ def opened(address: Address, count: int) -> Iterator[list[socket.socket]]:
 
 
 def at_a_time(connections: Sequence[socket.socket], request: WireRequest, *, requests: int) -> list[float]:
-    """So many requests, each connection with one at a time. The seconds of each. Raises LoadFailed."""
+    """Send a request many times, on each connection one at a time.
+
+    Args:
+        connections: the connections.
+        request: the request.
+        requests: number of requests.
+
+    Returns:
+        Seconds of each request.
+
+    Raises:
+        LoadFailed: a response is wrong or missing.
+    """
     seconds: list[float] = []
     left = requests
     began: dict[socket.socket, float] = {}
@@ -189,9 +248,19 @@ def at_a_time(connections: Sequence[socket.socket], request: WireRequest, *, req
 
 
 def at_moments(address: Address, plan: Sequence[Planned]) -> list[Asked]:
-    """Every request at its moment, whatever became of those before it, and over a connection of its own while it lives.
+    """Send every request at its planned time, whether earlier ones have ended or not. Each has a connection of its own.
 
-    A request's seconds begin at its planned moment: a client that is late must not make the server look fast.
+    The time of a request starts at its planned time. Otherwise a client that is late would make the server look fast.
+
+    Args:
+        address: address of the server.
+        plan: the requests.
+
+    Returns:
+        The answered requests, in order of their end.
+
+    Raises:
+        LoadFailed: a response is missing.
     """
     asked: list[Asked] = []
     pending = deque(sorted(plan, key=lambda planned: planned.at_seconds))
@@ -211,7 +280,7 @@ def at_moments(address: Address, plan: Sequence[Planned]) -> list[Asked]:
                     connection.sendall(planned.request.data)
                 patience = max(0.0, pending[0].at_seconds - now) if pending else RESPONSE_SECONDS_MAX
                 for connection in _ready(selector, patience, is_due=bool(pending)):
-                    if connection not in flights:  # the server ends one that nobody uses
+                    if connection not in flights:  # The server closed an idle connection.
                         selector.unregister(connection)
                         idle.remove(connection)
                         connection.close()
@@ -243,7 +312,7 @@ def _opened(address: Address) -> socket.socket:
 def _ready(
     selector: selectors.BaseSelector, patience: float = RESPONSE_SECONDS_MAX, *, is_due: bool = False
 ) -> list[socket.socket]:
-    """is_due: that nothing comes is no failure, since something is to be sent then."""
+    """Wait for connections that can be read. With is_due, none need become ready, since a request is due then."""
     chosen = selector.select(patience)
     if not chosen and not is_due:
         raise LoadFailed(f"no response came for {patience:g} s")

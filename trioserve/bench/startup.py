@@ -1,6 +1,7 @@
-"""From the command to a ready server, and what the idle server's memory is: a process of its own, seen from outside.
+"""Measures the time from the command to a ready server, the first requests, and the memory of the idle server.
 
-The processor time is shown beside the seconds, since others on the machine take part in these.
+The server is a separate process. The report shows its CPU time beside the elapsed seconds, which other processes of the
+machine affect.
 """
 
 from __future__ import annotations
@@ -41,21 +42,27 @@ __all__ = [
     "wait_until_ready",
 ]
 
-LOOKS_SECONDS = 0.005  # between two questions whether it is ready; as much may be missing in a figure
+POLL_SECONDS = 0.005  # between two checks of readiness, and so the error of a figure
 STOP_SECONDS_MAX = 10.0
 READY_PATH = "/ready"
 READ_BYTES = 8 * 2**20
 PROMPT_CHARACTERS = 64
-MADV_POPULATE_WRITE = 23  # of Linux; Python does not name it
+MADV_POPULATE_WRITE = 23  # Linux has it, but Python does not name it.
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """One start. checkout: which version, "" for this one. ready_seconds: from the command to the first 200 of
-    /ready. cpu_seconds: of all of its threads until then. Bytes are of the idle server right afterwards: what is
-    resident, the same with shared pages divided among those who share them, and the most it ever was; None where the
-    system does not tell. read_seconds: to read the model's files from the disk, alone and just before; None where they
-    are not read cold. request_seconds: of the first request and of a second one like it, one token each behind
-    PROMPT_CHARACTERS; None if that is not answered.
+    """The figures of one start.
+
+    Attributes:
+        checkout: folder of the version, or "" for this version.
+        ready_seconds: from the command to the first 200 of /ready.
+        cpu_seconds: CPU time of all threads until then. None: the system does not report it.
+        resident_bytes: resident memory of the idle server right afterwards, or None.
+        proportional_bytes: the same, with shared pages divided among the processes that share them, or None.
+        resident_bytes_max: the highest resident memory until then, or None.
+        read_seconds: time to read the model's files from the disk, measured alone before the start. None: not measured.
+        request_seconds: times of the first request and of a second similar one. Each has PROMPT_CHARACTERS characters
+            and returns one token. None: a request failed.
     """
 
     checkout: str
@@ -76,11 +83,17 @@ class StartupReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _NotReady(Exception):
-    """Why a server is not there, in a sentence."""
+    """The server did not become ready. The message says why."""
 
 
 def main(settings: StartupSettings) -> int:
-    """Measure, print, and return the exit code as bench does. What was measured before an interruption is printed."""
+    """Measure, print the report, and return the exit code of bench.
+
+    After an interruption, the report of the starts so far is printed.
+
+    Args:
+        settings: settings of the measurement.
+    """
     starts: list[Start] = []
     exit_code = 0
     try:
@@ -115,7 +128,11 @@ def main(settings: StartupSettings) -> int:
 
 
 def startup_text(report: StartupReport) -> str:
-    """One line a version: medians, and the quickest start."""
+    """Return a table with one line per version: medians, and the fastest start.
+
+    Args:
+        report: the report.
+    """
     is_cold = report.settings.cold_path is not None
     lines = [
         "| version | ready, s: median | least | CPU s | resident, MiB | proportional | most "
@@ -160,18 +177,24 @@ def startup_json(report: StartupReport) -> bytes:
 
 
 def memory_bytes(pid: int, root: pathlib.Path = pathlib.Path("/")) -> tuple[int | None, int | None, int | None]:
-    """Resident, proportional, and the most that was resident; None for what the system does not tell."""
+    """Return the resident, the proportional and the highest resident memory in bytes. None: the system does not report
+    it.
+
+    Args:
+        pid: the process.
+        root: root of the file system, for tests.
+    """
     status = _kibibytes(root / f"proc/{pid}/status")
     return status.get("VmRSS"), _kibibytes(root / f"proc/{pid}/smaps_rollup").get("Pss"), status.get("VmHWM")
 
 
 def _start(checkout: str, settings: StartupSettings) -> Start:
-    """Raises _NotReady."""
+    """Start a server, measure it, and stop it. Raises _NotReady."""
     read_seconds = None
     if settings.cold_path is not None:
-        _have_memory_at_hand(settings.memory_at_hand_gib)
+        _touch_memory(settings.memory_at_hand_gib)
         read_seconds = _read_cold(pathlib.Path(settings.cold_path))
-    _have_memory_at_hand(settings.memory_at_hand_gib)
+    _touch_memory(settings.memory_at_hand_gib)
     port = free_port()
     command = [sys.executable, "-m", "trioserve", "serve", "--port", str(port), *settings.server_flags]
     with _environment(checkout) as (folder, environment), tempfile.TemporaryFile() as log:
@@ -183,8 +206,8 @@ def _start(checkout: str, settings: StartupSettings) -> Start:
             ready_at = trio.run(wait_until_ready, port, lambda: process.poll() is None, settings.timeout_seconds)
             if ready_at is None:
                 log.seek(0)
-                said = log.read().decode(errors="replace").strip().splitlines() or ["nothing"]
-                raise _NotReady(f"{_name(checkout)} did not become ready; its last words: {said[-1]}")
+                log_lines = log.read().decode(errors="replace").strip().splitlines() or ["nothing"]
+                raise _NotReady(f"{_name(checkout)} did not become ready; the last line of its log: {log_lines[-1]}")
             resident, proportional, most = memory_bytes(process.pid)
             cpu = cpu_seconds(process.pid)
             return Start(
@@ -214,7 +237,7 @@ async def _time_requests(port: int, seconds_max: float) -> tuple[float, float] |
     with trio.move_on_after(seconds_max):
         listed = PlainResponse()
         await client.request("GET", "/v1/models", b"", listed)
-        # Other letters: the second one finds nothing that the first one left.
+        # The second prompt has another letter, so that it finds nothing of the first one in a cache.
         for letter in "ab" if listed.first_model() else "":
             asked = {"model": listed.first_model(), "prompt": letter * PROMPT_CHARACTERS, "max_tokens": 1}
             response, began_at = PlainResponse(), time.perf_counter()
@@ -225,10 +248,10 @@ async def _time_requests(port: int, seconds_max: float) -> tuple[float, float] |
     return (seconds[0], seconds[1]) if len(seconds) == 2 else None
 
 
-def _have_memory_at_hand(gib: float) -> None:
+def _touch_memory(gib: float) -> None:
     byte_count = int(gib * 2**30)
     if byte_count:
-        # Private: only that comes in large pages, with which it takes a tenth of the time.
+        # Only private mappings get large pages, which take a tenth of the time.
         with (
             mmap.mmap(-1, byte_count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory,
             contextlib.suppress(OSError),
@@ -238,8 +261,7 @@ def _have_memory_at_hand(gib: float) -> None:
 
 
 def _read_cold(path: pathlib.Path) -> float:
-    """Seconds to read the files from the disk, one behind the other, as fast as one thread does. Afterwards they are
-    not in memory any more."""
+    """Return the seconds to read files from the disk with one thread. The files are not in memory before or after."""
     files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file())
     buffer = bytearray(READ_BYTES)
     for file in files:
@@ -258,44 +280,50 @@ def _read_cold(path: pathlib.Path) -> float:
 
 def _drop_from_memory(file: pathlib.Path) -> None:
     with file.open("rb", buffering=0) as opened:
-        os.fsync(opened.fileno())  # what is not written yet stays
+        os.fsync(opened.fileno())  # Pages that are not written to the disk would stay in memory.
         os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 async def wait_until_ready(port: int, is_alive: Callable[[], bool], seconds_max: float) -> float | None:
-    """The moment of the first 200 of /ready; None if the server has ended, or the time has."""
+    """Return the time of the first 200 of /ready, or None if the server ended or the time ran out.
+
+    Args:
+        port: port of the server.
+        is_alive: returns False if the server has ended.
+        seconds_max: maximum time to wait, in seconds.
+    """
     target = Target.from_url(f"http://127.0.0.1:{port}")
     client = Http1Client(stream_opener(target, 1), [("host", target.authority), *common_headers(None)])
     with trio.move_on_after(seconds_max):
         while is_alive():
             response = PlainResponse()
-            # Who connects while the model is loaded waits in the backlog: the response is then the first one given.
+            # A connection that is opened while the model loads waits in the backlog, and gets the first response.
             failure = await client.request("GET", READY_PATH, b"", response)
             if failure is None and response.status == 200:
                 ready_at = time.perf_counter()
                 await client.aclose()
                 return ready_at
-            await trio.sleep(LOOKS_SECONDS)
+            await trio.sleep(POLL_SECONDS)
     return None
 
 
 @contextlib.contextmanager
 def _environment(checkout: str) -> Iterator[tuple[str | None, dict[str, str]]]:
-    """The folder and the environment in which `python -m trioserve` is that checkout; "" is this very one."""
-    # A server that is started twice has its bytecode, wherever this process may write none.
+    """Return the folder and the environment in which `python -m trioserve` is a checkout. "" is this version."""
+    # The server may write bytecode, even if this process may not. So a second start finds its bytecode.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     if not checkout:
         yield None, environment
         return
     root = pathlib.Path(checkout).resolve()
     with tempfile.TemporaryDirectory() as folder:
-        # The folder is called kernels, and the package trioserve_kernels.
+        # The folder has the name kernels, and its package the name trioserve_kernels.
         pathlib.Path(folder, "trioserve_kernels").symlink_to(root / "kernels")
         yield str(root), {**environment, "PYTHONPATH": os.pathsep.join((str(root), folder))}
 
 
 def free_port() -> int:
-    """One that nobody listens on at this moment."""
+    """Return a TCP port on which no process listens at this moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -303,7 +331,12 @@ def free_port() -> int:
 
 
 def cpu_seconds(pid: int) -> float | None:
-    """What all threads of a process have computed, to some hundredths of a second; None if the system does not tell."""
+    """Return the CPU time of all threads of a process, to some hundredths of a second. None: the system does not report
+    it.
+
+    Args:
+        pid: the process.
+    """
     try:
         fields = pathlib.Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
     except OSError:
@@ -313,7 +346,7 @@ def cpu_seconds(pid: int) -> float | None:
 
 
 def _kibibytes(path: pathlib.Path) -> dict[str, int]:
-    """Lines like "VmRSS:   1234 kB", in bytes; nothing where there is no such file."""
+    """Read lines such as "VmRSS:   1234 kB", and return bytes by name. Return {} if the file does not exist."""
     try:
         lines = path.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:

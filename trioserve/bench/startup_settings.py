@@ -1,4 +1,4 @@
-"""Which servers are started, and how often."""
+"""Settings of the startup measurement."""
 
 from __future__ import annotations
 
@@ -13,13 +13,20 @@ __all__ = ["StartupSettings"]
 
 
 class StartupSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Raises StartupError, one sentence, when a value is out of range.
+    """Settings of the startup measurement. Raises StartupError if a value is out of range.
 
-    checkouts: folders with other versions of this project, started in turn with this one, so that a noisy machine is
-    noisy for all. server_flags: what `serve` is given besides its port. cold_path: a model's folder or file, which
-    before each start is dropped from memory, read alone, and dropped again, so that the start reads it from the disk;
-    None: it is found where the system keeps it. memory_at_hand_gib: of memory that is taken and let go again right
-    before each reading and each start, so that a virtual machine need not ask its host for it then.
+    Attributes:
+        checkouts: folders with other versions of this project. All versions are started in turn, so that a noisy
+            machine affects all of them.
+        server_flags: flags of `serve` besides its port.
+        cold_path: folder or file of a model. Before each start, it is dropped from memory, read alone, and dropped
+            again, so that the start reads it from the disk. None: the start reads it from where the system keeps it.
+        memory_at_hand_gib: GiB of memory that are allocated and freed right before each read and each start. So a
+            virtual machine need not request memory from its host during the measurement.
+        rounds: number of starts of each version.
+        timeout_seconds: seconds after which a start has failed.
+        json_path: file for the JSON report. "-": standard output.
+        label: name of this version in the report.
     """
 
     checkouts: tuple[str, ...] = ()
@@ -39,5 +46,5 @@ class StartupSettings(msgspec.Struct, frozen=True, kw_only=True):
             if not pathlib.Path(folder, "trioserve", "__main__.py").is_file():
                 raise StartupError(f"--checkout {folder} has no trioserve in it: name a checkout of the project")
         if self.cold_path is not None and not pathlib.Path(self.cold_path).exists():
-            raise StartupError(f"--cold {self.cold_path} is not there: name the folder or file of a model")
+            raise StartupError(f"--cold {self.cold_path} does not exist: name the folder or file of a model")
         check_writable(self.json_path)

@@ -1,4 +1,4 @@
-"""Every row of the suite against one server, and against others in turn; a table for people, JSON for programs."""
+"""Measures every row of the suite at one server, and at others in turn. Prints a table, and writes JSON."""
 
 from __future__ import annotations
 
@@ -34,8 +34,14 @@ __all__ = ["Cost", "RowResult", "SuiteReport", "decode_bound", "main", "markdown
 
 
 class Cost(msgspec.Struct, frozen=True):
-    """What a model takes. Bytes that a decode step has to read: all weights once, and the keys and values of every
-    token of context. Floating-point operations of a prompt's token, and of each token that it sees."""
+    """The cost of a model's computation.
+
+    Attributes:
+        weight_bytes: bytes of weights that a decode step reads.
+        token_kv_bytes: bytes of keys and values that a decode step reads for each token of context.
+        token_flops: floating-point operations for a token of a prompt.
+        attended_token_flops: floating-point operations for each token that it attends to.
+    """
 
     weight_bytes: float
     token_kv_bytes: float
@@ -44,10 +50,23 @@ class Cost(msgspec.Struct, frozen=True):
 
 
 class RowResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One row at one server. figure: output tokens/s, or requests/s where the row counts those; the median of rounds.
+    """One row at one server.
 
-    bound, decode_bound: see row_bound and decode_bound, in the same unit; None where they say nothing or the server
-    does not tell what its model takes. Times are medians of the rounds' percentiles, in milliseconds.
+    Attributes:
+        row: name of the row.
+        url: the server.
+        model: name of the model.
+        figure: median over the rounds of output tokens/s, or of requests/s if the row counts requests.
+        unit: unit of `figure`.
+        ttft_p50_ms: median over the rounds of each round's median TTFT, in milliseconds. The other times are computed
+            in the same way.
+        itl_p50_ms: median ITL.
+        itl_p99_ms: 99th percentile of ITL.
+        failed_requests: failed requests of all rounds.
+        bound: result of `row_bound`. None: the server does not report its model's cost.
+        decode_bound: result of `decode_bound`. None: the row is not mostly decoding, or the server does not report the
+            cost.
+        rounds: figures of each round.
     """
 
     row: str
@@ -75,7 +94,13 @@ class SuiteReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def main(settings: SuiteSettings) -> int:
-    """Measure, print, and return the exit code as bench does. What was measured before an interruption is printed."""
+    """Measure, print the table, and return the exit code of bench.
+
+    After an interruption, the table of the rows so far is printed.
+
+    Args:
+        settings: settings of the suite.
+    """
     if settings.seed is None:
         settings = msgspec.structs.replace(settings, seed=secrets.randbelow(2**31))
     bandwidth, products = read_bandwidth(), product_rate()
@@ -95,7 +120,7 @@ def main(settings: SuiteSettings) -> int:
         if outcome.exit_code == EXIT_INTERRUPTED:
             exit_code = EXIT_INTERRUPTED
             break
-    if exit_code != EXIT_INTERRUPTED:  # every bound is of the quieter moment
+    if exit_code != EXIT_INTERRUPTED:  # Use the measurement of the machine in its quieter moment.
         bandwidth, products = max(bandwidth, read_bandwidth()), _faster(products, product_rate())
     results = [
         _result(row, url, measured[row.name, url], costs[url], bandwidth, products)
@@ -130,16 +155,31 @@ def _faster(first: float | None, second: float | None) -> float | None:
 
 
 def decode_bound(row: Row, cost: Cost, bytes_per_second: float) -> float:
-    """Output tokens/s if every step took as long as reading what it has to, and nothing else took time."""
+    """Return the output tokens/s if a step took only the time to read its weights, keys and values.
+
+    Args:
+        row: the load.
+        cost: cost of the model.
+        bytes_per_second: memory bandwidth of the machine.
+    """
     settings = BenchSettings(**row.load)
     return settings.concurrency / _step_seconds(settings, cost, bytes_per_second)
 
 
 def row_bound(row: Row, cost: Cost, bytes_per_second: float, flops_per_second: float) -> float:
-    """Output tokens/s, or requests/s where the row counts those, if nothing took time but this: the prompts of as many
-    requests as run at a time, computed at this rate or as fast as the weights can be read, and then a step for each
-    token behind the first ones, which takes as long as reading what it has to. A prefix that all share is computed
-    before."""
+    """Return the output tokens/s, or requests/s if the row counts requests, if only computing prompts and reading
+    memory took time.
+
+    The prompts of as many requests as run at the same time are computed at the given rate, or as fast as the weights
+    can be read. Each further token then takes one step, which takes the time to read its weights, keys and values. A
+    shared prefix counts as computed before.
+
+    Args:
+        row: the load.
+        cost: cost of the model.
+        bytes_per_second: memory bandwidth of the machine.
+        flops_per_second: speed of matrix products on the machine.
+    """
     settings = BenchSettings(**row.load)
     new, seen = settings.prompt_tokens - settings.prefix_tokens, settings.prefix_tokens
     prompt_flops = new * cost.token_flops + new * (seen + (new + 1) / 2) * cost.attended_token_flops
@@ -150,29 +190,36 @@ def row_bound(row: Row, cost: Cost, bytes_per_second: float, flops_per_second: f
 
 
 def _tokens_of_response(settings: BenchSettings) -> float:
-    """On average, with those that are not read to their end."""
+    """Return the mean number of tokens of a response, including responses whose client leaves."""
     return sum(share * tokens for share, tokens in _responses(settings))
 
 
 def _responses(settings: BenchSettings) -> tuple[tuple[float, int], ...]:
-    """Which share of the responses has how many tokens."""
+    """Return pairs of a share of the responses and the number of their tokens."""
     left = settings.abort_fraction
     return (1 - left, settings.output_tokens), (left, min(settings.abort_after_tokens, settings.output_tokens))
 
 
 def _step_seconds(settings: BenchSettings, cost: Cost, bytes_per_second: float) -> float:
-    """Reading the weights and the keys and values of the context: behind the prompt half of the response, on average
-    over the steps, of which a longer answer has more; what all share is there once."""
-    answered = sum(share * tokens * tokens / 2 for share, tokens in _responses(settings)) / _tokens_of_response(
+    """Return the time to read the weights and the keys and values of the context.
+
+    On average over the steps, half of the response follows the prompt. Longer responses have more steps. A shared
+    prefix is read once.
+    """
+    response_tokens = sum(share * tokens * tokens / 2 for share, tokens in _responses(settings)) / _tokens_of_response(
         settings
     )
-    own = settings.prompt_tokens - settings.prefix_tokens + answered
+    own = settings.prompt_tokens - settings.prefix_tokens + response_tokens
     context = settings.prefix_tokens + settings.concurrency * own
     return (cost.weight_bytes + context * cost.token_kv_bytes) / bytes_per_second
 
 
 def markdown(report: SuiteReport) -> str:
-    """One line a row; the first server's figures, each peer's, and how many times the peer's the first one's is."""
+    """Return a table with one line per row: figures of the first server, of each peer, and the ratio of the two.
+
+    Args:
+        report: the report.
+    """
     urls = [report.settings.url, *report.settings.peers]
     found = {(result.row, result.url): result for result in report.results}
     titles = ["row", "load", report.settings.label or urls[0], "of the bound", "of decoding alone"]
@@ -181,26 +228,26 @@ def markdown(report: SuiteReport) -> str:
         titles += [url, "ratio"]
     lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
     for row in report.settings.chosen_rows:
-        mine = found.get((row.name, urls[0]))
+        result = found.get((row.name, urls[0]))
         cells = [row.name, row.meaning]
-        if mine is None:
+        if result is None:
             cells += ["-"] * 6
         else:
             cells += [
-                f"{mine.figure:,.1f} {mine.unit}",
+                f"{result.figure:,.1f} {result.unit}",
                 *(
-                    "-" if bound is None else f"{mine.figure / bound:.0%} of {bound:,.0f}"
-                    for bound in (mine.bound, mine.decode_bound)
+                    "-" if bound is None else f"{result.figure / bound:.0%} of {bound:,.0f}"
+                    for bound in (result.bound, result.decode_bound)
                 ),
                 *(
                     "-" if value is None else f"{value:.1f} ms"
-                    for value in (mine.ttft_p50_ms, mine.itl_p50_ms, mine.itl_p99_ms)
+                    for value in (result.ttft_p50_ms, result.itl_p50_ms, result.itl_p99_ms)
                 ),
             ]
         for url in urls[1:]:
-            theirs = found.get((row.name, url))
-            cells.append("-" if theirs is None else f"{theirs.figure:,.1f}")
-            cells.append("-" if theirs is None or mine is None else f"{mine.figure / theirs.figure:.2f}x")
+            peer_result = found.get((row.name, url))
+            cells.append("-" if peer_result is None else f"{peer_result.figure:,.1f}")
+            cells.append("-" if peer_result is None or result is None else f"{result.figure / peer_result.figure:.2f}x")
         lines.append("| " + " | ".join(cells) + " |")
     machine, products = report.machine, report.product_flops_per_second
     multiplies = "" if products is None else f", torch multiplies matrices at {products / 1e12:.2f} TFLOP/s"
@@ -214,14 +261,21 @@ def markdown(report: SuiteReport) -> str:
 
 
 def report_json(report: SuiteReport) -> bytes:
-    """Indented JSON, without the API key."""
+    """Return the report as indented JSON, without the API key.
+
+    Args:
+        report: the report.
+    """
     content = msgspec.to_builtins(report)
     del content["settings"]["api_key"]
     return msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n"
 
 
 def _settings_of(row: Row, number: int, url: str, settings: SuiteSettings) -> BenchSettings:
-    """number: of the round. Each has prompts of its own, or it would find those of another in the prefix cache."""
+    """Return the settings of one measurement.
+
+    Each round has other prompts. Otherwise it would find those of another round in the prefix cache.
+    """
     load: dict[str, Any] = {
         **row.load,
         "vocab_size": settings.vocab_size,
@@ -262,7 +316,10 @@ def _result(
 
 
 async def _cost(url: str, api_key: str | None) -> Cost | None:
-    """What the server says of itself; None if it says nothing, as others than trioserve do."""
+    """Return the model's cost as the server reports it.
+
+    None: the server does not report it, as servers of other projects.
+    """
     target = Target.from_url(url)
     client = Http1Client(stream_opener(target, 1), [("host", target.authority), *common_headers(api_key)])
     response = PlainResponse()
@@ -274,8 +331,8 @@ async def _cost(url: str, api_key: str | None) -> Cost | None:
         return None
     scrape = Scrape(response.text())
     names = ("step_weight_bytes", "token_kv_bytes", "token_flops", "attended_token_flops")
-    told = [scrape.total(f"trioserve:{name}") or 0.0 for name in names]
-    return Cost(*told) if all(told) else None
+    reported = [scrape.total(f"trioserve:{name}") or 0.0 for name in names]
+    return Cost(*reported) if all(reported) else None
 
 
 def _notes(settings: SuiteSettings) -> list[str]:

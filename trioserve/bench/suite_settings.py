@@ -1,4 +1,4 @@
-"""Which rows a suite measures, and where: its values and the checks before anything is sent."""
+"""The rows of the suite, and the settings of a measurement of them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,14 @@ __all__ = ["ROWS", "Row", "SuiteSettings"]
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One load, always the same. load: settings of bench that differ from its defaults. is_decode: nearly all of the
-    time goes into decoding, so that the bound of reading weights and KV says something of it. counts_requests: its
-    figure is requests/s, since each has one token.
+    """One load, which is always the same.
+
+    Attributes:
+        name: name of the row.
+        meaning: description of the load.
+        load: settings of bench that differ from its defaults.
+        is_decode: True if nearly all of the time is decoding, so that the bound of reading weights and KV applies.
+        counts_requests: True if the figure is requests/s, since each response has one token.
     """
 
     name: str
@@ -33,7 +38,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     counts_requests: bool = False
 
     def with_share(self, share: float) -> Row:
-        """With this share of its requests, above 0 and at most 1, but as many at least as run at a time."""
+        """Return this row with a share of its requests, but with at least as many as run at the same time.
+
+        Args:
+            share: share of the requests, above 0 and at most 1.
+        """
         requests = self.load["requests"]
         fewer = max(min(requests, self.load["concurrency"]), math.ceil(requests * share))
         return msgspec.structs.replace(self, load={**self.load, "requests": fewer})
@@ -104,12 +113,24 @@ ROWS = (
 
 
 class SuiteSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """One suite. Raises StartupError, one sentence, when a value is out of range.
+    """Settings of one suite. Raises StartupError if a value is out of range.
 
-    peers: other servers, measured row by row in turn with the first, so that a noisy machine is noisy for all.
-    rows: names of ROWS; empty is all. seed: None is another one each time, so that no prompt is in a prefix cache since
-    the last suite. request_share: how much of each row's requests is sent, 0.001 to 1; as many at least as run at a
-    time.
+    Attributes:
+        url: the first server.
+        peers: other servers. Each row is measured at all servers in turn, so that a noisy machine affects all of them.
+        rows: names of rows. Empty: all rows.
+        rounds: number of measurements of each row.
+        request_share: share of each row's requests that is sent, 0.001 to 1. At least as many as run at the same time
+            are sent.
+        vocab_size: token ids are drawn below this number.
+        seed: seed of the prompts. None: a new seed each time, so that no prompt is in a prefix cache from the last
+            suite.
+        timeout_seconds: seconds after which a request has failed.
+        api_key: sent as a bearer token.
+        json_path: file for the JSON report. "-": standard output.
+        markdown_path: file for the table.
+        label: name of the measurement.
+        allow_remote: permits servers on other machines.
     """
 
     url: str = "http://127.0.0.1:8000"
@@ -136,7 +157,7 @@ class SuiteSettings(msgspec.Struct, frozen=True, kw_only=True):
         names = [row.name for row in ROWS]
         for name in self.rows:
             if name not in names:
-                raise StartupError(f"--rows names {name!r}, there are: {', '.join(names)}")
+                raise StartupError(f"--rows has {name!r}, allowed are: {', '.join(names)}")
         check_integer("--rounds", self.rounds, 1, 100)
         check_number("--request-share", self.request_share, 0.001, 1.0)
         check_integer("--vocab-size", self.vocab_size, 2, 2**31 - 1)

@@ -1,4 +1,4 @@
-"""The benchmark of call counts sees every flow, and counts the same in every run."""
+"""Tests that the call counts have every flow, and are equal in every run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from trioserve.bench.inside import call_counts
 
 
 @pytest.mark.parametrize("flow", call_counts.FLOWS)
-def test_a_flow_has_the_same_counts_in_every_run(flow):
+def test_flow_has_equal_counts_in_every_run(flow):
     first = call_counts.counted(flow)
     assert first.flow == flow
     assert first.calls >= first.functions / call_counts.COUNTED_EVENTS
     assert call_counts.counted(flow) == first
 
 
-def test_prompt_in_passes_through_the_packages_on_its_way():
+def test_prompt_in_passes_through_the_expected_packages():
     counts = call_counts.counted("prompt in")
     assert counts.packages >= 5, "from http to core"
     assert counts.files > counts.packages

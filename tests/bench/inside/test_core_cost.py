@@ -1,4 +1,7 @@
-"""The benchmark of the core runs, and its figures belong to what they say. How large they are is not a test."""
+"""Tests that the measurement of the core runs and names its figures correctly.
+
+They do not check the size of the figures.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from trioserve.bench.inside import core_cost, delivery_cost
 
 @pytest.fixture(autouse=True)
 def unprepared(monkeypatch):
-    """The interpreter stays as it is: this one runs other tests, too."""
+    """Leave the interpreter unchanged, since it also runs other tests."""
     for module in (core_cost, delivery_cost):
         monkeypatch.setattr(module, "prepare_interpreter", lambda: None)
 
@@ -40,7 +43,7 @@ def test_every_part_of_a_delivery_has_a_cost(capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_every_combination_is_measured_and_compared_with_the_shortest_queue(capsys):
+def test_every_queue_length_is_compared_with_the_shortest_queue(capsys):
     assert core_cost.run(parsed(core_cost, "--running", "1", "3", "--queued", "2", "9", "--rounds", "1")) == 0
     *table, line = capsys.readouterr().out.splitlines()
     costs = json.loads(line)["costs"]

@@ -1,4 +1,4 @@
-"""The benchmark of drafts asks two engines for the same, and tells what they did. How fast they are is not a test."""
+"""Tests that both engines of the draft measurement get the same prompts. They do not check speeds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trioserve.testing.fake_engine import open_fake_engine
 
 @pytest.fixture
 def open_engine():
-    """What answers is a text that repeats itself."""
+    """Open fake engines whose output repeats itself."""
 
     @asynccontextmanager
     async def opened(model, *, kv_cache_memory, quantization, **options):
@@ -40,5 +40,5 @@ def test_every_figure_is_in_the_table_and_in_the_json(open_engine, capsys, monke
     assert [figure["streams"] for figure in figures] == [1, len(several.prompts)]
     assert [figure["tokens"] for figure in figures] == [60, 60 * len(several.prompts)]
     for figure in figures:
-        assert figure["drafted"] >= figure["accepted"] > 10  # of the round with drafts
+        assert figure["drafted"] >= figure["accepted"] > 10  # in the round with drafts
         assert figure["steps"] < 60

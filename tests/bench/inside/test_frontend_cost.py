@@ -1,4 +1,4 @@
-"""The benchmark of the front end runs, and counts the events that its clients see. How dear they are is not a test."""
+"""Tests that the measurement of the front end counts the events of its clients. They do not check costs."""
 
 from __future__ import annotations
 

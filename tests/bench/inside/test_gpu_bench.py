@@ -1,4 +1,4 @@
-"""What the program says, asks and counts. Its figures need a GPU; on a CPU it is only tried out."""
+"""Tests of the GPU measurement on a CPU: refusals, plans and bounds. Its figures need a GPU."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ def measured(words: list[str]) -> int:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests what happens without a CUDA device")
-def test_it_refuses_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpu_bench_refuses_to_run_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert measured([]) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err.startswith("torch sees no CUDA device here")
+    assert said.err.startswith("torch sees no CUDA device")
     assert "--device cpu --shape tiny" in said.err
 
 
 @pytest.mark.parametrize(
     "arguments, sentence",
     (
-        (["--device", "cpu"], "take --shape tiny, not llama-3.2-1b llama-3.1-8b qwen3-8b"),
-        ([*TINY, "--ways", "torch", "graphs"], "--ways has graphs, but with --device cpu there are torch, static"),
-        ([*TINY, "--context", "50000"], "--context has 50000, but these shapes take up to 40960 tokens"),
+        (["--device", "cpu"], "use --shape tiny, not llama-3.2-1b llama-3.1-8b qwen3-8b"),
+        ([*TINY, "--ways", "torch", "graphs"], "--ways has graphs, but --device cpu has torch, static"),
+        ([*TINY, "--context", "50000"], "--context has 50000, but these shapes allow up to 40960 tokens"),
     ),
 )
-def test_what_it_cannot_measure_is_refused_with_a_sentence(
+def test_cases_that_cannot_be_measured_are_refused_with_a_sentence(
     arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert measured(arguments) == 2
@@ -60,8 +60,8 @@ def test_values_out_of_range_are_refused(arguments: list[str]) -> None:
     assert refused.value.code == 2
 
 
-def test_the_shapes_have_as_many_weights_as_their_models() -> None:
-    """What a step reads of 1.24, 8.03 and 8.19 billion: all of a tied embedding, else all but the embedding."""
+def test_shapes_have_the_number_of_weights_of_their_models() -> None:
+    """Weights that a step reads, of 1.24, 8.03 and 8.19 billion: with the embedding only if it is tied."""
     read = {}
     for name, config in SHAPES.items():
         read[name] = bound_seconds(config, "bfloat16", Case(0, 1), bytes_per_second=2e9)
@@ -70,13 +70,13 @@ def test_the_shapes_have_as_many_weights_as_their_models() -> None:
     assert read["qwen3-8b"] == pytest.approx(8.1907 - 0.6223, abs=1e-3)
 
 
-def test_the_bound_counts_the_kv_of_every_token() -> None:
+def test_bound_includes_the_kv_of_every_token() -> None:
     config = SHAPES["llama-3.1-8b"]
     weights, whole = (bound_seconds(config, "bfloat16", case, 1.0) for case in (Case(0, 1), Case(64, 1024)))
     assert whole - weights == 64 * 1024 * 2 * 32 * 8 * 128 * 2
 
 
-def test_the_table_has_a_line_a_case_and_a_dash_for_what_was_not_measured() -> None:
+def test_table_has_a_line_per_case_and_dashes_for_missing_values() -> None:
     one, many = Case(1, 256), Case(256, 4096)
     shown = table({one: 0.005, many: 0.050}, {"torch": {one: 0.020}, "graphs": {one: 0.00625, many: 0.0625}})
     head, first, second = (re.split(r"\s{2,}", line.strip()) for line in shown.splitlines())
@@ -86,7 +86,7 @@ def test_the_table_has_a_line_a_case_and_a_dash_for_what_was_not_measured() -> N
 
 
 @pytest.mark.slow
-def test_it_can_be_tried_out_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpu_bench_runs_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert measured([*TINY, "--sampled"]) == 0
     said = capsys.readouterr().out
     rows = [line.split() for line in said.splitlines() if re.match(r"\s+[0-9]+\s", line)]
@@ -96,9 +96,8 @@ def test_it_can_be_tried_out_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.slow
-def test_overlapped_steps_get_the_tokens_that_are_not_there_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is launched when the one before it is the only one that has not been finished, and answers for every
-    row."""
+def test_overlapped_steps_are_launched_before_the_last_tokens_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step is launched while only the one before it is unfinished, and returns a token for every row."""
     unfinished: list[StepPlan] = []
     results: list[StepResult | None] = []
     launch = ModelRunner.launch
@@ -128,8 +127,8 @@ def test_overlapped_steps_get_the_tokens_that_are_not_there_yet(monkeypatch: pyt
 
 
 @pytest.mark.slow
-def test_a_ways_kv_is_let_go_before_the_next_one_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left of it would count as memory that is taken."""
+def test_kv_of_a_way_is_freed_before_the_next_runner_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise its memory would count as in use."""
     pages: list[weakref.ref[torch.Tensor]] = []
     allocate, make = TorchStepModel.allocate_kv, gpu_bench._make_runner
 
@@ -149,7 +148,7 @@ def test_a_ways_kv_is_let_go_before_the_next_one_is_made(monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-def test_a_case_whose_kv_does_not_fit_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_case_whose_kv_does_not_fit_is_skipped(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         measured(["--device", "cpu", "--shape", "tiny", "--batch", "1", "4000", "--context", "200", "--ways", "torch"])
         == 0

@@ -1,4 +1,4 @@
-"""The bench of pictures, on a tiny model: who leaves gives everything back, and the pictures are the same."""
+"""Tests of the image measurement with a tiny model: leaving clients release all resources, and images are equal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def tiny_model(tmp_path: Path) -> Path:
     return tmp_path / "dit"
 
 
-def test_every_phase_is_left_and_every_way_makes_pictures(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_clients_leave_in_every_phase_and_every_way_makes_images(
+    tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def no_engine(*_arguments: Any, **_options: Any) -> None:
         raise AssertionError("no engine of texts is needed")
 
@@ -42,14 +44,15 @@ def test_every_phase_is_left_and_every_way_makes_pictures(tiny_model: Path, caps
     for figure in figures["leaving"]:
         assert figure["count"] == 2
         assert figure["median_ms"] <= figure["most_ms"]
-        assert (figure["median_ms"] < 0) == (figure["phase"] == "send"), figure  # its slot is back before the response
+        # The slot is free before the response is sent.
+        assert (figure["median_ms"] < 0) == (figure["phase"] == "send"), figure
     assert 0 <= figures["pipeline"]["steps"] <= 6 - 6 // 2 - 1
     (only,) = figures["rounds"]
     assert min(only.values()) > 0
     assert len(table) > len(cases)
 
 
-def test_a_directory_without_a_model_is_told(tmp_path: Path) -> None:
+def test_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="name a directory written by diffusers' save_pretrained"):
         run_inside(
             ["images", "--model", str(tmp_path)], open_engine=open_image_engine, open_image_engine=open_image_engine
@@ -64,14 +67,14 @@ class _SomeEngine:
         classes = ("a", "b")
 
 
-def test_a_picture_of_the_pipeline_may_be_rounded_otherwise_and_no_more() -> None:
+def test_image_of_the_pipeline_may_differ_only_by_rounding() -> None:
     asked = AskedPictures(_SomeEngine(), steps=4, guidance=1.0)  # type: ignore[arg-type]
     made = Picture(1, 1, bytes((10, 20, 30)))
     asked.note(5, made)
     asked.note(5, made)
     asked.compare([5], [Picture(1, 1, bytes((12, 19, 30)))])
-    with pytest.raises(AssertionError, match="seed 5: the pipeline's picture is 3 levels away"):
+    with pytest.raises(AssertionError, match="seed 5: the pipeline's image differs by 3 levels"):
         asked.compare([5], [Picture(1, 1, bytes((13, 20, 30)))])
-    with pytest.raises(AssertionError, match="seed 5 gave two pictures"):
+    with pytest.raises(AssertionError, match="seed 5 gave two different images"):
         asked.note(5, Picture(1, 1, bytes((10, 20, 31))))
     assert [asked.prompt(seed) for seed in range(3)] == ["a", "b", "a"]

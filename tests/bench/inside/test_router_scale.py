@@ -1,5 +1,4 @@
-"""Several routers are measured before many endpoints, and the figures belong to what they say. How large the processor
-times are is not a test."""
+"""Tests that several routers with many endpoints are measured. They do not check CPU times."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ NOW = 100.0
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """The interpreter stays as it is: this one runs other tests, too."""
+    """Leave the interpreter unchanged, since it also runs other tests."""
     monkeypatch.setattr(router_scale, "prepare_interpreter", lambda: None)
     monkeypatch.setattr(router_scale, "REQUESTS_MAX", 200)
 
@@ -48,7 +47,7 @@ def test_bench_router_with_routers_measures_every_case(capsys):
         assert case["row"]["wait_p99"] >= case["row"]["wait_p50"] >= 0
 
 
-def test_cases_grow_to_what_is_asked_for_and_differ_in_one_thing():
+def test_cases_grow_to_the_requested_size_and_differ_in_one_property():
     names = [case.what for case in scale_cases(16, 1000, policy="round_robin")]
     assert names[:5] == ["1 x 1,000", "4 x 1,000", "16 x 1,000", "16 x 10", "16 x 100"]
     cases = {case.what: case for case in scale_cases(16, 100, policy="round_robin", seed=7)}
@@ -66,11 +65,11 @@ def test_cases_grow_to_what_is_asked_for_and_differ_in_one_thing():
     ]
 
 
-def test_a_router_without_others_has_no_peers():
+def test_single_router_has_no_cases_with_peers():
     assert not any(case.world.shares for case in scale_cases(1, 20, policy="least_loaded"))
 
 
-def test_a_queue_that_is_full_refuses_and_that_is_counted():
+def test_refusals_of_a_full_queue_are_counted():
     world = RoutersWorld(endpoints=2, seats=2, leases_max=2, queue_requests_max=3)
     figures = measured(ScaleCase(what="small", world=world), 3.0, seed=1)
     assert figures.row.refused > 0
@@ -80,7 +79,7 @@ def test_a_queue_that_is_full_refuses_and_that_is_counted():
     )
 
 
-def test_loads_that_are_sent_by_themselves_are_more_than_those_that_are_asked_for_where_much_happens():
+def test_busy_endpoints_push_more_reports_than_routers_would_ask_for():
     world = RoutersWorld(endpoints=2, seats=16, leases_max=64)
     counts = {
         reports: measured(
@@ -92,12 +91,12 @@ def test_loads_that_are_sent_by_themselves_are_more_than_those_that_are_asked_fo
     assert counts["asked"] < counts["pushed"] <= 2 * 10 * 1.05
 
 
-def test_whoever_is_told_inside_a_call_is_not_counted_with_it(monkeypatch):
+def test_time_of_callbacks_is_not_counted(monkeypatch):
     clock = 0
 
     def perf_counter_ns() -> int:
         nonlocal clock
-        clock += 1  # one a look, so a call takes 1 and whatever is added to it
+        clock += 1  # Each read of the clock adds 1, so a call takes 1 plus the time that the test adds.
         return clock
 
     def changed(ticket: Ticket) -> None:
@@ -123,7 +122,7 @@ def test_whoever_is_told_inside_a_call_is_not_counted_with_it(monkeypatch):
     assert max((*times.choices, *times.others)) < 10
 
 
-def test_calls_outside_of_the_time_are_not_counted():
+def test_calls_outside_of_the_measured_time_are_not_counted():
     times = CallTimes()
     times.begins_at, times.ends_at = NOW, NOW + 1
     core = TimedCore(

@@ -1,4 +1,4 @@
-"""The benchmark of the gap between forward passes asks two engines for the same. How long it is is not a test."""
+"""Tests that both engines of the gap measurement get the same requests. They do not check the length of gaps."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ def test_every_figure_is_in_the_table_and_in_the_json(capsys):
     assert len(table) == 2 + len(figures)
     shapes = [(figure["stream_count"], figure["overlap_steps"]) for figure in figures]
     assert shapes == [(1, False), (1, True), (3, False), (3, True)]
-    # Of 9 tokens one comes with the prompt, or two where the others wait for its blocks: 8 or 7 decodes, less one gap.
+    # Of 9 tokens, one comes with the prompt, or two if a request waits for the prefix blocks of another. That leaves 8
+    # or 7 decodes, with one gap less.
     for figure in figures:
         assert figure["sample_count"] >= 2 * 6
         assert 0 < figure["gap_us"] <= figure["gap_us_p90"]
         assert min(figure["forward_ms"], figure["speed"]) > 0
 
 
-def test_only_passes_in_a_row_that_compute_so_many_tokens_count():
+def test_only_successive_passes_with_the_given_number_of_tokens_count():
     class Computing:
         def compute(self, rows):
             return rows

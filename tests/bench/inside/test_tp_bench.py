@@ -1,4 +1,4 @@
-"""The bench of ranks, on a tiny model and in one round: it computes the same steps in one process and in ranks."""
+"""Tests of the rank measurement with a tiny model in one round: one process and ranks compute the same steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tiny_model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_steps_are_timed_side_by_side_and_losses_are_named(
+def test_steps_are_measured_in_turns_and_lost_ranks_are_named(
     tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tp_bench, "PROMPT_TOKENS", 32)

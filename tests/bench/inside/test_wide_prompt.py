@@ -1,4 +1,4 @@
-"""The benchmark of wide prompts asks two engines for the same. What streams feel of it is not a test."""
+"""Tests that both engines of the long prompt measurement get the same requests. They do not check latencies."""
 
 from __future__ import annotations
 

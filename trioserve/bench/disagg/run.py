@@ -1,8 +1,8 @@
-"""A prefill/decode pair against one server with the same cores: what long prompts do to streams that decode meanwhile,
-and how fast KV travels between the two, beside a plain copy of as many bytes over a socket of this machine.
+"""Compares a prefill/decode pair with one server on the same cores: the latency of streams while long prompts are
+computed, and the speed of KV transfers relative to a plain socket copy.
 
-All servers are processes of their own, started by this command and seen from outside. Rounds of the two are measured in
-turn, so that a noisy machine is noisy for both.
+This command starts all servers as separate processes. The rounds of the two are measured in turn, so that a noisy
+machine affects both.
 """
 
 from __future__ import annotations
@@ -49,15 +49,22 @@ __all__ = [
 ]
 
 READY_SECONDS_MAX = 120.0
-LONG_OUTPUT_TOKENS = 8  # enough to be sent on to a decode side, and little to decode
+LONG_OUTPUT_TOKENS = 8  # enough that the prompt goes to the decode server, but few to decode
 COPIES = 5
-LOOKS_SECONDS = 0.01
+POLL_SECONDS = 0.01
 COMPLETIONS = "/v1/completions"
 
 
 class RoundFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """One round at one server or pair. itl_ms: of the streams that decode until the last long prompt is answered.
-    ttft_ms: of the long prompts. seconds: as long as that took."""
+    """One round at one server or at the pair.
+
+    Attributes:
+        is_pair: True for the pair.
+        seconds: time until the last long prompt was answered.
+        itl_ms: ITL of the streams during that time.
+        ttft_ms: TTFT of the long prompts.
+        output_tokens_per_second: output tokens/s of the streams.
+    """
 
     is_pair: bool
     seconds: float
@@ -67,8 +74,15 @@ class RoundFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TransferFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What the decode side counted: blocks and bytes that came, in how many seconds of loading (several loads at a time
-    count each), and how many loads failed."""
+    """Counters of the decode server.
+
+    Attributes:
+        transfers: loads that were completed.
+        blocks: received blocks.
+        bytes: received bytes.
+        seconds: sum of the times of all loads, which may overlap.
+        failures: failed loads.
+    """
 
     transfers: int
     blocks: int
@@ -82,7 +96,12 @@ class TransferFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CopyFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """seconds: of a plain socket copy of so many bytes, each time that it was tried."""
+    """Plain socket copies.
+
+    Attributes:
+        bytes: bytes of each copy.
+        seconds: seconds of each copy.
+    """
 
     bytes: int
     seconds: list[float]
@@ -93,8 +112,17 @@ class CopyFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DisaggregatedReport(msgspec.Struct, frozen=True, kw_only=True):
-    """alone: transfers one at a time, while nobody computes. loaded: those of the rounds. copy: in turn with the ones
-    alone."""
+    """The result of a comparison.
+
+    Attributes:
+        settings: settings of the comparison.
+        date: end of the measurement, ISO 8601.
+        machine: the machine.
+        rounds: the rounds.
+        alone: transfers one at a time, without other requests. None: not measured.
+        loaded: transfers during the rounds. None: not measured.
+        copy: socket copies in turn with the transfers of `alone`. None: not measured.
+    """
 
     settings: DisaggregatedSettings
     date: str
@@ -106,7 +134,7 @@ class DisaggregatedReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _CannotMeasure(Exception):
-    """Why, in a sentence."""
+    """There is no report. The message says why."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -114,7 +142,13 @@ class _CannotMeasure(Exception):
 
 
 def main(settings: DisaggregatedSettings) -> int:
-    """Measure, print, and return the exit code as bench does. What was measured before an interruption is printed."""
+    """Measure, print the report, and return the exit code of bench.
+
+    After an interruption, the report of the rounds so far is printed.
+
+    Args:
+        settings: settings of the comparison.
+    """
     rounds: list[RoundFigures] = []
     alone: TransferFigures | None = None
     loaded: TransferFigures | None = None
@@ -127,12 +161,12 @@ def main(settings: DisaggregatedSettings) -> int:
             for number in range(settings.rounds):
                 for url in (one, pair):
                     rounds.append(trio.run(_round, settings, url, number, url == pair))
-                    _tell(f"round {number + 1} at {'the pair' if url == pair else 'one server'} is measured")
+                    _print_progress(f"round {number + 1} at {'the pair' if url == pair else 'one server'} is measured")
             loaded = _transfers(before, trio.run(_scrape, decode))
     except KeyboardInterrupt:
         exit_code = EXIT_INTERRUPTED
     except _CannotMeasure as error:
-        _tell(f"trioserve bench: {error}")
+        _print_progress(f"trioserve bench: {error}")
         exit_code = error.exit_code
     if not rounds:
         return exit_code
@@ -154,7 +188,11 @@ def main(settings: DisaggregatedSettings) -> int:
 
 
 def disaggregated_text(report: DisaggregatedReport) -> str:
-    """A line for each of the two, medians over the rounds, and what travelled."""
+    """Return a table with medians over the rounds for the server and the pair, and the transfers.
+
+    Args:
+        report: the report.
+    """
     settings = report.settings
     lines = [
         "| | ITL p50 | ITL p99 | ITL max | TTFT of long prompts p50 | p99 | tokens/s of the streams |",
@@ -179,7 +217,7 @@ def disaggregated_text(report: DisaggregatedReport) -> str:
     if len(p99) == 2 and p99[False] > 0:
         lines.append(f"ITL p99 of the pair is {p99[True] / p99[False]:.2f} times that of one server.")
     if report.alone is not None and report.copy is not None:
-        lines.append(_transfer_line(report.alone, settings.connector, "while nobody computes"))
+        lines.append(_transfer_line(report.alone, settings.connector, "without other requests"))
         ratio = report.alone.bytes_per_second / report.copy.bytes_per_second
         lines.append(
             f"A plain socket copy of {report.copy.bytes / 1e6:.1f} MB, in turn with these: "
@@ -206,22 +244,22 @@ def disaggregated_json(report: DisaggregatedReport) -> bytes:
 
 def _transfer_line(transfer: TransferFigures, connector: str, when: str) -> str:
     if not transfer.transfers:
-        return f"No KV travelled over {connector} {when}: {transfer.failures} transfers failed."
+        return f"No KV was transferred over {connector} {when}: {transfer.failures} transfers failed."
     return (
         f"{transfer.transfers} transfers over {connector} {when}: {transfer.blocks} blocks, "
         f"{transfer.bytes / 1e6:.1f} MB at {transfer.bytes_per_second / 1e9:.2f} GB/s; {transfer.failures} failed."
     )
 
 
-def _tell(line: str) -> None:
+def _print_progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-# --- what is measured ---
+# --- measurements ---
 
 
 async def _round(settings: DisaggregatedSettings, url: str, number: int, is_pair: bool) -> RoundFigures:
-    """Raises _CannotMeasure if a request fails, KeyboardInterrupt on a signal."""
+    """Measure one round. Raises _CannotMeasure if a request fails, and KeyboardInterrupt on a signal."""
     figures: RoundFigures | _CannotMeasure | None = None
     async with trio.open_nursery() as nursery:
         await nursery.start(cancel_on_signal, nursery.cancel_scope)
@@ -240,7 +278,7 @@ class _Round:
         self._settings = settings
         self._is_pair = is_pair
         self._client = Http1Client(stream_opener(target, 1), [("host", target.authority), *common_headers(None)])
-        # Other prompts in each round, and the same ones at both: what a cache keeps helps nobody.
+        # Each round has other prompts, but the server and the pair have the same ones. So caches help neither of them.
         self._seed = settings.seed + 1000 + number
         self._streams: list[Measurement] = []
         self._longs: list[Measurement] = []
@@ -263,8 +301,8 @@ class _Round:
                 for _ in range(settings.concurrency):
                     nursery.start_soon(self._decode_on, requests)
                 before = self._tally.output_tokens
-                while self._tally.output_tokens < before + 2 * settings.concurrency:  # noqa: ASYNC110  # no reader tells
-                    await trio.sleep(LOOKS_SECONDS)  # until all decode
+                while self._tally.output_tokens < before + 2 * settings.concurrency:  # noqa: ASYNC110  # readers have no event
+                    await trio.sleep(POLL_SECONDS)  # wait until all streams decode
                 began_at = trio.current_time()
                 async with trio.open_nursery() as arrivals:
                     for planned in longs.requests():
@@ -276,7 +314,7 @@ class _Round:
         return self._failure or self._figures(seconds)
 
     async def ask_once(self) -> _CannotMeasure | None:
-        """One long prompt, and nothing else."""
+        """Send one long prompt without other requests."""
         settings = self._settings
         load = self._load(1, settings.long_prompt_tokens, LONG_OUTPUT_TOKENS, seed=2 * self._seed)
         with self._scope:
@@ -333,7 +371,7 @@ class _Round:
 
 
 def _alone(settings: DisaggregatedSettings, pair: str, decode: str) -> tuple[TransferFigures, CopyFigures]:
-    """Transfers of long prompts, one at a time, and plain copies of as many bytes, in turn."""
+    """Measure transfers of long prompts, one at a time, and plain copies of as many bytes, in turn."""
     before = now = trio.run(_scrape, decode)
     copy_bytes, copy_seconds = 0, []
     with contextlib.ExitStack() as stack:
@@ -390,7 +428,7 @@ def _one_server(settings: DisaggregatedSettings) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _pair(settings: DisaggregatedSettings) -> Iterator[tuple[str, str]]:
-    """The URLs of the router and of the decode server."""
+    """Start the pair, and yield the URLs of the router and of the decode server."""
     connector = msgspec.json.encode({"kv_connector": settings.connector}).decode()
     threads = ["--threads", str(settings.threads // 2), "--kv-transfer-config", connector]
     with contextlib.ExitStack() as stack:
@@ -407,7 +445,7 @@ def _serve(stack: contextlib.ExitStack, settings: DisaggregatedSettings, flags: 
 
 
 def _started(stack: contextlib.ExitStack, words: Sequence[str], name: str) -> str:
-    """The URL of a trioserve that is ready. Raises _CannotMeasure."""
+    """Start trioserve and return its URL once it is ready. Raises _CannotMeasure."""
     port = free_port()
     command = [sys.executable, "-m", "trioserve", *words, "--port", str(port)]
     log = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  # the stack closes it
@@ -415,8 +453,10 @@ def _started(stack: contextlib.ExitStack, words: Sequence[str], name: str) -> st
     stack.callback(_stop, process)
     if trio.run(functools.partial(wait_until_ready, port, lambda: process.poll() is None, READY_SECONDS_MAX)) is None:
         log.seek(0)
-        said = log.read().decode(errors="replace").strip().splitlines() or ["nothing"]
-        raise _CannotMeasure(f"{name} did not become ready; its last words: {said[-1]}", EXIT_UNREACHABLE)
+        log_lines = log.read().decode(errors="replace").strip().splitlines() or ["nothing"]
+        raise _CannotMeasure(
+            f"{name} did not become ready; the last line of its log: {log_lines[-1]}", EXIT_UNREACHABLE
+        )
     return f"http://127.0.0.1:{port}"
 
 

@@ -1,4 +1,4 @@
-"""What a measurement of a prefill/decode pair sends: its values and their checks."""
+"""Settings of the comparison of a prefill/decode pair with one server."""
 
 from __future__ import annotations
 
@@ -13,12 +13,23 @@ CONNECTORS = ("tcp", "nixl")
 
 
 class DisaggregatedSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Raises StartupError, one sentence, when a value is out of range.
+    """Settings of the comparison. Raises StartupError if a value is out of range.
 
-    concurrency: streams that decode all the time, output_tokens each, behind a short prompt. requests: long prompts
-    that arrive meanwhile, rate_per_second, of long_prompt_tokens and with few tokens of response. threads: of the one
-    server; those of the pair get half of them each, so that both have the same cores. rounds: of each, in turn.
-    server_flags: what every `serve` is given besides.
+    Attributes:
+        connector: KV connector of the pair.
+        concurrency: streams that decode all the time.
+        output_tokens: tokens of each response of a stream.
+        prompt_tokens: tokens of each prompt of a stream.
+        requests: long prompts that arrive meanwhile, with few tokens of output.
+        rate_per_second: long prompts per second, at random times.
+        long_prompt_tokens: tokens of each long prompt.
+        threads: threads of the one server. Each server of the pair gets half of them, so that both have the same cores.
+        rounds: number of rounds of each, in turn.
+        seed: seed of prompts and arrivals.
+        timeout_seconds: seconds after which a request has failed.
+        server_flags: other flags of every `serve`.
+        json_path: file for the JSON report. "-": standard output.
+        label: name of the measurement.
     """
 
     connector: str = "tcp"
@@ -38,7 +49,7 @@ class DisaggregatedSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.connector not in CONNECTORS:
-            raise StartupError(f'--connector is "{self.connector}", it may be one of {", ".join(CONNECTORS)}')
+            raise StartupError(f'--connector is "{self.connector}", allowed are {", ".join(CONNECTORS)}')
         check_integer("--concurrency", self.concurrency, 1, 1000)
         check_integer("--output-tokens", self.output_tokens, 2, 100_000)
         check_integer("--prompt-tokens", self.prompt_tokens, 1, 100_000)

@@ -1,8 +1,8 @@
-"""How fast bytes go from one process to another over a plain socket of this machine: what a transfer is compared with.
+"""Measures how fast bytes go from one process to another over a plain socket, for comparison with KV transfers.
 
-`python -m trioserve.bench.disagg.socket_copy BYTES` is the other process: it listens, tells its port on standard
-output, and sends so many bytes to each connection, until its input ends. Sender and receiver use one buffer each, of
-the size of a large read, and do nothing else.
+`python -m trioserve.bench.disagg.socket_copy BYTES` is the sending process. It listens, prints its port, and sends that
+many bytes to each connection, until its input ends. Sender and receiver each use one buffer with the size of a large
+read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ SECONDS_MAX = 60.0
 
 @contextlib.contextmanager
 def copying_process(byte_count: int) -> Iterator[int]:
-    """The port of a process that sends `byte_count` bytes to whoever connects; it ends with this scope."""
+    """Start a process that sends bytes to every connection. Yield its port. The process ends with the context.
+
+    Args:
+        byte_count: bytes to send to each connection.
+    """
     command = [sys.executable, "-m", "trioserve.bench.disagg.socket_copy", str(byte_count)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
@@ -35,7 +39,15 @@ def copying_process(byte_count: int) -> Iterator[int]:
 
 
 def seconds_to_receive(port: int, byte_count: int) -> float:
-    """From the connection to the last byte. Raises OSError, also when fewer come."""
+    """Return the seconds from the connection to the last byte.
+
+    Args:
+        port: port of the sending process.
+        byte_count: bytes to receive.
+
+    Raises:
+        OSError: the connection failed, or too few bytes came.
+    """
     buffer = memoryview(bytearray(BUFFER_BYTES))
     began = time.perf_counter()
     left = byte_count

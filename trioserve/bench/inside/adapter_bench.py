@@ -1,10 +1,10 @@
-"""What LoRA adapters cost a decode step: random ones, each stream its own, beside the same step without them, in turns.
+"""Measures the cost of LoRA adapters for a decode step, in turns with the same step without adapters.
 
     python -m trioserve bench inside adapters [--model smollm2] [--rank 16] [--streams 16] [--targets all attention]
 
-Tokens a second with adapters are shown as a share of those without, from the medians of the rounds. How much an adapter
-weighs beside its model decides: one of rank 16 for all projections has 3.6 % of SmolLM2-135M's numbers, and 0.6 % of a
-model of 7B.
+Adapters are random. The output has tokens per second with adapters as a share of those without, from the medians of the
+rounds. The cost depends on the size of an adapter relative to its model: an adapter of rank 16 for all projections has
+3.6 % of SmolLM2-135M's numbers, and 0.6 % of those of a model of 7B.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = ["add_arguments", "random_adapter", "run"]
 TARGETS: Mapping[str, tuple[str, ...]] = {
     "all": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
-    "qv": ("q_proj", "v_proj"),  # what peft takes for most models where nothing is said
+    "qv": ("q_proj", "v_proj"),  # the default of peft for most models
 }
 CONTEXT = 256
 STEPS_OF_ROUND = 3
@@ -47,13 +47,15 @@ QUANTIZATIONS = ("auto", "none", "file", "int8", "int4")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="smollm2", metavar="NAME", help="as serve takes it")
-    parser.add_argument("--rounds", type=at_least_one, default=15, metavar="N", help="of each side, in turns")
-    parser.add_argument("--threads", type=at_least_one, default=None, metavar="N", help="None: as many as serve takes")
-    parser.add_argument("--rank", type=at_least_one, default=16, metavar="N", help="of every adapter")
-    parser.add_argument("--streams", type=at_least_one, nargs="+", default=[16], metavar="N", help="in a step")
+    parser.add_argument("--model", default="smollm2", metavar="NAME", help="model, as for serve")
+    parser.add_argument("--rounds", type=at_least_one, default=15, metavar="N", help="rounds of each side, in turns")
+    parser.add_argument(
+        "--threads", type=at_least_one, default=None, metavar="N", help="threads; None: as many as serve uses"
+    )
+    parser.add_argument("--rank", type=at_least_one, default=16, metavar="N", help="rank of every adapter")
+    parser.add_argument("--streams", type=at_least_one, nargs="+", default=[16], metavar="N", help="streams in a step")
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=["all", "qv"], help="which projections")
-    parser.add_argument("--quantization", choices=QUANTIZATIONS, default="auto", help="how weights are kept")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, default="auto", help="number format of weights")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -64,8 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
     threads = arguments.threads or default_thread_count()
     print(
         f"{arguments.model}, {runner.computed_by}, {threads} threads, load average {os.getloadavg()[0]:.1f}; rank "
-        f"{arguments.rank}; milliseconds of a decode step of contexts of {CONTEXT}, least / median of the rounds, and "
-        "tokens a second beside those without adapters"
+        f"{arguments.rank}; milliseconds of a decode step with contexts of {CONTEXT}, least / median of rounds, and "
+        "tokens per second relative to those without adapters"
     )
     try:
         for targets in arguments.targets:
@@ -82,7 +84,16 @@ def run(arguments: argparse.Namespace) -> int:
 def random_adapter(
     config: ModelConfig, dtype: Dtype, rank: int, targets: Sequence[str], seed: int, size: float = 0.02
 ) -> AdapterWeights:
-    """Factors of numbers with this standard deviation, for these projections of every layer."""
+    """Return an adapter of random numbers for some projections of every layer.
+
+    Args:
+        config: the model.
+        dtype: number format of the factors.
+        rank: rank of the factors.
+        targets: names of the projections.
+        seed: seed of the numbers.
+        size: standard deviation of the numbers.
+    """
     generator = np.random.default_rng(seed)
 
     def numbers(*shape: int) -> Values:
@@ -120,7 +131,7 @@ def _measure(runner: ModelRunner, streams: int, refs: Sequence[AdapterRef], targ
     times: dict[str, list[float]] = {name: [] for name in plans}
     for _ in with_progress(range(rounds), f"measuring {targets}, {streams} streams", unit="rounds"):
         for name, plan in plans.items():
-            runner.execute(plan)  # what the others left in the caches is gone now
+            runner.execute(plan)  # Replace the content of the CPU's caches that the other sides left.
             for _ in range(STEPS_OF_ROUND):
                 started_at = time.perf_counter()
                 runner.execute(plan)
@@ -133,7 +144,7 @@ def _measure(runner: ModelRunner, streams: int, refs: Sequence[AdapterRef], targ
 
 
 def _plan(runner: ModelRunner, adapters: Sequence[AdapterRef | None], start: int) -> StepPlan:
-    """The tokens of these streams from `start` on."""
+    """Return a step that computes the tokens of all streams from `start` on."""
     blocks = -(-CONTEXT // runner.block_size)
     chunks = []
     for stream, adapter in enumerate(adapters):

@@ -1,7 +1,7 @@
-"""`python -m trioserve bench inside`: what measures parts of this program in its own process.
+"""`python -m trioserve bench inside`: measurements of parts of this program in its own process.
 
-Each of these files holds add_arguments(parser) and run(arguments), which returns the exit code. They import what they
-measure, some of them torch, so a file is loaded when it is asked for, and for its own --help.
+Each module has add_arguments(parser) and run(arguments), which returns the exit code. Modules import the code that they
+measure, some of them torch. So a module is only imported when it is used, also for its --help.
 """
 
 from __future__ import annotations
@@ -26,12 +26,17 @@ class _Module(Protocol):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """arguments.open_engine is trioserve.open_engine, which a room does not know; so with open_image_engine."""
+        """Run the measurement and return the exit code.
+
+        Args:
+            arguments: the parsed command line. `open_engine` and `open_image_engine` are the functions of the package
+                trioserve, which this package must not import.
+        """
 
 
 PARTS = {
     "adapters": Part(
-        "decode steps with LoRA adapters, each stream its own, beside the same without, in turns",
+        "decode steps with and without LoRA adapters, in turns",
         "trioserve.bench.inside.adapter_bench",
     ),
     "calls": Part(
@@ -39,49 +44,52 @@ PARTS = {
         "trioserve.bench.inside.call_counts",
     ),
     "core": Part(
-        "what the core costs a step and an abort, however many requests run and wait; no model",
+        "the core's cost of a step and of an abort, for many running and waiting requests; no model",
         "trioserve.bench.inside.core_cost",
     ),
     "delivery": Part(
-        "what Python costs a step, from its plan to the text in its readers' hands; no model",
+        "Python's cost of a step, from its plan until its readers have the text; no model",
         "trioserve.bench.inside.delivery_cost",
     ),
     "drafts": Part(
-        "what drafts bring, of a request's own text or by a draft model, with and without them in turns",
+        "the speed with and without draft tokens, from the request's text or a draft model, in turns",
         "trioserve.bench.inside.draft_bench",
     ),
     "frontend": Part(
-        "what the front end costs a streamed event and a small request; no model",
+        "the front end's cost of a streamed event and of a small request; no model",
         "trioserve.bench.inside.frontend_cost",
     ),
     "gap": Part(
-        "the time between two forward passes, with --overlap-steps and without", "trioserve.bench.inside.step_gap"
+        "the time between two forward passes, with and without --overlap-steps", "trioserve.bench.inside.step_gap"
     ),
-    "gpu": Part("whole decode steps on a GPU, beside what its memory allows", "trioserve.bench.inside.gpu_bench"),
+    "gpu": Part(
+        "whole decode steps on a GPU, compared with the bound of its memory bandwidth",
+        "trioserve.bench.inside.gpu_bench",
+    ),
     "images": Part(
-        "how soon slots are back when clients leave a model of pictures, and what different timesteps in a batch cost",
+        "how soon slots of an image model are free after clients leave, and the cost of different timesteps in a batch",
         "trioserve.bench.inside.images.image_bench",
     ),
     "router": Part(
-        "what the router's core costs a request, however many endpoints there are; no sockets",
+        "the cost of a request in the router's core, for different numbers of endpoints; no sockets",
         "trioserve.bench.inside.router_cost",
     ),
     "routers": Part(
-        "waits, fairness and overshot limits of several routers before many endpoints, in simulated time, and what "
-        "their decisions cost",
+        "waits, fairness and exceeded limits of several routers with many endpoints, in simulated time, and cost of "
+        "their decisions",
         "trioserve.bench.inside.router_scale",
     ),
-    "served": Part("what a step loses while its tokens go out over HTTP", "trioserve.bench.inside.served_step"),
+    "served": Part("how much steps slow down while tokens are sent over HTTP", "trioserve.bench.inside.served_step"),
     "step": Part(
-        "whole steps on a CPU, native kernels beside plain torch or another checkout",
+        "whole steps on a CPU, native kernels compared with plain torch or another checkout",
         "trioserve.bench.inside.step_bench",
     ),
     "tp": Part(
-        "whole steps of one process and of several ranks in turns, and what the ranks' sums take of them",
+        "whole steps of one process and of several ranks in turns, and the share of the ranks' sums",
         "trioserve.bench.inside.tp_bench",
     ),
     "wide": Part(
-        "what streams feel of a prompt that takes many steps, with chunks chosen by time and by tokens",
+        "the latency of streams during a prompt of many steps, with chunks chosen by time or by tokens",
         "trioserve.bench.inside.wide_prompt",
     ),
 }
@@ -90,7 +98,16 @@ PARTS = {
 def run_inside(
     arguments: Sequence[str], *, open_engine: Callable[..., Any], open_image_engine: Callable[..., Any]
 ) -> int:
-    """Measure the part that the first argument names; returns the exit code."""
+    """Run the measurement that the first argument names.
+
+    Args:
+        arguments: the command line after `bench inside`.
+        open_engine: trioserve.open_engine.
+        open_image_engine: trioserve.open_image_engine.
+
+    Returns:
+        Exit code.
+    """
     names = argparse.ArgumentParser(
         prog=PROGRAM,
         description="Measure parts of this program in one process.",

@@ -1,8 +1,10 @@
-"""What the core itself costs: a step without a forward pass, and an abort, however many requests run and wait.
+"""Measures the cost of the core for a step without a forward pass, and for an abort, with many requests that run and
+wait.
 
-The claim is that a step costs what it computes, and an abort its own blocks, whatever waits. To be fair on a busy
-machine the queue lengths take turns, round by round, and every figure is compared with the smallest of its own run. The
-garbage collector runs as in the server, and does not search again what was there before a measurement (gc.freeze).
+The claim is that a step costs only the work of its own requests, and an abort only the work of its own blocks, however
+many requests wait. Queue lengths are measured in turns, round by round, and each figure is compared with the shortest
+queue of the same run, so that a busy machine affects all of them. The garbage collector runs as in the server, but does
+not search the objects from before a measurement again (gc.freeze).
 """
 
 from __future__ import annotations
@@ -39,18 +41,26 @@ QUEUED_COUNTS = (10, 100, 1_000, 10_000, 100_000)
 HELD_COUNTS = (1, 10, 100, 1_000)
 ROUNDS = 30
 STEPS_PER_ROUND = 8
-ABORTS_PER_ROUND = 4  # of each kind
+ABORTS_PER_ROUND = 4  # aborts of each kind
 BLOCK_SIZE = 16
-OUTPUT_TOKENS_MAX = 1_024  # more than a measurement takes, so that nobody finishes meanwhile
+OUTPUT_TOKENS_MAX = 1_024  # more than a measurement needs, so that no request finishes meanwhile
 SAMPLING = SamplingParams(temperature=0.0)
 FILL = (0,) * (1_000 * BLOCK_SIZE)
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
-    """One figure, in microseconds a call; low and high are the 10th and 90th percentile of `sample_count` calls.
+    """One figure, in microseconds per call.
 
-    held_count: blocks of the aborted request, where these are varied. ratio: of the median to that of the smallest
-    queue, or of the fewest blocks.
+    Attributes:
+        what: the call.
+        running_count: requests that run.
+        queued_count: requests that wait.
+        held_count: blocks of the aborted request, if they are varied. Otherwise None.
+        median_us: median.
+        low_us: 10th percentile.
+        high_us: 90th percentile.
+        ratio: median relative to that of the shortest queue, or of the fewest blocks.
+        sample_count: number of calls.
     """
 
     what: str
@@ -65,7 +75,13 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Crowd:
-    """A core with some requests that decode and some that wait to run, all with different prompts."""
+    """A core with requests that decode and requests that wait to run. All prompts differ.
+
+    Args:
+        running_count: requests that decode.
+        queued_count: requests that wait.
+        prompt_blocks: full blocks of each prompt.
+    """
 
     def __init__(self, running_count: int, queued_count: int, *, prompt_blocks: int = 2) -> None:
         context_tokens_max = (prompt_blocks + 1) * BLOCK_SIZE + OUTPUT_TOKENS_MAX
@@ -87,7 +103,7 @@ class Crowd:
     def add(self) -> RequestId:
         number = self._arrivals_total
         self._arrivals_total += 1
-        # Different lengths, so that not everybody needs the next block in the same step.
+        # Prompts have different lengths, so that requests do not all need their next block in the same step.
         prompt_count = self._prompt_blocks * BLOCK_SIZE + number % BLOCK_SIZE
         request_id = RequestId(f"r{number}")
         self.core.add(
@@ -103,7 +119,7 @@ class Crowd:
         return request_id
 
     def step_ns(self) -> int:
-        """One step; the time of schedule and update together."""
+        """Run one step, and return the nanoseconds of schedule and update together."""
         started = perf_counter_ns()
         plan = self.core.schedule(0.0)
         scheduled = perf_counter_ns()
@@ -114,13 +130,20 @@ class Crowd:
         return scheduled - started + perf_counter_ns() - computed
 
     def abort_queued_ns(self, place: int) -> int:
-        """Abort whoever waits at `place`; somebody else joins the end of the queue."""
+        """Abort a waiting request, and return the nanoseconds. Then another request joins the end of the queue.
+
+        Args:
+            place: position in the queue.
+        """
         took = self._abort_ns(self.queued_ids.pop(place))
         self.queued_ids.append(self.add())
         return took
 
     def abort_running_ns(self) -> int:
-        """Abort the one that has run for longest; the head of the queue takes its place."""
+        """Abort the request that has run for the longest time, and return the nanoseconds.
+
+        Then the first waiting request runs.
+        """
         took = self._abort_ns(self.running_ids.pop(0))
         self.running_ids.append(self.queued_ids.pop(0))
         self.queued_ids.append(self.add())
@@ -144,15 +167,22 @@ ACTIONS: dict[str, tuple[int, Callable[[Crowd], int]]] = {
 
 
 def queue_costs(running_count: int, queued_counts: Sequence[int], *, rounds: int = ROUNDS) -> list[Cost]:
-    """A step, and aborts at the head, middle and tail of the queue and of a running request, at each queue length."""
+    """Measure a step, and aborts of a running request and at the head, middle and tail of the queue, for each queue
+    length.
+
+    Args:
+        running_count: requests that run.
+        queued_counts: lengths of the queue, the shortest first.
+        rounds: number of counted rounds.
+    """
     crowds = {queued_count: Crowd(running_count, queued_count) for queued_count in queued_counts}
     samples: dict[tuple[str, int], list[int]] = {}
-    with _collector_spared():
+    with _frozen_objects():
         for round_index in with_progress(range(rounds + 1), f"measuring with {running_count} running", unit="rounds"):
             for queued_count, crowd in crowds.items():
                 for what, (repeats, action) in ACTIONS.items():
                     taken = [action(crowd) for _ in range(repeats)]
-                    if round_index > 0:  # the first one warms up
+                    if round_index > 0:  # The first round is a warm-up.
                         samples.setdefault((what, queued_count), []).extend(taken)
     costs = []
     for what in ACTIONS:
@@ -163,10 +193,15 @@ def queue_costs(running_count: int, queued_counts: Sequence[int], *, rounds: int
 
 
 def block_costs(held_counts: Sequence[int] = HELD_COUNTS, *, rounds: int = ROUNDS) -> list[Cost]:
-    """The abort of a running request that holds 1, 10, 100, ... full blocks and one that is begun."""
+    """Measure the abort of a running request, for different numbers of its blocks.
+
+    Args:
+        held_counts: numbers of full blocks, the smallest first. Each request also has a partial block.
+        rounds: number of counted rounds.
+    """
     crowds = {held_count: Crowd(1, 2, prompt_blocks=held_count) for held_count in held_counts}
     samples: dict[int, list[int]] = {held_count: [] for held_count in held_counts}
-    with _collector_spared():
+    with _frozen_objects():
         for round_index in with_progress(range(rounds + 1), "measuring aborts", unit="rounds"):
             for held_count, crowd in crowds.items():
                 taken = [crowd.abort_running_ns() for _ in range(ABORTS_PER_ROUND)]
@@ -177,7 +212,7 @@ def block_costs(held_counts: Sequence[int] = HELD_COUNTS, *, rounds: int = ROUND
 
 
 @contextmanager
-def _collector_spared() -> Iterator[None]:
+def _frozen_objects() -> Iterator[None]:
     gc.collect()
     gc.freeze()
     try:
@@ -219,11 +254,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--queued", QUEUED_COUNTS, "requests that wait"),
     ):
         parser.add_argument(flag, type=at_least_one, nargs="+", default=list(default), metavar="N", help=meaning)
-    parser.add_argument("--rounds", type=at_least_one, default=ROUNDS, metavar="N", help="of each shape, in turns")
+    parser.add_argument(
+        "--rounds", type=at_least_one, default=ROUNDS, metavar="N", help="rounds of each shape, in turns"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print a table as it grows, and then everything as one line of JSON. Half a minute as it stands."""
+    """Measure, print a table row by row, and then all figures as one line of JSON. The defaults take half a minute.
+
+    Args:
+        arguments: the parsed command line.
+
+    Returns:
+        Exit code.
+    """
     prepare_interpreter()
     print(f"{'':<14}{'running':>8}{'queued':>9}{'blocks':>8}{'median us':>11}{'10 %':>10}{'90 %':>10}{'ratio':>8}")
     costs = block_costs(rounds=arguments.rounds)

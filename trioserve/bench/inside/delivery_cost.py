@@ -1,8 +1,9 @@
-"""What Python costs a step, from its plan to the text in its readers' hands, and what a job costs the worker thread.
+"""Measures Python's cost of a step, from its plan until its readers have the text, and the cost of a job for a worker
+thread.
 
-The engine is the real one, with a reader's task for each request, over steps that compute nothing. Counted is the CPU
-time of the event loop's thread, each part apart: schedule, update, deliver (text, metrics, waking the readers), and
-then the readers. A chat reader is the whole handler of a streamed chat completion, down to its bytes.
+The engine is the real one, with one reader task per request and with steps that compute nothing. The CPU time of the
+event loop's thread is counted separately for schedule, update, deliver (text, metrics, waking readers), and the
+readers. A chat reader is the whole handler of a streamed chat completion, including its bytes.
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ if TYPE_CHECKING:
 __all__ = ["DeliveryCost", "HandOffCost", "Readers", "add_arguments", "delivery_cost", "hand_off_costs", "run"]
 
 Readers = Literal["plain", "chat"]
-"""Who reads: `async for` and nothing else, or the handler of a streamed chat completion."""
+"""Kind of reader: a plain `async for`, or the handler of a streamed chat completion."""
 
-SHAPES = tuple(product((0, 100_000), (16, 256, 1_024)))  # queued, running
+SHAPES = tuple(product((0, 100_000), (16, 256, 1_024)))  # waiting and running requests
 ROUNDS = 30
 STEPS_PER_ROUND = 8
 HAND_OFFS_PER_ROUND = 100
-STEPS_BEFORE = 20  # that are not counted: prompts, and what is built once
+STEPS_BEFORE = 20  # steps that are not counted: prompts, and objects that are made once
 BLOCK_SIZE = 16
 PROMPT = "what a step costs"
 LETTER = ord("a")
@@ -68,7 +69,7 @@ BODY = {
 
 
 class DeliveryCost(msgspec.Struct, frozen=True, kw_only=True):
-    """Microseconds of CPU time a step, the median of step_count steps."""
+    """Microseconds of CPU time per step, as the median of step_count steps."""
 
     readers: Readers
     running_count: int
@@ -81,12 +82,12 @@ class DeliveryCost(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def engine_us(self) -> float:
-        """All but the readers."""
+        """All parts except the readers."""
         return self.schedule_us + self.update_us + self.deliver_us
 
 
 class HandOffCost(msgspec.Struct, frozen=True, kw_only=True):
-    """Microseconds from one thread's call to the other's first instruction."""
+    """Microseconds from one thread's call to the other thread's first instruction."""
 
     what: str
     median_us: float
@@ -95,7 +96,14 @@ class HandOffCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def delivery_cost(readers: Readers, running_count: int, queued_count: int, *, steps: int) -> DeliveryCost:
-    """Of a step in which `running_count` requests decode while `queued_count` wait to run."""
+    """Measure a step that decodes some requests while others wait to run.
+
+    Args:
+        readers: kind of readers.
+        running_count: requests that decode.
+        queued_count: requests that wait.
+        steps: number of counted steps.
+    """
     taken = trio.run(_taken, readers, running_count, queued_count, steps)
     us = {part: median(samples[-steps:]) / 1e3 for part, samples in taken.items()}
     return DeliveryCost(
@@ -111,7 +119,11 @@ def delivery_cost(readers: Readers, running_count: int, queued_count: int, *, st
 
 
 def hand_off_costs(*, samples: int) -> list[HandOffCost]:
-    """To the worker thread and back, while both have nothing else to do."""
+    """Measure a call to the worker thread and its return, while both threads are idle.
+
+    Args:
+        samples: number of calls.
+    """
     there, back = trio.run(_hand_offs, samples)
     return [_hand_off("hand-off, there", there), _hand_off("hand-off, back", back)]
 
@@ -122,12 +134,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=at_least_one,
         default=ROUNDS,
         metavar="N",
-        help=f"of {STEPS_PER_ROUND} steps and {HAND_OFFS_PER_ROUND} jobs each",
+        help=f"rounds of {STEPS_PER_ROUND} steps and {HAND_OFFS_PER_ROUND} jobs each",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print a table as it grows, and then everything as one line of JSON."""
+    """Measure, print a table row by row, and then all figures as one line of JSON. Return the exit code.
+
+    Args:
+        arguments: the parsed command line.
+    """
     prepare_interpreter()
     head = ("readers", "running", "queued", "schedule", "update", "deliver", "us a token", "readers us")
     print(("{:<14}{:>8}{:>9}" + "{:>11}" * 5).format(*head))
@@ -171,7 +187,7 @@ async def _hand_offs(samples: int) -> tuple[list[int], list[int]]:
 
 
 class _Watch:
-    """What each part of each step took, in nanoseconds."""
+    """Records the nanoseconds of each part of each step."""
 
     def __init__(self) -> None:
         self.taken: dict[str, list[int]] = {"schedule": [], "update": [], "deliver": [], "readers": []}
@@ -210,7 +226,7 @@ class _WatchedDelivery(Delivery):
 
 
 class _Steps:
-    """Every token is the letter a. While a step would be computed the readers read, and that is what takes its time."""
+    """Steps whose every token is the letter a. Readers read while a step would be computed, which gives their time."""
 
     def __init__(self, watch: _Watch) -> None:
         self._watch = watch
@@ -219,7 +235,8 @@ class _Steps:
 
     async def run_step(self, plan: StepPlan, is_abandoned: IsAbandoned) -> StepResult | None:
         began_ns = thread_time_ns()
-        for _ in range(2):  # in the first pass all readers have their turn, in the second this task has the last word
+        # All readers have their turn in the first pass. In the second pass, this task runs after them.
+        for _ in range(2):
             await trio.lowlevel.checkpoint()
         self._watch.note("readers", began_ns)
         self.steps_left -= 1
@@ -326,7 +343,7 @@ def _queued(number: int) -> EngineRequest:
 
 
 class _Unsent(Exchange):
-    """A streamed chat completion whose client takes everything at once."""
+    """A streamed chat completion whose client accepts all data at once."""
 
     method, path, query = "POST", "/v1/chat/completions", ""
     http_version, peer = "2", "unknown"

@@ -1,10 +1,9 @@
-"""What drafts bring: tokens a second with drafts and without, in turns, on the real default model.
+"""Measures tokens per second with and without draft tokens, in turns, with the real default model.
 
-Drafts come from a request's own text or, with --draft-model, from a small model. Two engines in one process, equal but
-for the drafts, answer the same prompts one after the other, round for round, so that whatever else the machine does
-meets both. A speed is that of responses behind the first token, all
-streams together. Text that repeats what is in the prompt stands beside chats that do not, and one stream beside
-several.
+Draft tokens come from a request's own text or, with --draft-model, from a small model. Two engines in one process,
+which differ only in draft tokens, answer the same prompts one after another, round by round, so that other work on the
+machine affects both. A speed is that of all streams together, after their first tokens. The workloads have texts that
+repeat the prompt and chats that do not, with one stream and with several.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ OpenEngine = Callable[..., AbstractAsyncContextManager[Engine]]
 DRAFT_TOKENS = 8
 ROUNDS = 3
 TOKENS = 128
-KV_CACHE_GIB = 0.25  # more would be claimed by the one engine, for half a minute, while the other one is measured
+KV_CACHE_GIB = 0.25  # An engine would allocate a larger cache for half a minute, while the other engine is measured.
 
 _STORY = (
     "The harbour of Lindholm lies in a bay that opens to the west. In the year 1871 a ship with the name "
@@ -63,7 +62,7 @@ _QUESTIONS = (
 
 
 class Workload(msgspec.Struct, frozen=True):
-    """prompts: each a stream of its own, all at a time."""
+    """Some prompts that run at the same time, each as one stream."""
 
     name: str
     prompts: tuple[Prompt, ...]
@@ -75,7 +74,10 @@ def _chat(text: str) -> ChatPrompt:
 
 
 def _copy(text: str, number: int = 0) -> str:
-    """To be continued as a second copy, as an editor's assistant is asked; the number makes it a text of its own."""
+    """Return a prompt to be continued as a second copy of a text, as for an editor's assistant.
+
+    Each number makes another text.
+    """
     return f"Version {number}:\n{text}\n\nVersion {number}, once more:\n{text[:40]}"
 
 
@@ -93,10 +95,22 @@ WORKLOADS = (
 
 
 class DraftFigure(msgspec.Struct, frozen=True, kw_only=True):
-    """One workload. Speeds are those of the best round, in tokens a second of all streams: other work on the machine
-    only ever slows one down. Those of the CPU are tokens for each second of it that this process took, in all rounds:
-    they say what there is to gain where the machine is not alone. Counts are those of one round with drafts; steps:
-    without drafts there are as many as one stream has tokens."""
+    """The figures of one workload.
+
+    Attributes:
+        what: name of the workload.
+        streams: number of streams.
+        plain_speed: tokens per second of all streams without drafts, in the best round. Other work on the machine can
+            only slow a round down.
+        draft_speed: the same with drafts.
+        plain_cpu_speed: tokens per second of this process's CPU time without drafts, over all rounds. It shows the gain
+            also on a busy machine.
+        draft_cpu_speed: the same with drafts.
+        drafted: draft tokens of one round.
+        accepted: accepted draft tokens of that round.
+        steps: steps of that round. Without drafts, there would be one step per token of a stream.
+        tokens: tokens of that round.
+    """
 
     what: str
     streams: int
@@ -122,7 +136,7 @@ async def _measure(engines: tuple[Engine, Engine], workload: Workload, rounds: i
     speeds: tuple[list[float], list[float]] = ([], [])
     cpu_seconds, token_counts = [0.0, 0.0], [0, 0]
     counts = (0, 0, 0, 0)
-    # The first one fills the prefix cache.
+    # The first round fills the prefix cache.
     for number in with_progress(range(rounds + 1), f"measuring {workload.name}", unit="rounds"):
         for index, engine in enumerate(engines):
             before = engine.stats()
@@ -154,7 +168,7 @@ async def _measure(engines: tuple[Engine, Engine], workload: Workload, rounds: i
 
 
 async def _run(engine: Engine, workload: Workload, tokens: int) -> tuple[float, int]:
-    """Tokens a second behind the first ones, and tokens altogether."""
+    """Return tokens per second after the first ones, and the number of all tokens."""
     sampling = SamplingParams(temperature=workload.temperature, max_tokens=tokens, ignore_eos=True, seed=1)
     begun: list[float] = []
     counts: list[int] = []
@@ -198,9 +212,9 @@ async def _main(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="smollm2", metavar="NAME", help="as serve takes it")
+    parser.add_argument("--model", default="smollm2", metavar="NAME", help="model, as for serve")
     parser.add_argument(
-        "--quantization", default="auto", metavar="NAME", help="of the model's weights, as serve has it"
+        "--quantization", default="auto", metavar="NAME", help="number format of the model's weights, as for serve"
     )
     parser.add_argument(
         "--draft-model",
@@ -208,11 +222,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="drafts come from this model, or from the model's own further layer (mtp); default: from a request's "
         "own text",
     )
-    parser.add_argument("--draft-quantization", default="auto", metavar="NAME", help="of the draft model's weights")
-    parser.add_argument("--draft-tokens", type=at_least_one, default=DRAFT_TOKENS, metavar="N", help="at most, a step")
-    parser.add_argument("--only", default="", metavar="TEXT", help="workloads with this in their name; default: all")
-    parser.add_argument("--rounds", type=at_least_one, default=ROUNDS, metavar="N", help="of each workload, in turns")
-    parser.add_argument("--tokens", type=at_least_one, default=TOKENS, metavar="N", help="of each response")
+    parser.add_argument(
+        "--draft-quantization", default="auto", metavar="NAME", help="number format of the draft model's weights"
+    )
+    parser.add_argument(
+        "--draft-tokens", type=at_least_one, default=DRAFT_TOKENS, metavar="N", help="maximum draft tokens per step"
+    )
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="only workloads with this text in their name; default: all"
+    )
+    parser.add_argument(
+        "--rounds", type=at_least_one, default=ROUNDS, metavar="N", help="rounds of each workload, in turns"
+    )
+    parser.add_argument("--tokens", type=at_least_one, default=TOKENS, metavar="N", help="tokens of each response")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -241,8 +263,22 @@ def run_draft_bench(
     rounds: int = ROUNDS,
     tokens: int = TOKENS,
 ) -> int:
-    """Measure, print a table as it grows, and then everything as one line of JSON. A few minutes as it stands.
-    open_engine: trioserve.open_engine, which a room does not know."""
+    """Measure, print a table row by row, and then all figures as one line of JSON. The defaults take a few minutes.
+
+    Args:
+        open_engine: trioserve.open_engine.
+        model: name of the model.
+        quantization: number format of the model's weights.
+        draft_model: draft model. None: draft tokens come from the request's own text.
+        draft_quantization: number format of the draft model's weights.
+        draft_tokens: maximum draft tokens per step.
+        only: text that the name of a workload must contain.
+        rounds: number of rounds.
+        tokens: tokens of each response.
+
+    Returns:
+        Exit code.
+    """
     load = os.getloadavg()[0]
     drafts: dict[str, Any] = {"speculative_ngram": draft_tokens}
     source = "from the text"

@@ -1,9 +1,10 @@
-"""What the front end costs: CPU time of a streamed event and of a small request, over real sockets, without a model.
+"""Measures the CPU time of the front end for a streamed event and for a small request, over real sockets, without a
+model.
 
-The server runs in this process and clients in another, and what is counted is the CPU time of this process alone, so
-that neither the clients nor other programs are in it. The engine is the real one over a model that computes nothing; a
-second run with readers in this process, who read the same streams without HTTP, tells the engine's own part, and that
-is taken off. So an event's cost is all of handler, JSON, SSE, HTTP and socket.
+The server runs in this process, and the clients in another one. Only the CPU time of this process counts, so that
+neither the clients nor other programs affect it. The engine is the real one with a model that computes nothing. A
+second run has readers in this process that read the same streams without HTTP. It measures the engine's part, which is
+subtracted. So the cost of an event is all of handler, JSON, SSE, HTTP and socket.
 """
 
 from __future__ import annotations
@@ -31,18 +32,26 @@ from trioserve.trio_tools.progress import with_progress
 __all__ = ["FrontendCost", "add_arguments", "event_cost", "request_cost", "run"]
 
 SHAPES = ((1, 64, 2), (64, 1, 2), (64, 1, 1))  # connections, streams on each, HTTP version
-TOKENS = (100, 1_100)  # of the shorter and of the longer answer, an event for each
-STEP_SECONDS = 0.002  # between two tokens of a stream; less than a model takes, and enough for all to be sent
+TOKENS = (100, 1_100)  # of a short and of a long response, with one event per token
+STEP_SECONDS = 0.002  # between two tokens of a stream: less than a model takes, but enough to send all of them
 SMALL_REQUESTS = 4_000
 ROUNDS = 5
 CLIENT_SECONDS_MAX = 120
 
 
 class FrontendCost(msgspec.Struct, frozen=True, kw_only=True):
-    """One figure: microseconds of CPU time in the server for each event or request, the median of several rounds.
+    """One figure: microseconds of the server's CPU time per event or request. It is the median of several rounds.
 
-    engine_us: what the engine's part was, and is not in median_us.
-    response_us: what a response costs besides its events, the opening of its share of a connection included.
+    Attributes:
+        what: "event" or "small request".
+        connection_count: number of connections.
+        stream_count: streams of each connection.
+        http: HTTP version.
+        median_us: median, without the engine's part.
+        low_us: minimum.
+        high_us: maximum.
+        engine_us: the engine's part.
+        response_us: cost of a response without its events, but with its share of opening the connection.
     """
 
     what: str
@@ -71,7 +80,15 @@ def event_cost(
     tokens: tuple[int, int] = TOKENS,
     rounds: int = ROUNDS,
 ) -> FrontendCost:
-    """Of one event among connection_count * stream_count answers that stream at a time."""
+    """Measure one event, while connection_count * stream_count responses are streamed.
+
+    Args:
+        connection_count: number of connections.
+        stream_count: streams of each connection.
+        http: HTTP version.
+        tokens: tokens of a short and of a long response. The cost of an event is from their difference.
+        rounds: number of rounds.
+    """
     response_count = connection_count * stream_count
     short, long = tokens
     event_us: list[float] = []
@@ -79,12 +96,12 @@ def event_cost(
     response_us: list[float] = []
 
     def served(token_count: int) -> tuple[float, float]:
-        """Microseconds and events of a response."""
+        """Return microseconds and events of one response."""
         body = {"prompt": "hello", "max_tokens": token_count, "ignore_eos": True, "stream": True, "temperature": 0}
         seconds, events = trio.run(
             _serve, connection_count, stream_count, http, json.dumps(body), 1, response_count, token_count
         )
-        return seconds / response_count * 1e6, events / response_count  # one delta may hold several tokens
+        return seconds / response_count * 1e6, events / response_count  # One delta may have several tokens.
 
     def read_alone(token_count: int) -> float:
         return trio.run(_read_without_http, response_count, token_count) / response_count * 1e6
@@ -107,7 +124,13 @@ def event_cost(
 
 
 def request_cost(http: int, *, requests: int = SMALL_REQUESTS, rounds: int = ROUNDS) -> FrontendCost:
-    """Of one small JSON request, of those that 32 connections send one after another."""
+    """Measure one small JSON request, of those that 32 connections send one after another.
+
+    Args:
+        http: HTTP version.
+        requests: number of requests of a round.
+        rounds: number of rounds.
+    """
     samples = []
     for _ in with_progress(range(rounds), "measuring", unit="rounds"):
         seconds, _events = trio.run(_serve, 32, 1, http, "", requests // 32, 1, 1)
@@ -151,7 +174,7 @@ def _engine_options(request_count: int, tokens: int) -> dict[str, int | float]:
 
 
 async def _read_without_http(request_count: int, tokens: int) -> float:
-    """CPU seconds of as many streams that are read in this process."""
+    """Return the CPU seconds of as many streams that are read in this process."""
     async with open_fake_engine(enable_prefix_caching=False, **_engine_options(request_count, tokens)) as engine:  # type: ignore[arg-type]
         engine.steps.executor = _NothingComputed()
         began = time.process_time()
@@ -170,7 +193,7 @@ async def _read(engine: FakeEngine, tokens: int) -> None:
 async def _serve(
     connections: int, streams: int, http: int, body: str, repeats: int, request_count: int, tokens: int
 ) -> tuple[float, int]:
-    """CPU seconds of serving the clients' process, and how many events it saw."""
+    """Return the CPU seconds of serving the clients' process, and the number of events that the clients received."""
     async with open_fake_engine(enable_prefix_caching=False, **_engine_options(request_count, tokens)) as engine:  # type: ignore[arg-type]
         engine.steps.executor = _NothingComputed()
         server = FrontendServer(App(engine), limits=FrontendLimits(streams_max=max(100, streams)))
@@ -199,11 +222,18 @@ async def _serve(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=at_least_one, default=ROUNDS, metavar="N", help="of each figure")
+    parser.add_argument("--rounds", type=at_least_one, default=ROUNDS, metavar="N", help="rounds of each figure")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print a table as it grows, and then everything as one line of JSON. Some two minutes as it stands."""
+    """Measure, print a table row by row, and then all figures as one line of JSON. The defaults take about two minutes.
+
+    Args:
+        arguments: the parsed command line.
+
+    Returns:
+        Exit code.
+    """
     prepare_interpreter()
     rounds: int = arguments.rounds
     print(

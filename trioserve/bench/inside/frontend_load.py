@@ -1,6 +1,6 @@
-"""The clients of frontend_cost, in a process of their own: plain sockets, a thread a connection, no library.
+"""The clients of frontend_cost, in a separate process: plain sockets, one thread per connection, no library.
 
-Reads what to do as JSON from its input, and prints how many events it saw.
+The process reads its load as JSON from its input, and prints how many events it received.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _frame(kind: int, flags: int, stream_id: int, payload: bytes) -> bytes:
 
 
 def _header(name: bytes, value: bytes) -> bytes:
-    """A literal without indexing (RFC 7541, 6.2.2); both parts are shorter than 127 bytes."""
+    """Return a literal header without indexing (RFC 7541, 6.2.2). Name and value must be shorter than 127 bytes."""
     return bytes((0, len(name))) + name + bytes((len(value),)) + value
 
 

@@ -1,15 +1,15 @@
-"""Milliseconds of whole decode steps on a GPU, beside what its memory allows.
+"""Measures whole decode steps on a GPU in milliseconds, compared with the bound of its memory bandwidth.
 
     python -m trioserve bench inside gpu [--shape llama-3.2-1b llama-3.1-8b qwen3-8b] [--transformers]
     python -m trioserve bench inside gpu --device cpu --shape tiny --batch 1 2 --context 64
 
-Models have real shapes and random weights, made on the device. A step is one plan through the runner, down to the token
-ids: eager torch, Triton kernels launched one by one, and the same in CUDA graphs. It cannot be faster than its weights
-and KV can be read: that bound comes from the speed at which the device reads and copies memory in the same run. Where
-steps are launched, the way is measured once more with each launched before the last one's token ids are waited for, as
---overlap-steps has it: what is left of a step then is the device's time, or the host's if that is longer.
---transformers measures that library at its best on the same shapes. The CPU is for trying the program out: plain torch,
-and steps of fixed shape, not recorded.
+Models have real shapes and random weights, which are made on the device. A step is one plan through the runner, up to
+the token ids: with eager torch, with Triton kernels that are launched one by one, and with the same kernels in CUDA
+graphs. A step cannot be faster than its weights and KV can be read. That bound is from the speed at which the device
+reads and copies memory in the same run. If the runner launches steps, it is also measured with each step launched
+before the token ids of the step before arrive, as with --overlap-steps. Then a step takes the time of the device, or of
+the host if that is longer. --transformers measures the best methods of that library with the same shapes. The CPU is
+only for a test of this program, with plain torch and with steps of fixed shape, without CUDA graphs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ BLOCK_SIZE = 16
 WAYS: dict[DeviceType, tuple[str, ...]] = {"cuda": ("torch", "triton", "graphs"), "cpu": ("torch", "static")}
 WARM_STEPS = 3
 STEPS_MIN, STEPS_MAX = 5, 100
-CASE_SECONDS = 1.0  # then no further step of a case is timed, if there are STEPS_MIN
+CASE_SECONDS = 1.0  # After this time, no further step of a case is measured if there are STEPS_MIN.
 KV_BYTES_CPU = 2**26
 MOVE_ROUNDS, MOVES = 10, 8
 READ_BYTES: dict[DeviceType, int] = {"cuda": 2**30, "cpu": 2**26}
@@ -53,7 +53,7 @@ READ_BYTES: dict[DeviceType, int] = {"cuda": 2**30, "cpu": 2**26}
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A decode of `batch` sequences, each with `context` tokens, the one that is computed included."""
+    """A decode step of `batch` sequences with `context` tokens each. The context includes the computed token."""
 
     batch: int
     context: int
@@ -64,7 +64,13 @@ class Case:
 
 
 def step_bytes(config: ModelConfig, dtype: Dtype, case: Case) -> int:
-    """What the step has to read: all weights that it uses, and keys and values of every token."""
+    """Return the bytes that a step must read: all weights that it uses, and keys and values of every token.
+
+    Args:
+        config: the model.
+        dtype: number format of weights, keys and values.
+        case: the step.
+    """
     kv_bytes = kv_block_bytes(config, 1, dtype) * case.batch * case.context
     return step_weight_bytes(config, dtype) + kv_bytes
 
@@ -74,8 +80,13 @@ def bound_seconds(config: ModelConfig, dtype: Dtype, case: Case, bytes_per_secon
 
 
 def table(bounds: Mapping[Case, float], measured: Mapping[str, Mapping[Case, float]]) -> str:
-    """A line a case: the bound and each way's seconds as milliseconds, with the share of the bound's speed it reaches;
-    a dash where it was not measured."""
+    """Return a table with one line per case: the bound, then milliseconds of each way and its share of the bound's
+    speed.
+
+    Args:
+        bounds: seconds of the bound, by case.
+        measured: seconds by way and case. A missing case becomes a dash.
+    """
     lines = ["  batch  context  bound, ms" + "".join(f"{way:>24}" for way in measured)]
     for case, bound in bounds.items():
         cells = []
@@ -88,19 +99,31 @@ def table(bounds: Mapping[Case, float], measured: Mapping[str, Mapping[Case, flo
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shapes = [name for name in SHAPES if name != TINY]
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=shapes, help="real shapes to measure")
-    parser.add_argument("--batch", nargs="+", type=_count, default=[1, 16, 64, 256], metavar="N", help="sequences")
     parser.add_argument(
-        "--context", nargs="+", type=_count, default=[256, 1024, 4096], metavar="TOKENS", help="of each"
+        "--batch", nargs="+", type=_count, default=[1, 16, 64, 256], metavar="N", help="numbers of sequences"
+    )
+    parser.add_argument(
+        "--context", nargs="+", type=_count, default=[256, 1024, 4096], metavar="TOKENS", help="tokens of each sequence"
     )
     ways = sorted({*WAYS["cuda"], *WAYS["cpu"]})
-    parser.add_argument("--ways", nargs="+", choices=ways, default=None, help="to compute; None: all of the device")
-    parser.add_argument("--device", choices=WAYS, default="cuda", help="cpu is for trying the program out")
-    parser.add_argument("--sampled", action="store_true", help="at temperature 0.8, top_p 0.95; else the largest logit")
-    parser.add_argument("--transformers", action="store_true", help="measure transformers, too")
+    parser.add_argument(
+        "--ways", nargs="+", choices=ways, default=None, help="ways to compute; None: all of the device"
+    )
+    parser.add_argument("--device", choices=WAYS, default="cuda", help="cpu is only for a test of this program")
+    parser.add_argument(
+        "--sampled",
+        action="store_true",
+        help="sample with temperature 0.8 and top_p 0.95, instead of the largest logit",
+    )
+    parser.add_argument("--transformers", action="store_true", help="also measure transformers")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and print. Returns 2, and says why, for what this machine cannot measure."""
+    """Measure and print. Return the exit code, which is 2 if this machine cannot measure the cases.
+
+    Args:
+        arguments: the parsed command line.
+    """
     device: DeviceType = arguments.device
     ways: Sequence[str] = arguments.ways or WAYS[device]
     refusal = _refusal(device, arguments.shape, ways, arguments.context, wants_transformers=arguments.transformers)
@@ -120,7 +143,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _count(text: str) -> int:
     value = int(text)
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is too few, 1 is the least")
+        raise argparse.ArgumentTypeError(f"{value}, the minimum is 1")
     return value
 
 
@@ -132,20 +155,20 @@ def _refusal(
     *,
     wants_transformers: bool,
 ) -> str | None:
-    """Why it cannot be measured, as a sentence."""
+    """Return a sentence that says why the cases cannot be measured, or None if they can."""
     if device == "cuda" and not torch.cuda.is_available():
-        return "torch sees no CUDA device here: run it where there is one, or try it with --device cpu --shape tiny"
+        return "torch sees no CUDA device: run this on a machine with a GPU, or test it with --device cpu --shape tiny"
     if device == "cpu" and list(shapes) != [TINY]:
-        return f"on the CPU this program is only tried out: take --shape {TINY}, not {' '.join(shapes)}"
+        return f"the CPU is only for a test of this program: use --shape {TINY}, not {' '.join(shapes)}"
     if foreign := [way for way in ways if way not in WAYS[device]]:
-        return f"--ways has {', '.join(foreign)}, but with --device {device} there are {', '.join(WAYS[device])}"
+        return f"--ways has {', '.join(foreign)}, but --device {device} has {', '.join(WAYS[device])}"
     if {"triton", "graphs"} & set(ways) and importlib.util.find_spec("triton") is None:
-        return "triton is not installed: pip install triton, or take --ways torch"
+        return "triton is not installed: pip install triton, or use --ways torch"
     if wants_transformers and importlib.util.find_spec("transformers") is None:
-        return "transformers is not installed: pip install transformers, or leave --transformers away"
+        return "transformers is not installed: pip install transformers, or omit --transformers"
     longest = min(SHAPES[shape].context_tokens_max for shape in shapes)
     if max(contexts) > longest:
-        return f"--context has {max(contexts)}, but these shapes take up to {longest} tokens"
+        return f"--context has {max(contexts)}, but these shapes allow up to {longest} tokens"
     return None
 
 
@@ -192,14 +215,18 @@ def _measure_shape(
 
 
 def _fill_kv(runner: ModelRunner) -> None:
-    """In a function of its own: a name that outlived the runner would keep a layer's memory from the next one."""
+    """Fill the KV cache with random numbers.
+
+    This is a function, since a local variable that outlives the runner would keep the memory of a layer from the next
+    one.
+    """
     assert runner.storage is not None
     for pages in runner.storage.pages:
         pages.normal_()
 
 
 def _measurements(way: str, runner: ModelRunner) -> dict[str, Callable[[ModelRunner, Case, SamplingParams], float]]:
-    """What is measured of this way, by the name of its column."""
+    """Return the measurements of a way by the name of their column."""
     if not runner.launches:
         return {way: _step_seconds}
     return {way: _step_seconds, f"{way}, overlapped": _overlapped_seconds}
@@ -210,7 +237,7 @@ def _notice(sentence: str) -> None:
 
 
 def _make_runner(config: ModelConfig, cases: Sequence[Case], way: str, device: DeviceType) -> ModelRunner:
-    """A runner with random weights, before allocate_kv."""
+    """Return a runner with random weights, before allocate_kv."""
     settings = ModelSettings(
         device=device,
         block_size=BLOCK_SIZE,
@@ -226,7 +253,7 @@ def _make_runner(config: ModelConfig, cases: Sequence[Case], way: str, device: D
         else:
             slot.fill(torch.empty(slot.shape, dtype=slot.dtype, device=device).normal_(0.0, 0.02))
     if device == "cuda":
-        torch.cuda.empty_cache()  # what the filling took would count as in use
+        torch.cuda.empty_cache()  # The memory that filling used would count as in use.
     return ModelRunner(model, settings)
 
 
@@ -241,13 +268,13 @@ def _kernels(way: str) -> Kernels:
 
 
 def _step_seconds(runner: ModelRunner, case: Case, sampling: SamplingParams) -> float:
-    """The median of some steps. Each waits for its token ids, as it would have to anyway."""
+    """Return the median of some steps. Each waits for its token ids."""
     plan = _plan(runner.config, case, sampling)
     return _median_seconds(lambda: runner.execute(plan))
 
 
 def _overlapped_seconds(runner: ModelRunner, case: Case, sampling: SamplingParams) -> float:
-    """The same where a step is launched, with the tokens of the last one, before these have been waited for."""
+    """Return the median of some steps that are launched before the token ids of the step before have arrived."""
     begun = [runner.launch(_plan(runner.config, case, sampling))]
     plan = _plan(runner.config, case, sampling, is_ahead=True)
 
@@ -272,7 +299,11 @@ def _median_seconds(step: Callable[[], object]) -> float:
 
 
 def _plan(config: ModelConfig, case: Case, sampling: SamplingParams, *, is_ahead: bool = False) -> StepPlan:
-    """is_ahead: every sequence's last token is what the step before chooses for it, whose context was as long."""
+    """Return the plan of a step.
+
+    With is_ahead, the last token of every sequence is the token that the step before chooses. The context has the same
+    length.
+    """
     width = -(-case.context // BLOCK_SIZE)
     chunks = []
     for sequence in range(case.batch):
@@ -285,7 +316,7 @@ def _plan(config: ModelConfig, case: Case, sampling: SamplingParams, *, is_ahead
             stop_token_ids=frozenset(),
             seed=sequence,
         )
-        # Blocks of one sequence lie far from each other, as in a pool that has been used for a while.
+        # Blocks of one sequence are far from each other, as in a pool that has been used for a while.
         blocks = list(range(sequence, case.block_count, case.batch))
         assert len(blocks) == width
         tokens = prompt[:-1] if is_ahead else prompt
@@ -294,7 +325,11 @@ def _plan(config: ModelConfig, case: Case, sampling: SamplingParams, *, is_ahead
 
 
 def measured_bandwidth(device: DeviceType) -> float:
-    """Bytes a second: the best of reading and copying a large tensor."""
+    """Return the memory bandwidth in bytes per second: the best of reading and copying a large tensor.
+
+    Args:
+        device: the device.
+    """
     source = torch.ones(READ_BYTES[device] // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     moves: tuple[tuple[Callable[[], object], int], ...] = (
@@ -306,8 +341,10 @@ def measured_bandwidth(device: DeviceType) -> float:
 
 
 def _device_seconds(move: Callable[[], object]) -> float:
-    """Of one among several that follow each other, by the device's own clock. The host's has the launch in it and the
-    way back, which count beside the third of a millisecond in which a large GPU reads a GiB."""
+    """Return the seconds of one of several successive moves, by the device's clock.
+
+    The host's clock would include launch and return, which matter: a large GPU reads a GiB in a third of a millisecond.
+    """
     began, ended = (
         torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         for _ in range(2)

@@ -1,5 +1,8 @@
-"""Decode steps of the transformers library at its best, for gpu_bench: a static cache with compiled steps, which
-`generate` captures into CUDA graphs, and continuous batching where the installed version has it."""
+"""Measures decode steps of the transformers library with its best methods, for gpu_bench.
+
+The methods are a static cache with compiled steps, which `generate` records in CUDA graphs, and continuous batching if
+the installed version has it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from trioserve.model.torch_formats import TORCH_DTYPES
 __all__ = ["measure_transformers"]
 
 TIMED_TOKENS = 32
-WARM_TOKENS = 8  # of each response: the first steps compile and capture
+WARM_TOKENS = 8  # tokens at the start of each response, while the first steps compile and capture
 
 
 class DecodeStep(Protocol):
@@ -63,7 +66,7 @@ def measure_transformers(
             try:
                 measured[way][case] = seconds = seconds_of(model, case)
                 notice(f"{way}, {case.batch} x {case.context}: {1e3 * seconds:.3f} ms")
-            except Exception as error:  # another's library: whatever stops it must not cost us our own figures
+            except Exception as error:  # An error of that library must not prevent our own figures.
                 notice(f"{way}, {case.batch} x {case.context}: {type(error).__name__}: {error}".splitlines()[0])
             torch.compiler.reset()
             gc.collect()
@@ -90,7 +93,7 @@ def _generation(token_count: int, **more: Any) -> GenerationConfig:
 
 
 class _Times(BaseStreamer):  # type: ignore[misc]  # the library is untyped here
-    """When each step's tokens were there."""
+    """Records the time of each step's tokens."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -103,7 +106,7 @@ class _Times(BaseStreamer):  # type: ignore[misc]  # the library is untyped here
 
 
 def _prompts(model: Any, case: DecodeStep) -> torch.Tensor:
-    """Their last tokens are computed at about the case's context."""
+    """Return random prompts, so long that the last tokens are computed at about the context of the case."""
     shape = (case.batch, case.context - TIMED_TOKENS - WARM_TOKENS)
     return torch.randint(0, model.config.vocab_size, shape, device=model.device)
 
@@ -112,7 +115,7 @@ def _static_seconds(model: Any, case: DecodeStep) -> float:
     times = _Times()
     prompts = _prompts(model, case)
     config = _generation(TIMED_TOKENS + WARM_TOKENS, cache_implementation="static")
-    for _ in range(2):  # compiled in the first
+    for _ in range(2):  # The first run compiles.
         times.seconds.clear()
         model.generate(prompts, attention_mask=torch.ones_like(prompts), generation_config=config, streamer=times)
     return statistics.median(_differences(times.seconds[-TIMED_TOKENS:]))
@@ -122,16 +125,16 @@ def _continuous_seconds(model: Any, case: DecodeStep) -> float:
     if not hasattr(model, "generate_batch"):
         raise NotImplementedError("this version has no continuous batching")
     if model.device.type == "cpu":
-        raise NotImplementedError("its cache would take most of this machine's memory: measured on a GPU alone")
+        raise NotImplementedError("its cache would use most of this machine's memory, so it is only measured on a GPU")
     outputs = model.generate_batch(
         inputs=_prompts(model, case).tolist(),
         generation_config=_generation(TIMED_TOKENS + WARM_TOKENS),
         record_timestamps=True,
     )
-    # The last sequence to get its first token decodes beside all of the others.
+    # The sequence that gets its first token last decodes together with all others.
     last = max((output.timestamps for output in outputs.values()), key=lambda stamps: stamps[0])
     tail = last[-TIMED_TOKENS // 2 :]
-    # Steps overlap in this way of computing, so a mean over several says more than a single difference.
+    # Steps overlap, so a mean over several steps is more exact than a single difference.
     return float(tail[-1] - tail[0]) / (len(tail) - 1)
 
 

@@ -1,12 +1,12 @@
-"""What rounding costs a model's responses: each way to keep its weights, batch-invariant and not, and each way to keep
-its KV, beside float32 from the same file.
+"""Measures how rounding affects a model's responses, relative to float32 with the same file.
 
     python -m trioserve.bench.inside.quality [--model smollm2] [--tokens 4096]
 
-The text is Python's own language reference, as its interpreter carries it (pydoc_data): it is there on every install,
-and the same for one version of Python. It goes through the model in pieces of 512 tokens, each by itself. Shown are the
-perplexity, how often the most probable token is float32's, and by how much the logprobs of the text's own tokens differ
-(root of the mean square).
+It measures each number format of weights, with and without batch-invariant kernels, and each number format of KV. The
+text is Python's language reference from its interpreter (pydoc_data): every installation has it, and it is equal for
+one version of Python. The model reads the text in pieces of 512 tokens, each as a separate prompt. The output has the
+perplexity, how often the most probable token equals float32's, and the root mean square difference of the logprobs of
+the text's tokens.
 """
 
 from __future__ import annotations
@@ -33,12 +33,17 @@ from trioserve.text.tokenizer import Tokenizer
 __all__ = ["main"]
 
 PIECE_TOKENS = 512
-# Prose rather than grammar tables.
+# prose rather than grammar tables
 TOPICS = ("objects", "execmodel", "import", "class", "exceptions", "with", "try", "types")
 
 
 class _Judged(NamedTuple):
-    """Of each token of the text but each piece's first: the logprob of the text's own, and the most probable one."""
+    """The result for each token of the text, except for the first of each piece.
+
+    Attributes:
+        logprobs: logprob of the text's token.
+        best: the most probable token.
+    """
 
     logprobs: npt.NDArray[np.float64]
     best: list[int]
@@ -57,10 +62,10 @@ def main() -> int:
         f"{arguments.model}, {sum(map(len, pieces))} tokens of the language reference of Python "
         f"{platform.python_version()}, in pieces of {PIECE_TOKENS}"
     )
-    wishes = [ModelSettings(device="cpu", dtype="float32", cpu_kernels="torch")]
-    wishes.append(ModelSettings(device="cpu", dtype="bfloat16", cpu_kernels="torch"))
+    variants = [ModelSettings(device="cpu", dtype="float32", cpu_kernels="torch")]
+    variants.append(ModelSettings(device="cpu", dtype="bfloat16", cpu_kernels="torch"))
     names = ("none", *(("file",) if any(tensor.block_type for tensor in checkpoint.tensors()) else ()), "int8", "int4")
-    wishes += [
+    variants += [
         ModelSettings(
             device="cpu", dtype="bfloat16", cpu_kernels="native", quantization=name, batch_invariant=batch_invariant
         )
@@ -68,13 +73,13 @@ def main() -> int:
         for batch_invariant in (False, True)
     ]
     for kept in get_args(KvCacheDtypeName)[1:]:
-        wishes.append(
+        variants.append(
             ModelSettings(
                 device="cpu", dtype="bfloat16", cpu_kernels="native", quantization="none", kv_cache_dtype=kept
             )
         )
     exact: _Judged | None = None
-    for settings in wishes:
+    for settings in variants:
         given = _judged(checkpoint, settings, pieces)
         exact = exact or given
         agreeing = sum(one == other for one, other in zip(given.best, exact.best, strict=True)) / len(exact.best)
@@ -120,7 +125,7 @@ def _judged(checkpoint: Checkpoint, settings: ModelSettings, pieces: list[tuple[
             states = (StateSpan(len(piece), None, 0),) if runner.state_slot_count else ()
             chunk = ScheduledChunk(request, piece, 0, len(piece), range(width), False, states=states)
             result = runner.execute(StepPlan(0, (chunk,), len(piece)))
-            assert result is not None, "nobody abandons it"
+            assert result is not None, "a step that is not abandoned has a result"
             for entry in result.prompt_logprobs[request.id]:
                 logprobs.append(entry.logprob)
                 best.append(max(entry.top, key=lambda candidate: candidate[1])[0])

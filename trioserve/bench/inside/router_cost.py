@@ -1,8 +1,9 @@
-"""What the router's core costs a request, from entering to leaving, however many endpoints there are. No sockets.
+"""Measures the cost of a request in the router's core, from entering to leaving, for different numbers of endpoints.
 
-The claim is that it is the same for ten endpoints and for ten thousand, with every policy. To be fair on a busy machine
-the fleets take turns, round by round, and every figure is compared with that of the smallest fleet of its own run. The
-garbage collector does not search again what was there before a measurement (gc.freeze).
+The claim is that it is equal for ten endpoints and for ten thousand, with every policy. No sockets are used. Fleets are
+measured in turns, round by round, and each figure is compared with the smallest fleet of the same run, so that a busy
+machine affects all of them. The garbage collector does not search the objects from before a measurement again
+(gc.freeze).
 """
 
 from __future__ import annotations
@@ -35,16 +36,25 @@ ENDPOINT_COUNTS = (10, 100, 1_000, 10_000)
 ROUNDS = 30
 REQUESTS_PER_ROUND = 50
 LEASES_MAX = 4
-BUSY_SHARE = 0.5  # of all leases, while it is measured
-PROMPTS = 64  # different ones that come again and again, behind a beginning that all have
+BUSY_SHARE = 0.5  # share of all leases that are granted during the measurement
+PROMPTS = 64  # different prompts with a common beginning, which repeat
 PROMPT_BLOCKS = 8
 BLOCK_SIZE = 16
 SECONDS_BETWEEN = 1e-4
 
 
 class RouterCost(msgspec.Struct, frozen=True, kw_only=True):
-    """One figure, in microseconds a request; low and high are the 10th and 90th percentile of `sample_count` requests.
-    ratio: of the median to that of the fewest endpoints."""
+    """One figure, in microseconds per request.
+
+    Attributes:
+        policy: routing policy.
+        endpoint_count: endpoints of the fleet.
+        median_us: median.
+        low_us: 10th percentile.
+        high_us: 90th percentile.
+        ratio: median relative to that of the smallest fleet.
+        sample_count: number of requests.
+    """
 
     policy: str
     endpoint_count: int
@@ -56,7 +66,13 @@ class RouterCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fleet:
-    """A router core with so many endpoints, half of whose leases are out, and that tell of their load."""
+    """A router core with endpoints that have reported their load. Half of their leases are granted.
+
+    Args:
+        policy: routing policy.
+        endpoint_count: number of endpoints.
+        seed: seed of all random choices.
+    """
 
     def __init__(self, policy: str, endpoint_count: int, *, seed: int = 0) -> None:
         self._rng = random.Random(seed)
@@ -80,8 +96,10 @@ class Fleet:
             self._report(id)
 
     def request_ns(self) -> int:
-        """A request comes, goes to its endpoint and gets its first token; another one ends; and one endpoint tells of
-        its load, which is not measured."""
+        """Return the nanoseconds of one request: it enters, is sent, gets its first token, and another request leaves.
+
+        Then one endpoint reports its load, which is not measured.
+        """
         self.now += SECONDS_BETWEEN
         request = self._request()
         began = perf_counter_ns()
@@ -119,7 +137,13 @@ class Fleet:
 
 
 def router_costs(policy: str, endpoint_counts: Sequence[int], *, rounds: int) -> list[RouterCost]:
-    """The fleets take turns; the first round of each is not counted."""
+    """Measure fleets in turns. The first round of each fleet is not counted.
+
+    Args:
+        policy: routing policy.
+        endpoint_counts: number of endpoints of each fleet, the smallest first.
+        rounds: number of counted rounds.
+    """
     fleets = {count: Fleet(policy, count) for count in endpoint_counts}
     samples: dict[int, list[int]] = {count: [] for count in endpoint_counts}
     gc.collect()
@@ -152,14 +176,25 @@ def router_costs(policy: str, endpoint_counts: Sequence[int], *, rounds: int) ->
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--endpoints", type=at_least_one, nargs="+", default=list(ENDPOINT_COUNTS), metavar="N", help="in each fleet"
+        "--endpoints",
+        type=at_least_one,
+        nargs="+",
+        default=list(ENDPOINT_COUNTS),
+        metavar="N",
+        help="endpoints of each fleet",
     )
     parser.add_argument("--policies", nargs="+", choices=list(POLICIES), default=list(POLICIES))
-    parser.add_argument("--rounds", type=at_least_one, default=ROUNDS, metavar="N", help="of each fleet, in turns")
+    parser.add_argument(
+        "--rounds", type=at_least_one, default=ROUNDS, metavar="N", help="rounds of each fleet, in turns"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print a table as it grows, and then everything as one line of JSON."""
+    """Measure, print a table row by row, and then all figures as one line of JSON. Return the exit code.
+
+    Args:
+        arguments: the parsed command line.
+    """
     prepare_interpreter()
     print(f"{'':<14}{'endpoints':>10}{'median us':>11}{'10 %':>9}{'90 %':>9}{'ratio':>8}")
     costs = []

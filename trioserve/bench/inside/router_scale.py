@@ -1,9 +1,9 @@
-"""How far several routers before many endpoints go: waits, fairness, limits that are overshot, and what deciding costs.
+"""Measures several routers with many endpoints: waits, fairness, exceeded limits, and the cost of decisions.
 
-Time is simulated, from a seed, and so is everything but the routers' cores and how each works out its share: see
-simulation/routers. The processor time of their calls is real. Every promise of several routers is checked meanwhile.
+Time and clients are simulated from a seed. Only the routers' cores and their division of capacity are real (see
+simulation/routers), and the CPU time of their calls. All rules of several routers are checked meanwhile.
 
-Requests come first a little slower than all endpoints together can serve them, and then, in another history, faster.
+One history has a little fewer requests than all endpoints together can serve, another has more.
 """
 
 from __future__ import annotations
@@ -36,23 +36,33 @@ ENDPOINTS = 100
 SEATS = 16
 SERVICE_SECONDS = 1.0
 LOADS = (0.9, 1.3)
-REQUESTS_MAX = 8_000  # of a history, where that is long enough
-SECONDS_MIN = 2.5  # two and a half times a request's
+REQUESTS_MAX = 8_000  # of a history, unless that would be too short
+SECONDS_MIN = 2.5  # two and a half times the duration of a request
 SECONDS_MAX = 20.0
-VARIED_ENDPOINTS_MAX = 100  # what is varied depends little on how many there are, and costs by it
+VARIED_ENDPOINTS_MAX = 100  # variations depend little on the number of endpoints, but their duration does
 BUSY_WEIGHT = 3.0
-POLICIES = ("least_loaded", "power_of_two", "round_robin")  # those that look at nothing but load
+POLICIES = ("least_loaded", "power_of_two", "round_robin")  # policies that only use the load
 
 
 class ScaleCase(msgspec.Struct, frozen=True, kw_only=True):
-    """What a row of the table is about. what: as it is shown."""
+    """One case of the table.
+
+    Attributes:
+        what: its name in the table.
+        world: routers and endpoints.
+        busy_weight: clients of the first router, relative to those of another router.
+    """
 
     what: str
     world: RoutersWorld
     busy_weight: float = 1.0
 
     def traffic(self, load: float) -> Traffic:
-        """What is asked for at this load, for as long as there are requests enough to judge by."""
+        """Return requests at a load, for a duration that has enough of them to judge.
+
+        Args:
+            load: load relative to the capacity of all endpoints.
+        """
         rate = Traffic(load=load, service_seconds=SERVICE_SECONDS).rate(self.world)
         return Traffic(
             load=load,
@@ -63,10 +73,20 @@ class ScaleCase(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScaleFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """One history. load: what is asked for, relative to what all seats can do. seconds: of traffic. The rest is
-    processor time of the cores. choice_us, choice_p99_us: of a request that gets a lease at once, from entering to
-    that; None where none did. report_us: of a load that an endpoint tells. reports_per_second: to each router.
-    core_share: of one core, what deciding takes a router in all."""
+    """The figures of one history. Times are CPU times of the cores.
+
+    Attributes:
+        what: name of the case.
+        load: load relative to the capacity of all endpoints.
+        seconds: duration of the traffic.
+        row: waits, fairness and limits.
+        choice_us: median time to choose an endpoint for a request that gets its lease at once. None: there was no such
+            request.
+        choice_p99_us: 99th percentile of that time.
+        report_us: mean time to process a load report of an endpoint.
+        reports_per_second: load reports per router.
+        core_share: share of one core that a router uses for all decisions.
+    """
 
     what: str
     load: float
@@ -84,7 +104,15 @@ class ScaleFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def scale_cases(routers: int, endpoints: int, *, policy: str, seed: int = 0) -> Iterator[ScaleCase]:
-    """First more and more routers, then more and more endpoints, and then everything else varied by itself."""
+    """Yield the cases: a growing number of routers, a growing number of endpoints, and then variations of everything
+    else.
+
+    Args:
+        routers: largest number of routers.
+        endpoints: largest number of endpoints.
+        policy: policy of every router.
+        seed: seed of all random choices.
+    """
 
     def world(router_count: int, endpoint_count: int) -> RoutersWorld:
         settings = RouterSettings()
@@ -128,13 +156,22 @@ def _below(count: int, first: int, *, factor: int) -> Iterator[int]:
 
 
 def measured(case: ScaleCase, load: float, *, seed: int) -> ScaleFigures:
-    """Raises AssertionError where a promise of several routers is broken."""
+    """Simulate one case at one load.
+
+    Args:
+        case: the case.
+        load: load relative to the capacity of all endpoints.
+        seed: seed of the traffic.
+
+    Raises:
+        AssertionError: a rule of several routers is broken.
+    """
     traffic, times = case.traffic(load), CallTimes()
     simulation = RoutersSimulation(case.world, core_of=functools.partial(TimedCore, times=times))
     times.begins_at = simulation.now + SETTLED_SECONDS
     times.ends_at = times.begins_at + traffic.seconds
     gc.collect()
-    gc.freeze()  # what is there already is not searched again while something is timed
+    gc.freeze()  # The objects that exist already are not searched again during the measurement.
     try:
         with ProgressBar(f"simulating {case.what}, load {load:g}", unit="s of traffic") as bar:
             for event in drawn_traffic(Random(seed), case.world, traffic):
@@ -178,32 +215,39 @@ def _line(figures: ScaleFigures, what_width: int) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--routers", type=at_least_one, default=ROUTERS, metavar="N", help="the most routers that are simulated"
-    )
+    parser.add_argument("--routers", type=at_least_one, default=ROUTERS, metavar="N", help="largest number of routers")
     parser.add_argument(
         "--endpoints",
         type=at_least_one,
         default=ENDPOINTS,
         metavar="N",
-        help="the most endpoints before which they stand",
+        help="largest number of endpoints",
     )
-    parser.add_argument("--policy", choices=POLICIES, default=POLICIES[0], help="of every router")
+    parser.add_argument("--policy", choices=POLICIES, default=POLICIES[0], help="policy of every router")
     parser.add_argument(
-        "--loads", type=_load, nargs="+", default=list(LOADS), metavar="X", help="1: as much as all can serve"
+        "--loads",
+        type=_load,
+        nargs="+",
+        default=list(LOADS),
+        metavar="X",
+        help="loads; 1 is the capacity of all endpoints",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of who asks when, and for how much")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of all requests")
 
 
 def _load(text: str) -> float:
     value = float(text)
     if not 0.01 <= value <= 10:
-        raise argparse.ArgumentTypeError(f"{value}, it must be 0.01 to 10")
+        raise argparse.ArgumentTypeError(f"{value}, allowed is 0.01 to 10")
     return value
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print a table as it grows, and then everything as one line of JSON."""
+    """Measure, print a table row by row, and then all figures as one line of JSON. Return the exit code.
+
+    Args:
+        arguments: the parsed command line.
+    """
     prepare_interpreter()
     cases = list(scale_cases(arguments.routers, arguments.endpoints, policy=arguments.policy, seed=arguments.seed))
     machine = Machine.here()

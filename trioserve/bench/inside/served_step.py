@@ -1,8 +1,8 @@
-"""What a step of the engine loses to the event loop while many streams go out over HTTP.
+"""Measures how much a step of the engine slows down while many streams are sent over HTTP.
 
-One engine, one process, and the same batch in turns: read by tasks that do nothing with it, and by clients in another
-process over one HTTP/2 connection. Shown is the time of the forward pass alone, as its thread sees it, and of a whole
-step, from its plan to the next one. The clients need a core, too: their CPU time is told beside it.
+One engine in one process runs the same batch in turns: read by tasks that ignore it, and by clients in another process
+over one HTTP/2 connection. The output has the time of the forward pass alone, as its thread sees it, and of a whole
+step, from its beginning to the next one. The clients also need a core, so their CPU time is printed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from trioserve.trio_tools.progress import with_progress
 __all__ = ["OpenEngine", "add_arguments", "run", "run_served_step"]
 
 OpenEngine = Callable[..., AbstractAsyncContextManager[Engine]]
-"""trioserve.open_engine, which knows more rooms than may be known here."""
+"""Type of trioserve.open_engine, which this package must not import."""
 
 STREAMS = 64
 
@@ -44,7 +44,7 @@ ROUNDS = 5
 
 
 class _Times:
-    """Of the steps that compute a full batch: the forward pass, and from its beginning to that of the next one."""
+    """Times of steps with a full batch: the forward pass, and the time from its beginning to that of the next one."""
 
     def __init__(self) -> None:
         self.forward: list[float] = []
@@ -53,7 +53,7 @@ class _Times:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Every step of every runner is timed, in the thread that computes it."""
+        """Measure every step of every runner inside of the context, in the thread that computes it."""
         execute = ModelRunner.execute
 
         def timed(
@@ -106,7 +106,7 @@ async def _serving(engine: Engine) -> AsyncIterator[int]:
 
 
 async def _read_over_http(port: int) -> float:
-    """CPU seconds of the clients."""
+    """Return the CPU seconds of the clients."""
     body = {"prompt": PROMPT, "max_tokens": TOKENS, "ignore_eos": True, "stream": True, "temperature": 0}
     load = {"port": port, "connections": 1, "streams": STREAMS, "http": 2, "body": json.dumps(body), "repeats": 1}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -127,7 +127,7 @@ async def _measure(open_engine: OpenEngine, rounds: int) -> None:
             _serving(engine) as port,
         ):
             freeze_loaded_objects()
-            await _read_in_process(engine)  # warms up
+            await _read_in_process(engine)  # warm-up
             times.take()
             quiet, served, client_seconds = [], [], []
             for _ in with_progress(range(rounds), "measuring", unit="rounds"):
@@ -142,12 +142,12 @@ async def _measure(open_engine: OpenEngine, rounds: int) -> None:
             f"{what:<14}{without:>8.2f} ms, over HTTP {over_http:>8.2f} ms, ratio of the rounds "
             f"{median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
         )
-    print(f"the clients: {median(client_seconds) / TOKENS * 1e3:.2f} ms of CPU time a step, their start included")
+    print(f"clients: {median(client_seconds) / TOKENS * 1e3:.2f} ms of CPU time per step, with their start")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="smollm2", metavar="NAME", help="as serve takes it")
-    parser.add_argument("--rounds", type=at_least_one, default=ROUNDS, metavar="N", help="read in turns")
+    parser.add_argument("--model", default="smollm2", metavar="NAME", help="model, as for serve")
+    parser.add_argument("--rounds", type=at_least_one, default=ROUNDS, metavar="N", help="rounds of each, in turns")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -156,7 +156,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def run_served_step(open_engine: OpenEngine, *, model: str = "smollm2", rounds: int = ROUNDS) -> int:
-    """With as many threads as there are cores, and with one less, which leaves the event loop a core of its own."""
+    """Measure with one thread per core, and with one thread less, which leaves one core for the event loop.
+
+    Args:
+        open_engine: trioserve.open_engine.
+        model: name of the model.
+        rounds: number of rounds.
+    """
     cores = os.cpu_count() or 1
     for threads in dict.fromkeys((cores, max(1, cores - 1))):
         print(f"{STREAMS} streams, {threads} threads, load average {os.getloadavg()[0]:.1f}", flush=True)

@@ -1,4 +1,4 @@
-"""Milliseconds of whole steps, native kernels beside plain torch, and beside what the memory allows.
+"""Measures whole steps in milliseconds: native kernels, plain torch, and the bound of the memory bandwidth.
 
     python -m trioserve bench inside step [--model smollm2] [--rounds 15] [--threads 2] [--steps sampled shared]
     python -m trioserve bench inside step --quantization none int8 int4 file
@@ -6,15 +6,15 @@
     python -m trioserve bench inside step --batch-invariant
     python -m trioserve bench inside step --against OTHER_CHECKOUT [--steps decode sampled shared prompt]
 
-All compute in turns, round for round, so that whatever else the machine does meets all. Shown are the least and the
-median of the rounds. A decode step cannot be faster than its weights and KV can be read: that bound comes from the
-speed at which as many threads read memory, measured in the same rounds.
+All variants compute in turns, round by round, so that other work on the machine affects all of them. The output has the
+least and the median of the rounds. A decode step cannot be faster than its weights and KV can be read. That bound is
+from the speed at which as many threads read memory in the same rounds.
 
-With --quantization, the native kernels compute once with each of these, in the place of plain torch.
-With --kv-cache-dtype, they compute once with each of these, too, with the first of --quantization.
-With --batch-invariant, they compute with the mode and without it, in the place of plain torch.
-With --against, the native kernels of another checkout of this project take the place of plain torch; they compute in a
-process of their own, with the first of --quantization.
+With --quantization, the native kernels compute once with each of these formats, instead of plain torch.
+With --kv-cache-dtype, they also compute once with each of these, with the first format of --quantization.
+With --batch-invariant, they compute with and without that mode, instead of plain torch.
+With --against, the native kernels of another checkout of this project replace plain torch. They compute in a separate
+process, with the first format of --quantization.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from trioserve.model.runner import ModelRunner
 from trioserve.model.settings import ModelSettings
 from trioserve.trio_tools.progress import with_progress
 
-if TYPE_CHECKING:  # this file also runs in older checkouts, which lack it
+if TYPE_CHECKING:  # Older checkouts, in which this file also runs, lack these names.
     from trioserve.model.settings import KvCacheDtypeName, QuantizationName
 
 __all__ = ["CASES", "FILLED_AT_ONCE", "Case", "add_arguments", "run", "step_plan"]
@@ -54,20 +54,27 @@ __all__ = ["CASES", "FILLED_AT_ONCE", "Case", "add_arguments", "run", "step_plan
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 QUANTIZATIONS = ("auto", "none", "file", "int8", "int4")
 
-READ_BYTES = 2**28  # of each thread; beyond any cache
-FILLED_AT_ONCE = 8  # sequences
+READ_BYTES = 2**28  # read by each thread, larger than any cache
+FILLED_AT_ONCE = 8  # sequences whose KV is written in one step
 
 
 @dataclass(frozen=True)
 class Case:
-    """One step: the last `count` tokens of each of `batch` sequences of `context` tokens. The first `shared` tokens are
-    the same for all, and their full blocks are there once."""
+    """One step: the last `count` tokens of each of `batch` sequences with `context` tokens.
+
+    Attributes:
+        batch: number of sequences.
+        context: tokens of each sequence.
+        count: tokens of each sequence that the step computes.
+        shared: tokens at the beginning that all sequences share. Their full blocks exist once.
+        is_sampled: True: temperature 0.8 and top_p 0.95. False: greedy.
+    """
 
     batch: int
     context: int
     count: int = 1
     shared: int = 0
-    is_sampled: bool = False  # at temperature 0.8, top_p 0.95; else the largest logit
+    is_sampled: bool = False
 
     def __str__(self) -> str:
         name = f"prompt of {self.context}" if self.count > 1 else f"decode {self.batch:3} x {self.context}"
@@ -86,42 +93,51 @@ CASES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="smollm2", metavar="NAME", help="as serve takes it")
-    parser.add_argument("--rounds", type=int, default=15, metavar="N", help="of each step, in turns")
-    parser.add_argument("--threads", type=int, default=None, metavar="N", help="None: as many as serve takes")
+    parser.add_argument("--model", default="smollm2", metavar="NAME", help="model, as for serve")
+    parser.add_argument("--rounds", type=int, default=15, metavar="N", help="rounds of each step, in turns")
+    parser.add_argument("--threads", type=int, default=None, metavar="N", help="threads; None: as many as serve uses")
     parser.add_argument("--steps", nargs="+", choices=CASES, default=["decode", "prompt"], help="which steps to time")
     parser.add_argument(
-        "--against", type=Path, metavar="CHECKOUT", help="another checkout of this project, in the place of plain torch"
+        "--against", type=Path, metavar="CHECKOUT", help="another checkout of this project, instead of plain torch"
     )
     parser.add_argument(
-        "--quantization", nargs="+", default=["auto"], choices=QUANTIZATIONS, help="how weights are kept"
+        "--quantization", nargs="+", default=["auto"], choices=QUANTIZATIONS, help="number formats of weights"
     )
     parser.add_argument(
-        "--kv-cache-dtype", nargs="+", default=["auto"], choices=KV_CACHE_DTYPES, help="how keys and values are kept"
+        "--kv-cache-dtype",
+        nargs="+",
+        default=["auto"],
+        choices=KV_CACHE_DTYPES,
+        help="number formats of keys and values",
     )
-    parser.add_argument("--batch-invariant", action="store_true", help="with the mode and without it")
+    parser.add_argument("--batch-invariant", action="store_true", help="measure with and without that mode")
     parser.add_argument("--answering", action="store_true", help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    wishes: list[QuantizationName] = arguments.quantization
-    natives = [_Local("native", arguments.model, arguments.threads, wish) for wish in wishes]
+    quantizations: list[QuantizationName] = arguments.quantization
+    natives = [_Local("native", arguments.model, arguments.threads, quantization) for quantization in quantizations]
     kept: list[KvCacheDtypeName] = [name for name in arguments.kv_cache_dtype if name != "auto"]
-    natives += [_Local("native", arguments.model, arguments.threads, wishes[0], kv_cache_dtype=name) for name in kept]
-    names = ["native" if wish == "auto" else f"native {wish}" for wish in wishes]
+    natives += [
+        _Local("native", arguments.model, arguments.threads, quantizations[0], kv_cache_dtype=name) for name in kept
+    ]
+    names = ["native" if quantization == "auto" else f"native {quantization}" for quantization in quantizations]
     names += [f"{names[0]} KV {name}" for name in kept]
     if arguments.answering:
         return _respond(natives[0])
     runner = natives[0].runner
     contestants: dict[str, _Contestant] = dict(zip(names, natives, strict=True))
     if arguments.batch_invariant:
-        contestants["native batch-invariant"] = _Local("native", arguments.model, arguments.threads, wishes[0], True)
+        contestants["native batch-invariant"] = _Local(
+            "native", arguments.model, arguments.threads, quantizations[0], True
+        )
     if arguments.against:
-        contestants["against"] = _Other(arguments.against, arguments.model, arguments.threads, wishes[0])
+        contestants["against"] = _Other(arguments.against, arguments.model, arguments.threads, quantizations[0])
     elif len(natives) == 1 and not arguments.batch_invariant:
         contestants["torch"] = _Local("torch", arguments.model, arguments.threads)
     try:
-        from trioserve.model.device import default_thread_count  # late: this file also runs in older checkouts
+        # imported here, since this file also runs in older checkouts
+        from trioserve.model.device import default_thread_count
 
         threads = arguments.threads or default_thread_count()
         reading = _Reading(threads)
@@ -155,11 +171,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 class _Contestant(Protocol):
     def fill(self, case: Case) -> None:
-        """Write the KV of every token that the case's step finds there."""
+        """Write the KV of all tokens before those that the step of a case computes."""
         ...
 
     def times(self, case: Case) -> list[float]:
-        """Seconds of some steps."""
+        """Return the seconds of some steps."""
         ...
 
     def close(self) -> None: ...
@@ -178,11 +194,11 @@ class _Local:
         kv_cache_dtype: KvCacheDtypeName = "auto",
     ) -> None:
         settings = ModelSettings(device="cpu", threads=threads, cpu_kernels=cpu_kernels)
-        if batch_invariant:  # older checkouts know neither this
+        if batch_invariant:  # Older checkouts have none of these three settings.
             settings = msgspec.structs.replace(settings, batch_invariant=True)
-        if kv_cache_dtype != "auto":  # nor this
+        if kv_cache_dtype != "auto":
             settings = msgspec.structs.replace(settings, kv_cache_dtype=kv_cache_dtype)
-        if quantization != "auto":  # nor this
+        if quantization != "auto":
             settings = msgspec.structs.replace(settings, quantization=quantization)
         self.runner = ModelRunner.load(open_checkpoint(resolve_model(model)), settings)
         self.block_bytes = self.runner.kv_cache_bytes // self.runner.block_count
@@ -201,7 +217,7 @@ class _Local:
 
     def times(self, case: Case) -> list[float]:
         plan = _plan(self.runner, case, range(case.batch), case.context - case.count)
-        self.runner.execute(plan)  # what the others left in the caches is gone now
+        self.runner.execute(plan)  # Replace the content of the CPU's caches that the other variants left.
         seconds = []
         for _ in range(2):
             started_at = time.perf_counter()
@@ -214,7 +230,7 @@ class _Local:
 
 
 class _Other:
-    """The native kernels of another checkout, in a process of its own, which runs this very file."""
+    """The native kernels of another checkout, in a separate process that runs this file."""
 
     def __init__(self, checkout: Path, model: str, threads: int | None, quantization: QuantizationName) -> None:
         self._folder = tempfile.TemporaryDirectory()
@@ -247,13 +263,13 @@ class _Other:
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit("the other checkout's process has ended")
+            raise SystemExit("the process of the other checkout has ended")
         response: list[float] = json.loads(line)
         return response
 
 
 def _respond(local: _Local) -> int:
-    """The other end of _Other."""
+    """Answer the requests of _Other, in the process of the other checkout."""
     for line in sys.stdin:
         what, fields = json.loads(line)
         response: list[float] = []
@@ -267,14 +283,14 @@ def _respond(local: _Local) -> int:
 
 
 class _Reading:
-    """How fast the machine's threads read memory together."""
+    """Measures how fast several threads together read memory."""
 
     def __init__(self, threads: int) -> None:
         self._arrays = [np.ones(READ_BYTES // 8) for _ in range(threads)]
         self.best_bytes_per_second = 0.0
 
     def measure(self) -> None:
-        # numpy's sum reads from end to end with vector instructions and lets the GIL go.
+        # numpy's sum reads from end to end with vector instructions, and releases the GIL.
         workers = [threading.Thread(target=array.sum) for array in self._arrays]
         started_at = time.perf_counter()
         for worker in workers:
@@ -293,7 +309,7 @@ def _shared_blocks(case: Case, block_size: int) -> int:
 
 
 def _block_count(case: Case, block_size: int) -> int:
-    """Of all sequences of a step."""
+    """Return the blocks of all sequences of a step."""
     shared = _shared_blocks(case, block_size)
     return shared + case.batch * (-(-case.context // block_size) - shared)
 
@@ -310,7 +326,16 @@ def _plan(runner: ModelRunner, case: Case, sequences: Sequence[int], start: int)
 def step_plan(
     case: Case, sequences: Sequence[int], start: int, block_size: int, vocab_size: int, state_slot_count: int = 0
 ) -> StepPlan:
-    """The tokens of these sequences from `start` on."""
+    """Return a step that computes the tokens of sequences from a position on.
+
+    Args:
+        case: the step.
+        sequences: numbers of the sequences.
+        start: first position to compute.
+        block_size: tokens of a block.
+        vocab_size: number of token ids.
+        state_slot_count: slots for states of the model. 0: the model has no states.
+    """
     shared = _shared_blocks(case, block_size)
     own = -(-case.context // block_size) - shared
     sampling = SamplingParams(temperature=0.8, top_p=0.95) if case.is_sampled else SamplingParams(temperature=0.0)
@@ -341,7 +366,7 @@ def _shown(seconds: list[float]) -> str:
     return f"{1e3 * min(seconds):.1f} / {1e3 * statistics.median(seconds):.1f}"
 
 
-if __name__ == "__main__":  # the other checkout's process
+if __name__ == "__main__":  # the process of the other checkout
     _parser = argparse.ArgumentParser()
     add_arguments(_parser)
     sys.exit(run(_parser.parse_args()))

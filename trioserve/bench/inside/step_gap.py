@@ -1,8 +1,8 @@
-"""How long the compute threads have nothing to do between two forward passes, with overlapping steps and without.
+"""Measures how long the compute threads are idle between two forward passes, with and without overlapping steps.
 
-Two engines in one process, equal but for overlap_steps, decode the same streams in turns, round for round, read by
-tasks that do nothing with them. Shown is the time from the end of one native step to the beginning of the next, of the
-steps that decode for every stream; and tokens a second, since a shorter gap alone helps nobody.
+Two engines in one process, which differ only in overlap_steps, decode the same streams in turns, round by round. Tasks
+read them and ignore the text. The output has the time from the end of one native step to the beginning of the next one,
+for steps that decode all streams. It also has tokens per second, since a shorter gap alone is no gain.
 """
 
 from __future__ import annotations
@@ -34,12 +34,21 @@ STREAM_COUNTS = (1, 16, 64)
 PROMPT = "Once upon a time there was a step"
 TOKENS = 48
 ROUNDS = 5
-KV_CACHE_GIB = 0.25  # more would be claimed by the one engine, for half a minute, while the other one is measured
+KV_CACHE_GIB = 0.25  # An engine would allocate a larger cache for half a minute, while the other engine is measured.
 
 
 class GapFigure(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one way to plan steps, with so many streams. forward_ms: of a forward pass; speed: tokens a second, counted
-    from the beginning of one forward pass to that of the next. Medians, but for the 90th percentile."""
+    """The figures of one engine with a number of streams: medians, and one 90th percentile.
+
+    Attributes:
+        overlap_steps: True if steps overlap.
+        stream_count: number of streams.
+        gap_us: microseconds between two forward passes.
+        gap_us_p90: 90th percentile of these.
+        forward_ms: milliseconds of a forward pass.
+        speed: tokens per second, from the beginning of one forward pass to that of the next.
+        sample_count: number of gaps.
+    """
 
     overlap_steps: bool
     stream_count: int
@@ -51,8 +60,13 @@ class GapFigure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Passes:
-    """When forward passes begin and end. What computes them is the method `name` of `owner`; rows_of: of its arguments,
-    how many tokens it computes."""
+    """Records the beginning and the end of forward passes.
+
+    Args:
+        owner: class whose method computes them.
+        name: name of the method.
+        rows_of: function from the method's arguments to the number of computed tokens.
+    """
 
     def __init__(self, owner: type, name: str, rows_of: Callable[..., int]) -> None:
         self._owner, self._name, self._rows_of = owner, name, rows_of
@@ -60,7 +74,7 @@ class Passes:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Every one is noted, in the thread that computes it."""
+        """Record every pass inside of the context, in the thread that computes it."""
         compute = getattr(self._owner, self._name)
 
         def noted(owner: object, *arguments: Any) -> object:
@@ -76,8 +90,15 @@ class Passes:
             setattr(self._owner, self._name, compute)
 
     def take(self, row_count: int) -> list[tuple[float, float]]:
-        """Seconds of a forward pass, and from its end to the next one, for each two in a row that compute so many
-        tokens; and forget them all."""
+        """Return the recorded passes, and forget them.
+
+        Args:
+            row_count: number of computed tokens.
+
+        Returns:
+            For each two successive passes with that many tokens: seconds of the first one, and seconds from its end to
+                the second one.
+        """
         passes, self._passes = self._passes, []
         return [
             (ended_at - began_at, next_began_at - ended_at)
@@ -87,7 +108,7 @@ class Passes:
 
 
 def native_passes() -> Passes:
-    """Those of the native kernels."""
+    """Return a recorder for the forward passes of the native kernels."""
     from trioserve_kernels.native import Engine as NativeEngine
 
     return Passes(NativeEngine, "step", lambda _model, step: step.row_count)
@@ -123,7 +144,7 @@ async def _measure(
                     for overlap_steps, engine in ((False, plain), (True, overlapping)):
                         await _read(engine, stream_count, tokens)
                         times = passes.take(stream_count)
-                        if number > 0:  # the first one fills the prefix cache
+                        if number > 0:  # The first round fills the prefix cache.
                             taken[overlap_steps] += times
                 for overlap_steps, times in taken.items():
                     figures.append(_figure(overlap_steps, stream_count, times))
@@ -153,12 +174,14 @@ def _print_row(figure: GapFigure) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="smollm2", metavar="NAME", help="as serve takes it")
+    parser.add_argument("--model", default="smollm2", metavar="NAME", help="model, as for serve")
     parser.add_argument(
-        "--streams", type=at_least_one, nargs="+", default=list(STREAM_COUNTS), metavar="N", help="at a time"
+        "--streams", type=at_least_one, nargs="+", default=list(STREAM_COUNTS), metavar="N", help="concurrent streams"
     )
-    parser.add_argument("--rounds", type=at_least_one, default=ROUNDS, metavar="N", help="of each, in turns")
-    parser.add_argument("--tokens", type=at_least_one, default=TOKENS, metavar="N", help="of each response")
+    parser.add_argument(
+        "--rounds", type=at_least_one, default=ROUNDS, metavar="N", help="rounds of each engine, in turns"
+    )
+    parser.add_argument("--tokens", type=at_least_one, default=TOKENS, metavar="N", help="tokens of each response")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -181,8 +204,19 @@ def run_step_gap(
     rounds: int = ROUNDS,
     tokens: int = TOKENS,
 ) -> int:
-    """Measure, print a table as it grows, and then everything as one line of JSON. passes: None takes those of the
-    native kernels. open_engine: trioserve.open_engine, which a room does not know."""
+    """Measure, print a table row by row, and then all figures as one line of JSON.
+
+    Args:
+        open_engine: trioserve.open_engine.
+        model: name of the model.
+        passes: recorder of forward passes. None: those of the native kernels.
+        stream_counts: numbers of streams.
+        rounds: number of rounds.
+        tokens: tokens of each response.
+
+    Returns:
+        Exit code.
+    """
     print(f"{model}, load average {os.getloadavg()[0]:.1f}; microseconds between two forward passes")
     print(f"{'streams':>8}{'overlap':>9}{'median':>9}{'90th pct':>10}{'forward, ms':>13}{'tokens/s':>11}{'steps':>8}")
     figures = trio.run(_measure, open_engine, model, passes or native_passes(), stream_counts, rounds, tokens)

@@ -1,5 +1,4 @@
-"""A router's core that takes the time of its own calls: what deciding costs, without sockets and without whoever is
-told of a decision."""
+"""A router core that measures the time of its own calls, which is the cost of its decisions without sockets."""
 
 from __future__ import annotations
 
@@ -15,14 +14,23 @@ from trioserve.router.ticket import Ticket, TicketState
 
 __all__ = ["CallTimes", "TimedCore"]
 
-INTERRUPTED_NS = 1_000_000  # of calls that take some ten microseconds
+INTERRUPTED_NS = 1_000_000  # limit for calls that take about ten microseconds
 
 
 class CallTimes:
-    """Nanoseconds of each call, of all cores that are given this, from begins_at on and before ends_at. A call that
-    takes INTERRUPTED_NS is left out: meanwhile the processor did something else. Its own clock would tell that, but to
-    ask for it takes a third of what is measured. choices: enter, of requests that got a lease at once. reports:
-    note_load, which may hand leases to those who wait. others: all that happens besides."""
+    """Nanoseconds of the calls of all cores that share this object.
+
+    Only calls from begins_at on and before ends_at count. A call that takes INTERRUPTED_NS is left out, since the
+    processor did something else meanwhile. The thread's CPU clock would not have that problem, but reading it takes a
+    third of the measured time.
+
+    Attributes:
+        begins_at: first time that counts.
+        ends_at: time from which calls no longer count.
+        choices: calls of enter with a request that got a lease at once.
+        reports: calls of note_load, which may grant leases to waiting requests.
+        others: all other calls.
+    """
 
     def __init__(self) -> None:
         self.begins_at = -math.inf
@@ -33,23 +41,30 @@ class CallTimes:
 
     @property
     def seconds(self) -> float:
-        """Of all calls together."""
+        """Sum of all calls in seconds."""
         return (sum(self.choices) + sum(self.reports) + sum(self.others)) / 1e9
 
 
 class TimedCore(RouterCore):
-    """Calls of one that waits and of one that is told inside are not counted with the call that caused them."""
+    """A RouterCore that measures its calls. The time of callbacks inside of a call is not counted.
+
+    Args:
+        *settings: positional arguments of RouterCore.
+        times: receives the measurements.
+        on_change: callback of RouterCore.
+        **more: other arguments of RouterCore.
+    """
 
     def __init__(self, *settings: Any, times: CallTimes, on_change: Callable[[Ticket], None], **more: Any) -> None:
         self._times = times
         self._outside_ns = 0
 
-        def tell(ticket: Ticket) -> None:
+        def timed_on_change(ticket: Ticket) -> None:
             began = perf_counter_ns()
             on_change(ticket)
             self._outside_ns += perf_counter_ns() - began
 
-        super().__init__(*settings, on_change=tell, **more)
+        super().__init__(*settings, on_change=timed_on_change, **more)
 
     def enter(self, request: RoutedRequest, now: float) -> Ticket:
         began = perf_counter_ns() - self._outside_ns

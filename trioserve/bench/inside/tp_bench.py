@@ -1,15 +1,16 @@
-"""Milliseconds of whole steps as a server has them: of one process, and of a model in several ranks.
+"""Measures whole steps in milliseconds, as in a server: with one process, and with a model in several ranks.
 
     python -m trioserve bench inside tp [--model smollm2] [--ranks 2] [--threads 2] [--rounds 15] [--steps decode]
 
-All have the same number of threads in all, and compute in turns, round for round, so that whatever else the machine
-does meets all. The one process computes in a thread beside the event loop, and the ranks are processes that get their
-plans from it: what is timed is from handing a plan over until its result is there. Shown are the least and the median
-of the rounds, what the one process's median is of the ranks' (above 1 ranks are faster), and how much of the ranks'
-steps they spent in sums and gatherings, waiting for each other included.
+All variants have the same total number of threads, and compute in turns, round by round, so that other work on the
+machine affects all of them. The single process computes in a thread beside the event loop. Ranks are separate processes
+that get their plans from this one. The measured time is from the submission of a plan until its result arrives. The
+output has the least and the median of the rounds, the median of the single process relative to that of the ranks (above
+1: ranks are faster), and the share of the ranks' steps that they spent in sums and gatherings, including waits for each
+other.
 
-With --losses N, groups lose a rank to SIGKILL N times, in a prefill and with nothing to do in turns. Shown is the time
-from the signal until whoever waits has the error with the rank's name, and until every process is gone.
+With --losses N, groups lose a rank to SIGKILL N times, by turns during a prefill and while idle. The output has the
+time from the signal until the waiting task has the error with the rank's name, and until all processes have ended.
 """
 
 from __future__ import annotations
@@ -45,16 +46,22 @@ __all__ = ["add_arguments", "run"]
 RunStep = Callable[[StepPlan], Coroutine[Any, Any, StepResult | None]]
 KV_BYTES = 2**29
 STEPS_OF_ROUND = 4
-PROMPT_TOKENS = 512  # that are computed when a rank is killed
+PROMPT_TOKENS = 512  # tokens of the prefill during which a rank is killed
 STEPS = ("decode", "sampled", "prompt")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="smollm2", metavar="NAME", help="as serve takes it")
+    parser.add_argument("--model", default="smollm2", metavar="NAME", help="model, as for serve")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2], metavar="N", help="numbers of ranks")
-    parser.add_argument("--threads", type=int, default=None, metavar="N", help="in all; None: as many as serve takes")
-    parser.add_argument("--rounds", type=int, default=15, metavar="N", help="of each step, in turns")
-    parser.add_argument("--losses", type=int, default=0, metavar="N", help="ranks to kill, in place of timing steps")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=None,
+        metavar="N",
+        help="threads of all ranks together; None: as many as serve uses",
+    )
+    parser.add_argument("--rounds", type=int, default=15, metavar="N", help="rounds of each step, in turns")
+    parser.add_argument("--losses", type=int, default=0, metavar="N", help="ranks to kill, instead of measuring steps")
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=["decode", "prompt"], help="which steps to time")
 
 
@@ -89,7 +96,7 @@ async def _measure(arguments: argparse.Namespace) -> None:
             together: dict[str, list[float]] = {name: [] for name in groups}
             for _ in range(arguments.rounds if case.count == 1 else max(3, arguments.rounds // 3)):
                 for name, run_step in runs.items():
-                    await run_step(plan)  # what the others left in the caches is gone now
+                    await run_step(plan)  # Replace the content of the CPU's caches that the other variants left.
                     for _ in range(STEPS_OF_ROUND if case.count == 1 else 1):
                         begun_at = time.perf_counter()
                         await run_step(plan)
@@ -120,9 +127,9 @@ async def _measure_losses(arguments: argparse.Namespace) -> None:
                     await trio.lowlevel.checkpoint()
                 killed_at = time.perf_counter()
                 os.kill(group.pids[rank], signal.SIGKILL)
-                told = await _what_is_told(waits)
+                error = await _error_of(waits)
                 named.append(time.perf_counter() - killed_at)
-                assert f"rank {rank} " in told, f"rank {rank} was killed, and it says: {told}"
+                assert f"rank {rank} " in error, f"rank {rank} was killed, but the error is: {error}"
             gone.append(time.perf_counter() - killed_at)
         shown = ", ".join(
             f"{what} {1e3 * statistics.median(seconds):.1f} / {1e3 * max(seconds):.1f}"
@@ -131,7 +138,7 @@ async def _measure_losses(arguments: argparse.Namespace) -> None:
         print(f"{count} ranks, {arguments.losses} losses; milliseconds, median / most: {shown}", flush=True)
 
 
-async def _what_is_told(waits: Callable[[], Coroutine[Any, Any, object]]) -> str:
+async def _error_of(waits: Callable[[], Coroutine[Any, Any, object]]) -> str:
     try:
         await waits()
     except RankLost as error:

@@ -1,8 +1,9 @@
-"""What streams feel of a prompt that takes many steps, with chunks chosen by time and by tokens alone, in turns.
+"""Measures how a prompt that takes many steps affects streams, with its chunks chosen by time or only by tokens, in
+turns.
 
-Two engines in one process, equal but for wide_prompt_stretch, decode the same streams. When all run, the times between
-their tokens are taken for a while; then a wide prompt comes, and they are taken until its first token. Every prompt has
-tokens of its own, so that the prefix cache answers nothing.
+Two engines in one process, which differ only in wide_prompt_stretch, decode the same streams. When all streams run, the
+times between their tokens are measured for a while. Then the long prompt arrives, and they are measured until its first
+token. Every prompt has other tokens, so that the prefix cache has none of it.
 """
 
 from __future__ import annotations
@@ -35,12 +36,21 @@ ALONE_STEPS = 100
 STREAM_PROMPT_TOKENS = 16
 KV_CACHE_GIB = 1.0
 BY_TIME = 1.5
-BY_TOKENS = 1_000.0  # a stretch that no chunk comes near
+BY_TOKENS = 1_000.0  # so large that it limits no chunk
 
 
 class WideFigure(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one round. Times are between two tokens of one stream, in ms. prompt_seconds: to the wide prompt's first
-    token."""
+    """The figures of one round. Times are milliseconds between two tokens of one stream.
+
+    Attributes:
+        stretch: the engine's wide_prompt_stretch.
+        alone_ms_p50: median without the long prompt.
+        alone_ms_p99: 99th percentile without the long prompt.
+        beside_ms_p50: median while the long prompt is computed.
+        beside_ms_p99: 99th percentile while the long prompt is computed.
+        prompt_seconds: time to the long prompt's first token.
+        sample_count: number of times during the long prompt.
+    """
 
     stretch: float
     alone_ms_p50: float
@@ -56,13 +66,13 @@ class WideFigure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Streams:
-    """Streams that run until they are left, and the times between their tokens since times was emptied."""
+    """Streams that run until they are cancelled, and the times between their tokens since the last `take`."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.times: list[float] = []
         self.running_count = 0
-        self.moved = trio.Event()  # another one runs, or has a token
+        self.moved = trio.Event()  # set when a stream begins to run or has a token
 
     async def decode(self, prompt: Sequence[int], tokens_max: int) -> None:
         before: float | None = None
@@ -146,11 +156,15 @@ def _print_row(figure: WideFigure) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="smollm2", metavar="NAME", help="as serve takes it")
-    parser.add_argument("--streams", type=at_least_one, default=STREAMS, metavar="N", help="that decode")
-    parser.add_argument("--prompt-tokens", type=at_least_one, default=PROMPT_TOKENS, metavar="N", help="of the prompt")
-    parser.add_argument("--rounds", type=at_least_one, default=ROUNDS, metavar="N", help="of each, in turns")
-    parser.add_argument("--kv-cache", type=float, default=KV_CACHE_GIB, metavar="GIB", help="of each engine")
+    parser.add_argument("--model", default="smollm2", metavar="NAME", help="model, as for serve")
+    parser.add_argument("--streams", type=at_least_one, default=STREAMS, metavar="N", help="streams that decode")
+    parser.add_argument(
+        "--prompt-tokens", type=at_least_one, default=PROMPT_TOKENS, metavar="N", help="tokens of the prompt"
+    )
+    parser.add_argument(
+        "--rounds", type=at_least_one, default=ROUNDS, metavar="N", help="rounds of each engine, in turns"
+    )
+    parser.add_argument("--kv-cache", type=float, default=KV_CACHE_GIB, metavar="GIB", help="KV cache of each engine")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -174,8 +188,19 @@ def run_wide_prompt(
     rounds: int = ROUNDS,
     kv_cache_gib: float = KV_CACHE_GIB,
 ) -> int:
-    """Measure, print a table as it grows, and then everything as one line of JSON. open_engine: trioserve.open_engine,
-    which a room does not know."""
+    """Measure, print a table row by row, and then all figures as one line of JSON.
+
+    Args:
+        open_engine: trioserve.open_engine.
+        model: name of the model.
+        stream_count: streams that decode.
+        prompt_tokens: tokens of the long prompt.
+        rounds: number of rounds.
+        kv_cache_gib: KV cache of each engine, in GiB.
+
+    Returns:
+        Exit code.
+    """
     print(f"{model}, {stream_count} streams, a prompt of {prompt_tokens} tokens, load average {os.getloadavg()[0]:.1f}")
     print(f"{'chunks':>8}{'alone, p50':>11}{'p99, ms':>9}{'beside':>11}{'p99, ms':>9}{'ratio':>7}{'prompt, s':>11}")
     figures = trio.run(_measure, open_engine, model, stream_count, prompt_tokens, rounds, kv_cache_gib)

@@ -1,4 +1,4 @@
-"""Two tenants, one steady and one that bursts: what they send when, and what each of them got of what there was."""
+"""A steady and a bursting tenant: the plan of their requests, and their share of the capacity."""
 
 from __future__ import annotations
 
@@ -16,13 +16,21 @@ from trioserve.bench.socket_load import Asked, Planned, WireRequest
 __all__ = ["TENANTS", "BurstFigures", "TenantFigures", "burst_figures", "burst_plan", "fair_shares"]
 
 TENANTS = ("steady", "bursting")
-"""A request's key is the index of its tenant."""
+"""The key of a request is the index of its tenant."""
 
 
 class TenantFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What one tenant asked for and got. refused: by status and reason. wait_ms: of those that were served, beyond the
-    service itself. of_fair_share: what it was served, relative to its max-min fair share of all that was served: below
-    1 it was held short for others' sake."""
+    """The requests of one tenant.
+
+    Attributes:
+        name: the tenant.
+        asked: number of requests.
+        served: number of requests with status 200.
+        refused: number of other responses by status and reason.
+        wait_ms: waiting time of served requests, without the service itself.
+        of_fair_share: served requests, relative to the tenant's max-min fair share of all served requests. Below 1:
+            other tenants got more than their share.
+    """
 
     name: str
     asked: int
@@ -33,7 +41,15 @@ class TenantFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BurstFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """One run of bursts. flags: of the router. endpoints: how long the queue inside each was."""
+    """One run of bursts.
+
+    Attributes:
+        holds_back: True if the router holds requests back.
+        flags: flags of the router.
+        capacity_per_second: requests per second that all endpoints together can serve.
+        endpoints: length of the queue inside of each endpoint.
+        tenants: figures of each tenant.
+    """
 
     holds_back: bool
     flags: list[str]
@@ -51,7 +67,11 @@ class BurstFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def burst_plan(settings: RouterBenchSettings) -> list[Planned]:
-    """Random arrivals (Poisson), the same for the same seed."""
+    """Return random arrivals (Poisson). Equal seeds give equal arrivals.
+
+    Args:
+        settings: settings of the measurement.
+    """
     chance = random.Random(settings.seed)
     requests = [
         WireRequest(
@@ -104,7 +124,12 @@ def burst_figures(
 
 
 def fair_shares(demands: Sequence[float], capacity: float) -> list[float]:
-    """Max-min fair shares: nobody gets more than it asks for, and what it leaves is shared evenly by the others."""
+    """Return max-min fair shares: no share exceeds its demand, and the rest is divided equally among the others.
+
+    Args:
+        demands: demand of each tenant.
+        capacity: sum to divide.
+    """
     shares = [0.0] * len(demands)
     left = capacity
     ordered = sorted(range(len(demands)), key=lambda index: demands[index])

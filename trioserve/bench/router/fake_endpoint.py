@@ -1,11 +1,12 @@
-"""Fake endpoints to measure a router with, in a process of their own: `python -m trioserve.bench.router.fake_endpoint`.
+"""Fake endpoints in a separate process, to measure a router: `python -m trioserve.bench.router.fake_endpoint`.
 
-Each speaks as much HTTP/1.1 and of OpenAI's API as a router asks for, over plain sockets and by hand, so that next to
-nothing of what is measured is theirs. Without slots a completion is answered as fast as it can be, or streamed with an
-event in a write of its own every event_seconds, as the steps of an engine would have it. With slots it takes its
-service time, or waits for a slot; /metrics tells of both under vLLM's names. Only a measurement is to talk to it.
+Each endpoint implements the part of HTTP/1.1 and of OpenAI's API that a router uses, over plain sockets without a
+library, so that its own cost is small. Without slots, it answers a completion at once, or streams an event in a
+separate write every event_seconds, as an engine's steps would. With slots, a completion takes the service time and may
+wait for a slot. /metrics has both numbers under vLLM's names. The code is only for measurements.
 
-Reads its settings as JSON from its first argument, prints the ports as JSON in one line, and ends with its input.
+The process reads its settings as JSON from its first argument, prints its ports as JSON in one line, and ends at the
+end of its input.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ __all__ = ["MODEL", "DepthFigures", "FakeEndpointSettings", "FakeEndpoints", "ma
 
 MODEL = "fake"
 BACKLOG = 1024
-ENDLESS_SLOTS = 10_000  # said by who has no slots, so that no router holds anything back for want of them
+ENDLESS_SLOTS = 10_000  # reported by an endpoint without slots, so that no router holds requests back
 RECEIVE_BYTES = 65_536
 
 _HEAD_END = b"\r\n\r\n"
@@ -35,8 +36,16 @@ _TEXT = "three or four words"
 
 
 class FakeEndpointSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """endpoints: how many, each on a port of its own. slots_max: of each; None: every request is answered at once.
-    load_seconds: between two loads that each sends by itself, as our servers do; None: it is asked for them."""
+    """Settings of the fake endpoints.
+
+    Attributes:
+        endpoints: number of endpoints, each with its own port.
+        slots_max: slots of each endpoint. None: every request is answered at once.
+        service_seconds: service time of a request in a slot.
+        event_seconds: interval of streamed events.
+        load_seconds: interval at which each endpoint sends its load by itself, as trioserve does. None: the router must
+            ask for it.
+    """
 
     endpoints: int = 1
     slots_max: int | None = None
@@ -46,7 +55,13 @@ class FakeEndpointSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DepthFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """How many waited inside one endpoint since it was last told to measure anew, and how many it answered since."""
+    """Queue of one endpoint since its last reset.
+
+    Attributes:
+        depth_max: maximum length of the queue.
+        depth_mean: mean length of the queue.
+        served: number of responses.
+    """
 
     depth_max: int
     depth_mean: float
@@ -54,7 +69,13 @@ class DepthFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Ask(msgspec.Struct):
-    """at_once: of a streamed response, all events right away, though each in a write of its own."""
+    """The body of a completion request.
+
+    Attributes:
+        max_tokens: number of events of a streamed response.
+        stream: True for a streamed response.
+        at_once: True to send all events at once, each in a separate write.
+    """
 
     max_tokens: int = 16
     stream: bool = False
@@ -91,7 +112,13 @@ _ENDS = b"0\r\n\r\n"
 
 
 class _Stream(msgspec.Struct, frozen=True):
-    """What a streamed response is made of. end: with its last event."""
+    """The parts of a streamed response.
+
+    Attributes:
+        head: status line and headers.
+        event: an event before the last one.
+        end: the last event and the end.
+    """
 
     head: bytes
     event: bytes
@@ -99,7 +126,7 @@ class _Stream(msgspec.Struct, frozen=True):
 
 
 _PLAIN = _Stream(_STREAM_HEAD, _chunk(_DATA + b"\n"), _chunk(_LAST_DATA + b"\n") + _chunk(b"data: [DONE]\n\n") + _ENDS)
-# As our servers answer whoever may go on elsewhere: the token is of a length that is usual.
+# This is the response of trioserve to a router that can resume it. Its token has a usual length.
 _RESUMABLE = _Stream(
     _STREAM_HEAD[:-2] + b'x-trioserve-resume: {"prompt_digest":"d","seed":7,"created":1}\r\n\r\n',
     _chunk(_DATA + b"id: 0:12345\n\n"),
@@ -113,7 +140,12 @@ _UNKNOWN = _whole(b'{"error": {"message": "there is nothing here"}}', b"404 Not 
 
 
 class _Client:
-    """One connection. stream: what streams on it; events_left: of that."""
+    """One connection.
+
+    Attributes:
+        stream: parts of the response that is being streamed.
+        events_left: events that must still be sent.
+    """
 
     def __init__(self, endpoint: _Endpoint, connection: socket.socket, key: int) -> None:
         self.endpoint = endpoint
@@ -124,13 +156,13 @@ class _Client:
         self.events_left = 0
 
     def send(self, data: bytes) -> None:
-        # What is sent is small beside the kernel's buffer, and a client of a measurement reads.
+        # The data is small compared to the kernel's buffer, and the clients of a measurement read it.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.connection.sendall(data)
 
 
 class _Endpoint:
-    """One port. slots: None, every request is answered at once."""
+    """One port. If its slots are None, every request is answered at once."""
 
     def __init__(self, listener: socket.socket, slots: Slots | None) -> None:
         self.listener = listener
@@ -139,7 +171,11 @@ class _Endpoint:
 
 
 class FakeEndpoints:
-    """All endpoints of one process, in one thread."""
+    """All endpoints of the process, in one thread.
+
+    Args:
+        settings: settings of the endpoints.
+    """
 
     def __init__(self, settings: FakeEndpointSettings) -> None:
         now = time.monotonic()
@@ -149,7 +185,7 @@ class FakeEndpoints:
         self._streaming: dict[int, _Client] = {}
         self._next_key = 0
         self._next_event_at = 0.0
-        self._told: dict[int, _Client] = {}
+        self._load_listeners: dict[int, _Client] = {}
         self._next_load_at = 0.0
         self._endpoints: list[_Endpoint] = []
         for _ in range(settings.endpoints):
@@ -167,7 +203,11 @@ class FakeEndpoints:
         return [endpoint.listener.getsockname()[1] for endpoint in self._endpoints]
 
     def serve(self, ends: socket.socket | int) -> None:
-        """Until there is something to read from `ends`, or it is closed."""
+        """Serve until there is something to read from `ends`, or until it is closed.
+
+        Args:
+            ends: a socket or file descriptor.
+        """
         self._selector.register(ends, selectors.EVENT_READ, None)
         while True:
             for chosen, _ in self._selector.select(self._patience()):
@@ -193,7 +233,7 @@ class FakeEndpoints:
         moments = [endpoint.slots.next_end for endpoint in self._endpoints if endpoint.slots is not None]
         if self._streaming:
             moments.append(self._next_event_at)
-        if self._told:
+        if self._load_listeners:
             moments.append(self._next_load_at)
         seconds = min(moments, default=float("inf")) - time.monotonic()
         return None if seconds == float("inf") else max(0.0, seconds)
@@ -204,7 +244,7 @@ class FakeEndpoints:
         try:
             connection, _ = endpoint.listener.accept()
         except OSError:
-            return  # it has gone again
+            return  # The client has already closed the connection.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._next_key += 1
         client = self._clients[self._next_key] = _Client(endpoint, connection, self._next_key)
@@ -239,11 +279,11 @@ class FakeEndpoints:
         client.connection.close()
         del self._clients[client.key]
         self._streaming.pop(client.key, None)
-        self._told.pop(client.key, None)
+        self._load_listeners.pop(client.key, None)
         if client.endpoint.slots is not None:
             client.endpoint.slots.leave(client.key, time.monotonic())
 
-    # --- answers ---
+    # --- responses ---
 
     def _respond(self, client: _Client, asked: bytes, body: bytes) -> None:
         endpoint = client.endpoint
@@ -254,10 +294,10 @@ class FakeEndpoints:
         elif asked == b"GET /v1/models":
             client.send(_MODELS)
         elif asked == b"GET /load" and self._settings.load_seconds is not None:
-            client.send(_whole(json.dumps(_told_load(0)).encode()))
+            client.send(_whole(json.dumps(_load_report(0)).encode()))
         elif asked == b"GET /kv_events?load=only" and self._settings.load_seconds is not None:
             client.send(_STREAM_HEAD)
-            self._told[client.key] = client
+            self._load_listeners[client.key] = client
         elif asked == b"GET /load" and endpoint.slots is None:
             client.send(_LOAD)
         elif asked == b"GET /metrics":
@@ -303,7 +343,7 @@ class FakeEndpoints:
                     self._clients[key].send(_RESPONSE)
 
     def _send_events(self, now: float) -> None:
-        """One step: an event for every response that streams."""
+        """Send one event to every client with a streamed response, as one step of an engine."""
         if not self._streaming or now < self._next_event_at:
             return
         self._next_event_at = now + self._settings.event_seconds
@@ -317,18 +357,18 @@ class FakeEndpoints:
                 client.endpoint.served += 1
 
     def _send_loads(self, now: float) -> None:
-        """As often as is set, and something else each time."""
-        if not self._told or now < self._next_load_at:
+        """Send the load to all clients that listen. It differs each time, so that the router has to process it."""
+        if not self._load_listeners or now < self._next_load_at:
             return
         assert self._settings.load_seconds is not None
         self._next_load_at = now + self._settings.load_seconds
-        event = {"type": "load", "load": _told_load(int(now / self._settings.load_seconds) % 2)}
+        event = {"type": "load", "load": _load_report(int(now / self._settings.load_seconds) % 2)}
         chunk = _chunk(b"data: " + json.dumps(event).encode() + b"\n\n")
-        for client in list(self._told.values()):
+        for client in list(self._load_listeners.values()):
             client.send(chunk)
 
 
-def _told_load(running: int) -> dict[str, object]:
+def _load_report(running: int) -> dict[str, object]:
     told_at = time.monotonic()
     return {"running": running, "waiting": 0, "seats": ENDLESS_SLOTS, "clock": "fake", "told_at": told_at}
 
@@ -357,7 +397,7 @@ def main() -> int:
     print(json.dumps(endpoints.ports), flush=True)
     try:
         endpoints.serve(sys.stdin.fileno())
-    except KeyboardInterrupt:  # of the measurement, in the same terminal
+    except KeyboardInterrupt:  # Ctrl+C for the measurement in the same terminal reaches this process too.
         pass
     finally:
         endpoints.close()

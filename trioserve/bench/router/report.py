@@ -1,4 +1,4 @@
-"""The figures of a router, each with its unit, and how they are shown to people and to programs."""
+"""The figures of a router with their units, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -25,8 +25,15 @@ __all__ = [
 
 
 class LatencyFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Small requests one at a time, direct and through the router in turn. turns_added_ms: the difference of the
-    medians of each turn and its neighbour; on a busy machine the least is nearest to what the router itself adds."""
+    """Latency of small requests, one at a time, direct and through the router in turn.
+
+    Attributes:
+        what: name of the requests.
+        direct_ms: latency without the router.
+        through_ms: latency through the router.
+        turns_added_ms: for each turn, the difference of its two medians. On a busy machine, the lowest one is closest
+            to the router's own latency.
+    """
 
     what: str
     direct_ms: Spread
@@ -39,13 +46,20 @@ class LatencyFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def added_p99_ms(self) -> float:
-        """The difference of the percentiles; no single request need have had it."""
+        """Difference of the 99th percentiles. It need not be the difference of any single request."""
         return self.through_ms.p99 - self.direct_ms.p99
 
 
 class ThroughputFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """One list entry a round. cpu_seconds: of the router's process, for all requests of the round; None where the
-    system does not tell."""
+    """Throughput with several connections. Lists have one entry per round.
+
+    Attributes:
+        connections: number of connections.
+        requests: requests of each round.
+        direct_seconds: duration without the router.
+        through_seconds: duration through the router.
+        cpu_seconds: CPU time of the router's process. None: the system does not report it.
+    """
 
     connections: int
     requests: int
@@ -55,9 +69,19 @@ class ThroughputFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EventFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Responses that stream side by side through the router, an event of each every event_seconds. cpu_seconds: of the
-    router's process, for all events of a round and the requests that they belong to. pinned_cpu_seconds: the same of
-    streams that cannot go on elsewhere, so that nothing is kept of them."""
+    """Concurrent streams through the router. Each stream has an event every event_seconds. Lists have one entry per
+    round.
+
+    Attributes:
+        streams: number of streams.
+        events: events of each round.
+        event_seconds: interval of the events.
+        through_seconds: duration.
+        cpu_seconds: CPU time of the router's process for the events and their requests. None: the system does not
+            report it.
+        pinned_cpu_seconds: the same for streams that cannot be resumed at another endpoint, so that the router keeps
+            nothing for them.
+    """
 
     streams: int
     events: int
@@ -68,8 +92,18 @@ class EventFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProcessFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """The same streams through a router of so many processes, more than one process can serve in time. One list entry
-    a round. cpu_seconds: of all its processes together; busiest_cpu_seconds: of the one that had most to do."""
+    """Streams through a router with several processes. They are more than one process can serve in time.
+
+    Lists have one entry per round.
+
+    Attributes:
+        processes: number of processes.
+        streams: number of streams.
+        events: events of each round.
+        through_seconds: duration.
+        cpu_seconds: CPU time of all processes together. None: the system does not report it.
+        busiest_cpu_seconds: CPU time of the busiest process. None: the system does not report it.
+    """
 
     processes: int
     streams: int
@@ -80,9 +114,14 @@ class ProcessFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WatchFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Endpoints that get no requests and tell their load, how: "asked" for it, as often as route asks, or sent by
-    themselves so many times a second. cpu_seconds: of the router's process in all these seconds; None where the system
-    does not tell."""
+    """Cost of watching endpoints that get no requests.
+
+    Attributes:
+        how: how the router learns their load. It asks for it as often as route does, or the endpoints send it.
+        endpoints: number of endpoints.
+        seconds: duration.
+        cpu_seconds: CPU time of the router's process. None: the system does not report it.
+    """
 
     how: str
     endpoints: int
@@ -91,7 +130,7 @@ class WatchFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def endpoints_max(self) -> float | None:
-        """As many would take all of one core."""
+        """Number of endpoints whose watching would use one whole core."""
         return self.endpoints * self.seconds / self.cpu_seconds if self.cpu_seconds else None
 
 
@@ -132,13 +171,21 @@ class RouterReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def router_json(report: RouterReport) -> bytes:
-    """What was measured, and in `figures` what the table says of it."""
+    """Return the report as JSON. Its key `figures` has the figures of the text report.
+
+    Args:
+        report: the report.
+    """
     content = {**msgspec.structs.asdict(report), "figures": _figures(report)}
     return msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n"
 
 
 def router_text(report: RouterReport) -> str:
-    """The tables for people."""
+    """Return the report as tables.
+
+    Args:
+        report: the report.
+    """
     machine = report.machine
     title = f"{report.settings.label}: " if report.settings.label else ""
     flags = " ".join(report.settings.server_flags) or "no flags"
@@ -175,7 +222,7 @@ def router_text(report: RouterReport) -> str:
 
 
 def _figures(report: RouterReport) -> dict[str, tuple[float | None, float | None]]:
-    """Median and best of the rounds."""
+    """Return median and best of the rounds, by name."""
     figures: dict[str, tuple[float | None, float | None]] = {}
     load, events = report.throughput, report.events
     if load is not None:

@@ -1,7 +1,8 @@
-"""A router between clients and fake endpoints, each in a process of its own, over sockets of this machine.
+"""Measures a router between clients and fake endpoints. Each is a separate process, connected by sockets of this
+machine.
 
-What a router costs is the difference to the same requests without it, sent in turn in the same run, so that a noisy
-machine is noisy for both; and its processor time, which others on the machine change little.
+The cost of a router is the difference to requests without it, which are sent in turn in the same run, so that a noisy
+machine affects both. The router's CPU time is also measured, since other processes change it little.
 """
 
 from __future__ import annotations
@@ -40,17 +41,23 @@ from trioserve.bench.startup import cpu_seconds, free_port
 __all__ = ["main"]
 
 READY_SECONDS_MAX = 60.0
-LOOKS_SECONDS = 0.02
+POLL_SECONDS = 0.02
 STOP_SECONDS_MAX = 15.0
-CHILDREN_LOOKS_MAX = 100
-TURN_REQUESTS = 100  # direct, then as many through the router: a noisy second is in both
+CHILDREN_POLLS_MAX = 100
+TURN_REQUESTS = 100  # requests of a turn, first direct, then through the router, so that a noisy second affects both
 FEW_TOKENS = 4
 WATCHED = (("asked four times a second", None), ("sent once a second", 1.0), ("sent ten times a second", 0.1))
 COMPLETIONS = "/v1/completions"
 
 
 class Router(msgspec.Struct, frozen=True):
-    """A router that is up, and the endpoints behind it."""
+    """A router that is ready.
+
+    Attributes:
+        address: its address.
+        endpoints: addresses of its endpoints.
+        pid: its process.
+    """
 
     address: Address
     endpoints: list[Address]
@@ -58,11 +65,17 @@ class Router(msgspec.Struct, frozen=True):
 
 
 class _NotReady(Exception):
-    """Why there is nothing to measure, in a sentence."""
+    """The router or an endpoint did not become ready. The message says why."""
 
 
 def main(settings: RouterBenchSettings) -> int:
-    """Measure, print, and return the exit code as bench does. What was measured before an interruption is printed."""
+    """Measure, print the report, and return the exit code of bench.
+
+    After an interruption, the report of the rows so far is printed.
+
+    Args:
+        settings: settings of the measurement.
+    """
     latency: list[LatencyFigures] = []
     throughput: ThroughputFigures | None = None
     events: EventFigures | None = None
@@ -78,24 +91,24 @@ def main(settings: RouterBenchSettings) -> int:
                 _warm_up(router, settings)
                 if "latency" in rows:
                     latency = [_latency(router, settings, stream=stream) for stream in (False, True)]
-                    _tell("latency is measured")
+                    _print_progress("latency is measured")
                 if "throughput" in rows:
                     throughput = _throughput(router, settings)
-                    _tell("throughput is measured")
+                    _print_progress("throughput is measured")
                 if "events" in rows:
                     events = _events(router, settings)
-                    _tell("events are measured")
+                    _print_progress("events are measured")
         if "processes" in rows:
             processes = _processes(settings)
-            _tell("routers of several processes are measured")
+            _print_progress("routers of several processes are measured")
         if "watch" in rows:
             for how, load_seconds in WATCHED:
                 watch.append(_watched(settings, how, load_seconds))
-            _tell("watching is measured")
+            _print_progress("watching is measured")
         if "bursts" in rows:
             for holds_back in (True, False):
                 bursts.append(_bursts(settings, holds_back=holds_back))
-                _tell(f"bursts are measured, {'requests held back' if holds_back else 'all passed on'}")
+                _print_progress(f"bursts are measured, {'requests held back' if holds_back else 'all passed on'}")
     except KeyboardInterrupt:
         exit_code = EXIT_INTERRUPTED
     except _NotReady as error:
@@ -123,11 +136,11 @@ def main(settings: RouterBenchSettings) -> int:
     return exit_code
 
 
-def _tell(line: str) -> None:
+def _print_progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-# --- what is measured ---
+# --- measurements ---
 
 
 def _small(*, stream: bool = False) -> WireRequest:
@@ -138,7 +151,7 @@ def _small(*, stream: bool = False) -> WireRequest:
 
 
 def _warm_up(router: Router, settings: RouterBenchSettings) -> None:
-    """Connections to the endpoint are opened, and Python has seen the code that is measured."""
+    """Make the router open its connections, and run the measured code once, so that Python has specialized it."""
     count = min(settings.requests, 300)
     with opened(router.address, settings.concurrency) as connections:
         for stream in (False, True):
@@ -185,7 +198,7 @@ def _throughput(router: Router, settings: RouterBenchSettings) -> ThroughputFigu
 def _events(router: Router, settings: RouterBenchSettings) -> EventFigures:
     tokens, streams = settings.output_tokens, settings.concurrency
     body = {"model": MODEL, "prompt": "three or four words", "max_tokens": tokens, "stream": True}
-    # Of a request that may be at one endpoint only nothing is kept to go on with elsewhere.
+    # The router keeps nothing for a stream that is pinned to one endpoint, since it cannot be resumed elsewhere.
     [host, port] = router.endpoints[0]
     pinned = WireRequest(f"{COMPLETIONS}?id=http://{host}:{port}", body, events=tokens)
     request = WireRequest(COMPLETIONS, body, events=tokens)
@@ -207,7 +220,7 @@ def _events(router: Router, settings: RouterBenchSettings) -> EventFigures:
 
 
 def _processes(settings: RouterBenchSettings) -> list[ProcessFigures]:
-    """Routers of one process and of several, in turn: a noisy second is in both."""
+    """Measure routers of one process and of several, in turn, so that a noisy second affects all of them."""
     streams, tokens = settings.process_streams, settings.output_tokens
     body = {"model": MODEL, "prompt": "three or four words", "max_tokens": tokens, "stream": True}
     request = WireRequest(COMPLETIONS, body, events=tokens)
@@ -243,29 +256,29 @@ def _processes(settings: RouterBenchSettings) -> list[ProcessFigures]:
 
 
 def _process_flags(count: int) -> tuple[str, ...]:
-    """Nothing waits in the router."""
+    """Return flags with which no request waits in the router."""
     several = () if count == 1 else ("--router-processes", str(count))
     return ("--endpoint-max-requests", "100000", "--max-queued-requests", "100000", *several)
 
 
 def _serving_processes(router: Router, count: int) -> list[int]:
-    """Of a router that is ready: the children of the one that was started, if there are to be several."""
+    """Return the processes that serve: the router itself, or its children if there are several."""
     if count == 1:
         return [router.pid]
-    for _ in range(CHILDREN_LOOKS_MAX):  # one look may miss a child while processes begin and end
+    for _ in range(CHILDREN_POLLS_MAX):  # A single look may miss a child while processes begin and end.
         by_thread = pathlib.Path(f"/proc/{router.pid}/task").glob("*/children")
         children = [pid for path in by_thread for pid in path.read_text(encoding="ascii").split()]
         if len(children) == count:
             return [int(pid) for pid in children]
-        time.sleep(LOOKS_SECONDS)
-    raise _NotReady(f"the router was to have {count} processes")
+        time.sleep(POLL_SECONDS)
+    raise _NotReady(f"the router did not start {count} processes")
 
 
 def _watched(settings: RouterBenchSettings, how: str, load_seconds: float | None) -> WatchFigures:
-    """What a router does that nobody asks for anything."""
+    """Measure a router that gets no requests."""
     fleet = FakeEndpointSettings(endpoints=settings.watched, load_seconds=load_seconds)
     with _endpoints(fleet) as ports, _router(ports, settings.server_flags) as router:
-        time.sleep(settings.watch_seconds / 5)  # what begins with the first look at each
+        time.sleep(settings.watch_seconds / 5)  # The first look at each endpoint costs more.
         before, began = cpu_seconds(router.pid), time.monotonic()
         time.sleep(settings.watch_seconds)
         spent, seconds = _difference(before, cpu_seconds(router.pid)), time.monotonic() - began
@@ -305,7 +318,10 @@ def _difference(before: float | None, after: float | None) -> float | None:
 
 @contextlib.contextmanager
 def _endpoints(settings: FakeEndpointSettings) -> Iterator[list[int]]:
-    """The ports. The process ends when its input does, so also when this one is killed."""
+    """Start fake endpoints and yield their ports.
+
+    Their process ends at the end of its input, also if this process is killed.
+    """
     command = [sys.executable, "-m", "trioserve.bench.router.fake_endpoint", msgspec.json.encode(settings).decode()]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
@@ -321,7 +337,7 @@ def _endpoints(settings: FakeEndpointSettings) -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def _router(ports: list[int], flags: tuple[str, ...]) -> Iterator[Router]:
-    """Raises _NotReady unless every endpoint is well and has told its load."""
+    """Start a router, and yield it after it has reported every endpoint as healthy with a load. Raises _NotReady."""
     port = free_port()
     command = [sys.executable, "-m", "trioserve", "route", "--port", str(port)]
     for endpoint in ports:
@@ -334,9 +350,9 @@ def _router(ports: list[int], flags: tuple[str, ...]) -> Iterator[Router]:
             while not _all_well(address):
                 if process.poll() is not None or time.monotonic() > ready_by:
                     log.seek(0)
-                    said = log.read().decode(errors="replace").strip().splitlines() or ["nothing"]
-                    raise _NotReady(f"the router did not become ready; its last words: {said[-1]}")
-                time.sleep(LOOKS_SECONDS)
+                    log_lines = log.read().decode(errors="replace").strip().splitlines() or ["nothing"]
+                    raise _NotReady(f"the router did not become ready; the last line of its log: {log_lines[-1]}")
+                time.sleep(POLL_SECONDS)
             yield Router(address, [("127.0.0.1", endpoint) for endpoint in ports], process.pid)
         finally:
             process.terminate()

@@ -1,4 +1,4 @@
-"""What is measured of a router, and with how much: values and the checks before anything is started."""
+"""Settings of the measurements of a router."""
 
 from __future__ import annotations
 
@@ -29,20 +29,37 @@ WITHOUT_FLAGS = frozenset(
         "steady_share",
     }
 )
-"""What is the same in every measurement from the command line, so that figures can be compared."""
+"""Settings that every measurement from the command line shares, so that figures can be compared."""
 
 
 class RouterBenchSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Raises StartupError, one sentence, when a value is out of range.
+    """Settings of the measurements of a router. Raises StartupError if a value is out of range.
 
-    rows: which of ROUTER_ROWS; empty is all. requests: in each round, direct and through the router, both one at a time
-    and `concurrency` at a time. output_tokens: events of a response that is streamed at a pace. server_flags: what
-    `route` is given besides port and endpoints. Processes of a router are measured with eight times `concurrency`.
-    watched: endpoints that are watched for watch_seconds, and get no requests.
+    In the bursts, one tenant sends steadily `steady_share` of the capacity of all endpoints. Another tenant sends in
+    bursts: for burst_seconds, both together request `burst_load` times the capacity, then the second tenant rests for
+    as long.
 
-    The bursts: `endpoints` servers with slots_max slots each, whose requests take service_seconds. One tenant sends
-    steadily steady_share of what they can do together, another one bursts, so that together they ask for burst_load
-    times of it for burst_seconds, followed by as long a rest.
+    Attributes:
+        rows: names of ROUTER_ROWS. Empty: all rows.
+        requests: requests of each round, direct and through the router, both one at a time and `concurrency` at a time.
+        concurrency: requests in flight. Several router processes are measured with eight times as many.
+        rounds: number of measurements.
+        output_tokens: events of a response that is streamed at intervals.
+        event_seconds: interval of these events.
+        watched: endpoints that the router watches but that get no requests.
+        watch_seconds: duration of that measurement.
+        server_flags: flags of `route` besides port and endpoints.
+        endpoints: servers of the bursts.
+        slots_max: slots of each of these servers.
+        service_seconds: service time of each of their requests.
+        endpoint_max_waiting: requests that may wait inside an endpoint if the router holds requests back.
+        burst_load: load during a burst, relative to the capacity.
+        burst_seconds: duration of a burst.
+        bursts: number of bursts.
+        steady_share: load of the steady tenant, relative to the capacity.
+        seed: seed of the arrivals.
+        json_path: file for the JSON report. "-": standard output.
+        label: name of the measurement.
     """
 
     rows: tuple[str, ...] = ()
@@ -69,7 +86,7 @@ class RouterBenchSettings(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name in self.rows:
             if name not in ROUTER_ROWS:
-                raise StartupError(f"--rows names {name!r}, there are: {', '.join(ROUTER_ROWS)}")
+                raise StartupError(f"--rows has {name!r}, allowed are: {', '.join(ROUTER_ROWS)}")
         check_integer("--requests", self.requests, 1, 1_000_000)
         check_integer("--concurrency", self.concurrency, 1, 512)
         check_integer("--rounds", self.rounds, 1, 100)
@@ -83,21 +100,28 @@ class RouterBenchSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def chosen_rows(self) -> tuple[str, ...]:
-        several = sys.platform.startswith("linux")  # elsewhere a router is one process
+        several = sys.platform.startswith("linux")  # On other systems, a router is one process.
         return self.rows or tuple(row for row in ROUTER_ROWS if several or row != "processes")
 
     @property
     def process_streams(self) -> int:
-        """Streams at a time, to measure several processes with: more than one of them can serve in time."""
+        """Concurrent streams for the measurement of several processes.
+
+        One process alone cannot serve all of them in time.
+        """
         return min(8 * self.concurrency, STREAMS_MAX)
 
     @property
     def capacity_per_second(self) -> float:
-        """Requests that all endpoints together can answer in a second, at most."""
+        """Maximum number of requests that all endpoints together can serve in a second."""
         return self.endpoints * self.slots_max / self.service_seconds
 
     def burst_flags(self, *, holds_back: bool) -> tuple[str, ...]:
-        """Of the router that is measured under bursts: one that holds requests back, or one that passes all on."""
+        """Return the flags of the router that is measured under bursts.
+
+        Args:
+            holds_back: True: the router holds requests back. False: it forwards all requests at once.
+        """
         waiting_max = str(self.endpoint_max_waiting) if holds_back else ENDLESS
         requests_max = () if holds_back else ("--endpoint-max-requests", ENDLESS)
         return (*self.server_flags, "--endpoint-max-waiting", waiting_max, *requests_max)

@@ -1,4 +1,4 @@
-"""Who runs and who waits at a fake endpoint that has so many slots, and how long its queue was. Told the time."""
+"""Slots and queue of a fake endpoint. The time is an argument."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ __all__ = ["Depth", "Slots"]
 
 
 class Depth:
-    """How many waited, over time: the most, and the mean weighted by how long it was so. Times are seconds and never
-    go back."""
+    """Length of a queue over time: the maximum, and the mean weighted by time. Times are seconds and never decrease.
+
+    Args:
+        now: start time.
+    """
 
     def __init__(self, now: float) -> None:
         self.most = 0
@@ -20,7 +23,12 @@ class Depth:
         self._area = 0.0  # requests times seconds
 
     def note(self, count: int, now: float) -> None:
-        """From now on so many wait."""
+        """Note that the queue has a new length from now on.
+
+        Args:
+            count: the length.
+            now: the time.
+        """
         self._area += self._count * (now - self._changed_at)
         self._count = count
         self._changed_at = now
@@ -32,18 +40,23 @@ class Depth:
 
 
 class Slots:
-    """First come, first served: each takes a slot for service_seconds, or waits for one.
+    """Slots that requests use in order of arrival, each for `service_seconds`. Further requests wait.
 
-    Keys are the caller's names of its requests. A slot that became free was free from the moment the service ended, and
-    whoever waited had it from then on, however late that is noticed: the capacity is slots_max / service_seconds.
+    A slot is free from the moment at which its service ends, and the next waiting request has it from that moment, even
+    if the end is processed later. So the capacity is slots_max / service_seconds.
+
+    Args:
+        slots_max: number of slots.
+        service_seconds: service time of each request.
+        now: start time.
     """
 
     def __init__(self, slots_max: int, service_seconds: float, now: float) -> None:
         self._slots_max = slots_max
         self._service_seconds = service_seconds
         self._waiting: deque[int] = deque()
-        self._running: dict[int, float] = {}  # until when
-        self._ends: list[tuple[float, int]] = []  # those who left are skipped
+        self._running: dict[int, float] = {}  # end of the service by key
+        self._ends: list[tuple[float, int]] = []  # Entries of requests that left are skipped.
         self.depth = Depth(now)
 
     @property
@@ -56,13 +69,18 @@ class Slots:
 
     @property
     def next_end(self) -> float:
-        """When the next service is over; math.inf if nobody runs."""
+        """Time at which the next service ends. math.inf if no request runs."""
         while self._ends and self._running.get(self._ends[0][1]) != self._ends[0][0]:
             heapq.heappop(self._ends)
         return self._ends[0][0] if self._ends else math.inf
 
     def enter(self, key: int, now: float) -> None:
-        """To be called after `ended` of the same moment."""
+        """Give a request a slot, or put it into the queue. Call `ended` with this time first.
+
+        Args:
+            key: number of the request.
+            now: the time.
+        """
         if self.running < self._slots_max:
             self._run(key, now)
         else:
@@ -70,7 +88,12 @@ class Slots:
             self.depth.note(self.waiting, now)
 
     def leave(self, key: int, now: float) -> None:
-        """Its client has gone. Nothing to do when it has ended."""
+        """Remove a request whose client has left. Requests that have ended are ignored.
+
+        Args:
+            key: number of the request.
+            now: the time.
+        """
         if self._running.pop(key, None) is not None:
             self._start_next(now)
         elif key in self._waiting:
@@ -78,7 +101,11 @@ class Slots:
             self.depth.note(self.waiting, now)
 
     def ended(self, now: float) -> list[int]:
-        """Whose service is over by now, in order; their slots are taken by those who waited."""
+        """Return the keys of the requests whose service has ended, in order. Waiting requests take their slots.
+
+        Args:
+            now: the time.
+        """
         keys = []
         while self.next_end <= now:
             end, key = heapq.heappop(self._ends)

@@ -1,4 +1,4 @@
-"""The clients of a soak: for each HTTP version those that stay, and for each way of leaving those that leave so."""
+"""The clients of a soak: one for each HTTP version, and one for each way of leaving."""
 
 from __future__ import annotations
 
@@ -15,16 +15,26 @@ from trioserve.bench.soak.settings import SoakSettings
 
 __all__ = ["SoakClients"]
 
-HTTP2_CONNECTIONS = 4  # a server bounds the resets on one of them
-HALF_CLOSE_SECONDS_MAX = 10.0  # trioserve closes at once; the rest is for a machine that is busy
+HTTP2_CONNECTIONS = 4  # A server limits the resets on each connection.
+HALF_CLOSE_SECONDS_MAX = 10.0  # trioserve closes at once. The rest is for a busy machine.
 
 
 class SoakClients:
-    """unanswered_half_closes: connections that the server kept after their client had half-closed. hang_up_count: how
-    often the connection that is left by closing it has been left."""
+    """The clients of a soak.
+
+    Attributes:
+        unanswered_half_closes: connections that the server did not close after the client's half-close.
+        hang_up_count: number of times that the hanging-up client closed its connection.
+    """
 
     def __init__(self, nursery: trio.Nursery, settings: SoakSettings, opener: Callable[[int], OpenStream]) -> None:
-        """opener: gives, for an HTTP version, what opens a connection that speaks it."""
+        """Make the clients. They open connections when they are used.
+
+        Args:
+            nursery: runs the tasks of HTTP/2 connections.
+            settings: settings of the soak.
+            opener: returns, for an HTTP version, a function that opens a connection with that version.
+        """
         target = settings.target
         headers = common_headers(settings.api_key)
         self.unanswered_half_closes = 0
@@ -35,7 +45,7 @@ class SoakClients:
             stream = await open_http1()
             if isinstance(stream, trio.abc.HalfCloseableStream):
                 return _HalfClosing(stream, self._note_unanswered)
-            return stream  # TLS has no half-close: these close
+            return stream  # TLS has no half-close, so these clients close.
 
         def http1(open_stream: OpenStream) -> Http1Client:
             return Http1Client(open_stream, [("host", target.authority), *headers])
@@ -46,7 +56,7 @@ class SoakClients:
             )
 
         self.observer = http1(open_http1)
-        """Asks the server how it is, on a connection of its own."""
+        """Reads the server's metrics through its own connection."""
         self._http1 = http1(open_http1)
         self._half_closing = http1(open_half_closing)
         self._http2 = http2(HTTP2_CONNECTIONS)
@@ -61,7 +71,7 @@ class SoakClients:
         return self._http1 if request.http == 1 else self._http2
 
     def hang_up(self) -> None:
-        """Close the connection of those who leave so, with all that runs on it."""
+        """Close the connection of the clients that hang up, with all requests on it."""
         self.hang_up_count += 1
         self._hanging_up.hang_up()
 
@@ -75,7 +85,7 @@ class SoakClients:
 
 
 class _HalfClosing(trio.abc.Stream):
-    """A connection that its client leaves by saying that it sends no more; then it waits for the server to close."""
+    """A connection that its client leaves with a half-close. The client then waits for the server to close."""
 
     def __init__(self, stream: trio.abc.HalfCloseableStream, on_unanswered: Callable[[], None]) -> None:
         self._stream = stream
@@ -92,7 +102,7 @@ class _HalfClosing(trio.abc.Stream):
 
     async def aclose(self) -> None:
         try:
-            # Shielded, since it is by being cancelled that a client leaves, and this is how it does it.
+            # Shielded, since a client leaves by being cancelled, and this code then closes its connection.
             with trio.move_on_after(HALF_CLOSE_SECONDS_MAX, shield=True) as patience:
                 await self._stream.send_eof()
                 while await self._stream.receive_some(RECEIVE_BYTES):
@@ -100,6 +110,6 @@ class _HalfClosing(trio.abc.Stream):
             if patience.cancelled_caught:
                 self._on_unanswered()
         except (trio.BrokenResourceError, trio.ClosedResourceError):
-            pass  # the server was quicker
+            pass  # The server closed first.
         finally:
             await trio.aclose_forcefully(self._stream)

@@ -1,7 +1,8 @@
-"""Who asks what in a soak, who leaves when and how, and what the control does instead. All of it from the seed.
+"""The clients of a soak: their requests, who leaves when and how, and the replacements in the control. All follow from
+the seed.
 
-The load is cut into rounds, each a slice in which clients leave and a shorter one of the control in which nobody does.
-They follow each other without a pause, so that a machine that is slower for a minute is so for both.
+The load is divided into rounds. Each round has a slice in which clients leave, and a shorter control slice in which no
+client leaves. Slices follow each other without a pause, so that a slow minute of the machine affects both.
 """
 
 from __future__ import annotations
@@ -19,27 +20,28 @@ from trioserve.bench.soak.settings import SoakSettings
 __all__ = ["Leave", "Moment", "Slice", "SoakPlan", "SoakRequest", "Way"]
 
 LONG_PROMPT_SHARE = 0.03
-SLICE_REQUESTS = 500  # about half a minute of a small model on two cores
-CONTROL_SHARE = 0.3  # the control's requests, beside those of the slice before it
-CONTROL_FULL_LINES_MIN = 4  # but at least so many times the concurrency, since its beginning does not count
+SLICE_REQUESTS = 500  # about half a minute with a small model on two cores
+CONTROL_SHARE = 0.3  # requests of the control, relative to those of the slice before it
+CONTROL_FULL_LINES_MIN = 4  # but at least this many times the concurrency, since its beginning is not counted
 
 HTTP2_SHARE = 0.5
-HALF_CLOSE_SHARE = 0.25  # of those who leave over HTTP/1.1
-HANG_UP_SHARE = 0.1  # of those who leave over HTTP/2
+HALF_CLOSE_SHARE = 0.25  # share of the clients that leave over HTTP/1.1
+HANG_UP_SHARE = 0.1  # share of the clients that leave over HTTP/2
 
 
 class Moment(enum.Enum):
     """When a client leaves."""
 
     BODY = "before its body is complete"
-    WAIT = "a time after it was sent"  # most often in the queue
-    HEAD = "a time after its head"  # which trioserve sends when the request first runs: while its prompt is computed
+    WAIT = "a time after it was sent"  # most often, the request still waits in the queue
+    # trioserve sends the head when the request first runs, so its prompt is being computed
+    HEAD = "a time after its head"
     TOKENS = "after some tokens"
 
 
 MOMENT_WEIGHTS = {Moment.BODY: 0.1, Moment.WAIT: 0.35, Moment.HEAD: 0.2, Moment.TOKENS: 0.35}
 DELAYS_MAX = {Moment.BODY: 0.5, Moment.WAIT: 1.5, Moment.HEAD: 0.2, Moment.TOKENS: 0.0}
-"""The longest a client waits before it leaves, in typical times to the first token, as the warm-up shows them."""
+"""The longest delay before a client leaves, as a multiple of the typical time to the first token in the warm-up."""
 
 
 class Way(enum.Enum):
@@ -52,7 +54,14 @@ class Way(enum.Enum):
 
 
 class Leave(msgspec.Struct, frozen=True, kw_only=True):
-    """delay: in typical times to the first token. after_tokens: None unless the moment is TOKENS."""
+    """When and how a client leaves.
+
+    Attributes:
+        moment: the event after which it leaves.
+        way: how it leaves.
+        delay: time after that event, as a multiple of the typical time to the first token.
+        after_tokens: tokens after which it leaves. None unless the moment is TOKENS.
+    """
 
     moment: Moment
     way: Way
@@ -61,8 +70,16 @@ class Leave(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SoakRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One client. leave: None for one that stays. planned: None for one that asks nothing and only lets the delay pass.
-    withheld_bytes: of its body, never sent. is_survivor: it stays, in the control too."""
+    """One client.
+
+    Attributes:
+        planned: its request. None: it sends nothing and only waits for the delay.
+        http: HTTP version.
+        leave: when and how it leaves. None: it stays.
+        delay: delay of its departure, as a multiple of the typical time to the first token.
+        withheld_bytes: bytes at the end of its body that are announced but never sent.
+        is_survivor: True if it stays in both the soak and the control.
+    """
 
     planned: PlannedRequest | None
     http: int
@@ -73,7 +90,13 @@ class SoakRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Slice(msgspec.Struct, frozen=True, kw_only=True):
-    """request_indices: the clients of this slice, in their order."""
+    """A part of the load.
+
+    Attributes:
+        is_control: True if no client leaves.
+        is_warmup: True if it comes before the judged slices.
+        request_indices: indexes of its clients.
+    """
 
     is_control: bool
     is_warmup: bool = False
@@ -81,7 +104,13 @@ class Slice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SoakPlan:
-    """The same settings give the same clients, whatever the server does. They are made while they are taken."""
+    """All clients of a soak. Equal settings give equal clients, whatever the server does. Clients are made when they
+    are needed.
+
+    Args:
+        settings: settings of the soak.
+        model: name of the model.
+    """
 
     def __init__(self, settings: SoakSettings, *, model: str) -> None:
         self._settings = settings
@@ -91,7 +120,7 @@ class SoakPlan:
         return Slice(is_control=False, is_warmup=True, request_indices=range(self._settings.warmup_requests))
 
     def slices(self) -> list[Slice]:
-        """In their order, the control's after each of the others."""
+        """Return the slices in order. A control slice follows each slice in which clients leave."""
         settings = self._settings
         round_count = max(2, round(settings.requests / SLICE_REQUESTS))
         begin = settings.warmup_requests
@@ -107,7 +136,7 @@ class SoakPlan:
     def requests(self, piece: Slice) -> Iterator[SoakRequest]:
         for index in piece.request_indices:
             request = self._request(index)
-            yield self._stand_in(request) if piece.is_control else request
+            yield self._control_version(request) if piece.is_control else request
 
     def _request(self, index: int) -> SoakRequest:
         settings = self._settings
@@ -122,7 +151,7 @@ class SoakPlan:
         http = 2 if draws.random() < HTTP2_SHARE else 1
         leave = self._leave(draws, http) if leaves else None
         if leave is not None:
-            output_count = settings.output_tokens  # so that the response does not end before its client leaves
+            output_count = settings.output_tokens  # long enough that the response does not end before the client leaves
         body = self._body(draws, prompt_count, output_count)
         withheld_bytes = 0
         if leave is not None and leave.moment is Moment.BODY:
@@ -155,24 +184,29 @@ class SoakPlan:
             after_tokens=draws.randint(1, self._settings.output_tokens - 1) if moment is Moment.TOKENS else None,
         )
 
-    def _stand_in(self, request: SoakRequest) -> SoakRequest:
-        """The same client in the control: it asks for no more than it would have had when it left, and stays for that.
+    def _control_version(self, request: SoakRequest) -> SoakRequest:
+        """Return the control's version of a client. It requests only the tokens that it would have received before it
+        left, and stays.
 
-        So both slices give the server about the same work, and what they differ in is what leaving costs. One that
-        leaves before its body is complete, or sooner than its first token is to be expected, is taken to have had
-        nothing: here it only lets that time pass, in its place among those in flight. One that leaves while its prompt
-        is computed, or later without counting tokens, asks for one token, which takes the whole prompt.
+        So both slices give the server about the same work, and the difference between them is the cost of leaving. A
+        client that leaves before its body is complete, or before its first token is expected, is assumed to receive
+        nothing. In the control, it sends nothing and only waits. A client that leaves during prefill, or later without
+        counting tokens, requests one token, which needs the whole prompt.
         """
         leave, planned = request.leave, request.planned
         if leave is None or planned is None:
             return request
-        stand_in: PlannedRequest | None = None
+        control_request: PlannedRequest | None = None
         if leave.moment in (Moment.HEAD, Moment.TOKENS) or (leave.moment is Moment.WAIT and leave.delay >= 1.0):
             body = msgspec.json.decode(planned.body)
             body["max_tokens"] = leave.after_tokens or 1
-            stand_in = msgspec.structs.replace(planned, body=msgspec.json.encode(body), abort_after_tokens=None)
+            control_request = msgspec.structs.replace(planned, body=msgspec.json.encode(body), abort_after_tokens=None)
         return msgspec.structs.replace(
-            request, planned=stand_in, leave=None, delay=0.0 if stand_in else leave.delay, withheld_bytes=0
+            request,
+            planned=control_request,
+            leave=None,
+            delay=0.0 if control_request else leave.delay,
+            withheld_bytes=0,
         )
 
     def _body(self, draws: random.Random, prompt_count: int, output_count: int) -> bytes:

@@ -1,4 +1,4 @@
-"""How the verdict of a soak is shown to people and to programs."""
+"""The verdict of a soak, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["NOTES", "SoakReport", "soak_json", "soak_text"]
 
 NOTES = (
     "Cancel-to-free is the server's own count, from the moment it noticed; times are interpolated within its buckets.",
-    "In the control, those who would leave ask for as many tokens as they would have had, and stay; who would leave in "
-    "the queue or before the body is complete is absent. ITL is of clients that stay in both, whole responses, without "
-    "the beginning of each slice.",
+    "In the control, clients that would leave request only the tokens that they would have received, and stay. Clients "
+    "that would leave in the queue or before their body is complete send nothing. ITL is of clients that stay in both, "
+    "of whole responses, without the beginning of each slice.",
     "Memory is judged after the warm-up: pages of a KV cache are resident only once they were written, and on a CPU "
     "torch keeps the kernels it has made for each number of tokens in a step.",
 )
 
 
 class SoakReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One soak with everything needed to read and repeat it."""
+    """One soak, with all that is needed to read and repeat it."""
 
     settings: SoakSettings
     model: str
@@ -45,7 +45,11 @@ class SoakReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def soak_json(report: SoakReport) -> bytes:
-    """Indented JSON; every figure's name holds its unit. The API key is not in it."""
+    """Return the report as indented JSON, without the API key. The name of every figure contains its unit.
+
+    Args:
+        report: the report.
+    """
     settings: dict[str, Any] = msgspec.structs.asdict(report.settings)
     del settings["api_key"]
     content = {"label": report.settings.label, **msgspec.structs.asdict(report), "settings": settings}
@@ -53,7 +57,11 @@ def soak_json(report: SoakReport) -> bytes:
 
 
 def soak_text(report: SoakReport) -> str:
-    """The table for people: the claims first, then what stands behind them."""
+    """Return the report as text: first the claims, then the figures behind them.
+
+    Args:
+        report: the report.
+    """
     settings, figures = report.settings, report.figures
     title = f"{settings.label}: " if settings.label else ""
     lines = [

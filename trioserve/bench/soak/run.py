@@ -1,4 +1,4 @@
-"""One soak from start to exit code: looks at the server, sends the load, lets clients leave, looks again."""
+"""Runs one soak: reads the server's metrics, sends the load while clients leave, and reads the metrics again."""
 
 from __future__ import annotations
 
@@ -35,15 +35,24 @@ __all__ = ["Soaked", "main", "soak"]
 
 PATH = "/v1/completions"
 SCRAPE_PERIOD_SECONDS = 2.0
-LOG_SECONDS = 30.0  # off a terminal, between two lines of progress: it may go on for hours
-QUIET_SECONDS_MAX = 30.0  # a server that is not at rest by then is not coming to rest
+LOG_SECONDS = 30.0  # between two progress lines if there is no terminal, since a soak may take hours
+QUIET_SECONDS_MAX = 30.0  # A server that is not idle by then will not become idle.
 QUIET_PERIOD_SECONDS = 0.2
-FIRST_TOKEN_SECONDS = 0.5  # until the warm-up has shown how long the first token takes
-SETTLING_LINES = 2  # of a slice, so many times the concurrency: until the clients of the last one have gone
+FIRST_TOKEN_SECONDS = 0.5  # used until the warm-up has measured the time to the first token
+# At the start of a slice, skip this many times the concurrency: clients of the slice before are still there.
+SETTLING_ROUNDS = 2
 
 
 class SliceBook:
-    """began_at: when its first client came. started_count: clients that have come."""
+    """Records the responses of one slice.
+
+    Args:
+        piece: the slice.
+
+    Attributes:
+        began_at: time at which its first client started, or None.
+        started_count: number of clients that have started.
+    """
 
     def __init__(self, piece: Slice) -> None:
         self.piece = piece
@@ -52,18 +61,33 @@ class SliceBook:
         self._responses: list[tuple[int, float, array.array[float]]] = []
 
     def start(self, now_seconds: float) -> int:
-        """A client comes. Returns its number within the slice."""
+        """Note that a client starts, and return its number within the slice.
+
+        Args:
+            now_seconds: the time.
+        """
         if self.began_at is None:
             self.began_at = now_seconds
         self.started_count += 1
         return self.started_count - 1
 
     def note_response(self, number: int, now_seconds: float, gaps_seconds: array.array[float]) -> None:
-        """A client that stayed has its whole response."""
+        """Note the whole response of a client that stayed.
+
+        Args:
+            number: number of the client within the slice.
+            now_seconds: the time.
+            gaps_seconds: gaps between its chunks.
+        """
         self._responses.append((number, now_seconds, gaps_seconds))
 
     def settled_gaps(self, first_number: int, ended_at: float) -> array.array[float]:
-        """Of the responses whose clients came no sooner than this one, and that were complete by then."""
+        """Return the gaps of responses that lie whole in the counted part of the slice.
+
+        Args:
+            first_number: number of the first client that counts.
+            ended_at: time by which a response must be complete.
+        """
         gaps = array.array("d")
         for number, responded_at, gaps_seconds in self._responses:
             if number >= first_number and responded_at <= ended_at:
@@ -72,16 +96,29 @@ class SliceBook:
 
 
 def rounds_from(books: Sequence[SliceBook], *, settled_number: int, all_sent_at: float) -> list[Round]:
-    """books: of slices with leavers and of the control, in turn. settled_number: of each slice the first client that
-    counts; by then those of the slice before have gone. all_sent_at: when the last client of all had come."""
+    """Return the gaps of each round.
+
+    Args:
+        books: records of the slices with leaving clients and of the control, in turn.
+        settled_number: number of the first client in each slice that counts. By then, the clients of the slice before
+            have ended.
+        all_sent_at: time at which the last client started.
+    """
     ends = [*(book.began_at or all_sent_at for book in books[1:]), all_sent_at]
     gaps = [book.settled_gaps(settled_number, ended_at) for book, ended_at in zip(books, ends, strict=True)]
     return [Round(soak_gaps, control_gaps) for soak_gaps, control_gaps in zip(gaps[::2], gaps[1::2], strict=True)]
 
 
 def main(settings: SoakSettings) -> int:
-    """Soak, print, and return the exit code: 0, 1 when a claim is broken, 2 when the server cannot be reached or is not
-    a trioserve, 130 when interrupted (what was seen until then is printed)."""
+    """Run a soak, print the report, and return the exit code.
+
+    Args:
+        settings: settings of the soak.
+
+    Returns:
+        0 if all claims hold, 1 if a claim is broken, 2 if the server cannot be reached or is not a trioserve, 130 after
+        an interruption. After an interruption, the verdict so far is printed.
+    """
     outcome = trio.run(soak, settings)
     if isinstance(outcome, CannotMeasure):
         print(f"trioserve bench: {outcome.message}", file=sys.stderr)
@@ -105,9 +142,15 @@ async def soak(
     opener: Callable[[int], OpenStream] | None = None,
     progress: TextIO | None = None,
 ) -> Soaked | CannotMeasure:
-    """Run one soak. opener: how to reach the server, by HTTP version (default: as the settings say). progress: where
-    the live line goes (default standard error). SIGINT and SIGTERM let everybody leave, and the verdict is on
-    what was seen until then; they are listened to here, so this has to run in the main thread."""
+    """Run one soak. Must run in the main thread, since it handles SIGINT and SIGTERM.
+
+    On a signal, all clients leave, and the verdict is about the load until then.
+
+    Args:
+        settings: settings of the soak.
+        opener: returns, for an HTTP version, a function that opens a connection. Default: as the settings say.
+        progress: where the progress line is written. Default: standard error.
+    """
     async with trio.open_nursery() as nursery:
         clients = SoakClients(nursery, settings, opener or (lambda http: stream_opener(settings.target, http)))
         run = _Soak(settings, clients, progress or sys.stderr)
@@ -120,7 +163,7 @@ async def soak(
 
 
 class _Soak:
-    """The tasks of one soak and what they have found so far."""
+    """The tasks of one soak, and their observations so far."""
 
     def __init__(self, settings: SoakSettings, clients: SoakClients, progress: TextIO) -> None:
         self.scope = trio.CancelScope()
@@ -152,7 +195,7 @@ class _Soak:
         return await self._judged()
 
     async def _begin(self) -> CannotMeasure | None:
-        """Look at the server at rest, then warm it up."""
+        """Read the metrics of the idle server, then warm it up."""
         settings = self._settings
         model = await self._find_model()
         if isinstance(model, CannotMeasure):
@@ -171,7 +214,7 @@ class _Soak:
         self._memory.clear()
         self._half_closes_before = self._clients.unanswered_half_closes
         self._warm = await self._scrape()
-        return None if self._warm is not None else self._silent()
+        return None if self._warm is not None else self._no_metrics()
 
     async def _measure(self) -> None:
         plan = SoakPlan(self._settings, model=self._model)
@@ -183,7 +226,10 @@ class _Soak:
             self._duration_seconds = trio.current_time() - began_at
 
     async def _judged(self) -> Soaked | CannotMeasure:
-        """Also of a soak that was interrupted: all of its clients have left then."""
+        """Wait until the server is idle, and make the report.
+
+        Also after an interruption, when all clients have left.
+        """
         assert self._before is not None
         assert self._warm is not None
         settings = self._settings
@@ -191,7 +237,7 @@ class _Soak:
         quiet_began_at = trio.current_time()
         end = await self._scrape_at_rest(self._before)
         if end is None:
-            return self._silent()
+            return self._no_metrics()
         figures = SoakFigures.from_evidence(
             Evidence(
                 before=self._before,
@@ -201,7 +247,7 @@ class _Soak:
                 memory=self._memory,
                 rounds=rounds_from(
                     self._books,
-                    settled_number=SETTLING_LINES * settings.concurrency,
+                    settled_number=SETTLING_ROUNDS * settings.concurrency,
                     all_sent_at=quiet_began_at if self._all_sent_at is None else self._all_sent_at,
                 ),
                 ended=self._ended,
@@ -214,10 +260,10 @@ class _Soak:
         report = SoakReport.now(settings, model=self._model, figures=figures)
         return Soaked(report, EXIT_INTERRUPTED if self.scope.cancelled_caught else exit_code)
 
-    def _silent(self) -> CannotMeasure:
-        return CannotMeasure(f"{self._settings.url} does not answer GET /metrics any more", EXIT_UNREACHABLE)
+    def _no_metrics(self) -> CannotMeasure:
+        return CannotMeasure(f"{self._settings.url} no longer answers GET /metrics", EXIT_UNREACHABLE)
 
-    # --- looking at the server ---
+    # --- state of the server ---
 
     async def _ask(self, path: str, response: PlainResponse) -> Failure | None:
         with trio.move_on_after(self._settings.timeout_seconds):
@@ -250,18 +296,16 @@ class _Soak:
         if before is None or missing:
             named = f"without {missing[0]}" if before is not None else "not answered"
             return CannotMeasure(
-                f"bench soak judges what trioserve tells of itself, and GET /metrics of {url} is {named}: "
-                "bench load measures other servers",
+                f"bench soak reads metrics of trioserve, and GET /metrics of {url} is {named}: use bench load for "
+                "other servers",
                 EXIT_UNREACHABLE,
             )
         if not is_quiet(before, before):
-            return CannotMeasure(
-                f"{url} has requests already: a soak needs the server for itself", EXIT_REQUESTS_FAILED
-            )
+            return CannotMeasure(f"{url} has other requests: a soak needs an idle server", EXIT_REQUESTS_FAILED)
         return None
 
     async def _scrape_at_rest(self, before: Scrape) -> Scrape | None:
-        """The server when nothing of the soak is left there, or as it was seen last."""
+        """Return the metrics of the server once it is idle, or the last metrics if it does not become idle in time."""
         scrape: Scrape | None = None
         with trio.move_on_after(QUIET_SECONDS_MAX):
             while True:
@@ -272,7 +316,7 @@ class _Soak:
         return scrape
 
     async def _watch(self, request_count: int, unit: str) -> None:
-        """Take the memory, and show how many requests there were of so many."""
+        """Record the server's memory, and show the progress."""
         began_at = trio.current_time()
         with ProgressLine(self._progress, log_seconds=LOG_SECONDS, clock=trio.current_time) as line:
             while True:
@@ -291,11 +335,18 @@ class _Soak:
     # --- the load ---
 
     async def _send(self, books: list[SliceBook], plan: SoakPlan, request_count: int, unit: str) -> None:
-        """Returns when all clients of these slices have gone. request_count and unit: for the line of progress."""
+        """Run all clients of some slices, and return when they have ended.
+
+        Args:
+            books: records of the slices.
+            plan: the plan of the soak.
+            request_count: number of requests, for the progress line.
+            unit: name of the requests, for the progress line.
+        """
         requests = ((book, request) for book in books for request in plan.requests(book.piece))
 
         async def worker(shared: Iterator[tuple[SliceBook, SoakRequest]]) -> None:
-            for book, request in shared:  # each worker takes the next one
+            for book, request in shared:  # The iterator is shared, so each worker takes the next request.
                 await self._perform(request, book, book.start(trio.current_time()))
             if self._all_sent_at is None:
                 self._all_sent_at = trio.current_time()
@@ -340,7 +391,7 @@ class _Soak:
             if left:
                 self._clients.hang_up()
             elif failure is not None and self._clients.hang_up_count > hang_up_count:
-                left = True  # another one on the same connection left, and took this one along
+                left = True  # Another client on this connection hung up, which ended this request too.
         outcome = Outcome.ABORTED if left else measurement.outcome
 
         if request.is_survivor and outcome is Outcome.COMPLETED:
@@ -362,7 +413,7 @@ class _Soak:
 
 
 class _LeavesAfterHead:
-    """Hears a response for a client that leaves some time after its head has come."""
+    """Listener of a client that leaves some time after the head of the response."""
 
     def __init__(self, reader: ResponseReader, leaving: trio.CancelScope, delay_seconds: float) -> None:
         self._reader = reader
@@ -371,7 +422,7 @@ class _LeavesAfterHead:
 
     def head(self, status: int) -> None:
         self._reader.head(status)
-        if status == 200:  # a refusal is heard to its end
+        if status == 200:  # A refusal is read to its end.
             self._leaving.deadline = trio.current_time() + self._delay_seconds
 
     def body(self, data: bytes, now_seconds: float) -> bool:

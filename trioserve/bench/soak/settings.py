@@ -1,5 +1,4 @@
-"""What a soak is asked to do. Which requests that makes is settled in plan.py, and what is judged in
-verdict.py."""
+"""Settings of a soak. plan.py turns them into requests, and verdict.py into claims."""
 
 from __future__ import annotations
 
@@ -9,14 +8,24 @@ __all__ = ["SoakSettings"]
 
 
 class SoakSettings(TargetSettings, frozen=True, kw_only=True):
-    """One soak. Raises StartupError, one sentence, when a value is out of range.
+    """Settings of one soak. Raises StartupError if a value is out of range.
 
-    requests: those among which clients leave; the control's come on top. concurrency: in flight; it must be above the
-    server's --max-num-seqs, or nobody waits in the queue. prompt_tokens, long_prompt_tokens and output_tokens are the
-    most that is drawn; a long prompt should take the server several steps (--max-num-batched-tokens). warmup_requests:
-    of the same kind, before anything is judged; they should fill the server's KV cache once, since its memory is
-    resident only from then on. Few tokens, so that 10,000 requests take a small model on two cores a quarter of an
-    hour.
+    The defaults use few tokens, so that 10,000 requests take a small model on two cores a quarter of an hour.
+
+    Attributes:
+        concurrency: requests in flight. It must be above the server's --max-num-seqs, otherwise no request waits in the
+            queue.
+        requests: requests of the slices in which clients leave. Those of the control come in addition.
+        prompt_tokens: maximum tokens of a short prompt.
+        long_prompt_tokens: maximum tokens of a long prompt. It should take the server several steps
+            (--max-num-batched-tokens).
+        output_tokens: maximum tokens of a response.
+        abort_fraction: share of the clients that leave, 0 to 1.
+        vocab_size: token ids are drawn below this number.
+        temperature: sampling temperature.
+        warmup_requests: requests of the same kind before the judged ones. They should fill the server's KV cache once,
+            since its memory becomes resident only then.
+        timeout_seconds: seconds after which a request has failed.
     """
 
     concurrency: int = 32
@@ -36,7 +45,8 @@ class SoakSettings(TargetSettings, frozen=True, kw_only=True):
         check_integer("--requests", self.requests, 2, 10_000_000)
         check_integer("--prompt-tokens", self.prompt_tokens, 1, 1_000_000)
         check_integer("--long-prompt-tokens", self.long_prompt_tokens, 1, 1_000_000)
-        check_integer("--output-tokens", self.output_tokens, 2, 1_000_000)  # one to hear, one to leave before
+        # one token to receive, and one to leave before
+        check_integer("--output-tokens", self.output_tokens, 2, 1_000_000)
         check_integer("--vocab-size", self.vocab_size, 2, 2**31 - 1)
         check_integer("--warmup", self.warmup_requests, 0, 1_000_000)
         check_number("--abort-fraction", self.abort_fraction, 0.0, 1.0)

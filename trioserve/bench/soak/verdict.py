@@ -1,4 +1,4 @@
-"""What a soak has shown, claim by claim: what the server kept, what its memory did, what those felt who stayed."""
+"""The claims of a soak: what the server still holds at the end, its memory, and the latency of clients that stayed."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ __all__ = [
 ]
 
 MEMORY_CHANGE_MAX = 0.02
-MEMORY_SAMPLES_MIN = 10  # in each half
+MEMORY_SAMPLES_MIN = 10  # samples in each half
 ITL_RATIO_MAX = 1.3
-ITL_GAPS_MIN = 1000  # of each kind: ten lie beyond the 99th percentile
+ITL_GAPS_MIN = 1000  # gaps of each kind, of which ten are above the 99th percentile
 STEPS_TO_FREE_MAX = 1
 PHASES = ("queued", "prefill", "decode")
 
@@ -43,9 +43,9 @@ LEFT_BEHIND: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("sequences that wait", "trioserve:num_requests_waiting", {}),
     ("bytes of bodies", "trioserve:request_body_bytes_held", {}),
 )
-"""Zero once nobody asks for anything."""
+"""Metrics that must be 0 at the end."""
 AS_BEFORE = (("tasks", "trioserve:tasks"), ("connections", "trioserve:connections_open"))
-"""Once nobody asks for anything, no more than before the first client came: the server's own, and the one that asks."""
+"""Metrics that must be no higher at the end than before the first client: they include the server's own tasks."""
 
 NEEDED_SERIES = (
     *dict.fromkeys(name for _title, name, _labels in LEFT_BEHIND),
@@ -62,12 +62,25 @@ def missing_series(scrape: Scrape) -> list[str]:
 
 
 def is_quiet(before: Scrape, now: Scrape) -> bool:
-    """Whether the server has nothing of the soak any more."""
-    return all(claim.holds for claim in _claims_of_the_end(before, now))
+    """Return True if the server has released all that the soak used.
+
+    Args:
+        before: metrics before the first client.
+        now: metrics now.
+    """
+    return all(claim.holds for claim in _end_claims(before, now))
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
-    """One client, when its request was over. left: it left as planned; else its response ended, well or not, before."""
+    """The end of one client's request.
+
+    Attributes:
+        outcome: how the request ended.
+        failure_name: kind of the failure, or None.
+        moment: planned moment of leaving. None: the client stays.
+        way: planned way of leaving. None: the client stays.
+        left: True if the client left as planned. False if its response ended or failed first.
+    """
 
     outcome: Outcome
     failure_name: str | None
@@ -77,15 +90,32 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Round(msgspec.Struct, frozen=True):
-    """Seconds between the chunks of those who stayed: while others left, and in the control right after it."""
+    """Gaps in seconds between the chunks of clients that stayed.
+
+    Attributes:
+        soak_gaps: gaps of the slice in which other clients left.
+        control_gaps: gaps of the control slice after it.
+    """
 
     soak_gaps: array.array[float]
     control_gaps: array.array[float]
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
-    """before: the server at rest, before the first client. warm: when the warm-up was over. end: at rest again, or
-    what was seen last when it did not come to rest within quiet_seconds. memory: at the times (seconds) in between."""
+    """All observations of a soak.
+
+    Attributes:
+        before: metrics of the idle server before the first client.
+        warm: metrics after the warm-up.
+        end: metrics of the idle server at the end. If it did not become idle in time, the last metrics.
+        quiet_seconds: seconds between the last client and `end`.
+        memory: pairs of time in seconds and resident bytes.
+        rounds: gaps of each round.
+        ended: ends of all requests outside of the control.
+        control_failed_requests: failed requests of the control.
+        unanswered_half_closes: connections that the server did not close after a half-close.
+        duration_seconds: duration of the load.
+    """
 
     before: Scrape
     warm: Scrape
@@ -100,7 +130,14 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """holds: None when there was too little to judge it by. allowed and found: short words for a person."""
+    """One claim and its verdict.
+
+    Attributes:
+        name: what is claimed.
+        holds: True or False. None: there were too few samples to judge.
+        allowed: the allowed value, as a short text.
+        found: the found value, as a short text.
+    """
 
     name: str
     holds: bool | None
@@ -109,8 +146,19 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PhaseFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """From an abort to free blocks, for requests that had come so far. Interpolated within the server's buckets, except
-    for the steps, which are whole numbers; None when there was none."""
+    """Times from an abort to free blocks, for requests of one phase. None: there was no abort.
+
+    Milliseconds are interpolated within the server's buckets. Steps are exact.
+
+    Attributes:
+        phase: phase of the request at its abort: queued, prefill or decode.
+        aborts: number of aborts.
+        median_ms: median in milliseconds.
+        p99_ms: 99th percentile in milliseconds.
+        median_steps: median in steps.
+        p99_steps: 99th percentile in steps.
+        max_steps: maximum in steps.
+    """
 
     phase: str
     aborts: int
@@ -143,8 +191,12 @@ class RoundFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SoakFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """left_by_moment and left_by_way count the clients that left as planned; finished_early those whose response was
-    complete before. memory is resident, the mean of each half of the load after the warm-up."""
+    """The figures and claims of a soak.
+
+    `left_by_moment` and `left_by_way` count the clients that left as planned. `finished_early_requests` counts the
+    clients whose response was complete before they left. Memory is resident memory, as the mean of each half of the
+    load after the warm-up.
+    """
 
     duration_seconds: float
     quiet_seconds: float
@@ -170,7 +222,7 @@ class SoakFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def all_hold(self) -> bool:
-        """No claim is broken; what could not be judged is not."""
+        """True if no claim is broken. Claims that could not be judged are not broken."""
         return all(claim.holds is not False for claim in self.claims)
 
     @classmethod
@@ -194,11 +246,11 @@ class SoakFigures(msgspec.Struct, frozen=True, kw_only=True):
         itl_ratio = itl.p99 / control_itl.p99 if itl and control_itl and control_itl.p99 > 0 else None
         failed = sum(one.outcome is Outcome.FAILED for one in ended)
         claims = [
-            _claim_of_failures(failed + evidence.control_failed_requests + evidence.unanswered_half_closes),
-            *_claims_of_the_end(evidence.before, evidence.end),
-            _claim_of_memory(memory_ratio, min(len(first), len(last))),
-            _claim_of_latency(itl_ratio, min(len(soak_gaps), len(control_gaps))),
-            _claim_of_steps(phases),
+            _failure_claim(failed + evidence.control_failed_requests + evidence.unanswered_half_closes),
+            *_end_claims(evidence.before, evidence.end),
+            _memory_claim(memory_ratio, min(len(first), len(last))),
+            _latency_claim(itl_ratio, min(len(soak_gaps), len(control_gaps))),
+            _steps_claim(phases),
         ]
         return cls(
             duration_seconds=evidence.duration_seconds,
@@ -228,11 +280,11 @@ class SoakFigures(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def _claim_of_failures(failed: int) -> Claim:
+def _failure_claim(failed: int) -> Claim:
     return Claim(name="failed requests", holds=failed == 0, allowed="0", found=str(failed))
 
 
-def _claims_of_the_end(before: Scrape, end: Scrape) -> list[Claim]:
+def _end_claims(before: Scrape, end: Scrape) -> list[Claim]:
     claims = []
     for title, name, labels in LEFT_BEHIND:
         value = end.total(name, **labels)
@@ -251,7 +303,7 @@ def _claims_of_the_end(before: Scrape, end: Scrape) -> list[Claim]:
     return claims
 
 
-def _claim_of_memory(ratio: float | None, samples_min: int) -> Claim:
+def _memory_claim(ratio: float | None, samples_min: int) -> Claim:
     holds = None
     if ratio is not None and samples_min >= MEMORY_SAMPLES_MIN:
         holds = abs(ratio - 1.0) <= MEMORY_CHANGE_MAX
@@ -263,7 +315,7 @@ def _claim_of_memory(ratio: float | None, samples_min: int) -> Claim:
     )
 
 
-def _claim_of_latency(ratio: float | None, gaps_min: int) -> Claim:
+def _latency_claim(ratio: float | None, gaps_min: int) -> Claim:
     holds = None
     if ratio is not None and gaps_min >= ITL_GAPS_MIN:
         holds = ratio <= ITL_RATIO_MAX
@@ -275,7 +327,7 @@ def _claim_of_latency(ratio: float | None, gaps_min: int) -> Claim:
     )
 
 
-def _claim_of_steps(phases: Sequence[PhaseFigures]) -> Claim:
+def _steps_claim(phases: Sequence[PhaseFigures]) -> Claim:
     worst = max((phase.max_steps for phase in phases if phase.max_steps is not None), default=None)
     return Claim(
         name="steps until an aborted request's blocks are free",
@@ -286,7 +338,7 @@ def _claim_of_steps(phases: Sequence[PhaseFigures]) -> Claim:
 
 
 def _halves(memory: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    """The samples in the first and in the last half of the time they cover."""
+    """Return the samples of the first and of the last half of the time."""
     if not memory:
         return [], []
     middle = (memory[0][0] + memory[-1][0]) / 2

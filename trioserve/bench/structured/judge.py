@@ -1,7 +1,7 @@
-"""Whether a response has the form that was asked for: the library `jsonschema` says so, which no server here uses.
+"""Judges responses against their JSON schema with the library `jsonschema`, which no measured server uses.
 
-A response that max_tokens cut off is no JSON yet; it has to be the beginning of some. That is asked of a grammar over
-single bytes, which knows nothing of the model's tokens.
+A response that max_tokens ended early is not JSON yet, but must be a valid beginning. A grammar over single bytes
+checks that. It knows nothing of the model's tokens.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ REASON_CHARACTERS_MAX = 200
 class Verdict(enum.Enum):
     VALID = "valid"
     CUT = "cut, a valid beginning"
-    REFUSED = "refused"  # before anything was written: status 400
+    REFUSED = "refused"  # status 400, before any output
     INVALID = "INVALID"
-    FAILED = "FAILED"  # no response, or one that the server ended
+    FAILED = "FAILED"  # no response, or a response that the server ended
 
 
 class Judge:
-    """Raises StartupError without the library."""
+    """Judges responses. Raises StartupError if the library is not installed."""
 
     def __init__(self) -> None:
         try:
@@ -39,7 +39,16 @@ class Judge:
         self._bytes = LLTokenizer("byte")
 
     def judge(self, schema: Any, text: str, *, is_cut: bool) -> tuple[Verdict, str]:
-        """With the reason for what is not valid."""
+        """Judge a response.
+
+        Args:
+            schema: the requested JSON schema.
+            text: the response.
+            is_cut: True if max_tokens ended the response.
+
+        Returns:
+            The verdict, and the reason if the response is not valid.
+        """
         if is_cut:
             return self._judge_beginning(schema, text)
         try:
@@ -50,14 +59,14 @@ class Judge:
         try:
             validator = validators.validator_for(schema, default=validators.Draft202012Validator)(schema)
             wrong = self._jsonschema.exceptions.best_match(validator.iter_errors(value))
-        except Exception as fault:  # a schema that is none, or points to nowhere: nobody can judge by it
+        except Exception as fault:  # The schema is not a valid schema, or has a reference to nowhere.
             return Verdict.INVALID, f"cannot be judged: {fault}"[:REASON_CHARACTERS_MAX]
         if wrong is not None:
             return Verdict.INVALID, f"{wrong.json_path}: {wrong.message}"[:REASON_CHARACTERS_MAX]
         return Verdict.VALID, ""
 
     def _judge_beginning(self, schema: Any, text: str) -> tuple[Verdict, str]:
-        # What was cut within a character shows as a replacement character at its end.
+        # A text that ends within a character has a replacement character at its end.
         data = text.removesuffix("\ufffd").encode()
         matcher = LLMatcher(self._bytes, LLMatcher.grammar_from_json_schema(json.dumps(schema)), log_level=0)
         if matcher.is_error():

@@ -1,4 +1,4 @@
-"""The rows that are measured side by side, and the bodies of their requests."""
+"""The rows that are measured in turn, and the bodies of their requests."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["ROWS", "Row", "row_body", "schema_body"]
 
 PATH = "/v1/chat/completions"
 
-# Nearly nothing of it is forced, and it goes on for as long as there are tokens: a mask for every token.
+# Nearly no token is forced, and the list continues as long as there are tokens: every token needs a mask.
 OPEN = {"type": "array", "items": {"type": "string", "minLength": 24}, "minItems": 1000}
-# About half of the tokens are forced: names of properties and what stands between them.
+# About half of the tokens are forced: names of properties and the punctuation between them.
 HALF = {
     "type": "array",
     "minItems": 1000,
@@ -35,7 +35,15 @@ HALF = {
 
 
 class Row(msgspec.Struct, frozen=True):
-    """is_alone: one request at a time, whatever the concurrency. free: the row that it is compared with."""
+    """One kind of request.
+
+    Attributes:
+        name: name of the row.
+        meaning: description.
+        schema: JSON schema of the response. None: free text.
+        is_alone: True: one request at a time, whatever the concurrency is.
+        free: name of the row with which it is compared. "": none.
+    """
 
     name: str
     meaning: str
@@ -55,7 +63,14 @@ ROWS = (
 
 
 def row_body(settings: StructuredBenchSettings, model: str, row: Row, number: int) -> bytes:
-    """All rows ask the same. number: of the request within its row and round."""
+    """Return the body of a request. All rows have the same prompts.
+
+    Args:
+        settings: settings of the measurement.
+        model: name of the model.
+        row: the row.
+        number: number of the request within its row and round.
+    """
     body = _body(settings, model, f"List number {number}: things that are sold on a market, in JSON.", row.schema)
     return msgspec.json.encode({**body, "ignore_eos": True, "seed": settings.seed + number})
 
@@ -75,7 +90,7 @@ def _body(settings: StructuredBenchSettings, model: str, prompt: str, schema: An
         "stream_options": {"include_usage": True},
     }
     if schema is not None:
-        # As JSON text, since a schema may hold numbers that only Python's own reader keeps.
+        # Sent as JSON text, since a schema may have numbers that only Python's own reader keeps exactly.
         raw = msgspec.Raw(json.dumps(schema).encode())
         body["response_format"] = {"type": "json_schema", "json_schema": {"name": "response", "schema": raw}}
     return body

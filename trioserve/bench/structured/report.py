@@ -1,4 +1,4 @@
-"""What a measurement of structured output found, as text and as JSON."""
+"""The result of a measurement of structured output, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from trioserve.bench.structured.settings import StructuredBenchSettings
 
 __all__ = ["JudgedSchema", "MeasuredRow", "RoundFigures", "StructuredReport", "report_json", "report_text"]
 
-SHOWN_MAX = 40  # of what is not valid
+SHOWN_MAX = 40  # maximum number of failures in the text
 
 
 class RoundFigures(msgspec.Struct, frozen=True):
-    """One row of one round. What the server counts is None where it does not say."""
+    """One row of one round. Counters of the server are None if it does not report them."""
 
     seconds: float
     tokens: int
@@ -47,7 +47,7 @@ class JudgedSchema(msgspec.Struct, frozen=True):
 
 
 class StructuredReport(msgspec.Struct):
-    """Either rows or schemas are empty."""
+    """The result. Either its rows or its schemas are empty."""
 
     settings: StructuredBenchSettings
     model: str
@@ -103,7 +103,12 @@ def _row_line(planned: Row, row: MeasuredRow, free: MeasuredRow | None) -> str:
 
 
 def ratio_of(row: MeasuredRow, free: MeasuredRow) -> float:
-    """The median over rounds: what slows a machine for a while slows both."""
+    """Return the median over the rounds of the ratio of two speeds. A slow moment of the machine affects both.
+
+    Args:
+        row: the row.
+        free: the row with which it is compared.
+    """
     pairs = zip(row.rounds, free.rounds, strict=False)
     return statistics.median(one.tokens_per_second / other.tokens_per_second for one, other in pairs)
 
@@ -117,8 +122,8 @@ def _schema_lines(schemas: Sequence[JudgedSchema]) -> list[str]:
         lines.append(f"{group:<{width}}{counts.total():>9}" + "".join(f"{counts[verdict]:>10}" for verdict in Verdict))
     slowest = max(schemas, key=lambda one: one.seconds)
     lines += ["", f"slowest: {slowest.name}, {slowest.seconds:.2f} s for {slowest.tokens} tokens"]
-    told = [one for one in schemas if one.verdict not in (Verdict.VALID, Verdict.CUT)]
-    lines += [f"{one.verdict.value}: {one.name}: {one.reason}" for one in told[:SHOWN_MAX]]
-    if len(told) > SHOWN_MAX:
-        lines.append(f"... and {len(told) - SHOWN_MAX} more")
+    shown = [one for one in schemas if one.verdict not in (Verdict.VALID, Verdict.CUT)]
+    lines += [f"{one.verdict.value}: {one.name}: {one.reason}" for one in shown[:SHOWN_MAX]]
+    if len(shown) > SHOWN_MAX:
+        lines.append(f"... and {len(shown) - SHOWN_MAX} more")
     return lines

@@ -1,4 +1,4 @@
-"""One measurement of structured output from start to exit code: rows side by side, or a set of schemas one by one."""
+"""Runs one measurement of structured output: rows in turn, or a set of schemas one by one."""
 
 from __future__ import annotations
 
@@ -49,8 +49,15 @@ REFUSAL_BYTES_MAX = 4096
 
 
 def main(settings: StructuredBenchSettings) -> int:
-    """Measure, print, and return the exit code: 0, 1 when a request failed or a response is not valid, 2 when the
-    server cannot be reached, 130 when interrupted (what was measured until then is printed)."""
+    """Measure, print the report, and return the exit code.
+
+    Args:
+        settings: settings of the measurement.
+
+    Returns:
+        0, 1 if a request failed or a response is not valid, 2 if the server cannot be reached, 130 after an
+        interruption. After an interruption, the report so far is printed.
+    """
     outcome = trio.run(measure_structured, settings)
     if isinstance(outcome, CannotMeasure):
         print(f"trioserve bench: {outcome.message}", file=sys.stderr)
@@ -67,9 +74,19 @@ def main(settings: StructuredBenchSettings) -> int:
 async def measure_structured(
     settings: StructuredBenchSettings, *, open_stream: OpenStream | None = None, progress: TextIO | None = None
 ) -> tuple[StructuredReport, int] | CannotMeasure:
-    """The report and the exit code. open_stream: how to reach the server (default: as the settings say). SIGINT and
-    SIGTERM end it early; they are listened to here, so this has to run in the main thread. Raises StartupError for
-    schemas that cannot be read."""
+    """Run one measurement. Must run in the main thread, since it handles SIGINT and SIGTERM, which end it early.
+
+    Args:
+        settings: settings of the measurement.
+        open_stream: opens a connection to the server. Default: as the settings say.
+        progress: where the progress is written. Default: standard error.
+
+    Returns:
+        The report and the exit code, or the reason why there is no report.
+
+    Raises:
+        StartupError: the schemas cannot be read.
+    """
     schemas = [] if settings.schemas is None else read_schemas(pathlib.Path(settings.schemas))
     headers = [("host", settings.target.authority), *common_headers(settings.api_key)]
     client = Http1Client(open_stream or stream_opener(settings.target, 1), headers)
@@ -127,14 +144,14 @@ class _Run:
     async def _ask(self, path: str, response: PlainResponse) -> Failure | None:
         return await self._client.request("GET", self._settings.target.path_prefix + path, b"", response)
 
-    # --- rows side by side ---
+    # --- rows in turn ---
 
     async def _measure_rows(self) -> None:
         settings = self._settings
         for row in ROWS:
             streams = 1 if row.is_alone else settings.concurrency
             self._measured[row.name] = MeasuredRow(row.name, streams, [])
-            await self._round(row, streams)  # compiles forms, warms caches up
+            await self._round(row, streams)  # compiles grammars and fills caches
         for number in range(settings.rounds):
             first = number % len(ROWS)
             for row in (*ROWS[first:], *ROWS[:first]):
@@ -145,7 +162,7 @@ class _Run:
             print(f"round {number + 1} of {settings.rounds}", file=self._progress, flush=True)
 
     async def _round(self, row: Row, streams: int) -> RoundFigures | None:
-        """None: a request failed, and so there is no speed."""
+        """Measure a row once. Return None if a request failed, since the speed would mean nothing."""
         settings = self._settings
         count = max(1, settings.requests // settings.concurrency) if row.is_alone else settings.requests
         numbers: Iterator[int] = iter(range(count))
@@ -218,7 +235,14 @@ class _Run:
 
 
 class _Written:
-    """Hears one streamed response: its text, how many tokens it has, why it ended. failure: why there is none."""
+    """Listener of one streamed response.
+
+    Attributes:
+        status: HTTP status.
+        token_count: tokens of the response.
+        finish_reason: why the response ended.
+        failure: why there is no whole response. None: there is one.
+    """
 
     def __init__(self) -> None:
         self.status = 0
@@ -243,12 +267,12 @@ class _Written:
         try:
             for event in self._parser.feed(data):
                 if event != b"[DONE]":
-                    self._hear(msgspec.json.decode(event))
+                    self._note_chunk(msgspec.json.decode(event))
         except (msgspec.MsgspecError, UnicodeDecodeError, EventTooLong) as error:
             self.failure = f"a chunk of the stream cannot be read: {error}"
         return self.failure is None
 
-    def _hear(self, chunk: dict[str, Any]) -> None:
+    def _note_chunk(self, chunk: dict[str, Any]) -> None:
         if chunk.get("error") is not None:
             self.failure = f"error in the stream: {excerpt(json.dumps(chunk['error']).encode())}"
         if chunk.get("usage"):
@@ -258,7 +282,11 @@ class _Written:
             self._parts.append(choice.get("delta", {}).get("content") or "")
 
     def end(self, failure: str | None) -> None:
-        """Nothing more comes. failure: why the transport could not go on."""
+        """Note the end of the response.
+
+        Args:
+            failure: why the transport failed, or None.
+        """
         if self.failure is None:
             self.failure = failure
         if self.failure is None and self.status != 200:

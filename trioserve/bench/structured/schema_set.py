@@ -1,8 +1,9 @@
-"""JSON schemas from files, in the layouts that sets of them have.
+"""Reads JSON schemas from files, in the layouts of common sets of schemas.
 
-A file holds one schema; or an object with one in `schema` or `json_schema`, as an object or as JSON text (MaskBench,
-JSONSchemaBench's tables); or a list of such objects (the JSON Schema Test Suite); or, with the ending .jsonl, one of
-them a line. The folder that a file lies in is its group, or, of a file with several, the file.
+A file has one schema, or an object with a schema in `schema` or `json_schema`. That field is an object or JSON text
+(MaskBench, tables of JSONSchemaBench). Or the file has a list of such objects (JSON Schema Test Suite), or one of them
+per line if its name ends in .jsonl. The group of a schema is the folder of its file, or the file if it has several
+schemas.
 """
 
 from __future__ import annotations
@@ -23,21 +24,34 @@ FIELDS = ("schema", "json_schema")
 
 
 class NamedSchema(msgspec.Struct, frozen=True):
-    """name: its file, and its place there if the file has several. group: the file's folder, below what was read."""
+    """A schema and its name.
+
+    Attributes:
+        name: its file, and its index if the file has several schemas.
+        group: folder of its file, relative to the folder that was read.
+        schema: the JSON schema.
+    """
 
     name: str
     group: str
-    schema: Any  # an object, or true or false
+    schema: Any  # an object, True or False
 
     @property
     def title(self) -> str:
-        """What it says of itself, in a few words."""
-        said = self.schema.get("title") or self.schema.get("description") if isinstance(self.schema, dict) else None
-        return said[:200] if isinstance(said, str) else Path(self.name).stem.replace("_", " ")
+        """Title or description of the schema, or else the name of its file."""
+        text = self.schema.get("title") or self.schema.get("description") if isinstance(self.schema, dict) else None
+        return text[:200] if isinstance(text, str) else Path(self.name).stem.replace("_", " ")
 
 
 def read_schemas(path: Path) -> list[NamedSchema]:
-    """Of a file, or of all files below a folder, by name. Raises StartupError for what cannot be read."""
+    """Read a file, or all files below a folder in order of their names.
+
+    Args:
+        path: the file or folder.
+
+    Raises:
+        StartupError: a file cannot be read, or there is no schema.
+    """
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in ENDINGS)
     root = path.parent if path.is_file() else path
     schemas = [schema for file in files for schema in _schemas_of(file, root)]
@@ -66,7 +80,10 @@ def _schemas_of(file: Path, root: Path) -> Iterator[NamedSchema]:
 
 
 def _schema_of(entry: Any) -> Any:
-    """A schema with a property named `schema` has no `schema` field that is one: keywords tell."""
+    """Return the schema of an entry.
+
+    An object with schema keywords is itself the schema, also if it has a field `schema`.
+    """
     if isinstance(entry, dict) and not {"type", "properties", "$schema"} & entry.keys():
         for field in FIELDS:
             inner = entry.get(field)

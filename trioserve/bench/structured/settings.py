@@ -1,4 +1,4 @@
-"""What a measurement of structured output is asked to do: its values and the checks before anything is sent."""
+"""Settings of a measurement of structured output."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ __all__ = ["StructuredBenchSettings"]
 
 
 class StructuredBenchSettings(TargetSettings, frozen=True, kw_only=True):
-    """Raises StartupError, one sentence, when a value is out of range.
+    """Settings of a measurement of structured output. Raises StartupError if a value is out of range.
 
-    requests: of each row in each round. output_tokens: of each response, at most. schemas: a file or a folder of JSON
-    schemas, each of which is asked for once, instead of the rows.
+    Attributes:
+        schemas: file or folder of JSON schemas, one request each. None: the rows are measured.
+        rounds: number of measurements of each row.
+        concurrency: requests in flight.
+        requests: requests of each row in each round.
+        output_tokens: maximum tokens of each response.
+        temperature: sampling temperature.
     """
 
     schemas: str | None = None
@@ -32,4 +37,4 @@ class StructuredBenchSettings(TargetSettings, frozen=True, kw_only=True):
         check_integer("--output-tokens", self.output_tokens, 2, 1_000_000)
         check_number("--temperature", self.temperature, 0.0, 2.0)
         if self.schemas is not None and not os.path.exists(self.schemas):
-            raise StartupError(f"--schemas {self.schemas} is not there: name a file or a folder of JSON schemas")
+            raise StartupError(f"--schemas {self.schemas} does not exist: name a file or a folder of JSON schemas")

@@ -1,4 +1,4 @@
-"""Which pictures the benchmark asks for, and that each is the same whoever is computed with it."""
+"""The images that the benchmark requests. It checks that each one is independent of the others in its batch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,18 @@ from trioserve.engine.images.image_engine import ImageEngine
 __all__ = ["AskedPictures"]
 
 CLASSES_MAX = 10
-LEVELS_APART_MAX = 2  # of 255: a batch is added up in another order, and a value at the edge is rounded the other way
+# of 255. A batch adds numbers in another order, so a value at the edge may be rounded differently.
+LEVELS_APART_MAX = 2
 
 
 class AskedPictures:
-    """A picture is known by its seed, which also says what it is of. steps, guidance: of each, as a rule."""
+    """Requests and results, by seed. The seed also chooses the prompt.
+
+    Args:
+        engine: the engine.
+        steps: default number of denoising steps.
+        guidance: guidance scale.
+    """
 
     def __init__(self, engine: ImageEngine, *, steps: int, guidance: float) -> None:
         self._engine = engine
@@ -31,7 +38,11 @@ class AskedPictures:
         return [self.prompt(seed) for seed in range(count)]
 
     def body(self, seed: int) -> dict[str, Any]:
-        """Of a request over HTTP."""
+        """Return the JSON body of a request over HTTP.
+
+        Args:
+            seed: seed of the image.
+        """
         return {
             "prompt": self.prompt(seed),
             "seed": seed,
@@ -42,26 +53,41 @@ class AskedPictures:
     async def draw(
         self, seed: int, *, steps: int | None = None, on_step: Callable[[int], None] = lambda steps_done: None
     ) -> None:
-        """on_step: called with the number of steps that are done. steps: None: the usual number, and what comes of that
-        has to be the same each time."""
+        """Generate one image.
+
+        Args:
+            seed: seed of the image.
+            steps: number of denoising steps. None: the default number, whose result must be the same each time.
+            on_step: called with the number of steps done.
+        """
         params = ImageParams(seed=seed, steps=steps or self.steps, guidance=self.guidance)
         picture: Picture | None = None
         async with self._engine.generate_image(self.prompt(seed), params) as stream:
             async for delta in stream:
                 on_step(delta.steps_done)
                 picture = delta.picture
-        assert picture is not None, f"there is no picture of seed {seed}"
+        assert picture is not None, f"there is no image with seed {seed}"
         if steps is None:
             self.note(seed, picture)
 
     def note(self, seed: int, picture: Picture) -> None:
-        """The engine has made this one; it must not have made another one of the same seed."""
-        assert self._made.setdefault(seed, picture) == picture, f"seed {seed} gave two pictures"
+        """Record an image, and assert that the engine made no other image with that seed.
+
+        Args:
+            seed: seed of the image.
+            picture: the image.
+        """
+        assert self._made.setdefault(seed, picture) == picture, f"seed {seed} gave two different images"
 
     def compare(self, seeds: Sequence[int], pictures: Sequence[Picture]) -> None:
-        """With what the pipeline has made of the same seeds: the same but for rounding."""
+        """Assert that the pipeline made the same images, except for rounding.
+
+        Args:
+            seeds: seeds of the images.
+            pictures: images of the pipeline.
+        """
         for seed, picture in zip(seeds, pictures, strict=True):
             made = self._made[seed]
             assert (made.width, made.height) == (picture.width, picture.height)
             apart = max(abs(one - other) for one, other in zip(made.rgb, picture.rgb, strict=True))
-            assert apart <= LEVELS_APART_MAX, f"seed {seed}: the pipeline's picture is {apart} levels away"
+            assert apart <= LEVELS_APART_MAX, f"seed {seed}: the pipeline's image differs by {apart} levels"

@@ -1,10 +1,10 @@
-"""An engine of pictures when clients leave and when they come at different times, and diffusers' pipeline beside it.
+"""Measures an image engine while clients leave, and with clients that come at different times, compared with diffusers.
 
     python -m trioserve bench inside images --model build/digits
 
-First clients leave over HTTP in each phase of their request, alone and while all other slots denoise. Then the same
-pictures are made in three ways, in turns. Each has to come out the same, byte for byte, whoever else was computed with
-it, and the pipeline's the same but for rounding: otherwise this fails.
+First, clients leave over HTTP in each phase of their request, alone and while all other slots denoise. Then the same
+images are made in three ways, in turns. Each image must be equal in all bytes, independent of the other images in its
+batch. The pipeline's images must be equal except for rounding. Otherwise the measurement fails.
 """
 
 from __future__ import annotations
@@ -43,40 +43,57 @@ from trioserve.trio_tools.interpreter import freeze_loaded_objects, prepare_inte
 __all__ = ["add_arguments", "run"]
 
 OpenImageEngine = Callable[..., AbstractAsyncContextManager[ImageEngine]]
-"""trioserve.open_image_engine, which knows more rooms than may be known here."""
+"""Type of trioserve.open_image_engine, which this package must not import."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="build/digits", metavar="DIR", help="that diffusers' save_pretrained wrote")
-    parser.add_argument("--steps", type=at_least_one, default=32, metavar="N", help="denoising steps of a picture")
-    parser.add_argument("--guidance", type=float, default=2.0, metavar="X", help="above 1 each has two rows in a step")
-    parser.add_argument("--batch", type=at_least_one, default=16, metavar="N", help="slots, and pictures at a time")
-    parser.add_argument("--rounds", type=at_least_one, default=5, metavar="N", help="of each way, in turns")
-    parser.add_argument("--leavers", type=at_least_one, default=20, metavar="N", help="in each phase, one by one")
+    parser.add_argument(
+        "--model", default="build/digits", metavar="DIR", help="folder that diffusers' save_pretrained wrote"
+    )
+    parser.add_argument("--steps", type=at_least_one, default=32, metavar="N", help="denoising steps of an image")
+    parser.add_argument(
+        "--guidance",
+        type=float,
+        default=2.0,
+        metavar="X",
+        help="guidance scale; above 1, each image has two rows in a step",
+    )
+    parser.add_argument(
+        "--batch", type=at_least_one, default=16, metavar="N", help="slots, and images at the same time"
+    )
+    parser.add_argument("--rounds", type=at_least_one, default=5, metavar="N", help="rounds of each way, in turns")
+    parser.add_argument(
+        "--leavers", type=at_least_one, default=20, metavar="N", help="leaving clients in each phase, one by one"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """arguments.open_image_engine is trioserve.open_image_engine."""
+    """Measure, print tables row by row, and then all figures as one line of JSON. Return the exit code.
+
+    Args:
+        arguments: the parsed command line. `open_image_engine` is trioserve.open_image_engine.
+    """
     prepare_interpreter()
     trio.run(_measure, arguments)
     return 0
 
 
 async def _measure(arguments: argparse.Namespace) -> None:
-    from trioserve.bench.inside.images.pipeline import PlainPipeline  # late: it loads torch and diffusers
+    # imported here, since it loads torch and diffusers
+    from trioserve.bench.inside.images.pipeline import PlainPipeline
 
     watch, batch = ImageWatch(), arguments.batch
     leaving: list[LeavingFigure] = []
     rounds: list[SpeedRound] = []
     with watch.watched():
         async with arguments.open_image_engine(arguments.model, max_num_seqs=batch) as engine:
-            pipeline = PlainPipeline(Path(arguments.model))  # behind the engine, which says what is wrong with it
+            pipeline = PlainPipeline(Path(arguments.model))  # after the engine, whose errors are better
             asked = AskedPictures(engine, steps=arguments.steps, guidance=arguments.guidance)
-            await measure_speed(asked, watch, pipeline, batch)  # warms up
+            await measure_speed(asked, watch, pipeline, batch)  # warm-up
             freeze_loaded_objects()
             print(
                 f"{arguments.model}, {arguments.steps} steps, guidance {arguments.guidance:g}, load average "
-                f"{os.getloadavg()[0]:.1f}; from closing the connection until the slot is back"
+                f"{os.getloadavg()[0]:.1f}; from closing the connection until the slot is free"
             )
             print(f"{'phase':<10}{'others':>7}{'median, ms':>12}{'most, ms':>10}{'steps, most':>13}{'a step, ms':>12}")
             async with _serving(engine) as port:
@@ -89,7 +106,7 @@ async def _measure(arguments: argparse.Namespace) -> None:
                     _print_leaving(leaving[-1])
             plain = await measure_pipeline(asked, pipeline, max(1, arguments.leavers // 4))
             print(f"{'pipeline':<10}{0:>7}{plain.median_ms:>12.1f}{plain.most_ms:>10.1f}{plain.steps:>13}")
-            print(f"pictures a second, {batch} at a time")
+            print(f"images per second, {batch} at a time")
             print(f"{'together':>10}{'mixed':>10}{'pipeline':>10}{'mixed to together':>20}", flush=True)
             for _ in range(arguments.rounds):
                 rounds.append(await measure_speed(asked, watch, pipeline, batch))
@@ -124,7 +141,7 @@ def _print_leaving(figure: LeavingFigure) -> None:
 
 
 def _shown(rounds: list[SpeedRound]) -> str:
-    """Medians; of the ratio, too, which is one of each round."""
+    """Return medians of the rounds, also of the ratio of each round."""
     speeds = [median(getattr(one, name) for one in rounds) for name in ("together", "mixed", "pipeline")]
     ratio = median(one.mixed / one.together for one in rounds)
     return "".join(f"{speed:>10.2f}" for speed in speeds) + f"{ratio:>20.3f}"

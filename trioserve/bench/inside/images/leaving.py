@@ -1,5 +1,6 @@
-"""How soon a slot is back when a client leaves, in each phase of its request; and how long diffusers' pipeline goes on
-for a caller who has left."""
+"""Measures when a slot is free after its client leaves, and how long diffusers' pipeline continues for an absent
+caller.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +26,21 @@ if TYPE_CHECKING:
 
 __all__ = ["LeavingFigure", "PipelineFigure", "measure_answered", "measure_leaving", "measure_pipeline"]
 
-FIRST_OTHER_SEED = 1_000_000  # those who leave have lower ones
+FIRST_OTHER_SEED = 1_000_000  # Leaving clients have lower seeds.
 
 
 class LeavingFigure(msgspec.Struct, frozen=True, kw_only=True):
-    """Of clients that left in one phase, while so many others ran. median_ms, most_ms: from closing the connection
-    until the slot, or the place in the queue, was back. steps: denoising steps that it waited for, at
-    most. step_ms: how long one took, median."""
+    """Clients that left in one phase.
+
+    Attributes:
+        phase: phase of their requests.
+        others: other requests that ran.
+        median_ms: median time from closing the connection until the slot or the queue place was free.
+        most_ms: maximum of that time.
+        steps: maximum number of denoising steps that ended during that time.
+        step_ms: median duration of a denoising step.
+        count: number of clients.
+    """
 
     phase: str
     others: int
@@ -43,7 +52,14 @@ class LeavingFigure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PipelineFigure(msgspec.Struct, frozen=True, kw_only=True):
-    """Of callers that left halfway. median_ms, most_ms: how long it went on. steps: so many were still begun."""
+    """Callers of the pipeline that left halfway.
+
+    Attributes:
+        median_ms: median time that the pipeline continued.
+        most_ms: maximum of that time.
+        steps: maximum number of steps that still began.
+        count: number of callers.
+    """
 
     median_ms: float
     most_ms: float
@@ -54,7 +70,16 @@ class PipelineFigure(msgspec.Struct, frozen=True, kw_only=True):
 async def measure_leaving(
     asked: AskedPictures, watch: ImageWatch, port: int, phase: IterativePhase, others: int, count: int
 ) -> LeavingFigure:
-    """QUEUED is to be measured with as many others as there are slots."""
+    """Measure clients that leave in one phase.
+
+    Args:
+        asked: requests and results.
+        watch: watches the engine.
+        port: port of the server.
+        phase: phase in which the clients leave.
+        others: other requests that run. For QUEUED, it must be the number of slots.
+        count: number of clients.
+    """
     seconds: list[float] = []
     steps: list[int] = []
     watch.forget()
@@ -84,8 +109,17 @@ async def measure_leaving(
 async def measure_answered(
     asked: AskedPictures, watch: ImageWatch, port: int, others: int, count: int
 ) -> LeavingFigure:
-    """Of clients that stay: from the first byte of the response until the slot is back. Below 0: it was back before, so
-    that whoever leaves while it is sent has none."""
+    """Measure clients that stay: the time from the first byte of the response until the slot is free.
+
+    It is negative if the slot was free before. Then a client that leaves during its response has no slot.
+
+    Args:
+        asked: requests and results.
+        watch: watches the engine.
+        port: port of the server.
+        others: other requests that run.
+        count: number of clients.
+    """
     seconds: list[float] = []
     watch.forget()
     async with _others(asked, watch, others):
@@ -106,9 +140,15 @@ async def measure_answered(
 
 
 async def measure_pipeline(asked: AskedPictures, pipeline: PlainPipeline, count: int) -> PipelineFigure:
-    """As in a server that computes in a thread: whoever waits leaves halfway, and the thread does not hear of it."""
+    """Measure the pipeline in a thread, as in a server: the caller leaves halfway, and the thread is not notified.
+
+    Args:
+        asked: requests and results.
+        pipeline: the pipeline.
+        count: number of callers.
+    """
     left = [await _leave_pipeline(asked, pipeline, seed) for seed in range(count)]
-    seconds = [gone_on for gone_on, _ in left]
+    seconds = [continued for continued, _ in left]
     return PipelineFigure(
         median_ms=1e3 * median(seconds),
         most_ms=1e3 * max(seconds),
@@ -118,7 +158,7 @@ async def measure_pipeline(asked: AskedPictures, pipeline: PlainPipeline, count:
 
 
 async def _leave_pipeline(asked: AskedPictures, pipeline: PlainPipeline, seed: int) -> tuple[float, int]:
-    """Seconds, and steps that were begun, after the caller had left."""
+    """Return the seconds, and the number of begun steps, after the caller has left."""
     begun = 0
     ended_at = 0.0
     halfway, ended = trio.Event(), trio.Event()
@@ -133,7 +173,7 @@ async def _leave_pipeline(asked: AskedPictures, pipeline: PlainPipeline, seed: i
         nonlocal ended_at
         pipeline.draw([asked.prompt(seed)], [seed], asked.steps, asked.guidance)
         ended_at = perf_counter()
-        token.run_sync_soon(ended.set)  # by then nobody waits whose name it could be done in
+        token.run_sync_soon(ended.set)  # By then, no task waits for this thread.
 
     token = trio.lowlevel.current_trio_token()
     pipeline.on_step = on_step
@@ -149,7 +189,7 @@ async def _leave_pipeline(asked: AskedPictures, pipeline: PlainPipeline, seed: i
 
 @asynccontextmanager
 async def _others(asked: AskedPictures, watch: ImageWatch, count: int) -> AsyncIterator[None]:
-    """So many run, with as many steps as may be asked for, again and again."""
+    """Keep a number of other requests running, each with the maximum number of steps."""
 
     async def draw(seed: int) -> None:
         while True:

@@ -1,4 +1,4 @@
-"""The pipeline of diffusers that a model was saved with, for image_bench: the same pictures, many at a time."""
+"""The diffusers pipeline of a saved model, which makes the same images in batches, for image_bench."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ __all__ = ["PlainPipeline"]
 
 
 class PlainPipeline:
-    """Computes in whichever thread calls it. on_step: called there before each denoising step."""
+    """A diffusers pipeline. It computes in the thread that calls it.
+
+    Args:
+        directory: folder of the saved model.
+
+    Attributes:
+        on_step: called before each denoising step, in that thread.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._pipeline = DiffusionPipeline.from_pretrained(directory)
@@ -24,7 +31,14 @@ class PlainPipeline:
         denoiser.register_forward_pre_hook(lambda *_: self.on_step())
 
     def draw(self, prompts: Sequence[str], seeds: Sequence[int], step_count: int, guidance: float) -> list[Picture]:
-        """One batch, in the size that the model was made for."""
+        """Return one batch of images in the model's default size.
+
+        Args:
+            prompts: prompt of each image.
+            seeds: seed of each image.
+            step_count: number of denoising steps.
+            guidance: guidance scale.
+        """
         pipeline = self._pipeline
         asked = {"prompt": list(prompts)}
         if hasattr(pipeline, "get_label_ids"):

@@ -1,8 +1,8 @@
-"""Pictures a second of requests that begin together, of requests at different timesteps, and of diffusers' pipeline.
+"""Measures images per second: requests that begin together, requests at different timesteps, and diffusers' pipeline.
 
-Together: so many readers begin at once, and each asks for one picture after another, so that they stay at the same
-timestep. Mixed: they came one after another, at even distances in a picture's steps; counted are the denoising steps
-from the first pass with all of them in it to the last one, so that encoding, decoding and waiting is in the time.
+Together: all clients begin at once, and each requests one image after another, so that all stay at the same timestep.
+Mixed: the clients begin one after another, at equal distances in the steps of an image. Denoising steps are counted
+from the first to the last pass that has all of them, so that the time includes encoding, decoding and waiting.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 __all__ = ["SpeedRound", "measure_speed"]
 
-PICTURES_EACH = 2  # with one, no time has all of the mixed ones in it
+PICTURES_EACH = 2  # With one image each, no pass would have all of the mixed requests.
 
 
 class SpeedRound(msgspec.Struct, frozen=True, kw_only=True):
-    """Pictures a second."""
+    """Images per second in one round, for each way."""
 
     together: float
     mixed: float
@@ -34,7 +34,14 @@ class SpeedRound(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def measure_speed(asked: AskedPictures, watch: ImageWatch, pipeline: PlainPipeline, batch: int) -> SpeedRound:
-    """One after the other, with the same pictures."""
+    """Measure the three ways one after another, with the same images.
+
+    Args:
+        asked: requests and results.
+        watch: watches the engine.
+        pipeline: diffusers' pipeline.
+        batch: number of clients.
+    """
     watch.forget()
     began_at = perf_counter()
     await _draw_all(asked, batch, steps_apart=0)
@@ -46,7 +53,7 @@ async def measure_speed(asked: AskedPictures, watch: ImageWatch, pipeline: Plain
 
     seeds = range(batch)
     began_at = perf_counter()
-    # In a thread that ends with it: OpenMP's team of one that lingers halves the speed of the engine's.
+    # In a thread that ends with the call: a lingering OpenMP team of one thread halves the engine's speed.
     pictures = await call_abandonable(
         pipeline.draw, asked.prompts(batch), seeds, asked.steps, asked.guidance, thread_name="pipeline"
     )
@@ -56,7 +63,7 @@ async def measure_speed(asked: AskedPictures, watch: ImageWatch, pipeline: Plain
 
 
 async def _draw_all(asked: AskedPictures, batch: int, *, steps_apart: int) -> None:
-    """Each reader begins when the one before has done so many steps."""
+    """Run all clients. Each begins when the one before has done a number of steps."""
     begins = [trio.Event() for _ in range(batch + 1)]
     begins[0].set()
 

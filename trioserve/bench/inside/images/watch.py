@@ -1,7 +1,7 @@
-"""What an engine of pictures does, seen from beside it: its forward passes, who is in them, and when all that a request
-had is back: its slot and its lease, or its place in the queue.
+"""Watches an image engine: its forward passes, their requests, and when a request has released its slot and its lease,
+or its queue place.
 
-A request is known by its seed here, since whoever asks over HTTP does not choose the engine's ids.
+Requests are identified by their seed, since a client over HTTP does not choose the engine's ids.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["ForwardPass", "ImageWatch"]
 
 
 class ForwardPass(msgspec.Struct):
-    """Seconds of perf_counter, the hand-over to the compute thread and back included."""
+    """One forward pass. Times are seconds of perf_counter, and include the transfer to the compute thread and back."""
 
     phase: IterativePhase
     seeds: tuple[int, ...]
@@ -37,7 +37,12 @@ class ForwardPass(msgspec.Struct):
 
 
 class ImageWatch:
-    """released_at: by seed. All of it in the thread of Trio."""
+    """Watches all image engines of this process. It must be used in Trio's thread.
+
+    Attributes:
+        passes: the forward passes, oldest first.
+        released_at: time at which a request released everything, by seed.
+    """
 
     def __init__(self) -> None:
         self.passes: list[ForwardPass] = []
@@ -47,7 +52,7 @@ class ImageWatch:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Every engine of this process is looked at, from now on."""
+        """Watch all engines of this process inside of the context."""
         run_step, begin, leave = ThreadedExecutor.run_step, RequestAdmission.begin, Dispatch.leave
 
         def noted_step(
@@ -66,7 +71,7 @@ class ImageWatch:
         def noted_leave(dispatch: Dispatch, admission: AdmissionScope) -> None:
             leave(dispatch, admission)
             seed = self._seeds.pop(admission, None)
-            if seed is not None:  # it had not left before
+            if seed is not None:  # It had not left before.
                 self.released_at[seed] = perf_counter()
                 self._look()
 
@@ -80,7 +85,7 @@ class ImageWatch:
             RequestAdmission.begin, Dispatch.leave = begin, leave  # type: ignore[method-assign]
 
     def forget(self) -> None:
-        """Whatever was noted until now."""
+        """Forget all passes and releases."""
         self.passes.clear()
         self.released_at.clear()
 
@@ -92,22 +97,37 @@ class ImageWatch:
         return self.released_at[seed]
 
     async def wait_for_pass(self, seed: int, phase: IterativePhase, count: int = 1) -> None:
-        """Until so many passes of this phase with it were begun, the last of them just now."""
+        """Wait until a number of passes of a phase with a request have begun.
+
+        Args:
+            seed: seed of the request.
+            phase: the phase.
+            count: number of passes.
+        """
         await self._wait(lambda: sum(seed in one.seeds for one in self.passes if one.phase is phase) >= count)
 
     def denoising_between(self, begin: float, end: float) -> int:
-        """How many denoising steps ended between these two."""
+        """Return the number of denoising steps that ended between two times.
+
+        Args:
+            begin: first time.
+            end: last time.
+        """
         return sum(one.phase is IterativePhase.DENOISE and begin < one.ended_at < end for one in self.passes)
 
     def denoising_seconds(self) -> float:
-        """Of a denoising step that is done, median; 0 without one."""
+        """Return the median duration of a finished denoising step, or 0 if there is none."""
         steps = [one.ended_at - one.began_at for one in self.passes if one.phase is IterativePhase.DENOISE]
         return median([seconds for seconds in steps if seconds < inf] or [0.0])
 
     def denoised_a_second(self, count: int) -> float:
-        """Steps of all requests, from the first pass that denoises so many of them to the end of the last such pass."""
+        """Return denoising steps of all requests per second, between the first and the last pass with `count` requests.
+
+        Args:
+            count: number of requests of a full pass.
+        """
         full = [one for one in self.passes if one.phase is IterativePhase.DENOISE and len(one.seeds) == count]
-        assert full, f"no pass had all {count} requests in it"
+        assert full, f"no pass had all {count} requests"
         within = [one for one in self.passes if full[0].began_at <= one.began_at and one.ended_at <= full[-1].ended_at]
         denoised = sum(len(one.seeds) for one in within if one.phase is IterativePhase.DENOISE)
         return denoised / (full[-1].ended_at - full[0].began_at)
