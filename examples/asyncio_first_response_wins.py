@@ -1,4 +1,4 @@
-"""On asyncio: ask three times, keep the first response, cancel the other tasks. Their KV blocks are free.
+"""Send three requests from asyncio, keep the first response and cancel the other tasks. Their KV blocks are free.
 
 python examples/asyncio_first_response_wins.py
 """
@@ -25,9 +25,9 @@ async def main() -> None:
         print("others:", [view.state for view in engine.live_requests()])
 
         for task in others:
-            task.cancel()  # each leaves its scope
+            task.cancel()  # cancels the request of the task
         await asyncio.wait(others)
-        await asyncio.sleep(0.5)  # a step is shorter than that
+        await asyncio.sleep(0.5)  # longer than a step
         print("KV blocks in use:", engine.stats().blocks_used)
 
 

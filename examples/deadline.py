@@ -1,4 +1,4 @@
-"""A deadline is a cancel scope: after a second the response ends where it is, and its KV blocks go back.
+"""A cancel scope as a deadline: after one second the response ends, and its KV blocks are free.
 
 python examples/deadline.py
 """
@@ -14,9 +14,9 @@ async def main() -> None:
             async with engine.generate("Once upon a time,", trioserve.SamplingParams(seed=1)) as stream:
                 async for delta in stream:
                     print(delta.text, end="", flush=True)
-        print("\n-- out of time" if scope.cancelled_caught else "\n-- finished")
+        print("\n-- deadline passed" if scope.cancelled_caught else "\n-- finished")
 
-        await engine.wait_all_free()  # after the step in flight
+        await engine.wait_all_free()  # waits for the step in flight
         print("KV blocks in use:", engine.stats().blocks_used)
 
 

@@ -1,4 +1,4 @@
-"""Only one request may run, and the next one does not wait for long: it leaves the queue and is never computed.
+"""A deadline for the queue: only one request may run, so the second one leaves the queue and is never computed.
 
 python examples/deadline_in_the_queue.py
 """
@@ -12,15 +12,15 @@ async def main() -> None:
     async with trioserve.open_engine("smollm2", max_num_seqs=1) as engine:
         long = trioserve.SamplingParams(max_tokens=400, ignore_eos=True, seed=1)
         async with engine.generate("Once upon a time,", long, request_id="first") as first:
-            await anext(first)  # it runs
-            patience = trioserve.Deadlines(queue_timeout=0.5)
-            async with engine.generate("And then?", deadlines=patience, request_id="second") as second:
+            await anext(first)  # now it runs
+            limits = trioserve.Deadlines(queue_timeout=0.5)
+            async with engine.generate("And then?", deadlines=limits, request_id="second") as second:
                 for request in engine.live_requests():
                     print(f"{request.id}: {request.state}, {request.block_count} KV blocks")
                 last = await anext(second)
-            print("the second one:", last.finish_reason, "-", last.message)
+            print("the second request:", last.finish_reason, "-", last.message)
             print("left in the queue:", engine.stats().waiting_count)
-            print("the first one goes on:", repr((await anext(first)).text))
+            print("the first request continues:", repr((await anext(first)).text))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""A FastAPI application with a handler of its own beside the whole API; a client that leaves gives its KV blocks back.
+"""A FastAPI application with its own handler and the whole API. A client that disconnects frees its KV blocks.
 
-uvicorn fastapi_app:app, in this folder; or see what happens: python examples/fastapi_app.py
+Run `uvicorn fastapi_app:app` in this folder, or watch a demonstration: python examples/fastapi_app.py
 """
 
 import asyncio
@@ -14,8 +14,8 @@ import trioserve
 import trioserve.asyncio
 
 llm = trioserve.asgi_app("smollm2", max_num_seqs=8)
-app = FastAPI(lifespan=llm.lifespan)  # opens the engine, and closes it
-app.mount("/llm", llm)  # /llm/v1/chat/completions and the others
+app = FastAPI(lifespan=llm.lifespan)  # opens and closes the engine
+app.mount("/llm", llm)  # serves /llm/v1/chat/completions and all other routes
 
 
 @app.post("/story")
@@ -41,7 +41,7 @@ async def main() -> None:
             await client.post("/story", params={"words": 4000}, timeout=0.5)
         except httpx.ReadTimeout:
             print("the client has left")
-        await asyncio.sleep(0.5)  # a step is shorter than that
+        await asyncio.sleep(0.5)  # longer than a step
         print("KV blocks in use:", llm.engine.stats().blocks_used)
     server.should_exit = True
     await serving

@@ -1,6 +1,7 @@
-"""A FastAPI application on Trio: a handler of its own beside the whole API. A client that leaves frees its KV blocks.
+"""A FastAPI application on Trio with its own handler and the whole API. A client that disconnects frees its KV blocks.
 
-Run `hypercorn --worker-class trio fastapi_on_trio:app` in this folder, or see what happens: python fastapi_on_trio.py
+Run `hypercorn --worker-class trio fastapi_on_trio:app` in this folder, or watch a demonstration:
+python examples/fastapi_on_trio.py
 """
 
 from functools import partial
@@ -14,8 +15,8 @@ from hypercorn.config import Config
 import trioserve
 
 llm = trioserve.asgi_app("smollm2", max_num_seqs=8)
-app = FastAPI(lifespan=llm.lifespan)  # opens the engine, and closes it
-app.mount("/llm", llm)  # /llm/v1/chat/completions and the others
+app = FastAPI(lifespan=llm.lifespan)  # opens and closes the engine
+app.mount("/llm", llm)  # serves /llm/v1/chat/completions and all other routes
 
 
 @app.post("/story")

@@ -1,9 +1,11 @@
-"""A GRPO loop: SmolLM2 learns to respond with digits. Each iteration samples groups of rollouts, cuts half of them off
-by their scopes, trains, swaps the weights, and has the rollouts that were cut off go on with the new ones.
+"""A GRPO loop: SmolLM2 learns to respond with digits.
 
-python examples/grpo.py                    the engine in the trainer's own Trio program, weights by shared memory
-python examples/grpo.py --http             a server on 127.0.0.1, weights by a directory
-python examples/grpo.py --url URL --admin-key KEY     a server that runs already, on this machine, with --dtype float32
+Each iteration samples groups of rollouts, cancels half of them half-way, trains, and replaces the weights. The next
+iteration resumes the cancelled rollouts with the new weights.
+
+python examples/grpo.py                    engine in the trainer's own Trio program, weights through shared memory
+python examples/grpo.py --http             server on 127.0.0.1, weights through a directory
+python examples/grpo.py --url URL --admin-key KEY     a running server on this machine, started with --dtype float32
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-os.environ.setdefault("TQDM_DISABLE", "1")  # before transformers looks
+os.environ.setdefault("TQDM_DISABLE", "1")  # must be set before transformers is imported
 
 import httpx
 import torch
@@ -31,13 +33,21 @@ from trioserve.rollouts import publish_weights
 
 PROMPTS = ("The first numbers are 1, 2, 3,", "Call me at +49 30", "Pi is about 3.14", "Born in 19")
 ENGINE = {"model": "smollm2", "dtype": "float32", "batch_invariant": True, "kv_cache_memory": 0.25}  # GiB
-DIFFERENCE_MAX = 1e-3  # of log probabilities in float32, which server and trainer add up in another order
+DIFFERENCE_MAX = 1e-3  # of log-probabilities in float32: server and trainer sum in different orders
 CLIP, LEARNING_RATE, LAYERS_TRAINED = 0.2, 1e-4, 6
 
 
 @dataclass
 class Rollout:
-    """cut_at: tokens after which its scope is left, once. versions: of each token, the weights that drew it."""
+    """One response to train on.
+
+    Attributes:
+        prompt: the prompt.
+        seed: seed of the sampling.
+        cut_at: number of tokens after which the request is cancelled once. None never cancels.
+        versions: for each token, the version of the weights that sampled it.
+        state: state to resume from, or None.
+    """
 
     prompt: str
     seed: int
@@ -52,20 +62,20 @@ class Rollout:
 
     @property
     def reward(self) -> float:
-        """The share of digits in what it says."""
+        """The share of digits in the response, 0 to 1."""
         text = self.text.strip()
         return sum(letter.isdigit() for letter in text) / max(1, len(text))
 
 
 class EmbeddedSampler:
-    """Rollouts of an engine in this program."""
+    """Samples rollouts with an engine in this program."""
 
     def __init__(self, engine: trioserve.Engine, tokens_max: int) -> None:
         self.engine = engine
         self.tokens_max = tokens_max
 
     async def sample(self, rollout: Rollout) -> None:
-        """Until it ends, or is cut off."""
+        """Generate until the response ends or the rollout's limit cancels it."""
         sampling = trioserve.SamplingParams(max_tokens=self.tokens_max, seed=rollout.seed, logprobs=0)
         with trio.CancelScope() as scope:
             async with self.engine.generate(rollout.prompt, sampling, resume=rollout.state) as stream:
@@ -77,11 +87,11 @@ class EmbeddedSampler:
                     rollout.text += delta.text
                     rollout.is_finished = delta.finish_reason is not None
                     if rollout.cut_at is not None and len(rollout.ids) >= rollout.cut_at:
-                        scope.cancel()  # the engine has dropped it when the `async with` is left
+                        scope.cancel()  # the request is aborted when the `async with` ends
         rollout.prompt_ids, rollout.state = list(stream.prompt_token_ids), stream.resume_state()
 
     async def score(self, rollout: Rollout) -> list[float]:
-        """The log probabilities of its tokens, computed again as those of a prompt."""
+        """Compute the log-probabilities of a rollout's tokens again, as tokens of a prompt."""
         sampling = trioserve.SamplingParams(max_tokens=1, prompt_logprobs=0)
         async with self.engine.generate(rollout.prompt_ids + rollout.ids, sampling) as stream:
             async for _ in stream:
@@ -98,7 +108,7 @@ class EmbeddedSampler:
 
 
 class HttpSampler:
-    """The same of a server."""
+    """Samples rollouts with a server."""
 
     def __init__(self, client: httpx.AsyncClient, tokens_max: int) -> None:
         self.client = client
@@ -116,7 +126,7 @@ class HttpSampler:
                     if line.startswith("data: {"):
                         self._take(rollout, json.loads(line[6:])["choices"][0])
                     if rollout.cut_at is not None and len(rollout.ids) >= rollout.cut_at:
-                        scope.cancel()  # closes the connection, and the server drops the request
+                        scope.cancel()  # closes the connection, so the server aborts the request
 
     def _take(self, rollout: Rollout, choice: dict) -> None:
         rollout.prompt_ids = choice.get("prompt_token_ids") or rollout.prompt_ids
@@ -141,20 +151,20 @@ class HttpSampler:
 
 
 class Trainer:
-    """The policy in float32, of which the last layers are trained."""
+    """The policy in float32. Only its last layers are trained."""
 
     def __init__(self, path: Path) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-        del self.model.config.quantization_config, self.model.hf_quantizer  # they are plain numbers now
+        del self.model.config.quantization_config, self.model.hf_quantizer  # the weights are not quantized any more
         self.model.requires_grad_(False)
         self.model.model.layers[-LAYERS_TRAINED:].requires_grad_(True)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=0.0)
 
     def logprobs(self, rollouts: list[Rollout]) -> torch.Tensor:
-        """Of all their tokens, one rollout after the other."""
+        """Compute the log-probabilities of all tokens, one rollout after the other, float32 [tokens]."""
         rows = [torch.tensor(rollout.prompt_ids + rollout.ids) for rollout in rollouts]
-        inputs = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)  # behind: nobody looks there
+        inputs = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)  # padding after the tokens has no effect
         hidden = self.model.model(inputs).last_hidden_state
         places = [slice(len(rollout.prompt_ids) - 1, len(row) - 1) for rollout, row in zip(rollouts, rows, strict=True)]
         logits = self.model.lm_head(torch.cat([row[place] for row, place in zip(hidden, places, strict=True)]))
@@ -162,7 +172,11 @@ class Trainer:
         return torch.log_softmax(logits, dim=-1).gather(1, drawn[:, None])[:, 0]
 
     def train(self, rollouts: list[Rollout], version: str) -> float:
-        """One step. Returns how far the server's log probabilities are from ours, of tokens that these weights drew."""
+        """Train one step.
+
+        Returns:
+            The largest difference between the server's log-probabilities and ours, for tokens of these weights.
+        """
         rewards = torch.tensor([rollout.reward for rollout in rollouts])
         groups = torch.tensor([PROMPTS.index(rollout.prompt) for rollout in rollouts])
         advantages = torch.empty_like(rewards)
@@ -200,7 +214,7 @@ async def learn(sampler: EmbeddedSampler | HttpSampler, trainer: Trainer, option
         for rollout in cut_off:
             rollout.cut_at = None
 
-        if isinstance(sampler, EmbeddedSampler):  # the same weights, and the same bits
+        if isinstance(sampler, EmbeddedSampler):  # the same weights must give the same bits
             own = next(rollout for rollout in finished if {*rollout.versions} == {version})
             assert await sampler.score(own) == own.logprobs
 

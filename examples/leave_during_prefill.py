@@ -1,4 +1,4 @@
-"""A client closes its connection while its long prompt is being computed: its KV blocks go back one step later.
+"""A client closes its connection during the prefill of a long prompt. One step later its KV blocks are free.
 
 python examples/leave_during_prefill.py
 """
@@ -26,7 +26,7 @@ async def main() -> None:
         port = int(url.rpartition(":")[2])
 
         client = await request(port, "POST", "/v1/completions", json.dumps({"prompt": PROMPT, "stream": True}).encode())
-        await client.receive_some()  # the head of the response comes when the first chunk is computed
+        await client.receive_some()  # the server sends the head after the first chunk of the prompt
         print("in the middle of its prompt:", engine.live_requests()[0])
 
         await client.aclose()

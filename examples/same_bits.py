@@ -1,4 +1,4 @@
-"""The same request alone, in company, and as a prompt: every log probability has the same bits.
+"""The same request alone, in a batch, and as a prompt: all log-probabilities have the same bits.
 
 python examples/same_bits.py
 """
@@ -35,8 +35,8 @@ async def main() -> None:
         async with trio.open_nursery() as nursery:
             for number in range(7):
                 nursery.start_soon(ask, engine, f"{number} other prompts: {PROMPT}")
-            company = await ask(engine, PROMPT)  # and its prompt is in the prefix cache
-        print("in company:", company.logprobs == alone.logprobs)
+            in_batch = await ask(engine, PROMPT)  # its prompt is now in the prefix cache
+        print("in a batch:", in_batch.logprobs == alone.logprobs)
 
         async with engine.generate(alone.tokens, SCORED) as stream:
             async for _ in stream:

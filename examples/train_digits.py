@@ -1,4 +1,4 @@
-"""Trains a model that draws digits, on the 1,797 of scikit-learn, as a diffusers pipeline that trioserve serves.
+"""Trains a model that draws digits on the 1,797 images of scikit-learn, and saves it as a diffusers pipeline.
 
 pip install "trioserve[image]" scikit-learn
 python examples/train_digits.py --out build/digits
@@ -14,16 +14,16 @@ from diffusers import AutoencoderKL, DDIMScheduler, DiTPipeline, DiTTransformer2
 from sklearn.datasets import load_digits
 from torch.nn import functional
 
-SIDE, MARGIN = 32, 2  # the digits have 8, and are smoother when enlarged
-LATENT_CHANNELS = 2  # of 8 x 8: about as many numbers as the digits have pixels
-ANY_CLASS = 1000  # the class that DiTPipeline gives the rows without one
+SIDE, MARGIN = 32, 2  # the images have 8 x 8 pixels, and enlarging smooths them
+LATENT_CHANNELS = 2  # of 8 x 8 numbers, about as many as the small images have pixels
+ANY_CLASS = 1000  # DiTPipeline uses this class for rows without a class
 SHARE_WITHOUT_CLASS = 0.1
 LEARNING_RATE = 1.5e-3
-AUTOENCODER_SHARE = 0.2  # of the steps
+AUTOENCODER_SHARE = 0.2  # share of the training steps
 
 
 def load_pictures() -> tuple[torch.Tensor, torch.Tensor]:
-    """Float32 [digits, 3, SIDE, SIDE], -1 to 1, and the class of each."""
+    """Return all images, float32 [digits, 3, SIDE, SIDE] from -1 to 1, and their classes, int64 [digits]."""
     digits = load_digits()
     small = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 8 - 1
     large = functional.interpolate(small, SIDE - 2 * MARGIN, mode="bicubic").clamp(-1, 1)
@@ -32,7 +32,16 @@ def load_pictures() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(what: str, model: torch.nn.Module, loss_of, batch_size: int, count: int, step_count: int) -> torch.nn.Module:
-    """loss_of(indices) of random ones of `count` is made smaller. Returns the mean of the weights of the last steps."""
+    """Train a model, and return a copy with the mean of the weights of the last steps.
+
+    Args:
+        what: name of the model in progress lines.
+        model: the model.
+        loss_of: returns the loss for random indexes of training images.
+        batch_size: indexes per step.
+        count: number of training images.
+        step_count: number of steps.
+    """
     mean = copy.deepcopy(model).requires_grad_(requires_grad=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -57,8 +66,8 @@ def train(what: str, model: torch.nn.Module, loss_of, batch_size: int, count: in
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="build/digits", metavar="DIR", help="where the model comes")
-    parser.add_argument("--steps", type=int, default=2500, metavar="N", help="of training, in all")
+    parser.add_argument("--out", default="build/digits", metavar="DIR", help="folder of the trained model")
+    parser.add_argument("--steps", type=int, default=2500, metavar="N", help="training steps of both networks together")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     pictures, classes = load_pictures()
@@ -91,9 +100,9 @@ def main() -> None:
         out_channels=LATENT_CHANNELS,
         sample_size=SIDE // 4,
         num_embeds_ada_norm=ANY_CLASS,
-    ).eval()  # in training mode each block would drop other classes
+    ).eval()  # in training mode, each block would drop different classes
     for linear in (*(block.norm1.linear for block in transformer.transformer_blocks), transformer.proj_out_2):
-        torch.nn.init.zeros_(linear.weight)  # each block does nothing at first, as DiT's authors have it
+        torch.nn.init.zeros_(linear.weight)  # each block starts without effect, as in the paper's code
         torch.nn.init.zeros_(linear.bias)
     scheduler = DDIMScheduler(clip_sample=False, timestep_spacing="trailing")
 

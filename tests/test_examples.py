@@ -1,4 +1,4 @@
-"""The programs in examples/, as a reader runs them, on the real model."""
+"""Tests that run the programs in examples/ as a reader would, with the real model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAYS = {
     "deadline.py": ["KV blocks in use: 0"],
     "deadline_in_the_queue.py": ["first: running", "second: waiting, 0 KV blocks", "DEADLINE", "left in the queue: 0"],
     "first_response_wins.py": ["first: ", "KV blocks in use: 0"],
-    "same_bits.py": ["in company: True", "as a prompt: True"],
+    "same_bits.py": ["in a batch: True", "as a prompt: True"],
     "train_digits.py": ["autoencoder: step 1 of 1, loss", "transformer: step 3 of 3, loss", "the model is in"],
     "grpo.py": ["iteration 2: reward ", " cut off, ", " continued, ", "leaked blocks: 0"],
     "leave_during_prefill.py": ["in the middle of its prompt: LiveRequestView(", "a step later, KV blocks in use: 0"],
@@ -27,12 +27,12 @@ SAYS = {
 
 
 FEW_ROLLOUTS = ["--iterations", "2", "--prompts", "2", "--group", "2", "--tokens", "4"]
-ARGUMENTS = {  # how long it learns is not what is looked at here
+ARGUMENTS = {  # short training, because its quality does not matter here
     "grpo.py": FEW_ROLLOUTS,
     "train_digits.py": ["--steps", "4"],
 }
 
-SECONDS_MAX = 300  # most take a few seconds; those that train wait for their turn where tests run side by side
+SECONDS_MAX = 300  # most take a few seconds. Training is slow while other tests run at the same time.
 RUN_ELSEWHERE = ["ray_data.py"]  # tests/ray/test_ray_data.py
 PUBLIC_MODULES = {"trioserve", "trioserve.asyncio", "trioserve.rollouts", "trioserve.testing"}
 
@@ -55,7 +55,7 @@ def test_example_imports_only_public_names(path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(SAYS))
-def test_an_example_says_what_it_should(name, tmp_path):
+def test_example_prints_the_expected_lines(name, tmp_path):
     ran = subprocess.run(
         [sys.executable, "-W", "error::ResourceWarning", EXAMPLES / name, *ARGUMENTS.get(name, [])],
         cwd=tmp_path,
@@ -72,7 +72,7 @@ def test_an_example_says_what_it_should(name, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_model_learns_over_http_what_it_learns_in_the_program_itself():
+def test_grpo_example_runs_over_http():
     ran = subprocess.run(
         [sys.executable, "-W", "error::ResourceWarning", EXAMPLES / "grpo.py", "--http", *FEW_ROLLOUTS],
         capture_output=True,
@@ -87,7 +87,7 @@ def test_a_model_learns_over_http_what_it_learns_in_the_program_itself():
 
 
 def check_model_of_digits(path):
-    """diffusers reads what was trained, and draws with it what it is asked for."""
+    """Check that diffusers loads the trained pipeline and draws two digits."""
     from diffusers import DiTPipeline
 
     pipeline = DiTPipeline.from_pretrained(path)

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # A folder is added once all of its files follow CONTRIBUTING.md, and stays.
 PLAIN_FOLDERS: tuple[str, ...] = (
+    "examples",
     "kernels",
     "tests/admission",
     "tests/api/anthropic",
@@ -49,6 +50,7 @@ PLAIN_FOLDERS: tuple[str, ...] = (
     "tests/bench/test_suite.py",
     "tests/contracts",
     "tests/core",
+    "tests/deploy",
     "tests/http",
     "tests/kernels",
     "tests/metrics",

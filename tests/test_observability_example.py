@@ -1,5 +1,7 @@
-"""The rules and dashboards of examples/observability, by themselves: what they name is there, and each alert fires
-where it should and nowhere else. tests/end_to_end/test_observability.py asks a real Prometheus."""
+"""Tests of the rules and dashboards in examples/observability: names exist, and each alert fires only when it should.
+
+tests/end_to_end/test_observability.py asks a real Prometheus.
+"""
 
 from __future__ import annotations
 
@@ -55,12 +57,12 @@ def queries(path: Path) -> Iterator[str]:
     ],
     ids=" ".join,
 )
-def test_promtool_finds_nothing_wrong(words):
+def test_promtool_accepts_all_files(words):
     ran = subprocess.run(["promtool", *words], cwd=PROMETHEUS, capture_output=True, text=True, timeout=60, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
-def test_each_alert_fires_and_stays_silent_in_its_test():
+def test_each_alert_has_a_test_of_firing_and_of_staying_silent():
     tested = {test["name"]: test["alert_rule_test"] for test in load(PROMETHEUS / "tests" / "alerts.yml")["tests"]}
     assert list(tested) == [rule["alert"] for rule in rules("alerts")]
     for name, looks in tested.items():
@@ -68,14 +70,14 @@ def test_each_alert_fires_and_stays_silent_in_its_test():
         assert {bool(look["exp_alerts"]) for look in looks} == {True, False}, name
 
 
-def test_each_recorded_series_is_looked_at_in_a_test():
+def test_each_recorded_series_has_a_test():
     text = (PROMETHEUS / "tests" / "recording.yml").read_text(encoding="utf-8")
     expressions = [look["expr"] for test in yaml.safe_load(text)["tests"] for look in test["promql_expr_test"]]
     for rule in rules("recording"):
         assert any(rule["record"] in expression for expression in expressions), rule["record"]
 
 
-def test_each_alert_says_how_bad_it_is_and_what_to_do():
+def test_each_alert_has_a_severity_and_an_action():
     for rule in rules("alerts"):
         assert rule["labels"]["severity"] in ("warning", "critical"), rule["alert"]
         assert set(rule["annotations"]) == {"summary", "action"}, rule["alert"]
@@ -84,7 +86,7 @@ def test_each_alert_says_how_bad_it_is_and_what_to_do():
 # --- what rules and dashboards name ---
 
 
-def test_every_metric_that_is_named_exists():
+def test_every_metric_in_rules_and_dashboards_exists():
     known = {metric.full_name for metric in CATALOGUE}
     known |= {
         f"{metric.full_name}_{part}" for metric in CATALOGUE if metric.buckets for part in ("bucket", "sum", "count")
@@ -102,7 +104,7 @@ def test_every_metric_that_is_named_exists():
 
 
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
-def test_every_variable_of_a_query_is_one_of_its_dashboard(path):
+def test_every_variable_of_a_query_is_defined_in_its_dashboard(path):
     variables = [variable["name"] for variable in json.loads(path.read_text())["templating"]["list"]]
     assert variables[0] == "datasource"
     built_in = {"__rate_interval", "__range"}
@@ -114,19 +116,19 @@ def test_every_variable_of_a_query_is_one_of_its_dashboard(path):
 # --- dashboards ---
 
 
-def test_dashboards_are_told_apart():
+def test_dashboards_have_different_ids():
     identities = [json.loads(path.read_text())["uid"] for path in DASHBOARDS]
     assert sorted(identities) == ["trioserve-pair", "trioserve-router", "trioserve-server"]
 
 
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
-def test_a_dashboard_begins_with_what_may_be_left_behind(path):
+def test_dashboard_begins_with_leaked_blocks(path):
     assert panels(path)[0]["type"] == "row"
     assert panels(path)[0]["title"] == "Is anything leaked?"
 
 
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
-def test_every_panel_has_a_place_of_its_own_a_unit_and_an_explanation(path):
+def test_every_panel_has_its_own_position_a_unit_and_a_description(path):
     taken: dict[tuple[int, int], str] = {}
     identities = [panel["id"] for panel in panels(path)]
     assert len(identities) == len(set(identities))
@@ -144,7 +146,7 @@ def test_every_panel_has_a_place_of_its_own_a_unit_and_an_explanation(path):
             assert len(letters) == len(set(letters))
 
 
-def test_what_the_containers_are_given_is_there():
+def test_mounted_folders_and_files_exist():
     for service in load(EXAMPLE / "compose.yaml")["services"].values():
         for volume in service["volumes"]:
             here = volume.partition(":")[0]

@@ -1,4 +1,4 @@
-"""Helm, and what it makes of the chart."""
+"""Fixtures: helm, and the manifests that it renders from the chart."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "helm" / "trioserve"
-HELM = shutil.which("helm") or shutil.which(ROOT / "build" / "helm" / "helm")  # .ci/run puts it there
+HELM = shutil.which("helm") or shutil.which(ROOT / "build" / "helm" / "helm")  # .ci/run downloads it
 
 Manifests = dict[tuple[str, str], dict[str, Any]]
 
 
 @pytest.fixture(scope="session")
 def helm() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs helm with these words and, if there is one, this file of values from the chart's folder ci."""
+    """Return a function that runs helm with arguments and a value file of the chart's folder ci, or no value file."""
 
     def run(*words: object, values: str | None = None) -> subprocess.CompletedProcess[str]:
         if HELM is None:
@@ -33,7 +33,7 @@ def helm() -> Callable[..., subprocess.CompletedProcess[str]]:
 
 @pytest.fixture(scope="session")
 def manifests(helm: Callable[..., subprocess.CompletedProcess[str]]) -> Callable[..., Manifests]:
-    """What is installed with this file of values, by kind and name; of the release trioserve in the namespace ml."""
+    """Return a function that renders the chart, as release trioserve in namespace ml, into objects by kind and name."""
     made: dict[tuple[object, ...], Manifests] = {}
 
     def render(values: str | None = None, *words: str) -> Manifests:

@@ -1,4 +1,4 @@
-"""deploy/compose.yaml: what it says of this program is so."""
+"""Tests of deploy/compose.yaml: it matches the server's options, ports and paths."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COMPOSE = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())
 SERVICES = COMPOSE["services"]
 CONTAINERFILE = (ROOT / "deploy" / "Containerfile").read_text()
 PORT = int(re.search(r"^EXPOSE (\d+)$", CONTAINERFILE, re.MULTILINE)[1])
-SUPERVISOR_SECONDS = 5  # more than --drain-timeout, as docs/operations.md has it
+SUPERVISOR_SECONDS = 5  # more than --drain-timeout, as in docs/operations.md
 
 
 def config_of(name: str) -> Any:
@@ -26,7 +26,7 @@ def config_of(name: str) -> Any:
     return config_from(parsed, {}, kind=RouteConfig if parsed.command == "route" else Config)
 
 
-def test_the_router_knows_the_engines_that_there_are():
+def test_router_lists_the_engines():
     endpoints = [urlsplit(text.partition("=")[2]) for text in config_of("router").endpoint]
     engines = {name for name, service in SERVICES.items() if service["command"][0] == "serve"}
     assert len(engines) == 2
@@ -35,7 +35,7 @@ def test_the_router_knows_the_engines_that_there_are():
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_it_is_given_the_time_to_stop_and_may_do_little(name):
+def test_service_has_time_to_stop_and_few_rights(name):
     service = SERVICES[name]
     assert int(service["stop_grace_period"].removesuffix("s")) >= config_of(name).drain_timeout + SUPERVISOR_SECONDS
     assert service["read_only"] is True
@@ -46,7 +46,7 @@ def test_it_is_given_the_time_to_stop_and_may_do_little(name):
     assert (ROOT / "deploy" / build["context"] / build["dockerfile"]).samefile(ROOT / "deploy" / "Containerfile")
 
 
-def test_only_the_router_is_reached_and_only_from_this_machine():
+def test_only_the_router_is_reachable_and_only_from_this_machine():
     assert {name: service.get("ports") for name, service in SERVICES.items()} == {
         "router": [f"127.0.0.1:8000:{PORT}"],
         "engine-a": None,
@@ -54,7 +54,7 @@ def test_only_the_router_is_reached_and_only_from_this_machine():
     }
 
 
-def test_models_are_kept_in_the_volume_of_the_image():
+def test_models_are_stored_in_the_volume_of_the_image():
     volume = re.search(r"^VOLUME (\S+)$", CONTAINERFILE, re.MULTILINE)[1]
     for name in ("engine-a", "engine-b"):
         [mount] = SERVICES[name]["volumes"]
@@ -62,6 +62,6 @@ def test_models_are_kept_in_the_volume_of_the_image():
         assert (source in COMPOSE["volumes"], target) == (True, volume)
 
 
-def test_its_variables_are_options():
+def test_environment_variables_are_options():
     names = SERVICES["router"]["environment"]
     assert {name.removeprefix("TRIOSERVE_").lower() for name in names} <= set(RouteConfig.__struct_fields__)

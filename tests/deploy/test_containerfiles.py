@@ -1,4 +1,4 @@
-"""What the container files of deploy/ say of this program is so: ports, variables, paths, flags, extras, files."""
+"""Tests of the container files in deploy/: ports, variables, paths, flags, extras and files match the program."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "deploy").glob("Containerfile*"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-SUPERVISOR_SECONDS = 5  # more than --drain-timeout, as docs/operations.md has it
+SUPERVISOR_SECONDS = 5  # more than --drain-timeout, as in docs/operations.md
 
 
 HEALTH = "/health"
 
 
 class Containerfile:
-    """The instructions of a file in order, as pairs of a word and what comes after it."""
+    """The instructions of a file in order, each as its keyword and the rest of the line."""
 
     def __init__(self, path: Path) -> None:
         lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
@@ -52,7 +52,7 @@ class Containerfile:
         return [rest for instruction, rest in self.instructions if instruction == word]
 
     def last(self, word: str) -> str:
-        """Of the image that comes of it."""
+        """Return the arguments of the last instruction of a kind in the final image."""
         return [rest for instruction, rest in self.final if instruction == word][-1]
 
     @property
@@ -69,12 +69,12 @@ def file(request: Any) -> Containerfile:
     return Containerfile(request.param)
 
 
-def test_there_is_one_for_cpus_and_one_for_gpus():
+def test_there_is_one_file_for_cpus_and_one_for_gpus():
     assert [path.name for path in FILES] == ["Containerfile", "Containerfile.cuda"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_a_linter_finds_nothing(path: Path):
+def test_linter_finds_nothing(path: Path):
     linter = shutil.which("hadolint", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     if linter is None:
         pytest.skip("there is no hadolint for this machine")
@@ -82,30 +82,30 @@ def test_a_linter_finds_nothing(path: Path):
     assert (result.returncode, result.stdout) == (0, "")
 
 
-def test_it_starts_the_server_at_the_port_that_it_exposes(file: Containerfile):
+def test_server_uses_the_exposed_port(file: Containerfile):
     program, command = json.loads(file.last("ENTRYPOINT")), json.loads(file.last("CMD"))
     assert program[0] in PROJECT["scripts"]
     parser, commands = cli._parser()
     arguments = parser.parse_args([*program[1:], *command])
     assert arguments.command in commands
-    config = config_from(arguments, file.environment, kind=Config)  # raises for a variable that is nearly one
+    config = config_from(arguments, file.environment, kind=Config)  # raises for a misspelt variable
     assert (config.host, config.port) == ("0.0.0.0", int(file.last("EXPOSE")))
 
 
-def test_its_variables_are_options(file: Containerfile):
+def test_environment_variables_are_options(file: Containerfile):
     names = [name.removeprefix("TRIOSERVE_").lower() for name in file.environment if name.startswith("TRIOSERVE_")]
     assert names
     assert set(names) <= set(Config.__struct_fields__)
 
 
-def test_it_runs_as_nobody_and_stops_as_the_server_stops(file: Containerfile):
+def test_image_runs_as_an_unprivileged_user_and_stops_with_sigterm(file: Containerfile):
     user, _, group = file.last("USER").partition(":")
     assert int(user) > 0
     assert int(group) > 0
     assert file.last("STOPSIGNAL") == signal.SIGTERM.name
 
 
-def test_all_that_it_writes_is_in_its_volume(file: Containerfile, monkeypatch: pytest.MonkeyPatch):
+def test_all_written_files_are_in_the_volume(file: Containerfile, monkeypatch: pytest.MonkeyPatch):
     volume = PurePosixPath(file.last("VOLUME"))
     for name, value in file.environment.items():
         monkeypatch.setenv(name, value)
@@ -117,7 +117,7 @@ def test_all_that_it_writes_is_in_its_volume(file: Containerfile, monkeypatch: p
     assert f"chown {user} {volume}" in " ".join(rest for word, rest in file.final if word == "RUN")
 
 
-def test_what_a_wheel_is_made_of_is_copied_and_not_ignored(file: Containerfile):
+def test_files_of_the_wheel_are_copied_and_not_ignored(file: Containerfile):
     sources = {source for rest in file.all("COPY") if "--from" not in rest for source in rest.split()[:-1]}
     assert all((ROOT / source).exists() for source in sources)
     packages = {SETUPTOOLS["package-dir"].get(name, name).split(".")[0] for name in SETUPTOOLS["packages"]}
@@ -129,7 +129,7 @@ def test_what_a_wheel_is_made_of_is_copied_and_not_ignored(file: Containerfile):
         assert matching[-1].startswith("!"), f"{source} is ignored"
 
 
-def test_its_wheel_has_the_kernels_and_the_extras_are_there(file: Containerfile):
+def test_wheel_has_compiled_kernels_and_its_extras_exist(file: Containerfile):
     [variable] = {name for run in file.all("RUN") for name in re.findall(r"(TRIOSERVE_\w+)=1", run)}
     packing = (ROOT / "kernels" / "packing.py").read_text()
     assert f'VARIABLE = "{variable}"' in packing
@@ -139,7 +139,7 @@ def test_its_wheel_has_the_kernels_and_the_extras_are_there(file: Containerfile)
     assert extras <= set(PROJECT["optional-dependencies"])
 
 
-def test_its_python_is_new_enough(file: Containerfile):
+def test_python_of_the_base_image_is_new_enough(file: Containerfile):
     [base] = file.all("ARG")
     least = tuple(map(int, re.findall(r"\d+", PROJECT["requires-python"])))
     assert tuple(map(int, re.search(r"python:(\d+)\.(\d+)", base).groups())) >= least
@@ -147,7 +147,7 @@ def test_its_python_is_new_enough(file: Containerfile):
 
 @contextmanager
 def answering(status: int) -> Iterator[int]:
-    """A server at a port that it chose, which answers so at /health, and 404 elsewhere."""
+    """Run a server at a free port, which returns a given status at /health and 404 elsewhere."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -169,7 +169,7 @@ def answering(status: int) -> Iterator[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("status", (200, 503))
-def test_it_is_healthy_where_the_server_says_so(file: Containerfile, status: int):
+def test_health_check_follows_the_server(file: Containerfile, status: int):
     assert ("GET", HEALTH) in OPERATIONS
     python, *arguments = file.healthcheck
     assert python == "python3"
@@ -179,7 +179,7 @@ def test_it_is_healthy_where_the_server_says_so(file: Containerfile, status: int
     assert (result.returncode == 0) == (status == 200)
 
 
-def test_its_commands_in_the_documents_are_those_of_the_file(file: Containerfile):
+def test_documents_show_the_commands_of_the_file(file: Containerfile):
     text = (ROOT / "docs" / "operations.md").read_text() + file.comments
     port, volume = file.last("EXPOSE"), file.last("VOLUME")
     assert set(re.findall(r"--publish \d+:(\d+)", text)) == {port}

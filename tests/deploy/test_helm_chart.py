@@ -1,5 +1,7 @@
-"""What the chart of deploy/helm installs is what Kubernetes takes and what this program has: flags, variables, ports,
-paths, metrics, rights, directories, and time to stop."""
+"""Tests of the chart in deploy/helm: Kubernetes accepts its objects, and they match the program.
+
+Compared are flags, variables, ports, paths, metrics, rights, directories, and the time to stop.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,9 @@ ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "helm" / "trioserve"
 VALUES = [None, *sorted(path.name.removesuffix("-values.yaml") for path in (CHART / "ci").iterdir())]
 COMPONENTS = {"router": (RouteConfig, router_app.ROUTES), "engine": (Config, routes.ROUTES)}
-OF_OTHERS = {"ScaledObject", "PodMonitor", "LeaderWorkerSet"}  # whose schemas Kubernetes does not bring
+OF_OTHERS = {"ScaledObject", "PodMonitor", "LeaderWorkerSet"}  # their schemas do not come with Kubernetes
 GROUP = "LeaderWorkerSet", "trioserve-engine-group"
-SUPERVISOR_SECONDS = 5  # more than --drain-timeout, as docs/operations.md has it
+SUPERVISOR_SECONDS = 5  # more than --drain-timeout, as in docs/operations.md
 SECRET = "a-key-of-the-secret"
 
 pytestmark = pytest.mark.slow
@@ -49,7 +51,7 @@ def component(request: Any) -> str:
 
 
 def template_of(installed: dict, component: str) -> dict[str, Any]:
-    """Of its pods. worker: a pod of an engine on several nodes that does not serve."""
+    """Return the pod template of a component. "worker" is a pod of an engine on several nodes that does not serve."""
     if component == "router" or GROUP not in installed:
         return installed["Deployment", f"trioserve-{component}"]["spec"]["template"]
     return installed[GROUP]["spec"]["leaderWorkerTemplate"][
@@ -67,7 +69,7 @@ def container_of(installed: dict, component: str) -> dict[str, Any]:
 
 
 def environment_of(container: dict[str, Any]) -> dict[str, str]:
-    """As its process has it, where every Secret has every key."""
+    """Return the environment of a container's process, as if every Secret had every key."""
     given = {"secretKeyRef": SECRET, "resourceFieldRef": "4"}
     return {
         one["name"]: one["value"] if "value" in one else given[next(iter(one["valueFrom"]))] for one in container["env"]
@@ -77,7 +79,7 @@ def environment_of(container: dict[str, Any]) -> dict[str, str]:
 def config_of(installed: dict, component: str, worker_index: int = 0) -> Any:
     container = container_of(installed, component)
     added = {}
-    if GROUP in installed:  # what LeaderWorkerSet adds to each container: AddLWSVariables in its pkg/utils/pod
+    if GROUP in installed:  # variables that LeaderWorkerSet adds, see AddLWSVariables in its pkg/utils/pod
         added = {"LWS_LEADER_ADDRESS": f"{GROUP[1]}-0.{GROUP[1]}.ml", "LWS_WORKER_INDEX": str(worker_index)}
     environment = added | environment_of(container)
     words = [re.sub(r"\$\((\w+)\)", lambda found: environment[found[1]], word) for word in container["args"]]
@@ -86,7 +88,7 @@ def config_of(installed: dict, component: str, worker_index: int = 0) -> Any:
 
 
 def selected(installed: dict, labels: dict[str, str] | None = None, **selector: Any) -> set[str]:
-    """The components whose pods these labels mean, or a selector of labels and expressions."""
+    """Return the components whose pods match labels, or a selector of labels and expressions."""
     wanted = selector.get("matchLabels", {}) if labels is None else labels
     found = set()
     for name in [*COMPONENTS, *(["worker"] if GROUP in installed else [])]:
@@ -98,11 +100,11 @@ def selected(installed: dict, labels: dict[str, str] | None = None, **selector: 
     return found
 
 
-# --- what the tools say ---
+# --- helm and Kubernetes ---
 
 
 @pytest.mark.parametrize("values", VALUES)
-def test_helm_finds_nothing_wrong(helm, values):
+def test_helm_lint_accepts_the_chart(helm, values):
     ran = helm("lint", "--strict", CHART, values=values)
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
@@ -115,7 +117,7 @@ def supported_version(which: str) -> str:
 
 
 @pytest.mark.parametrize("version", ["oldest", "newest"])
-def test_kubernetes_takes_all_of_it(installed, version):
+def test_kubernetes_schemas_accept_all_objects(installed, version):
     kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
     for (kind, _), manifest in installed.items():
         if kind not in OF_OTHERS:
@@ -124,14 +126,14 @@ def test_kubernetes_takes_all_of_it(installed, version):
 
 @pytest.mark.parametrize("version", ["oldest", "newest"])
 @pytest.mark.parametrize("component", ["engine", "worker"])
-def test_kubernetes_takes_the_pods_of_an_engine_on_several_nodes(manifests, component, version):
+def test_kubernetes_schemas_accept_pods_of_engines_on_several_nodes(manifests, component, version):
     kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
     template = template_of(manifests("nodes"), component)
     pod = {"apiVersion": "v1", "kind": "Pod", **template, "metadata": {"name": component, **template["metadata"]}}
     kubernetes_validate.validate(pod, supported_version(version), strict=True)
 
 
-def test_the_notes_say_how_to_reach_it_and_what_is_open(helm):
+def test_notes_say_how_to_send_requests_and_warn_without_keys(helm):
     ran = helm("install", "--dry-run=client", "trioserve", CHART, "--namespace", "ml")
     assert "port-forward service/trioserve-router 8000:80" in ran.stdout
     assert "No API keys are set" in ran.stdout
@@ -139,14 +141,14 @@ def test_the_notes_say_how_to_reach_it_and_what_is_open(helm):
     assert "No API keys are set" not in ran.stdout
 
 
-def test_its_version_is_the_programs():
+def test_chart_has_the_version_of_the_program():
     assert yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"] == __version__
 
 
-# --- what the program says ---
+# --- the program ---
 
 
-def test_its_command_line_and_variables_are_understood(installed, component):
+def test_command_line_and_variables_are_accepted(installed, component):
     container = container_of(installed, component)
     assert container["args"][0] == ("route" if component == "router" else "serve")
     config = config_of(installed, component)
@@ -157,11 +159,11 @@ def test_its_command_line_and_variables_are_understood(installed, component):
     assert {name.removeprefix("TRIOSERVE_").lower() for name in names} <= set(type(config).__struct_fields__)
 
 
-def test_a_service_of_the_same_name_sets_no_options(installed, component):
+def test_service_of_the_same_name_sets_no_options(installed, component):
     assert pod_of(installed, component)["enableServiceLinks"] is False
 
 
-def test_probes_ask_what_answers_without_a_key(installed, component):
+def test_probes_use_routes_without_a_key(installed, component):
     container = container_of(installed, component)
     paths = {kind: container[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "liveness", "readiness")}
     assert paths == {"startup": "/health", "liveness": "/health", "readiness": "/ready"}
@@ -171,7 +173,7 @@ def test_probes_ask_what_answers_without_a_key(installed, component):
         assert not route.needs_key
 
 
-def test_a_pod_is_given_the_time_to_stop(installed, component):
+def test_pod_has_time_to_stop(installed, component):
     pod, container = pod_of(installed, component), container_of(installed, component)
     waited = container["lifecycle"]["preStop"]["sleep"]["seconds"]
     needed = waited + config_of(installed, component).drain_timeout + SUPERVISOR_SECONDS
@@ -182,7 +184,7 @@ def has_ranks(installed: dict, component: str) -> bool:
     return component != "router" and config_of(installed, component).rank_count > 1
 
 
-def test_all_that_it_writes_is_mounted_and_nothing_else_can_be_written(installed, component):
+def test_all_written_folders_are_mounted_and_others_are_read_only(installed, component):
     pod, container = pod_of(installed, component), container_of(installed, component)
     volume = re.search(r"^VOLUME (\S+)$", (ROOT / "deploy" / "Containerfile").read_text(), re.MULTILINE)[1]
     mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"] if not mount.get("readOnly")}
@@ -193,12 +195,12 @@ def test_all_that_it_writes_is_mounted_and_nothing_else_can_be_written(installed
     assert PurePosixPath(volume).is_absolute()
 
 
-def test_it_may_do_as_little_as_pods_can(installed, component):
+def test_pods_have_minimal_rights(installed, component):
     check_confined(installed, component)
 
 
 def check_confined(installed: dict, component: str) -> None:
-    """What the Pod Security Standard "restricted" asks for."""
+    """Check the rules of the Pod Security Standard "restricted"."""
     pod, container = pod_of(installed, component), container_of(installed, component)
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -206,13 +208,13 @@ def check_confined(installed: dict, component: str) -> None:
     assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
 
 
-def test_it_runs_as_the_user_of_the_image_unless_the_cluster_chooses(manifests, component):
+def test_pod_runs_as_the_user_of_the_image_unless_the_cluster_chooses(manifests, component):
     user = int(re.search(r"^USER (\d+)", (ROOT / "deploy" / "Containerfile").read_text(), re.MULTILINE)[1])
     assert pod_of(manifests(), component)["securityContext"]["runAsUser"] == user
     assert "runAsUser" not in pod_of(manifests("guarded"), component)["securityContext"]
 
 
-def test_keys_come_from_the_secret_and_the_routers_key_is_the_engines_admin_key(manifests):
+def test_keys_come_from_the_secret_and_the_routers_key_is_an_admin_key(manifests):
     router, engine = (config_of(manifests("guarded"), name) for name in COMPONENTS)
     assert router.api_key == (SECRET,)
     assert router.endpoint_api_key == engine.admin_api_key == SECRET
@@ -224,11 +226,11 @@ def test_keys_come_from_the_secret_and_the_routers_key_is_the_engines_admin_key(
     assert not [name for name, args in rendered.items() if "api-key" in args]
 
 
-# --- routers and engines find each other ---
+# --- discovery ---
 
 
 class DeafApiServer:
-    """Notes what it is asked for, and answers nothing."""
+    """Records requests and fails each of them."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str]] = []
@@ -243,7 +245,7 @@ class DeafApiServer:
         pass
 
 
-async def test_routers_may_ask_the_api_server_for_what_they_ask(manifests, autojump_clock):
+async def test_routers_have_the_rights_that_they_need_at_the_api_server(manifests, autojump_clock):
     installed = manifests()
     namespace, _, rest = config_of(installed, "router").endpoints_kubernetes.partition("/")
     service, _, port = rest.partition(":")
@@ -268,7 +270,7 @@ async def test_routers_may_ask_the_api_server_for_what_they_ask(manifests, autoj
     assert not target.get("publishNotReadyAddresses")
 
 
-def test_routers_find_each_other_also_before_they_are_ready(installed):
+def test_routers_find_each_other_before_they_are_ready(installed):
     [peers] = config_of(installed, "router").router_peers
     parse_peers([peers])
     _, host, port = peers.split(":")
@@ -279,13 +281,13 @@ def test_routers_find_each_other_also_before_they_are_ready(installed):
     assert int(port) == config_of(installed, "router").port
 
 
-def test_clients_reach_routers_alone(installed):
+def test_clients_reach_only_routers(installed):
     service = installed["Service", "trioserve-router"]["spec"]
     assert selected(installed, service["selector"]) == {"router"}
     assert service["ports"][0]["targetPort"] == container_of(installed, "router")["ports"][0]["name"]
 
 
-def test_network_policies_let_routers_to_engines_and_others_as_far_as_values_say(manifests):
+def test_network_policies_allow_routers_and_configured_peers(manifests):
     def peers(policy: dict[str, Any]) -> set[str]:
         [rule] = policy["spec"]["ingress"]
         assert rule["ports"] == [{"port": Config().port}]
@@ -305,16 +307,16 @@ def test_network_policies_let_routers_to_engines_and_others_as_far_as_values_say
     assert not [kind for kind, _ in manifests("bare") if kind == "NetworkPolicy"]
 
 
-def test_a_router_that_knows_caches_is_told_of_them(manifests):
+def test_kv_aware_router_gets_cache_events(manifests):
     assert config_of(manifests("guarded"), "router").tokenizer == config_of(manifests("guarded"), "engine").model
     assert config_of(manifests("guarded"), "engine").kv_events
     assert not config_of(manifests(), "engine").kv_events
 
 
-# --- how many there are ---
+# --- scaling ---
 
 
-def test_who_is_scaled_has_no_number_of_its_own(manifests):
+def test_autoscaled_components_have_no_fixed_replicas(manifests):
     def replicas(values: str | None) -> dict[str, bool]:
         return {name: "replicas" in manifests(values)["Deployment", f"trioserve-{name}"]["spec"] for name in COMPONENTS}
 
@@ -334,13 +336,13 @@ def test_who_is_scaled_has_no_number_of_its_own(manifests):
         ("nodes", "keda", "ScaledObject"),
     ],
 )
-def test_what_is_scaled_is_there(manifests, values, kind, scaler):
+def test_autoscaling_targets_exist(manifests, values, kind, scaler):
     installed = manifests(values, "--set", f"engine.autoscaling.kind={kind}")
     target = installed[scaler, "trioserve-engine"]["spec"]["scaleTargetRef"]
     assert installed[target["kind"], target["name"]]["apiVersion"] == target["apiVersion"]
 
 
-def test_nodes_are_emptied_pod_by_pod(installed, component):
+def test_nodes_are_drained_pod_by_pod(installed, component):
     budget = installed["PodDisruptionBudget", f"trioserve-{component}"]["spec"]
     assert budget["maxUnavailable"] == 1
     workers = {"worker"} if component == "engine" and GROUP in installed else set()
@@ -352,7 +354,7 @@ def triggers(manifests: Callable[..., Any]) -> Iterator[dict[str, str]]:
     yield from (trigger["metadata"] for trigger in scaled["triggers"])
 
 
-def test_keda_asks_for_metrics_that_exist(manifests, tmp_path):
+def test_metrics_in_keda_queries_exist(manifests, tmp_path):
     [trigger] = triggers(manifests)
     named = set(re.findall(r"trioserve(?:_router)?:\w+", trigger["query"]))
     assert "trioserve_router:queued_requests" in named
@@ -368,7 +370,7 @@ def test_keda_asks_for_metrics_that_exist(manifests, tmp_path):
     assert ran.returncode == 0, ran.stderr
 
 
-def test_prometheus_scrapes_pods_where_they_have_metrics(manifests):
+def test_prometheus_scrapes_the_metrics_path_of_pods(manifests):
     monitor = manifests("scaled")["PodMonitor", "trioserve-pods"]["spec"]
     assert selected(manifests("scaled"), monitor["selector"]["matchLabels"]) == set(COMPONENTS)
     [endpoint] = monitor["podMetricsEndpoints"]
@@ -377,17 +379,17 @@ def test_prometheus_scrapes_pods_where_they_have_metrics(manifests):
         assert endpoint["port"] == container_of(manifests("scaled"), name)["ports"][0]["name"]
 
 
-def test_one_cache_is_claimed_and_stays(manifests):
+def test_cache_claim_survives_uninstalling(manifests):
     claim = manifests("gpu")["PersistentVolumeClaim", "trioserve-cache"]
     assert claim["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
     volumes = {one["name"]: one for one in pod_of(manifests("gpu"), "engine")["volumes"]}
     assert volumes["cache"]["persistentVolumeClaim"]["claimName"] == "trioserve-cache"
 
 
-# --- one model in several processes ---
+# --- engines with several processes ---
 
 
-def test_ranks_of_one_pod_are_a_deployment(manifests):
+def test_engines_with_ranks_in_one_pod_are_a_deployment(manifests):
     config = config_of(manifests("ranks"), "engine")
     assert (config.tensor_parallel_size, config.nnodes, config.ranks_key) == (2, 1, None)
     assert config_of(manifests(), "engine").tensor_parallel_size == 1
@@ -395,7 +397,7 @@ def test_ranks_of_one_pod_are_a_deployment(manifests):
     assert volumes["shared-memory"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "1Gi"}
 
 
-def test_a_group_has_the_fields_that_leader_worker_set_knows(manifests):
+def test_group_has_only_fields_of_leader_worker_set(manifests):
     jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
     group = manifests("nodes")[GROUP]
     assert group["apiVersion"] == "leaderworkerset.x-k8s.io/v1"
@@ -426,16 +428,16 @@ LEADER_WORKER_SET = _fields(
         workerTemplate={"type": "object"},
     ),
 )
-"""Of its spec what the chart uses, as versions 0.5 to 0.10 have it; the whole schema has 1.3 MB."""
+"""The fields of LeaderWorkerSet's spec that the chart uses, in versions 0.5 to 0.10. The whole schema has 1.3 MB."""
 
 
 @pytest.fixture(params=["nodes", "stages"])
 def grouped(request: Any, manifests: Callable[..., Any]) -> dict[tuple[str, str], dict[str, Any]]:
-    """Whose engines are on several nodes."""
+    """Return the manifests of engines on several nodes."""
     return manifests(request.param)
 
 
-def test_the_pods_of_an_engine_are_one_group(grouped):
+def test_pods_of_an_engine_are_one_group(grouped):
     spec = grouped[GROUP]["spec"]
     size = spec["leaderWorkerTemplate"]["size"]
     configs = [config_of(grouped, "worker" if index else "engine", index) for index in range(size)]
@@ -445,19 +447,19 @@ def test_the_pods_of_an_engine_are_one_group(grouped):
     for name in shared.split():
         assert len({getattr(config, name) for config in configs}) == 1, name
     assert (configs[0].nnodes, configs[0].ranks_key) == (size, SECRET)
-    # The server is ready when its workers have come, so they cannot wait for that.
+    # The server is ready only after its workers have joined, so workers cannot wait for it.
     assert spec["startupPolicy"] == "LeaderCreated"
 
 
-def test_workers_find_the_server_by_a_name_that_it_has_before_it_is_ready(grouped):
-    # The first two parts are its hostname and subdomain, and with the rest kubelet writes them into its /etc/hosts.
+def test_workers_find_the_server_before_it_is_ready(grouped):
+    # The first two parts are its hostname and subdomain. kubelet writes the full name into its /etc/hosts.
     assert config_of(grouped, "worker", 1).master_addr == f"{GROUP[1]}-0.{GROUP[1]}.ml.svc.cluster.local"
-    # The Service that LeaderWorkerSet makes shows pods that are not ready. Where one has its name it makes none.
+    # The Service that LeaderWorkerSet creates lists pods that are not ready. It creates none if the name is taken.
     assert grouped[GROUP]["spec"]["networkConfig"] == {"subdomainPolicy": "Shared"}
     assert ("Service", GROUP[1]) not in grouped
 
 
-def test_workers_serve_nobody(grouped):
+def test_workers_get_no_requests(grouped):
     container = container_of(grouped, "worker")
     assert not {"ports", "startupProbe", "livenessProbe", "readinessProbe", "lifecycle"} & set(container)
     assert not [name for name in environment_of(container) if "API_KEY" in name]
@@ -467,7 +469,7 @@ def test_workers_serve_nobody(grouped):
     assert selected(grouped, grouped["Service", "trioserve-engine"]["spec"]["selector"]) == {"engine"}
 
 
-def test_workers_are_confined_and_read_the_model_as_the_server_does(grouped):
+def test_workers_have_the_rights_and_volumes_of_the_server(grouped):
     check_confined(grouped, "worker")
     for name in ("volumes", "nodeSelector", "tolerations", "runtimeClassName", "securityContext", "enableServiceLinks"):
         assert pod_of(grouped, "worker").get(name) == pod_of(grouped, "engine").get(name)
@@ -477,7 +479,7 @@ def test_workers_are_confined_and_read_the_model_as_the_server_does(grouped):
     assert tokens[0] == tokens[1]
 
 
-def test_ranks_reach_each_other_at_all_ports_and_nobody_else_does(grouped):
+def test_only_ranks_reach_the_ports_of_ranks(grouped):
     from_, to = {name: {} for name in ("engine", "worker")}, {name: set() for name in ("engine", "worker")}
     for (kind, _), policy in grouped.items():
         if kind != "NetworkPolicy":
@@ -496,15 +498,15 @@ def test_ranks_reach_each_other_at_all_ports_and_nobody_else_does(grouped):
     assert to == {"engine": both, "worker": both}
 
 
-def test_the_longest_name_of_a_release_leaves_room_for_pods(helm):
+def test_longest_release_name_leaves_space_for_pod_names(helm):
     ran = helm("template", "r" * 53, CHART, values="nodes")
     [group] = [one for one in yaml.safe_load_all(ran.stdout) if one and one["kind"] == "LeaderWorkerSet"]
     leader = f"{group['metadata']['name']}-9999"
-    # A StatefulSet has its workers, and a label of theirs is its name, a hyphen and ten characters.
+    # LeaderWorkerSet creates a StatefulSet for the workers. A label of its pods is its name, a hyphen, 10 characters.
     assert len(leader) <= 63 - 11
 
 
-def test_the_notes_say_how_to_wait_for_groups(helm):
+def test_notes_say_how_to_wait_for_groups(helm):
     ran = helm("install", "--dry-run=client", "trioserve", CHART, values="nodes")
     assert f"--for=condition=Available --timeout=1800s leaderworkerset/{GROUP[1]}\n" in ran.stdout
     assert "no network policies" not in ran.stdout

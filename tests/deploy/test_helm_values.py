@@ -1,4 +1,4 @@
-"""A value of the chart that is misspelt or wrong is refused, by its name; and each has a meaning."""
+"""Tests of the chart's values: a misspelt or wrong value is refused by name, and each value has a meaning."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OF_HELM = {"global"}
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "message"),
     [
         ("router.replica=3", "'/router': additional properties 'replica' not allowed"),
         ("routers.replicas=3", "additional properties 'routers' not allowed"),
@@ -36,19 +36,19 @@ OF_HELM = {"global"}
         ("engine.model=", "'/engine/model': minLength: got 0, want 1"),
         ("engine.resources.requests.cpu=null", "'/engine/resources/requests': missing property 'cpu'"),
         ("engine.cache.sizeLimit=20gigs", "'/engine/cache/sizeLimit': '20gigs' does not match pattern"),
-        ("engine.extraArgs={--port=9000}", "engine.extraArgs: --port is the chart's own"),
-        ("router.extraArgs={--api-key=x}", "router.extraArgs: --api-key belongs into a Secret"),
-        ("engine.extraArgs={--nnodes=2}", "engine.extraArgs: --nnodes is the chart's own"),
-        ("engine.extraArgs={--ranks-key=x}", "engine.extraArgs: --ranks-key belongs into a Secret"),
+        ("engine.extraArgs={--port=9000}", "engine.extraArgs: --port is set by the chart"),
+        ("router.extraArgs={--api-key=x}", "router.extraArgs: --api-key belongs in a Secret"),
+        ("engine.extraArgs={--nnodes=2}", "engine.extraArgs: --nnodes is set by the chart"),
+        ("engine.extraArgs={--ranks-key=x}", "engine.extraArgs: --ranks-key belongs in a Secret"),
         ("engine.nodes=0", "'/engine/nodes': minimum: got 0, want 1"),
         (
             "engine.nodes=2",
-            "engine.tensorParallelSize is 1, and engine.nodes 2: give each node the same number of ranks",
+            "engine.tensorParallelSize is 1, but engine.nodes is 2: give each node the same number of ranks",
         ),
         ("engine.nodes=2,engine.tensorParallelSize=3", "such as 2 in all"),
         (
             "engine.nodes=2,engine.tensorParallelSize=2,engine.pipelineParallelSize=3",
-            "engine.pipelineParallelSize is 3, and engine.nodes 2: give each node the same number of stages",
+            "engine.pipelineParallelSize is 3, but engine.nodes is 2: give each node the same number of stages",
         ),
         (
             "engine.nodes=2,engine.tensorParallelSize=4",
@@ -56,7 +56,7 @@ OF_HELM = {"global"}
         ),
         (
             "engine.tensorParallelSize=4,engine.resources.limits.nvidia\\.com/gpu=2",
-            "engine.resources.limits: nvidia.com/gpu is 2, but a pod has 4 ranks, and each wants one",
+            "engine.resources.limits: nvidia.com/gpu is 2, but a pod has 4 ranks, and each needs one",
         ),
         (
             "engine.nodes=2,engine.tensorParallelSize=2,engine.ranksKeySecret=ranks,engine.cache.claim.create=true,"
@@ -65,7 +65,7 @@ OF_HELM = {"global"}
         ),
         (
             "router.autoscaling.enabled=true,router.autoscaling.minReplicas=9",
-            "router.autoscaling: minReplicas is 9, more than maxReplicas (6)",
+            "router.autoscaling: minReplicas is 9, which is more than maxReplicas (6)",
         ),
         (
             "engine.cache.existingClaim=mine,engine.cache.claim.create=true",
@@ -73,14 +73,14 @@ OF_HELM = {"global"}
         ),
     ],
 )
-def test_what_is_wrong_is_named(helm, value, told):
+def test_error_names_the_wrong_value(helm, value, message):
     ran = helm("template", "trioserve", CHART, "--set", value)
     assert ran.returncode != 0
-    assert told in ran.stderr
+    assert message in ran.stderr
 
 
 def names(values: dict[str, Any], schema: dict[str, Any], place: str = "") -> Iterator[tuple[str, set[str], set[str]]]:
-    """Of each map whose names the schema knows: where it is, its names, and those that the schema knows."""
+    """Yield for each map of the schema: its path, the names in the values, and the names in the schema."""
     yield place, set(values), set(schema["properties"]) - OF_HELM
     for name, value in values.items():
         known = schema["properties"][name]
@@ -88,14 +88,14 @@ def names(values: dict[str, Any], schema: dict[str, Any], place: str = "") -> It
             yield from names(value, known, f"{place}/{name}")
 
 
-def test_the_schema_knows_the_values_that_there_are_and_no_others():
+def test_schema_and_values_have_the_same_names():
     places = list(names(yaml.safe_load((CHART / "values.yaml").read_text()), SCHEMA))
     assert len(places) > 10
     for place, there, known in places:
         assert there == known, place
 
 
-def test_no_map_takes_names_that_it_does_not_know():
+def test_no_map_accepts_unknown_names():
     def maps(schema: Any) -> Iterator[dict[str, Any]]:
         for child in schema.values() if isinstance(schema, dict) else ():
             yield from maps(child)
@@ -105,14 +105,14 @@ def test_no_map_takes_names_that_it_does_not_know():
     assert all(schema["additionalProperties"] is False for schema in maps(SCHEMA))
 
 
-def test_flags_that_the_chart_keeps_to_itself_are_flags():
+def test_flags_reserved_by_the_chart_exist():
     helpers = (CHART / "templates" / "_helpers.tpl").read_text()
     kept = {name for words in re.findall(r'splitList " " "([a-z -]+)"', helpers) for name in words.split()}
     assert "drain-timeout" in kept
     assert {name.replace("-", "_") for name in kept} <= set(Config.__struct_fields__)
 
 
-def test_its_defaults_are_the_programs():
+def test_default_values_are_those_of_the_program():
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     assert values["drainSeconds"] == Config().drain_timeout
     assert values["engine"]["model"] == Config().model
@@ -126,7 +126,7 @@ def test_its_defaults_are_the_programs():
 
 
 @pytest.mark.slow
-def test_the_documents_give_values_that_it_takes(helm, tmp_path):
+def test_values_in_the_documents_are_accepted(helm, tmp_path):
     page = (CHART.parents[2] / "docs" / "kubernetes.md").read_text()
     blocks = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     assert len(blocks) == 2

@@ -1,4 +1,4 @@
-"""deploy/trioserve.service: what it says of this program is so, and systemd understands it."""
+"""Tests of deploy/trioserve.service: it matches the server, and systemd accepts it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from trioserve.model.loading.packaged_model import models_folder
 from trioserve_kernels import build
 
 UNIT = Path(__file__).parents[2] / "deploy" / "trioserve.service"
-SUPERVISOR_SECONDS = 5  # more than --drain-timeout, as docs/operations.md has it
-EXPOSURE_MAX = 25  # tenths; up to 2.5 of 10, systemd-analyze calls a service well guarded ("OK" ends at 5)
+SUPERVISOR_SECONDS = 5  # more than --drain-timeout, as in docs/operations.md
+EXPOSURE_MAX = 25  # tenths of systemd-analyze's exposure from 0 to 10. It says "OK" below 5.
 needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is missing")
 
 
 def settings() -> dict[str, list[str]]:
-    """Each setting's values in their order."""
+    """Return the values of each setting in order."""
     found: dict[str, list[str]] = {}
     for name, value in re.findall(r"^(\w+)=(.*)$", UNIT.read_text(), re.MULTILINE):
         found.setdefault(name, []).append(value)
@@ -41,13 +41,13 @@ def config() -> Config:
     return config_from(cli._parser()[0].parse_args(arguments), environment(), kind=Config)
 
 
-def test_it_stops_as_the_server_stops_and_waits_for_its_drain():
+def test_unit_stops_with_sigterm_and_waits_for_the_drain():
     assert settings()["KillSignal"] == ["SIGTERM"]
-    assert settings()["KillMode"] == ["mixed"]  # a second signal would cut the drain short
+    assert settings()["KillMode"] == ["mixed"]  # a second SIGTERM would end the drain early
     assert int(settings()["TimeoutStopSec"][0]) >= config().drain_timeout + SUPERVISOR_SECONDS
 
 
-def test_all_that_it_writes_is_in_its_cache_directory(monkeypatch: pytest.MonkeyPatch):
+def test_all_written_files_are_in_the_cache_directory(monkeypatch: pytest.MonkeyPatch):
     folder = PurePosixPath("/var/cache") / settings()["CacheDirectory"][0]
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
@@ -59,7 +59,7 @@ def test_all_that_it_writes_is_in_its_cache_directory(monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def unit(tmp_path: Path) -> Path:
-    """The unit with a program that is there, since systemd looks for it."""
+    """Return the unit with an existing program, because systemd checks that it exists."""
     path = tmp_path / UNIT.name
     path.write_text(re.sub(r"^ExecStart=\S+", f"ExecStart={sys.executable}", UNIT.read_text(), flags=re.MULTILINE))
     return path
@@ -67,7 +67,7 @@ def unit(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 @needs_systemd
-def test_systemd_understands_it(unit: Path):
+def test_systemd_accepts_the_unit(unit: Path):
     ran = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True, check=False)
     complaints = [line for line in ran.stderr.splitlines() if unit.name in line]
     assert complaints == []
@@ -75,7 +75,7 @@ def test_systemd_understands_it(unit: Path):
 
 @pytest.mark.slow
 @needs_systemd
-def test_systemd_finds_it_well_guarded(unit: Path):
+def test_systemd_rates_the_exposure_low(unit: Path):
     words = ["systemd-analyze", "security", "--offline=true", f"--threshold={EXPOSURE_MAX}", unit]
     ran = subprocess.run(words, capture_output=True, text=True, check=False)
     if "unrecognized option" in ran.stderr:

@@ -1,17 +1,17 @@
-{{/* Refuses what the server would refuse at its start, or what would wait for ever. */}}
+{{/* Refuse values that the server would refuse at its start, or with which it would wait forever. */}}
 {{- define "trioserve.checkRanks" -}}
 {{- $engine := .Values.engine -}}
 {{- $nodes := int $engine.nodes -}}
 {{- $stages := int $engine.pipelineParallelSize -}}
 {{- $ranks := mul $engine.tensorParallelSize $stages -}}
 {{- if mod $ranks $nodes -}}
-{{- fail (printf "engine.tensorParallelSize is %v, and engine.nodes %d: give each node the same number of ranks, such as %d in all" $engine.tensorParallelSize $nodes $nodes) -}}
+{{- fail (printf "engine.tensorParallelSize is %v, but engine.nodes is %d: give each node the same number of ranks, such as %d in all" $engine.tensorParallelSize $nodes $nodes) -}}
 {{- else if and (gt $stages 1) (mod $stages $nodes) -}}
-{{- fail (printf "engine.pipelineParallelSize is %d, and engine.nodes %d: give each node the same number of stages, such as %d in all" $stages $nodes $nodes) -}}
+{{- fail (printf "engine.pipelineParallelSize is %d, but engine.nodes is %d: give each node the same number of stages, such as %d in all" $stages $nodes $nodes) -}}
 {{- end -}}
 {{- range $name, $count := $engine.resources.limits -}}
 {{- if and (gt $ranks 1) (hasSuffix "/gpu" $name) (lt (int64 $count) (div $ranks $nodes)) -}}
-{{- fail (printf "engine.resources.limits: %s is %v, but a pod has %d ranks, and each wants one" $name $count (div $ranks $nodes)) -}}
+{{- fail (printf "engine.resources.limits: %s is %v, but a pod has %d ranks, and each needs one" $name $count (div $ranks $nodes)) -}}
 {{- end -}}
 {{- end -}}
 {{- if gt $nodes 1 -}}
@@ -24,7 +24,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* A pod of an engine. It gets a list: the root, and "engine" for the one that serves, or "worker". */}}
+{{/* A pod of an engine. Argument: a list of the root, and "engine" for the serving pod or "worker" for others. */}}
 {{- define "trioserve.enginePod" -}}
 {{- $root := index . 0 -}}
 {{- $engine := $root.Values.engine -}}
@@ -50,7 +50,7 @@ spec:
         {{- if $isSpread }}
         - --nnodes={{ int $engine.nodes }}
         - --node-rank={{ ternary "0" "$(LWS_WORKER_INDEX)" $serves }}
-        # As /etc/hosts of the leader has it, which so needs no DNS to find itself.
+        # The name in the leader's own /etc/hosts, so the leader finds itself without DNS.
         - --master-addr=$(LWS_LEADER_ADDRESS).svc.{{ $root.Values.clusterDomain }}
         {{- end }}
         {{- if $serves }}
@@ -69,12 +69,12 @@ spec:
         {{- end }}
       env:
         {{- if $serves }}
-        # Otherwise it would count the machine's cores. It tells the ranks, those of workers, too.
+        # Without it, the server would use all cores of the node. The server passes it on to ranks, also on other nodes.
         - name: TRIOSERVE_THREADS
           valueFrom:
             resourceFieldRef: { containerName: engine, resource: requests.cpu, divisor: "1" }
         {{- with $root.Values.apiKeys.existingSecret }}
-        # The routers' key is the admin's: they say for whom they ask.
+        # The routers' key is an admin key, because routers name the client that a request is for.
         {{- include "trioserve.secretVariable" (list . "engine-api-key" "TRIOSERVE_API_KEY" false) | nindent 8 }}
         {{- include "trioserve.secretVariable" (list . "engine-api-key" "TRIOSERVE_ADMIN_API_KEY" false) | nindent 8 }}
         {{- end }}

@@ -1,18 +1,19 @@
-{{/* Names leave room for what stands behind them: 63 characters at most, and 52 of a StatefulSet, of which a
-LeaderWorkerSet makes one for each engine. */}}
+{{/* Names leave space for suffixes: 63 characters at most, and 52 for a StatefulSet, which LeaderWorkerSet creates for
+each engine. */}}
 {{- define "trioserve.name" -}}
 {{- $name := ternary .Release.Name (printf "%s-trioserve" .Release.Name) (contains "trioserve" .Release.Name) -}}
 {{- $name | trunc (ternary 34 50 (gt (int .Values.engine.nodes) 1)) | trimSuffix "-" -}}
 {{- end -}}
 
-{{/* Those below get a list: the root, and "router", "engine", or "worker" for the pods of an engine that do not serve. */}}
+{{/* Argument of the templates below: a list of the root, and "router", "engine", or "worker" for engine pods that do not
+serve. */}}
 {{- define "trioserve.selector" -}}
 app.kubernetes.io/name: trioserve
 app.kubernetes.io/instance: {{ (index . 0).Release.Name }}
 app.kubernetes.io/component: {{ index . 1 }}
 {{- end -}}
 
-{{/* The labels of all pods of routers, or of all that engines have, as a selector. */}}
+{{/* Selector of all router pods, or of all pods of engines. */}}
 {{- define "trioserve.labelSelector" -}}
 {{- $root := index . 0 -}}
 {{- if and (ne (index . 1) "router") (gt (int $root.Values.engine.nodes) 1) -}}
@@ -26,7 +27,7 @@ matchLabels: {{- include "trioserve.selector" . | nindent 2 }}
 {{- end -}}
 {{- end -}}
 
-{{/* Whose values it has. */}}
+{{/* The component whose values apply: "router" or "engine". */}}
 {{- define "trioserve.owner" -}}
 {{- ternary "router" "engine" (eq (index . 1) "router") -}}
 {{- end -}}
@@ -42,7 +43,7 @@ labels:
   helm.sh/chart: {{ $root.Chart.Name }}-{{ $root.Chart.Version }}
 {{- end -}}
 
-{{/* What has the number of routers or engines. */}}
+{{/* Kind and name of the object whose replicas are the routers or engines. */}}
 {{- define "trioserve.scaled" -}}
 {{- $root := index . 0 -}}
 {{- $isGroup := and (eq (index . 1) "engine") (gt (int $root.Values.engine.nodes) 1) -}}
@@ -57,18 +58,18 @@ name: {{ include "trioserve.name" $root }}-{{ ternary "engine-group" (index . 1)
 {{ $own.repository | default $root.Values.image.repository }}:{{ $own.tag | default $root.Values.image.tag | default $root.Chart.AppVersion }}
 {{- end -}}
 
-{{/* Of a pod's spec, what routers and engines have alike. */}}
+{{/* The part of a pod's spec that routers and engines share. */}}
 {{- define "trioserve.pod" -}}
 {{- $root := index . 0 -}}
 {{- $own := index $root.Values (include "trioserve.owner" .) -}}
 serviceAccountName: {{ include "trioserve.name" $root }}-{{ include "trioserve.owner" . }}
 automountServiceAccountToken: {{ eq (index . 1) "router" }}
-# A Service named trioserve would set TRIOSERVE_PORT, which is an option.
+# Otherwise a Service named trioserve would set TRIOSERVE_PORT, which is an option of the server.
 enableServiceLinks: false
 {{- if eq (index . 1) "worker" }}
-terminationGracePeriodSeconds: 10 # it ends at once
+terminationGracePeriodSeconds: 10 # a worker ends at once
 {{- else }}
-# What comes behind the drain takes a few seconds.
+# After the drain, the server needs a few more seconds.
 terminationGracePeriodSeconds: {{ add $root.Values.preStopSeconds $root.Values.drainSeconds 10 }}
 {{- end }}
 securityContext:
@@ -98,7 +99,7 @@ imagePullSecrets:
 {{- end }}
 {{- end -}}
 
-{{/* Of a container, likewise. */}}
+{{/* The part of a container's spec that routers and engines share. */}}
 {{- define "trioserve.container" -}}
 {{- $root := index . 0 -}}
 {{- $own := index $root.Values (include "trioserve.owner" .) -}}
@@ -106,11 +107,11 @@ name: {{ index . 1 }}
 image: {{ include "trioserve.image" . }}
 imagePullPolicy: {{ $root.Values.image.pullPolicy }}
 {{- if eq (index . 1) "worker" }}
-# It listens nowhere, so nothing can probe it. It ends when it cannot go on, and its server notices ranks that hang.
+# A worker has no HTTP port, so it has no probe. It exits if it cannot continue, and its server notices hung ranks.
 {{- else }}
 ports:
   - { name: http, containerPort: 8000 }
-# It answers when its model is loaded; whoever asks before that waits.
+# The server responds when its model is loaded. Earlier requests wait.
 startupProbe:
   httpGet: { path: /health, port: http }
   periodSeconds: 5
@@ -137,14 +138,14 @@ securityContext:
 resources: {{- toYaml $own.resources | nindent 2 }}
 {{- end -}}
 
-{{/* A variable from a Secret: the Secret, its key, the variable, and whether it may be missing. */}}
+{{/* A variable from a Secret. Argument: the Secret, its key, the variable, and whether it is optional. */}}
 {{- define "trioserve.secretVariable" -}}
 - name: {{ index . 2 }}
   valueFrom:
     secretKeyRef: { name: {{ index . 0 }}, key: {{ index . 1 }}, optional: {{ index . 3 }} }
 {{- end -}}
 
-{{/* Variables that routers and engines have alike. */}}
+{{/* Variables that routers and engines share. */}}
 {{- define "trioserve.variables" -}}
 {{- $root := index . 0 -}}
 {{- if ne (index . 1) "worker" -}}
@@ -161,7 +162,7 @@ resources: {{- toYaml $own.resources | nindent 2 }}
 {{- end }}
 {{- end -}}
 
-{{/* extraArgs, unless they say what the rest of the chart relies on. */}}
+{{/* extraArgs. Flags that the rest of the chart sets or relies on are refused. */}}
 {{- define "trioserve.extraArgs" -}}
 {{- $component := include "trioserve.owner" . -}}
 {{- $ours := splitList " " "host port uds root-path ssl-certfile drain-timeout" -}}
@@ -170,9 +171,9 @@ resources: {{- toYaml $own.resources | nindent 2 }}
 {{- range (index (index . 0).Values $component).extraArgs }}
 {{- $name := regexFind "^--[a-z-]+" . | trimPrefix "--" }}
 {{- if has $name $ours }}
-{{- fail (printf "%s.extraArgs: --%s is the chart's own, see values.yaml and docs/kubernetes.md" $component $name) }}
+{{- fail (printf "%s.extraArgs: --%s is set by the chart, see values.yaml and docs/kubernetes.md" $component $name) }}
 {{- else if has $name $keys }}
-{{- fail (printf "%s.extraArgs: --%s belongs into a Secret, see apiKeys and engine.ranksKeySecret" $component $name) }}
+{{- fail (printf "%s.extraArgs: --%s belongs in a Secret, see apiKeys and engine.ranksKeySecret" $component $name) }}
 {{- end }}
 - {{ . | quote }}
 {{- end }}
