@@ -1,4 +1,4 @@
-"""The same request alone, in a batch, and as a prompt: all log-probabilities have the same bits.
+"""Send one request alone, in a batch, and as a prompt: all log-probabilities have the same bits.
 
 python examples/same_bits.py
 """
