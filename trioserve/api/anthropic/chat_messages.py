@@ -73,11 +73,11 @@ def chat_messages(body: CountTokensBody) -> list[dict[str, Any]]:
 
 
 class _Translation:
-    """The chat messages so far.
+    """Collects the chat messages.
 
     Attributes:
-        messages: Chat messages.
-        _names: Function names by the id of the call.
+        messages: Chat messages so far.
+        _names: Function names of the tool calls so far, by the id of the call.
     """
 
     def __init__(self) -> None:

@@ -53,8 +53,8 @@ class _OpenBlock:
 class BlockEvents:
     """Turns parts into events: content_block_start, content_block_delta and content_block_stop.
 
-    A tool call that is incomplete at max_tokens gets a stop event, as in Anthropic's API. Its stop_reason says that it
-    is incomplete.
+    A tool call that is incomplete at max_tokens gets a stop event, as in Anthropic's API. The stop_reason of the
+    message says that the call is incomplete.
 
     Args:
         shows_reasoning: If False, a reasoning block has no text.
@@ -69,7 +69,10 @@ class BlockEvents:
         return b"".join([piece for part in parts for piece in self._part(part)])
 
     def end(self) -> bytes:
-        """Return the last events. A message without content gets one empty text block, because clients expect one."""
+        """Return the last events.
+
+        A message without content gets one empty text block, because clients expect a block.
+        """
         pieces = self._begin("text", {"type": "text", "text": ""}) if not self._count else []
         return b"".join([*pieces, *self._stop()])
 

@@ -162,7 +162,7 @@ class _Response:
         if choice.finish_reason == "tool_calls":
             return "tool_use", None
         if choice.finish_reason == "length":
-            # max_tokens was reduced to the free context if it was larger.
+            # A max_tokens that did not fit was reduced, so a shorter response means that the context is full.
             is_context_full = turn.stream.completion_token_count < self._tokens_max
             return "model_context_window_exceeded" if is_context_full else "max_tokens", None
         sequence = None if self._last is None else self._last.stop_reason

@@ -186,7 +186,7 @@ class Thinking(msgspec.Struct, frozen=True, kw_only=True):
     """Options for reasoning.
 
     Attributes:
-        type: Reasoning on, off, or left to the model.
+        type: "enabled", "disabled", or left to the model.
         budget_tokens: Limit for reasoning tokens.
         display: "omitted" sends reasoning blocks without text. Otherwise the whole reasoning is sent.
     """

@@ -100,7 +100,7 @@ class OutputTokensDetails(Response, kw_only=True):
 class MessageUsage(Response, kw_only=True):
     """Token counts. The prompt has `input_tokens` + `cache_read_input_tokens` tokens.
 
-    `cache_read_input_tokens` were found in the prefix cache.
+    `cache_read_input_tokens` counts the prompt tokens that were found in the prefix cache.
     """
 
     input_tokens: int
@@ -119,7 +119,7 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "mod
 
 
 class AbortDetails(Tagged, tag="abort", kw_only=True):
-    """Reason why a response was stopped. Null after an abort by id."""
+    """Reason why a response was stopped. `reason` is null after an abort by id."""
 
     reason: str | None
 

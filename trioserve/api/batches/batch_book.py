@@ -231,7 +231,7 @@ class BatchBook:
             error: Reason.
         """
         with suppress(StoreFull, StoreFault):
-            # Shrink the marker, to free the space that it reserved.
+            # Shrink the marker, to free the space that it reserved for the write below.
             await self._store.settle(ReplaceObject(kind=LIVE_KIND, id=self.batch_id, body=b"", must_exist=False))
         await self.close(BatchStatus.FAILED, errors=[error])
 

@@ -32,9 +32,9 @@ RETRY_SECONDS_MIN = 1.0
 RETRY_SECONDS_MAX = 30.0
 LINES_BETWEEN_TURNS = 64  # lines read before other tasks run; each takes a few microseconds
 DROPPED_LINES_AT_ONCE = 256  # dropped lines in one write
-# The server refuses requests for a while. The line itself is correct, so it is retried.
+# Reasons of refusals that concern the server and not the line. The line is retried later.
 RETRIED_REASONS = frozenset({"draining", "paused", "step_overdue", "engine_reopening", "no_endpoint"})
-# The server must be restarted. The line is left for the next start.
+# Reasons of refusals after which the server must be restarted. The line is left for the next start.
 SERVER_BROKEN_REASONS = frozenset({"engine_fault"})
 
 
@@ -238,7 +238,7 @@ class BatchRun:
         return None
 
     async def _send_line(self, line: InputLine) -> DoneLine | None:
-        """Send a line. Return its output, or None if the server shuts down and the line is not done."""
+        """Send a line. Return its output, or None if the server shuts down before the line is done."""
         record = self.book.record
         request = line_request(line, record.endpoint, line_bytes_max=self._settings.line_bytes_max)
         if isinstance(request, BatchError):

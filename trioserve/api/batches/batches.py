@@ -216,7 +216,7 @@ class Batches:
         yield from self._postponed.items()
 
     def files_to_come(self, owner: str | None) -> int:
-        """Return the number of output files that running batches of this owner may still create.
+        """Return the number of output files that this owner's batches will create and have not created yet.
 
         Args:
             owner: Owner of the batches.

@@ -14,7 +14,7 @@ __all__ = ["PictureThreads"]
 
 T = TypeVar("T")
 
-THREADS_MAX = 2  # the computation of images needs the other cores
+THREADS_MAX = 2  # the other cores are needed to compute images
 
 
 class PictureThreads:

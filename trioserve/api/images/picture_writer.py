@@ -122,7 +122,7 @@ class PictureWriter:
         return base64.b64encode(encoded_picture(delta.picture, self._image_format))
 
     def _usage(self, picture_count: int, *, steps: int) -> dict[str, Any]:
-        """Return the usage, in the engine's units of work."""
+        """Return the usage. Tokens are the engine's units of work. See ImageUsage."""
         model, given = self._model, self._given
         image_tokens = 0 if given is None else model.picture_work(given.width, given.height)
         input_tokens = model.encode_work + image_tokens

@@ -99,7 +99,7 @@ class WholeResponse(NamedTuple):
 async def _made(
     context: ImageContext, body: ImageBody, params: ImageParams, kind: EventKind, model: str, share: UnsentShare
 ) -> WholeResponse | None:
-    """Generate the images and leave the request's scope.
+    """Generate the images, and leave the request's scope afterwards.
 
     Args:
         share: Counts the bytes that are not sent yet.

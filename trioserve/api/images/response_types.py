@@ -30,11 +30,11 @@ class ImageTokensDetails(Response):
 class ImageUsage(Response):
     """Usage of a request.
 
-    The tokens of an image are its share of a batch, which depends on its size. The cost of generating it is this number
-    times the steps.
+    `output_tokens` measures the size of the images, in the unit in which the server limits a batch. The cost of
+    generating the images is this number times the steps.
 
     Attributes:
-        input_tokens_details: text_tokens is the share of encoding the prompt.
+        input_tokens_details: image_tokens is the size of the edited image, text_tokens the size of the prompt.
         steps: Denoising steps of all images.
     """
 

@@ -9,7 +9,7 @@ import trio
 from trioserve.api.embeddings.embeddings import add_vectors
 from trioserve.api.embeddings.pooling import pool
 from trioserve.api.ollama.answer import nanoseconds
-from trioserve.api.ollama.models import model_asked
+from trioserve.api.ollama.models import requested_model
 from trioserve.api.ollama.request_types import OllamaEmbedBody, OllamaEmbeddingsBody
 from trioserve.api.openai.request_types import check_cache_salt
 from trioserve.api.request_context import RequestContext
@@ -32,7 +32,7 @@ async def embed(context: RequestContext) -> None:
     """
     began_at = trio.current_time()
     body = await context.body(OllamaEmbedBody)
-    model = model_asked(context, body.model)
+    model = requested_model(context, body.model)
     check_cache_salt(body.cache_salt)
     inputs = [body.input] if isinstance(body.input, str) else body.input
     if not 1 <= len(inputs) <= INPUTS_MAX:
@@ -67,7 +67,7 @@ async def embed_one(context: RequestContext) -> None:
         context: The request.
     """
     body = await context.body(OllamaEmbeddingsBody)
-    model_asked(context, body.model)
+    requested_model(context, body.model)
     check_cache_salt(body.cache_salt)
     response = await pool(context, body, [body.prompt], PoolingParams(), name_of=lambda _: "prompt")
     await context.respond_bytes(b'{"embedding":%b}' % _numbers(0, response.pooled[0]), "application/json")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trioserve.api.ollama.answer import Answer, Piece, chat_piece, iso_time, loaded, text_piece
-from trioserve.api.ollama.models import model_asked
+from trioserve.api.ollama.models import requested_model
 from trioserve.api.ollama.request_types import OllamaAnswerBody, OllamaChatBody, OllamaGenerateBody
 from trioserve.api.ollama.surface import LINE_KEEP_ALIVE, LINES_TYPE, line
 from trioserve.api.ollama.turn import chat_request, text_request
@@ -25,7 +25,7 @@ __all__ = ["chat", "generate"]
 
 async def chat(context: RequestContext) -> None:
     body = await context.body(OllamaChatBody)
-    model = model_asked(context, body.model)
+    model = requested_model(context, body.model)
     request = chat_request(body, context.exchange.headers, context.engine, model)
     if body.messages:
         await _answer(context, body, request, model, chat_piece)
@@ -35,7 +35,7 @@ async def chat(context: RequestContext) -> None:
 
 async def generate(context: RequestContext) -> None:
     body = await context.body(OllamaGenerateBody)
-    model = model_asked(context, body.model)
+    model = requested_model(context, body.model)
     request = text_request(body, context.exchange.headers, context.engine, model)
     if body.prompt or body.suffix:
         await _answer(context, body, request, model, text_piece)
@@ -56,7 +56,7 @@ async def _answer(
     context: RequestContext, body: OllamaAnswerBody, request: TurnRequest, model: str, piece: Piece
 ) -> None:
     resumption = Resumption(context, body.resume, request.sampling, is_streamed=body.is_streamed)
-    # A stream that can be resumed or detached has server-sent events with the same values, because only these have ids.
+    # A stream that can be resumed or detached needs ids. So its lines become server-sent events with the same values.
     has_events = resumption.is_asked or context.exchange.headers.get(DETACH_HEADER) is not None
     written = data_event if has_events else line
     answer = Answer(

@@ -18,9 +18,9 @@ from trioserve.text.fill_in_middle import fill_in_middle
 __all__ = [
     "list_running",
     "list_tags",
-    "model_asked",
     "model_card",
     "read_api_version",
+    "requested_model",
     "running_card",
     "show_model",
     "tagged",
@@ -43,30 +43,30 @@ def tagged(name: str) -> str:
     return name if ":" in name.rpartition("/")[2] else name + LATEST
 
 
-def untagged(asked: str | None, served: Iterable[str]) -> str | None:
+def untagged(requested: str | None, served: Iterable[str]) -> str | None:
     """Return the requested name, without ":latest" unless a served name has this tag.
 
     Args:
-        asked: Requested name. None if the request has none.
+        requested: Requested name. None if the request has none.
         served: Names of the served models.
     """
-    if asked is None or asked in served or not asked.endswith(LATEST):
-        return asked
-    return asked.removesuffix(LATEST)
+    if requested is None or requested in served or not requested.endswith(LATEST):
+        return requested
+    return requested.removesuffix(LATEST)
 
 
-def model_asked(context: RequestContext, asked: str | None) -> str:
+def requested_model(context: RequestContext, requested: str | None) -> str:
     """Return the served name of the requested model.
 
     Args:
         context: The request.
-        asked: Requested name. None: the default model.
+        requested: Requested name. None: the default model.
 
     Raises:
         UnknownModel: The model is not served.
         InvalidRequest: The name is required.
     """
-    return context.model_name(untagged(asked, context.served_names))
+    return context.model_name(untagged(requested, context.served_names))
 
 
 def model_card(
@@ -139,7 +139,7 @@ def _cards(context: RequestContext) -> list[dict[str, Any]]:
 
 async def show_model(context: RequestContext) -> None:
     body = await context.body(OllamaShowBody)
-    model_asked(context, body.model or body.name)
+    requested_model(context, body.model or body.name)
     engine = context.engine
     model = engine.model
     family = model.family or "unknown"

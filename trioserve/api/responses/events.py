@@ -76,7 +76,7 @@ class ResponseEvents:
 
     @property
     def output(self) -> list[Item]:
-        """Output items so far. An open text has its text so far. An open call has no arguments yet."""
+        """Output items so far. A growing message has its text so far. An unfinished tool call has no arguments yet."""
         if self._text is not None:
             self._text.fill("in_progress")
         return [dict(item) for item in self._items if item is not None]
@@ -108,7 +108,10 @@ class ResponseEvents:
         ]
 
     def queue(self) -> list[Event]:
-        """Return the first events of a response that waits in the queue. Call `run` later. Replaces `begin`."""
+        """Return the first events of a response that waits in the queue.
+
+        Call this method instead of `begin`, and `run` when the response leaves the queue.
+        """
         snapshot = self.head.object("queued", output=[])
         return [
             self._event("response.created", response=snapshot),

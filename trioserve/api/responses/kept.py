@@ -80,7 +80,7 @@ async def cancel_response(context: ServerContext) -> None:
 
 
 async def list_input_items(context: ServerContext) -> None:
-    """Send a page of the response's own input items, newest first unless `order=asc`.
+    """Send a page of the response's own input items, last item first unless `order=asc`.
 
     Args:
         context: The request.

@@ -27,7 +27,7 @@ class ResponseHead(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         id: Id of the response.
         created_at: Unix time in seconds.
-        model: Name of the model, as the client sent it.
+        model: Served name of the model.
         body: The request.
         tools: Tools of the request.
         sampling: Sampling options, with the server's defaults.

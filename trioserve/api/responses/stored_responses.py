@@ -109,7 +109,7 @@ async def items_before(store: Store | None, owner: str | None, previous_id: str,
 
     Raises:
         Refusal: A response of the chain does not exist (404).
-        InvalidRequest: The chain is too long, or one of its responses did not complete.
+        InvalidRequest: The chain is too long, or one of its responses has failed, was cancelled or still runs.
     """
     chain: list[StoredResponse] = []
     wanted: str | None = previous_id

@@ -132,7 +132,11 @@ def parse_tools(given: list[dict[str, Any]] | None, choice: str | dict[str, Any]
 
 
 def _add(shown: dict[str, ShownTool], tool: dict[str, Any], path: str) -> list[dict[str, Any]]:
-    """Add a tool to `shown`. Return the tool as the response object repeats it, or an empty list if it is left out."""
+    """Add a tool to `shown`.
+
+    Returns:
+        The tool as the response object repeats it, or an empty list if the tool is ignored.
+    """
     kind = tool.get("type")
     if isinstance(kind, str) and kind in HOSTED:
         return []

@@ -146,7 +146,7 @@ class DetachedStream:
     # --- the reader's side ---
 
     async def read(self, after: int, send: Callable[[bytes], Awaitable[None]]) -> None:
-        """Send all events after the event with number `after`, until the stream ends. An earlier reader is cancelled.
+        """Send all events after the event with number `after`, until the stream ends. Replaces an earlier reader.
 
         Args:
             after: Number of the last event that the reader has. 0: none.
@@ -155,7 +155,8 @@ class DetachedStream:
         Raises:
             Refusal: The next event is no longer kept, or another reader takes over.
         """
-        self.check_kept(after)  # Check again: while the head was sent, events that another reader took may be dropped.
+        # Check again: while the head was sent, the log may have dropped events that an earlier reader had taken.
+        self.check_kept(after)
         if self._reader is not None:
             self._reader.cancel()
         reader = self._reader = trio.CancelScope()

@@ -61,7 +61,7 @@ class StreamRequest(msgspec.Struct, frozen=True):
 class DetachedStreams:
     """All kept streams, by owner and id. Use inside of `async with self.running()`.
 
-    A finished stream stays until a time without a reader has passed.
+    A finished stream is kept until it had no reader for the number of seconds in its request.
 
     Args:
         settings: Limits.
@@ -176,7 +176,7 @@ class DetachedStreams:
     async def serve(
         self,
         context: Context,
-        asked: StreamRequest,
+        stream_request: StreamRequest,
         new_context: Callable[[Exchange], Context],
         handle: Callable[[Context], Awaitable[None]],
     ) -> bool:
@@ -184,7 +184,7 @@ class DetachedStreams:
 
         Args:
             context: The request.
-            asked: The stream that the request asks for.
+            stream_request: The request's option to keep its stream. From `requested_stream`.
             new_context: Creates the context for the task.
             handle: Answers the request. It also reports errors to the client.
 
@@ -199,10 +199,10 @@ class DetachedStreams:
         body = await exchange.body()
         if self._nursery is None or self._is_draining:
             raise Draining("the server is leaving", reason="draining", retry_after_seconds=5)
-        stream = self._make(context, asked)
+        stream = self._make(context, stream_request)
         if stream is None:
             return False
-        self._streams[context.owner, asked.stream_id] = stream
+        self._streams[context.owner, stream_request.stream_id] = stream
         inner = new_context(LoggedExchange(exchange, body, stream))
         inner.request_id, inner.caller, inner.surface = context.request_id, context.caller, context.surface
         inner.span = context.span
@@ -255,7 +255,7 @@ class DetachedStreams:
 
     # --- inside ---
 
-    def _make(self, context: RequestContext, asked: StreamRequest) -> DetachedStream | None:
+    def _make(self, context: RequestContext, stream_request: StreamRequest) -> DetachedStream | None:
         """Create a stream, and remove a finished stream if the table is full.
 
         Returns:
@@ -265,23 +265,25 @@ class DetachedStreams:
             Refusal: Another running stream has this id.
             Overloaded: Too many streams are kept.
         """
-        existing = self._streams.get((context.owner, asked.stream_id))
+        existing = self._streams.get((context.owner, stream_request.stream_id))
         if existing is not None:
             if not existing.over.is_set():
                 raise refusal(
                     "stream_exists",
-                    f"the stream {asked.stream_id} is running: read it with GET /v1/streams/{asked.stream_id}, end it "
-                    "with DELETE, or send another X-Session-Id",
+                    f"the stream {stream_request.stream_id} is running: read it with GET "
+                    f"/v1/streams/{stream_request.stream_id}, end it with DELETE, or send another X-Session-Id",
                 )
             self._remove(existing)
         self._make_room(context.owner)
-        return self._new_stream(context, asked, is_numbered=True)
+        return self._new_stream(context, stream_request, is_numbered=True)
 
-    def _new_stream(self, context: RequestContext, asked: StreamRequest, *, is_numbered: bool) -> DetachedStream:
+    def _new_stream(
+        self, context: RequestContext, stream_request: StreamRequest, *, is_numbered: bool
+    ) -> DetachedStream:
         return DetachedStream(
-            asked.stream_id,
+            stream_request.stream_id,
             context.owner,
-            seconds=asked.seconds,
+            seconds=stream_request.seconds,
             bytes_max=self._settings.bytes_max,
             call_at=context.engine.call_at,
             on_unread=self._note_unread,

@@ -24,11 +24,12 @@ class EventLog:
     Args:
         first: Number of the first event.
         bytes_max: Limit for the size of the kept events.
-        drops_taken: If the limit is reached, drop the oldest events that a reader has taken. A taken event is kept
-            until then, because the reader may not have received it. Events that no reader has taken are never dropped.
+        drops_taken: If True, a full log drops the oldest events that a reader has taken. Before, a taken event is kept,
+            because the reader may not have received it. Events that no reader has taken are never dropped. If False, no
+            event is dropped.
 
     Attributes:
-        is_ended: No event follows.
+        is_ended: True if no event follows.
         byte_count: Size of the kept events.
     """
 

@@ -15,14 +15,14 @@ class LoggedExchange(Exchange):
     """Exchange of a detached stream.
 
     Args:
-        asked: Exchange of the connection that sent the request.
+        original: Exchange of the connection that sent the request.
         body: Body of the request.
         stream: The stream.
     """
 
-    def __init__(self, asked: Exchange, body: bytes, stream: DetachedStream) -> None:
-        self.method, self.path, self.query = asked.method, asked.path, asked.query
-        self.headers, self.http_version, self.peer = asked.headers, asked.http_version, asked.peer
+    def __init__(self, original: Exchange, body: bytes, stream: DetachedStream) -> None:
+        self.method, self.path, self.query = original.method, original.path, original.query
+        self.headers, self.http_version, self.peer = original.headers, original.http_version, original.peer
         self._body = body
         self._stream = stream
 

@@ -9,8 +9,8 @@ connection closes.
            ── DELETE /v1/kept_streams/NAME?reader=1 ──►      the client has left: the stream ends at once
     another router ── GET /v1/kept_streams/NAME ──►          all events from the first, as reader 2
 
-Knowing the name is enough to read the stream. Routers derive the name from the caller, the request's id and its body,
-so that another caller's retry cannot get the stream.
+A request with the router's key and the name can read the stream. Routers derive the name from the caller, the request's
+id and its body, so that another caller's retry cannot get the stream.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class RouterStreams(DetachedStreams):
         settings: Limits.
 
     Attributes:
-        taken_over_total: Streams that a second router took over.
+        taken_over_total: Number of times that a reader took over a stream.
         expired_total: Running streams that ended because no router took over.
     """
 
@@ -100,8 +100,8 @@ class RouterStreams(DetachedStreams):
 
     # --- inside ---
 
-    def _make(self, context: RequestContext, asked: StreamRequest) -> DetachedStream | None:
-        existing = self._streams.get((context.owner, asked.stream_id))
+    def _make(self, context: RequestContext, stream_request: StreamRequest) -> DetachedStream | None:
+        existing = self._streams.get((context.owner, stream_request.stream_id))
         if existing is None:
             if not self._has_room():
                 return None
@@ -109,7 +109,7 @@ class RouterStreams(DetachedStreams):
             return None  # A duplicate of a running request. It is served, and the first stream keeps the name.
         else:
             self._remove(existing)  # The stream has no reader: its router has restarted the request.
-        return self._new_stream(context, asked, is_numbered=False)
+        return self._new_stream(context, stream_request, is_numbered=False)
 
     def _has_room(self) -> bool:
         """Return True if another stream can be kept.

@@ -24,9 +24,9 @@ class DetachSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ROUTER_GRACE = DetachSettings(seconds_max=5.0, streams_max=256, streams_of_one_max=256)
-"""Limits for streams that routers request. A router sends the requests of all its clients as one caller.
+"""Limits for streams that routers request. All requests of a router count as those of one caller.
 
 Five seconds, because a client that has lost its connection retries within two or three seconds. All events of a stream
-are kept, also while somebody reads. So `streams_max` bounds the memory, to 256 MiB. Streams beyond this number are
+are kept, also while it has a reader. So `streams_max` bounds the memory, to 256 MiB. Streams beyond this number are
 served but not kept.
 """

@@ -110,7 +110,7 @@ class ChatTurn:
         is_partial: Returns True for the last delta of an aborted choice if the client gets the partial result. See
             read_streams.
         is_resumable: The client may continue an interrupted response later. See TurnChoice.
-        bound: Limit for the size of the response. Default: no limit.
+        bound: Limit for the size of the whole response. Default: RESPONSE_BYTES_MAX.
 
     Attributes:
         stream: The engine's stream, with the prompt tokens, their log probabilities, and KV blocks held for another

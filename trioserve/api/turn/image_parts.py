@@ -25,7 +25,7 @@ def check_image_part(part: dict[str, Any], path: str) -> None:
         path: Field name of the part, for the error.
 
     Raises:
-        InvalidRequest: The URL is missing, empty or no string. The error names the field.
+        InvalidRequest: The URL is missing, empty or not a string. The error names the field.
     """
     url = part.get("image_url")
     if isinstance(url, dict):

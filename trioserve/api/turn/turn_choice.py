@@ -178,7 +178,7 @@ class CollectedChoice:
 
     @property
     def content(self) -> str | None:
-        """The content, or None if the choice has tool calls and no other text."""
+        """The content. None if the choice has tool calls and no content."""
         text = "".join(self.contents)
         return text if text or not self.tool_calls else None
 

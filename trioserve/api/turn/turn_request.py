@@ -101,7 +101,7 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
         return self.tool_choice.offered(self.tools)
 
     def prompt(self) -> ChatPrompt:
-        """Return the prompt. For turns with messages only."""
+        """Return the prompt. Only for a turn with messages, not with plain_prompt."""
         return ChatPrompt(
             messages=self.messages,
             tools=self.offered_tools,
