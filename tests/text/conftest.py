@@ -1,4 +1,4 @@
-"""Vocabularies for the text room's tests: the packaged model's, and small ones that are trained in milliseconds."""
+"""Vocabularies for the tests of the package text: the packaged model's, and small ones, trained in milliseconds."""
 
 from __future__ import annotations
 
@@ -48,13 +48,16 @@ def smollm2(smollm2_metadata: Mapping[str, object]) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def smollm2_library(smollm2_metadata: Mapping[str, object]) -> tokenizers.Tokenizer:
-    """The library's own tokenizer for the same vocabulary, to compare with."""
+    """Return the tokenizers library's own tokenizer for the packaged vocabulary, for comparison."""
     return vocabulary_from_gguf(smollm2_metadata).backend
 
 
 @pytest.fixture(scope="session")
 def byte_level_metadata() -> dict[str, Any]:
-    """A byte-level vocabulary as GGUF keys, pre-tokenizer "gpt-2": 5 whole tokens, the bytes, what merging gives."""
+    """Return a byte-level vocabulary as GGUF keys: 5 whole tokens, the bytes, and merged tokens.
+
+    Its pre-tokenizer is "gpt-2".
+    """
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     whole = ["<|end|>", "<|begin|>", "<|user|>", "<think>", "<|a b|>"]
@@ -90,7 +93,7 @@ def byte_level_library(byte_level_metadata: dict[str, Any]) -> tokenizers.Tokeni
 
 @pytest.fixture(scope="session")
 def sentence_piece_metadata() -> dict[str, Any]:
-    """A SentencePiece vocabulary as GGUF keys: <unk> <s> </s>, 256 byte tokens, then pieces from best to worst."""
+    """Return a SentencePiece vocabulary as GGUF keys: <unk> <s> </s>, 256 byte tokens, then pieces, best first."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.normalizer = normalizers.Replace(" ", "▁")
     backend.pre_tokenizer = pre_tokenizers.Split("▁", behavior="merged_with_next")
@@ -126,7 +129,7 @@ def sentence_piece_library(sentence_piece_metadata: dict[str, Any]) -> tokenizer
 
 @pytest.fixture(scope="session")
 def write_gguf(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Any]], Path]:
-    """Writes a file without tensors that holds the given keys, and returns its path."""
+    """Return a function that writes a GGUF file without tensors and returns its path."""
 
     def write(metadata: dict[str, Any]) -> Path:
         path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"

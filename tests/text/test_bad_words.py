@@ -1,3 +1,5 @@
+"""Tests of bad words: the tokens that they bar, and the cost of finding these tokens."""
+
 from __future__ import annotations
 
 import random
@@ -15,7 +17,7 @@ def encode(text: str) -> list[int]:
     return [ord(letter) for letter in text]
 
 
-def state_behind(words: BadWords, history: list[int]) -> int:
+def state_after(words: BadWords, history: list[int]) -> int:
     state = 0
     for token_id in history:
         state = words.after(state, token_id)
@@ -26,34 +28,34 @@ def state_behind(words: BadWords, history: list[int]) -> int:
     ("history", "barred"),
     [
         ("", "x"),
-        ("a", "xb"),  # "ab"
-        (" ", "xx"),  # " x"
-        ("ab", "xc"),  # "abc"
+        ("a", "xb"),  # the bad word "ab" is one token short
+        (" ", "xx"),  # the bad word "x" after a space, and "x" itself
+        ("ab", "xc"),  # the bad word "abc" is one token short
         ("zab", "xc"),
         (" a", "xb"),
         ("abca", "xb"),
         ("aba", "xb"),
     ],
 )
-def test_the_last_token_of_a_word_is_barred_behind_the_others(history, barred):
+def test_last_token_of_a_bad_word_is_barred_after_its_other_tokens(history, barred):
     words = BadWords(["ab", "abc", "x"], encode)
-    state = state_behind(words, encode(history))
+    state = state_after(words, encode(history))
     assert words.barred(state) == set(encode(barred))
     assert words.bars_any(state)
 
 
-def test_a_word_alone_is_barred_everywhere():
+def test_a_bad_word_of_one_token_is_always_barred():
     words = BadWords(["x"], lambda text: [7])
-    assert words.barred(state_behind(words, [1, 2, 3])) == {7}
+    assert words.barred(state_after(words, [1, 2, 3])) == {7}
 
 
-def test_a_word_without_tokens_bars_nothing():
+def test_a_bad_word_without_tokens_bars_nothing():
     words = BadWords(["x"], lambda text: [])
     assert words.barred(0) == set()
     assert not words.bars_any(0)
 
 
-def test_words_of_a_few_tokens_are_barred_as_by_comparing_all_of_them():
+def test_barred_tokens_equal_those_of_a_search_of_all_bad_words():
     random_words = random.Random(7)
     for _ in range(50):
         texts = ["".join(random_words.choices("abc", k=random_words.randint(1, 5))) for _ in range(12)]
@@ -76,18 +78,18 @@ def cleared(words: BadWords, state: int) -> set[int]:
     return {token_id for token_id in range(256) if not has_bit(row.tobytes(), token_id)}
 
 
-def test_many_barred_tokens_are_cleared_together():
+def test_bits_of_many_barred_tokens_are_cleared():
     words = BadWords(["a", *(f"a{chr(100 + index)}" for index in range(100))], encode)
     assert cleared(words, words.after(0, ord("a"))) == {ord("a"), *range(100, 200)}
     assert cleared(words, 0) == {ord("a")}
 
 
-def test_a_token_that_a_row_has_no_bit_for_is_left_alone():
+def test_a_barred_token_beyond_the_mask_row_is_ignored():
     words = BadWords(["a"], lambda text: [255 if text == "a" else 256])
     assert cleared(words, 0) == {255}
 
 
-def test_few_rows_are_kept():
+def test_number_of_cached_rows_is_bounded():
     texts = [chr(97 + first) + chr(200 + last) for first in range(20) for last in range(30)]
     words = BadWords(texts, encode)
     for first in range(20):
@@ -96,7 +98,7 @@ def test_few_rows_are_kept():
 
 
 class CountedSteps(str):
-    """Counts how often a character is looked up."""
+    """Counts the lookups of characters."""
 
     __slots__ = ()
     count = 0
@@ -107,7 +109,7 @@ class CountedSteps(str):
 
 
 @pytest.mark.parametrize("word_count", [10, 1000])
-def test_a_step_costs_the_same_however_many_words_begin_alike(word_count):
+def test_cost_of_a_step_does_not_grow_with_words_of_one_prefix(word_count):
     words = BadWords([f"{'a' * 120}{chr(1000 + index)}" for index in range(word_count)], encode)
     automaton = words._automaton
     assert automaton is not None
@@ -120,7 +122,7 @@ def test_a_step_costs_the_same_however_many_words_begin_alike(word_count):
     assert len(words.barred(state)) == word_count
 
 
-def test_all_bad_words_together_have_a_bounded_length():
+def test_total_length_of_bad_words_is_bounded():
     SamplingParams(bad_words=("a" * 256,) * 128)
     with pytest.raises(InvalidRequest, match="32769 characters, allowed are 32768"):
         SamplingParams(bad_words=(*("a" * 256,) * 128, "b"))

@@ -1,4 +1,4 @@
-"""Chats to prompts: what templates of the usual shapes write, compared with transformers, and whose fault it is."""
+"""Tests of rendered chats: the usual templates render as in transformers, and each error fails only its request."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_a_continued_message_ends_the_prompt_as_in_transformers(source: str, end
     assert ours.rstrip().endswith("Like so")
 
 
-def test_continuing_takes_the_place_of_a_generation_prompt() -> None:
+def test_a_continued_message_replaces_the_generation_prompt() -> None:
     assert render(CHATML, CHAT[:2], continue_final_message=True, add_generation_prompt=True).endswith("there }}\n")
 
 
@@ -199,7 +199,7 @@ LISTS_BY_NAME = "{% for m in messages %}{% set c = m.content %}{% for p in c %}(
     (LISTS_BY_NAME, "one", "(one)"),
     (CHATML, [{"type": "refusal", "refusal": "no"}, "plain"], "no\nplain"),
 ])  # fmt: skip
-def test_content_is_given_in_the_form_the_template_takes(source: str, content: object, text: str) -> None:
+def test_content_is_converted_to_the_format_of_the_template(source: str, content: object, text: str) -> None:
     rendered = render(source, [{"role": "user", "content": content}])
     assert text in rendered
     assert "None" not in rendered
@@ -221,7 +221,9 @@ def test_content_is_given_in_the_form_the_template_takes(source: str, content: o
      "messages[0].tool_calls[0]", "is not JSON"),
 ])  # fmt: skip
 @pytest.mark.parametrize("source", [CHATML, TOOLS])
-def test_what_is_not_text_is_refused_with_its_place(source: str, messages: Any, param: str, said: str) -> None:
+def test_content_other_than_text_is_refused_and_the_error_names_its_place(
+    source: str, messages: Any, param: str, said: str
+) -> None:
     error = refusal(source, messages)
     assert error.param == param
     assert said in str(error)
@@ -248,19 +250,19 @@ def test_tool_call_arguments_in_json_become_objects(reference: Any) -> None:
     ("1" * 10_000, "is not JSON"),
     ('"\\ud800', "is not JSON"),
 ])  # fmt: skip
-def test_tool_call_arguments_are_bounded_before_a_template_sees_them(arguments: str, said: str) -> None:
+def test_tool_call_arguments_are_bounded_before_rendering(arguments: str, said: str) -> None:
     error = refusal(TOOLS, [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}])
     assert error.param == "messages[0].tool_calls[0]"
     assert re.search(said, str(error))
 
 
-def test_the_values_of_all_tool_calls_are_counted_together() -> None:
+def test_the_bound_of_values_covers_all_tool_calls_of_a_chat() -> None:
     call = {"function": {"name": "f", "arguments": "[" + "0," * 30_000 + "0]"}}
     messages = [{"role": "assistant", "tool_calls": [call, call]}] * 2
     assert refusal(TOOLS, messages).param == "messages[1].tool_calls[1]"
 
 
-def test_arguments_as_deep_as_allowed_are_rendered() -> None:
+def test_arguments_at_the_depth_limit_are_rendered() -> None:
     deep = "[" * 64 + "]" * 64
     message = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": deep}}]}
     assert deep in render(TOOLS, [message])
@@ -284,27 +286,27 @@ def test_a_template_for_tools_is_used_only_with_tools() -> None:
     assert template.render(ChatPrompt(messages=CHAT, tools=TOOL_LIST)) == "tools"
 
 
-def test_a_template_in_the_request_is_used_instead() -> None:
+def test_a_template_in_the_request_replaces_the_models_template() -> None:
     assert render(CHATML, chat_template="{{ bos_token }}{{ messages | length }}") == "<s>3"
     assert refusal(CHATML, chat_template="{% if").param == "chat_template"
 
 
-def test_an_absent_special_token_prints_nothing() -> None:
+def test_an_undefined_special_token_renders_as_empty_text() -> None:
     assert ChatTemplate("[{{ bos_token }}]", bos_token=None, eos_token=None).render(ChatPrompt(messages=CHAT)) == "[]"
 
 
 @pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "continue_final_message"])
-def test_template_arguments_cannot_replace_the_request(name: str) -> None:
+def test_template_arguments_cannot_override_fields_of_the_request(name: str) -> None:
     assert name in str(refusal(CHATML, template_arguments={name: []}))
 
 
-def test_the_date_is_todays() -> None:
+def test_strftime_now_returns_the_current_date() -> None:
     before = datetime.datetime.now().strftime("%Y-%m-%d")
     rendered = render("{{ strftime_now('%Y-%m-%d') }}")
     assert rendered in (before, datetime.datetime.now().strftime("%Y-%m-%d"))
 
 
-def test_json_is_written_for_models_and_not_for_browsers() -> None:
+def test_tojson_does_not_escape_html() -> None:
     source = "{{ messages[0] | tojson }}{{ [1, {'b': 2, 'a': 1}] | tojson(separators=(',', ':'), sort_keys=true) }}"
     rendered = render(source, [{"role": "user", "content": "<ü>&'"}])
     assert rendered == '{"role": "user", "content": "<ü>&\'"}[1,{"a":1,"b":2}]'
@@ -324,7 +326,7 @@ def test_json_is_written_for_models_and_not_for_browsers() -> None:
     ("{% include 'other' %}", "TypeError"),
     ("x" * 300_000, "at most 262144"),
 ])  # fmt: skip
-def test_a_fault_of_the_template_is_the_requests_fault(source: str, said: str) -> None:
+def test_an_error_in_a_template_is_an_invalid_request(source: str, said: str) -> None:
     error = refusal(source, CHAT[1:])
     assert said in str(error)
     assert error.param == "messages"
@@ -340,7 +342,7 @@ def test_a_fault_of_the_template_is_the_requests_fault(source: str, said: str) -
     "{{ '{0.__class__.__mro__}'.format(messages) }}",
     "{% set messages[0].role = 'x' %}",
 ])  # fmt: skip
-def test_the_sandbox_keeps_templates_from_pythons_internals(source: str) -> None:
+def test_templates_cannot_reach_internals_of_python(source: str) -> None:
     refusal(source)
 
 
@@ -348,5 +350,5 @@ def test_the_sandbox_keeps_templates_from_pythons_internals(source: str) -> None
     "''.__class__", "''['__class__']", "'' | attr('__class__')", "raise_exception.__globals__",
     "'{0.__class__}'.format(messages)", "messages.__class__", "namespace.__init__",
 ])  # fmt: skip
-def test_pythons_internals_show_nothing(expression: str) -> None:
+def test_internals_of_python_render_as_empty_text(expression: str) -> None:
     assert render("[{{ " + expression + " }}]") == "[]"

@@ -1,4 +1,4 @@
-"""Streamed text is the decoded text, whatever the tokens, and never shows part of a character."""
+"""Streamed text equals the decoded text, whatever the tokens, and never has part of a character."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trioserve.text.tokenizer import Tokenizer
 SETTINGS = hypothesis.settings(deadline=None, database=None, max_examples=300)
 FEW = hypothesis.settings(deadline=None, database=None, max_examples=100)
 
-# Small ids are special tokens and single bytes, so that broken characters are common.
+# Small ids are special tokens and single bytes, so incomplete characters are frequent.
 byte_level_ids = strategies.lists(strategies.integers(0, 280) | strategies.integers(0, 650), max_size=40)
 sentence_piece_ids = strategies.lists(strategies.integers(0, 262) | strategies.integers(0, 520), max_size=40)
 
@@ -25,7 +25,7 @@ def streamed(tokenizer: Tokenizer, token_ids: list[int], *, skip: bool, continue
 @pytest.mark.slow
 @SETTINGS
 @hypothesis.given(token_ids=byte_level_ids, skip=strategies.booleans())
-def test_byte_level_pieces_join_to_what_the_library_decodes(
+def test_joined_byte_level_pieces_equal_the_librarys_text(
     token_ids: list[int], skip: bool, byte_level: Tokenizer, byte_level_library: tokenizers.Tokenizer
 ) -> None:
     pieces = streamed(byte_level, token_ids, skip=skip)
@@ -36,7 +36,7 @@ def test_byte_level_pieces_join_to_what_the_library_decodes(
 @pytest.mark.slow
 @FEW
 @hypothesis.given(token_ids=strategies.lists(strategies.integers(0, 49_160), max_size=20), skip=strategies.booleans())
-def test_the_packaged_models_pieces_join_to_what_the_library_decodes(
+def test_joined_pieces_of_the_packaged_model_equal_the_librarys_text(
     token_ids: list[int], skip: bool, smollm2: Tokenizer, smollm2_library: tokenizers.Tokenizer
 ) -> None:
     joined = "".join(streamed(smollm2, token_ids, skip=skip))
@@ -46,13 +46,13 @@ def test_the_packaged_models_pieces_join_to_what_the_library_decodes(
 @pytest.mark.slow
 @SETTINGS
 @hypothesis.given(token_ids=sentence_piece_ids, skip=strategies.booleans())
-def test_sentence_piece_pieces_join_to_the_decoded_text(
+def test_joined_sentence_piece_pieces_equal_the_decoded_text(
     token_ids: list[int], skip: bool, sentence_piece: Tokenizer, sentence_piece_library: tokenizers.Tokenizer
 ) -> None:
     joined = "".join(streamed(sentence_piece, token_ids, skip=skip))
     assert joined == sentence_piece.decode(token_ids, skip_special_tokens=skip)
     from_library = sentence_piece_library.decode(token_ids, skip_special_tokens=skip)
-    if "�" not in from_library:  # a broken run of byte tokens is the one place where the two differ
+    if "�" not in from_library:  # only for an invalid run of byte tokens, the result differs from the library's
         assert joined == from_library
     else:
         assert "�" in joined
@@ -68,7 +68,7 @@ def test_text_is_shown_in_whole_characters(text: str, byte_level: Tokenizer, sen
         assert pieces[-1] == ""
 
 
-def test_a_character_appears_with_its_last_byte(byte_level: Tokenizer) -> None:
+def test_a_character_is_shown_with_its_last_byte(byte_level: Tokenizer) -> None:
     token_ids = byte_level.encode("🦆!")
     assert [piece for piece in streamed(byte_level, token_ids, skip=True) if piece] == ["🦆", "!"]
 
@@ -78,13 +78,13 @@ def test_an_incomplete_character_at_the_end_is_replaced_once(byte_level: Tokeniz
     assert streamed(byte_level, token_ids, skip=True)[-1] == "�"
 
 
-def test_a_special_token_in_the_middle_of_a_character(byte_level: Tokenizer) -> None:
+def test_a_special_token_within_a_character_splits_it(byte_level: Tokenizer) -> None:
     first, *rest = byte_level.encode("🦆")
     assert "".join(streamed(byte_level, [first, 0, *rest], skip=True)) == "🦆"
     assert "".join(streamed(byte_level, [first, 0, *rest], skip=False)).startswith("�<|end|>�")
 
 
-def test_a_broken_run_of_byte_tokens_spoils_only_its_broken_part(
+def test_only_the_invalid_part_of_a_run_of_byte_tokens_is_replaced(
     sentence_piece: Tokenizer, sentence_piece_library: tokenizers.Tokenizer
 ) -> None:
     token_ids = [3 + byte for byte in "é".encode() + b"\xf0\x9f" + b"a"]
@@ -93,14 +93,14 @@ def test_a_broken_run_of_byte_tokens_spoils_only_its_broken_part(
 
 
 @pytest.mark.parametrize(("continues_text", "shown"), [(False, "the the"), (True, " the the")])
-def test_the_first_space_is_text_only_when_text_came_before(
+def test_a_leading_space_is_kept_only_after_other_text(
     continues_text: bool, shown: str, sentence_piece: Tokenizer
 ) -> None:
     token_ids = sentence_piece.encode("the the")
     assert "".join(streamed(sentence_piece, token_ids, skip=True, continues_text=continues_text)) == shown
 
 
-def test_a_prompt_and_its_continuation_join_to_the_whole_text(sentence_piece: Tokenizer) -> None:
+def test_decoded_prompt_and_continuation_join_to_the_whole_text(sentence_piece: Tokenizer) -> None:
     text = "the quick brown fox"
     token_ids = sentence_piece.encode(text)
     for cut in range(2, len(token_ids)):
@@ -108,6 +108,6 @@ def test_a_prompt_and_its_continuation_join_to_the_whole_text(sentence_piece: To
         assert sentence_piece.decode(token_ids[:cut]) + response == text
 
 
-def test_a_text_that_holds_the_replacement_character_is_not_held_back(byte_level: Tokenizer) -> None:
+def test_a_replacement_character_in_the_text_is_shown_at_once(byte_level: Tokenizer) -> None:
     token_ids = byte_level.encode("�")
     assert streamed(byte_level, token_ids, skip=True)[-2:] == ["�", ""]

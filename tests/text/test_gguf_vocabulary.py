@@ -1,4 +1,4 @@
-"""What a GGUF file's vocabulary makes of texts, compared with transformers' reading of the same file."""
+"""Tokenizers from GGUF files, compared with the tokenizers that transformers makes from these files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ TEXTS = [
     "a" * 300 + " " * 50 + "\n" * 20,
 ]
 DIGIT_TEXTS = ["12345", "x2y3 1,000,000 3.14", "2024-01-31T23:59"]
-# Digits after several spaces, and numbers that are not ASCII digits: where cutting digits off first makes a difference.
+# Digits after several spaces, and numbers in other digits than ASCII, whose tokens show whether digits are split off
+# first.
 DIGIT_CUT_TEXTS = ["a  1   2    3\n\n 4", "２３ ½ ⅷ ٣", "  42"]
 
 
@@ -59,7 +60,7 @@ def check_same(tokenizer: Tokenizer, reference: Any, texts: list[str], *, add_sp
             ), text
 
 
-def test_the_packaged_model_tokenizes_as_in_transformers(smollm2: Tokenizer, smollm2_reference: Any) -> None:
+def test_the_packaged_model_tokenizes_like_transformers(smollm2: Tokenizer, smollm2_reference: Any) -> None:
     special = ["<|im_start|>user\nhi<|im_end|>\n<|endoftext|> x<repo_name>y", "<|im_start|>", "<|im_end"]
     check_same(smollm2, smollm2_reference, TEXTS + DIGIT_TEXTS + special)
     assert smollm2.vocab_size == len(smollm2_reference)
@@ -67,8 +68,8 @@ def test_the_packaged_model_tokenizes_as_in_transformers(smollm2: Tokenizer, smo
     assert smollm2.eos_token_id == smollm2_reference.eos_token_id
 
 
-def test_smollm_cuts_every_digit_off_before_anything_else(smollm2: Tokenizer, smollm2_reference: Any) -> None:
-    # transformers does not know this pre-tokenizer's name and cuts as GPT-2 does, so it is told here.
+def test_smollm_splits_off_each_digit_first(smollm2: Tokenizer, smollm2_reference: Any) -> None:
+    # transformers does not know this pre-tokenizer's name and splits as GPT-2 does, so set the pre-tokenizer here.
     backend = smollm2_reference.backend_tokenizer
     as_converted = backend.pre_tokenizer
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -82,18 +83,18 @@ def test_smollm_cuts_every_digit_off_before_anything_else(smollm2: Tokenizer, sm
 
 
 @pytest.mark.parametrize("name", ["gpt-2", "llama-bpe", "llama3", "llama-v3", "qwen2", "tekken"])
-def test_each_byte_level_pre_tokenizer_cuts_as_in_transformers(
+def test_each_byte_level_pre_tokenizer_splits_like_transformers(
     name: str, byte_level_metadata: dict[str, Any], write_gguf: WriteGguf
 ) -> None:
     metadata = byte_level_metadata | {"tokenizer.ggml.pre": name}
-    # Decomposed characters are left out: Qwen's own tokenizer composes them, the conversion in transformers does not.
+    # Leave out decomposed characters: Qwen's own tokenizer composes them, but the conversion in transformers does not.
     texts = [text for text in TEXTS if name != "qwen2" or "\u0301" not in text]
     special = ["<|user|>hi<|end|>", " <think>x</think>"]
     reference = _transformers_tokenizer(write_gguf(metadata))
     check_same(Tokenizer.from_gguf(metadata), reference, texts + DIGIT_TEXTS + DIGIT_CUT_TEXTS + special)
 
 
-# tokenizer.ggml.pre as llama.cpp's converter writes it for models of each served family.
+# Values of tokenizer.ggml.pre that llama.cpp's converter writes for the supported families.
 PRE_TOKENIZERS_OF_FAMILIES = {
     "Llama 3": "llama-bpe", "SmolLM2": "smollm", "Falcon 3": "falcon3", "DeepSeek-R1-Distill-Llama": "llama-bpe",
     "Mistral Nemo": "tekken", "Mistral Small 3": "tekken", "Pixtral": "pixtral", "Ministral 3": "tekken",
@@ -110,7 +111,7 @@ PRE_TOKENIZERS_OF_FAMILIES = {
 
 
 @pytest.mark.parametrize("name", sorted(set(PRE_TOKENIZERS_OF_FAMILIES.values())))
-def test_the_pre_tokenizer_of_every_served_family_is_known(name: str, byte_level_metadata: dict[str, Any]) -> None:
+def test_the_pre_tokenizer_of_every_supported_family_is_known(name: str, byte_level_metadata: dict[str, Any]) -> None:
     tokenizer = Tokenizer.from_gguf(byte_level_metadata | {"tokenizer.ggml.pre": name})
     for text in TEXTS + DIGIT_TEXTS + DIGIT_CUT_TEXTS:
         composed = normalizers.NFC().normalize_str(text)
@@ -125,13 +126,17 @@ def _from_class(name: str) -> tuple[Any, Any]:
 
 
 def _in_turn(*steps: Any, byte_level: bool = False) -> tuple[Any, Any]:
-    """A tokenizer.json with these expressions or steps, and then bytes, split as GPT-2 does if byte_level."""
+    """Return the normalizer and pre-tokenizer of a tokenizer.json with the given expressions or steps, then bytes.
+
+    Args:
+        byte_level: True if the bytes are split as in GPT-2.
+    """
     parts = [pre_tokenizers.Split(Regex(step), "isolated") if isinstance(step, str) else step for step in steps]
     return None, pre_tokenizers.Sequence([*parts, pre_tokenizers.ByteLevel(False, use_regex=byte_level)])
 
 
 _DIGITS = pre_tokenizers.Digits(individual_digits=True)
-# As tiktoken writes cl100k_base and o200k_base.
+# Expressions of cl100k_base and o200k_base in tiktoken.
 _CL100K = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -168,7 +173,7 @@ OWN_RULES: dict[str, Callable[[], tuple[Any, Any]]] = {
 
 
 @pytest.mark.parametrize("name", OWN_RULES)
-def test_texts_are_cut_as_by_the_family_s_own_tokenizer(name: str, byte_level_metadata: dict[str, Any]) -> None:
+def test_texts_are_split_like_by_the_familys_own_tokenizer(name: str, byte_level_metadata: dict[str, Any]) -> None:
     normalizer, pre_tokenizer = OWN_RULES[name]()
     ours = vocabulary_from_gguf(byte_level_metadata | {"tokenizer.ggml.pre": name}).backend
     for text in (
@@ -193,7 +198,9 @@ def test_texts_are_cut_as_by_the_family_s_own_tokenizer(name: str, byte_level_me
     ("seed-coder", "a12!\n\nb", ["a", "1", "2", "!", "\n\n", "b"]),
     ("qwen35", "เก่า12", ["เก่า", "1", "2"]),
 ])  # fmt: skip
-def test_pieces_of_a_text(name: str, text: str, pieces: list[str], byte_level_metadata: dict[str, Any]) -> None:
+def test_pre_tokenizer_splits_a_text_into_pieces(
+    name: str, text: str, pieces: list[str], byte_level_metadata: dict[str, Any]
+) -> None:
     pre_tokenizer = vocabulary_from_gguf(byte_level_metadata | {"tokenizer.ggml.pre": name}).backend.pre_tokenizer
     assert pre_tokenizer is not None
     assert [text[start:end] for _, (start, end) in pre_tokenizer.pre_tokenize_str(text)] == pieces
@@ -203,7 +210,7 @@ def test_pieces_of_a_text(name: str, text: str, pieces: list[str], byte_level_me
 @pytest.mark.parametrize(
     "name", ["deepseek-llm", "deepseek-v3", "qwen35", "kimi-k2", "seed-coder", "superbpe", "viking"]
 )
-def test_time_for_a_run_of_spaces_or_digits_grows_with_its_length(
+def test_time_for_a_run_of_spaces_or_digits_is_linear(
     name: str, letter: str, byte_level_metadata: dict[str, Any]
 ) -> None:
     pre_tokenizer = vocabulary_from_gguf(byte_level_metadata | {"tokenizer.ggml.pre": name}).backend.pre_tokenizer
@@ -215,7 +222,7 @@ def test_time_for_a_run_of_spaces_or_digits_grows_with_its_length(
         return time.process_time() - begun
 
     short, long = (min(seconds(count) for _ in range(3)) for count in (10_000, 80_000))
-    assert long < 30 * short  # 64 times as long if it grew with the square
+    assert long < 30 * short  # a quadratic algorithm would take 64 times as long
 
 
 def test_qwen2_composes_characters(byte_level_metadata: dict[str, Any]) -> None:
@@ -234,10 +241,10 @@ def test_qwen2_composes_characters(byte_level_metadata: dict[str, Any]) -> None:
     ("llama4", "xYz'LL 12", ["x", "Yz'LL", " ", "12"]),
     ("default", "it's $5+x", ["it", "'", "s", " ", "$", "5", "+", "x"]),
 ])  # fmt: skip
-def test_texts_are_cut_where_the_pre_tokenizer_says(
+def test_texts_are_split_by_the_named_pre_tokenizer(
     name: str, text: str, pieces: list[str], byte_level_metadata: dict[str, Any]
 ) -> None:
-    # With a token for every piece and merges that would build any of their joins, only the cuts decide.
+    # Every piece has a token, and there are merges for all joins of pieces. So the tokens depend only on the splits.
     letters = sorted({character.replace(" ", "Ġ").replace("\n", "Ċ") for character in text})
     spelled = [piece.replace(" ", "Ġ").replace("\n", "Ċ") for piece in pieces]
     joined = "".join(spelled)
@@ -253,17 +260,17 @@ def test_texts_are_cut_where_the_pre_tokenizer_says(
     assert [tokenizer.token_text(token_id) for token_id in token_ids] == pieces
 
 
-def test_sentence_piece_tokenizes_as_in_transformers(
+def test_sentence_piece_tokenizes_like_transformers(
     sentence_piece: Tokenizer, sentence_piece_metadata: dict[str, Any], write_gguf: WriteGguf
 ) -> None:
     reference = _transformers_tokenizer(write_gguf(sentence_piece_metadata))
     # transformers drops one of several leading spaces, and writes the space prefix only once, not after each special
-    # token; SentencePiece and llama.cpp do as we do. Texts that show neither are the same.
+    # token. SentencePiece and llama.cpp do both as here. All other texts are tokenized alike.
     texts = [text for text in TEXTS + DIGIT_TEXTS if text and not text.startswith(" ")]
     check_same(sentence_piece, reference, texts)
 
 
-def test_sentence_piece_puts_a_space_before_each_stretch_of_text(sentence_piece: Tokenizer) -> None:
+def test_sentence_piece_adds_a_space_before_each_stretch_of_text(sentence_piece: Tokenizer) -> None:
     token_ids = sentence_piece.encode("the</s>the <extra>x")
     texts = [sentence_piece.token_text(token_id) for token_id in token_ids]
     assert texts[:4] == ["<s>", " the", "</s>", " the"]
@@ -271,14 +278,14 @@ def test_sentence_piece_puts_a_space_before_each_stretch_of_text(sentence_piece:
     assert sentence_piece.decode(sentence_piece.encode("  two spaces")) == "  two spaces"
 
 
-def test_without_a_space_prefix_nothing_is_added_or_taken_away(sentence_piece_metadata: dict[str, Any]) -> None:
+def test_without_a_space_prefix_no_space_is_added_or_removed(sentence_piece_metadata: dict[str, Any]) -> None:
     tokenizer = Tokenizer.from_gguf(sentence_piece_metadata | {"tokenizer.ggml.add_space_prefix": False})
     for text in ("the", " the", "  the"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.token_text(tokenizer.encode("the", add_special_tokens=False)[0])[0] == "t"
 
 
-def test_better_scored_pieces_are_merged_first() -> None:
+def test_pieces_with_better_scores_are_merged_first() -> None:
     metadata = {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>", "a", "b", "c", "ab", "bc"],
@@ -296,7 +303,7 @@ def test_better_scored_pieces_are_merged_first() -> None:
     ("gpt-2", None, False), ("gpt-2", True, True), ("llama-bpe", None, True), ("llama-bpe", False, False),
     ("tekken", None, True), ("qwen2", None, False),
 ])  # fmt: skip
-def test_a_text_begins_with_bos_if_the_file_or_else_the_kind_says_so(
+def test_a_text_begins_with_bos_as_the_file_says_or_by_the_default_of_its_kind(
     pre: str, said: bool | None, begins: bool, byte_level_metadata: dict[str, Any]
 ) -> None:
     metadata = byte_level_metadata | {"tokenizer.ggml.pre": pre, "tokenizer.ggml.add_bos_token": said}
@@ -313,7 +320,7 @@ def test_a_text_ends_with_eos_if_the_file_says_so(sentence_piece_metadata: dict[
     assert (token_ids[0], token_ids[-1]) == (1, 2)
 
 
-def test_whole_words_are_taken_as_they_are_where_the_model_does_so(byte_level_metadata: dict[str, Any]) -> None:
+def test_a_piece_that_is_a_token_is_not_built_from_merges_in_some_families(byte_level_metadata: dict[str, Any]) -> None:
     metadata = byte_level_metadata | {
         "tokenizer.ggml.tokens": ["x", "y", "z", "xyz"],
         "tokenizer.ggml.token_type": [1] * 4,
@@ -345,13 +352,13 @@ def test_templates_come_from_the_metadata(byte_level_metadata: dict[str, Any]) -
     ({"tokenizer.ggml.eos_token_id": "x"}, "eos_token_id is 'x'"),
     ({"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [1.0]}, "1 scores"),
 ])  # fmt: skip
-def test_an_unusable_vocabulary_is_refused_by_name(
+def test_an_unusable_vocabulary_is_refused_and_the_error_names_the_reason(
     change: dict[str, Any], said: str, byte_level_metadata: dict[str, Any]
 ) -> None:
     with pytest.raises(ModelLoadError, match=said):
         Tokenizer.from_gguf(byte_level_metadata | change)
 
 
-def test_a_token_that_is_not_spelled_in_bytes_keeps_its_id_and_text(byte_level: Tokenizer) -> None:
+def test_a_token_outside_the_byte_alphabet_keeps_its_id_and_text(byte_level: Tokenizer) -> None:
     assert byte_level.encode("a<|a b|>b")[1] == 4
     assert byte_level.token_text(4) == "<|a b|>"

@@ -1,4 +1,4 @@
-"""A schema is checked in linear time: each rule once, however references to it are spelled."""
+"""Bounds of schemas and grammars are checked in linear time: each schema once, however references to it are spelled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trioserve.text.grammar_bounds import JOINED_PATTERNS_MAX, SCHEMAS_MAX, chec
 from trioserve.text.grammar_compiler import COMPILE_SECONDS_MAX, GrammarCompiler
 
 SHORT, GROWTH = 150, 4
-GROWTH_MAX = 9.0  # linear is 4, quadratic 16
+GROWTH_MAX = 9.0  # linear growth is 4, quadratic growth is 16
 
 
 def many_spellings(count: int) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def relative_to_a_long_name(count: int) -> dict[str, Any]:
         relative_to_a_long_name,
     ],
 )
-def test_a_schema_is_checked_in_time_linear_in_its_length(make: Callable[[int], dict[str, Any]]) -> None:
+def test_time_to_check_a_schema_is_linear_in_its_length(make: Callable[[int], dict[str, Any]]) -> None:
     def seconds(schema: dict[str, Any]) -> float:
         began_at = time.process_time()
         check_schema(schema, param="schema")
@@ -91,7 +91,7 @@ PATTERNS = {"allOf": [{"pattern": f"a{index}"} for index in range(JOINED_PATTERN
         ("#/$defs/x/allOf/0", {"x": {"allOf": [PATTERNS]}}),
     ],
 )
-def test_joined_patterns_are_found_behind_every_spelling_of_a_reference(reference: str, rules: dict[str, Any]) -> None:
+def test_joined_patterns_are_counted_for_every_spelling_of_a_reference(reference: str, rules: dict[str, Any]) -> None:
     check_schema({"$defs": rules, "$ref": reference}, param="schema")
     for joined in ({"$ref": reference, "pattern": "b"}, {"allOf": [{"$ref": reference}, {"pattern": "b"}]}):
         with pytest.raises(InvalidRequest, match="joins more than 32 patterns"):
@@ -107,22 +107,22 @@ def test_joined_patterns_are_found_behind_every_spelling_of_a_reference(referenc
         {"$defs": {"enum": {"pattern": "a{99999}"}}, "$ref": "#/$defs/enum"},
     ],
 )
-def test_a_rule_that_stands_where_values_do_is_checked(schema: dict[str, Any]) -> None:
+def test_a_schema_within_a_value_is_checked_if_a_reference_leads_there(schema: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match="repeated 99999 times"):
         check_schema(schema, param="schema")
 
 
-def test_a_value_is_no_rule() -> None:
+def test_a_value_is_not_checked_as_a_schema() -> None:
     check_schema({"const": {"pattern": "a{99999}"}, "examples": [{"allOf": [{"pattern": "a"}] * 99}]}, param="schema")
 
 
-def test_a_grammar_has_a_bounded_number_of_schemas() -> None:
+def test_number_of_schemas_in_a_grammar_is_bounded() -> None:
     check_lark("start: " + "%json {} " * SCHEMAS_MAX, param="grammar")
     with pytest.raises(InvalidRequest, match=f"more than {SCHEMAS_MAX} schemas"):
         check_lark("start: " + "%json {} " * (SCHEMAS_MAX + 1), param="grammar")
 
 
-def test_a_long_text_behind_a_pattern_with_a_quote_is_checked() -> None:
+def test_a_long_text_after_a_pattern_with_a_quote_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="9000 characters"):
         check_lark('start: /"/ "' + "a" * 9000 + '"', param="grammar")
 
@@ -145,7 +145,7 @@ def tag() -> StructuredOutput:
     return StructuredOutput(kind=FormKind.STRUCTURAL_TAG, source=json.dumps(TAG))
 
 
-def test_the_schemas_of_one_request_share_a_budget_of_cpu_time() -> None:
+def test_compiling_all_schemas_of_a_request_has_one_limit_of_cpu_time() -> None:
     clock = iter(range(100))
     compiler = new_compiler(lambda: float(next(clock)))
     with pytest.raises(
@@ -157,7 +157,7 @@ def test_the_schemas_of_one_request_share_a_budget_of_cpu_time() -> None:
     assert compiler.compiles_total == 0
 
 
-def test_a_compile_that_nobody_waits_for_ends_between_two_schemas() -> None:
+def test_a_cancelled_compilation_ends_between_two_schemas() -> None:
     class Unwanted(Exception):
         pass
 

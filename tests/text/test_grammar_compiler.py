@@ -1,4 +1,4 @@
-"""What compiling may cost, what it refuses, and what is kept of it."""
+"""Tests of the grammar compiler: its costs, refusals and cache."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def new_compiler() -> GrammarCompiler:
 COMPILER = new_compiler()
 
 
-def accepts(form: StructuredOutput, text: str) -> bool:
-    matcher = COMPILER.compile(form).new_matcher()
+def accepts(structured: StructuredOutput, text: str) -> bool:
+    matcher = COMPILER.compile(structured).new_matcher()
     return matcher.try_consume_tokens(list(text.encode())) == len(text.encode()) and matcher.is_accepting()
 
 
-def in_a_deep_thread(function):
-    """As TextThreads.run_compile does."""
+def in_thread_with_large_stack(function):
+    """Run a function in a thread with the stack of TextThreads.run_compile."""
     results = []
 
     def work():
@@ -53,7 +53,7 @@ def in_a_deep_thread(function):
 
 
 def lark_chain(line: str, last: str) -> StructuredOutput:
-    """As long as a grammar may be."""
+    """Make a grammar of the maximum length, whose rules structured a chain."""
     lines, size = ["start: r0"], 0
     while size < SOURCE_CHARACTERS_MAX[FormKind.GRAMMAR] - 100:
         index = len(lines) - 1
@@ -79,11 +79,11 @@ DEEP = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", DEEP.values(), ids=DEEP.keys())
-def test_what_is_as_deep_as_its_size_allows_ends_no_process(form):
-    compiled = in_a_deep_thread(lambda: COMPILER.compile(form()))
+@pytest.mark.parametrize("structured", DEEP.values(), ids=DEEP.keys())
+def test_grammars_of_maximum_depth_do_not_crash_the_process(structured):
+    compiled = in_thread_with_large_stack(lambda: COMPILER.compile(structured()))
     if not isinstance(compiled, InvalidRequest):
-        matcher = compiled.new_matcher()  # and is used in a thread like any other
+        matcher = compiled.new_matcher()  # the grammar is used in a thread with a normal stack
         matcher.consume_tokens(matcher.compute_ff_tokens()[:100])
         matcher.compute_bitmask()
 
@@ -101,15 +101,15 @@ HUGE = {
 }
 
 
-@pytest.mark.parametrize("form", HUGE.values(), ids=HUGE.keys())
-def test_what_could_take_for_ever_is_compiled_or_refused_soon(form):
-    compiled = in_a_deep_thread(lambda: COMPILER.compile(form))
+@pytest.mark.parametrize("structured", HUGE.values(), ids=HUGE.keys())
+def test_grammars_that_may_take_forever_are_compiled_or_refused_soon(structured):
+    compiled = in_thread_with_large_stack(lambda: COMPILER.compile(structured))
     if isinstance(compiled, InvalidRequest):
         assert compiled.param == "structured"
 
 
 @pytest.mark.parametrize("kind", [kind for kind in FormKind if kind is not FormKind.JSON_OBJECT])
-def test_a_source_that_is_too_long_is_refused_before_anything_is_done(kind):
+def test_a_source_that_is_too_long_or_empty_is_refused(kind):
     source_max = SOURCE_CHARACTERS_MAX[kind]
     assert StructuredOutput(kind=kind, source="x" * source_max)
     with pytest.raises(InvalidRequest, match=f"at most {source_max} are allowed"):
@@ -130,7 +130,7 @@ def test_a_source_that_is_too_long_is_refused_before_anything_is_done(kind):
         lambda: StructuredOutput.grammar(None),
     ],
 )
-def test_what_is_none_of_its_kind_is_refused(make):
+def test_a_source_of_the_wrong_type_is_refused(make):
     with pytest.raises(InvalidRequest) as raised:
         make()
     assert raised.value.param == "structured"
@@ -150,15 +150,15 @@ def calls_of(*schemas: dict) -> StructuredOutput:
     return StructuredOutput(kind=FormKind.TOOL_CALLS, source=f"start: {choices}", param="tools")
 
 
-@pytest.mark.parametrize("form_of", [tags_of, calls_of])
-def test_a_schema_that_nothing_satisfies_is_refused_before_a_response_has_chosen_it(form_of):
+@pytest.mark.parametrize("make_structured", [tags_of, calls_of])
+def test_an_unsatisfiable_schema_among_several_is_refused_when_compiled(make_structured):
     with pytest.raises(InvalidRequest, match=r"nothing can satisfy the schema .*#/\$defs/itself") as raised:
-        COMPILER.compile(form_of(POSSIBLE, IMPOSSIBLE))
-    assert raised.value.param == form_of(POSSIBLE).param
-    assert COMPILER.compile(form_of(POSSIBLE, POSSIBLE))
+        COMPILER.compile(make_structured(POSSIBLE, IMPOSSIBLE))
+    assert raised.value.param == make_structured(POSSIBLE).param
+    assert COMPILER.compile(make_structured(POSSIBLE, POSSIBLE))
 
 
-def test_a_class_of_pydantic_is_a_schema():
+def test_a_pydantic_class_is_accepted_as_a_schema():
     class Person:
         @classmethod
         def model_json_schema(cls):
@@ -167,7 +167,7 @@ def test_a_class_of_pydantic_is_a_schema():
     assert accepts(StructuredOutput.json(Person), '{"name": "Ann"}')
 
 
-def test_keys_come_in_the_order_of_the_schema_and_white_space_as_it_says():
+def test_keys_follow_the_order_of_the_schema_and_white_space_its_options():
     properties = {"b": {"type": "null"}, "a": {"type": "null"}}
     schema = {"type": "object", "properties": properties, "required": ["b", "a"]}
     assert accepts(StructuredOutput.json(schema), '{"b": null, "a": null}')
@@ -177,37 +177,37 @@ def test_keys_come_in_the_order_of_the_schema_and_white_space_as_it_says():
     assert accepts(StructuredOutput.json(flexible), '{\n "b":null,\n "a":null}')
 
 
-def test_the_least_recently_used_forms_make_room(monkeypatch):
+def test_the_least_recently_used_grammars_are_evicted(monkeypatch):
     compiler = new_compiler()
-    forms = [StructuredOutput.regex(f"{index}") for index in range(4)]
+    sources = [StructuredOutput.regex(f"{index}") for index in range(4)]
     monkeypatch.setattr(grammar_compiler, "CACHE_BYTES_MAX", 3 * GRAMMAR_BYTES + 1000)
-    for form in forms[:3]:
-        compiler.compile(form)
-    assert compiler.find(forms[0]) is not None
-    compiler.compile(forms[3])
-    assert [compiler.find(form) is not None for form in forms] == [True, False, True, True]
+    for structured in sources[:3]:
+        compiler.compile(structured)
+    assert compiler.find(sources[0]) is not None
+    compiler.compile(sources[3])
+    assert [compiler.find(structured) is not None for structured in sources] == [True, False, True, True]
 
 
-def test_equal_forms_share_what_is_compiled_whatever_they_are_said_in():
+def test_equal_sources_share_a_compiled_grammar_whatever_field_they_came_in():
     compiler = new_compiler()
     first = compiler.compile(StructuredOutput.regex("a", param="guided_regex"))
     assert compiler.compile(StructuredOutput.regex("a", param="structured", free_until="x")) is first
     assert compiler.compiles_total == 1
 
 
-def test_a_model_without_an_end_token_has_no_forms():
+def test_a_model_without_an_end_token_supports_no_grammars():
     compiler = GrammarCompiler(byte_tokenizer(), vocab_size=BYTE_VOCAB_SIZE, end_token_ids=())
     compiler.end_token_ids = ()
     with pytest.raises(InvalidRequest, match="no end token"):
         compiler.compile(StructuredOutput.regex("a"))
 
 
-GROWING = StructuredOutput.regex("(a|b)*a(a|b){13}[a-z ]{1,3000}")  # each token makes new states of its lexer
+GROWING = StructuredOutput.regex("(a|b)*a(a|b){13}[a-z ]{1,3000}")  # each token adds states to the lexer
 
 
-def grown(form, tokens_max: int) -> int:
-    """How many tokens came before its lexer had too many states."""
-    matcher = form.new_matcher()
+def grown(structured, tokens_max: int) -> int:
+    """Return how many tokens the matcher accepts before its lexer has too many states."""
+    matcher = structured.new_matcher()
     for count, token in enumerate(random.Random(1).choices(b"ab", k=tokens_max)):
         matcher.compute_bitmask()
         if matcher.is_error() or not matcher.consume_token(token):
@@ -215,14 +215,14 @@ def grown(form, tokens_max: int) -> int:
     return tokens_max
 
 
-def test_a_form_that_has_failed_is_compiled_anew_for_the_next(monkeypatch):
+def test_a_grammar_that_failed_is_compiled_again_for_the_next_request(monkeypatch):
     monkeypatch.setattr(grammar_compiler, "LIMITS", LLParserLimits(max_lexer_states=1500, verbose_errors=False))
     compiler = new_compiler()
     factory = GuideFactory(compiler)
     sampling = SamplingParams(structured=GROWING)
     first = compiler.compile(GROWING)
     assert 20 < grown(first, 3000) < 3000
-    assert grown(first, 3000) < 20, "what has it shares the lexer"
+    assert grown(first, 3000) < 20, "matchers of one grammar share its lexer"
     guide = factory.find(sampling).new_guide(frozenset((END_TOKEN_ID,)), ())
     row = array("I", (0,)) * 9
     for token in b"abab" * 10:
@@ -236,18 +236,18 @@ def test_a_form_that_has_failed_is_compiled_anew_for_the_next(monkeypatch):
     assert grown(second, 20) == 20
 
 
-def test_a_form_wears_out_with_its_sequences_and_those_that_have_it_go_on(monkeypatch):
+def test_a_grammar_wears_out_and_its_sequences_continue(monkeypatch):
     monkeypatch.setattr(grammar_compiler, "GRAMMAR_SEQUENCES_MAX", 3)
     compiler = new_compiler()
-    form = StructuredOutput.regex("a+")
-    first = compiler.compile(form)
+    structured = StructuredOutput.regex("a+")
+    first = compiler.compile(structured)
     matchers = [first.new_matcher() for _ in range(3)]
-    assert compiler.find(form) is None
-    assert compiler.compile(form) is not first
+    assert compiler.find(structured) is None
+    assert compiler.compile(structured) is not first
     assert all(matcher.consume_token(ord("a")) for matcher in matchers)
 
 
-def test_forms_that_are_used_much_are_reckoned_to_be_large(monkeypatch):
+def test_masks_of_a_grammar_count_toward_its_estimated_memory(monkeypatch):
     compiler = new_compiler()
     monkeypatch.setattr(grammar_compiler, "CACHE_BYTES_MAX", 20 * GRAMMAR_BYTES)
     used, other = compiler.compile(StructuredOutput.regex("a")), StructuredOutput.regex("b")

@@ -1,4 +1,4 @@
-"""Which added tokens a grammar has to name, since no text in it matches them: as the library itself sees it."""
+"""Added tokens that a grammar must name, since llguidance matches no text to them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def library_of(tokenizer: Tokenizer) -> LLTokenizer:
     return LLTokenizer(tokenizer.serialized(), n_vocab=tokenizer.vocab_size, eos_token=[299])
 
 
-def test_the_tokens_to_be_named_are_those_that_the_library_takes_for_special() -> None:
+def test_special_ids_are_the_tokens_that_the_library_treats_as_special() -> None:
     tokenizer = tokenizer_with(PLAIN)
     library = library_of(tokenizer)
     named = tokenizer.special_ids()
@@ -39,16 +39,16 @@ def test_the_tokens_to_be_named_are_those_that_the_library_takes_for_special() -
     assert "marker" not in named
 
 
-def test_a_forced_call_is_written_with_markers_that_are_no_special_tokens() -> None:
-    """As in Qwen's vocabulary: added, not special, and yet nothing but the token is the marker."""
+def test_a_forced_call_uses_markers_that_are_added_but_not_special() -> None:
+    """In Qwen's vocabulary, the markers are added tokens that are not special. Only the token itself is the marker."""
     tokenizer = tokenizer_with(PLAIN)
-    form = forced_calls(
+    structured = forced_calls(
         "hermes",
         [OfferedTool(name="look", parameters={"type": "object", "properties": {}, "additionalProperties": False})],
         may_repeat=False,
         special_token_ids=tokenizer.special_ids(),
     )
-    matcher = LLMatcher(library_of(tokenizer), LLMatcher.grammar_from_lark(form.source))
+    matcher = LLMatcher(library_of(tokenizer), LLMatcher.grammar_from_lark(structured.source))
     text = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     assert token_ids[0] == tokenizer.special_ids()["<tool_call>"]

@@ -1,5 +1,8 @@
-"""Forms made to do harm: each is refused with a sentence, or compiled in bounded time into something of which no mask
-and no forced run takes long. Seconds here are those of a slow machine; what is beyond the bounds would take minutes."""
+"""Schemas and grammars made to do harm are refused with a sentence, or compiled in bounded time.
+
+Masks and forced tokens of a compiled grammar take bounded time, too. The limits in seconds are those of a slow machine.
+A grammar beyond the bounds would take minutes.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from trioserve.text.grammar_compiler import GrammarCompiler
 from trioserve.text.tokenizer import Tokenizer
 
 COMPILE_SECONDS_MAX = 10.0
-MASK_SECONDS_MAX = 1.0  # of one, on a machine that others use, too; 10 to 30 ms on a quiet one
+MASK_SECONDS_MAX = 1.0  # one mask on a busy machine; 10 to 30 ms on an idle machine
 TOKENS = 60
 
 
@@ -176,8 +179,8 @@ def compiler(smollm2: Tokenizer) -> GrammarCompiler:
     return compiler
 
 
-def with_room(work: Callable[[], None]) -> None:
-    """In a thread with the stack that a compile has."""
+def in_thread_with_large_stack(work: Callable[[], None]) -> None:
+    """Run a function in a thread with the stack of a compilation."""
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -195,32 +198,35 @@ def with_room(work: Callable[[], None]) -> None:
         raise errors[0]
 
 
-def form_of(kind: FormKind, source: Any) -> StructuredOutput:
+def structured_of(kind: FormKind, source: Any) -> StructuredOutput:
     return StructuredOutput(kind=kind, source=source if isinstance(source, str) else json.dumps(source))
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_it_is_refused_with_a_sentence(compiler: GrammarCompiler, name: str) -> None:
+def test_a_hostile_grammar_is_refused_with_a_sentence(compiler: GrammarCompiler, name: str) -> None:
     def refuse() -> None:
         with pytest.raises(InvalidRequest) as caught:
-            compiler.compile(form_of(*REFUSED[name]))
+            compiler.compile(structured_of(*REFUSED[name]))
         assert caught.value.param is not None
         assert caught.value.param.startswith("structured")
         assert 10 < len(str(caught.value)) < 600
 
     began_at = time.process_time()
-    with_room(refuse)
+    in_thread_with_large_stack(refuse)
     assert time.process_time() - began_at < COMPILE_SECONDS_MAX
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BOUNDED)
-def test_it_is_bounded(compiler: GrammarCompiler, name: str) -> None:
-    """A walk at random through what may come, as long as the form goes on: it may fail, and takes no time."""
+def test_a_hostile_grammar_takes_bounded_time(compiler: GrammarCompiler, name: str) -> None:
+    """Walk randomly through tokens that the grammar allows, as long as it continues.
+
+    It may fail, but only in bounded time.
+    """
 
     def walk() -> None:
         began_at = time.process_time()
-        matcher = compiler.compile(form_of(*BOUNDED[name])).new_matcher()
+        matcher = compiler.compile(structured_of(*BOUNDED[name])).new_matcher()
         assert time.process_time() - began_at < COMPILE_SECONDS_MAX
         words = array("I", bytes(4 * 1536))
         rng = random.Random(name)
@@ -241,7 +247,7 @@ def test_it_is_bounded(compiler: GrammarCompiler, name: str) -> None:
             if matcher.is_stopped():
                 return
 
-    with_room(walk)
+    in_thread_with_large_stack(walk)
 
 
 @pytest.mark.parametrize(
@@ -261,7 +267,7 @@ def test_it_is_bounded(compiler: GrammarCompiler, name: str) -> None:
         (")){3}", True),
     ],
 )
-def test_repeats_are_counted_where_they_are(pattern: str, repeats: bool) -> None:
+def test_repetitions_in_patterns_are_counted(pattern: str, repeats: bool) -> None:
     if repeats:
         check_pattern(pattern, param="structured")
     else:
@@ -272,12 +278,12 @@ def test_repeats_are_counted_where_they_are(pattern: str, repeats: bool) -> None
 @pytest.mark.parametrize(
     "grammar", ['start: "a"~1..20000', 'start: "a"{20000}', 'start: "a"{1, 20000}', "start: /a{20000}/"]
 )
-def test_repeats_in_grammars_are_counted(grammar: str) -> None:
+def test_repetitions_in_grammars_are_counted(grammar: str) -> None:
     with pytest.raises(InvalidRequest, match="repeated 20000 times"):
         check_lark(grammar, param="structured")
 
 
-def test_what_a_schema_of_a_grammar_says_is_no_text_of_the_grammar() -> None:
+def test_texts_of_a_schema_within_a_grammar_are_not_texts_of_the_grammar() -> None:
     schema = json.dumps({"type": "string", "description": "x" * 20_000 + " {20000}"})
     check_lark(f'start: "a" %json {schema} "b"', param="structured")
     long = "b" * 9000
@@ -285,12 +291,11 @@ def test_what_a_schema_of_a_grammar_says_is_no_text_of_the_grammar() -> None:
         check_lark(f'start: "a" %json {schema} "{long}"', param="structured")
 
 
-def test_what_schemas_hold_as_values_is_no_schema() -> None:
-    """Thousands of properties of an example or a default harm nobody."""
+def test_properties_within_default_and_examples_are_not_counted() -> None:
     check_schema({"type": "string", "default": optional(4000), "examples": [optional(4000)]}, param="structured")
 
 
-def test_required_properties_are_no_optional_ones() -> None:
+def test_required_properties_do_not_count_as_optional() -> None:
     schema = optional(4000)
     check_schema({**schema, "required": list(schema["properties"])}, param="structured")
     with pytest.raises(InvalidRequest, match="481 properties that are not required"):

@@ -1,4 +1,4 @@
-"""Texts for models that pool them: pairs, what is cut off, and the one token that each label would add."""
+"""Inputs for pooling models: pairs of texts, truncation, and the token that each label adds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CLS, SEP, A, B, C, D, E = 2, 3, 4, 5, 6, 7, 8
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    """BERT's kind: [CLS] and [SEP] around a text, and another [SEP] behind the second of a pair."""
+    """Make a tokenizer like BERT's: [CLS] and [SEP] around a text, and [SEP] after the second text of a pair."""
     vocabulary = {word: index for index, word in enumerate(WORDS)}
     backend = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     backend.normalizer = normalizers.BertNormalizer()
@@ -47,13 +47,13 @@ def tokenizer() -> Tokenizer:
         (Cut(1), [CLS]),
     ],
 )
-def test_what_is_cut_off_is_never_what_stands_around_a_text(
+def test_special_tokens_around_a_text_are_never_truncated(
     cut: Cut | None, expected: list[int], tokenizer: Tokenizer
 ) -> None:
     assert tokenizer.encode_input("a b c d", cut=cut) == EncodedInput(expected)
 
 
-def test_without_special_tokens_nothing_stands_around_it(tokenizer: Tokenizer) -> None:
+def test_without_special_tokens_only_the_text_is_encoded(tokenizer: Tokenizer) -> None:
     assert tokenizer.encode_input("a b c", add_special_tokens=False, cut=Cut(2)).token_ids == [A, B]
 
 
@@ -62,13 +62,13 @@ def test_without_special_tokens_nothing_stands_around_it(tokenizer: Tokenizer) -
     [
         ("a b", "c d", 99, [CLS, A, B, SEP, C, D, SEP], 4),
         ("a b", "c d", 7, [CLS, A, B, SEP, C, D, SEP], 4),
-        ("a", "b c d e", 6, [CLS, A, SEP, B, C, SEP], 3),  # the longer one is cut
+        ("a", "b c d e", 6, [CLS, A, SEP, B, C, SEP], 3),  # the longer text is truncated
         ("a b c d", "e", 6, [CLS, A, B, SEP, E, SEP], 4),
         ("a b c d", "b c d e", 7, [CLS, A, B, SEP, B, C, SEP], 4),
         ("a b c d", "b c d e", 8, [CLS, A, B, SEP, B, C, D, SEP], 4),
     ],
 )
-def test_of_a_pair_the_longer_one_is_cut_first(
+def test_the_longer_text_of_a_pair_is_truncated_first(
     first: str,
     second: str,
     tokens_max: int,
@@ -81,7 +81,7 @@ def test_of_a_pair_the_longer_one_is_cut_first(
 
 
 @pytest.mark.parametrize("text", ["a b ", "a[SEP]b ", "a[SEP]"])
-def test_a_label_is_the_one_token_that_it_adds(text: str, tokenizer: Tokenizer) -> None:
+def test_a_label_is_encoded_as_the_token_that_it_adds(text: str, tokenizer: Tokenizer) -> None:
     encoded = tokenizer.encode_labelled(text, ["c", "no"], add_special_tokens=False)
     assert encoded.token_ids == tokenizer.encode(text, add_special_tokens=False)
     assert encoded.label_token_ids == (C, WORDS.index("no"))
@@ -90,9 +90,9 @@ def test_a_label_is_the_one_token_that_it_adds(text: str, tokenizer: Tokenizer) 
 @pytest.mark.parametrize(
     "text, labels, wrong",
     [
-        ("a ", ["b c"], "b c"),  # two tokens
-        ("a ", ["b", " b"], " b"),  # the same one twice
-        ("a y", ["es"], "es"),  # it changes what stands before it
+        ("a ", ["b c"], "b c"),  # the label is two tokens
+        ("a ", ["b", " b"], " b"),  # both labels have one token
+        ("a y", ["es"], "es"),  # the label changes the tokens before it
         ("a", [""], ""),
         ("a[SEP]", [""], ""),
     ],

@@ -1,4 +1,7 @@
-"""Keys of JSON objects: each comes once, and is spelled in one way. The grammar itself is walked, token by token."""
+"""Keys of a JSON object are written only once, and without escapes.
+
+The tests walk through the grammar token by token.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from trioserve.text.tokenizer_parts import TokenizerParts
 
 from .test_sequence_guide import masks_of
 
-# Tokens that begin, end or hold a key, or several, as vocabularies for code have them.
+# Tokens that begin, end or contain one or several keys, as in vocabularies for code.
 PIECES = (
     *('"a"', '"a": ', '"ab', 'a"', 'b": ', ', "', '", "', '{"', '{"a": ', '": 1', '": 1, "', '": 1, "a"', '1, "b": '),
     *(
@@ -107,7 +110,7 @@ def allowed(guide: SequenceGuide) -> set[int]:
 
 
 def faults(text: bytes) -> tuple[bool, bool]:
-    """Report whether the beginning of a JSON text repeats a key, and whether it writes a key with a \\u escape."""
+    r"""Return whether the beginning of a JSON text repeats a key, and whether it writes a key with a \u escape."""
     stack: list[set[bytes] | None] = []
     is_key_next, repeats, escapes = False, False, False
     for found in re.finditer(rb'"((?:[^"\\]|\\.)*)("?)|[{}\[\],]', text, re.DOTALL):
@@ -132,7 +135,7 @@ def faults(text: bytes) -> tuple[bool, bool]:
 
 
 def pairs_of(text: bytes) -> list[list[str]]:
-    """The keys of each object."""
+    """Return the keys of each object in a JSON text."""
     seen: list[list[str]] = []
     json.loads(text, object_pairs_hook=lambda pairs: seen.append([key for key, _ in pairs]) or dict(pairs))
     return seen
@@ -140,7 +143,7 @@ def pairs_of(text: bytes) -> list[list[str]]:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("schema", SCHEMAS.values(), ids=SCHEMAS.keys())
-def test_no_walk_of_the_grammar_repeats_a_key_and_nothing_else_is_cleared(schema, seed):
+def test_only_tokens_that_repeat_or_escape_a_key_are_cleared(schema, seed):
     rng = random.Random(seed)
     guide, free = guide_for(schema), guide_for(schema)
     free._keys = None
@@ -170,14 +173,14 @@ def test_no_walk_of_the_grammar_repeats_a_key_and_nothing_else_is_cleared(schema
 
 
 @pytest.mark.parametrize("schema", [{"type": "object", "properties": {"\u0001": ONE}, "required": ["\u0001"]}])
-def test_a_listed_name_that_needs_an_escape_may_still_be_written(schema):
+def test_a_listed_key_that_needs_an_escape_can_be_written(schema):
     guide = guide_for(schema)
     for token in b'{"\\u0001": 1':
         assert token in allowed(guide)
         assert guide.accept(token)
 
 
-def test_names_of_which_none_is_left_are_a_fault_in_words():
+def test_no_remaining_key_sets_a_fault_that_names_the_cause():
     guide = guide_for(
         {
             "type": "object",
@@ -196,7 +199,7 @@ def test_names_of_which_none_is_left_are_a_fault_in_words():
     assert "no key here" in guide.fault
 
 
-def test_a_draft_ends_before_the_key_that_it_repeats():
+def test_a_draft_is_cut_before_the_key_that_it_repeats():
     guide = guide_for(SCHEMAS["additionalProperties"])
     draft = list(b'{"ab": 1, "b": 2, "ab": 1}')
     assert guide.acceptable_count(draft) == len(b'{"ab": 1, "b": 2, "ab')
@@ -205,8 +208,8 @@ def test_a_draft_ends_before_the_key_that_it_repeats():
 
 def calls_guide(format: str, parameters: dict[str, Any]) -> SequenceGuide:
     tool = OfferedTool(name="look", parameters=parameters)
-    form = forced_calls(format, [tool], may_repeat=True, special_token_ids={})
-    return GuideFactory(COMPILER).prepare(SamplingParams(structured=form)).new_guide(frozenset((END,)), ())
+    structured = forced_calls(format, [tool], may_repeat=True, special_token_ids={})
+    return GuideFactory(COMPILER).prepare(SamplingParams(structured=structured)).new_guide(frozenset((END,)), ())
 
 
 @pytest.mark.parametrize(
@@ -216,7 +219,7 @@ def calls_guide(format: str, parameters: dict[str, Any]) -> SequenceGuide:
         ("mistral", '[TOOL_CALLS] [{"name": "look", "arguments": ', "}, "),
     ],
 )
-def test_arguments_of_calls_have_each_key_once(format, begin, end):
+def test_a_key_in_arguments_of_calls_cannot_be_repeated(format, begin, end):
     guide = calls_guide(format, {"type": "object", "properties": {"a": ONE}, "additionalProperties": ONE})
     for token in f'{begin}{{"a": 1, "b": 2, "b'.encode():
         assert token in allowed(guide)
@@ -228,7 +231,7 @@ def test_arguments_of_calls_have_each_key_once(format, begin, end):
 
 
 @pytest.mark.parametrize(("format", "begin"), [("olmo3", "<function_calls>\n"), ("llama4_pythonic", "[")])
-def test_braces_in_texts_of_calls_are_no_objects(format, begin):
+def test_braces_in_the_text_around_arguments_do_not_open_objects(format, begin):
     guide = calls_guide(
         format,
         {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "object"}}, "required": ["a", "b"]},
@@ -243,11 +246,11 @@ def test_braces_in_texts_of_calls_are_no_objects(format, begin):
     assert ord('"') not in allowed(guide)
 
 
-def test_free_text_in_calls_is_not_followed():
+def test_keys_are_not_tracked_in_formats_with_free_text():
     assert calls_guide("kimi_k3", {"type": "object", "properties": {"a": {"type": "string"}, "b": {}}})._keys is None
 
 
-def test_forms_without_free_keys_are_not_followed():
+def test_keys_are_tracked_only_for_schemas_with_free_keys():
     closed = {"type": "object", "properties": {"a": ONE, "b": {"type": "array", "items": ONE}}}
     assert has_free_keys(closed)
     assert not has_free_keys({**closed, "additionalProperties": False})
@@ -260,8 +263,8 @@ def test_forms_without_free_keys_are_not_followed():
     assert has_free_keys({"$ref": "#/elsewhere"})
 
 
-def test_a_row_costs_no_more_with_many_keys():
-    """The ends of keys that tokens have are looked up, however many keys begin like the one that is written."""
+def test_cost_of_a_row_does_not_grow_with_the_number_of_keys():
+    """Possible ends of a key are looked up by token, however many keys begin like the current key."""
     asked: list[bytes] = []
 
     class Counted(KeyTokens):
@@ -279,7 +282,7 @@ def test_a_row_costs_no_more_with_many_keys():
 
 
 class KeysOnly:
-    """As much of a guide as fills a mask with what keys clear."""
+    """The part of a guide that fills a mask row and clears tokens of repeated keys."""
 
     def __init__(self, keys: JsonKeys) -> None:
         self._keys = keys

@@ -1,4 +1,4 @@
-"""What a client sees of one choice: deltas, where they stop, and what they say about it."""
+"""Output that a client receives of one choice: deltas, the end, and their details."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.text.output import ChoiceOutput, merge
 from trioserve.text.tokenizer import Tokenizer
 
-END = 0  # the byte-level vocabulary's end token, a special one
+END = 0  # end token of the byte-level vocabulary, a special token
 
 
 def finished(reason: FinishReason = FinishReason.LENGTH, **fields: Any) -> RequestFinished:
@@ -32,7 +32,7 @@ def logprobs_of(token_ids: Sequence[int]) -> tuple[TokenLogprob, ...]:
 def one_by_one(
     tokenizer: Tokenizer, token_ids: Sequence[int], end: RequestFinished | None = None, **sampling: Any
 ) -> list[Delta]:
-    """Feeds single tokens, the end together with the last, and stops when the choice has ended."""
+    """Feed single tokens, the end together with the last, and stop when the choice has ended."""
     params = SamplingParams(**sampling)
     output = ChoiceOutput(tokenizer, params, index=3)
     deltas = []
@@ -56,11 +56,11 @@ def tokens_of(deltas: Sequence[Delta]) -> tuple[int, ...]:
 
 
 def characters(tokenizer: Tokenizer, text: str) -> list[int]:
-    """One token a character, for texts in ASCII, so that a test knows which token completes what."""
+    """Return one token per character of an ASCII text, so that a test knows which token completes which text."""
     return [tokenizer.encode(character)[0] for character in text]
 
 
-def test_tokens_and_text_arrive_whole(byte_level: Tokenizer) -> None:
+def test_deltas_have_all_tokens_and_all_text(byte_level: Tokenizer) -> None:
     text = "Größe 🦆 in 日本"
     token_ids = byte_level.encode(text)
     deltas = one_by_one(byte_level, token_ids, finished())
@@ -70,7 +70,7 @@ def test_tokens_and_text_arrive_whole(byte_level: Tokenizer) -> None:
     assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == (FinishReason.LENGTH, None)
 
 
-def test_tokens_without_text_wait_for_the_delta_that_shows_them(byte_level: Tokenizer) -> None:
+def test_tokens_of_an_incomplete_character_come_with_the_delta_that_shows_it(byte_level: Tokenizer) -> None:
     first, *rest = byte_level.encode("🦆")
     output = ChoiceOutput(byte_level, SamplingParams(logprobs=0), index=0)
     for token_id in (first, *rest[:-1]):
@@ -82,7 +82,7 @@ def test_tokens_without_text_wait_for_the_delta_that_shows_them(byte_level: Toke
     assert delta.logprobs == logprobs_of([first, *rest])
 
 
-def test_logprobs_go_with_their_tokens(byte_level: Tokenizer) -> None:
+def test_logprobs_come_in_the_delta_of_their_tokens(byte_level: Tokenizer) -> None:
     token_ids = byte_level.encode("the lazy dog 🦆 sleeps")
     deltas = one_by_one(byte_level, token_ids, finished(), logprobs=2, stop=("cat",))
     for delta in deltas:
@@ -90,7 +90,7 @@ def test_logprobs_go_with_their_tokens(byte_level: Tokenizer) -> None:
     assert tokens_of(deltas) == tuple(token_ids)
 
 
-def test_logprobs_are_absent_when_not_asked_for(byte_level: Tokenizer) -> None:
+def test_logprobs_are_none_if_not_requested(byte_level: Tokenizer) -> None:
     assert {delta.logprobs for delta in one_by_one(byte_level, byte_level.encode("ab"), finished())} == {None}
 
 
@@ -102,7 +102,7 @@ def test_a_stop_string_ends_the_choice_and_drops_what_follows(byte_level: Tokeni
     assert tokens_of(deltas) == tuple(token_ids[:7])
 
 
-def test_tokens_behind_the_stop_string_in_the_same_step_are_dropped(byte_level: Tokenizer) -> None:
+def test_tokens_after_the_stop_string_in_one_step_are_dropped(byte_level: Tokenizer) -> None:
     token_ids = tuple(characters(byte_level, "xENDyy"))
     output = ChoiceOutput(byte_level, SamplingParams(stop=("END",), logprobs=0), index=0)
     delta = output.feed(token_ids, logprobs_of(token_ids), finished(FinishReason.LENGTH))
@@ -112,7 +112,7 @@ def test_tokens_behind_the_stop_string_in_the_same_step_are_dropped(byte_level: 
     assert output.ended
 
 
-def test_the_stop_string_is_shown_when_asked_for(byte_level: Tokenizer) -> None:
+def test_the_stop_string_is_shown_if_requested(byte_level: Tokenizer) -> None:
     token_ids = byte_level.encode("one END two")
     assert text_of(one_by_one(byte_level, token_ids, stop=("END",), include_stop_str_in_output=True)) == "one END"
 
@@ -130,7 +130,7 @@ def test_an_incomplete_character_at_the_end_is_shown_as_replaced(byte_level: Tok
     assert (text_of(deltas), deltas[-1].stop_reason) == ("a", "�")
 
 
-def test_the_end_may_come_without_tokens(byte_level: Tokenizer) -> None:
+def test_a_choice_can_end_without_new_tokens(byte_level: Tokenizer) -> None:
     output = ChoiceOutput(byte_level, SamplingParams(stop=("END",), logprobs=0), index=0)
     token_ids = tuple(characters(byte_level, "E"))
     assert output.feed(token_ids, logprobs_of(token_ids), None) is None
@@ -160,7 +160,7 @@ def test_the_end_token_is_counted_but_not_shown(
 
 
 @pytest.mark.parametrize(("include", "text"), [(False, "a"), (True, "ab")])
-def test_a_stop_token_with_a_text_is_shown_only_when_asked_for(include: bool, text: str, byte_level: Tokenizer) -> None:
+def test_the_text_of_a_stop_token_is_shown_only_if_requested(include: bool, text: str, byte_level: Tokenizer) -> None:
     a, b = characters(byte_level, "ab")
     end = finished(FinishReason.STOP, stop_token_id=b)
     deltas = one_by_one(byte_level, [a, b], end, stop_token_ids=(b,), include_stop_str_in_output=include)
@@ -175,7 +175,7 @@ def test_only_the_last_token_of_a_step_is_hidden(byte_level: Tokenizer) -> None:
     assert delta.text == "ab"
 
 
-def test_a_stop_string_before_the_stop_token_wins(byte_level: Tokenizer) -> None:
+def test_a_stop_string_before_the_stop_token_ends_the_choice(byte_level: Tokenizer) -> None:
     token_ids = (*characters(byte_level, "aX"), END)
     output = ChoiceOutput(byte_level, SamplingParams(stop=("X",)), index=0)
     delta = output.feed(token_ids, None, finished(FinishReason.STOP, stop_token_id=END))
@@ -189,7 +189,7 @@ def test_a_stop_string_before_the_stop_token_wins(byte_level: Tokenizer) -> None
 def test_the_first_min_tokens_cannot_complete_a_stop_string(
     min_tokens: int, shown: str, stop_reason: str | None, byte_level: Tokenizer
 ) -> None:
-    # Tokens a b c d a b c: "bc" is complete with the third and with the seventh.
+    # The tokens are a b c d a b c. "bc" is complete after the third and after the seventh token.
     token_ids = characters(byte_level, "abcdabc")
     deltas = one_by_one(byte_level, token_ids, finished(), stop=("bc",), min_tokens=min_tokens)
     assert (text_of(deltas), deltas[-1].stop_reason) == (shown, stop_reason)
@@ -208,7 +208,7 @@ def test_a_stop_string_may_begin_in_the_first_min_tokens(byte_level: Tokenizer) 
     min_tokens=strategies.integers(0, 8),
     includes_stop=strategies.booleans(),
 )
-def test_stop_strings_end_a_choice_where_a_search_of_its_text_does(
+def test_stop_strings_end_a_choice_where_a_search_of_the_whole_text_finds_them(
     text: str, stop: list[str], min_tokens: int, includes_stop: bool, byte_level: Tokenizer
 ) -> None:
     ends = [
@@ -231,18 +231,18 @@ def test_stop_strings_end_a_choice_where_a_search_of_its_text_does(
     assert deltas[-1].stop_reason == reason
 
 
-def test_responses_keep_the_space_that_joins_them_to_the_prompt(sentence_piece: Tokenizer) -> None:
+def test_responses_keep_their_leading_space(sentence_piece: Tokenizer) -> None:
     token_ids = sentence_piece.encode("the dog", add_special_tokens=False)
     assert text_of(one_by_one(sentence_piece, token_ids, finished())) == " the dog"
 
 
-def test_special_tokens_are_shown_only_when_asked_for(byte_level: Tokenizer) -> None:
+def test_special_tokens_are_shown_only_if_requested(byte_level: Tokenizer) -> None:
     token_ids = byte_level.encode("a<|user|>b")
     assert text_of(one_by_one(byte_level, token_ids, finished())) == "ab"
     assert text_of(one_by_one(byte_level, token_ids, finished(), skip_special_tokens=False)) == "a<|user|>b"
 
 
-def test_a_choice_that_has_ended_takes_no_more(byte_level: Tokenizer) -> None:
+def test_feeding_a_choice_that_has_ended_is_an_error(byte_level: Tokenizer) -> None:
     output = ChoiceOutput(byte_level, SamplingParams(), index=0)
     output.feed((), None, finished())
     assert output.ended
@@ -261,7 +261,7 @@ token_lists = strategies.lists(strategies.integers(0, 300) | strategies.integers
     stop=strategies.lists(strategies.sampled_from(["e", "th", "he ", "�", "é"]), max_size=2),
     with_logprobs=strategies.booleans(),
 )
-def test_any_steps_merge_to_the_same_response(
+def test_merged_deltas_do_not_depend_on_how_tokens_come_in_steps(
     token_ids: list[int], cuts: list[int], stop: list[str], with_logprobs: bool, byte_level: Tokenizer
 ) -> None:
     sampling = SamplingParams(stop=tuple(stop), logprobs=0 if with_logprobs else None)
@@ -305,7 +305,7 @@ def test_merging_keeps_order_and_the_end() -> None:
     stop=strategies.lists(strategies.sampled_from(["e", "he "]), max_size=1),
     merges=strategies.lists(strategies.booleans(), min_size=32, max_size=32),
 )
-def test_each_token_knows_which_weights_sampled_it(
+def test_each_token_has_the_version_of_the_weights_that_sampled_it(
     token_ids: list[int],
     sizes: list[int],
     updates: dict[int, str],
@@ -355,7 +355,7 @@ def test_a_delta_has_no_versions_until_weights_are_replaced(byte_level: Tokenize
     assert merge(before, end).weight_versions == ()
 
 
-def test_deltas_that_do_not_follow_each_other_are_not_merged() -> None:
+def test_merging_deltas_that_do_not_follow_each_other_is_an_error() -> None:
     first = Delta(index=1, text="a", token_ids=(1,))
     with pytest.raises(AssertionError, match="choices 1 and 2"):
         merge(first, Delta(index=2, text="b", token_ids=(2,)))
@@ -363,11 +363,11 @@ def test_deltas_that_do_not_follow_each_other_are_not_merged() -> None:
         merge(Delta(index=1, text="", token_ids=(), finish_reason=FinishReason.STOP), first)
 
 
-# --- deltas that a slow reader has not fetched ---
+# --- deltas that a slow reader has not read yet ---
 
 
 def unread_tokens(count: int, alternatives: int | None) -> list[Delta]:
-    """One delta for each token, the last one with the end."""
+    """Return one delta per token. The last delta has the end."""
     top = tuple((token_id, -1.0) for token_id in range(alternatives or 0))
     return [
         Delta(
@@ -398,7 +398,8 @@ def test_slow_reader_costs_few_copies_of_each_token(alternatives: int | None) ->
     taken = []
     while held:
         taken.append(take_unread(held, counted))
-    assert copied <= count * 16  # the logarithm of 4096 is 12, and joining each to all before copies 2048 times
+    # log2(4096) is 12; joining each delta to all before would copy each token 2048 times on average
+    assert copied <= count * 16
     assert functools.reduce(merge, taken) == functools.reduce(merge, deltas)
 
 

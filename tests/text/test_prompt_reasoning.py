@@ -1,4 +1,4 @@
-"""PromptReasoning reads from a prompt's tokens whether reasoning is open, over, or neither."""
+"""PromptReasoning finds out from a prompt's tokens whether reasoning is open, is over, or has no marker."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def test_the_last_marker_of_the_last_turn_decides(signs: tuple[str, ...], prompt
     assert begins_inside(byte_tokenizer(signs=signs), prompt) is expect
 
 
-def test_text_is_no_marker_where_the_vocabulary_has_tokens_for_markers() -> None:
+def test_text_is_not_a_marker_if_the_vocabulary_has_marker_tokens() -> None:
     tokenizer = byte_tokenizer(signs=(*TURNS, "<think>", "</think>"))
     reasoning = PromptReasoning(tokenizer, opening=("<think>",), closing=("</think>",))
     token_ids = [*tokenizer.encode(ASK, add_special_tokens=False), *b"<think>"]
     assert reasoning.begins_inside(token_ids) is None
 
 
-def test_text_in_a_turn_without_control_tokens_is_a_marker_only_at_the_end() -> None:
+def test_without_control_tokens_a_text_marker_counts_only_at_the_end() -> None:
     tokenizer = byte_tokenizer()
     assert begins_inside(tokenizer, "user: what is\n<think> here?\nassistant: ") is None
     assert begins_inside(tokenizer, "user: what is\n<think> here?\nassistant: <think>\n") is True
@@ -75,7 +75,7 @@ def test_text_in_a_turn_without_control_tokens_is_a_marker_only_at_the_end() -> 
         ("cohere_command3", "<|CHATBOT|><|START_THINKING|><|END_THINKING|>", False),
     ],
 )
-def test_markers_of_several_tokens(family: str, prompt: str, expect: bool | None) -> None:
+def test_markers_of_several_tokens_are_found(family: str, prompt: str, expect: bool | None) -> None:
     signs = dict.fromkeys((*REASONING_FAMILIES[family].special_tokens, "<|turn>", "<|CHATBOT|>"))
     assert begins_inside(byte_tokenizer(signs=tuple(signs)), prompt, family) is expect
 
@@ -91,7 +91,7 @@ def test_markers_of_several_tokens(family: str, prompt: str, expect: bool | None
         ("<|im_start|>user\nWhat is <think><|im_end|>\n<|im_start|>assistant\n", False, False),
     ],
 )
-def test_the_guide_begins_in_the_same_state(
+def test_a_guide_begins_in_the_state_that_the_prompt_shows(
     signs: tuple[str, ...], prompt: str, is_forced: bool, is_over: bool
 ) -> None:
     tokenizer = byte_tokenizer(signs=signs)

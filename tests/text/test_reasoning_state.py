@@ -1,4 +1,4 @@
-"""Where a thought begins and ends, in whatever pieces its text comes, and when its end is forced."""
+"""State of reasoning: where it begins and ends, whatever pieces its text comes in, and when its end is forced."""
 
 from __future__ import annotations
 
@@ -12,15 +12,20 @@ END = (101, 102)
 
 
 def run(
-    limits: Thinking, *pieces: str, begins_inside: bool | None = None, hurried_at: int | None = None
+    limits: Thinking, *pieces: str, begins_inside: bool | None = None, end_due_at: int | None = None
 ) -> ReasoningState:
-    """Each piece is a token without an id; the forced end's tokens are written as they come."""
-    thought = ReasoningState.after_prompt(limits, END, begins_inside=begins_inside)
+    """Return the state after a prompt and these pieces.
+
+    Args:
+        pieces: Each is the text of one token. "!" is the next forced token.
+        end_due_at: Index of the piece from which on reasoning must end.
+    """
+    reasoning = ReasoningState.after_prompt(limits, END, begins_inside=begins_inside)
     for index, piece in enumerate(pieces):
-        token = thought.forced[0] if thought.forced and piece == "!" else 0
-        is_end_due = hurried_at is not None and index >= hurried_at
-        thought = thought.after(token, b"" if piece == "!" else piece.encode(), is_end_due=is_end_due)
-    return thought
+        token = reasoning.forced[0] if reasoning.forced and piece == "!" else 0
+        is_end_due = end_due_at is not None and index >= end_due_at
+        reasoning = reasoning.after(token, b"" if piece == "!" else piece.encode(), is_end_due=is_end_due)
+    return reasoning
 
 
 @pytest.mark.parametrize(
@@ -40,14 +45,14 @@ def run(
         (("<t>", "a", "</t", ">"), None, ReasoningPhase.OVER, 0),
     ],
 )
-def test_phases(pieces, begins_inside, phase, count):
-    thought = run(Thinking(begin="<t>", end="</t>"), *pieces, begins_inside=begins_inside)
-    assert thought.phase is phase
+def test_phase_and_token_count_after_pieces(pieces, begins_inside, phase, count):
+    reasoning = run(Thinking(begin="<t>", end="</t>"), *pieces, begins_inside=begins_inside)
+    assert reasoning.phase is phase
     if phase is ReasoningPhase.INSIDE:
-        assert thought.token_count == count
+        assert reasoning.token_count == count
 
 
-def test_a_spent_budget_forces_the_end_token_by_token():
+def test_reaching_the_token_limit_forces_the_closing_tag_token_by_token():
     limits = Thinking(end="</t>", tokens_max=2)
     assert run(limits, "a").forced == ()
     assert run(limits, "a", "b").forced == END
@@ -55,19 +60,19 @@ def test_a_spent_budget_forces_the_end_token_by_token():
     assert run(limits, "a", "b", "!", "!").phase is ReasoningPhase.OVER
 
 
-def test_what_was_sampled_before_the_end_was_forced_is_one_more_token_of_the_thought():
-    assert run(Thinking(end="</t>"), "a", "b", "c", hurried_at=0).forced == END
-    assert run(Thinking(end="</t>"), "a", "b", "!", "c", hurried_at=0).forced == END
+def test_a_token_sampled_before_the_end_was_forced_belongs_to_reasoning():
+    assert run(Thinking(end="</t>"), "a", "b", "c", end_due_at=0).forced == END
+    assert run(Thinking(end="</t>"), "a", "b", "!", "c", end_due_at=0).forced == END
 
 
-def test_an_end_that_is_being_written_is_not_forced_as_well():
+def test_a_closing_tag_that_the_model_is_writing_is_not_forced():
     limits = Thinking(end="</t>", tokens_max=2)
     assert run(limits, "a", "</").forced == ()
     assert run(limits, "a", "</", "t>").phase is ReasoningPhase.OVER
     assert run(limits, "a", "</", "b").forced == END
 
 
-def test_a_budget_of_nothing():
+def test_a_token_limit_of_zero_forces_the_closing_tag_at_once():
     assert run(Thinking(end="</t>", tokens_max=0)).forced == END
     assert run(Thinking(begin="<t>", end="</t>", tokens_max=0)).forced == ()
     assert run(Thinking(begin="<t>", end="</t>", tokens_max=0), "<t>").forced == END
@@ -87,7 +92,7 @@ def test_a_text_is_found_in_pieces_of_any_size(size):
 
 
 @pytest.mark.parametrize("wrong", [{"end": ""}, {"end": "x" * 257}, {"end": "x", "tokens_max": -1}])
-def test_what_cannot_be_is_refused(wrong):
+def test_invalid_limits_of_reasoning_are_refused(wrong):
     with pytest.raises(InvalidRequest) as raised:
         Thinking(**wrong)
     assert raised.value.param == "thinking"

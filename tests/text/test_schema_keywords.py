@@ -1,4 +1,4 @@
-"""Schemas with cases, conditions and lists: what they accept can be written, what they reject cannot."""
+"""Schemas with cases, conditions and lists: the grammar allows all values that the schema accepts, and no others."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ KEPT: dict[str, tuple[dict[str, Any], list[Any]]] = {
 
 
 @pytest.mark.parametrize(("schema", "values"), KEPT.values(), ids=KEPT.keys())
-def test_what_a_schema_accepts_can_be_written_and_nothing_else(schema: dict[str, Any], values: list[Any]) -> None:
+def test_a_grammar_allows_exactly_the_values_that_the_schema_accepts(schema: dict[str, Any], values: list[Any]) -> None:
     wanted = jsonschema.Draft202012Validator(schema)
     if "dependencies" in schema:
         wanted = jsonschema.Draft7Validator(schema)
@@ -172,19 +172,19 @@ UNKEPT: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("schema", "path"), UNKEPT.values(), ids=UNKEPT.keys())
-def test_a_keyword_that_cannot_be_kept_to_is_refused_if_strict_and_named_otherwise(
+def test_a_keyword_that_cannot_be_enforced_is_refused_if_strict_and_else_reported(
     schema: dict[str, Any], path: str
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:
         COMPILER.compile(StructuredOutput.json(schema, param="p"))
     assert caught.value.param == "p"
     assert f"at {path}," in str(caught.value)
-    form = StructuredOutput.json(schema, param="p", strict=False)
-    guides = GuideFactory(COMPILER).prepare(SamplingParams(structured=form))
+    structured = StructuredOutput.json(schema, param="p", strict=False)
+    guides = GuideFactory(COMPILER).prepare(SamplingParams(structured=structured))
     assert guides.ignored_keywords == (f"p.{path}",)
 
 
-def test_a_schema_whose_cases_are_many_is_not_written_out_without_a_bound() -> None:
+def test_number_of_cases_of_a_schema_is_bounded() -> None:
     node: dict[str, Any] = INTEGER
     for _ in range(12):
         node = {"if": an_object(a=node), "then": an_object(a=node), "else": an_object(b=node)}
@@ -251,13 +251,13 @@ IGNORED = {"set of int": ("properties.x.uniqueItems",)}
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_schemas_of_pydantic_are_taken(name: str) -> None:
+def test_schemas_of_pydantic_are_accepted(name: str) -> None:
     schema = pydantic.create_model("M", x=(TYPES[name], ...)).model_json_schema()
     assert COMPILER.compile(StructuredOutput.json(schema, strict=False)).ignored == IGNORED.get(name, ())
     if name not in IGNORED:
         COMPILER.compile(StructuredOutput.json(schema))
 
 
-def test_more_names_than_there_are_cannot_be_asked_for():
+def test_requiring_more_keys_than_are_allowed_is_refused():
     with pytest.raises(InvalidRequest):
         COMPILER.compile(StructuredOutput.json(an_object(a=INTEGER, b=INTEGER) | {"minProperties": 3}))

@@ -1,4 +1,4 @@
-"""Masks, drafts and forced tokens of a guide, compared with what the same guide says token by token."""
+"""Masks, drafts and forced tokens of a guide, compared with its answers token by token."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def guide_for(*, prompt: str = "say", stop_token_ids: frozenset[int] = STOPS, **
 
 def masks_of(guide: SequenceGuide, draft: tuple[int, ...] = (), *, vocab_size: int = BYTE_VOCAB_SIZE) -> list[set[int]]:
     row_words = mask_words(vocab_size)
-    words = array("I", (0xA5A5A5A5,)) * (row_words * (1 + len(draft)))  # what an earlier step has left there
+    words = array("I", (0xA5A5A5A5,)) * (row_words * (1 + len(draft)))  # values from an earlier step
     guide.fill_masks(words.buffer_info()[0], row_words, draft)
     rows = [words[row * row_words : (row + 1) * row_words] for row in range(1 + len(draft))]
     found = [{token for token in range(32 * row_words) if row[token // 32] >> token % 32 & 1} for row in rows]
@@ -62,17 +62,17 @@ FREE_KEYS = StructuredOutput.json(
 )
 GUIDES = {
     "json with free keys": {"structured": FREE_KEYS},
-    "json with free keys behind a thought": {
+    "json with free keys after reasoning": {
         "structured": msgspec.structs.replace(FREE_KEYS, free_until="</t>"),
         "thinking": Thinking(begin="<t>", end="</t>", tokens_max=4),
     },
     "json": {"structured": JSON},
-    "json behind free text": {"structured": StructuredOutput.json(SCHEMA, free_until="</t>")},
-    "json behind a thought": {
+    "json after free text": {"structured": StructuredOutput.json(SCHEMA, free_until="</t>")},
+    "json after reasoning": {
         "structured": StructuredOutput.json(SCHEMA, free_until="</t>"),
         "thinking": Thinking(begin="<t>", end="</t>", tokens_max=4),
     },
-    "a thought": {"thinking": Thinking(end="</t>", tokens_max=4)},
+    "reasoning": {"thinking": Thinking(end="</t>", tokens_max=4)},
     "json without x": {"structured": JSON, "bad_words": ("xy", "[]")},
     "few tokens": {"allowed_token_ids": tuple(b'{"abxy:, []0123456789-}<t>/')},
     "json of few tokens": {"structured": JSON, "allowed_token_ids": tuple(b'{"abxy:, []0123456789-}')},
@@ -89,7 +89,7 @@ GUIDES = {
     length=strategies.integers(0, 6),
     change=strategies.none() | strategies.integers(0, 5),
 )
-def test_masks_behind_a_draft_are_those_that_come_when_its_tokens_have_come(sampling, text, place, length, change):
+def test_masks_after_a_draft_equal_the_masks_after_accepting_its_tokens(sampling, text, place, length, change):
     tokens = text.encode()
     guide, twin = guide_for(**sampling), guide_for(**sampling)
     for token in tokens[:place]:
@@ -104,22 +104,22 @@ def test_masks_behind_a_draft_are_those_that_come_when_its_tokens_have_come(samp
     rows = masks_of(guide, tuple(draft))
     assert not draft or guide.wants_mask(draft) or all(len(row) == BYTE_VOCAB_SIZE for row in rows)
     for index, row in enumerate(rows):
-        assert row == masks_of(twin)[0], f"behind {bytes(draft[:index])!r}"
+        assert row == masks_of(twin)[0], f"after {bytes(draft[:index])!r}"
         if index < len(draft):
-            assert draft[index] in row, "what is drafted may come"
+            assert draft[index] in row, "an accepted draft token is allowed"
             assert twin.accept(draft[index])
-    assert masks_of(guide)[0] == rows[0], "filling has changed the guide"
+    assert masks_of(guide)[0] == rows[0], "fill_masks does not change the guide"
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_forced_tokens_are_the_only_ones_that_may_come(text):
+def test_forced_tokens_are_the_only_allowed_tokens(text):
     guide = guide_for(structured=JSON)
     tokens, place, forced_total = text.encode(), 0, 0
     while place < len(tokens):
         assert guide.accept(tokens[place])
         place += 1
         forced = guide.forced_tokens(100)
-        assert forced == guide.forced_tokens(100), "asking changes nothing"
+        assert forced == guide.forced_tokens(100), "forced_tokens does not change the guide"
         assert guide.forced_tokens(2) == forced[:2]
         for token in forced:
             assert masks_of(guide)[0] == {token}
@@ -139,7 +139,7 @@ EXCLUDED = {
         {"structured": StructuredOutput.choice(["ab", "ba"]), "allowed_token_ids": (97, 98), "bad_words": ("b",)},
         "allowed_token_ids and bad_words leave",
     ),
-    "the form behind a thought": (
+    "the grammar after reasoning": (
         {
             "structured": StructuredOutput.json(SCHEMA, free_until="</t>"),
             "thinking": Thinking(begin="<t>", end="</t>", tokens_max=4),
@@ -147,12 +147,12 @@ EXCLUDED = {
         },
         "at the beginning of the response",
     ),
-    "everything, without a form": ({"allowed_token_ids": (97,), "bad_words": ("a",)}, "allow no token"),
+    "all tokens, without a grammar": ({"allowed_token_ids": (97,), "bad_words": ("a",)}, "allow no token"),
 }
 
 
 @pytest.mark.parametrize(("sampling", "words"), EXCLUDED.values(), ids=EXCLUDED.keys())
-def test_restrictions_that_leave_no_way_to_write_the_form_are_refused(sampling, words):
+def test_restrictions_that_leave_no_way_to_follow_the_grammar_are_refused(sampling, words):
     with pytest.raises(InvalidRequest, match=words) as caught:
         guide_for(**sampling)
     assert caught.value.param == next(name for name in ("allowed_token_ids", "bad_words") if name in sampling)
@@ -160,9 +160,9 @@ def test_restrictions_that_leave_no_way_to_write_the_form_are_refused(sampling, 
 
 POSSIBLE = {
     "a way around a dead end": {"structured": StructuredOutput.regex("(a|x)bc"), "bad_words": ("ab",)},
-    "a form that may end at once": {"structured": StructuredOutput.regex("b*"), "allowed_token_ids": (97,)},
-    "a dead end behind max_tokens": {"structured": StructuredOutput.regex("abc"), "bad_words": ("c",), "max_tokens": 2},
-    "a dead end behind a stop string": {
+    "a grammar that may end at once": {"structured": StructuredOutput.regex("b*"), "allowed_token_ids": (97,)},
+    "a dead end after max_tokens": {"structured": StructuredOutput.regex("abc"), "bad_words": ("c",), "max_tokens": 2},
+    "a dead end after a stop string": {
         "structured": StructuredOutput.regex("abc"),
         "bad_words": ("c",),
         "stop": ("b",),
@@ -173,11 +173,11 @@ POSSIBLE = {
 
 
 @pytest.mark.parametrize("sampling", POSSIBLE.values(), ids=POSSIBLE.keys())
-def test_restrictions_that_may_leave_a_way_are_accepted(sampling):
+def test_restrictions_that_may_leave_a_way_to_follow_the_grammar_are_accepted(sampling):
     assert guide_for(**sampling).fault is None
 
 
-def test_a_dead_end_that_is_found_later_is_a_fault_that_names_the_fields():
+def test_a_dead_end_that_is_found_later_sets_a_fault_that_names_the_field():
     guide = guide_for(structured=StructuredOutput.regex("a{40}b"), bad_words=("b",))
     walked(guide, "a" * 40)
     assert guide.fault is None
@@ -185,7 +185,7 @@ def test_a_dead_end_that_is_found_later_is_a_fault_that_names_the_fields():
     assert "bad_words" in guide.fault
 
 
-def test_a_dead_end_behind_a_draft_is_no_fault_yet():
+def test_a_dead_end_after_a_draft_sets_no_fault_yet():
     guide = guide_for(structured=StructuredOutput.regex("(a{40}|c)b?"), bad_words=("ab",), max_tokens=60)
     walked(guide, "a" * 39)
     assert masks_of(guide, (97,)) == [{97}, {END_TOKEN_ID}]
@@ -196,7 +196,7 @@ def test_a_dead_end_behind_a_draft_is_no_fault_yet():
 
 
 @pytest.mark.parametrize("stop_token_ids", [STOPS, frozenset()])
-def test_a_complete_form_ends_where_no_other_of_its_tokens_is_allowed(stop_token_ids):
+def test_a_complete_grammar_ends_if_no_other_token_of_it_is_allowed(stop_token_ids):
     sampling = {"structured": StructuredOutput.regex("a(c)?"), "allowed_token_ids": (97,)}
     guide = guide_for(**sampling, stop_token_ids=stop_token_ids)
     assert masks_of(walked(guide, "a")) == [{END_TOKEN_ID}]
@@ -204,24 +204,24 @@ def test_a_complete_form_ends_where_no_other_of_its_tokens_is_allowed(stop_token
     assert guide.is_over
 
 
-def test_a_token_that_may_not_come_is_a_fault_in_words():
+def test_a_token_that_the_grammar_excludes_sets_a_fault():
     guide = walked(guide_for(structured=JSON), '{"a": "x')
     assert not guide.accept(ord("z"))
     assert "cannot continue" in guide.fault
     assert masks_of(guide, (1, 2)) == [set(), set(), set()]
 
 
-def test_where_the_form_may_end_all_stop_tokens_may_come_and_ignored_ends_may_not():
-    form = StructuredOutput.regex("a+")
-    assert masks_of(walked(guide_for(structured=form), "a")) == [{ord("a"), END_TOKEN_ID}]
-    assert masks_of(guide_for(structured=form)) == [{ord("a")}]
-    both = guide_for(structured=form, stop_token_ids=frozenset((7, END_TOKEN_ID)))
+def test_stop_tokens_are_allowed_where_the_grammar_may_end_and_ignored_end_tokens_not():
+    structured = StructuredOutput.regex("a+")
+    assert masks_of(walked(guide_for(structured=structured), "a")) == [{ord("a"), END_TOKEN_ID}]
+    assert masks_of(guide_for(structured=structured)) == [{ord("a")}]
+    both = guide_for(structured=structured, stop_token_ids=frozenset((7, END_TOKEN_ID)))
     assert masks_of(walked(both, "a")) == [{ord("a"), 7, END_TOKEN_ID}]
-    ignored = guide_for(structured=form, stop_token_ids=frozenset((7,)))
+    ignored = guide_for(structured=structured, stop_token_ids=frozenset((7,)))
     assert masks_of(walked(ignored, "a")) == [{ord("a"), 7}]
 
 
-def test_a_response_cannot_end_before_its_form():
+def test_a_response_cannot_end_before_its_grammar_begins():
     guide = guide_for(structured=StructuredOutput.regex("a+", free_until="</t>"))
     assert guide.wants_mask(())
     for token in b"b</t>":
@@ -230,7 +230,7 @@ def test_a_response_cannot_end_before_its_form():
     assert masks_of(walked(guide, "a")) == [{ord("a"), END_TOKEN_ID}]
 
 
-LIKE_A_THOUGHT = {
+LIKE_REASONING = {
     "structured": StructuredOutput.regex("<t[a-c]+", free_until="</think>"),
     "thinking": Thinking(begin="<think>", end="</think>"),
 }
@@ -241,15 +241,15 @@ LIKE_A_THOUGHT = {
     [
         ("", b"<"),
         ("<", b"t"),
-        ("<t", b"habc"),  # here they part
+        ("<t", b"habc"),  # reasoning and grammar differ from here on
         ("<ta", b"abc"),
         ("<th", b"i"),
         ("<think>x</think>", b"<"),
         ("<think>x</think><ta", b"abc"),
     ],
 )
-def test_a_form_may_begin_like_a_thought(text, next_tokens):
-    guide = walked(guide_for(**LIKE_A_THOUGHT), text)
+def test_a_grammar_may_begin_like_reasoning(text, next_tokens):
+    guide = walked(guide_for(**LIKE_REASONING), text)
     assert masks_of(guide)[0] - {END_TOKEN_ID} == set(next_tokens)
     for token in guide.forced_tokens(10):
         assert masks_of(guide)[0] == {token}
@@ -268,10 +268,10 @@ def test_a_form_may_begin_like_a_thought(text, next_tokens):
         ({"bad_words": ("ab",)}, False),
     ],
 )
-def test_only_where_no_token_can_change_anything_the_next_is_free_ahead(sampling, is_free):
+def test_is_free_ahead_only_if_no_token_changes_the_mask_after_it(sampling, is_free):
     assert guide_for(**sampling).is_free_ahead is is_free
 
 
-def test_all_bits_of_a_free_row_are_the_vocabulary():
+def test_a_row_without_restraints_has_exactly_the_bits_of_the_vocabulary():
     assert masks_of(guide_for(thinking=Thinking(end="</t>")), (1, 2)) == [set(range(BYTE_VOCAB_SIZE))] * 3
     assert ctypes.sizeof(ctypes.c_uint32) == 4

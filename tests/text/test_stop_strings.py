@@ -1,4 +1,4 @@
-"""Where a stop string ends a text, and how much is held back, compared with a search in the whole text."""
+"""Stop strings: where they end a text, and how much text is held back, compared with a search in the whole text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ deltas = strategies.lists(few_letters, max_size=12)
 
 
 def fibonacci_word(length: int) -> str:
-    """The text whose ends are its beginnings more often than any other's."""
+    """Return the text whose suffixes are its prefixes more often than those of any other text."""
     shorter, longer = "b", "a"
     while len(longer) < length:
         shorter, longer = longer, longer + shorter
@@ -27,7 +27,7 @@ def fibonacci_word(length: int) -> str:
 
 
 def first_stop(text: str, stops: list[str], *, completes_after: int = 0) -> tuple[int, str] | None:
-    """Where the first stop string begins, and which it is: looks at every end, then at every stop string."""
+    """Return where the first stop string begins, and which one it is, by testing all stop strings at every end."""
     for end in range(completes_after + 1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:
@@ -37,7 +37,7 @@ def first_stop(text: str, stops: list[str], *, completes_after: int = 0) -> tupl
 
 
 def longest_open_end(text: str, stops: list[str]) -> int:
-    """How many characters at the end of a text begin a stop string without being all of it."""
+    """Return the length of the longest suffix of the text that is a proper prefix of a stop string."""
     return max(
         (count for stop in stops for count in range(len(stop)) if count <= len(text) and text.endswith(stop[:count])),
         default=0,
@@ -59,7 +59,7 @@ def check(stops: list[str], pieces: list[str], *, expect: list[str], found: str 
 @pytest.mark.slow
 @SETTINGS
 @hypothesis.given(stops=stop_lists, pieces=deltas)
-def test_any_pieces_give_what_a_search_of_the_whole_text_gives(stops: list[str], pieces: list[str]) -> None:
+def test_result_for_any_pieces_equals_a_search_of_the_whole_text(stops: list[str], pieces: list[str]) -> None:
     finder = StopStringFinder(stops)
     shown = seen = ""
     for piece in pieces:
@@ -78,7 +78,7 @@ def test_any_pieces_give_what_a_search_of_the_whole_text_gives(stops: list[str],
 @pytest.mark.slow
 @SETTINGS
 @hypothesis.given(stops=stop_lists, before=deltas, after=deltas)
-def test_text_that_may_not_complete_a_stop_string_may_begin_one(
+def test_text_that_must_not_complete_a_stop_string_can_begin_one(
     stops: list[str], before: list[str], after: list[str]
 ) -> None:
     finder = StopStringFinder(stops)
@@ -103,11 +103,11 @@ def test_a_stop_string_is_found_across_pieces() -> None:
     check(["</s>"], ["a<", "/", "s", ">b"], expect=["a", "", "", ""], found="</s>")
 
 
-def test_only_the_possible_beginning_is_held_back() -> None:
+def test_only_a_possible_beginning_of_a_stop_string_is_held_back() -> None:
     check(["\n\nUser:"], ["one\n", "two\n\n", "Us", "ual"], expect=["one", "\ntwo", "", "\n\nUsual", ""], found=None)
 
 
-def test_what_is_held_back_comes_at_the_end() -> None:
+def test_held_text_is_shown_at_the_end() -> None:
     check(["stop"], ["a st", "o"], expect=["a ", "", "sto"], found=None)
 
 
@@ -115,7 +115,7 @@ def test_the_stop_string_that_is_complete_first_wins() -> None:
     check(["abcd", "c"], ["xabcd"], expect=["xab"], found="c")
 
 
-def test_of_two_that_end_together_the_longer_wins() -> None:
+def test_the_longer_of_two_stop_strings_that_end_together_wins() -> None:
     check(["c", "abc"], ["xabc"], expect=["x"], found="abc")
 
 
@@ -123,7 +123,7 @@ def test_a_shorter_stop_string_does_not_wait_for_a_longer_one() -> None:
     check(["ab", "abc"], ["ab", "c"], expect=[""], found="ab")
 
 
-def test_stop_strings_with_characters_beyond_the_basic_plane() -> None:
+def test_stop_strings_with_characters_beyond_the_basic_plane_are_found() -> None:
     check(["🦆🦆"], ["x🦆", "y🦆", "🦆z"], expect=["x", "🦆y", ""], found="🦆🦆")
 
 
@@ -139,7 +139,7 @@ HOSTILE_STOPS = {
 
 @pytest.mark.parametrize("stops", HOSTILE_STOPS.values(), ids=HOSTILE_STOPS)
 @pytest.mark.parametrize("period", ["a", "ab", "aaab", fibonacci_word(377), "x"], ids=["a", "ab", "aaab", "fib", "x"])
-def test_a_character_costs_a_few_steps_whatever_the_stop_strings_are(stops: list[str], period: str) -> None:
+def test_number_of_steps_per_character_is_bounded_for_all_stop_strings(stops: list[str], period: str) -> None:
     text = (period * 2000)[:2000]
     finder = StopStringFinder(stops)
     line_count = 0
@@ -161,21 +161,21 @@ def test_a_character_costs_a_few_steps_whatever_the_stop_strings_are(stops: list
     assert line_count <= 40 * len(text)
 
 
-def test_no_character_of_the_text_stands_for_a_missing_one() -> None:
+def test_the_null_character_in_a_text_matches_no_state() -> None:
     finder = StopStringFinder(["a", "x", "ab"])
     assert finder.feed("a", may_complete=False) == ""
     assert finder.feed("\0") == "a\0"
     assert finder.found is None
 
 
-def test_finders_for_the_same_stop_strings_know_nothing_of_each_other() -> None:
+def test_finders_that_share_an_automaton_are_independent() -> None:
     one, other = StopStringFinder(["stop"]), StopStringFinder(["stop"])
     assert (one.feed("st"), other.feed("op")) == ("", "op")
     assert one.feed("op") == ""
     assert (one.found, other.found) == ("stop", None)
 
 
-def test_feeding_on_after_a_match_is_an_error() -> None:
+def test_feeding_after_a_match_is_an_error() -> None:
     finder = StopStringFinder(["x"])
     finder.feed("x")
     with pytest.raises(AssertionError):

@@ -1,4 +1,4 @@
-"""Structural tags in both spellings, as texts that they take and texts that they do not."""
+"""Structural tags in both notations: texts that the grammar accepts, and texts that it refuses."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ STRUCTURES = {
         ('<f=a>{"x": 1}', False),
     ],
 )
-def test_structures_and_triggers(text, is_taken):
+def test_structures_and_triggers_restrain_text(text, is_taken):
     check(STRUCTURES, text, is_taken)
 
 
@@ -84,10 +84,10 @@ ONE = '<t>{"x": 1}</t>'
             [f"x|{ONE}", f"|{ONE}"],
             [ONE, f"x||{ONE}"],
         ),
-        (tagged(begin="<|end|><", end="<|end|>"), ['<{"x": 1}'], ['<|end|><{"x": 1}']),  # an end token is no text
+        (tagged(begin="<|end|><", end="<|end|>"), ['<{"x": 1}'], ['<|end|><{"x": 1}']),  # an end token is not text
     ],
 )
-def test_formats(tag, taken, refused):
+def test_each_format_restrains_text(tag, taken, refused):
     for text in taken:
         check({"format": tag}, text, True)
     for text in refused:
@@ -116,7 +116,7 @@ for _ in range(40):
         ({"format": DEEP}, "format" + ".elements[0]" * 33),
     ],
 )
-def test_what_is_wrong_is_named_by_its_place(tag, param):
+def test_errors_in_a_structural_tag_name_their_place(tag, param):
     with pytest.raises(InvalidRequest) as raised:
         COMPILER.compile(StructuredOutput.structural_tag(tag))
     assert raised.value.param == f"structured.{param}"

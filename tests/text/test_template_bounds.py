@@ -1,4 +1,4 @@
-"""A template that runs away ends as that request's error, soon and with little memory."""
+"""A template that exceeds its bounds fails only its request, soon and with little memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.prompt import ChatPrompt
 from trioserve.text.chat_template import ChatTemplate
 
-MEMORY_BYTES_MAX = 260_000_000  # all that may be kept, and beside it the largest value in the widest characters
+# memory of all values that a template may keep, plus the largest value in the widest characters
+MEMORY_BYTES_MAX = 260_000_000
 
 DOUBLED_LIST = "{% set ns = namespace(x=['a']) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
 
@@ -25,7 +26,7 @@ def render(source: str) -> str:
 
 @pytest.fixture(autouse=True)
 def _bounded_memory() -> Iterator[None]:
-    """Beyond it a template fails with MemoryError, which is another message than the tests expect."""
+    """Limit the memory. Beyond the limit a template fails with MemoryError, whose message the tests do not expect."""
     in_use_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (in_use_bytes + MEMORY_BYTES_MAX, before[1]))
@@ -44,7 +45,7 @@ def _bounded_memory() -> Iterator[None]:
     "{% set x = ['a' * 1000000] * 15 %}{% for i in range(100000) %}{% set y = x | sort %}{% endfor %}",
     "{% for i in range(100000) %}{% set x = 'a' * 10000000 ~ 'b' %}{% endfor %}",
 ])  # fmt: skip
-def test_endless_work_is_cut_short(source: str) -> None:
+def test_endless_work_is_refused(source: str) -> None:
     with pytest.raises(InvalidRequest, match=r"it takes more|it handles more|it makes values|recursion"):
         render(source)
 
@@ -91,7 +92,7 @@ def test_endless_work_is_cut_short(source: str) -> None:
     "{% set ns = namespace() %}{% set ns.x = ns %}{{ ns }}",
     "{% set ns = namespace() %}{% set ns.x = [ns] %}{{ ns.x }}",
 ])  # fmt: skip
-def test_a_value_that_would_fill_the_memory_is_not_made(source: str) -> None:
+def test_a_value_that_would_fill_the_memory_is_refused(source: str) -> None:
     with pytest.raises(InvalidRequest, match=r"it makes|it formats|it indents|it prints|it handles"):
         render(source)
 
@@ -105,7 +106,7 @@ TWO_DOUBLED = (
 DEEP_TUPLE = "{% set ns = namespace(x=('a',)) %}{% for i in range(90000) %}{% set ns.x = (ns.x,) %}{% endfor %}"
 
 HOSTILE = {
-    # Fields of four digits, each allowed, all together not.
+    # Fields with widths of four digits. Each one is allowed, but not all together.
     "width x fields": ("{% set x = ('%(a)9999d' * 20000) % {'a': 1} %}", "it makes a value"),
     "five digits behind a name": ("{% set x = '%(a)1000000000d' % {'a': 1} %}", "it formats"),
     "five digits behind parentheses in a name": ("{% set x = '%((a))1000000000d' % {'(a)': 1} %}", "it formats"),
@@ -166,7 +167,7 @@ HOSTILE = {
     "keys less keys": (
         "{% set d = dict(range(90000) | map('string') | batch(2)) %}" + LOOP + "{% set x = d.keys() - d.keys() %}"
         + END, "it handles"),
-    # Texts into small things.
+    # Splitting texts.
     "list of a text": ("{% set x = ('ā' * 15000000) | list %}", "it makes values"),
     "length of a loop over a text": ("{% for c in 'ā' * 15000000 %}{{ loop.length }}{% endfor %}", "it takes"),
     "split": ("{% set x = ('a ' * 7000000).split() %}", "it makes values"),
@@ -211,7 +212,7 @@ HOSTILE = {
     "fromkeys": ("{% set x = dict.fromkeys(range(90000)) %}", "it calls type.fromkeys"),
     "int of another base": ("{% set x = ('v' * 1000000) | int(0, 32) %}", "it makes a number"),
     "round": ("{{ 1.5 | round(1000000, 'ceil') }}", "it makes a number"),
-    # Much in little: a round or a call is as dear as all that is in it.
+    # Large bodies: an iteration or a call costs as much as everything in it.
     "a long body": (LOOP + "{% set x = 1 %}" * 4000 + END, "it handles"),
     "a long list": (LOOP + "{% set x = [" + "1," * 15000 + "] %}" + END, "it handles"),
     "a long macro": (
@@ -223,27 +224,27 @@ HOSTILE = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("source", "said"), HOSTILE.values(), ids=HOSTILE)
-def test_a_hostile_template_ends_in_a_refusal(source: str, said: str) -> None:
+def test_a_hostile_template_is_refused(source: str, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
         render(source)
 
 
-def test_a_text_longer_than_any_context_is_cut_off() -> None:
+def test_a_rendered_text_longer_than_any_context_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="its text has more than 16,000,000 characters"):
         render("{% for i in range(2000) %}{{ 'a' * 10000 }}{% endfor %}")
 
 
-def test_a_range_beyond_the_sandboxs_own_limit_is_refused() -> None:
+def test_a_range_beyond_jinjas_own_limit_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="Range too big"):
         render("{{ range(10**9) }}")
 
 
-def test_constants_are_not_computed_when_a_template_is_compiled() -> None:
-    # In a branch that is never taken, a bound at rendering would not help.
+def test_constant_expressions_are_not_computed_at_compile_time() -> None:
+    # This branch is never taken, so no bound at rendering would protect it.
     assert render("{% if false %}{{ 'a' * 10**12 }}{{ 'a' | center(10**12) }}{% endif %}ok") == "ok"
 
 
-def test_each_rendering_has_bounds_of_its_own() -> None:
+def test_each_rendering_has_its_own_budget() -> None:
     source = "{% for a in range(90000) %}{% endfor %}done"
     for _ in range(8):
         assert render(source) == "done"
@@ -295,5 +296,5 @@ def test_a_long_chat_is_well_within_the_bounds() -> None:
      '{"a": [1, "x"]}[\n 1\n]{"a":1}'),
     ("{{ dict(a=1) }}{{ namespace(a=2).a }}{{ 'x' is in 'xyz' }}", "{'a': 1}2True"),
 ])  # fmt: skip
-def test_the_meter_changes_nothing_about_what_templates_mean(source: str, text: str) -> None:
+def test_charging_does_not_change_the_output_of_templates(source: str, text: str) -> None:
     assert render(source) == text

@@ -1,4 +1,4 @@
-"""A template without a place for tools does not drop them: they become plain messages in a format that is parsed."""
+"""If a template does not show tools, they become plain messages in a format that the server can parse."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def rendered(source: str, messages: list[dict[str, Any]], tools: list[dict[str, 
 
 
 @pytest.mark.parametrize("source", [PLAIN, NAMES_TOOLS_ONLY, PARTS])
-def test_tools_that_a_template_drops_stand_in_the_system_message(source: str) -> None:
+def test_tools_that_a_template_drops_are_described_in_the_system_message(source: str) -> None:
     text = rendered(source, [{"role": "system", "content": "Be brief."}, USER], TOOLS)
     assert text.startswith("<system>Be brief.\n\n# Tools")
     assert "Weather of a city." in text
@@ -54,7 +54,7 @@ def test_tools_that_a_template_drops_stand_in_the_system_message(source: str) ->
     assert text != rendered(source, [{"role": "system", "content": "Be brief."}, USER], None)
 
 
-def test_a_template_with_a_place_for_tools_is_left_to_itself() -> None:
+def test_a_template_that_shows_tools_gets_no_plain_messages() -> None:
     text = rendered(WITH_TOOLS, HISTORY, TOOLS)
     assert text.startswith("<tools>")
     assert '<call>weather {"city": "Oslo"}</call>' in text
@@ -62,7 +62,7 @@ def test_a_template_with_a_place_for_tools_is_left_to_itself() -> None:
     assert "# Tools" not in text
 
 
-def test_calls_and_results_that_a_template_drops_are_text() -> None:
+def test_calls_and_results_that_a_template_drops_become_text() -> None:
     text = rendered(PLAIN, HISTORY, None)
     assert (
         '<assistant><tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call></assistant>' in text
@@ -71,30 +71,30 @@ def test_calls_and_results_that_a_template_drops_are_text() -> None:
     assert "# Tools" not in text
 
 
-def test_without_a_place_for_the_system_the_user_says_it() -> None:
+def test_without_system_messages_the_users_message_describes_the_tools() -> None:
     text = rendered(NO_SYSTEM, [USER], TOOLS)
     assert text.startswith("<user># Tools")
     assert text.endswith("Oslo?</user>\n<assistant>")
 
 
-def test_what_a_template_cannot_take_at_all_is_refused_in_a_sentence() -> None:
+def test_a_chat_that_the_template_refuses_fails_with_its_message() -> None:
     strict = "{% if messages | length > 1 %}{{ raise_exception('one message only') }}{% endif %}" + PLAIN
     with pytest.raises(InvalidRequest, match="one message only"):
         rendered(strict, HISTORY, TOOLS)
 
 
-def test_a_chat_without_tools_is_as_it_was() -> None:
+def test_a_chat_without_tools_is_unchanged() -> None:
     assert rendered(PLAIN, [USER], None) == "<user>Oslo?</user>\n<assistant>"
 
 
-def test_the_last_message_can_be_continued_behind_tools() -> None:
+def test_the_final_message_can_be_continued_in_a_chat_with_tools() -> None:
     messages = [USER, {"role": "assistant", "content": "It is"}]
     text = rendered(PLAIN, messages, TOOLS, add_generation_prompt=False, continue_final_message=True)
     assert text.endswith("<assistant>It is")
     assert "# Tools" in text
 
 
-def test_wrong_arguments_are_named_by_their_place() -> None:
+def test_invalid_arguments_are_refused_and_the_error_names_their_place() -> None:
     broken = [USER, {**HISTORY[1], "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{"}}]}]
     for source in (PLAIN, WITH_TOOLS):
         with pytest.raises(InvalidRequest, match="not JSON") as caught:
@@ -124,7 +124,7 @@ ANSWER = {"role": "assistant", "content": "Rain."}
 
 @pytest.mark.parametrize("source", [JOINS, PRINTS])
 @pytest.mark.parametrize("tools", [TOOLS, None], ids=["tools", "no tools"])
-def test_templates_that_join_arguments_get_them_as_text(source: str, tools: list[dict[str, Any]] | None) -> None:
+def test_templates_that_join_arguments_to_text_get_json_text(source: str, tools: list[dict[str, Any]] | None) -> None:
     text = rendered(source, HISTORY, tools)
     assert '<call>weather {"city": "Oslo"}</call>' in text
     assert "<tool>rain" in text
@@ -141,19 +141,19 @@ def test_templates_that_dump_arguments_get_an_object(tools: list[dict[str, Any]]
     assert '<call>weather {"city": "Oslo"}</call>' in rendered(WITH_TOOLS, HISTORY, tools)
 
 
-def test_joined_arguments_are_checked_as_objects_are() -> None:
+def test_arguments_that_stay_json_text_are_checked_too() -> None:
     broken = [USER, {**HISTORY[1], "tool_calls": [_with_arguments("{")]}, HISTORY[2]]
     with pytest.raises(InvalidRequest, match="not JSON"):
         rendered(JOINS, broken, None)
 
 
-def test_a_history_that_shows_only_beside_tools_is_text_without_them() -> None:
+def test_a_history_that_is_shown_only_with_tools_becomes_text_without_tools() -> None:
     source = "{% if not tools %}" + PLAIN + "{% else %}" + WITH_TOOLS + "{% endif %}"
     assert "<call>weather" in rendered(source, HISTORY, TOOLS)
     assert "<tool_response>\nrain" in rendered(source, HISTORY, None)
 
 
-def test_a_developer_is_the_system_unless_the_template_knows_the_role() -> None:
+def test_developer_becomes_system_unless_the_template_knows_the_role() -> None:
     messages = [{"role": "developer", "content": "Be brief."}, USER]
     for source in (PLAIN, FIRST_SYSTEM):
         assert rendered(source, messages, None) == rendered(source, [SYSTEM, USER], None)
@@ -161,7 +161,7 @@ def test_a_developer_is_the_system_unless_the_template_knows_the_role() -> None:
 
 
 @pytest.mark.parametrize("later", [LATER, {**LATER, "role": "developer"}])
-def test_system_messages_that_a_template_drops_are_kept(later: dict[str, Any]) -> None:
+def test_system_messages_that_a_template_would_drop_are_moved(later: dict[str, Any]) -> None:
     text = rendered(FIRST_SYSTEM, [SYSTEM, later, USER], None)
     assert text.startswith("<system>Be brief.\n\nBe kind.\n")
     text = rendered(FIRST_SYSTEM, [SYSTEM, USER, ANSWER, later, USER], None)
@@ -172,23 +172,23 @@ def test_system_messages_that_a_template_drops_are_kept(later: dict[str, Any]) -
     assert text.startswith("<user>Be brief.\n\nOslo?")
 
 
-def test_parts_of_a_dropped_system_message_are_kept() -> None:
+def test_parts_of_a_moved_system_message_are_kept() -> None:
     later = {**LATER, "content": [{"type": "text", "text": "Be kind."}]}
     assert "<user>Be kind.\nOslo?" in rendered(JOINS, [USER, ANSWER, later, USER], None)
 
 
-def test_system_messages_that_a_template_shows_stay_where_they_are() -> None:
+def test_system_messages_that_a_template_shows_are_not_moved() -> None:
     text = rendered(PLAIN, [SYSTEM, LATER, USER, ANSWER, LATER, USER], None)
     assert text.count("<system>Be kind.</system>") == 2
 
 
-def test_text_beside_calls_that_a_template_drops_is_a_message_of_its_own() -> None:
+def test_content_of_a_message_with_calls_becomes_a_separate_message_if_dropped() -> None:
     messages = [USER, {**HISTORY[1], "content": "Let me look."}, HISTORY[2]]
     assert "<assistant>Let me look.<call>weather" in rendered(JOINS, messages, TOOLS)
     assert rendered(WITH_TOOLS, messages, TOOLS).count("Let me look.") == 1
 
 
-def test_an_unknown_role_is_refused_with_the_roles_that_are_known() -> None:
+def test_an_unknown_role_is_refused_and_the_error_lists_known_roles() -> None:
     for source in (PLAIN, FIRST_SYSTEM):
         with pytest.raises(InvalidRequest, match="'critic', allowed are assistant, developer, function") as caught:
             rendered(source, [USER, {"role": "critic", "content": "No."}], None)
@@ -196,6 +196,6 @@ def test_an_unknown_role_is_refused_with_the_roles_that_are_known() -> None:
 
 
 @pytest.mark.parametrize("test", ["message.role == 'critic'", "message['role'] in ['critic', 'judge']"])
-def test_a_role_that_the_template_names_is_taken(test: str) -> None:
+def test_a_role_that_the_template_names_is_accepted(test: str) -> None:
     source = PLAIN.replace("<{{ message.role }}>", "{% if " + test + " %}!{% endif %}<{{ message.role }}>", 1)
     assert "!<critic>No." in rendered(source, [USER, {"role": "critic", "content": "No."}], None)

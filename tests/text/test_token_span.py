@@ -1,4 +1,4 @@
-"""The least number of tokens of a text: never more than there are, for every kind of tokenizer, and near enough."""
+"""Lower bound of a text's token count: never above the real count, for every kind of tokenizer, and close to it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LONG_WORD = "=" * 40
 
 
 def bytes_backend(*words: str, **model_options: Any) -> tokenizers.Tokenizer:
-    """A byte-level vocabulary with these words, too, which are taken whole."""
+    """Make a byte-level vocabulary with additional words, which become one token each."""
     vocabulary = {token: token_id for token_id, token in enumerate([*byte_alphabet(), *words])}
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, [], ignore_merges=True, **model_options))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -41,7 +41,7 @@ def space_taking_backend() -> tokenizers.Tokenizer:
 
 
 def metaspace_backend() -> tokenizers.Tokenizer:
-    """SentencePiece as newer tokenizer.json files write it."""
+    """Make a SentencePiece vocabulary as newer tokenizer.json files describe it."""
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁▁▁▁": 256, "▁": 257, "▁▁": 258}
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, [("▁", "▁"), ("▁▁", "▁▁")], byte_fallback=True))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
@@ -49,7 +49,7 @@ def metaspace_backend() -> tokenizers.Tokenizer:
 
 
 def incomplete_backend(**model_options: Any) -> tokenizers.Tokenizer:
-    """Without a token for the letter x, and for bytes that no UTF-8 has."""
+    """Make a byte-level vocabulary that lacks tokens for the letter x and for bytes that UTF-8 never has."""
     vocabulary = {character: byte for character, byte in byte_alphabet().items() if byte != ord("x") and byte < 0xF5}
     backend = tokenizers.Tokenizer(models.BPE(vocabulary | {"?": 256}, [], **model_options))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -72,7 +72,7 @@ texts = st.lists(
         st.sampled_from(
             [" ", "\n", "a", "=", LONG_WORD, "▁", "<mask>", "<end>", "<|end|>", "<think>", "\u3000", "\x1c"]
         ),
-        # What NFC shortens most: singletons, and letters with their accents apart.
+        # Texts that NFC shortens most: singletons, and letters with separate accents.
         st.sampled_from(["\u212a", "\u1fbe\u0308\u0301", "\u1100\u1161\u11a8", "\u212b\u0301", "\u1fef"]),
     ).map(lambda piece: piece * 3)
 ).map("".join)
@@ -80,7 +80,7 @@ texts = st.lists(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BOUNDED)
-def test_no_text_has_fewer_tokens_than_said(name: str) -> None:
+def test_no_text_has_fewer_tokens_than_the_bound(name: str) -> None:
     backend = BOUNDED[name]()
     span = TokenSpan(backend)
     assert span.bytes_max is not None
@@ -94,7 +94,7 @@ def test_no_text_has_fewer_tokens_than_said(name: str) -> None:
 
 @pytest.mark.slow
 @given(texts)
-def test_no_text_of_a_trained_vocabulary_has_fewer_tokens_than_said(
+def test_no_text_of_a_trained_vocabulary_has_fewer_tokens_than_the_bound(
     byte_level: Tokenizer, sentence_piece: Tokenizer, text: str
 ) -> None:
     for tokenizer in (byte_level, sentence_piece):
@@ -103,7 +103,7 @@ def test_no_text_of_a_trained_vocabulary_has_fewer_tokens_than_said(
 
 
 @pytest.mark.parametrize("name", BOUNDED)
-def test_a_text_across_many_slices_is_counted_whole(name: str) -> None:
+def test_a_text_of_several_slices_is_counted_completely(name: str) -> None:
     span = TokenSpan(BOUNDED[name]())
     assert span.bytes_max is not None
     for character in ("a", "é", "🦆"):
@@ -111,24 +111,24 @@ def test_a_text_across_many_slices_is_counted_whole(name: str) -> None:
         assert span.token_count_min(character * 3 * SLICE_CHARACTERS) == -(-byte_count // span.bytes_max)
 
 
-def test_the_packaged_model_is_bounded_by_its_longest_token(smollm2: Tokenizer) -> None:
+def test_bound_of_the_packaged_model_is_its_longest_token(smollm2: Tokenizer) -> None:
     longest = max(map(smollm2.token_bytes, range(smollm2.vocab_size)), key=len)
     text = longest.decode() * 1000
     assert smollm2.token_count_min(text) == 1000 <= len(smollm2.encode(text))
 
 
-def test_characters_that_vanish_are_not_counted(smollm2: Tokenizer) -> None:
-    """The packaged model's vocabulary has no token for some control characters, and they are simply left out."""
+def test_characters_without_a_token_are_not_counted(smollm2: Tokenizer) -> None:
+    """The packaged model's vocabulary has no token for some control characters, so the tokenizer drops them."""
     assert smollm2.encode("a" + "\x04" * 1000) == smollm2.encode("a")
     assert smollm2.token_count_min("a" + "\x04" * 1000) == 1
 
 
-def test_one_byte_a_token_is_bounded_by_the_longest_special_one() -> None:
+def test_bound_of_single_byte_tokens_is_the_longest_special_token() -> None:
     tokenizer = byte_tokenizer()
     assert tokenizer.token_count_min("<|end|>" * 50) == 50 == len(tokenizer.encode("<|end|>" * 50))
 
 
-def test_a_token_that_takes_spaces_along_makes_them_count_nothing() -> None:
+def test_spaces_are_not_counted_if_a_token_absorbs_them() -> None:
     backend = space_taking_backend()
     text = "<end>" + " \n\u3000" * 100_000
     assert len(backend.encode(text).ids) == 1
@@ -196,23 +196,23 @@ def incomplete_fallback_backend() -> tokenizers.Tokenizer:
         incomplete_fallback_backend,
     ],
 )
-def test_where_text_may_vanish_nothing_is_claimed(backend: Any) -> None:
+def test_no_minimum_token_count_if_tokenizer_may_drop_text(backend: Any) -> None:
     span = TokenSpan(backend())
     assert span.bytes_max is None
     assert span.token_count_min("x" * 100_000) == 0
 
 
 @pytest.mark.slow
-def test_composing_shortens_no_text_by_more_than_the_factor() -> None:
-    """For every character of Unicode: NFC writes it for at most the longest spellings of what it decomposes into."""
+def test_nfc_shortens_no_text_by_more_than_the_factor() -> None:
+    """For every character, compare its length with the longest spellings of its decomposed parts."""
     characters = [chr(point) for point in range(sys.maxunicode + 1) if not 0xD800 <= point <= 0xDFFF]
     decomposed = {character: unicodedata.normalize("NFD", character) for character in characters}
-    weight: dict[str, int] = {}  # the longest character that stands for this one alone
+    weight: dict[str, int] = {}  # bytes of the longest character that decomposes into this one alone
     for character, parts in decomposed.items():
         if len(parts) == 1:
             weight[parts] = max(weight.get(parts, 0), len(character.encode()))
     for character, parts in decomposed.items():
         spelled = sum(weight[part] for part in parts)
-        assert len(character.encode()) <= spelled  # so no other character stands for the parts at greater length
+        assert len(character.encode()) <= spelled  # so no other composed character is longer than its parts
         if unicodedata.normalize("NFC", character) == character:
             assert spelled <= NFC_SHRINKS_AT_MOST * len(character.encode())

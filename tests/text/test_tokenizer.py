@@ -1,4 +1,4 @@
-"""What encode, decode and the views of single tokens promise, for both kinds of vocabulary."""
+"""Tokenizer.encode, decode and the methods for single tokens, for both kinds of vocabulary."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ def words_backend(decoder: object) -> tokenizers.Tokenizer:
 
 @pytest.mark.parametrize("text", ROUND_TRIP_TEXTS)
 @pytest.mark.parametrize("kind", ["byte_level", "sentence_piece"])
-def test_any_text_comes_back_whole(kind: str, text: str, request: pytest.FixtureRequest) -> None:
+def test_decoding_an_encoded_text_returns_the_text(kind: str, text: str, request: pytest.FixtureRequest) -> None:
     tokenizer: Tokenizer = request.getfixturevalue(kind)
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 @pytest.mark.parametrize("text", ["\ud83d", "ab\udc00c", "\ud83d\ude00"])
-def test_lone_surrogates_are_the_callers_fault(text: str, byte_level: Tokenizer) -> None:
+def test_lone_surrogates_are_an_invalid_request(text: str, byte_level: Tokenizer) -> None:
     with pytest.raises(InvalidRequest, match=r"U\+D[8-F].. at character [02], which is half of a surrogate pair"):
         byte_level.encode(text)
 
 
-def test_special_tokens_in_a_text_are_taken_as_such(byte_level: Tokenizer) -> None:
+def test_special_tokens_in_a_plain_text_become_special_tokens(byte_level: Tokenizer) -> None:
     token_ids = byte_level.encode("a<|end|>b")
     assert token_ids[1] == byte_level.eos_token_id == 0
     assert byte_level.decode(token_ids) == "ab"
     assert byte_level.decode(token_ids, skip_special_tokens=False) == "a<|end|>b"
 
 
-def test_user_defined_tokens_are_whole_but_not_hidden(byte_level: Tokenizer) -> None:
+def test_user_defined_tokens_are_one_token_and_not_hidden(byte_level: Tokenizer) -> None:
     assert byte_level.encode("<think>x")[0] == 3
     assert not byte_level.is_special(3)
     assert byte_level.is_special(0)
     assert byte_level.decode([3, 0]) == "<think>"
 
 
-def test_a_token_that_is_half_a_character_has_exact_bytes(byte_level: Tokenizer, sentence_piece: Tokenizer) -> None:
+def test_a_token_of_part_of_a_character_has_exact_bytes(byte_level: Tokenizer, sentence_piece: Tokenizer) -> None:
     for tokenizer in (byte_level, sentence_piece):
         token_ids = tokenizer.encode("🦆", add_special_tokens=False)
         assert len(token_ids) >= 4
@@ -71,7 +71,7 @@ def test_every_token_has_the_bytes_it_decodes_to(smollm2: Tokenizer) -> None:
         assert smollm2.token_bytes(token_id).decode("utf-8", "replace") == expected
 
 
-def test_ids_without_a_text_are_empty_everywhere(byte_level: Tokenizer) -> None:
+def test_ids_without_a_text_decode_to_nothing(byte_level: Tokenizer) -> None:
     for token_id in (-1, byte_level.vocab_size, 2**31, 2**32, 2**70):
         assert byte_level.token_text(token_id) == ""
         assert byte_level.token_bytes(token_id) == b""
@@ -79,14 +79,14 @@ def test_ids_without_a_text_are_empty_everywhere(byte_level: Tokenizer) -> None:
         assert not byte_level.is_special(token_id)
 
 
-def test_all_ids_with_a_text_lie_below_vocab_size(byte_level: Tokenizer, sentence_piece: Tokenizer) -> None:
+def test_all_ids_with_a_text_are_below_vocab_size(byte_level: Tokenizer, sentence_piece: Tokenizer) -> None:
     for tokenizer in (byte_level, sentence_piece):
         assert tokenizer.token_text(tokenizer.vocab_size - 1) != ""
         assert tokenizer.token_text(tokenizer.vocab_size) == ""
 
 
 @pytest.mark.parametrize("decoder", [decoders.WordPiece(cleanup=False), decoders.Metaspace()], ids=["bert", "xlm-r"])
-def test_decoders_of_encoders_decode_as_the_library_does(decoder: decoders.Decoder) -> None:
+def test_decoders_of_encoder_models_decode_like_the_library(decoder: decoders.Decoder) -> None:
     tokens = ["▁a", "b", "##c", "##", "▁", "é"]
     backend = tokenizers.Tokenizer(models.WordLevel({token: index for index, token in enumerate(tokens)}, "b"))
     backend.decoder = decoder
@@ -95,20 +95,20 @@ def test_decoders_of_encoders_decode_as_the_library_does(decoder: decoders.Decod
         assert tokenizer.decode(token_ids) == backend.decode(token_ids)
 
 
-def test_added_tokens_beyond_the_vocabulary_count() -> None:
+def test_vocab_size_includes_added_tokens() -> None:
     backend = words_backend(None)
     backend.add_special_tokens(["<s>"])
     assert tokenizer_of(backend).vocab_size == 4
 
 
-def test_truncation_and_padding_of_the_training_setup_are_off() -> None:
+def test_truncation_and_padding_in_the_file_are_ignored() -> None:
     backend = words_backend(None)
     backend.enable_truncation(2)
     backend.enable_padding(length=8, pad_id=2, pad_token="?")
     assert tokenizer_of(backend).encode("hello world hello") == [0, 1, 0]
 
 
-def test_a_word_list_without_a_decoder_is_joined_with_spaces() -> None:
+def test_words_of_a_tokenizer_without_decoder_are_joined_with_spaces() -> None:
     tokenizer = tokenizer_of(words_backend(None))
     assert tokenizer.decode([0, 1, 0]) == "hello world hello"
     assert tokenizer.token_text(1) == " world"
@@ -135,7 +135,7 @@ def test_a_decoder_that_cannot_be_streamed_is_refused(decoder: object) -> None:
     decoders.Sequence([TO_SPACE, BYTES, FUSE]),
     decoders.Sequence([TO_SPACE, BYTES, FUSE, decoders.Strip(" ", 2, 0)]),
 ])  # fmt: skip
-def test_decoders_of_the_two_families_decode_as_the_library_does(decoder: decoders.Decoder) -> None:
+def test_decoders_of_generative_models_decode_like_the_library(decoder: decoders.Decoder) -> None:
     tokens = ["▁a", "b▁", "▁", "<0x41>", "<0xC3>", "<0xA9>", "Ġx", "Ã", "©", "plain", "▁▁"]
     backend = tokenizers.Tokenizer(models.WordLevel({token: index for index, token in enumerate(tokens)}, "plain"))
     backend.decoder = decoder
@@ -144,7 +144,7 @@ def test_decoders_of_the_two_families_decode_as_the_library_does(decoder: decode
         assert tokenizer.decode(token_ids) == backend.decode(token_ids)
 
 
-def test_a_tokenizer_has_the_name_of_its_vocabulary_and_template(byte_level: Tokenizer) -> None:
+def test_name_of_a_tokenizer_depends_on_vocabulary_and_template(byte_level: Tokenizer) -> None:
     decoder = decoders.WordPiece()
     names = {tokenizer_of(words_backend(decoder)).name() for _ in range(2)}
     parts = TokenizerParts(
@@ -161,7 +161,7 @@ def test_a_tokenizer_has_the_name_of_its_vocabulary_and_template(byte_level: Tok
     ("{% for m in messages %}<|user|>{{ m['content'] }}\n{% endfor %}", [0]),
     ("{{ raise_exception('no') }}", [0]),
 ])  # fmt: skip
-def test_a_response_ends_with_eos_or_with_what_the_template_writes_behind_a_turn(
+def test_end_tokens_are_eos_and_the_token_that_the_template_writes_after_a_turn(
     template: str | None, ends: list[int], byte_level_metadata: dict[str, Any]
 ) -> None:
     metadata = byte_level_metadata | {"tokenizer.ggml.eos_token_id": 0}

@@ -1,4 +1,4 @@
-"""Whatever a tokenizer's files hold, reading and using them ends in a tokenizer or in an error of our own."""
+"""Whatever a tokenizer's files contain, loading and using them ends in a tokenizer or in one of our own errors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def use(tokenizer: Tokenizer) -> None:
 
 
 def mutated(value: Any, rng: random.Random, depth: int = 0) -> Any:
-    """The value with one place in it changed to something that nobody expects there."""
+    """Return the value with one place in it changed to an unexpected value."""
     if depth and rng.random() < 0.3:
         return rng.choice(ODD_VALUES)
     if isinstance(value, dict) and value:
@@ -75,7 +75,7 @@ def directory_files(byte_level_library: tokenizers.Tokenizer) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
-def test_changed_values_in_a_directory(directory_files: dict[str, Any], tmp_path: Path, seed: int) -> None:
+def test_changed_values_in_a_directory_are_no_crash(directory_files: dict[str, Any], tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(60):
         changed = {name: directory_files[name] for name in FILES}
@@ -90,7 +90,7 @@ def test_changed_values_in_a_directory(directory_files: dict[str, Any], tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
-def test_changed_bytes_in_a_directory(directory_files: dict[str, Any], tmp_path: Path, seed: int) -> None:
+def test_changed_bytes_in_a_directory_are_no_crash(directory_files: dict[str, Any], tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     whole = {name: json.dumps(content).encode() for name, content in directory_files.items()}
     for _ in range(60):
@@ -108,11 +108,11 @@ def test_changed_bytes_in_a_directory(directory_files: dict[str, Any], tmp_path:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_changed_metadata(
+def test_changed_gguf_metadata_is_no_crash(
     byte_level_metadata: dict[str, Any], sentence_piece_metadata: dict[str, Any], seed: int
 ) -> None:
     rng = random.Random(seed)
-    # Of a GGUF file: no halves of characters, no null, numbers of 64 bits.
+    # Values that a GGUF file can have: no lone surrogates, no null, 64-bit numbers.
     for _ in range(60):
         metadata = rng.choice((byte_level_metadata, sentence_piece_metadata))
         for _ in range(rng.choice((1, 1, 2, 3))):
@@ -152,7 +152,7 @@ def test_only_a_panic_becomes_a_load_error(kind: type[BaseException]) -> None:
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
-def test_half_a_character_is_a_load_error(directory: Path, name: str) -> None:
+def test_a_lone_surrogate_in_a_file_is_a_load_error(directory: Path, name: str) -> None:
     check_refused(directory, name, {"bos_token": "\ud800"}, f"{name} cannot be read as JSON")
 
 
@@ -180,7 +180,7 @@ def sentence_pieces(tokens: list[str]) -> Mapping[str, object]:
     (["a" * 100_000], "a token of 100000 characters"),
     (["abcdefgh"[index] * length for index in range(8) for length in range(1, 257)], "in more than"),
 ])  # fmt: skip
-def test_tokens_of_which_too_many_merges_follow_are_refused(tokens: list[str], said: str) -> None:
+def test_tokens_that_imply_too_many_merges_are_refused(tokens: list[str], said: str) -> None:
     with pytest.raises(ModelLoadError, match=said):
         vocabulary_from_gguf(sentence_pieces(tokens))
 

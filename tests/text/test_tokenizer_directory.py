@@ -1,4 +1,4 @@
-"""Reading a tokenizer from a directory as model hubs have them, and refusing damaged ones in one sentence."""
+"""Loading a tokenizer from a directory as on model hubs. Damaged directories are refused in one sentence."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOOL_CHAT = ChatPrompt(messages=[{"role": "user", "content": "hi"}], tools=[{"ty
 
 @pytest.fixture
 def make_directory(tmp_path: Path, byte_level_library: tokenizers.Tokenizer) -> MakeDirectory:
-    """A directory with tokenizer.json and the given files: text, or values that are written as JSON."""
+    """Return a function that makes a directory with tokenizer.json and the given files of text or JSON values."""
 
     def make(**files: object) -> Path:
         byte_level_library.save(str(tmp_path / "tokenizer.json"))
@@ -33,7 +33,7 @@ def make_directory(tmp_path: Path, byte_level_library: tokenizers.Tokenizer) -> 
     return make
 
 
-def test_tokenizer_json_alone_is_enough(make_directory: MakeDirectory, byte_level: Tokenizer) -> None:
+def test_a_directory_needs_only_tokenizer_json(make_directory: MakeDirectory, byte_level: Tokenizer) -> None:
     tokenizer = Tokenizer.from_directory(make_directory())
     text = "The <|user|> 🦆 2024"
     assert tokenizer.encode(text) == byte_level.encode(text)
@@ -64,7 +64,7 @@ def test_a_named_special_token_outside_the_vocabulary_has_no_id(make_directory: 
     ({"add_bos_token": True, "add_eos_token": True}, (True, True)),
     ({"add_bos_token": False, "add_eos_token": True}, (False, True)),
 ])  # fmt: skip
-def test_the_ends_of_a_text_follow_the_config(
+def test_bos_and_eos_are_added_as_the_config_says(
     config: dict[str, Any], ends: tuple[bool, bool], make_directory: MakeDirectory
 ) -> None:
     named = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
@@ -76,13 +76,13 @@ def test_the_ends_of_a_text_follow_the_config(
     assert 1 not in plain
 
 
-def test_an_ordinary_token_named_as_end_token_becomes_special(make_directory: MakeDirectory) -> None:
+def test_an_ordinary_token_that_the_config_names_as_eos_becomes_special(make_directory: MakeDirectory) -> None:
     tokenizer = Tokenizer.from_directory(make_directory(tokenizer_config={"eos_token": "<think>"}))
     assert tokenizer.is_special(3)
     assert tokenizer.decode(tokenizer.encode("a<think>b")) == "ab"
 
 
-def test_tokens_that_only_the_config_knows_are_added(make_directory: MakeDirectory, byte_level: Tokenizer) -> None:
+def test_tokens_that_only_the_config_has_are_added(make_directory: MakeDirectory, byte_level: Tokenizer) -> None:
     size = byte_level.vocab_size
     decoder = {
         str(size + 1): {"content": "<plain>", "special": False},
@@ -109,7 +109,7 @@ def test_tokens_of_added_tokens_json_are_added(make_directory: MakeDirectory, by
                                              {"name": "tool_use", "template": "two"}]}}, "one", "two"),
     ({"tokenizer_config": {"chat_template": [{"name": "default", "template": "one"}]}}, "one", "one"),
 ])  # fmt: skip
-def test_the_chat_template_may_stand_in_several_places(
+def test_the_chat_template_is_found_in_several_files(
     files: dict[str, Any], plain: str, with_tools: str, make_directory: MakeDirectory
 ) -> None:
     template = Tokenizer.from_directory(make_directory(**files)).chat_template
@@ -157,7 +157,7 @@ def test_a_damaged_tokenizer_json_is_refused(content: bytes, tmp_path: Path) -> 
     ({"added_tokens": {"<more>": None}}, r"added_tokens\.json names None"),
     ({"tokenizer_config": {"added_tokens_decoder": {"9999": {"content": "<far>"}}}}, "'<far>' is said to have id 9999"),
 ])  # fmt: skip
-def test_a_damaged_or_contradictory_file_is_refused_by_name(
+def test_a_damaged_or_contradictory_file_is_refused_and_the_error_names_it(
     files: dict[str, Any], said: str, make_directory: MakeDirectory
 ) -> None:
     with pytest.raises(ModelLoadError, match=said):

@@ -1,4 +1,4 @@
-"""Patterns of tokenizers that backtrack too long are refused when a model is loaded, and no others."""
+"""Patterns of tokenizers that backtrack too long are refused when a model is loaded, and all others are accepted."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def splitting(pattern: str) -> Tokenizer:
 
 
 @pytest.mark.parametrize("pattern", ["(a+)+$", "(a|aa)+$", r"(\p{L}+)+$"])
-def test_a_pattern_that_goes_back_without_end_is_refused(pattern: str) -> None:
+def test_a_pattern_that_backtracks_too_long_is_refused(pattern: str) -> None:
     with pytest.raises(ModelLoadError, match=r"tokenizer\.json: its patterns .* backtrack too long"):
         check_patterns(splitting(pattern), FILE)
 
 
 @pytest.mark.parametrize("part", ["normalizer", "decoder"])
-def test_patterns_of_other_parts_are_tried_too(part: str) -> None:
+def test_patterns_of_normalizer_and_decoder_are_tried_too(part: str) -> None:
     tokenizer = Tokenizer(models.BPE())
     setattr(tokenizer, part, {"normalizer": normalizers, "decoder": decoders}[part].Replace(Regex("(a+)+$"), "x"))
     with pytest.raises(ModelLoadError, match="backtrack too long"):
@@ -43,7 +43,7 @@ def test_a_process_that_takes_too_long_is_killed(monkeypatch: pytest.MonkeyPatch
         check_patterns(splitting("a*a*a*b"), FILE)
 
 
-def test_ordinary_patterns_are_read() -> None:
+def test_ordinary_patterns_are_accepted() -> None:
     for pattern in (
         r" ?\p{L}+(?:['-]\p{L}+)*|\s+",
         r"\p{N}{1,3}(?=(?:\p{N}{3})*(?:\P{N}|$))",
@@ -59,7 +59,7 @@ TWICE = processors.TemplateProcessing(single="$A $A", pair=None, special_tokens=
 
 
 def charsmap(*texts: str) -> bytes:
-    """A table of SentencePiece with an empty trie."""
+    """Return a table of SentencePiece with an empty trie."""
     return (4).to_bytes(4, "little") + bytes(4) + b"".join(text.encode() + b"\0" for text in texts)
 
 
@@ -75,14 +75,14 @@ def charsmap(*texts: str) -> bytes:
     ],
     ids=["normalizers", "table", "regular expression", "decoders", "templates", "template"],
 )
-def test_a_tokenizer_that_makes_texts_very_long_is_refused(part: str, value: object) -> None:
+def test_a_tokenizer_that_lengthens_texts_too_much_is_refused(part: str, value: object) -> None:
     tokenizer = Tokenizer(models.BPE())
     setattr(tokenizer, part, value)
     with pytest.raises(ModelLoadError, match=f"tokenizer.json: its {part} may make a text more than 64 times"):
         check_tokenizer(tokenizer, FILE)
 
 
-def test_growth_of_the_normalizer_and_of_the_template_is_multiplied() -> None:
+def test_growth_by_normalizer_and_template_is_multiplied() -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.Sequence([DOUBLING] * 5)
     tokenizer.post_processor = processors.TemplateProcessing(single="$A $A $A", pair=None, special_tokens=[])
@@ -90,13 +90,13 @@ def test_growth_of_the_normalizer_and_of_the_template_is_multiplied() -> None:
         check_tokenizer(tokenizer, FILE)
 
 
-def test_words_without_bound_are_refused() -> None:
+def test_a_word_limit_that_is_too_high_is_refused() -> None:
     tokenizer = Tokenizer(models.WordPiece({"a": 0}, unk_token="a", max_input_chars_per_word=10**9))
     with pytest.raises(ModelLoadError, match="max_input_chars_per_word is 1000000000, allowed are 1000"):
         check_tokenizer(tokenizer, FILE)
 
 
-def test_rules_of_real_tokenizers_are_read() -> None:
+def test_rules_of_real_tokenizers_are_accepted() -> None:
     tokenizer = Tokenizer(models.WordPiece({"a": 0}, unk_token="a"))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])

@@ -1,4 +1,4 @@
-"""Tools and their calls in the prompts of templates that have no place for them."""
+"""Tools and their calls in prompts of templates that do not show them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WEATHER = OfferedTool(name="get_weather", description="Tells the weather", param
 CALL = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}
 
 
-def test_the_system_message_shows_every_tool_and_the_way_to_call():
+def test_the_system_message_describes_every_tool_and_the_format_of_calls():
     [system, user] = plain_messages([{"role": "user", "content": "Hi"}], [WEATHER], "hermes")
     assert system["role"] == "system"
     assert (
@@ -28,7 +28,7 @@ def test_the_system_message_shows_every_tool_and_the_way_to_call():
     assert user == {"role": "user", "content": "Hi"}
 
 
-def test_the_tools_stand_behind_what_the_system_message_says():
+def test_tools_are_appended_to_the_system_message():
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     plain = plain_messages(messages, [WEATHER], "hermes")
     assert plain[0]["content"].startswith("Be brief.\n\n# Tools")
@@ -60,7 +60,7 @@ def test_calls_and_results_become_text():
     ]
 
 
-def test_arguments_that_are_objects_already_are_taken_too():
+def test_arguments_may_be_objects_and_calls_in_the_older_shape():
     call = {"function": {"name": "get_weather", "arguments": {"city": "Zürich"}}}
     [message] = plain_messages([{"role": "assistant", "content": "", "tool_calls": [call]}], [], "llama3_json")
     assert message["content"] == '{"name": "get_weather", "parameters": {"city": "Zürich"}}'
@@ -70,5 +70,5 @@ def test_arguments_that_are_objects_already_are_taken_too():
 
 
 @pytest.mark.parametrize("family", sorted(TOOL_FAMILIES))
-def test_every_family_can_say_how_a_call_looks(family):
+def test_every_family_can_describe_its_format_of_calls(family):
     assert "function_name" in tools_text(family, [WEATHER])

@@ -1,4 +1,7 @@
-"""Texts that must not be generated. If all tokens of such a text but the last are written, its last token is barred."""
+"""Bad words: texts that must not be generated.
+
+Once all tokens of such a text but the last are written, the last is barred.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ class BadWords:
 
     def __init__(self, words: Iterable[str], encode: Callable[[str], Sequence[int]]) -> None:
         alone: set[int] = set()
-        last_ids: dict[str, set[int]] = {}  # by the tokens before the last one
+        last_ids: dict[str, set[int]] = {}  # last tokens of bad words, by the tokens before the last token
         for word in words:
             for text in {word, f" {word.lstrip()}"}:
                 *before, last = encode(text) or (-1,)

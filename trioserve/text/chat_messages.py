@@ -12,9 +12,9 @@ from trioserve.contracts.prompt import ChatPrompt
 __all__ = ["IMAGE_MARK", "ContentFormat", "check_shape", "prepared_messages"]
 
 ARGUMENT_DEPTH_MAX = 64  # templates print arguments recursively; arguments of real tools nest up to ten deep
-ARGUMENT_VALUES_MAX = 100_000  # in all calls of a chat; Python objects take ten times the memory of their JSON text
+ARGUMENT_VALUES_MAX = 100_000  # values in all calls; Python objects take ten times the memory of their JSON text
 JSON_DEPTH_MAX = 64  # templates print these values recursively, too; schemas of real tools nest up to ten deep
-JSON_VALUES_MAX = 100_000  # in one field; Python objects take ten times the memory of their JSON text
+JSON_VALUES_MAX = 100_000  # values in one field; Python objects take ten times the memory of their JSON text
 _VALUE_MARKS = (",", "[", "{")  # each value except the first follows one of these
 
 

@@ -56,7 +56,7 @@ class ChatTemplate:
     def text(self) -> str:
         """Text of the template, followed by the template for tools.
 
-        It shows in which format the model writes reasoning and calls.
+        Both show in which format the model writes reasoning and calls.
         """
         return self.source if self._tool_source is None else f"{self.source}\n{self._tool_source}"
 

@@ -118,7 +118,7 @@ class GrammarCompiler:
         cpu_seconds: Returns the CPU time of the calling thread so far, in seconds.
 
     Attributes:
-        hits_total: Number of requests whose grammar was in the cache.
+        hits_total: Number of times that a grammar was found in the cache.
         compiles_total: Number of grammars that were compiled.
     """
 

@@ -3,7 +3,7 @@
 The stop strings become one automaton (A. V. Aho and M. J. Corasick, "Efficient string matching: an aid to bibliographic
 search", CACM 18, 1975). Each state is a prefix of a stop string. The current state is the longest such prefix that is a
 suffix of the text so far. Each character costs two comparisons on average, however many stop strings there are, and
-however much they overlap with each other or with the text.
+however much the stop strings overlap with each other or with the text.
 """
 
 from __future__ import annotations

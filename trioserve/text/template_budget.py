@@ -14,7 +14,8 @@ __all__ = ["Budget", "TemplateTooCostly", "budget", "json_size", "length", "prin
 
 STEPS_MAX = 500_000  # loop iterations, 1 to 2 s in total; a chat of 1,000 messages takes a tenth
 CHARACTERS_MAX = 256_000_000  # read or written by all operations of a template, less than 1 s of copying
-VALUE_CHARACTERS_MAX = 16_000_000  # of one value, and of the result: four million tokens, more than any context
+# size of one value, and of the result; more than any context, with four million tokens
+VALUE_CHARACTERS_MAX = 16_000_000
 MADE_BYTES_MAX = 128 * 2**20  # of all values together, since a template may keep them all; a long chat makes 20 MiB
 INTEGER_BITS_MAX = 4096
 

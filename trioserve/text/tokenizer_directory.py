@@ -17,8 +17,8 @@ from trioserve.text.tokenizer_patterns import check_tokenizer
 
 __all__ = ["TokenizerDirectory"]
 
-TOKENIZER_BYTES_MAX = 256 * 2**20  # of tokenizer.json; the largest vocabularies take 35 MB
-JSON_BYTES_MAX = 32 * 2**20  # of each other file; with a full list of added tokens such a file has about 5 MB
+TOKENIZER_BYTES_MAX = 256 * 2**20  # size of tokenizer.json; the largest vocabularies take 35 MB
+JSON_BYTES_MAX = 32 * 2**20  # size of each other file; with a full list of added tokens it has about 5 MB
 JSON_MARKS_MAX = 2**20  # commas and opening brackets; bounds the number of values, of about 100 bytes each in memory
 TEMPLATE_BYTES_MAX = 2**20  # four times TEMPLATE_CHARACTERS_MAX, since a character may take four bytes
 

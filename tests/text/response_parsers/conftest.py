@@ -1,4 +1,4 @@
-"""What the tests of all families share: how a text is read, whole and in any pieces."""
+"""Tools for the tests of all families: parsing of a text as a whole and in pieces."""
 
 from __future__ import annotations
 
@@ -33,7 +33,15 @@ TOOLS = (WEATHER, TIME, WRITE)
 
 
 class Read(msgspec.Struct, frozen=True):
-    """calls: name and arguments, of those that ended. begun: the names of all."""
+    """Result of parsing a response.
+
+    Attributes:
+        content: Joined content.
+        reasoning: Joined reasoning.
+        calls: Name and arguments of each complete call.
+        begun: Names of all calls, complete or not.
+        ids: Ids of all calls.
+    """
 
     content: str
     reasoning: str
@@ -58,7 +66,7 @@ def read_pieces(
     begun = [part for part in parts if isinstance(part, ToolCallBegin)]
     assert [part.index for part in begun] == list(range(len(begun)))
     open_index: int | None = None
-    for part in parts:  # a call's arguments and its end come behind its beginning, and before the next one's
+    for part in parts:  # the arguments and the end of a call come after its beginning, and before the next call
         if isinstance(part, ToolCallBegin):
             open_index = part.index
         elif isinstance(part, ToolCallArguments | ToolCallEnd):
@@ -71,7 +79,7 @@ def read_pieces(
 
 @pytest.fixture(scope="session")
 def read() -> Callable[..., Read]:
-    """Reads a text whole, character by character, and in pairs, and sees that it is the same."""
+    """Return a function that parses a text whole and in pieces of 1, 2 and 7 characters, with equal results."""
 
     def read_text(text: str, tool_family: str | None, reasoning_family: str | None = None, **options: object) -> Read:
         whole = read_pieces([text], tool_family, reasoning_family, **options)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Whatever a model writes: no text raises, how it is cut does not matter, nothing is invented, and it comes early."""
+"""Parsers handle any text of a model: no error, no dependence on pieces, nothing invented, and nothing delayed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ COMMON = [
 
 
 def fragments_of(family: str) -> list[str]:
-    """What the family's texts are made of: its written calls, cut at what may be a mark."""
+    """Return fragments of the family's texts: calls as it writes them, split at possible marks."""
     texts = [TOOL_FAMILIES[family].call_format.written(calls) for calls in ([PARIS], [NOON], [WRITE, NOON])]
     pieces = [piece for text in texts for piece in _cut(text)]
     reasoning = [tag for known in REASONING_FAMILIES.values() for tag in (*known.tags.opening, *known.tags.closing)]
@@ -98,7 +98,7 @@ PAIRS = [
 @pytest.mark.parametrize(("family", "reasoning"), PAIRS)
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
-def test_how_a_text_is_cut_does_not_matter_and_nothing_is_invented(read_in_pieces, family, reasoning, data):
+def test_result_does_not_depend_on_pieces_and_nothing_is_invented(read_in_pieces, family, reasoning, data):
     text = data.draw(texts_of(family))
     inside = data.draw(st.sampled_from([None, True, False]))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
@@ -106,7 +106,7 @@ def test_how_a_text_is_cut_does_not_matter_and_nothing_is_invented(read_in_piece
     whole = read_in_pieces([text], family, reasoning, begins_inside=inside)
     assert read_in_pieces(pieces, family, reasoning, begins_inside=inside) == whole
     assert read_in_pieces(list(text), family, reasoning, begins_inside=inside) == whole
-    for shown in (whole.content, whole.reasoning):  # in the order of the text, with something left out
+    for shown in (whole.content, whole.reasoning):  # the shown text is a subsequence of the text
         rest = iter(text)
         assert all(character in rest for character in shown)
 
@@ -115,7 +115,7 @@ def test_how_a_text_is_cut_does_not_matter_and_nothing_is_invented(read_in_piece
 @settings(max_examples=15, deadline=None)
 @given(text=st.text(alphabet="ab é.\t\n", max_size=60))
 @example(text=" ")
-def test_a_text_without_marks_comes_at_once_and_unchanged(family, text):
+def test_a_text_without_marks_is_shown_at_once_and_unchanged(family, text):
     parser = make_response_parser(family, None, tools=[OfferedTool(name="a", parameters={})])
     shown = ""
     for at, character in enumerate(text, 1):
@@ -128,7 +128,7 @@ def test_a_text_without_marks_comes_at_once_and_unchanged(family, text):
 
 
 @pytest.mark.parametrize("reasoning", sorted(REASONING_FAMILIES))
-def test_thoughts_come_at_once(reasoning):
+def test_reasoning_is_shown_at_once(reasoning):
     parser = make_response_parser(None, reasoning, begins_inside=True)
     shown = ""
     for word in ("I", " see", " that", " 1 < 2", ".\nSo"):
@@ -151,7 +151,7 @@ def test_thoughts_come_at_once(reasoning):
         },
     )
 )
-def test_what_a_family_writes_is_read_as_it_was(read_in_pieces, family, arguments):
+def test_calls_with_any_arguments_are_parsed_as_they_were_written(read_in_pieces, family, arguments):
     both = OfferedTool(
         name="both",
         parameters={

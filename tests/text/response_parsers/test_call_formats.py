@@ -1,4 +1,4 @@
-"""Calls in formats that are no plain JSON: names, typed values, closing tags inside of values, what is no call."""
+"""Calls in formats other than plain JSON: names, typed values, closing tags within values, and texts without calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def qwen(*parameters: str, name: str = "get_weather") -> str:
 @pytest.mark.parametrize(
     ("family", "text", "content", "calls"),
     [
-        # values of the types that the schema has
+        # values have the types of the schema
         ("qwen3_coder", qwen("city>\nParis", "days>\n3"), "", [("get_weather", {"city": "Paris", "days": 3})]),
         ("qwen3_coder", qwen("city>\n3", "days>\nthree"), "", [("get_weather", {"city": "3", "days": "three"})]),
         ("qwen3_coder", qwen("days>\n007"), "", [("get_weather", {"days": 7})]),
@@ -25,15 +25,15 @@ def qwen(*parameters: str, name: str = "get_weather") -> str:
         ("qwen3_coder", qwen("unknown>\n3"), "", [("get_weather", {"unknown": "3"})]),
         ("glm45", "<tool_call>get_weather\n<arg_key>unknown</arg_key>\n<arg_value>3</arg_value>\n</tool_call>", "",
          [("get_weather", {"unknown": 3})]),
-        # line breaks at the ends of a value are the tags' once, and the value's from the second on
+        # the first line break at each end of a value belongs to the tags, further line breaks to the value
         ("qwen3_coder", qwen("city>\n\n Paris \n"), "", [("get_weather", {"city": "\n Paris \n"})]),
         ("qwen3_coder", "<tool_call><function=get_time></function></tool_call>", "", [("get_time", {})]),
-        # tags inside of values
+        # tags within values
         ("qwen3_coder", qwen("content>\nx </parameter> y </function> z", name="write_file"), "",
          [("write_file", {"content": "x </parameter> y </function> z"})]),
         ("qwen3_coder", qwen("content>\n</parameter>x\n<b>", name="write_file"), "",
          [("write_file", {"content": "</parameter>x\n<b>"})]),
-        # a closing tag is missing
+        # missing closing tags
         ("qwen3_coder", "<function=get_weather>\n<parameter=city>\nParis\n</function>", "", [PARIS]),
         ("qwen3_coder", qwen("city>\nParis").removesuffix("\n</tool_call>"), "", [PARIS]),
         ("qwen3_coder", qwen("city>\nParis").removesuffix("</function>\n</tool_call>"), "", []),
@@ -85,13 +85,13 @@ def qwen(*parameters: str, name: str = "get_weather") -> str:
         ("phi4_mini_json", 'functools[{"name": "get_time", "arguments": {}}]', "", [("get_time", {})]),
     ],
 )  # fmt: skip
-def test_calls(read, family, text, content, calls):
+def test_calls_are_parsed(read, family, text, content, calls):
     found = read(text, family)
     assert found.calls == calls
     assert content is None or found.content == content
 
 
-def test_kimi_gives_the_ids_that_it_wrote(read):
+def test_ids_that_kimi_writes_are_kept(read):
     text = "<|tool_call_begin|>functions.get_time:3<|tool_call_argument_begin|>{}<|tool_call_end|>"
     assert read(text, "kimi_k2").ids == ["functions.get_time:3"]
 
@@ -117,31 +117,32 @@ CALL = '<|start|>assistant to=functions.get_weather<|channel|>commentary <|const
         ("", "", "", []),
     ],
 )  # fmt: skip
-def test_harmony(read, text, reasoning, content, calls):
-    for tool_family in ("openai", None, "hermes"):  # with channels, the reasoning family says what the text is
+def test_harmony_messages_are_parsed(read, text, reasoning, content, calls):
+    # for families with channels, the reasoning family determines the format
+    for tool_family in ("openai", None, "hermes"):
         found = read(text, tool_family, "openai_gptoss")
         assert (found.reasoning, found.content, found.calls) == (reasoning, content, calls)
 
 
-def test_harmony_without_tools_shows_what_a_call_says(read):
+def test_harmony_without_tools_has_no_calls(read):
     assert read(f"<|channel|>analysis<|message|>Hm.<|end|>{CALL}", None, "openai", tools=()).calls == []
 
 
 @pytest.mark.parametrize("tools_there", [True, False])
-def test_channels_of_kimi_k3_are_no_content(read, tools, tools_there):
+def test_channel_marks_of_kimi_k3_are_not_content(read, tools, tools_there):
     text = "Hm.<|close|>think<|sep|><|open|>response<|sep|>Yes.<|close|>response<|sep|><|close|>message<|sep|>"
     found = read(text, None, "kimi_k3", begins_inside=True, tools=tools if tools_there else ())
     assert (found.reasoning, found.content) == ("Hm.", "Yes.")
 
 
-def test_channels_of_cohere_are_no_content(read):
+def test_channel_marks_of_cohere_are_not_content(read):
     text = "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>Yes.<|END_RESPONSE|>"
     found = read(text, None, "cohere_command3", tools=())
     assert (found.reasoning, found.content) == ("Hm.", "Yes.")
 
 
 @pytest.mark.parametrize("family", ["qwen3_coder", "kimi_k2"])
-def test_a_call_ends_a_thought_that_was_not_closed(read, family):
+def test_a_call_ends_reasoning_without_a_closing_tag(read, family):
     text = {
         "qwen3_coder": "Hm.\n<tool_call>\n<function=get_time>\n</function>\n</tool_call>",
         "kimi_k2": "Hm.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_time:0"

@@ -1,4 +1,4 @@
-"""The texts of the package canitoolcall: what models of nine families wrote, and how it is to be read."""
+"""Texts of the package canitoolcall: responses of models of nine families, and their expected parts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from canitoolcall.fixtures import Fixture  # noqa: E402
 from canitoolcall.pytest_plugin import family_for  # noqa: E402
 from canitoolcall.results import Observation, ParsedToolCall, ParseResult, Status  # noqa: E402
 
-# By family and by a part of the model's name, as vLLM's flags would be set for it.
+# Parsers by family and by a part of the model's name, as vLLM's flags would select them.
 FAMILIES: dict[str, list[tuple[str, str, str | None]]] = {
     "qwen3-hermes": [("", "hermes", "qwen3")],
     "qwen3-xml": [("Coder", "qwen3_coder", None), ("", "qwen3_coder", "qwen3")],
@@ -36,7 +36,8 @@ FAMILIES: dict[str, list[tuple[str, str, str | None]]] = {
     "gpt-oss": [("", "openai", "openai_gptoss")],
     "gemma4": [("", "gemma4", "gemma4")],
 }
-# Two texts of the family end a sentence with a space before a call. One wants it, the other does not; white space only.
+# Two texts of the family have a sentence with a space before a call. One expects the space, the other does not. Only
+# this white space differs.
 WHITE_SPACE_DIFFERS = {"gemma4/vllm-text-before-call"}
 
 
@@ -72,7 +73,7 @@ def _begins_inside(prompt: str, reasoning_family: str) -> bool | None:
 
 
 def cut(text: str, seed: int) -> list[str]:
-    """Seed 0: characters; others: pieces of about a token."""
+    """Split a text into single characters for seed 0, otherwise into random pieces of about one token."""
     drawn = random.Random(seed)
     pieces, at = [], 0
     while at < len(text):
@@ -82,7 +83,7 @@ def cut(text: str, seed: int) -> list[str]:
     return pieces
 
 
-def test_a_text_is_read_as_it_is_to_be_and_however_it_is_cut(canitoolcall_fixture):
+def test_a_response_has_its_expected_parts_whatever_its_pieces(canitoolcall_fixture):
     fixture = canitoolcall_fixture
     whole = read(fixture, [fixture.raw_output])
     for seed in range(4):

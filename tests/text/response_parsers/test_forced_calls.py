@@ -1,4 +1,4 @@
-"""The grammars that force calls compile, take what the family's parser reads, and refuse wrong arguments."""
+"""Grammars of forced calls compile, allow the texts that the family's parser reads, and exclude wrong arguments."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def byte_vocabulary() -> llguidance.LLTokenizer:
 
 @pytest.fixture(scope="module")
 def takes(byte_vocabulary):
-    """Whether a grammar takes a text, and may end there."""
+    """Return a function that tells whether a grammar allows a text as a whole."""
 
     def takes_text(grammar: str, text: str) -> bool:
         problem = llguidance.LLMatcher.validate_grammar(grammar, byte_vocabulary)
@@ -46,7 +46,7 @@ def written(family: str, *calls: WholeCall, special: Mapping[str, int] | None = 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_written_is_read(read, family):
+def test_calls_that_a_family_writes_are_parsed(read, family):
     for calls in ((PARIS,), (NOON,), (PARIS, NOON, PARIS)):
         found = read(written(family, *calls), family)
         assert found.calls == [(call.name, json.loads(call.arguments)) for call in calls]
@@ -54,7 +54,7 @@ def test_what_is_written_is_read(read, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_calls_that_are_cut_off_anywhere_are_neither_complete_nor_content(read, family):
+def test_calls_that_are_cut_off_are_neither_complete_nor_content(read, family):
     calls = (PARIS, NOON, PARIS)
     expected = [(call.name, json.loads(call.arguments)) for call in calls]
     text = written(family, *calls)
@@ -67,37 +67,37 @@ def test_calls_that_are_cut_off_anywhere_are_neither_complete_nor_content(read, 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_forced_call_is_of_an_offered_tool_and_fits_its_schema(tools, takes, family):
-    form = forced_calls(family, tools, may_repeat=False, special_token_ids={})
-    assert takes(form.source, written(family, PARIS))
-    assert takes(form.source, written(family, NOON))
-    assert takes(form.source, written(family, WholeCall("get_weather", '{"city": "a\\n\\"b\\" é"}')))
-    assert not takes(form.source, "Let me see.")
-    assert not takes(form.source, written(family, WholeCall("get_whether", '{"city": "Paris"}')))
-    assert not takes(form.source, written(family, WholeCall("get_weather", '{"days": 3}')))
-    assert not takes(form.source, written(family, WholeCall("get_weather", '{"city": "Paris", "days": "three"}')))
-    assert not takes(form.source, written(family, PARIS, PARIS))
+def test_a_forced_call_names_an_offered_tool_and_follows_its_schema(tools, takes, family):
+    structured = forced_calls(family, tools, may_repeat=False, special_token_ids={})
+    assert takes(structured.source, written(family, PARIS))
+    assert takes(structured.source, written(family, NOON))
+    assert takes(structured.source, written(family, WholeCall("get_weather", '{"city": "a\\n\\"b\\" é"}')))
+    assert not takes(structured.source, "Let me see.")
+    assert not takes(structured.source, written(family, WholeCall("get_whether", '{"city": "Paris"}')))
+    assert not takes(structured.source, written(family, WholeCall("get_weather", '{"days": 3}')))
+    assert not takes(structured.source, written(family, WholeCall("get_weather", '{"city": "Paris", "days": "three"}')))
+    assert not takes(structured.source, written(family, PARIS, PARIS))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_named_call_is_of_that_tool_alone(tools, takes, family):
-    form = forced_calls(family, tools[1:2], may_repeat=False, special_token_ids={})
-    assert takes(form.source, written(family, NOON))
-    assert not takes(form.source, written(family, PARIS))
+def test_a_call_of_a_named_tool_cannot_name_another_tool(tools, takes, family):
+    structured = forced_calls(family, tools[1:2], may_repeat=False, special_token_ids={})
+    assert takes(structured.source, written(family, NOON))
+    assert not takes(structured.source, written(family, PARIS))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_calls_may_repeat_where_the_family_writes_several(tools, takes, family):
-    form = forced_calls(family, tools, may_repeat=True, special_token_ids={})
+def test_calls_may_repeat_if_the_family_writes_several(tools, takes, family):
+    structured = forced_calls(family, tools, may_repeat=True, special_token_ids={})
     several = TOOL_FAMILIES[family].format_for({}).separator is not None
-    assert takes(form.source, written(family, PARIS))
-    assert takes(form.source, written(family, PARIS, NOON, PARIS)) == several
+    assert takes(structured.source, written(family, PARIS))
+    assert takes(structured.source, written(family, PARIS, NOON, PARIS)) == several
 
 
 def ends_reachable(vocabulary: llguidance.LLTokenizer, grammar: str, calls: str, closing: str) -> dict[str, bool]:
-    """Whether a response may end, by each text that may stand between complete calls and the beginning of another.
+    """Return whether a response may end after complete calls, by each text that may follow them.
 
-    The walk tries every byte that the grammar allows. It does not follow `closing` or the beginning of a call.
+    The walk tries every byte that the grammar allows. It does not follow `closing` or the beginning of another call.
     """
     ends = {}
     paths = [""]
@@ -111,37 +111,37 @@ def ends_reachable(vocabulary: llguidance.LLTokenizer, grammar: str, calls: str,
         llguidance.numpy.fill_next_token_bitmask(matcher, mask, 0)
         allowed = [chr(byte) for byte in range(256) if mask[0, byte // 32] >> (byte % 32) & 1]
         paths += [path + character for character in allowed if character in " \n\t,;"]
-        assert len(ends) < 20, "what stands between two calls has no bound"
+        assert len(ends) < 20, "the texts between two calls are bounded"
     return ends
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_response_may_end_after_a_complete_call_and_after_any_separator(tools, byte_vocabulary, read, family):
-    written_form = TOOL_FAMILIES[family].format_for({})
+    call_format = TOOL_FAMILIES[family].format_for({})
     for may_repeat, calls in ((False, (PARIS,)), (True, (PARIS,)), (True, (PARIS, NOON))):
-        if len(calls) > 1 and written_form.separator is None:
+        if len(calls) > 1 and call_format.separator is None:
             continue
         grammars = [forced_calls(family, tools, may_repeat=may_repeat, special_token_ids={})]
         schema = {"type": "object", "required": ["answer"], "properties": {"answer": {"type": "string"}}}
         grammars.append(calls_or_json(family, tools, JsonOf(schema), may_repeat=may_repeat, special_token_ids={}))
         for grammar in grammars:
-            text = written(family, *calls).removesuffix(written_form.closing)
-            ends = ends_reachable(byte_vocabulary, grammar.source, text, written_form.closing)
+            text = written(family, *calls).removesuffix(call_format.closing)
+            ends = ends_reachable(byte_vocabulary, grammar.source, text, call_format.closing)
             assert all(ends.values()), ends
-            separator = written_form.separator or ""
+            separator = call_format.separator or ""
             assert not may_repeat or separator.strip(" \n\t,;") or separator in ends
             for between in ends:
-                found = read(text + between + written_form.closing, family)
+                found = read(text + between + call_format.closing, family)
                 assert [name for name, _ in found.calls] == [call.name for call in calls]
                 assert found.content == ""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_separator_is_optional_after_the_last_call(tools, takes, family):
-    written_form = TOOL_FAMILIES[family].format_for({})
-    form = forced_calls(family, tools, may_repeat=True, special_token_ids={})
-    text = written(family, PARIS).removesuffix(written_form.closing)
-    assert takes(form.source, text + (written_form.separator or "") + written_form.closing)
+    call_format = TOOL_FAMILIES[family].format_for({})
+    structured = forced_calls(family, tools, may_repeat=True, special_token_ids={})
+    text = written(family, PARIS).removesuffix(call_format.closing)
+    assert takes(structured.source, text + (call_format.separator or "") + call_format.closing)
 
 
 @pytest.mark.parametrize(
@@ -152,52 +152,54 @@ def test_a_separator_is_optional_after_the_last_call(tools, takes, family):
         (False, "", ["{}"], ["\n{}", "<think>a</think>{}"]),
     ],
 )
-def test_a_forced_call_may_be_thought_about(tools, takes, inside, free_until, good, bad):
-    form = forced_calls(
+def test_a_forced_call_may_follow_reasoning(tools, takes, inside, free_until, good, bad):
+    structured = forced_calls(
         "hermes", tools, may_repeat=False, special_token_ids={}, reasoning_family="qwen3", begins_inside=inside
     )
-    assert form.free_until == free_until
+    assert structured.free_until == free_until
     call = written("hermes", PARIS)
-    assert all(takes(form.source, text.replace("{}", call)) for text in good)
-    assert not any(takes(form.source, text.replace("{}", call)) for text in bad)
+    assert all(takes(structured.source, text.replace("{}", call)) for text in good)
+    assert not any(takes(structured.source, text.replace("{}", call)) for text in bad)
 
 
-def test_a_family_that_begins_inside_is_free_until_its_thought_ends(tools):
-    form = forced_calls("hermes", tools, may_repeat=False, special_token_ids={}, reasoning_family="deepseek_r1")
-    assert form.free_until == "</think>"
+def test_grammar_begins_after_reasoning_that_begins_with_the_response(tools):
+    structured = forced_calls("hermes", tools, may_repeat=False, special_token_ids={}, reasoning_family="deepseek_r1")
+    assert structured.free_until == "</think>"
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if TOOL_FAMILIES[family].call_format.trigger])
-def test_free_calls_of_strict_tools_fit_their_schemas(tools, takes, family):
+def test_optional_calls_of_strict_tools_follow_their_schemas(tools, takes, family):
     strict = [msgspec.structs.replace(tool, strict=True) for tool in tools]
-    form = strict_calls(family, strict, may_repeat=True, special_token_ids={})
-    assert form is not None
-    assert takes(form.source, "Just text, with <tags> and {braces}.\n")
-    assert takes(form.source, written(family, PARIS))
-    assert takes(form.source, "I look.\n" + written(family, PARIS))
-    assert not takes(form.source, "I look.\n" + written(family, WholeCall("get_weather", '{"days": 3}')))
-    assert not takes(form.source, written(family, WholeCall("get_whether", '{"city": "Paris"}')))
+    structured = strict_calls(family, strict, may_repeat=True, special_token_ids={})
+    assert structured is not None
+    assert takes(structured.source, "Just text, with <tags> and {braces}.\n")
+    assert takes(structured.source, written(family, PARIS))
+    assert takes(structured.source, "I look.\n" + written(family, PARIS))
+    assert not takes(structured.source, "I look.\n" + written(family, WholeCall("get_weather", '{"days": 3}')))
+    assert not takes(structured.source, written(family, WholeCall("get_whether", '{"city": "Paris"}')))
 
 
-def test_where_no_tool_is_strict_a_free_response_stays_free(tools):
+def test_optional_calls_have_no_grammar_if_no_tool_is_strict(tools):
     assert strict_calls("hermes", tools, may_repeat=True, special_token_ids={}) is None
 
 
-def test_special_tokens_are_meant_where_their_text_stands(tools):
-    form = forced_calls("hermes", tools, may_repeat=False, special_token_ids={"<tool_call>": 7, "</tool_call>": 9})
-    assert '<[7]> "\\n{' in form.source
-    assert '"}\\n" <[9]>' in form.source
-    assert "<tool_call>" not in form.source
+def test_text_of_special_tokens_becomes_special_tokens_in_the_grammar(tools):
+    structured = forced_calls(
+        "hermes", tools, may_repeat=False, special_token_ids={"<tool_call>": 7, "</tool_call>": 9}
+    )
+    assert '<[7]> "\\n{' in structured.source
+    assert '"}\\n" <[9]>' in structured.source
+    assert "<tool_call>" not in structured.source
 
 
-def test_older_mistral_vocabularies_get_an_array(tools, takes):
-    form = forced_calls("mistral", tools, may_repeat=True, special_token_ids={})
-    assert takes(form.source, '[TOOL_CALLS] [{"name": "get_time", "arguments": {}}]')
-    form = forced_calls("mistral", tools, may_repeat=True, special_token_ids={"[TOOL_CALLS]": 5, "[ARGS]": 6})
-    assert '<[5]> "get_time" <[6]>' in form.source
+def test_calls_of_older_mistral_vocabularies_are_an_array(tools, takes):
+    structured = forced_calls("mistral", tools, may_repeat=True, special_token_ids={})
+    assert takes(structured.source, '[TOOL_CALLS] [{"name": "get_time", "arguments": {}}]')
+    structured = forced_calls("mistral", tools, may_repeat=True, special_token_ids={"[TOOL_CALLS]": 5, "[ARGS]": 6})
+    assert '<[5]> "get_time" <[6]>' in structured.source
 
 
-def test_equal_requests_share_a_grammar(tools):
+def test_equal_requests_get_equal_grammars(tools):
     first = forced_calls("hermes", tools, may_repeat=True, special_token_ids={"<tool_call>": 7})
     assert first == forced_calls("hermes", list(tools), may_repeat=True, special_token_ids={"<tool_call>": 7})
 
@@ -209,5 +211,5 @@ def test_equal_requests_share_a_grammar(tools):
 def test_tools_without_parameters_can_be_forced(takes, tools, parameters):
     tool = msgspec.structs.replace(tools[1], parameters=parameters)
     for family in FAMILIES:
-        form = forced_calls(family, [tool], may_repeat=False, special_token_ids={})
-        assert takes(form.source, written(family, NOON))
+        structured = forced_calls(family, [tool], may_repeat=False, special_token_ids={})
+        assert takes(structured.source, written(family, NOON))

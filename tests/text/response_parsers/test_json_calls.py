@@ -1,4 +1,4 @@
-"""Calls as JSON objects, between tags, behind markers, bare and fenced; and what only looks like one."""
+"""Calls as JSON objects: between tags, after markers, without marks, in fences, and texts that only resemble calls."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ PARIS = ("get_weather", {"city": "Paris"})
         (f"<tool_call><tool_call>{WEATHER_CALL}</tool_call>", "<tool_call>", [PARIS]),
     ],
 )
-def test_hermes_calls(read, text, content, calls):
+def test_hermes_calls_are_parsed(read, text, content, calls):
     found = read(text, "hermes")
     assert (found.content, found.calls) == (content, calls)
 
@@ -83,7 +83,7 @@ def test_hermes_calls(read, text, content, calls):
         "",
     ],
 )
-def test_what_only_looks_like_a_call_is_content_unchanged(read, text):
+def test_a_text_that_only_resembles_a_call_is_content(read, text):
     for family in ("hermes", "llama3_json", "mistral"):
         found = read(text, family)
         assert (found.content, found.calls) == (text, [])
@@ -113,7 +113,7 @@ def test_what_only_looks_like_a_call_is_content_unchanged(read, text):
         ("```json", "```json", []),
     ],
 )
-def test_lenient_reading_takes_bare_and_fenced_calls_that_are_all_of_a_response(read, family, text, content, calls):
+def test_lenient_parsing_accepts_unmarked_calls_if_the_response_has_nothing_else(read, family, text, content, calls):
     found = read(text, family, is_lenient=True)
     assert found.calls == calls
     assert content is None or found.content == content
@@ -148,7 +148,7 @@ def test_a_call_without_markers_in_other_text_is_content(read, quote, call, is_l
 
 
 @pytest.mark.parametrize("call", QUOTED_CALLS)
-def test_only_families_without_markers_read_bare_calls_unless_reading_is_lenient(read, call):
+def test_strict_parsing_accepts_unmarked_calls_only_for_families_without_markers(read, call):
     for family in sorted(TOOL_FAMILIES):
         calls = read(QUOTED_CALLS[call], family).calls
         is_read = "bare" in call and family in ("pythonic", "llama4_pythonic")
@@ -172,10 +172,10 @@ def test_only_families_without_markers_read_bare_calls_unless_reading_is_lenient
 )
 def test_a_marked_call_in_a_quotation_is_content(read, quote):
     for family in sorted(TOOL_FAMILIES):
-        form = TOOL_FAMILIES[family].format_for({})
+        call_format = TOOL_FAMILIES[family].format_for({})
         if TOOL_FAMILIES[family].has_channels or TOOL_FAMILIES[family].whole is not None:
             continue
-        text = quote.format(form.written([WholeCall("get_weather", '{"city": "Paris"}')]))
+        text = quote.format(call_format.written([WholeCall("get_weather", '{"city": "Paris"}')]))
         found = read(text, family)
         assert (found.content, found.begun) == (text, []), family
 
@@ -194,7 +194,7 @@ def test_a_marked_call_in_a_quotation_is_content(read, quote):
         "Inline ``` is no fence\n",
     ],
 )
-def test_a_marked_call_behind_a_quotation_is_a_call(read, before):
+def test_a_marked_call_after_a_quotation_is_a_call(read, before):
     for family in ("hermes", "qwen3_coder", "mistral", "glm45", "deepseek_v31"):
         call = TOOL_FAMILIES[family].format_for({}).written([WholeCall("get_weather", '{"city": "Paris"}')])
         assert read(before + call, family).calls == [PARIS], family
@@ -202,7 +202,7 @@ def test_a_marked_call_behind_a_quotation_is_a_call(read, before):
 
 @pytest.mark.parametrize("text", ['{"title"', '{"type": "report", "title"', '{"name": "Ann"', '[{"a"', "[1", "{ }"])
 @pytest.mark.parametrize(("family", "is_lenient"), [("hermes", False), ("hermes", True), ("llama3_json", False)])
-def test_a_json_answer_comes_as_soon_as_it_is_no_call(tools, text, family, is_lenient):
+def test_a_json_answer_is_shown_as_soon_as_it_cannot_be_a_call(tools, text, family, is_lenient):
     parser = make_response_parser(family, None, tools=tools, is_lenient=is_lenient)
     assert parser.feed(text + ": 1") == [ContentText(text + ": 1")]
 
@@ -220,7 +220,7 @@ def test_without_tools_nothing_is_a_call(read):
         ('<|python_tag|>print("x")', '<|python_tag|>print("x")', []),
     ],
 )
-def test_llama3_calls_behind_its_tag(read, text, content, calls):
+def test_llama3_calls_after_the_python_tag_are_parsed(read, text, content, calls):
     found = read(text, "llama3_json")
     assert (found.content, found.calls) == (content, calls)
 
@@ -239,12 +239,12 @@ def test_llama3_calls_behind_its_tag(read, text, content, calls):
         ("[TOOL_CALLS]two words", "[TOOL_CALLS]two words", [], []),
     ],
 )
-def test_mistral_calls(read, text, content, calls, ids):
+def test_mistral_calls_are_parsed(read, text, content, calls, ids):
     found = read(text, "mistral")
     assert (found.content, found.calls, found.ids) == (content, calls, ids)
 
 
-def test_arguments_stream_as_they_come(tools):
+def test_arguments_are_streamed_as_they_arrive(tools):
     parser = make_response_parser("hermes", None, tools=tools)
     assert parser.feed("<tool_call>") == []
     assert parser.feed('{"name": "get_weather", "arguments": ') == []
@@ -256,20 +256,20 @@ def test_arguments_stream_as_they_come(tools):
     assert parser.end() == []
 
 
-def test_a_call_that_breaks_off_has_no_end_and_is_given_back_as_content(read):
+def test_a_call_with_invalid_json_has_no_end_and_its_text_becomes_content(read):
     text = '<tool_call>{"name": "get_weather", "arguments": {"city": Paris}}</tool_call> so'
     found = read(text, "hermes")
     assert (found.begun, found.calls, found.content) == (["get_weather"], [], text)
 
 
-def test_a_call_that_the_end_of_the_text_cuts_off_is_neither_call_nor_content(read):
+def test_a_call_that_the_end_of_the_text_cuts_off_is_dropped(read):
     whole = f"<tool_call>\n{WEATHER_CALL}\n</tool_call>"
     for length in range(len("<tool_call>"), whole.rindex("}}") + 1):
         found = read("First. " + whole[:length], "hermes")
         assert (found.content, found.calls) == ("First.", [])
 
 
-def test_depth_number_of_calls_and_names_are_bounded(read):
+def test_depth_of_arguments_number_of_calls_and_length_of_names_are_bounded(read):
     deep = "[" * 2_000 + "]" * 2_000
     text = f'<tool_call>{{"name": "f", "arguments": {{"a": {deep}}}}}</tool_call>'
     found = read(text, "hermes")
@@ -282,7 +282,7 @@ def test_depth_number_of_calls_and_names_are_bounded(read):
     assert read(long, "hermes").content == long
 
 
-def test_deep_arguments_within_the_bound_are_whole(read):
+def test_deep_arguments_within_the_bound_are_parsed(read):
     value: object = 1
     for _ in range(100):
         value = {"a": value}

@@ -1,4 +1,4 @@
-"""Whatever a model writes, or a client says that it wrote, is read in time linear in its length."""
+"""Any text of a model, or text that a client claims a model wrote, is parsed in linear time."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from trioserve.text.response_parsers.registry import make_response_parser
 from trioserve.text.stop_strings import StopStringFinder
 
 SHORT, GROWTH = 1500, 4
-PIECE = 13  # characters of a feed
-SECONDS_MIN = 0.03  # what takes less for the longer text is linear: a microsecond for each character is 6 ms
-GROWTH_MAX = 9.0  # linear is 4, quadratic 16
+PIECE = 13  # characters per piece
+# a shorter time for the longer text counts as linear; at one microsecond per character it takes 6 ms
+SECONDS_MIN = 0.03
+GROWTH_MAX = 9.0  # linear growth is 4, quadratic growth is 16
 TYPES = ("integer", "number", "boolean", "null", "array", "object", "string")
 TOOL = OfferedTool(
     name="f",
@@ -36,7 +37,10 @@ UNITS = ("0", "[", "{", '{"a":', " ", "\n", "\\", "'", '"', "</", "```", "<", "1
 
 
 def growth(work: Callable[[int], None]) -> float:
-    """How many times as long it takes for a text that is GROWTH times as long; 0 where it takes no time at all."""
+    """Return the ratio of times for a text and for a text GROWTH times as long.
+
+    0 if the longer text takes almost no time.
+    """
 
     def seconds(size: int) -> float:
         began_at = time.process_time()
@@ -48,9 +52,9 @@ def growth(work: Callable[[int], None]) -> float:
     return min(seconds(SHORT * GROWTH) / max(seconds(SHORT), 1e-6) for _ in range(3))
 
 
-def feeding(family: str | None, thoughts: str | None, head: str, unit: str) -> Callable[[int], None]:
+def feeding(family: str | None, reasoning_family: str | None, head: str, unit: str) -> Callable[[int], None]:
     def work(size: int) -> None:
-        parser = make_response_parser(family, thoughts, tools=[TOOL])
+        parser = make_response_parser(family, reasoning_family, tools=[TOOL])
         text = head + unit * (size // len(unit)) + "x"
         for begin in range(0, len(text), PIECE):
             parser.feed(text[begin : begin + PIECE])
@@ -60,17 +64,17 @@ def feeding(family: str | None, thoughts: str | None, head: str, unit: str) -> C
 
 
 def heads_of(family: str) -> list[str]:
-    """Texts that leave off inside of an argument, of each type."""
-    form, written = TOOL_FAMILIES[family].call_format, []
+    """Return beginnings of calls that end within an argument, for several types."""
+    call_format, written = TOOL_FAMILIES[family].call_format, []
     for name in ("integer", "maybe", "string"):
         value = '"MARK"' if name != "integer" else "77777"
-        call = form.written([WholeCall("f", f'{{"{name}": {value}}}')])
+        call = call_format.written([WholeCall("f", f'{{"{name}": {value}}}')])
         written.append(call.partition("MARK" if name != "integer" else "77777")[0])
     return written
 
 
 @pytest.mark.parametrize("family", sorted(TOOL_FAMILIES))
-def test_calls_of_every_family(family: str) -> None:
+def test_time_to_parse_calls_of_every_family_is_linear(family: str) -> None:
     slow = []
     openers = [*TOOL_FAMILIES[family].readers, TOOL_FAMILIES[family].call_format.trigger or "["][:2]
     for head in heads_of(family)[:2]:
@@ -81,7 +85,7 @@ def test_calls_of_every_family(family: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(TOOL_FAMILIES))
-def test_calls_of_every_family_with_every_unit(family: str) -> None:
+def test_time_to_parse_repeated_units_in_every_family_is_linear(family: str) -> None:
     call = TOOL_FAMILIES[family].call_format.written([WholeCall("f", '{"string": "x"}')])
     units = [*UNITS, *TOOL_FAMILIES[family].readers, call, call[:-1], call[: len(call) // 2], call[len(call) // 2 :]]
     heads = ["", "[", '{"name":"f","arguments":{"x":', "[f(x=", *heads_of(family)]
@@ -90,7 +94,7 @@ def test_calls_of_every_family_with_every_unit(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", sorted(REASONING_FAMILIES))
-def test_thoughts_of_every_family(family: str) -> None:
+def test_time_to_parse_reasoning_of_every_family_is_linear(family: str) -> None:
     tags = REASONING_FAMILIES[family].tags
     units = [*tags.opening, *tags.closing, *(tag[:-1] for tag in tags.closing), " ", "\n"]
     slow = [unit for unit in units for head in ("", tags.opening[0]) if growth(feeding(None, family, head, unit)) > 9]
@@ -98,7 +102,7 @@ def test_thoughts_of_every_family(family: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["integer", "number", "array", "string"])
-def test_raw_values(kind: str) -> None:
+def test_time_to_convert_raw_values_is_linear(kind: str) -> None:
     def work(size: int, head: str, unit: str) -> None:
         json_of_raw(head + unit * (size // len(unit)) + "x", frozenset([kind]))
 
@@ -112,7 +116,9 @@ def test_raw_values(kind: str) -> None:
 
 
 @pytest.mark.parametrize("new_reader", [JsonScanner, JsonStringDecoder, PythonLiteral])
-def test_values_in_pieces(new_reader: Callable[[], JsonScanner | JsonStringDecoder | PythonLiteral]) -> None:
+def test_time_to_scan_values_in_pieces_is_linear(
+    new_reader: Callable[[], JsonScanner | JsonStringDecoder | PythonLiteral],
+) -> None:
     def work(size: int, unit: str, head: str) -> None:
         reader, text = new_reader(), head + unit * (size // len(unit))
         for begin in range(0, len(text), PIECE):
@@ -128,12 +134,12 @@ def test_values_in_pieces(new_reader: Callable[[], JsonScanner | JsonStringDecod
     assert slow == []
 
 
-def test_whole_python_values() -> None:
+def test_time_to_convert_python_literals_is_linear() -> None:
     slow = [unit for unit in UNITS if growth(lambda size, u=unit: str(json_of_python("[" + u * (size // len(u))))) > 9]
     assert slow == []
 
 
-def test_stop_strings() -> None:
+def test_time_to_find_stop_strings_is_linear() -> None:
     stops = ["a" * 255 + "b", *("a" * count + "c" for count in range(200, 215))]
 
     def work(size: int, unit: str) -> None:

@@ -1,4 +1,4 @@
-"""Thoughts between tags: where they begin and end, and how they go with calls."""
+"""Reasoning between tags: where it begins and ends, and calls before, within and after it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CALL = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
         (None, None, "<think>Hm.</think>Yes.", "", "<think>Hm.</think>Yes."),
     ],
 )
-def test_thoughts_and_content(read, family, inside, text, reasoning, content):
+def test_reasoning_is_separated_from_content(read, family, inside, text, reasoning, content):
     found = read(text, None, family, begins_inside=inside)
     assert (found.reasoning, found.content) == (reasoning, content)
 
@@ -61,19 +61,19 @@ def test_thoughts_and_content(read, family, inside, text, reasoning, content):
         (f"{CALL}\n<think>And now?</think>\n{CALL}", "", "\n<think>And now?</think>", 2),
     ],
 )
-def test_calls_behind_thoughts_are_calls_and_those_inside_are_none(read, text, reasoning, content, count):
+def test_calls_after_reasoning_are_calls_and_calls_within_it_are_not(read, text, reasoning, content, count):
     found = read(text, "hermes", "qwen3")
     assert (found.reasoning, found.content, len(found.calls)) == (reasoning, content, count)
 
 
-def test_a_tag_inside_of_arguments_opens_no_thought(read):
+def test_a_tag_within_arguments_does_not_open_reasoning(read):
     text = '<tool_call>{"name": "write_file", "arguments":\n{"content": "x\n<think>y</think>"}}</tool_call>'
     found = read(text, "hermes", "qwen3")
     assert found.calls == [("write_file", {"content": "x\n<think>y</think>"})]
     assert found.reasoning == ""
 
 
-def test_very_many_thoughts_do_not_recurse(read_in_pieces):
+def test_many_pieces_of_reasoning_do_not_recurse(read_in_pieces):
     text = "<|channel>thought\na<channel|>" * 20_000 + "b"
     found = read_in_pieces([text], None, "gemma4")
     assert (found.reasoning, found.content) == ("a" * 20_000, "b")

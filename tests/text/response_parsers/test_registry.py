@@ -1,4 +1,4 @@
-"""Which families a chat template and two settings mean, and whether a prompt opens a thought."""
+"""Families that a chat template and two options select."""
 
 from __future__ import annotations
 
@@ -60,20 +60,20 @@ def test_named_families(tool, reasoning, expect):
 
 
 @pytest.mark.parametrize(("tool", "reasoning"), [("hermess", "auto"), ("auto", "think")])
-def test_an_unknown_name_is_refused_with_those_that_are_known(tool, reasoning):
+def test_an_unknown_name_is_refused_and_the_error_lists_known_names(tool, reasoning):
     with pytest.raises(InvalidRequest, match=r"known are auto, none, .*mistral"):
         named_families(tool, reasoning, None)
 
 
-def test_the_page_about_formats_names_every_family():
+def test_docs_page_about_call_formats_names_every_family():
     page = (Path(__file__).parents[3] / "docs" / "call-formats.md").read_text(encoding="utf-8")
     calls, _, rest = page.partition("## Formats of thoughts")
-    thoughts = rest.partition("## What is read")[0]
+    reasoning = rest.partition("## What is read")[0]
     rows = {kind: {name for line in part.splitlines() if line.startswith("| `") for name in names_of(line)}
-            for kind, part in (("calls", calls), ("thoughts", thoughts))}  # fmt: skip
-    assert rows == {"calls": set(TOOL_FAMILIES), "thoughts": set(REASONING_FAMILIES)}
+            for kind, part in (("calls", calls), ("reasoning", reasoning))}  # fmt: skip
+    assert rows == {"calls": set(TOOL_FAMILIES), "reasoning": set(REASONING_FAMILIES)}
 
 
 def names_of(row: str) -> list[str]:
-    """Those in the first cell."""
+    """Return the names in the first cell of a table row."""
     return [name.strip("` ") for name in row.split("|")[1].split(",")]

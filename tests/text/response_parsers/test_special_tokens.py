@@ -1,4 +1,4 @@
-"""The grammars of calls in vocabularies where the family's markers are special tokens, as in the models' own."""
+"""Grammars of calls in vocabularies where the family's markers are special tokens, as in those of the models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VOCABULARY_TOKENS = 300
 
 
 class Vocabulary:
-    """Bytes, and a family's special tokens."""
+    """A vocabulary of bytes and a family's special tokens."""
 
     def __init__(self, family: str) -> None:
         backend = byte_backend(VOCABULARY_TOKENS)
@@ -44,27 +44,27 @@ class Vocabulary:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_forced_calls(tools, family):
+def test_forced_calls_use_special_tokens(tools, family):
     vocabulary = Vocabulary(family)
     special = vocabulary.tokenizer.special_ids()
     assert set(TOOL_FAMILIES[family].special_tokens) <= set(special)
-    form = TOOL_FAMILIES[family].format_for(special)
+    call_format = TOOL_FAMILIES[family].format_for(special)
     grammar = forced_calls(family, tools, may_repeat=True, special_token_ids=special).source
-    assert vocabulary.takes(grammar, form.written([PARIS]))
-    assert vocabulary.takes(grammar, form.written([PARIS, PARIS]))
-    assert vocabulary.takes(grammar, form.written([WholeCall("get_weather", '{"city": "</a> </ <b"}')]))
-    assert not vocabulary.takes(grammar, form.written([WRONG]))
-    assert not vocabulary.takes(grammar, "Text. " + form.written([PARIS]))
+    assert vocabulary.takes(grammar, call_format.written([PARIS]))
+    assert vocabulary.takes(grammar, call_format.written([PARIS, PARIS]))
+    assert vocabulary.takes(grammar, call_format.written([WholeCall("get_weather", '{"city": "</a> </ <b"}')]))
+    assert not vocabulary.takes(grammar, call_format.written([WRONG]))
+    assert not vocabulary.takes(grammar, "Text. " + call_format.written([PARIS]))
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if TOOL_FAMILIES[name].call_format.trigger])
-def test_free_calls_of_strict_tools(tools, family):
+def test_optional_calls_of_strict_tools_use_special_tokens(tools, family):
     vocabulary = Vocabulary(family)
     special = vocabulary.tokenizer.special_ids()
-    form = TOOL_FAMILIES[family].format_for(special)
+    call_format = TOOL_FAMILIES[family].format_for(special)
     strict = [msgspec.structs.replace(tool, strict=True) for tool in tools]
     found = strict_calls(family, strict, may_repeat=True, special_token_ids=special)
     assert found is not None
     assert vocabulary.takes(found.source, "Text with < and </ in it.")
-    assert vocabulary.takes(found.source, "Text. " + form.written([PARIS]))
-    assert not vocabulary.takes(found.source, "Text. " + form.written([WRONG]))
+    assert vocabulary.takes(found.source, "Text. " + call_format.written([PARIS]))
+    assert not vocabulary.takes(found.source, "Text. " + call_format.written([WRONG]))

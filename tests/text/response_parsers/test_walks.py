@@ -1,4 +1,4 @@
-"""Random walks through the grammars that force calls: wherever one goes in them, the text is read as calls that fit."""
+"""Random walks through the grammars of forced calls: every text is parsed as calls that follow their schemas."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ FAMILIES = sorted({id(family): name for name, family in TOOL_FAMILIES.items()}.v
 
 
 def walk(grammar: str, drawn: random.Random) -> str | None:
-    """A text that the grammar takes; None if it is not over within bounds."""
+    """Return a random text that the grammar allows, or None if it exceeds WALK_BYTES_MAX."""
     tokens = llguidance.LLTokenizer("byte")
     matcher = llguidance.LLMatcher(tokens, grammar)
     mask = llguidance.numpy.allocate_token_bitmask(1, tokens.vocab_size)
@@ -75,13 +75,13 @@ def walk(grammar: str, drawn: random.Random) -> str | None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_walk_is_read_as_calls_that_fit(family):
+def test_every_text_of_the_grammar_is_parsed_as_calls_that_follow_their_schemas(family):
     walked = 0
     for seed in range(6):
         drawn = random.Random(seed)
         tools = TOOLS if seed % 4 else [TOOLS[seed // 4 % 3]]
-        form = forced_calls(family, tools, may_repeat=bool(seed % 2), special_token_ids={})
-        text = walk(form.source, drawn)
+        structured = forced_calls(family, tools, may_repeat=bool(seed % 2), special_token_ids={})
+        text = walk(structured.source, drawn)
         if text is None:
             continue
         walked += 1
@@ -92,4 +92,4 @@ def test_every_walk_is_read_as_calls_that_fit(family):
         assert len(joined.calls) == 1 or (joined.calls and seed % 2), text
         for call in joined.calls:
             jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
-    assert walked or TOOL_FAMILIES[family].call_format.before  # a thought of random bytes hardly ends
+    assert walked or TOOL_FAMILIES[family].call_format.before  # reasoning of random bytes hardly ever ends

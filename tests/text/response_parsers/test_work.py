@@ -1,4 +1,4 @@
-"""What reading costs grows with the text, and no faster: counted in calls and copied characters, not in seconds."""
+"""Work to parse a text is linear in its length, counted in function calls and copied characters instead of seconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trioserve.text.response_parsers.families import TOOL_FAMILIES
 from trioserve.text.response_parsers.registry import make_response_parser
 from trioserve.text.response_parsers.text_source import TextSource
 
-# One of each kind.
+# One family of each kind of format.
 KINDS = [
     "hermes",
     "mistral",
@@ -27,7 +27,7 @@ KINDS = [
 
 
 class Work:
-    """Counts calls of functions, Python's own included, and the characters that are copied from piece to piece."""
+    """Counts function calls, including those of builtins, and characters that are copied from piece to piece."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
@@ -58,7 +58,7 @@ class Work:
 
 
 def hostile_texts(family: str, length: int) -> list[str]:
-    """Each of about this length: texts that begin something again and again, or never end it."""
+    """Return texts of about this length that begin something again and again, or never end it."""
     call = TOOL_FAMILIES[family].call_format.written([WholeCall("write_file", '{"content": "CONTENT"}')])
     before, after = call.split("CONTENT")
     opener = next(iter(TOOL_FAMILIES[family].readers), "<|channel|>")
@@ -81,14 +81,14 @@ def hostile_texts(family: str, length: int) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", KINDS)
-def test_twice_the_text_is_twice_the_work(monkeypatch, tools, family):
+def test_work_doubles_with_the_length_of_the_text(monkeypatch, tools, family):
     work = Work(monkeypatch)
     for short, long in zip(hostile_texts(family, 200), hostile_texts(family, 400), strict=True):
         assert work.of(family, tools, long) < 2.5 * work.of(family, tools, short), long[:60]
 
 
 @pytest.mark.slow
-def test_a_megabyte_in_single_characters(monkeypatch, tools):
+def test_a_megabyte_in_single_characters_is_copied_less_than_three_times(monkeypatch, tools):
     work = Work(monkeypatch)
     parser = make_response_parser("hermes", None, tools=tools)
     before, after = '<tool_call>{"name": "write_file", "arguments": ', "}</tool_call>"
@@ -98,4 +98,4 @@ def test_a_megabyte_in_single_characters(monkeypatch, tools):
     shown = sum(len(getattr(part, "text", "")) for character in text for part in parser.feed(character))
     assert shown == len(said.rstrip()) + len(arguments)
     assert parser.end() == []
-    assert work.count < 3 * len(text)  # characters copied
+    assert work.count < 3 * len(text)  # number of copied characters

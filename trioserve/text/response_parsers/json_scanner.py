@@ -43,7 +43,7 @@ class _At(enum.Enum):
     NUMBER = enum.auto()
     LITERAL = enum.auto()
     OVER = enum.auto()
-    NOWHERE = enum.auto()  # broken
+    NOWHERE = enum.auto()  # the text is not JSON
 
 
 class JsonScanner:

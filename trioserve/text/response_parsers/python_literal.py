@@ -62,7 +62,7 @@ class PythonLiteral:
         self._is_key = False
         self._quote = ""
         self._quotes = 0  # consecutive quotes so far, at the beginning or the end of a string
-        self._is_triple: bool | None = None  # None: not known yet
+        self._is_triple: bool | None = None  # None if it is not known yet
         self._escape = ""
         self._bare = ""
         self._out: list[str] = []
