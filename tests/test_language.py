@@ -60,6 +60,7 @@ PLAIN_FOLDERS: tuple[str, ...] = (
     "tests/router",
     "tests/store",
     "tests/testing",
+    "tests/text",
     "tests/tracing",
     "tests/trio_tools",
     "tests/vision",
