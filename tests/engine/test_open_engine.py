@@ -691,7 +691,7 @@ async def test_parameters_reach_the_configuration(runner_class, monkeypatch):
         ({"dtype": "float8"}, "dtype is 'float8', allowed is one of auto, bfloat16"),
         ({"request_timeout": 0}, "request_timeout is 0, allowed is a number above 0"),
         ({"kv_transfer_config": 5}, "kv_transfer_config is 5, allowed is a text"),
-        ({"override_generation_config": {"top_q": 1}}, "has 'top_q', which it does not take: did you mean top_p?"),
+        ({"override_generation_config": {"top_q": 1}}, "has 'top_q', which it does not accept: did you mean top_p?"),
     ],
 )
 async def test_a_parameter_of_another_type_is_told_before_anything_is_loaded(options, words, runner_class):

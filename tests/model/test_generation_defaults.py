@@ -1,4 +1,4 @@
-"""Which sampling counts where a request says nothing, from the checkpoint, a directory and what is laid over them."""
+"""Sampling defaults of requests, from the checkpoint, a directory and overrides."""
 
 from __future__ import annotations
 
@@ -33,30 +33,30 @@ def directory(path: Path, **fields: object) -> str:
     return str(path)
 
 
-def test_auto_takes_what_the_checkpoint_recommends():
+def test_auto_uses_the_checkpoints_recommendation():
     assert defaults().sampling == SamplingParams(temperature=0.6, top_k=20)
     assert defaults().eos_token_ids == (2,)
 
 
-def test_a_packaged_model_without_a_recommendation_of_its_own_has_ours():
+def test_packaged_model_without_a_recommendation_uses_ours():
     assert defaults(own={}, name="smollm2").sampling == SamplingParams(temperature=0.2, top_p=0.9)
     assert defaults(name="smollm2").sampling == SamplingParams(temperature=0.6, top_k=20)
     assert defaults(own={}).sampling == SamplingParams()
 
 
-def test_vllm_passes_every_recommendation_over():
+def test_vllm_ignores_every_recommendation():
     assert defaults("vllm", own={}, name="smollm2").named == {}
     assert defaults("vllm").sampling == SamplingParams(temperature=1.0)
 
 
-def test_a_directory_counts_instead_of_the_checkpoint_with_its_end_tokens(tmp_path: Path):
+def test_directory_replaces_sampling_and_end_tokens_of_the_checkpoint(tmp_path: Path):
     source = directory(tmp_path, top_p=0.5, max_new_tokens=7, eos_token_id=[3, 4])
     assert defaults(source).sampling == SamplingParams(top_p=0.5, max_tokens=7)
     assert defaults(source).eos_token_ids == (3, 4)
     assert defaults(directory(tmp_path, top_p=0.5)).eos_token_ids == (2,)
 
 
-def test_an_override_is_laid_over_whatever_counts(tmp_path: Path):
+def test_override_replaces_single_fields(tmp_path: Path):
     override = '{"temperature": 0.1, "max_new_tokens": 5}'
     assert defaults("auto", override).sampling == SamplingParams(temperature=0.1, top_k=20, max_tokens=5)
     assert defaults("vllm", {"top_p": 0.3}).sampling == SamplingParams(top_p=0.3)
@@ -66,22 +66,22 @@ def test_an_override_is_laid_over_whatever_counts(tmp_path: Path):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ('{"temprature": 1}', "has 'temprature', which it does not take: did you mean temperature?"),
-        ('{"stop": 1}', "has 'stop', which it does not take: there are: temperature, top_p"),
+        ('{"temprature": 1}', "has 'temprature', which it does not accept: did you mean temperature?"),
+        ('{"stop": 1}', "has 'stop', which it does not accept: there are: temperature, top_p"),
         ('{"temperature": -1}', "temperature is -1"),
         ('{"top_k": "x"}', "top_k"),
         ("[]", "must be an object like"),
         ("{", "is no JSON"),
     ],
 )
-def test_an_override_that_cannot_be_is_told_before_anything_is_read(override: str, words: str):
+def test_wrong_override_is_refused_before_any_file_is_read(override: str, words: str):
     with pytest.raises(StartupError) as caught:
         generation_settings("auto", override)
     assert str(caught.value).startswith("--override-generation-config")
     assert words in str(caught.value)
 
 
-def test_a_directory_that_does_not_fit_is_told_in_one_sentence(tmp_path: Path):
+def test_wrong_directory_is_refused_with_one_sentence(tmp_path: Path):
     with pytest.raises(ModelLoadError, match=r"but there is no file .*: name a directory with a"):
         defaults(str(tmp_path))
     with pytest.raises(ModelLoadError, match="names the end tokens 10, but the model's tokens are 0 to 9"):
@@ -90,14 +90,14 @@ def test_a_directory_that_does_not_fit_is_told_in_one_sentence(tmp_path: Path):
         defaults(directory(tmp_path, temperature=-3))
 
 
-def test_ends_that_the_tokenizer_names_come_behind_those_of_the_configs():
+def test_end_tokens_of_the_tokenizer_follow_those_of_the_configs():
     found = defaults().with_ends((2, 7, 10), vocab_size=10)
     assert found.eos_token_ids == (2, 7)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("named", [None, 2])
-async def test_the_end_of_a_turn_that_only_the_tokenizer_names_ends_a_response(
+async def test_end_token_that_only_the_tokenizer_names_ends_a_response(
     named: int | None, tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     for file in tiny_checkpoint("llama").iterdir():

@@ -1,4 +1,4 @@
-"""--kv-cache-dtype int8 and fp8: what becomes of logprobs, blocks and capacity, natively and in plain torch."""
+"""--kv-cache-dtype int8 and fp8: logprobs, blocks and capacity, in native kernels and in plain torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from trioserve.model.settings import ModelSettings
 from trioserve_kernels import Kernels, reference
 from trioserve_kernels.native import NoNativeKernels, load_library
 
-LARGEST_ERROR = {"int8": 0.04, "fp8": 0.12}  # root of the mean square: steps of 1 / 254 of the largest, and of 1 / 16
+# root of the mean square error; steps are 1 / 254 of the largest number, or 1 / 16 of a number
+LARGEST_ERROR = {"int8": 0.04, "fp8": 0.12}
 PROMPT = [(7 * index + 11) % 300 + 5 for index in range(70)]
 SHOWN = SamplingParams(temperature=0.0, prompt_logprobs=1)
 BOTH = pytest.mark.parametrize("cpu_kernels", ("native", "torch"))
@@ -40,7 +41,7 @@ def library() -> None:
 
 @pytest.fixture
 def load(step_driver: ModuleType, tiny_checkpoint: Callable[..., Path]) -> Any:
-    """load(kind, kv_cache_dtype, cpu_kernels=..., ...): closed at the end."""
+    """Function load(kind, kv_cache_dtype, cpu_kernels=..., ...) that returns a runner, which is closed at the end."""
     made: list[ModelRunner] = []
 
     def runner(kind: str, kv_cache_dtype: str, **settings: Any) -> ModelRunner:
@@ -53,7 +54,9 @@ def load(step_driver: ModuleType, tiny_checkpoint: Callable[..., Path]) -> Any:
 
 
 def played(step_driver: ModuleType, runner: ModelRunner, counts: list[int]) -> tuple[Any, list[float]]:
-    """A prompt in chunks of these lengths, and a few tokens more: the driver, and the prompt's logprobs."""
+    """Compute a prompt in chunks of given lengths, and a few further tokens. Return the driver and the prompt's
+    logprobs.
+    """
     driver = step_driver.StepDriver(runner)
     driver.add("a", PROMPT, SHOWN)
     entries: list[float] = []
@@ -66,7 +69,7 @@ def played(step_driver: ModuleType, runner: ModelRunner, counts: list[int]) -> t
 
 
 def kept(driver: Any, runner: ModelRunner) -> list[bytes]:
-    """What the prompt's whole blocks hold, layer by layer."""
+    """Return the content of the prompt's full blocks, layer by layer."""
     pages = runner.kv_pages("m")
     table = driver._tables["a"][: len(PROMPT) // runner.block_size]
     return [bytes(pages.read(layer, BlockIndex(block))) for layer in range(2) for block in table]
@@ -76,7 +79,7 @@ def kept(driver: Any, runner: ModelRunner) -> list[bytes]:
 @FORMATS
 @pytest.mark.parametrize("kind", ("llama", "qwen3", "mistral", "gemma2", "llama-biased-64"))
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
-def test_logprobs_stay_near_those_of_numbers_that_are_not_rounded(
+def test_logprobs_are_close_to_those_without_rounding(
     load: Load, step_driver: ModuleType, kind: str, dtype: str, kv_cache_dtype: str, cpu_kernels: str
 ) -> None:
     _, exact = played(step_driver, load(kind, "auto", dtype="float32", cpu_kernels="torch"), [70])
@@ -87,8 +90,10 @@ def test_logprobs_stay_near_those_of_numbers_that_are_not_rounded(
 
 @FORMATS
 @pytest.mark.parametrize("kind", ("llama", "qwen3", "gemma2"))
-def test_all_round_alike(load: Load, step_driver: ModuleType, kind: str, kv_cache_dtype: str) -> None:
-    """In float32: but for the few numbers that lie in the middle between two."""
+def test_native_kernels_and_torch_round_alike(
+    load: Load, step_driver: ModuleType, kind: str, kv_cache_dtype: str
+) -> None:
+    """In float32. Only a few numbers in the middle between two values may differ."""
     found = [
         np.array(played(step_driver, load(kind, kv_cache_dtype, cpu_kernels=kernels), [70])[1])
         for kernels in ("native", "torch")
@@ -99,10 +104,12 @@ def test_all_round_alike(load: Load, step_driver: ModuleType, kind: str, kv_cach
 @BOTH
 @FORMATS
 @pytest.mark.parametrize("kind", ("llama", "qwen2-sliding"))
-def test_blocks_have_the_same_bits_however_a_prompt_is_cut(
+def test_blocks_have_equal_bits_for_any_chunks_of_a_prompt(
     load: Load, step_driver: ModuleType, kind: str, kv_cache_dtype: str, cpu_kernels: str
 ) -> None:
-    """And beside others: in 8 bits one that was off by a bit before might be off by a whole step."""
+    """Also in a batch. In 8 bits, a number that differs by one bit before rounding may differ by a whole step
+    after it.
+    """
     runner = load(kind, kv_cache_dtype, cpu_kernels=cpu_kernels, batch_invariant=True)
     whole, logprobs = played(step_driver, runner, [70])
     blocks = kept(whole, runner)
@@ -119,8 +126,10 @@ def test_blocks_have_the_same_bits_however_a_prompt_is_cut(
 
 @BOTH
 @FORMATS
-def test_a_block_goes_on_elsewhere(load: Load, step_driver: ModuleType, kv_cache_dtype: str, cpu_kernels: str) -> None:
-    """Copied by its bytes into another engine's cache, as connectors do, with its scales."""
+def test_copied_block_works_in_another_engine(
+    load: Load, step_driver: ModuleType, kv_cache_dtype: str, cpu_kernels: str
+) -> None:
+    """Copy a block with its scales as bytes into another engine's cache, as connectors do."""
     first, second = (load("llama", kv_cache_dtype, cpu_kernels=cpu_kernels, batch_invariant=True) for _ in range(2))
     here, _ = played(step_driver, first, [70])
     there = step_driver.StepDriver(second, seed=9)
@@ -137,7 +146,7 @@ def test_a_block_goes_on_elsewhere(load: Load, step_driver: ModuleType, kv_cache
 
 
 @FORMATS
-def test_nearly_twice_the_blocks_fit(tiny_checkpoint: Callable[..., Path], kv_cache_dtype: Any) -> None:
+def test_almost_twice_as_many_blocks_fit(tiny_checkpoint: Callable[..., Path], kv_cache_dtype: Any) -> None:
     config = open_checkpoint(tiny_checkpoint("llama")).config
     wide, narrow = (kv_block_bytes(config, 16, "bfloat16", kind) for kind in ("plain", kv_cache_dtype))
     head_dim = config.heads.head_dim
@@ -146,10 +155,10 @@ def test_nearly_twice_the_blocks_fit(tiny_checkpoint: Callable[..., Path], kv_ca
 
 @BOTH
 @FORMATS
-def test_what_is_kept_is_said(load: Load, kv_cache_dtype: str, cpu_kernels: str) -> None:
+def test_kv_format_is_reported(load: Load, kv_cache_dtype: str, cpu_kernels: str) -> None:
     runner, plain = (load("llama", kind, cpu_kernels=cpu_kernels) for kind in (kv_cache_dtype, "auto"))
     assert f"KV kept as {kv_cache_dtype}" in runner.computed_by
-    assert runner.arithmetic != plain.arithmetic  # so that streams do not go on with another format
+    assert runner.arithmetic != plain.arithmetic  # so that no stream resumes with another format
     assert (runner.kv_dtype, plain.kv_dtype) == (kv_cache_dtype, "float32")
     assert runner.kv_cache_bytes < plain.kv_cache_bytes / 2
     storage = runner.storage
@@ -157,7 +166,7 @@ def test_what_is_kept_is_said(load: Load, kv_cache_dtype: str, cpu_kernels: str)
     assert sum(pages.nbytes for pages in storage.pages) == runner.kv_cache_bytes
 
 
-def test_a_number_that_is_none_is_the_error_of_its_request(load: Load, step_driver: ModuleType) -> None:
+def test_nan_fails_only_its_request(load: Load, step_driver: ModuleType) -> None:
     runner = load("llama", "int8", cpu_kernels="native")
     driver = step_driver.StepDriver(runner)
     driver.add("a", PROMPT)
@@ -169,20 +178,20 @@ def test_a_number_that_is_none_is_the_error_of_its_request(load: Load, step_driv
     assert list(result.errors) == ["a"]
 
 
-def test_triton_refuses_it(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_triton_kernels_refuse_eight_bit_kv(tiny_checkpoint: Callable[..., Path]) -> None:
     config = open_checkpoint(tiny_checkpoint("llama")).config
     names = {name: getattr(reference, name) for name in reference.__all__}
     kernels = cast(Kernels, SimpleNamespace(**{**names, "NAME": "triton"}))
     settings = ModelSettings(kv_cache_dtype="int8")
-    with pytest.raises(StartupError, match="take gpu_kernels torch, or kv_cache_dtype auto"):
+    with pytest.raises(StartupError, match="use gpu_kernels torch, or kv_cache_dtype auto"):
         torch_step_model.TorchStepModel(config, settings, dtype="float32", device="cpu", kernels=kernels)
 
 
-def test_another_name_is_refused() -> None:
+def test_unknown_kv_cache_dtype_is_refused() -> None:
     with pytest.raises(StartupError, match="kv_cache_dtype is 'int4', allowed is one of auto, int8, fp8"):
         ModelSettings(kv_cache_dtype=cast(Any, "int4"))
 
 
-def test_latents_are_not_kept_in_eight_bits(tiny_checkpoint: Callable[..., Path]) -> None:
-    with pytest.raises(StartupError, match="keeps latents, which are not kept in 8 bits: take kv_cache_dtype auto"):
+def test_latents_in_eight_bits_are_refused(tiny_checkpoint: Callable[..., Path]) -> None:
+    with pytest.raises(StartupError, match="keeps latents, which cannot be stored in 8 bits: use kv_cache_dtype auto"):
         ModelRunner.load(open_checkpoint(tiny_checkpoint("deepseek-v3")), ModelSettings(kv_cache_dtype="int8"))

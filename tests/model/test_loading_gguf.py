@@ -51,7 +51,7 @@ def check_same_as_the_gguf_package(path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, quant_type", [("llama3-rope", "F16"), ("qwen2", "Q4_1"), ("llama-wide", "Q6_K")])
-def test_header_is_what_the_gguf_package_reads(tiny_gguf: Callable[..., Path], kind: str, quant_type: str) -> None:
+def test_header_equals_the_gguf_packages_result(tiny_gguf: Callable[..., Path], kind: str, quant_type: str) -> None:
     check_same_as_the_gguf_package(tiny_gguf(kind, quant_type))
 
 
@@ -64,7 +64,7 @@ def default_model() -> Path:
 
 
 @pytest.mark.slow
-def test_default_model_is_what_the_gguf_package_reads(default_model: Path) -> None:
+def test_header_of_the_default_model_equals_the_gguf_packages_result(default_model: Path) -> None:
     check_same_as_the_gguf_package(default_model)
 
 
@@ -92,17 +92,17 @@ def test_default_model_opens_in_a_fraction_of_a_second(default_model: Path) -> N
     assert checkpoint.weight_bytes == 134_515_008 * 4
 
 
-def test_storage_sizes_are_those_of_ggml() -> None:
+def test_storage_sizes_equal_those_of_ggml() -> None:
     for number, storage in STORAGE_TYPES.items():
         kind = gguf.GGMLQuantizationType(number)
         assert (storage.name, storage.block_values, storage.block_bytes) == (kind.name, *gguf.GGML_QUANT_SIZES[kind])
 
 
-# --- the checkpoint behind the header -------------------------------------------------------------------------------
+# --- checkpoint -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_tensors_of_all_families_are_those_of_the_directory_they_were_made_from(
+def test_tensors_of_all_families_equal_those_of_the_directory(
     tiny_checkpoints: Any, tiny_checkpoint: Callable[..., Path], tiny_gguf: Callable[..., Path], tensors_of: Any
 ) -> None:
     for kind in tiny_checkpoints.KINDS:
@@ -115,7 +115,7 @@ def test_tensors_of_all_families_are_those_of_the_directory_they_were_made_from(
         assert checkpoint.weight_bytes == sum(tensor.nbytes for tensor in given.values())
 
 
-def test_config_of_all_families_is_that_of_the_directory_they_were_made_from(
+def test_config_of_all_families_equals_that_of_the_directory(
     tiny_checkpoints: Any, tiny_checkpoint: Callable[..., Path], tiny_gguf: Callable[..., Path]
 ) -> None:
     lost = {"family", "layers", "eos_token_ids", "norm_eps"}
@@ -138,7 +138,7 @@ def test_linear_rope_scaling(tiny_gguf: Callable[..., Path]) -> None:
     assert scaling_of(config).kind == "linear"
 
 
-def test_llama3_scaling_comes_as_factors_that_give_the_frequencies_of_transformers(
+def test_llama3_factors_give_transformers_frequencies(
     tiny_checkpoint: Callable[..., Path], tiny_gguf: Callable[..., Path]
 ) -> None:
     import transformers
@@ -161,7 +161,7 @@ def test_plain_types_keep_their_dtype(tiny_gguf: Callable[..., Path], quant_type
     assert {tensor.dtype for tensor in checkpoint.tensors() if len(tensor.shape) == 2} == {dtype_name}
 
 
-def test_tokenizer_and_template_are_handed_out_as_plain_values(tiny_gguf: Callable[..., Path]) -> None:
+def test_tokenizer_and_template_are_plain_values(tiny_gguf: Callable[..., Path]) -> None:
     checkpoint = open_checkpoint(tiny_gguf("llama"))
     assert checkpoint.tokenizer_directory is None
     metadata = checkpoint.gguf_metadata
@@ -173,7 +173,7 @@ def test_tokenizer_and_template_are_handed_out_as_plain_values(tiny_gguf: Callab
     assert str(metadata["tokenizer.chat_template"]).startswith("{% for message in messages %}")
 
 
-def test_a_directory_with_one_gguf_is_that_gguf(tiny_gguf: Callable[..., Path]) -> None:
+def test_directory_with_one_gguf_file_opens_that_file(tiny_gguf: Callable[..., Path]) -> None:
     path = tiny_gguf("llama")
     assert open_checkpoint(path.parent).files == (path,)
 
@@ -214,7 +214,7 @@ def write(
     return file
 
 
-def test_every_kind_of_metadata_value(tmp_path: Path) -> None:
+def test_every_kind_of_metadata_value_is_read(tmp_path: Path) -> None:
     numbers = {0: ("B", 200), 1: ("b", -3), 2: ("H", 60_000), 3: ("h", -300), 4: ("I", 2**32 - 1), 5: ("i", -(2**31))}
     numbers |= {6: ("f", 0.5), 10: ("Q", 2**64 - 1), 11: ("q", -(2**63)), 12: ("d", 0.1)}
     entries = [entry(f"n{kind}", kind, struct.pack("<" + fmt, value)) for kind, (fmt, value) in numbers.items()]
@@ -280,7 +280,7 @@ DEEP = b"".join(struct.pack("<IQ", ARRAY, 1) for _ in range(50)) + struct.pack("
         (lambda at: write(at, rest=b""), "not named in the file; supported are llama, mistral3, qwen2"),
     ],
 )
-def test_a_damaged_file_is_refused_in_one_sentence(tmp_path: Path, made: Callable[[Path], Path], said: str) -> None:
+def test_damaged_file_is_refused_with_one_sentence(tmp_path: Path, made: Callable[[Path], Path], said: str) -> None:
     path = made(tmp_path)
     with pytest.raises(ModelLoadError) as caught:
         open_checkpoint(path)
@@ -321,11 +321,13 @@ def array_of(kind: int, count: int, content: bytes) -> bytes:
         "keys",
     ],
 )
-def test_a_header_takes_at_most_some_ten_times_its_bytes(tmp_path: Path, made: Callable[[int], list[bytes]]) -> None:
+def test_memory_of_a_header_is_bounded_by_ten_times_its_size(
+    tmp_path: Path, made: Callable[[int], list[bytes]]
+) -> None:
     path = write(tmp_path, *made(400_000))
     tracemalloc.start()
     try:
-        # What it makes of the file is no model, and that is said.
+        # the file contains no model, and the message says so
         with pytest.raises(ModelLoadError):
             open_checkpoint(path)
         peak_bytes = tracemalloc.get_traced_memory()[1]
@@ -335,7 +337,7 @@ def test_a_header_takes_at_most_some_ten_times_its_bytes(tmp_path: Path, made: C
 
 
 @pytest.mark.parametrize("size", [0, 3, 23])
-def test_a_file_without_room_for_a_header_is_refused(tmp_path: Path, size: int) -> None:
+def test_file_shorter_than_a_header_is_refused(tmp_path: Path, size: int) -> None:
     path = tmp_path / "short.gguf"
     path.write_bytes(b"GGUF\3\0\0\0".ljust(size, b"\0")[:size])
     with pytest.raises(ModelLoadError, match=f"has {size} bytes"):
@@ -379,7 +381,7 @@ def rewrite(source: Path, target: Path, changes: dict[str, Any], *, without: tup
         ({"llama.embedding_length": 128}, "has shape [320, 64], but the config asks for [320, 128]"),
         ({"llama.block_count": 10**9}, "layer_count is 1000000000"),
         ({"llama.block_count": 3}, "the weights lack blk.2.attn_norm.weight"),
-        ({"llama.block_count": 1}, "which llama with this config has no place for"),
+        ({"llama.block_count": 1}, "which llama with this config does not use"),
         ({"llama.attention.head_count": 0}, "must be at least 1"),
         ({"llama.attention.head_count": None}, "must be at least 1"),
         ({"llama.attention.head_count_kv": [2, 4]}, "differs from layer to layer"),
@@ -392,7 +394,7 @@ def rewrite(source: Path, target: Path, changes: dict[str, Any], *, without: tup
         ({"tokenizer.ggml.eos_token_id": 5000}, "special token id is 5000"),
     ],
 )
-def test_metadata_that_cannot_be_served_is_refused_by_name(
+def test_unsupported_metadata_is_refused_by_name(
     tiny_gguf: Callable[..., Path], tmp_path: Path, changes: dict[str, Any], said: str
 ) -> None:
     path = rewrite(tiny_gguf("llama"), tmp_path / "changed.gguf", changes)
@@ -413,14 +415,14 @@ def test_metadata_that_cannot_be_served_is_refused_by_name(
         ({"llama.rope.scale_linear": 2.0}, "context_tokens_max", 1024),
     ],
 )
-def test_other_spellings_of_the_metadata(
+def test_alternative_metadata_keys_are_read(
     tiny_gguf: Callable[..., Path], tmp_path: Path, changes: dict[str, Any], field: str, expected: object
 ) -> None:
     path = rewrite(tiny_gguf("llama"), tmp_path / "changed.gguf", changes)
     assert operator.attrgetter(field)(open_checkpoint(path).config) == expected
 
 
-def test_yarn_factors_of_the_metadata(tiny_gguf: Callable[..., Path], tmp_path: Path) -> None:
+def test_yarn_factors_are_read(tiny_gguf: Callable[..., Path], tmp_path: Path) -> None:
     changes = {"attn_factor": 0.5, "yarn_beta_fast": 16.0, "yarn_beta_slow": 2.0}
     keys = {f"qwen2.rope.scaling.{name}": value for name, value in changes.items()}
     path = rewrite(tiny_gguf("qwen2-yarn"), tmp_path / "changed.gguf", {**keys, "general.architecture": "qwen2"})
@@ -435,7 +437,7 @@ def test_yarn_factors_of_the_metadata(tiny_gguf: Callable[..., Path], tmp_path: 
     ("qwen2-yarn", {"yarn_ext_factor": 0.0}, "yarn_ext_factor"),
     ("qwen2", {"yarn_attn_factor": 1.5}, "yarn_attn_factor"),
 ])  # fmt: skip
-def test_yarn_of_other_kinds_is_refused(
+def test_unsupported_yarn_factors_are_refused(
     kind: str, changes: dict[str, float], said: str, tiny_gguf: Callable[..., Path], tmp_path: Path
 ) -> None:
     keys = {f"qwen2.rope.scaling.{name}": value for name, value in changes.items()}
@@ -444,7 +446,7 @@ def test_yarn_of_other_kinds_is_refused(
         open_checkpoint(path)
 
 
-def test_both_attention_factors_of_yarn_count(tiny_gguf: Callable[..., Path], tmp_path: Path) -> None:
+def test_both_attention_factors_of_yarn_are_multiplied(tiny_gguf: Callable[..., Path], tmp_path: Path) -> None:
     changes = {"attn_factor": 0.5, "yarn_attn_factor": 3.0, "yarn_ext_factor": 1.0}
     keys = {f"qwen2.rope.scaling.{name}": value for name, value in changes.items()}
     path = rewrite(tiny_gguf("qwen2-yarn"), tmp_path / "changed.gguf", {**keys, "general.architecture": "qwen2"})
@@ -452,7 +454,7 @@ def test_both_attention_factors_of_yarn_count(tiny_gguf: Callable[..., Path], tm
     assert found == pytest.approx(1.5 * (0.1 * np.log(4.0) + 1.0))
 
 
-def test_keys_of_the_model_that_are_not_read_are_named_in_the_log(
+def test_unread_keys_are_named_in_the_log(
     tiny_gguf: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     open_checkpoint(tiny_gguf("qwen2-yarn"))
@@ -464,13 +466,13 @@ def test_keys_of_the_model_that_are_not_read_are_named_in_the_log(
     assert "general.made_up" not in caplog.text
 
 
-def test_sampling_defaults_of_the_metadata(tiny_gguf: Callable[..., Path], tmp_path: Path) -> None:
+def test_sampling_defaults_are_read_from_metadata(tiny_gguf: Callable[..., Path], tmp_path: Path) -> None:
     changes = {"general.sampling.temp": 0.5, "general.sampling.top_k": 20, "general.sampling.penalty_repeat": 1.5}
     path = rewrite(tiny_gguf("llama"), tmp_path / "changed.gguf", changes)
     assert open_checkpoint(path).sampling_defaults == {"temperature": 0.5, "top_k": 20, "repetition_penalty": 1.5}
 
 
-def test_a_missing_tensor_is_named(tiny_gguf: Callable[..., Path], tmp_path: Path) -> None:
+def test_missing_tensor_is_named(tiny_gguf: Callable[..., Path], tmp_path: Path) -> None:
     for name in ("token_embd.weight", "blk.1.ffn_up.weight"):
         path = rewrite(tiny_gguf("llama"), tmp_path / "changed.gguf", {}, without=(name,))
         with pytest.raises(ModelLoadError, match=name):
@@ -482,7 +484,7 @@ def read_all(checkpoint: Checkpoint) -> None:
         tensor.read("bfloat16")
 
 
-def test_a_file_that_shrinks_while_it_is_read_is_one_error(tiny_gguf: Callable[..., Path], tmp_path: Path) -> None:
+def test_file_that_shrinks_while_it_is_read_gives_one_error(tiny_gguf: Callable[..., Path], tmp_path: Path) -> None:
     path = tmp_path / "shrinking.gguf"
     path.write_bytes(tiny_gguf("llama", "Q4_0").read_bytes())
     checkpoint = open_checkpoint(path)

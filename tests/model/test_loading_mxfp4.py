@@ -1,5 +1,6 @@
-"""gpt-oss with its experts in MXFP4, as its makers publish it and as llama.cpp writes it: what is read is what the
-format means, as numbers and as the native kernels' blocks; and what is refused."""
+"""gpt-oss with experts in MXFP4, as its authors publish it and as llama.cpp writes it: numbers, blocks of the native
+kernels, and refusals.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +22,13 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.model.loading.checkpoint import Checkpoint, open_checkpoint
 from trioserve_kernels.native import NoNativeKernels, load_library
 
-LOGPROB_TOLERANCE = 2e-4  # as in test_parity.py
+LOGPROB_TOLERANCE = 2e-4  # see test_parity.py
 PROMPT = torch.randint(5, 320, (60,), generator=torch.Generator().manual_seed(3)).tolist()
 
 
 @pytest.fixture(scope="module")
 def written(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A directory whose experts are quantized, and one with the numbers that transformers makes of them."""
+    """A directory with quantized experts, and a directory with the numbers that transformers makes of them."""
     from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
 
     plain = tiny_checkpoint("gpt-oss")
@@ -55,7 +56,7 @@ def written(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempP
     return quantized, dense
 
 
-def test_numbers_are_those_of_the_format(
+def test_numbers_equal_those_of_the_format(
     written: tuple[Path, Path], tensors_of: Callable[[Checkpoint], dict[str, torch.Tensor]]
 ) -> None:
     found, expected = (tensors_of(open_checkpoint(path)) for path in written)
@@ -64,7 +65,7 @@ def test_numbers_are_those_of_the_format(
         assert torch.equal(found[name], tensor), name
 
 
-def test_blocks_stand_for_the_same_numbers_in_files_of_either_kind(
+def test_blocks_encode_equal_numbers_in_both_file_formats(
     written: tuple[Path, Path], tiny_checkpoints: ModuleType, tmp_path: Path
 ) -> None:
     quantized, dense = written
@@ -83,7 +84,7 @@ def test_blocks_stand_for_the_same_numbers_in_files_of_either_kind(
         assert kept == 4 * 6 * 3
 
 
-def test_a_call_ends_a_response_of_a_gguf_file_too(
+def test_end_of_a_tool_call_ends_a_response_of_a_gguf_model(
     tiny_checkpoints: ModuleType, tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     path = tmp_path / "model.gguf"
@@ -100,9 +101,7 @@ def logprobs_of(step_driver: ModuleType, path: Path, **options: Any) -> torch.Te
     return torch.tensor([entry.logprob for entry in entries])
 
 
-def test_a_model_computes_what_transformers_does(
-    written: tuple[Path, Path], cpu_kernels: str, step_driver: ModuleType
-) -> None:
+def test_logprobs_equal_transformers(written: tuple[Path, Path], cpu_kernels: str, step_driver: ModuleType) -> None:
     import transformers
 
     quantized, dense = written
@@ -114,8 +113,8 @@ def test_a_model_computes_what_transformers_does(
     torch.testing.assert_close(found, expected, atol=LOGPROB_TOLERANCE, rtol=0)
 
 
-def test_the_native_kernels_keep_4_bits(written: tuple[Path, Path], step_driver: ModuleType) -> None:
-    """Their weights are exact; what is multiplied with them is rounded to 8 bits."""
+def test_native_kernels_keep_4_bits(written: tuple[Path, Path], step_driver: ModuleType) -> None:
+    """The weights are exact. Inputs of products are rounded to 8 bits."""
     try:
         load_library()
     except NoNativeKernels as error:
@@ -130,13 +129,13 @@ def test_the_native_kernels_keep_4_bits(written: tuple[Path, Path], step_driver:
         assert ("weights kept as file" in runner.computed_by) == (quantization == "auto")
         runner.close()
         errors[quantization] = float((logprobs_of(step_driver, path, **options) - exact).square().mean().sqrt())
-    # A router that chooses between nearly equal experts makes the largest errors, and most of them.
+    # The router's choice between nearly equal experts causes the largest errors, and most of them.
     assert errors["auto"] < 1.5 * errors["int8"] < 8 * errors["none"]
-    experts = 4 * 3 * 3 * 64 * 96  # numbers of those that a token is sent to
+    experts = 4 * 3 * 3 * 64 * 96  # numbers of the experts that a token chooses
     assert read_bytes["none"] - read_bytes["auto"] == experts * 2 - experts * 4.5 / 8
 
 
-def test_a_row_has_the_same_bits_as_a_decode(written: tuple[Path, Path], step_driver: ModuleType) -> None:
+def test_row_in_a_batch_has_the_bits_of_a_decode(written: tuple[Path, Path], step_driver: ModuleType) -> None:
     try:
         load_library()
     except NoNativeKernels as error:
@@ -158,7 +157,7 @@ FIRST = "model.layers.0.mlp.experts.down_proj"
     "change, said",
     (
         (lambda tensors: tensors.pop(f"{FIRST}_scales"), f"hold {FIRST}_blocks, but no {FIRST}_scales"),
-        (lambda tensors: tensors.pop(f"{FIRST}_blocks"), f"{FIRST}_scales is stored as U8, and is no part of a matrix"),
+        (lambda tensors: tensors.pop(f"{FIRST}_blocks"), f"{FIRST}_scales is stored as U8, and belongs to no matrix"),
         (
             lambda tensors: tensors.update({FIRST: torch.zeros(6, 96, 64)}),
             f"hold {FIRST} both plain and quantized",
@@ -186,7 +185,7 @@ FIRST = "model.layers.0.mlp.experts.down_proj"
         ),
     ),
 )
-def test_what_does_not_belong_together_is_refused(
+def test_parts_that_do_not_match_are_refused(
     change: Callable[[dict[str, torch.Tensor]], object], said: str, written: tuple[Path, Path], tmp_path: Path
 ) -> None:
     directory = Path(shutil.copytree(written[0], tmp_path / "model"))

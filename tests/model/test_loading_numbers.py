@@ -1,4 +1,4 @@
-"""A wrong number in any file of a model ends in a model or in one clear error, and takes no memory."""
+"""A wrong number in any file of a model gives a model or one clear error, and takes little memory."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from trioserve.model.loading.safetensors import tensors_in_file
 
 WRONG = (0, -1, 10**9, 10**12, 1.5, True, None, "8")
 HEADER_WRONG = (0, 10**9, 10**12, 2**63, 2**64 - 1)
-BYTES_MAX = 4 * 2**20  # the tiny files have 0.4 MB, and are read as a whole by an adapter's digest
+BYTES_MAX = 4 * 2**20  # the tiny files have 0.4 MB, and the digest of an adapter reads them completely
 
 
 def changed(value: Any) -> Iterator[Any]:
-    """The value with each of its numbers replaced, one at a time, by each wrong one."""
+    """Yield the value with one of its numbers replaced by one wrong number, for each number and each wrong number."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from ({**value, name: other} for other in changed(inner))
@@ -38,7 +38,7 @@ def changed(value: Any) -> Iterator[Any]:
 
 
 def check(opened: Callable[[], object], what: object) -> None:
-    """Open something that may be refused, within bounds of memory."""
+    """Open files that may be refused, within bounds of memory."""
     message = ""
     tracemalloc.start()
     try:
@@ -63,7 +63,7 @@ def check_json(path: Path, opened: Callable[[], object]) -> None:
 
 
 def check_safetensors(path: Path, opened: Callable[[], object]) -> None:
-    """Each number of the header's first tensors, and the length in front of it."""
+    """Change each number of the header's first tensors, and the length before the header."""
     whole = path.read_bytes()
     length = int.from_bytes(whole[:8], "little")
     header, rest = json.loads(whole[8 : 8 + length]), whole[8 + length :]
@@ -80,7 +80,7 @@ def check_safetensors(path: Path, opened: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["BertForSequenceClassification", "ModernBertModel"])
-def test_files_of_an_encoder(kind: str, tiny_encoders: ModuleType, tmp_path: Path) -> None:
+def test_wrong_numbers_in_files_of_an_encoder(kind: str, tiny_encoders: ModuleType, tmp_path: Path) -> None:
     tiny_encoders.write_encoder(tmp_path, kind)
     (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 16}')
     (tmp_path / "modules.json").write_text(
@@ -95,7 +95,9 @@ def test_files_of_an_encoder(kind: str, tiny_encoders: ModuleType, tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", ["smolvlm", pytest.param("idefics3", marks=pytest.mark.slow)])
-def test_files_of_a_model_that_sees_images(kind: str, tiny_vision: ModuleType, tmp_path: Path) -> None:
+def test_wrong_numbers_in_files_of_a_model_that_reads_images(
+    kind: str, tiny_vision: ModuleType, tmp_path: Path
+) -> None:
     tiny_vision.write_checkpoint(tmp_path, kind)
     names = [name for name in ("preprocessor_config.json", "processor_config.json") if (tmp_path / name).is_file()]
     assert names
@@ -103,7 +105,7 @@ def test_files_of_a_model_that_sees_images(kind: str, tiny_vision: ModuleType, t
         check_json(tmp_path / name, lambda: open_checkpoint(tmp_path))
 
 
-def test_files_of_an_adapter(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_wrong_numbers_in_files_of_an_adapter(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     import torch
 
     config = open_checkpoint(tiny_checkpoint("llama")).config
@@ -127,7 +129,7 @@ def test_files_of_an_adapter(tiny_checkpoint: Callable[..., Path], tmp_path: Pat
     check_safetensors(tmp_path / "adapter_model.safetensors", read)
 
 
-def test_headers_of_a_checkpoint(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_wrong_numbers_in_headers_of_a_checkpoint(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     path = shutil.copytree(tiny_checkpoint("llama", sharded=True), tmp_path / "model")
     for file in sorted(path.glob("*.safetensors"))[:1]:
         check_safetensors(file, lambda: open_checkpoint(path))
@@ -144,7 +146,7 @@ def test_tensors_that_share_bytes_are_refused(tmp_path: Path) -> None:
         tensors_in_file(path, ["F32"])
 
 
-def test_tiles_of_very_many_patches_are_refused(tiny_vision: ModuleType, tmp_path: Path) -> None:
+def test_tiles_with_too_many_patches_are_refused(tiny_vision: ModuleType, tmp_path: Path) -> None:
     tiny_vision.write_checkpoint(tmp_path)
     path = tmp_path / "processor_config.json"
     described = json.loads(path.read_text())
@@ -154,18 +156,20 @@ def test_tiles_of_very_many_patches_are_refused(tiny_vision: ModuleType, tmp_pat
         open_checkpoint(tmp_path)
 
 
-def test_fewer_layers_than_the_weights_have_are_refused(tiny_vision: ModuleType, tmp_path: Path) -> None:
+def test_config_with_fewer_layers_than_the_weights_is_refused(tiny_vision: ModuleType, tmp_path: Path) -> None:
     tiny_vision.write_checkpoint(tmp_path)
     path = tmp_path / "config.json"
     described = json.loads(path.read_text())
     described["vision_config"]["num_hidden_layers"] -= 1
     path.write_text(json.dumps(described))
-    with pytest.raises(ModelLoadError, match=r"vision_model\.encoder\.layers\.\d.*has no place for it"):
+    with pytest.raises(
+        ModelLoadError, match=r"vision_model\.encoder\.layers\.\d.*which the vision_config does not have"
+    ):
         open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("step", [499, pytest.param(13, marks=pytest.mark.slow)])
-def test_numbers_at_any_place_of_a_gguf_header(tiny_gguf: Callable[..., Path], tmp_path: Path, step: int) -> None:
+def test_wrong_numbers_at_any_place_of_a_gguf_header(tiny_gguf: Callable[..., Path], tmp_path: Path, step: int) -> None:
     whole = tiny_gguf("llama", "Q4_0").read_bytes()
     path = tmp_path / "changed.gguf"
     for position in (*range(4, 40), *range(40, 7_300, step)):

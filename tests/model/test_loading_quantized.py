@@ -1,5 +1,4 @@
-"""Quantized safetensors: what is read is what their formats mean, as numbers and as the native kernels' blocks; and
-what is refused."""
+"""Quantized safetensors: numbers of each format, blocks of the native kernels, and refusals."""
 
 from __future__ import annotations
 
@@ -37,7 +36,9 @@ ALL = (
 def written(
     tiny_quantized: ModuleType, tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., Written]:
-    """written(variant, kind) -> directory, and by name the numbers it stands for. It is shared."""
+    """Function written(variant, kind) that returns a directory, and the numbers that it encodes by name. Tests share
+    it.
+    """
     made: dict[tuple[str, str], Written] = {}
 
     def write(variant: str, kind: str = "llama-wide") -> Written:
@@ -51,7 +52,7 @@ def written(
 
 
 def meant_by_name(directory: Path, meant: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """By the name in here, with the rows that the model has under it."""
+    """Return the encoded numbers by our names, with the rows of the model's tensor of that name."""
     checkpoint, found, taken = open_checkpoint(directory), {}, dict.fromkeys(meant, 0)
     for tensor in checkpoint.tensors():
         outside = outside_name(tensor.name, checkpoint.config.family, TRANSFORMERS)
@@ -62,7 +63,7 @@ def meant_by_name(directory: Path, meant: dict[str, torch.Tensor]) -> dict[str, 
 
 
 def numbers_of_blocks(tensor: StoredTensor) -> np.ndarray:
-    """float32, by what kernels/cpu/quantized.h says of the blocks."""
+    """Decode blocks to float32, as kernels/cpu/quantized.h describes them."""
     assert tensor.read_blocks is not None
     assert tensor.block_type is not None
     blocks = tensor.read_blocks().reshape(tensor.shape[0], tensor.shape[1] // 32, -1)
@@ -82,7 +83,7 @@ def numbers_of_blocks(tensor: StoredTensor) -> np.ndarray:
 
 
 @pytest.mark.parametrize("variant", ALL)
-def test_numbers_are_those_of_the_format(variant: str, written: Callable[..., Written]) -> None:
+def test_numbers_equal_those_of_the_format(variant: str, written: Callable[..., Written]) -> None:
     directory, meant = written(variant)
     expected = meant_by_name(directory, meant)
     for tensor in open_checkpoint(directory).tensors():
@@ -91,12 +92,12 @@ def test_numbers_are_those_of_the_format(variant: str, written: Callable[..., Wr
         assert torch.equal(as_tensor(tensor.read("bfloat16")), exact.to(torch.bfloat16)), tensor.name
 
 
-def test_all_variants_are_tried(tiny_quantized: ModuleType) -> None:
+def test_all_variants_are_tested(tiny_quantized: ModuleType) -> None:
     assert set(ALL) == set(tiny_quantized.VARIANTS)
 
 
 @pytest.mark.parametrize("variant", ALL)
-def test_blocks_stand_for_the_same_numbers(variant: str, written: Callable[..., Written]) -> None:
+def test_blocks_encode_equal_numbers(variant: str, written: Callable[..., Written]) -> None:
     directory, meant = written(variant)
     expected = meant_by_name(directory, meant)
     kept = {}
@@ -115,7 +116,7 @@ def test_blocks_stand_for_the_same_numbers(variant: str, written: Callable[..., 
 
 @pytest.mark.parametrize("variant", ("awq-32", "gptq-4", "packed-4-asym", "fp8-block"))
 @pytest.mark.parametrize("kind", ("phi3", "cohere", "qwen2"))
-def test_parts_of_matrices_other_orders_of_rows_and_biases(
+def test_joint_matrices_reordered_rows_and_biases(
     kind: str, variant: str, tiny_quantized: ModuleType, tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     if kind != "phi3" and variant == "gptq-4":
@@ -131,7 +132,7 @@ def test_parts_of_matrices_other_orders_of_rows_and_biases(
 
 
 @pytest.mark.parametrize("variant", ("awq-32", "fp8-block"))
-def test_experts_are_quantized_one_by_one(
+def test_quantized_experts_are_read(
     variant: str, tiny_quantized: ModuleType, tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     meant = tiny_quantized.write_quantized(tiny_checkpoint("qwen3-moe"), tmp_path, variant)
@@ -145,7 +146,7 @@ def test_experts_are_quantized_one_by_one(
 
 
 @pytest.mark.parametrize("is_inner", (False, True))
-def test_the_part_for_texts_of_a_model_that_sees_images(
+def test_quantized_text_part_of_a_model_that_reads_images(
     is_inner: bool, tiny_quantized: ModuleType, tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     quantized, dense = tmp_path / "quantized", tmp_path / "dense"
@@ -161,7 +162,7 @@ def test_the_part_for_texts_of_a_model_that_sees_images(
 
 
 @pytest.mark.parametrize("variant", ("awq-64", "gptq-8-asym", "packed-4", "int8"))
-def test_the_kernels_keep_these_blocks_without_loss(variant: str, written: Callable[..., Written]) -> None:
+def test_kernels_keep_blocks_without_loss(variant: str, written: Callable[..., Written]) -> None:
     try:
         library = load_library()
     except NoNativeKernels as error:
@@ -178,14 +179,14 @@ def test_the_kernels_keep_these_blocks_without_loss(variant: str, written: Calla
         memory.close()
 
 
-def test_what_is_kept_in_how_many_bits() -> None:
+def test_each_matrix_is_kept_with_the_expected_bits() -> None:
     for quantization in ("file", "int4"):
         assert weight_format(quantization, "layers.0.q_proj.weight", "Q4_F32") == WeightFormat.Q4_WIDE
     for quantization in ("file", "int8"):
         assert weight_format(quantization, "layers.0.q_proj.weight", "Q8_F32") == WeightFormat.Q8_WIDE
 
 
-def test_equal_weights_have_equal_names_and_others_not(
+def test_only_equal_weights_have_equal_names(
     written: Callable[..., Written], tiny_checkpoint: Callable[..., Path]
 ) -> None:
     checkpoints = [open_checkpoint(written(variant)[0]) for variant in ("awq-32", "awq-32", "awq-64", "fp8-block")]
@@ -208,7 +209,7 @@ def logprobs_of(step_driver: ModuleType, path: Path, **options: Any) -> torch.Te
 
 
 @pytest.mark.parametrize("variant", ("awq-128", "gptq-4-order", "packed-8-asym", "fp8-block"))
-def test_a_model_is_the_dense_one_with_these_numbers(
+def test_model_equals_the_plain_model_with_these_numbers(
     variant: str,
     cpu_kernels: str,
     written: Callable[..., Written],
@@ -224,7 +225,7 @@ def test_a_model_is_the_dense_one_with_these_numbers(
 
 
 @pytest.mark.parametrize("variant", ("awq-128", "gptq-4", "gptq-8-asym", "packed-4-asym", "int8"))
-def test_a_model_with_the_file_s_own_bits_stays_near_float32(
+def test_model_with_the_files_own_bits_is_close_to_float32(
     variant: str, written: Callable[..., Written], step_driver: ModuleType
 ) -> None:
     try:
@@ -247,7 +248,7 @@ def test_a_model_with_the_file_s_own_bits_stays_near_float32(
 
 
 @pytest.mark.parametrize("variant", ("packed-4", "packed-4-asym", "packed-4-channel", "packed-8", "float8-channel"))
-def test_compressed_tensors_reads_the_same(variant: str, written: Callable[..., Written]) -> None:
+def test_compressed_tensors_library_reads_equal_numbers(variant: str, written: Callable[..., Written]) -> None:
     pytest.importorskip("compressed_tensors")
 
     from compressed_tensors.compressors import BaseCompressor
@@ -267,7 +268,7 @@ def test_compressed_tensors_reads_the_same(variant: str, written: Callable[..., 
 
 
 @pytest.mark.parametrize("variant", ("packed-4", "packed-8", "float8-tensor", "float8-channel", "float8-block"))
-def test_transformers_reads_the_same(
+def test_transformers_reads_equal_numbers(
     variant: str,
     written: Callable[..., Written],
     tiny_quantized: ModuleType,
@@ -286,7 +287,7 @@ def test_transformers_reads_the_same(
     torch.testing.assert_close(theirs, dense, rtol=0, atol=1e-5)
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -332,7 +333,7 @@ GROUP = "config_groups.group_0"
         ("fp8-block", {"weight_block_size": [128]}, "weight_block_size in quantization_config of config.json is [128]"),
     ),
 )
-def test_what_is_not_supported_is_refused_by_its_field(
+def test_unsupported_field_is_refused_by_name(
     variant: str, changes: dict[str, Any], said: str, copied: Callable[[str], Path], tiny_quantized: ModuleType
 ) -> None:
     def change(config: dict[str, Any]) -> None:
@@ -351,7 +352,9 @@ def test_what_is_not_supported_is_refused_by_its_field(
     assert said in str(caught.value)
 
 
-def test_groups_that_differ_are_refused(copied: Callable[[str], Path], tiny_quantized: ModuleType) -> None:
+def test_different_schemes_in_one_checkpoint_are_refused(
+    copied: Callable[[str], Path], tiny_quantized: ModuleType
+) -> None:
     directory = copied("packed-4")
     other = {"weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}
     tiny_quantized.change_files(directory, config=lambda config: config["config_groups"].update(group_1=other))
@@ -386,7 +389,7 @@ QUERIES = "model.layers.0.self_attn.q_proj"
         ("fp8-block", "weight", "storage"),
     ),
 )
-def test_a_damaged_part_is_named(
+def test_damaged_part_is_named(
     variant: str, part: str, shown: str, copied: Callable[[str], Path], tiny_quantized: ModuleType
 ) -> None:
     name = f"{QUERIES}.{part}"
@@ -406,14 +409,16 @@ def test_a_damaged_part_is_named(
         open_checkpoint(directory)
 
 
-def test_another_group_size_than_the_config_s(copied: Callable[[str], Path], tiny_quantized: ModuleType) -> None:
+def test_group_size_that_differs_from_the_config_is_refused(
+    copied: Callable[[str], Path], tiny_quantized: ModuleType
+) -> None:
     directory = copied("awq-32")
     tiny_quantized.change_files(directory, config=lambda config: config.update(group_size=64))
     with pytest.raises(ModelLoadError, match=r"down_proj.scales .* has shape \[16, 256\], .* of shape \[8, 256\]"):
         open_checkpoint(directory)
 
 
-def test_a_matrix_that_is_plain_and_quantized(copied: Callable[[str], Path], tiny_quantized: ModuleType) -> None:
+def test_matrix_both_plain_and_quantized_is_refused(copied: Callable[[str], Path], tiny_quantized: ModuleType) -> None:
     directory = copied("gptq-4")
     weight = torch.zeros(256, 256)
     tiny_quantized.change_files(directory, tensors=lambda tensors: tensors.update({f"{QUERIES}.weight": weight}))
@@ -421,18 +426,18 @@ def test_a_matrix_that_is_plain_and_quantized(copied: Callable[[str], Path], tin
         open_checkpoint(directory)
 
 
-def test_numbers_that_belong_to_no_matrix(copied: Callable[[str], Path], tiny_quantized: ModuleType) -> None:
+def test_codes_without_a_matrix_are_refused(copied: Callable[[str], Path], tiny_quantized: ModuleType) -> None:
     directory = copied("gptq-4")
     name = "model.norm.weight"
     tiny_quantized.change_files(directory, tensors=lambda tensors: tensors.update({name: tensors[name].to(torch.int8)}))
-    with pytest.raises(ModelLoadError, match=f"{name} is stored as I8, and is no part of a matrix"):
+    with pytest.raises(ModelLoadError, match=f"{name} is stored as I8, and belongs to no matrix"):
         open_checkpoint(directory)
 
 
-def test_some_matrices_may_be_plain(
+def test_single_matrices_may_be_plain(
     written: Callable[..., Written], copied: Callable[[str], Path], tiny_quantized: ModuleType
 ) -> None:
-    """As those that modules_to_not_convert names are."""
+    """modules_to_not_convert names such matrices."""
     directory, meant = copied("awq-32"), written("awq-32")[1]
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
@@ -446,16 +451,14 @@ def test_some_matrices_may_be_plain(
 
 
 @pytest.mark.parametrize("value", (0.0, 1.0))
-def test_a_bias_that_the_model_lacks_must_be_zero(
-    value: float, copied: Callable[[str], Path], tiny_quantized: ModuleType
-) -> None:
+def test_superfluous_bias_must_be_zero(value: float, copied: Callable[[str], Path], tiny_quantized: ModuleType) -> None:
     directory = copied("gptq-4")
     bias = torch.full((256,), value, dtype=torch.float16)
     tiny_quantized.change_files(directory, tensors=lambda tensors: tensors.update({f"{QUERIES}.bias": bias}))
     if value == 0.0:
         open_checkpoint(directory)
         return
-    with pytest.raises(ModelLoadError, match=f"hold {QUERIES}.bias, which llama with this config has no place for"):
+    with pytest.raises(ModelLoadError, match=f"hold {QUERIES}.bias, which llama with this config does not use"):
         open_checkpoint(directory)
 
 
@@ -463,7 +466,9 @@ def queries(directory: Path) -> StoredTensor:
     return next(tensor for tensor in open_checkpoint(directory).tensors() if tensor.name == "layers.0.q_proj.weight")
 
 
-def test_what_is_read_later_is_not_believed_either(copied: Callable[[str], Path], tiny_quantized: ModuleType) -> None:
+def test_damage_outside_of_headers_is_refused_when_read(
+    copied: Callable[[str], Path], tiny_quantized: ModuleType
+) -> None:
     directory = copied("gptq-4-order")
     tiny_quantized.change_files(directory, tensors=lambda tensors: tensors[f"{QUERIES}.g_idx"].add_(1))
     with pytest.raises(ModelLoadError, match=f"of {QUERIES}, g_idx names other groups than 0 to 3"):
@@ -481,7 +486,7 @@ def test_what_is_read_later_is_not_believed_either(copied: Callable[[str], Path]
         ("gptq-4-asym", {"sym": True}, "qzeros are not symmetric, but sym is true"),
     ),
 )
-def test_a_config_that_promises_too_much(
+def test_config_that_contradicts_the_numbers(
     variant: str,
     change: dict[str, Any],
     said: str,
@@ -489,11 +494,11 @@ def test_a_config_that_promises_too_much(
     copied: Callable[[str], Path],
     tiny_quantized: ModuleType,
 ) -> None:
-    """Its numbers can be read, but not kept as they are."""
+    """The numbers can be read, but their blocks cannot be kept."""
     directory = copied(variant)
     tiny_quantized.change_files(directory, config=lambda config: config.update(change))
     tensor = queries(directory)
     assert torch.equal(as_tensor(tensor.read("float32")), written(variant)[1][f"{QUERIES}.weight"])
     assert tensor.read_blocks is not None
-    with pytest.raises(ModelLoadError, match=f"{said}: take quantization none"):
+    with pytest.raises(ModelLoadError, match=f"{said}: use quantization none"):
         tensor.read_blocks()

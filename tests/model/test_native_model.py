@@ -1,7 +1,8 @@
-"""The native step beside the plain one: the same tokens, whatever is asked of a step; and when plain torch takes over.
+"""Native steps compared with steps in torch: equal tokens for every kind of step, and cases in which torch replaces the
+native kernels.
 
-In float32 only the order of sums differs (about 1e-5 of logits of size 1 to 10). In bfloat16 the two round at different
-places: each is within a few hundredths of the float32 model, so that is what both are held to.
+In float32 only the order of sums differs (about 1e-5 for logits of size 1 to 10). In bfloat16 both round at different
+places. Each is within a few hundredths of the float32 model, so both are compared with that.
 """
 
 from __future__ import annotations
@@ -93,14 +94,16 @@ def with_changed(path: Path, name: str, change: Callable[[Values], None]) -> Any
 
 
 def logprobs_of(driver: Any, prompt: list[int], counts: list[int]) -> torch.Tensor:
-    """Of each prompt token after the first, in chunks of these counts, with the best 20 beside it."""
+    """Return logprobs of each prompt token after the first, in chunks of given lengths, with the 20 best
+    alternatives.
+    """
     driver.add("p", prompt, SamplingParams(temperature=0.0, prompt_logprobs=20))
     entries = [entry for count in counts for entry in driver.step({"p": count}).prompt_logprobs["p"]]
     return torch.tensor([[entry.logprob, *(logprob for _, logprob in entry.top)] for entry in entries])
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bfloat16_is_as_near_to_float32_as_torch_is(
+def test_bfloat16_is_as_close_to_float32_as_in_torch(
     kind: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
     path = tiny_checkpoint(kind)
@@ -110,15 +113,15 @@ def test_bfloat16_is_as_near_to_float32_as_torch_is(
         name: (logprobs_of(driver, prompt, [70, 1, 1, 18])[:, 0] - exact[:, 0]).square().mean().sqrt()
         for name, driver in drivers(step_driver, path, "bfloat16").items()
     }
-    # Fewer roundings, so the native step should do better; 1.2 is for the draw of the prompt.
+    # The native step rounds less often, so it should be closer. The factor 1.2 allows for chance.
     assert errors["native"] < 1.2 * errors["torch"] + 1e-3
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bfloat16_prefers_what_float32_prefers(
+def test_bfloat16_chooses_one_of_float32s_best_tokens(
     kind: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
-    """The token chosen in bfloat16 is among the three best of float32, after each prefix."""
+    """After each prefix, the token chosen in bfloat16 is among the three best of float32."""
     path = tiny_checkpoint(kind)
     exact = step_driver.StepDriver(step_driver.load_runner(path))
     native = drivers(step_driver, path, "bfloat16")["native"]
@@ -131,10 +134,10 @@ def test_bfloat16_prefers_what_float32_prefers(
 
 
 @pytest.mark.parametrize("kind", ("mistral", "qwen3"))
-def test_decodes_side_by_side_in_bfloat16_prefer_what_float32_prefers(
+def test_batched_bfloat16_decodes_choose_one_of_float32s_best_tokens(
     kind: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
-    """Two steps of twelve decodes; every chosen token is among the three best of float32."""
+    """Two steps of twelve decodes. Every chosen token is among the three best of float32."""
     path = tiny_checkpoint(kind)
     exact = step_driver.StepDriver(step_driver.load_runner(path))
     native = drivers(step_driver, path, "bfloat16")["native"]
@@ -166,7 +169,7 @@ SAMPLINGS = (
 def test_every_kind_of_sampling_gives_the_tokens_of_torch(
     tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
-    """All of them in one batch, with prompts that come in pieces beside decodes."""
+    """All kinds in one batch, with prompts in chunks next to decodes."""
     both = drivers(step_driver, tiny_checkpoint("llama-tied"))
     outputs = {}
     for name, driver in both.items():
@@ -191,8 +194,10 @@ def test_twenty_prompts_give_the_tokens_of_torch(tiny_checkpoint: Callable[..., 
     assert both["native"].tokens == both["torch"].tokens
 
 
-def test_the_number_of_threads_changes_nothing(tiny_checkpoint: Callable[..., Path], step_driver: ModuleType) -> None:
-    """Pieces are the same whoever computes them, so a token does not depend on the machine's cores."""
+def test_number_of_threads_changes_no_token(tiny_checkpoint: Callable[..., Path], step_driver: ModuleType) -> None:
+    """The work is divided into the same pieces for any number of threads, so tokens do not depend on the number of
+    cores.
+    """
     tokens = []
     for threads in (1, 2, 3):
         runner = step_driver.load_runner(tiny_checkpoint("llama"), cpu_kernels="native", threads=threads)
@@ -208,8 +213,8 @@ def test_the_number_of_threads_changes_nothing(tiny_checkpoint: Callable[..., Pa
 def test_closing_ends_the_threads(
     tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(NativeModel, "loading_threads", 1)  # those that have read may not be quite gone yet
-    path = tiny_checkpoint("llama")  # torch, which writes it, has started its own threads by now
+    monkeypatch.setattr(NativeModel, "loading_threads", 1)  # loading threads may still be ending
+    path = tiny_checkpoint("llama")  # torch writes the checkpoint, so it has already started its own threads
     before = len(os.listdir("/proc/self/task"))
     runner = step_driver.load_runner(path, cpu_kernels="native", threads=4)
     assert len(os.listdir("/proc/self/task")) == before + 3
@@ -220,10 +225,10 @@ def test_closing_ends_the_threads(
 
 
 @pytest.mark.parametrize("rows", (3, 80))
-def test_an_abandoned_step_computes_no_further_layer(
+def test_abandoned_step_computes_no_further_layer(
     rows: int, tmp_path: Path, tiny_checkpoints: ModuleType, step_driver: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The third layer itself says that nobody waits: its values are zeros, and one of them lies where it is looked."""
+    """The flag that abandons the step is a number in the KV cache that the third layer sets to 0."""
     monkeypatch.setitem(tiny_checkpoints.KINDS, "deep", ("llama", {"num_hidden_layers": 8}))
     tiny_checkpoints.write_checkpoint(tmp_path, "deep")
     checkpoint = with_changed(tmp_path, "layers.2.v_proj.weight", lambda values: values.fill(0))
@@ -246,20 +251,22 @@ def test_an_abandoned_step_computes_no_further_layer(
 
     assert runner.execute(plan, InThirdLayer(1)) is None
     written = [not np.isnan(of_layer).all() for of_layer in pages]
-    # The threads meet after a layer's first product, which may have stored its keys and values by then.
+    # The threads meet after a layer's first product, which may already have stored its keys and values.
     assert written[:3] == [True, True, True]
     assert written[4:] == [False] * 4
 
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 @pytest.mark.parametrize("counts", ((3, 20), (20, 3)))
-def test_nothing_of_an_earlier_step_is_in_what_rows_are_padded_with(
+def test_padding_of_rows_has_nothing_of_an_earlier_step(
     counts: tuple[int, int], dtype: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
-    """Few rows and many lie in different ways in the same memory. All numbers of the first step are NaN."""
+    """Steps with few rows and with many rows use the same memory in different ways. All numbers of the first step are
+    NaN.
+    """
 
     def spoil(values: Values) -> None:
-        values[33] = float("nan") if values.dtype.kind == "f" else 0x7FC0  # bfloat16 as it lies
+        values[33] = float("nan") if values.dtype.kind == "f" else 0x7FC0  # bits of a bfloat16 NaN
 
     damaged = with_changed(tiny_checkpoint("llama-padded"), "embed.weight", spoil)
     runner = ModelRunner.load(damaged, ModelSettings(device="cpu", dtype=dtype, block_size=4, cpu_kernels="native"))
@@ -271,10 +278,8 @@ def test_nothing_of_an_earlier_step_is_in_what_rows_are_padded_with(
     assert not driver.step({"good": counts[1]}).errors
 
 
-def test_among_equal_logits_the_lowest_id_is_chosen(
-    tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
-) -> None:
-    """Ids 40 to 319 have the same largest logit, over all the pieces that threads take."""
+def test_lowest_id_is_chosen_among_equal_logits(tiny_checkpoint: Callable[..., Path], step_driver: ModuleType) -> None:
+    """Ids 40 to 319 have the same largest logit, in all pieces of the vocabulary that threads compute."""
 
     def make_equal(values: Values) -> None:
         values[:40] = 0.0
@@ -288,11 +293,11 @@ def test_among_equal_logits_the_lowest_id_is_chosen(
     names = [f"r{index}" for index in range(20)]
     for index, name in enumerate(names):
         driver.add(name, prompt_of(5, index))
-    # Where that logit is below 0, the zeros are larger, and the lowest of them is 0.
+    # If that logit is below 0, the logits of 0 are larger, and 0 is the lowest id among them.
     assert set(driver.step(dict.fromkeys(names, 5)).token_ids) == {0, 40}
 
 
-# --- when plain torch takes over -------------------------------------------------------------------------------------
+# --- torch instead of native kernels ----------------------------------------------------------------------------------
 
 
 def load(path: Path, **options: Any) -> ModelRunner:
@@ -301,7 +306,7 @@ def load(path: Path, **options: Any) -> ModelRunner:
 
 
 def resident_shares(arrays: Iterable[Values]) -> list[float]:
-    """How much of each array's memory the system has given."""
+    """Return the share of each array's memory that the system has provided."""
     page = os.sysconf("SC_PAGE_SIZE")
     with open("/proc/self/pagemap", "rb") as pagemap:
         shares = []
@@ -313,11 +318,11 @@ def resident_shares(arrays: Iterable[Values]) -> list[float]:
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/pagemap"), reason="nothing tells what is resident")
-def test_the_memory_of_the_kv_cache_is_claimed_ahead_in_the_order_of_blocks(
+def test_kv_cache_memory_is_claimed_in_the_order_of_blocks(
     tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fresh_array(shape: tuple[int, ...], dtype: str) -> Values:
-        """malloc may give memory that somebody has used before."""
+        """Return memory that was never used. malloc may return memory that was used before."""
         assert dtype == "float32"
         return np.frombuffer(mmap.mmap(-1, 4 * math.prod(shape)), dtype=np.float32).reshape(shape)
 
@@ -344,7 +349,7 @@ def test_the_memory_of_the_kv_cache_is_claimed_ahead_in_the_order_of_blocks(
         runner.close()
 
 
-def test_a_kv_cache_is_gone_before_the_next_one_is_made(
+def test_kv_cache_is_freed_before_the_next_one_is_made(
     tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = load(tiny_checkpoint("llama"))
@@ -364,7 +369,7 @@ def test_a_kv_cache_is_gone_before_the_next_one_is_made(
         runner.close()
 
 
-def test_the_start_says_what_computes(
+def test_start_reports_the_kernels(
     tiny_checkpoint: Callable[..., Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def computed_by(**settings: Any) -> str:
@@ -380,13 +385,13 @@ def test_the_start_says_what_computes(
     caplog.clear()
     monkeypatch.setenv("TRIOSERVE_NATIVE", "0")
     assert computed_by() == "plain torch"
-    assert "plain torch computes" in caplog.messages[0]
+    assert "torch computes" in caplog.messages[0]
     assert "TRIOSERVE_NATIVE" in caplog.messages[0]
     with pytest.raises(StartupError, match="TRIOSERVE_NATIVE"):
         load(path, cpu_kernels="native")
 
 
-def test_without_a_compiler_plain_torch_computes(
+def test_torch_computes_without_a_compiler(
     tiny_checkpoint: Callable[..., Path],
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -401,7 +406,7 @@ def test_without_a_compiler_plain_torch_computes(
     runner.close()
 
 
-def test_what_the_kernels_do_not_compute_is_left_to_torch(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_torch_computes_models_that_native_kernels_do_not_support(tiny_checkpoint: Callable[..., Path]) -> None:
     config = open_checkpoint(tiny_checkpoint("llama")).config
     assert why_not_native(config, "float32") is None
     assert why_not_native(config, "bfloat16") is None

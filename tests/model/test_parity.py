@@ -1,7 +1,7 @@
-"""The same numbers as transformers, however a prompt is cut into chunks and whatever runs beside it.
+"""Logits and tokens equal those of transformers, for any chunks of a prompt and in any batch.
 
-Everything is in float32, where only the order of sums differs. The tiny models' logits are of size 1 to 10, and the
-difference seen is about 1e-5; the bound below allows for other machines' sums.
+Everything is float32, so only the order of sums differs. Logits of the tiny models have a size of 1 to 10, and the
+observed difference is about 1e-5. The tolerance allows for sums on other machines.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ VOCAB_SIZE = 320
 
 
 class Expected:
-    """What transformers answers."""
+    """Results of transformers."""
 
     def __init__(self, path: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -116,7 +116,7 @@ class Expected:
         sees_images = "text_config" in config
         auto: Any = AutoModelForImageTextToText if sees_images else AutoModelForCausalLM
         self._model: Any = auto.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-        if config["model_type"] == "llama4":  # whose whole fails where there are texts alone
+        if config["model_type"] == "llama4":  # transformers' whole Llama 4 fails for texts without images
             self._model = self._model.language_model
 
     def logprobs(self, tokens: list[int]) -> torch.Tensor:
@@ -136,7 +136,7 @@ def make_prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def check_prompt_logprobs(driver: Any, expected: Expected, name: str, prompt: list[int], chunks: list[int]) -> None:
-    """Each prompt token's logprob and its 20 best alternatives, and those of the first sampled token."""
+    """Compare the logprobs of each prompt token and its 20 best alternatives, and those of the first sampled token."""
     entries = []
     for count in chunks:
         result = driver.step({name: count})
@@ -178,7 +178,7 @@ def test_logits_and_greedy_tokens_equal_transformers(
     driver.add("uneven", prompt, ALL_LOGPROBS)
     check_prompt_logprobs(driver, expected, "uneven", prompt, [5, 1, 11, 2, 1, 16, 1])
 
-    # Ragged lengths in one batch; the fourth's prompt comes in pieces while the others decode already.
+    # Prompts of different lengths in one batch. The fourth prompt comes in chunks while the others already decode.
     prompts = {"a": make_prompt(3, 1), "b": make_prompt(29, 2), "c": make_prompt(1, 3), "d": make_prompt(23, 4)}
     for name, tokens in prompts.items():
         driver.add(name, tokens)
@@ -238,7 +238,7 @@ def test_logits_and_greedy_tokens_equal_transformers(
 def test_rotary_scaling_of_real_sizes_equals_transformers(
     scaling: dict[str, Any], fields: dict[str, Any], tiny_checkpoint: Callable[..., Path]
 ) -> None:
-    """Tiny heads leave the rounded ends of the blend untouched; these are Llama 3.2's and Qwen 2.5's sizes."""
+    """Tiny heads do not test the rounded ends of the blend. These are the sizes of Llama 3.2 and Qwen 2.5."""
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -257,14 +257,14 @@ def test_rotary_scaling_of_real_sizes_equals_transformers(
     positions = torch.tensor([0, 1, 100, 5_000])
     cos, sin = RotaryAngles(rotary, config, dtype=torch.float32, device=torch.device("cpu")).cos_sin(positions)
     angles = positions[:, None].double() * frequencies.double()
-    # A frequency's last bit in float32, times 5,000 tokens, is 3e-4 of an angle.
+    # The last bit of a float32 frequency, times 5,000 tokens, changes an angle by 3e-4.
     torch.testing.assert_close(cos[:, 0], (angles.cos() * magnitude).float().repeat(1, 2), atol=1e-3, rtol=0)
     signed = torch.cat((-angles.sin(), angles.sin()), -1) * magnitude
     torch.testing.assert_close(sin[:, 0], signed.float(), atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize("served, length", ((32, 29), (None, 37)))
-def test_longrope_takes_the_factors_of_the_context_that_is_served(
+def test_longrope_uses_the_factors_for_the_served_context(
     served: int | None,
     length: int,
     cpu_kernels: str,
@@ -272,7 +272,7 @@ def test_longrope_takes_the_factors_of_the_context_that_is_served(
     step_driver: ModuleType,
     tmp_path: Path,
 ) -> None:
-    """transformers takes those of the text's own length: short ones up to 32 tokens, long ones beyond."""
+    """transformers chooses by the length of the text: short factors up to 32 tokens, long factors beyond."""
     path = shutil.copytree(tiny_checkpoint("phi3-longrope"), tmp_path / "model")
     fields = json.loads((path / "config.json").read_text())
     fields["original_max_position_embeddings"] = 32
@@ -287,7 +287,7 @@ def test_longrope_takes_the_factors_of_the_context_that_is_served(
     check_prompt_logprobs(driver, Expected(path), "uneven", prompt, [5, 11, 1, length - 17])
 
 
-def test_decoding_one_by_one_gives_the_logprobs_of_the_whole(
+def test_decoding_token_by_token_gives_the_prompts_logprobs(
     cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
     path = tiny_checkpoint("qwen3")
@@ -298,10 +298,10 @@ def test_decoding_one_by_one_gives_the_logprobs_of_the_whole(
 
 
 @pytest.mark.slow
-def test_a_context_longer_than_a_part_and_a_group(
+def test_contexts_longer_than_an_attention_part_and_a_group(
     cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
-    """A chunk is attended in parts of 256 rows, and decodes of very different length in several groups."""
+    """A chunk is attended in parts of 256 rows, and decodes of very different lengths in several groups."""
     path = tiny_checkpoint("llama")
     expected = Expected(path)
     driver = step_driver.StepDriver(step_driver.load_runner(path, cpu_kernels=cpu_kernels))
@@ -317,11 +317,12 @@ def test_a_context_longer_than_a_part_and_a_group(
 
 
 @pytest.mark.slow
-def test_a_chunk_that_reaches_several_sections(
+def test_chunk_across_several_sections(
     cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, tmp_path: Path
 ) -> None:
-    """Sections longer than what is packed at once, a chunk that begins in one and ends in the next but one, and decodes
-    on both sides of a border."""
+    """Sections are longer than one packed piece. A chunk begins in one section and ends two sections later, and decodes
+    run on both sides of a border.
+    """
     path = shutil.copytree(tiny_checkpoint("llama4"), tmp_path / "model")
     fields = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**fields, "attention_chunk_size": 200}))
@@ -338,14 +339,14 @@ def test_a_chunk_that_reaches_several_sections(
     assert driver.tokens["border"][198:] == expected.greedy(other, 4)
 
 
-def test_sections_are_whole_numbers_of_blocks(
+def test_block_size_must_divide_sections(
     cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
-    with pytest.raises(StartupError, match="block_size is 3, but this model's attention is cut into sections of 20"):
+    with pytest.raises(StartupError, match="block_size is 3, but this model's attention has sections of 20"):
         step_driver.load_runner(tiny_checkpoint("llama4"), cpu_kernels=cpu_kernels, block_size=3)
 
 
-def test_a_preempted_request_goes_on_as_before(
+def test_preempted_request_continues_with_equal_tokens(
     cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
     path = tiny_checkpoint("mistral")
@@ -359,10 +360,12 @@ def test_a_preempted_request_goes_on_as_before(
 
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
-def test_half_formats_stay_near_float32(
+def test_16_bit_formats_are_close_to_float32(
     dtype: str, cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
-    """Two layers of 8-bit (bfloat16) or 11-bit mantissas: logprobs move by a few hundredths, or thousandths."""
+    """In two layers, mantissas of 8 bits (bfloat16) change logprobs by a few hundredths, and mantissas of 11 bits
+    (float16) by a few thousandths.
+    """
     if dtype == "float16" and cpu_kernels == "native":
         pytest.skip("the native kernels leave float16 to torch")
     path = tiny_checkpoint("llama", dtype=dtype)
@@ -379,7 +382,9 @@ def test_half_formats_stay_near_float32(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("kind", ("llama3-rope", "mistral", "qwen2", "qwen3"))
-def test_cuda_gives_the_cpus_tokens(kind: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType) -> None:
+def test_cuda_gives_the_tokens_of_the_cpu(
+    kind: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
+) -> None:
     path = tiny_checkpoint(kind)
     prompts = {"a": make_prompt(3, 1), "b": make_prompt(29, 2), "c": make_prompt(64, 3)}
     tokens = []

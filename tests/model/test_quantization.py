@@ -1,9 +1,9 @@
-"""Models with quantized weights beside torch in float32 from the same file, and what is refused before anything is
+"""Models with quantized weights compared with torch in float32 from the same file, and refusals before anything is
 read.
 
-A file's blocks are kept exactly, so what differs is activations and KV in bfloat16, and 8 bits of what goes into a
-product: at most 0.4 % of the largest of 32 numbers. On tiny random models, whose logprobs spread over several units,
-that is about twice the error of bfloat16 alone.
+The blocks of a file are kept exactly. Differences come from activations and KV in bfloat16, and from rounding of inputs
+to 8 bits: at most 0.4 % of the largest of 32 numbers. For tiny random models, whose logprobs spread over several units,
+this is about twice the error of bfloat16 alone.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def prompt_of(length: int, seed: int) -> list[int]:
 
 
 def logprobs_of(step_driver: ModuleType, runner: ModelRunner, counts: list[int]) -> torch.Tensor:
-    """Of each prompt token after the first, in chunks of these counts."""
+    """Return logprobs of each prompt token after the first, in chunks of given lengths."""
     driver = step_driver.StepDriver(runner)
     sampling = SamplingParams(temperature=0.0, prompt_logprobs=0)
     driver.add("p", prompt_of(sum(counts), 3), sampling)
@@ -61,7 +61,7 @@ def error_against(exact: torch.Tensor, given: torch.Tensor) -> float:
 
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("block_type", BLOCK_TYPES)
-def test_a_file_s_own_blocks_stay_near_float32(
+def test_files_own_blocks_are_close_to_float32(
     block_type: str, tiny_gguf: Callable[..., Path], step_driver: ModuleType
 ) -> None:
     path = tiny_gguf("llama-wide", block_type)
@@ -78,7 +78,7 @@ def test_a_file_s_own_blocks_stay_near_float32(
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("kind", ("llama", "llama-tied", "llama-biased", "mistral", "qwen2", "qwen3", "gemma3n"))
 @pytest.mark.parametrize("quantization, most", (("int8", 0.1), ("int4", 1.0)))
-def test_any_checkpoint_is_quantized_when_it_is_read(
+def test_plain_checkpoint_is_quantized_when_read(
     kind: str, quantization: str, most: float, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
     path = tiny_checkpoint(kind)
@@ -88,12 +88,14 @@ def test_any_checkpoint_is_quantized_when_it_is_read(
     assert runner.dtype == "bfloat16"
     error = error_against(exact, logprobs_of(step_driver, runner, counts))
     assert error < most
-    assert error > 1e-4, "so little means that nothing was quantized"
+    assert error > 1e-4, "an error this small means that nothing was quantized"
 
 
 @pytest.mark.usefixtures("library")
 def test_tokens_do_not_depend_on_the_batch(tiny_gguf: Callable[..., Path], step_driver: ModuleType) -> None:
-    """A product's bits do not, with AMX among those of 5 rows and more, and contexts this short are not cut."""
+    """The bits of a product do not depend on the batch (with AMX, among batches of 5 rows and more), and contexts this
+    short are not divided.
+    """
     tokens = []
     for batch in (12, 6):
         runner = step_driver.load_runner(tiny_gguf("llama-wide", "Q4_K"), dtype="bfloat16", quantization="file")
@@ -109,14 +111,14 @@ def test_tokens_do_not_depend_on_the_batch(tiny_gguf: Callable[..., Path], step_
 
 
 @pytest.mark.usefixtures("library")
-def test_a_file_that_mixes_types(
+def test_file_with_mixed_types(
     tmp_path: Path,
     tiny_checkpoints: ModuleType,
     tiny_checkpoint: Callable[..., Path],
     step_driver: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Values and down projections in Q6_K, as in llama.cpp's Q4_K_M; gate and up differ, which no such file does."""
+    """Values and down projections in Q6_K, as in llama.cpp's Q4_K_M. Gate and up differ, which no such file has."""
     add_tensor = tiny_checkpoints._add_tensor
 
     def mixing(writer: Any, name: str, values: np.ndarray, quant_type: str) -> None:
@@ -133,7 +135,7 @@ def test_a_file_that_mixes_types(
 
 
 @pytest.mark.usefixtures("library")
-def test_a_step_s_bytes_are_what_is_kept(tiny_gguf: Callable[..., Path], step_driver: ModuleType) -> None:
+def test_step_weight_bytes_count_quantized_weights(tiny_gguf: Callable[..., Path], step_driver: ModuleType) -> None:
     path = tiny_gguf("llama-wide", "Q4_1")
     config = open_checkpoint(path).config
     in_bfloat16 = step_weight_bytes(config, "bfloat16")
@@ -145,10 +147,10 @@ def test_a_step_s_bytes_are_what_is_kept(tiny_gguf: Callable[..., Path], step_dr
         runner.close()
 
 
-# --- what is taken and what is refused --------------------------------------------------------------------------------
+# --- accepted and refused settings ------------------------------------------------------------------------------------
 
 
-def test_what_is_already_small_enough_is_kept() -> None:
+def test_blocks_with_few_enough_bits_are_kept() -> None:
     assert {name: weight_format("int4", "layers.0.q_proj.weight", name) for name in BLOCK_FORMATS} == {
         name: format if format.bits <= 4 else WeightFormat.Q4_MIN for name, (_, format) in BLOCK_FORMATS.items()
     }
@@ -166,7 +168,7 @@ def test_what_is_already_small_enough_is_kept() -> None:
     assert weight_format("file", "embed.weight", None) == WeightFormat.DENSE
 
 
-def test_auto_keeps_the_blocks_of_a_quantized_file_unless_float32_is_asked_for() -> None:
+def test_auto_keeps_blocks_of_a_quantized_file_unless_dtype_is_float32() -> None:
     assert settle_quantization("auto", {"a": "Q4_K"}, dtype="bfloat16") == "file"
     assert settle_quantization("auto", {"a": "Q4_K"}, dtype="float32") == "none"
     assert settle_quantization("auto", {}, dtype="bfloat16") == "none"
@@ -178,7 +180,7 @@ def load(path: Path, **options: Any) -> ModelRunner:
 
 
 @pytest.mark.usefixtures("library")
-def test_the_start_says_how_weights_are_kept(tiny_gguf: Callable[..., Path]) -> None:
+def test_start_reports_how_weights_are_kept(tiny_gguf: Callable[..., Path]) -> None:
     path = tiny_gguf("llama", "Q4_0")
     for options, said in (
         ({}, "weights kept as file"),
@@ -203,14 +205,14 @@ def test_the_start_says_how_weights_are_kept(tiny_gguf: Callable[..., Path]) -> 
     ),
 )
 @pytest.mark.parametrize("quantization", ("file", "int8", "int4"))
-def test_settings_that_do_not_go_together(options: dict[str, Any], words: str, quantization: str) -> None:
+def test_contradicting_settings_are_refused(options: dict[str, Any], words: str, quantization: str) -> None:
     with pytest.raises(StartupError, match=f"quantization is {quantization} and {words}.*or quantization none"):
         ModelSettings(quantization=quantization, **options)
     ModelSettings(quantization="none", **options)
     ModelSettings(quantization="auto", **options)
 
 
-def test_an_unknown_quantization() -> None:
+def test_unknown_quantization_is_refused() -> None:
     with pytest.raises(StartupError, match="quantization is 'fp8', allowed is one of auto, none, file, int8, int4"):
         ModelSettings(quantization="fp8")
     with pytest.raises(StartupError, match="quantization is 'fp8', allowed is one of auto, none, file, int8, int4"):
@@ -218,20 +220,20 @@ def test_an_unknown_quantization() -> None:
 
 
 @pytest.mark.usefixtures("library")
-def test_the_file_s_own_blocks_of_a_checkpoint_that_has_none(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_file_quantization_of_a_plain_checkpoint_is_refused(tiny_checkpoint: Callable[..., Path]) -> None:
     with pytest.raises(
         StartupError,
-        match=r"quantization is file, but .* can be kept quantized: take int8, int4 or none",
+        match=r"quantization is file, but .* can be kept quantized: use int8, int4 or none",
     ):
         load(tiny_checkpoint("llama"), device="cpu", quantization="file")
 
 
-def test_quantized_weights_without_native_kernels(
+def test_quantized_weights_without_native_kernels_are_refused(
     tiny_gguf: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRIOSERVE_NATIVE", "0")
     path = tiny_gguf("llama", "Q4_0")
-    with pytest.raises(StartupError, match=r"quantization is int8, but the native kernels.*take quantization none"):
+    with pytest.raises(StartupError, match=r"quantization is int8, but only the native kernels.*use quantization none"):
         load(path, device="cpu", quantization="int8")
     runner = load(path, device="cpu")
     assert runner.computed_by == "plain torch"

@@ -1,4 +1,4 @@
-"""What the runner promises besides numbers: faults of one request stay with it, and loading is checked."""
+"""Guarantees of the runner besides numbers: a fault of one request does not affect others, and loading is checked."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def driver(cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: 
 
 
 def changed(checkpoint: Checkpoint, change: Callable[[StoredTensor], list[StoredTensor]]) -> Any:
-    """The checkpoint with each of its tensors replaced by what `change` makes of it."""
+    """The checkpoint with each tensor replaced by the result of `change`."""
 
     def tensors() -> Iterator[StoredTensor]:
         for tensor in checkpoint.tensors():
@@ -42,7 +42,9 @@ def changed(checkpoint: Checkpoint, change: Callable[[StoredTensor], list[Stored
 
 
 def check_fails_alone(driver: Any, bad: dict[str, Any], sentence: str) -> None:
-    """`bad` (arguments of add) beside two good requests: it gets an error, they get what they get without it."""
+    """Run a bad request (arguments of add) with two good ones. It must get an error, and they must get the tokens that
+    they get without it.
+    """
     driver.add("a", [5, 6, 7], GREEDY)
     driver.add("b", [8, 9], GREEDY)
     driver.step({"a": 3, "b": 2})
@@ -58,12 +60,12 @@ def check_fails_alone(driver: Any, bad: dict[str, Any], sentence: str) -> None:
         assert driver.tokens[name] == driver.tokens[f"{name} alone"]
 
 
-def test_a_prompt_token_outside_the_vocabulary_fails_alone(driver: Any) -> None:
+def test_prompt_token_outside_the_vocabulary_fails_alone(driver: Any) -> None:
     check_fails_alone(driver, {"prompt": [4, 320]}, "token id 320")
 
 
-def test_so_does_one_that_only_its_logprob_would_be_asked_of(driver: Any) -> None:
-    """It stands behind the chunk."""
+def test_unknown_token_that_only_needs_a_prompt_logprob_fails_alone(driver: Any) -> None:
+    """The token follows the last token of the chunk."""
     driver.add("a", [5, 6, 7], GREEDY)
     driver.add("bad", [4, 5, 320], SamplingParams(prompt_logprobs=1))
     result = driver.step({"a": 3, "bad": 2})
@@ -72,12 +74,12 @@ def test_so_does_one_that_only_its_logprob_would_be_asked_of(driver: Any) -> Non
     assert isinstance(result.token_ids[0], int)
 
 
-def test_a_logit_bias_outside_the_vocabulary_fails_alone(driver: Any) -> None:
+def test_logit_bias_outside_the_vocabulary_fails_alone(driver: Any) -> None:
     sampling = SamplingParams(logit_bias={3: 1.0, 400: 1.0})
     check_fails_alone(driver, {"prompt": [4], "sampling": sampling}, "logit_bias names token id 400")
 
 
-def test_when_every_request_fails_the_step_still_answers(driver: Any) -> None:
+def test_step_in_which_every_request_fails_has_a_result(driver: Any) -> None:
     driver.add("bad", [320])
     result = driver.step({"bad": 1})
     assert result.token_ids == (None,)
@@ -85,10 +87,10 @@ def test_when_every_request_fails_the_step_still_answers(driver: Any) -> None:
 
 
 @pytest.mark.parametrize("sampling", (GREEDY, SamplingParams(prompt_logprobs=1), SamplingParams(temperature=0.7)))
-def test_a_request_whose_numbers_are_not_finite_fails_alone(
+def test_request_with_nan_fails_alone(
     sampling: SamplingParams, cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
-    """One token's embedding is NaN. Its request fails, and its blocks harm nobody who uses them afterwards."""
+    """The embedding of one token is NaN. Its request fails, and later owners of its blocks are not affected."""
 
     def damage(tensor: StoredTensor) -> list[StoredTensor]:
         def read(dtype: Dtype) -> Values:
@@ -103,11 +105,11 @@ def test_a_request_whose_numbers_are_not_finite_fails_alone(
     runner.allocate_kv(12)
     driver = step_driver.StepDriver(runner)
     prompt = [33, 4, 6, 7, 8, 9]
-    check_fails_alone(driver, {"prompt": prompt, "sampling": sampling}, "no number")
+    check_fails_alone(driver, {"prompt": prompt, "sampling": sampling}, "NaN or infinity")
     driver.forget("bad")
     for name in ("a", "b", "a alone", "b alone"):
         driver.forget(name)
-    # Twelve blocks of four tokens: these take every block, those of the failed request included.
+    # These requests need all twelve blocks of four tokens, including those of the failed request.
     for name in ("c", "d", "e", "f"):
         driver.add(name, [5, 6, 7, 8, 9], GREEDY)
     driver.step({"c": 5, "d": 3, "e": 5, "f": 1})
@@ -118,7 +120,7 @@ def test_a_request_whose_numbers_are_not_finite_fails_alone(
 # --- plans ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_chunk_that_does_not_reach_the_last_token_gives_none(driver: Any) -> None:
+def test_chunk_before_the_last_token_samples_nothing(driver: Any) -> None:
     driver.add("a", [5, 6, 7, 8], GREEDY)
     driver.add("b", [5, 6], GREEDY)
     result = driver.step({"a": 3, "b": 2})
@@ -127,7 +129,7 @@ def test_a_chunk_that_does_not_reach_the_last_token_gives_none(driver: Any) -> N
 
 
 def test_prompt_logprobs_cover_the_prompt_without_gaps_or_overlap(driver: Any) -> None:
-    """Also after a preemption, when output tokens are computed again in a prompt-like chunk."""
+    """Also after a preemption, when output tokens are recomputed in a chunk like a prompt's."""
     prompt = [5, 6, 7, 8, 9, 10]
     driver.add("a", prompt, SamplingParams(temperature=0.0, prompt_logprobs=0))
     first = driver.step({"a": 2}).prompt_logprobs["a"]
@@ -140,7 +142,7 @@ def test_prompt_logprobs_cover_the_prompt_without_gaps_or_overlap(driver: Any) -
     assert [entry.logprob for entry in again] == pytest.approx([e.logprob for e in first + second], abs=1e-4)
 
 
-def test_a_seed_gives_the_same_tokens_in_another_batch_and_after_a_preemption(driver: Any) -> None:
+def test_seed_gives_equal_tokens_in_any_batch_and_after_preemption(driver: Any) -> None:
     sampling = SamplingParams(temperature=0.9, top_p=0.95)
     driver.add("alone", [5, 6, 7], sampling, seed=42)
     driver.generate(["alone"], 12)
@@ -170,13 +172,13 @@ def test_warm_up_and_close(tiny_checkpoint: Callable[..., Path], step_driver: Mo
         runner.execute(StepPlan(0, (), 0))
 
 
-def test_warm_up_takes_no_longer_where_nothing_is_compiled_at_a_launch(
+def test_warm_up_computes_only_the_steps_that_the_kernels_need(
     cpu_kernels: str,
     tiny_checkpoint: Callable[..., Path],
     step_driver: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A prompt and a decode, each greedy and drawn; and where no kernel is chosen by its step's shape, one token."""
+    """A prompt and a decode, each greedy and drawn, or a single token if no kernel is chosen by a step's shape."""
     runner = step_driver.load_runner(tiny_checkpoint("llama"), cpu_kernels=cpu_kernels)
     computed: list[list[tuple[int, int]]] = []
     execute = ModelRunner.execute
@@ -216,7 +218,10 @@ def test_progress_counts_every_byte_and_may_end_the_loading(tiny_checkpoint: Cal
     (
         (lambda tensor: [tensor] * (tensor.name != "layers.1.k_proj.weight"), "layers.1.k_proj.weight"),
         (lambda tensor: [tensor] * (2 if tensor.name == "norm.weight" else 1), "norm.weight twice"),
-        (lambda tensor: [tensor._replace(name=tensor.name.replace("layers.1.", "layers.7."))], "layers.7.*no place"),
+        (
+            lambda tensor: [tensor._replace(name=tensor.name.replace("layers.1.", "layers.7."))],
+            "layers.7.*does not use",
+        ),
         (
             lambda tensor: [tensor._replace(shape=(95, 64)) if tensor.name == "layers.0.up_proj.weight" else tensor],
             r"layers.0.up_proj.weight has shape \[95, 64\].*\[96, 64\]",
@@ -224,7 +229,7 @@ def test_progress_counts_every_byte_and_may_end_the_loading(tiny_checkpoint: Cal
     ),
     ids=("missing", "twice", "unknown", "shape"),
 )
-def test_a_checkpoint_with_wrong_tensors_is_refused(
+def test_checkpoint_with_wrong_tensors_is_refused(
     change: Any, message: str, tiny_checkpoint: Callable[..., Path]
 ) -> None:
     checkpoint = open_checkpoint(tiny_checkpoint("llama"))
@@ -254,7 +259,7 @@ def test_the_order_of_tensors_does_not_matter(
     assert tokens[0] == tokens[1]
 
 
-def test_a_gguf_file_gives_the_tokens_of_its_directory(
+def test_gguf_file_gives_the_tokens_of_its_directory(
     tiny_checkpoint: Callable[..., Path], tiny_gguf: Callable[..., Path], step_driver: ModuleType
 ) -> None:
     tokens = []
@@ -266,7 +271,7 @@ def test_a_gguf_file_gives_the_tokens_of_its_directory(
     assert tokens[0] == tokens[1]
 
 
-def test_a_kv_cache_too_small_for_one_block_is_refused(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_kv_cache_too_small_for_one_block_is_refused(tiny_checkpoint: Callable[..., Path]) -> None:
     settings = ModelSettings(device="cpu", kv_cache_bytes=100)
     with pytest.raises(StartupError, match="one block of 16 tokens needs"):
         ModelRunner.load(open_checkpoint(tiny_checkpoint("llama")), settings)

@@ -1,4 +1,4 @@
-"""Number format, device, and how many KV blocks fit."""
+"""Choice of number format and device, and number of KV blocks that fit."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def config(**changes: Any) -> ModelConfig:
     return ModelConfig(**{**fields, **changes})
 
 
-def test_a_block_holds_keys_and_values_of_every_layer() -> None:
+def test_block_holds_keys_and_values_of_every_layer() -> None:
     assert kv_block_bytes(config(), 16, "bfloat16") == 2 * 3 * 2 * 8 * 16 * 2
 
 
@@ -61,7 +61,7 @@ def test_kv_cache_bytes_are_filled_and_not_exceeded() -> None:
         cache_size(config(), ModelSettings(kv_cache_bytes=block - 1), "cpu", "float32")
 
 
-def test_a_cpu_gives_a_quarter_of_its_free_memory_and_at_most_4_gib() -> None:
+def test_kv_cache_on_a_cpu_gets_a_quarter_of_free_memory_up_to_4_gib() -> None:
     block = kv_block_bytes(config(), 16, "float32")
     count = cache_size(config(), ModelSettings(), "cpu", "float32").block_count
     assert 0 < count * block <= min(4 * 2**30, 0.3 * free_host_bytes())
@@ -101,14 +101,14 @@ def write_machine(root: Path, *, available_kib: int, cgroup: dict[str, str]) -> 
     ),
     ids=("bare", "unlimited group", "version 2", "version 1"),
 )
-def test_free_memory_heeds_the_control_group(cgroup: dict[str, str], expected: int, tmp_path: Path) -> None:
+def test_free_memory_is_limited_by_the_control_group(cgroup: dict[str, str], expected: int, tmp_path: Path) -> None:
     assert free_host_bytes(write_machine(tmp_path, available_kib=8192, cgroup=cgroup)) == expected
 
 
-def test_threads_are_as_many_as_cores_unless_the_environment_says_otherwise(
+def test_default_thread_count_is_the_core_count_or_omp_num_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """CPUs 0 and 2 are of one core, 1 and 3 of another, and of 5 nothing is known."""
+    """CPUs 0 and 2 belong to one core, 1 and 3 to another. The core of CPU 5 is unknown."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _process: {0, 1, 2, 3, 5})
     for cpu, siblings in ((0, "0,2\n"), (1, "1,3\n"), (2, "0,2\n"), (3, "1,3\n")):
         folder = tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology"
@@ -121,7 +121,7 @@ def test_threads_are_as_many_as_cores_unless_the_environment_says_otherwise(
         assert default_thread_count(tmp_path) == count
 
 
-def test_a_step_takes_every_cpu_where_it_has_as_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_takes_every_cpu_if_it_has_a_thread_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _process: {0, 1, 2, 3})
     for threads, takes_every in ((3, False), (4, True), (5, True)):
         assert takes_every_cpu(ModelSettings(threads=threads), "cpu") is takes_every
@@ -141,7 +141,7 @@ def test_a_step_takes_every_cpu_where_it_has_as_many_threads(monkeypatch: pytest
         ("bugs\t\t: avx512_bf16", False),
     ),
 )
-def test_images_are_encoded_in_float32_where_a_cpu_does_not_multiply_bfloat16(
+def test_images_are_encoded_in_float32_if_the_cpu_cannot_multiply_bfloat16(
     line: str, multiplies: bool, tmp_path: Path
 ) -> None:
     assert not multiplies_bfloat16(tmp_path)
@@ -154,7 +154,7 @@ def test_images_are_encoded_in_float32_where_a_cpu_does_not_multiply_bfloat16(
     assert pick_vision_dtype("bfloat16", "cuda", tmp_path) == "bfloat16"
 
 
-def test_auto_takes_the_checkpoints_format_but_not_float16_on_a_cpu() -> None:
+def test_auto_dtype_is_the_checkpoints_except_float16_on_a_cpu() -> None:
     auto = ModelSettings()
     assert pick_dtype(config(dtype_name="float32"), auto, "cpu") == "float32"
     assert pick_dtype(config(dtype_name="float16"), auto, "cpu") == "bfloat16"
@@ -163,7 +163,7 @@ def test_auto_takes_the_checkpoints_format_but_not_float16_on_a_cpu() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests what happens without a CUDA device")
-def test_cuda_is_refused_where_there_is_none() -> None:
+def test_cuda_is_refused_without_a_cuda_device() -> None:
     assert pick_device(ModelSettings(device="auto")) == "cpu"
     with pytest.raises(StartupError, match="no CUDA device"):
         pick_device(ModelSettings(device="cuda"))
@@ -187,15 +187,13 @@ def test_settings_out_of_range_are_named(field: str, value: Any) -> None:
         ModelSettings(**{field: value})
 
 
-def test_the_settings_do_not_load_torch() -> None:
+def test_settings_do_not_import_torch() -> None:
     code = "import sys, trioserve.model.settings; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.parametrize("gpu_kernels", ("torch", "triton"))
-def test_gpu_kernels_are_for_a_gpu_and_are_missed_with_a_sentence(
-    gpu_kernels: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_gpu_kernels_are_reported_with_one_sentence(gpu_kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     def pick(name: str, *, batch_invariant: bool) -> object:
@@ -210,12 +208,12 @@ def test_gpu_kernels_are_for_a_gpu_and_are_missed_with_a_sentence(
     assert (
         torch_step_model.TorchStepModel(config(), settings, dtype="float32", device="cpu").computed_by == "plain torch"
     )
-    sentence = f"gpu_kernels is {gpu_kernels}, but it cannot be used here .*'triton'.*: install trioserve.gpu., or take"
+    sentence = f"gpu_kernels is {gpu_kernels}, but it cannot be used here .*'triton'.*: install trioserve.gpu., or use"
     with pytest.raises(StartupError, match=sentence):
         torch_step_model.TorchStepModel(config(), settings, dtype="float32", device="cuda")
     assert asked == ["torch", gpu_kernels]
 
 
-def test_gpu_kernels_have_two_names() -> None:
+def test_gpu_kernels_are_torch_or_triton() -> None:
     with pytest.raises(StartupError, match="gpu_kernels is 'cuda', allowed is one of torch, triton"):
         ModelSettings(gpu_kernels="cuda")

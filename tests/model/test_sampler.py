@@ -1,5 +1,7 @@
-"""Every sampling parameter against a slow reference in plain Python, and the randomness by its distribution; in torch
-and in the native kernels, at every level of instructions that this machine has."""
+"""Every sampling parameter compared with a slow reference in plain Python, and randomness by its distribution.
+
+Tested in torch and in the native kernels at every available instruction level.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from trioserve.model.samples import Samples
 from trioserve_kernels.build import build_library, supported_levels
 from trioserve_kernels.native import Engine, Library, NoNativeKernels, StepStruct
 
-VOCAB_SIZE = 700  # several tokens in a tile of drawing, and more than are sorted at first
+VOCAB_SIZE = 700  # several tokens per tile of the draw, and more than are sorted at first
 
 
 Sample = Callable[[torch.Tensor, Sequence[ScheduledChunk]], Samples]
@@ -59,7 +61,7 @@ def row(
     seed: int = 0,
     stop_token_ids: Sequence[int] = (),
 ) -> ScheduledChunk:
-    """A decode of a request that knows these tokens."""
+    """Return a decode chunk of a request with these known tokens."""
     request = EngineRequest(
         id="r",
         prompt_token_ids=tuple(prompt),
@@ -80,7 +82,7 @@ def random_logits(count: int, *, seed: int = 0, spread: float = 3.0, vocab_size:
 
 
 def expected_token(logits: list[float], chunk: ScheduledChunk) -> int:
-    """One row, one token at a time, in float64."""
+    """Sample one token in float64, in plain Python."""
     request, sampling = chunk.request, chunk.request.sampling
     prompt, output = list(request.prompt_token_ids), list(chunk.tokens[len(request.prompt_token_ids) :])
     scores = list(logits)
@@ -167,13 +169,14 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_each_parameter_gives_the_slow_references_tokens(sample: Sample, name: str) -> None:
+def test_each_parameter_gives_the_tokens_of_the_slow_reference(sample: Sample, name: str) -> None:
     sampling = SamplingParams(**PARAMETERS[name])
     logits = random_logits(40, seed=1)
     best = logits.topk(6, -1).indices.tolist()
     rng = random.Random(2)
     chunks = [
-        # Penalties and hidden end tokens fall on the most probable tokens, or they would seldom show.
+        # Penalties and hidden end tokens affect the most probable tokens. Otherwise their effect would rarely be
+        # visible.
         row(
             sampling,
             prompt=[*best[index][:2], rng.randrange(VOCAB_SIZE)],
@@ -190,7 +193,7 @@ def test_each_parameter_gives_the_slow_references_tokens(sample: Sample, name: s
     ]
 
 
-def test_rows_with_different_parameters_do_not_mix(sample: Sample) -> None:
+def test_rows_with_different_parameters_are_independent(sample: Sample) -> None:
     names = list(PARAMETERS)
     logits = random_logits(len(names), seed=3)
     best = logits.topk(4, -1).indices.tolist()
@@ -211,7 +214,7 @@ def test_logits_are_not_changed() -> None:
     assert torch.equal(logits, before)
 
 
-def test_equal_logits_are_kept_together_and_greedy_takes_the_lowest_id(sample: Sample) -> None:
+def test_filters_treat_equal_logits_alike_and_greedy_chooses_the_lowest_id(sample: Sample) -> None:
     logits = torch.zeros(1, VOCAB_SIZE)
     logits[0, [5, 50, 500]] = 9.0
     assert sample(logits, [row(SamplingParams(temperature=0.0))]).token_ids == [5]
@@ -220,8 +223,8 @@ def test_equal_logits_are_kept_together_and_greedy_takes_the_lowest_id(sample: S
 
 
 @pytest.mark.parametrize("vocab_size", (1, 15, 512, 513, 49_152, 50_001))
-def test_a_vocabulary_of_any_size_gives_torchs_tokens(sample: Sample, vocab_size: int) -> None:
-    """All parameters in one batch. Both round weights at 1e-7, which none of these rows is that near to."""
+def test_any_vocabulary_size_gives_torchs_tokens(sample: Sample, vocab_size: int) -> None:
+    """All parameters in one batch. Both implementations round weights at 1e-7, and no row is that close to a border."""
     parameters = [PARAMETERS[name] for name in PARAMETERS if "bias" not in name and name != "everything"]
     logits = random_logits(3 * len(parameters), seed=vocab_size, spread=2.0, vocab_size=vocab_size)
     chunks = [
@@ -231,8 +234,8 @@ def test_a_vocabulary_of_any_size_gives_torchs_tokens(sample: Sample, vocab_size
     assert sample(logits, chunks).token_ids == sampler.sample(logits, chunks).token_ids
 
 
-def test_a_nucleus_whose_weights_differ_in_their_last_bits(sample: Sample) -> None:
-    """Selecting has to go through every bit of a weight, here of neighbouring float32 numbers."""
+def test_nucleus_of_weights_that_differ_in_their_last_bits(sample: Sample) -> None:
+    """The selection must compare every bit of a weight, here of neighbouring float32 numbers."""
     logits = torch.full((1, VOCAB_SIZE), -50.0)
     logits[0, 100:108] = 1 + torch.arange(8) * 2.0**-23
     chunks = [row(SamplingParams(top_k=count), seed=seed) for count in (1, 3, 5) for seed in range(200)]
@@ -247,8 +250,11 @@ def test_a_nucleus_whose_weights_differ_in_their_last_bits(sample: Sample) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("parameters", ({}, {"top_k": 12, "top_p": 0.9}, {"min_p": 0.05, "temperature": 2.0}))
 def test_drawn_tokens_follow_the_distribution(sample: Sample, parameters: dict[str, Any]) -> None:
-    """Chi-square over 4,000 draws, half from seeds and half from positions. With n bins the statistic has mean n - 1
-    and standard deviation sqrt(2 (n - 1)); the seeds are fixed, and a fair sampler stays below five deviations."""
+    """Chi-square over 4,000 draws, half from different seeds and half from different positions.
+
+    With n bins the statistic has mean n - 1 and standard deviation sqrt(2 (n - 1)). Seeds are fixed, and a fair sampler
+    stays below five standard deviations.
+    """
     sampling = SamplingParams(**parameters)
     logits = random_logits(1, seed=8, spread=2.0, vocab_size=300)
     weights = expected_weights(logits[0].tolist(), sampling)
@@ -261,7 +267,7 @@ def test_drawn_tokens_follow_the_distribution(sample: Sample, parameters: dict[s
             assert token is not None
             counts[token] += 1
     assert all(count == 0 for count, weight in zip(counts, weights, strict=True) if weight == 0)
-    bins: list[tuple[float, int]] = []  # tokens that are expected less than 8 times are counted together
+    bins: list[tuple[float, int]] = []  # tokens with fewer than 8 expected draws share a bin
     rest_expected, rest_count = 0.0, 0
     for count, weight in zip(counts, weights, strict=True):
         if 4000 * weight / total >= 8:
@@ -275,7 +281,7 @@ def test_drawn_tokens_follow_the_distribution(sample: Sample, parameters: dict[s
     assert statistic < len(bins) - 1 + 5 * math.sqrt(2 * (len(bins) - 1))
 
 
-def test_a_seed_gives_the_same_token_in_any_batch_and_place(sample: Sample) -> None:
+def test_seed_gives_equal_token_in_any_batch_and_row(sample: Sample) -> None:
     logits = random_logits(30, seed=4)
     sampling = SamplingParams(temperature=1.3, top_p=0.9)
     chunks = [row(sampling, seed=1000 + index) for index in range(30)]
@@ -287,12 +293,13 @@ def test_a_seed_gives_the_same_token_in_any_batch_and_place(sample: Sample) -> N
 
 
 @pytest.mark.parametrize("parameters", [{}, {"top_p": 0.9}])
-def test_rounding_of_logits_seldom_changes_a_token(sample: Sample, parameters: dict[str, Any]) -> None:
-    """Logits of a real model's size, rounded to bfloat16: 2,000 draws, each of which may change by itself. A running
-    sum in the order of ids keeps 898 and 928 of 1,000 here."""
+def test_rounding_of_logits_rarely_changes_a_token(sample: Sample, parameters: dict[str, Any]) -> None:
+    """Logits of a real model's size are rounded to bfloat16 for 2,000 draws. A running sum in the order of ids keeps
+    only 898 and 928 of 1,000 tokens here.
+    """
     sampling = SamplingParams(**parameters)
     exact = random_logits(2000, seed=12, spread=2.5) + 10
-    exact[:, 100:] -= 4  # as in a vocabulary by frequency: what is likely lies together
+    exact[:, 100:] -= 4  # as in a vocabulary ordered by frequency, where probable tokens are neighbours
     chunks = [row(sampling, seed=seed) for seed in range(2000)]
     tokens, rounded = sample(exact, chunks).token_ids, sample(exact.bfloat16(), chunks).token_ids
     agreeing = sum(token == other for token, other in zip(tokens, rounded, strict=True))
@@ -302,7 +309,7 @@ def test_rounding_of_logits_seldom_changes_a_token(sample: Sample, parameters: d
 # --- logprobs -------------------------------------------------------------------------------------------------------
 
 
-def test_logprobs_are_those_of_the_raw_logits(sample: Sample) -> None:
+def test_logprobs_are_computed_from_unchanged_logits(sample: Sample) -> None:
     logits = random_logits(3, seed=5)
     sampling = SamplingParams(
         temperature=0.5, logprobs=4, logit_bias={7: 100.0}, repetition_penalty=2.0, presence_penalty=1.0
@@ -320,14 +327,14 @@ def test_logprobs_are_those_of_the_raw_logits(sample: Sample) -> None:
     assert samples.logprobs[2].top == ()
 
 
-def test_logprobs_of_a_vocabulary_smaller_than_asked_for(sample: Sample) -> None:
+def test_logprobs_of_a_vocabulary_smaller_than_requested(sample: Sample) -> None:
     (entry,) = sample(torch.zeros(1, 4), [row(SamplingParams(temperature=0.0, logprobs=20))]).logprobs.values()
     assert sorted(token for token, _ in entry.top) == [0, 1, 2, 3]
     assert [logprob for _, logprob in entry.top] == pytest.approx([math.log(0.25)] * 4)
     assert entry.logprob == pytest.approx(math.log(0.25))
 
 
-def test_of_equal_logprobs_the_lowest_ids_come_first(sample: Sample) -> None:
+def test_equal_logprobs_are_ordered_by_id(sample: Sample) -> None:
     if sample is sampler.sample:
         pytest.skip("torch's topk leaves open which of equals it takes")
     logits = torch.zeros(1, VOCAB_SIZE)
@@ -343,26 +350,26 @@ def test_of_equal_logprobs_the_lowest_ids_come_first(sample: Sample) -> None:
 @pytest.mark.parametrize(
     "parameters", ({"temperature": 0.0}, {"temperature": 0.9}, {"logprobs": 2, "top_p": 0.5}, {"min_tokens": 3})
 )
-def test_a_row_that_is_not_finite_fails_alone(value: float, parameters: dict[str, Any]) -> None:
+def test_row_that_is_not_finite_fails_alone(value: float, parameters: dict[str, Any]) -> None:
     logits = random_logits(3, seed=6)
     good = sampler.sample(logits, [row(SamplingParams(**parameters), seed=index) for index in range(3)])
     logits[1, 99] = value
     samples = sampler.sample(logits, [row(SamplingParams(**parameters), seed=index) for index in range(3)])
     assert list(samples.errors) == [1]
-    assert "no number" in samples.errors[1]
+    assert "NaN or infinity" in samples.errors[1]
     assert samples.token_ids == [good.token_ids[0], None, good.token_ids[2]]
     assert {0, 2} >= set(samples.logprobs)
 
 
-def test_large_finite_float16_logits_are_no_fault() -> None:
-    """Their sum passes float16's range, which must not be taken for a damaged row."""
+def test_large_finite_float16_logits_are_accepted() -> None:
+    """Their sum exceeds float16's range, which must not count as a damaged row."""
     logits = torch.full((1, VOCAB_SIZE), 60_000.0, dtype=torch.float16)
     logits[0, 30] = 65_000.0
     assert sampler.sample(logits, [row(SamplingParams(temperature=0.0))]).token_ids == [30]
 
 
 @pytest.mark.parametrize("temperature", (0.0, 1.0))
-def test_a_row_with_no_token_left_says_so(sample: Sample, temperature: float) -> None:
+def test_row_with_no_token_left_gets_an_error(sample: Sample, temperature: float) -> None:
     sampling = SamplingParams(temperature=temperature, min_tokens=1)
     chunk = row(sampling, stop_token_ids=range(VOCAB_SIZE))
     samples = sample(random_logits(2), [chunk, row(SamplingParams(temperature=0.0))])
@@ -371,7 +378,7 @@ def test_a_row_with_no_token_left_says_so(sample: Sample, temperature: float) ->
     assert samples.token_ids[1] is not None
 
 
-def test_stop_tokens_outside_the_vocabulary_are_no_fault(sample: Sample) -> None:
+def test_stop_tokens_outside_the_vocabulary_are_ignored(sample: Sample) -> None:
     sampling = SamplingParams(temperature=0.0, min_tokens=5)
     samples = sample(random_logits(1), [row(sampling, stop_token_ids=[VOCAB_SIZE, 2**31 - 1])])
     assert samples.errors == {}

@@ -1,4 +1,4 @@
-"""Layers that keep a state: what their configs may say, what memory they get, and what is refused with them."""
+"""Layers that keep a state: their configs, their memory, and options that are refused with them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def read(**fields: Any) -> ModelConfig:
     return model_config_from({**GRANITE, **fields}, {}, dtype_name="float32")
 
 
-def test_the_names_that_files_have_had_for_layers_are_the_same() -> None:
+def test_old_and_new_names_of_layer_kinds_are_equivalent() -> None:
     config = read()
     assert [type(layer.attention) for layer in config.layers] == [StateSpaceConfig, AttentionConfig]
     assert read(layer_types=["linear_attention", "full_attention"]) == config
@@ -68,7 +68,7 @@ def test_the_names_that_files_have_had_for_layers_are_the_same() -> None:
     assert read(mamba_d_head="auto") == config == read(mamba_d_head=16)
 
 
-def test_a_granite_of_attention_alone_keeps_no_state() -> None:
+def test_granite_with_only_attention_keeps_no_state() -> None:
     config = read(layer_types=["attention"] * 2, position_embedding_type="rope", mamba_d_head=7)
     assert config.state_bytes == 0
     assert config.heads.rotary is not None
@@ -90,7 +90,7 @@ def test_a_granite_of_attention_alone_keeps_no_state() -> None:
         ({"hidden_act": "relu"}, "hidden_act in config.json is 'relu'"),
     ),
 )
-def test_a_damaged_or_unknown_config_is_refused_by_its_field(fields: dict[str, Any], message: str) -> None:
+def test_damaged_or_unsupported_config_is_refused_by_field(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelLoadError, match=message):
         read(**fields)
 
@@ -111,15 +111,15 @@ def test_a_damaged_or_unknown_config_is_refused_by_its_field(fields: dict[str, A
         ({"hidden_act": "gelu"}, "hidden_act in config.json is 'gelu'"),
     ),
 )
-def test_a_falcon_that_is_damaged_or_unknown_is_refused_by_its_field(fields: dict[str, Any], message: str) -> None:
+def test_damaged_or_unsupported_falcon_h1_is_refused_by_field(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelLoadError, match=message):
         model_config_from({**FALCON, **fields}, {}, dtype_name="float32")
 
 
-def test_what_a_falcon_multiplies_is_in_its_weights(
+def test_falcon_h1_multipliers_are_applied_to_its_weights(
     tiny_checkpoint: Callable[..., Path],
 ) -> None:
-    """A row's factor is that of its part, and a bias has only what is multiplied behind a product."""
+    """A row gets the factor of its part. A bias only gets factors that apply after the product."""
     from safetensors.torch import load_file
 
     path = tiny_checkpoint("falcon-h1-biased")
@@ -136,13 +136,13 @@ def test_what_a_falcon_multiplies_is_in_its_weights(
     assert torch.equal(found["layers.0.up_proj.weight"], stored["model.layers.0.feed_forward.up_proj.weight"])
 
 
-def test_infinity_is_what_transformers_writes() -> None:
+def test_infinity_as_transformers_writes_it_is_read() -> None:
     limited = read(time_step_limit=[0.0, {"__float__": "Infinity"}])
     assert limited == read()
     assert read(time_step_limit=[0.1, 0.5]) != limited
 
 
-def test_states_have_half_of_the_memory_at_most_and_copies_a_quarter() -> None:
+def test_states_get_at_most_half_of_the_memory_and_copies_a_quarter() -> None:
     config = read()
     state, block = config.state_bytes, kv_block_bytes(config, 16, "float32")
     budget = 100 * state
@@ -151,11 +151,11 @@ def test_states_have_half_of_the_memory_at_most_and_copies_a_quarter() -> None:
     assert size.block_count == (budget - 75 * state) // block
     few = cache_size(config, ModelSettings(kv_cache_bytes=budget, max_num_seqs=4), "cpu", "float32")
     assert (few.state_slot_count, few.snapshot_slot_count) == (4, 25)
-    with pytest.raises(StartupError, match=f"those of one sequence need {state}"):
+    with pytest.raises(StartupError, match=f"the states of one sequence need {state}"):
         cache_size(config, ModelSettings(kv_cache_bytes=2 * state - 1), "cpu", "float32")
 
 
-def test_a_layer_without_attention_has_no_kv(tiny_checkpoint: Callable[..., Path], step_driver: ModuleType) -> None:
+def test_layer_without_attention_has_no_kv(tiny_checkpoint: Callable[..., Path], step_driver: ModuleType) -> None:
     runner = step_driver.load_runner(tiny_checkpoint("lfm2"), cpu_kernels="torch")
     kinds = [type(layer.attention) for layer in runner.config.layers]
     assert kinds == [ShortConvConfig, AttentionConfig, ShortConvConfig]
@@ -163,7 +163,9 @@ def test_a_layer_without_attention_has_no_kv(tiny_checkpoint: Callable[..., Path
     assert [memory is not None for memory in runner.states.buffers] == [True, False, True]
 
 
-def test_a_layer_that_keeps_both_has_both(tiny_checkpoint: Callable[..., Path], step_driver: ModuleType) -> None:
+def test_layer_with_attention_and_state_space_has_kv_and_state(
+    tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
+) -> None:
     runner = step_driver.load_runner(tiny_checkpoint("falcon-h1"), cpu_kernels="torch")
     assert all(pages.numel() > 0 for pages in runner.storage.pages)
     assert all(memory is not None for memory in runner.states.buffers)
@@ -191,21 +193,19 @@ MAMBA: dict[str, Any] = {
         ({"time_step_limit": [1.0]}, "time_step_limit in config.json is"),
     ),
 )
-def test_a_mamba_that_is_damaged_or_unknown_is_refused_by_its_field(fields: dict[str, Any], message: str) -> None:
+def test_damaged_or_unsupported_mamba2_is_refused_by_field(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelLoadError, match=message):
         model_config_from({**MAMBA, **fields}, {}, dtype_name="float32")
 
 
-def test_without_attention_blocks_take_no_memory_and_do_not_end(
-    tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
-) -> None:
+def test_blocks_need_no_memory_without_attention(tiny_checkpoint: Callable[..., Path], step_driver: ModuleType) -> None:
     config = model_config_from(MAMBA, {}, dtype_name="float32")
-    assert config.context_tokens_max == 2**20  # which its config does not name
+    assert config.context_tokens_max == 2**20  # Mamba-2's config names no context length
     assert (config.has_attention, config.window_max, config.has_latents) == (False, None, False)
     assert kv_block_bytes(config, 16, "float32") == 0
     size = cache_size(config, ModelSettings(kv_cache_bytes=config.state_bytes * 8), "cpu", "float32")
     assert size == (2**20 // 16, 4, 2)
-    with pytest.raises(StartupError, match="those of one sequence need"):
+    with pytest.raises(StartupError, match="the states of one sequence need"):
         cache_size(config, ModelSettings(kv_cache_bytes=config.state_bytes), "cpu", "float32")
     for kernels in ("torch", "native"):
         runner = step_driver.load_runner(tiny_checkpoint("mamba2"), cpu_kernels=kernels)
@@ -213,40 +213,40 @@ def test_without_attention_blocks_take_no_memory_and_do_not_end(
         assert not runner.claim_memory()
 
 
-def test_what_the_native_kernels_do_not_compute_is_said() -> None:
+def test_native_kernels_name_unsupported_sizes() -> None:
     assert why_not_native(read(), "float32") is None
     assert "state space's head_dim is 8" in str(why_not_native(read(mamba_n_heads=16), "float32"))
-    # 128 of x, and 2 * 2 * 17 of b and c.
+    # 128 channels of x, and 2 * 2 * 17 of b and c
     assert "number of channels is 196" in str(why_not_native(read(mamba_d_state=17), "float32"))
 
 
-def test_plain_torch_refuses_what_it_cannot_promise(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_torch_refuses_batch_invariance_for_layers_with_states(tiny_checkpoint: Callable[..., Path]) -> None:
     config = open_checkpoint(tiny_checkpoint("lfm2")).config
-    with pytest.raises(StartupError, match="depend on how a prompt is cut into chunks"):
+    with pytest.raises(StartupError, match="depend on how a prompt is divided into chunks"):
         TorchStepModel(config, ModelSettings(batch_invariant=True), dtype="float32", device="cpu")
 
 
-def test_triton_is_refused_and_torch_is_named(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_triton_is_refused_with_a_hint_at_torch(tiny_checkpoint: Callable[..., Path]) -> None:
     pytest.importorskip("triton")
     from trioserve_kernels import pick_kernels
 
     config = open_checkpoint(tiny_checkpoint("lfm2")).config
     settings = ModelSettings(gpu_kernels="triton")
-    with pytest.raises(StartupError, match="take gpu_kernels torch"):
+    with pytest.raises(StartupError, match="use gpu_kernels torch"):
         TorchStepModel(config, settings, dtype="float32", device="cpu", kernels=pick_kernels("triton"))
 
 
-def test_no_model_that_keeps_a_state_drafts() -> None:
+def test_draft_tokens_are_refused_for_models_with_states() -> None:
     config = read()
     with pytest.raises(StartupError, match="name another draft model"):
         check_draft(config, config, "small")
 
 
 @pytest.mark.parametrize("kind", ("granite-hybrid", "falcon-h1", "mamba2", "qwen3-next"))
-def test_a_step_of_many_kinds_gives_what_each_gives_alone(
+def test_step_with_many_kinds_of_chunks_equals_single_chunks(
     kind: str, cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
-    """More tokens than a piece of the scan, beside decodes, and one whose state another had before it."""
+    """One chunk is longer than a piece of the scan, others are decodes, and one request gets a used state slot."""
     runner = step_driver.load_runner(tiny_checkpoint(kind), cpu_kernels=cpu_kernels)
     prompts = {"a": list(range(5, 150)), "b": list(range(40, 49)), "c": list(range(100, 300))}
     alone = {}
@@ -267,10 +267,10 @@ def test_a_step_of_many_kinds_gives_what_each_gives_alone(
         assert together.tokens[name][: len(tokens)] == tokens[: len(together.tokens[name])], name
 
 
-def test_rates_are_read_as_what_they_are(
+def test_rates_are_read_from_their_logarithms(
     tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, tmp_path: Path
 ) -> None:
-    """A checkpoint has their logarithms; another one is another model."""
+    """A checkpoint with other logarithms is another model."""
     from safetensors.torch import load_file, save_file
 
     path = shutil.copytree(tiny_checkpoint("granite-hybrid"), tmp_path / "model")
@@ -283,7 +283,7 @@ def test_rates_are_read_as_what_they_are(
     assert rates.tolist() == pytest.approx([-20.0855] * 6, abs=1e-3)
 
 
-async def test_an_engine_says_what_its_states_do_not_go_with(tiny_checkpoint: Callable[..., Path]) -> None:
+async def test_engine_refuses_options_that_states_do_not_support(tiny_checkpoint: Callable[..., Path]) -> None:
     transfer = {"kv_connector": "tcp", "kv_role": "kv_both"}
     options: dict[str, Any]
     for options, message in (
@@ -296,7 +296,7 @@ async def test_an_engine_says_what_its_states_do_not_go_with(tiny_checkpoint: Ca
 
 
 @pytest.mark.parametrize("kind", ("granite-hybrid", "falcon-h1", "mamba2", "qwen3-next"))
-async def test_an_engine_goes_on_from_the_copy_of_a_state_and_gives_all_slots_back(
+async def test_engine_continues_from_a_copied_state_and_frees_all_slots(
     kind: str, tiny_checkpoint: Callable[..., Path]
 ) -> None:
     path = str(tiny_checkpoint(kind))

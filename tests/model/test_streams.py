@@ -1,4 +1,4 @@
-"""A hidden state of several streams, layers that see others' keys and values, and gates that are cut off (Gemma 3n)."""
+"""Hidden states of several streams, layers that share keys and values, and gates with a cutoff (Gemma 3n)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def read(**fields: Any) -> ModelConfig:
     return model_config_from({**BASE, **fields}, {}, dtype_name="float32")
 
 
-def test_a_layer_sees_the_last_one_of_its_kind_that_has_its_own() -> None:
+def test_sharing_layer_uses_the_last_layer_of_its_kind_with_own_keys() -> None:
     config = read()
     assert config.windows == (512, None)
     assert config.kv_layers == (0, 1, 2, 3, 4, 5, 5, 5, 5, 4)
@@ -51,12 +51,12 @@ def test_a_layer_sees_the_last_one_of_its_kind_that_has_its_own() -> None:
     assert read(num_kv_shared_layers=0).kv_layers == tuple(range(10))
 
 
-def test_the_cache_has_no_room_for_what_is_shared() -> None:
+def test_cache_has_no_blocks_for_sharing_layers() -> None:
     whole, shared = (kv_block_bytes(read(num_kv_shared_layers=count), 16, "float32") for count in (0, 4))
     assert shared * 10 == whole * 6
 
 
-def test_gates_are_cut_off_where_so_few_are_left() -> None:
+def test_cutoff_keeps_the_expected_share_of_gates() -> None:
     cutoffs = [layer.mlp.cutoff for layer in read(activation_sparsity_pattern=[0.95] * 3 + [0.5] + [0.0] * 6).layers]
     assert cutoffs == [pytest.approx(1.6448536)] * 3 + [pytest.approx(0.0)] + [None] * 6
     deep = read(num_hidden_layers=15)
@@ -85,27 +85,27 @@ def test_gates_are_cut_off_where_so_few_are_left() -> None:
         ({"hidden_activation": "silu"}, "hidden_activation in config.json is 'silu'"),
     ),
 )
-def test_a_damaged_or_unknown_config_is_refused_by_its_field(fields: dict[str, Any], message: str) -> None:
+def test_damaged_or_unsupported_config_is_refused_by_field(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelLoadError, match=message):
         read(**fields)
 
 
 @pytest.mark.parametrize("field", ("altup_num_inputs", "hidden_size_per_layer_input", "laurel_rank"))
-def test_no_other_family_is_taken_for_one_with_streams(field: str) -> None:
+def test_other_families_have_no_streams(field: str) -> None:
     with pytest.raises(ModelLoadError, match=f"{field} in config.json is 4, which gemma3 with this config"):
         neutral = {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
         read(architectures=["Gemma3ForCausalLM"], **{**neutral, field: 4})
 
 
-def test_what_the_native_kernels_do_not_compute_is_said() -> None:
+def test_native_kernels_name_unsupported_sizes() -> None:
     assert why_not_native(read(), "float32") is None
-    assert "laurel_rank is 8, no multiple of 16" in str(why_not_native(read(laurel_rank=8), "float32"))
+    assert "laurel_rank is 8, which is no multiple of 16" in str(why_not_native(read(laurel_rank=8), "float32"))
     odd = read(hidden_size_per_layer_input=8)
-    assert "hidden_size_per_layer_input is 8, no multiple of 16" in str(why_not_native(odd, "float32"))
+    assert "hidden_size_per_layer_input is 8, which is no multiple of 16" in str(why_not_native(odd, "float32"))
 
 
-def test_keys_and_values_that_no_layer_reads_do_no_harm() -> None:
-    """Published checkpoints have them."""
+def test_unused_keys_and_values_of_a_checkpoint_are_ignored() -> None:
+    """Published checkpoints contain them."""
     config = read()
     _, shapes = tensor_places(config, TRANSFORMERS)
     names = [f"model.layers.{index}.self_attn.{name}.weight" for index in (6, 9) for name in ("k_proj", "v_proj")]
@@ -122,11 +122,12 @@ def logprobs_of(step_driver: ModuleType, path: Path, prompt: list[int], **option
     return torch.tensor([entry.logprob for entry in driver.step({"p": len(prompt)}).prompt_logprobs["p"]])
 
 
-def test_a_token_without_inputs_of_its_own_has_those_of_token_0(
+def test_token_outside_of_the_input_table_uses_token_0s_row(
     cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, tmp_path: Path
 ) -> None:
-    """The table has 300 rows for 320 tokens: changing a row changes what is said behind its token alone, and row 0 what
-    is said behind those that have none."""
+    """The table has 300 rows for 320 tokens. Changing a row only changes logprobs after its token. Changing row 0 also
+    changes them after tokens outside of the table.
+    """
     from safetensors.torch import load_file, save_file
 
     path = tiny_checkpoint("gemma3n")
@@ -147,7 +148,7 @@ def test_a_token_without_inputs_of_its_own_has_those_of_token_0(
 
 
 @pytest.mark.parametrize("quantization", ("int8", "int4"))
-def test_the_table_of_inputs_is_kept_in_few_bits(
+def test_input_table_is_quantized(
     quantization: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
     prompt = list(range(5, 45))
@@ -158,14 +159,16 @@ def test_the_table_of_inputs_is_kept_in_few_bits(
     assert 0 < error < {"int8": 0.3, "int4": 1.5}[quantization]
 
 
-def test_a_step_reads_a_few_rows_of_the_table(tiny_checkpoint: Callable[..., Path], step_driver: ModuleType) -> None:
+def test_step_weight_bytes_exclude_the_input_table(
+    tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
+) -> None:
     runner = step_driver.load_runner(tiny_checkpoint("gemma3n"), cpu_kernels="native")
     config = runner.config
     table = 300 * config.layer_count * 16 * 4
     assert runner.step_weight_bytes < open_checkpoint(tiny_checkpoint("gemma3n")).weight_bytes - table // 2
 
 
-async def test_an_engine_answers_and_gives_every_block_back(tiny_checkpoint: Callable[..., Path]) -> None:
+async def test_engine_answers_and_frees_every_block(tiny_checkpoint: Callable[..., Path]) -> None:
     path = str(tiny_checkpoint("gemma3n"))
     async with open_engine(path, dtype="float32", max_num_seqs=4, kv_cache_memory=0.01) as engine:
         said = []
@@ -174,7 +177,7 @@ async def test_an_engine_answers_and_gives_every_block_back(tiny_checkpoint: Cal
                 said.append([token_id async for delta in stream for token_id in delta.token_ids])
         async with engine.generate(list(range(5, 60)), SamplingParams(temperature=0.0, max_tokens=200)) as stream:
             async for _delta in stream:
-                break  # the rest is not wanted
+                break  # the rest is not needed
         await trio.testing.wait_all_tasks_blocked()
         stats = engine.stats()
     assert said[0] == said[1]
@@ -182,8 +185,8 @@ async def test_an_engine_answers_and_gives_every_block_back(tiny_checkpoint: Cal
     assert (stats.running_count, stats.blocks_used) == (0, 0)
 
 
-async def test_blocks_go_to_the_host_and_back_without_what_is_shared(tiny_checkpoint: Callable[..., Path]) -> None:
-    """The last two layers keep nothing of their own: what comes back of the others is enough, and it is all."""
+async def test_blocks_of_a_sharing_model_are_offloaded_and_loaded(tiny_checkpoint: Callable[..., Path]) -> None:
+    """The last two layers keep nothing of their own, so the blocks of the other layers are sufficient."""
     prompt, other = list(range(5, 69)), list(range(70, 170))
     limits = {"memory_gib": 0.05}
     transfer = {"kv_connector": "host", "kv_role": "kv_both", "kv_connector_extra_config": limits}
@@ -196,7 +199,7 @@ async def test_blocks_go_to_the_host_and_back_without_what_is_shared(tiny_checkp
         kv_cache_memory=0.0003,
         kv_transfer_config=transfer,
     ) as engine:
-        assert engine.stats().blocks_total * 16 < len(prompt) + len(other)  # the other prompt drives the first one out
+        assert engine.stats().blocks_total * 16 < len(prompt) + len(other)  # the other prompt evicts the first one
         for tokens in (prompt, other, prompt):
             async with engine.generate(tokens, SamplingParams(temperature=0.0, max_tokens=16)) as stream:
                 answers.append([token_id async for delta in stream for token_id in delta.token_ids])

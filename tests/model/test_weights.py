@@ -1,5 +1,6 @@
-"""How tensors come to their slots: as a whole or in parts, through Python or by the library's own reading, each number
-is where it belongs."""
+"""Filling of slots, as a whole or in parts, through Python or by the library's own reading. Each number must reach its
+place.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from trioserve.model.settings import ModelSettings
 from trioserve_kernels.native import Loading, NoNativeKernels, load_library
 
 PROMPT = [5, 6, 7, 8, 250, 31, 12]
-SEVERAL_PARTS = 64 * 32  # values, of matrices of some thousands
+SEVERAL_PARTS = 64 * 32  # numbers per part, for matrices of some thousand numbers
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -54,7 +55,7 @@ def logprobs_of(step_driver: ModuleType, checkpoint: Any, settings: ModelSetting
 @pytest.mark.parametrize("threads", (1, 2))
 @pytest.mark.parametrize("options", ({}, {"dtype": "bfloat16"}, {"quantization": "int8"}), ids=str)
 @pytest.mark.parametrize("kind", ("llama", "llama-tied", "llama-biased-64", "qwen2-moe", "deepseek-v3", "gemma3"))
-def test_parts_are_the_whole(
+def test_parts_give_the_whole_tensor(
     kind: str,
     options: dict[str, Any],
     threads: int,
@@ -70,7 +71,7 @@ def test_parts_are_the_whole(
 
 @pytest.mark.parametrize("quantization", ("auto", "none", "int8"))
 @pytest.mark.parametrize("storage", ("Q4_0", "Q6_K", "F32"))
-def test_so_are_those_of_a_gguf_file(
+def test_parts_of_a_gguf_file_give_the_whole_tensor(
     storage: str,
     quantization: Any,
     tiny_gguf: Callable[..., Path],
@@ -83,7 +84,7 @@ def test_so_are_those_of_a_gguf_file(
     assert logprobs_of(step_driver, open_checkpoint(path), settings) == expected
 
 
-def test_what_lies_there_as_it_is_wanted_is_left_to_the_library(
+def test_library_reads_tensors_that_need_no_conversion(
     tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = open_checkpoint(tiny_checkpoint("llama"))
@@ -100,13 +101,15 @@ def test_what_lies_there_as_it_is_wanted_is_left_to_the_library(
 
 
 @pytest.mark.parametrize("threads", (1, 2))
-def test_a_file_that_has_become_shorter(threads: int, tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_file_that_has_become_shorter_is_reported(
+    threads: int, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
     whole = tiny_checkpoint("llama")
     for file in whole.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     checkpoint = open_checkpoint(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(ModelLoadError, match=r"model.safetensors: it has become shorter"):
+    with pytest.raises(ModelLoadError, match=r"model.safetensors: the file has become shorter"):
         ModelRunner.load(checkpoint, ModelSettings(device="cpu", threads=threads))
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ModelLoadError, match=r"model.safetensors: No such file"):

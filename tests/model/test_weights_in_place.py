@@ -1,4 +1,6 @@
-"""Weights that are replaced while an engine runs: afterwards it computes the bits of one that was opened with them."""
+"""After a replacement of its weights, a running engine computes the bits of an engine that was opened with the new
+weights.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,7 @@ Said = list[tuple[tuple[int, ...], list[TokenLogprob]]]
 
 
 def changed(directory: Path, target: Path, *, dtype: torch.dtype | None = None, seed: int = 7) -> Path:
-    """The same model with other weights, as somebody has trained it."""
+    """A copy of the checkpoint with other weights, as from training."""
     shutil.copytree(directory, target)
     draw = torch.Generator().manual_seed(seed)
     for path in target.glob("*.safetensors"):
@@ -85,7 +87,7 @@ async def said_when_opened(path: Path, **options: Any) -> Said:
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])
 @pytest.mark.parametrize("kind", KINDS)
-async def test_what_is_computed_is_that_of_an_engine_opened_with_the_new_weights(
+async def test_replaced_weights_give_the_results_of_an_engine_opened_with_them(
     kind: str, kernels: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     old = tiny_checkpoint(kind)
@@ -108,7 +110,7 @@ async def test_what_is_computed_is_that_of_an_engine_opened_with_the_new_weights
 @pytest.mark.parametrize("kernels", ["native", "torch"])
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-async def test_any_plain_format_becomes_the_one_that_is_computed(
+async def test_new_weights_are_converted_to_the_engines_dtype(
     dtype: str, stored: torch.dtype, kernels: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     old = tiny_checkpoint("llama", dtype="bfloat16")
@@ -120,10 +122,10 @@ async def test_any_plain_format_becomes_the_one_that_is_computed(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-async def test_a_model_that_is_served_with_a_shorter_context_takes_weights_for_that(
+async def test_replacement_keeps_the_served_context_length(
     ranks: int, tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Which of longrope's factors it computes with depends on it."""
+    """The served context length decides which of longrope's factors are used."""
     old = tmp_path / "old"
     shutil.copytree(tiny_checkpoint("phi3-longrope"), old)
     config = json.loads((old / "config.json").read_text(encoding="utf-8"))
@@ -139,7 +141,7 @@ async def test_a_model_that_is_served_with_a_shorter_context_takes_weights_for_t
         assert await said(engine) == expected
 
 
-async def test_a_model_from_a_gguf_file_takes_plain_weights(
+async def test_model_from_a_gguf_file_accepts_plain_weights(
     tiny_checkpoints: ModuleType, tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     gguf = tmp_path / "model.gguf"
@@ -158,7 +160,7 @@ async def test_a_model_from_a_gguf_file_takes_plain_weights(
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-async def test_weights_that_are_quantized_when_read_are_so_when_replaced(
+async def test_weights_quantized_at_loading_are_quantized_when_replaced(
     quantization: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     new = changed(tiny_checkpoint("llama"), tmp_path / "new")
@@ -185,7 +187,7 @@ BAD: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])
 @pytest.mark.parametrize("case", BAD)
-async def test_a_bad_directory_changes_nothing(
+async def test_wrong_directory_changes_nothing(
     case: str, kernels: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     change, named = BAD[case]
@@ -207,7 +209,7 @@ async def test_a_bad_directory_changes_nothing(
         assert await said(engine) == before
 
 
-async def test_files_that_end_while_they_are_read_leave_an_engine_that_computes_nothing(
+async def test_file_that_ends_during_replacement_stops_the_engine(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = tiny_checkpoint("llama")
@@ -234,7 +236,7 @@ async def test_files_that_end_while_they_are_read_leave_an_engine_that_computes_
 
 
 def rewrite(path: Path) -> None:
-    """The same tensors in another type, so that all of them lie elsewhere."""
+    """Write the tensors with another dtype, so that all of them lie elsewhere in the file."""
     save_file({name: tensor.half() for name, tensor in load_file(path).items()}, path)
 
 
@@ -247,10 +249,10 @@ ELSEWISE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("how", ELSEWISE)
-async def test_files_that_become_others_before_they_are_written_change_nothing(
+async def test_file_changed_before_replacement_changes_nothing(
     how: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where each tensor lies was said by the header that is not there any more."""
+    """The place of each tensor was read from a header that no longer exists."""
     old = tiny_checkpoint("llama")
     new = changed(old, tmp_path / "new")
     replace = StoredWeights.replace
@@ -262,7 +264,7 @@ async def test_files_that_become_others_before_they_are_written_change_nothing(
     monkeypatch.setattr(StoredWeights, "replace", replace_others)
     async with open_engine(str(old), **OPTIONS, dtype="float32") as engine:
         before = await said(engine)
-        with pytest.raises(InvalidRequest, match="since the update began") as refusal:
+        with pytest.raises(InvalidRequest, match="after the update began") as refusal:
             await engine.update_weights(new)
         assert refusal.value.param == "model_path"
         assert engine.weight_version == "default"
@@ -270,7 +272,7 @@ async def test_files_that_become_others_before_they_are_written_change_nothing(
         assert await said(engine) == before
 
 
-async def test_shared_memory_that_its_trainer_lets_go_too_soon_changes_nothing(
+async def test_shared_memory_freed_too_early_changes_nothing(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = tiny_checkpoint("llama")
@@ -291,7 +293,7 @@ async def test_shared_memory_that_its_trainer_lets_go_too_soon_changes_nothing(
 
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])
-async def test_files_that_become_others_while_they_are_written_are_weights_in_part(
+async def test_file_changed_during_replacement_leaves_half_weights(
     kernels: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = tiny_checkpoint("llama")
@@ -304,7 +306,7 @@ async def test_files_that_become_others_while_they_are_written_are_weights_in_pa
 
     async with open_engine(str(old), **OPTIONS, dtype="float32", cpu_kernels=kernels) as engine:
         monkeypatch.setattr(weight_replacement, "fill_slots", fill_and_rewrite)
-        with pytest.raises(WeightsLost, match="written anew"):
+        with pytest.raises(WeightsLost, match="overwritten"):
             await engine.update_weights(new)
         assert engine.has_half_weights
         await engine.update_weights(new, version="new")
@@ -312,7 +314,7 @@ async def test_files_that_become_others_while_they_are_written_are_weights_in_pa
 
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])
-async def test_a_recomputed_stream_goes_on_as_the_new_model_would(
+async def test_recomputed_stream_continues_as_with_the_new_model(
     kernels: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     old = tiny_checkpoint("llama")
@@ -320,18 +322,18 @@ async def test_a_recomputed_stream_goes_on_as_the_new_model_would(
     options = {"dtype": "float32", "cpu_kernels": kernels}
     prompt: list[int] = [*PROMPTS[0]]
     tokens: list[int] = []
-    told: list[tuple[str, int]] = []
+    versions: list[tuple[str, int]] = []
     sampling = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
     async with open_engine(str(old), **OPTIONS, **options) as engine:
         async with engine.generate(prompt, sampling) as stream:
             async for delta in stream:
                 tokens += delta.token_ids
-                told += delta.weight_versions or [("default", len(delta.token_ids))]
+                versions += delta.weight_versions or [("default", len(delta.token_ids))]
                 if len(tokens) >= 20 and engine.weight_version == "default":
                     await engine.update_weights(new, version="new", in_flight="recompute")
-        count = sum(count for version, count in told if version == "default")
+        count = sum(count for version, count in versions if version == "default")
         assert 20 <= count < 60
-        assert sum(count for version, count in told if version == "new") == 60 - count
+        assert sum(count for version, count in versions if version == "new") == 60 - count
     rest = SamplingParams(max_tokens=60 - count, temperature=0.0, ignore_eos=True)
     async with (
         open_engine(str(new), **OPTIONS, **options) as engine,
@@ -347,7 +349,7 @@ async def test_weights_in_shared_memory(kernels: str, tiny_checkpoint: Callable[
     async with open_engine(str(old), **OPTIONS, **options) as engine:
         first, second = (changed(old, tmp_path / str(seed), seed=seed) for seed in (1, 2))
         tensors = load_file(first / "model.safetensors")
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]  # as a state_dict of a tied model has it
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]  # a state_dict of a tied model contains both
         with publish_weights(tensors) as published:
             await engine.update_weights(SharedWeights(published.name), version="first")
             assert await said(engine) == await said_when_opened(first, **options)
@@ -368,8 +370,8 @@ async def test_weights_in_shared_memory(kernels: str, tiny_checkpoint: Callable[
         assert await said(engine) == after
 
 
-def test_shared_memory_without_room_is_an_error_and_not_the_end_of_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A segment has its size before it has memory: who writes where none is left gets a SIGBUS."""
+def test_shared_memory_without_free_space_raises_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A segment has its size before it has memory. A process that writes beyond the free memory would get SIGBUS."""
 
     def no_room(descriptor: int, offset: int, byte_count: int) -> None:
         assert os.fstat(descriptor).st_size == byte_count > offset == 0
@@ -387,8 +389,9 @@ def test_shared_memory_without_room_is_an_error_and_not_the_end_of_the_trainer(m
         assert status.st_blocks * 512 >= status.st_size > 4000
 
 
-async def test_another_process_fills_the_shared_memory(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    """It needs nothing of an engine."""
+async def test_process_without_an_engine_fills_the_shared_memory(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
     new = changed(tiny_checkpoint("llama"), tmp_path / "new", dtype=torch.bfloat16)
     trainer = (
         "import sys\n"

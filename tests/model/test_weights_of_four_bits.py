@@ -1,5 +1,7 @@
-"""Weights of 4 bits that torch keeps where its kernels can multiply with them: on a GPU, by Triton. Here the plain
-kernels stand for these, and the results are those of the dequantized weights, to the last bit."""
+"""Weights of 4 bits that torch keeps if its kernels can multiply with them: Triton's kernels on a GPU.
+
+Here plain kernels act as these. Results equal those of the dequantized weights, to the last bit.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def load(
     step_driver: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Any:
-    """load(kind, variant, quantization, dtype="bfloat16"): computed by the kernels that stand for Triton's."""
+    """Function load(kind, variant, quantization, dtype="bfloat16") that returns a runner with the kernels that act as
+    Triton's.
+    """
     monkeypatch.setattr(torch_step_model, "pick_kernels", lambda *_, **__: reference_fused)
     made: list[ModelRunner] = []
 
@@ -53,7 +57,9 @@ def tokens_of(step_driver: ModuleType, runner: ModelRunner) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("variant", (*KEPT, *NOT_KEPT))
-def test_a_model_answers_as_with_the_numbers(variant: str, load: Callable[..., ModelRunner], step_driver: Any) -> None:
+def test_model_gives_the_tokens_of_dequantized_weights(
+    variant: str, load: Callable[..., ModelRunner], step_driver: Any
+) -> None:
     kept, dense = (load("llama-wide", variant, quantization) for quantization in ("auto", "none"))
     assert tokens_of(step_driver, kept) == tokens_of(step_driver, dense)
     assert ("weights kept as file" in kept.computed_by) == (variant in KEPT)
@@ -71,18 +77,18 @@ def test_experts_stay_in_four_bits(load: Callable[..., ModelRunner], step_driver
     assert kept.step_weight_bytes < 0.75 * dense.step_weight_bytes
 
 
-def test_in_float32_they_become_numbers(load: Callable[..., ModelRunner]) -> None:
+def test_float32_dequantizes_weights(load: Callable[..., ModelRunner]) -> None:
     assert "weights kept" not in load("llama-wide", "gptq-4", "auto", dtype="float32").computed_by
 
 
-def test_what_cannot_be_kept_is_refused(load: Callable[..., ModelRunner]) -> None:
+def test_unsupported_quantization_on_a_gpu_is_refused(load: Callable[..., ModelRunner]) -> None:
     runner = load("llama-wide", "gptq-8", "none")
     settings = ModelSettings(device="cuda", gpu_kernels="triton", quantization="file")
     with pytest.raises(StartupError, match="no weights of 4 bits that can be kept on a GPU"):
         torch_step_model.TorchStepModel(
             runner.config, settings, dtype="bfloat16", device="cpu", kernels=reference_fused, block_types={"a": "Q8_0"}
         )
-    with pytest.raises(StartupError, match="take gpu_kernels triton, or quantization none"):
+    with pytest.raises(StartupError, match="use gpu_kernels triton, or quantization none"):
         ModelSettings(device="cuda", quantization="file")
-    with pytest.raises(StartupError, match="on the CPU alone"):
+    with pytest.raises(StartupError, match="only the native kernels compute"):
         ModelSettings(device="cuda", gpu_kernels="triton", quantization="int4")

@@ -100,8 +100,8 @@ async def test_weights_changed_since_the_check_are_not_written() -> None:
     ranks = Ranks()
     replacement = await place(ranks).check("new")
     ranks.answered_type = ConfirmWeights
-    ranks.values = {1: Refusal("written anew", "model_path")}
-    with pytest.raises(InvalidRequest, match=r"^rank 1: written anew$"):
+    ranks.values = {1: Refusal("overwritten", "model_path")}
+    with pytest.raises(InvalidRequest, match=r"^rank 1: overwritten$"):
         await replacement.replace()
     assert replacement.state is ReplacementState.CHECKED
     assert not any(isinstance(order, WriteWeights) for order in ranks.orders)

@@ -201,7 +201,7 @@ async def test_files_changed_after_the_check_change_no_weights(
     before_order(monkeypatch, ConfirmWeights, lambda _group: os.utime(new / "model.safetensors", ns=(0, 0)))
     async with opened(old) as engine:
         before = await said(engine)
-        with pytest.raises(InvalidRequest, match="written anew since the update began") as refusal:
+        with pytest.raises(InvalidRequest, match="overwritten after the update began") as refusal:
             await engine.update_weights(new)
         assert refusal.value.param == "model_path"
         assert engine.ready
@@ -281,7 +281,7 @@ async def test_error_names_the_rank_and_file_that_failed(
     old = tiny_model("llama")
     new = changed(old, tmp_path / "new")
     before_order(monkeypatch, WriteWeights, lambda _group: cut_short(new))
-    with pytest.raises(EngineFault, match=r"rank \d \(process \d+\) failed at work: WeightsLost: .*written anew"):
+    with pytest.raises(EngineFault, match=r"rank \d \(process \d+\) failed at work: WeightsLost: .*overwritten"):
         async with opened(old, engine_restarts=0) as engine:
             with pytest.raises(WeightsLost, match="the engine ended meanwhile"):
                 await engine.update_weights(new)

@@ -1,4 +1,4 @@
-"""A LoRA adapter (arXiv 2106.09685) in host memory: what is added to which of the model's matrices."""
+"""Weights of a LoRA adapter (arXiv 2106.09685) in host memory."""
 
 from __future__ import annotations
 
@@ -11,16 +11,26 @@ __all__ = ["AdapterMatrix", "AdapterWeights"]
 
 
 class AdapterMatrix(NamedTuple):
-    """a: [rank, inputs]. b: [outputs, rank], multiplied by the adapter's scale, its rows in the order of the model's
-    matrix in here. A row x of a step gets b (a x) added to what the matrix makes of it."""
+    """Low-rank change of one matrix of the model. For an input row x, b (a x) is added to the matrix's result.
+
+    Attributes:
+        a: [rank, inputs].
+        b: [outputs, rank], already multiplied by the adapter's scale. Its rows have the order of the model's matrix in
+            this code.
+    """
 
     a: Values
     b: Values
 
 
 class AdapterWeights:
-    """matrices: by the name of the model's matrix, such as layers.0.q_proj (see loading/names.py). digest: names the
-    content."""
+    """All matrices of one adapter.
+
+    Args:
+        digest: hash that names the content.
+        dtype: number format of the matrices.
+        matrices: by the name of the model's matrix, such as layers.0.q_proj (see loading/names.py).
+    """
 
     def __init__(self, digest: str, dtype: Dtype, matrices: Mapping[str, AdapterMatrix]) -> None:
         self.digest = digest
@@ -29,7 +39,7 @@ class AdapterWeights:
 
     @property
     def rank_max(self) -> int:
-        """The largest of all matrices'."""
+        """Largest rank of any matrix."""
         return max(len(matrix.a) for matrix in self.matrices.values())
 
     @property

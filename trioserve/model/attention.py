@@ -1,4 +1,6 @@
-"""Paged attention of one step in one layer: which rows go together, and by which path. The numbers are the kernels'."""
+"""Paged attention of one step in one layer: grouping of rows, and choice of the kernel for each group. Kernels do the
+arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,24 @@ def attend(
     sinks: Tensor | None = None,
     latent_dim: int | None = None,
 ) -> Tensor:
-    """Every row attends to its own sequence, up to itself.
+    """Attend each row to its own sequence, up to the row itself.
 
-    queries: [T, H * D], keys_values: [T, 2 * K * D] (keys, then values) of this step's tokens, rotated; they are in
-    `pages` ([blocks, block_size, 2, K, D], of 8 bits see kv_format.py) already. sinks: float32 [H], of heads that have
-    them. latent_dim: pages have latents, and keys_values is [T, D]. Returns [T, H * D], or of latents [T, H *
-    latent_dim], which the caller may change.
+    Decodes read their block tables, several at a time. A part of a prompt is computed alone: over its own rows if they
+    are its whole context, else over its gathered blocks. Fused kernels read the tables themselves.
 
-    Decodes go through their block tables, several at a time. A part of a prompt goes alone: over its own rows where
-    these are its whole context, else over its gathered blocks. Fused kernels walk all of these tables themselves.
+    Args:
+        kernels: kernels that compute.
+        queries: [T, H * D], rotated.
+        keys_values: [T, 2 * K * D], keys then values of this step's tokens, rotated. `pages` already contains them.
+            With latents it is [T, D].
+        pages: [blocks, block_size, 2, K, D], for 8 bits see kv_format.py. With latents it holds latents.
+        tensors: what each row sees.
+        score_cap: bound of scores, see AttentionConfig.
+        sinks: float32 [H], or None.
+        latent_dim: size of latents. None: pages hold keys and values.
+
+    Returns:
+        [T, H * D], or with latents [T, H * latent_dim]. The caller may overwrite it.
     """
     if tensors.walk is not None:
         if latent_dim is not None:
@@ -50,7 +61,7 @@ def attend(
     for part in parts:
         if part.block_table is None:
             context = keys_values[part.first : part.end].view(-1, *pages.shape[2:-1], head_dim_of(pages))
-            if is_coded(pages):  # as a later part of the prompt will find them
+            if is_coded(pages):  # encode as the cache does, so that later parts of the prompt see equal numbers
                 context = decode(encode(context, pages.dtype).view(pages.dtype), queries.dtype)
         else:
             context = kernels.gather_context(pages, part.block_table, queries.dtype)[: part.context]
@@ -61,7 +72,7 @@ def attend(
 
 
 def _attended(queries: Tensor, pages: Tensor, latent_dim: int | None) -> Tensor:
-    """Room for what all rows attend to."""
+    """Return an uninitialised tensor for the results of all rows."""
     size = queries.shape[1] if latent_dim is None else queries.shape[1] // pages.shape[-1] * latent_dim
     return queries.new_empty(queries.shape[0], size)
 

@@ -1,7 +1,7 @@
-"""A plan that was made before the step before it had come back, with the tokens that it awaits filled in.
+"""Filling in of awaited tokens in a plan that was made before the previous step's result was known.
 
-The plan cannot name them, so the executor fills them in, in the compute thread, right before that step. Nothing of it
-goes through the event loop, which need not even know by then that the step before is over.
+The plan cannot name these tokens. The executor fills them in, in the compute thread, right before the step. The event
+loop takes no part: it may not even know yet that the previous step has ended.
 """
 
 from __future__ import annotations
@@ -16,9 +16,18 @@ __all__ = ["fill_in"]
 
 
 def fill_in(plan: StepPlan, before: BegunStep) -> list[tuple[int, ScheduledChunk]]:
-    """The chunks of a plan that was made ahead of the last step's result, as if that had been known, each with its
-    place in the plan; waits for that result. Left out are requests that were in the last step and have no result there:
-    they failed, or the step was abandoned, and nobody waits for them."""
+    """Wait for the previous step, and fill its tokens into a plan that was made ahead of it.
+
+    Requests of the previous step without a result are left out: they failed, or that step was abandoned, and their
+    results are no longer needed.
+
+    Args:
+        plan: plan that awaits tokens.
+        before: previous step.
+
+    Returns:
+        Index in the plan and chunk, for each chunk that can be computed.
+    """
     given, missing = before.given(), before.missing()
     filled: list[tuple[int, ScheduledChunk]] = []
     for place, chunk in enumerate(plan.chunks):
@@ -42,8 +51,10 @@ def fill_in(plan: StepPlan, before: BegunStep) -> list[tuple[int, ScheduledChunk
 
 
 class _TokensAndOne(Sequence[int]):
-    """The first `count` of some tokens, and one more. The list may grow meanwhile; it is not copied, since it is long
-    and most steps look at its end alone."""
+    """The first `count` tokens of a list, and one more token.
+
+    The list may grow meanwhile. It is not copied, because it is long and most steps read only its end.
+    """
 
     __slots__ = ("_count", "_last", "_tokens")
 
@@ -66,5 +77,5 @@ class _TokensAndOne(Sequence[int]):
                 return [self[place] for place in range(begin, end, stride)]
             known = self._tokens[begin : min(end, self._count)]
             return [*known, self._last] if begin <= self._count < end else known
-        place = range(self._count + 1)[index]  # from the end, too; raises IndexError
+        place = range(self._count + 1)[index]  # also counts from the end, and raises IndexError
         return self._last if place == self._count else self._tokens[place]

@@ -1,4 +1,4 @@
-"""A step that was begun: what the next one, begun before it is over, can know of it."""
+"""Begun step: what the next step can use of it before it has ended."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ __all__ = ["BegunStep"]
 
 
 class BegunStep:
-    """Its result comes from whoever asks first, and stays.
+    """A step that was begun. The first caller of `result` computes the result or waits for it, and later callers get it
+    again.
 
-    chosen_rows: of a step that was launched, by request the row in which its token stays on the device; None: whoever
-    wants its tokens waits for the result."""
+    Args:
+        plan: chunks of the step.
+        finish: computes the step or waits for it. It is called once.
+        chosen_rows: for a launched step, the row in which each request's token stays on the device. None: a step that
+            needs its tokens must wait for the result.
+    """
 
     __slots__ = ("_finish", "_result", "chosen_rows", "plan")
 
@@ -30,14 +35,14 @@ class BegunStep:
         self._result: StepResult | None = None
 
     def result(self) -> StepResult | None:
-        """Waits, or computes. None: it was abandoned."""
-        finish, self._finish = self._finish, None  # it knows the step before it, which is to be let go
+        """Wait for the step, or compute it. Return None if it was abandoned."""
+        finish, self._finish = self._finish, None  # `finish` refers to the step before it, which must be freed
         if finish is not None:
             self._result = finish()
         return self._result
 
     def given(self) -> dict[RequestId, int]:
-        """What it sampled, by request."""
+        """Wait for the step, and return its sampled tokens by request."""
         result = self.result()
         if result is None:
             return {}
@@ -48,7 +53,7 @@ class BegunStep:
         }
 
     def missing(self) -> set[RequestId]:
-        """Requests that it has no result for: they failed, or it was abandoned."""
+        """Wait for the step, and return requests without a result: they failed, or the step was abandoned."""
         result = self.result()
         if result is None:
             return {chunk.request.id for chunk in self.plan.chunks}

@@ -1,4 +1,4 @@
-"""A decoder-only model in torch: executes the description of any family, layer by layer."""
+"""Decoder-only model in torch. It executes the description of any family, layer by layer."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ __all__ = ["Decoder"]
 
 
 class _Mlp:
-    """down(activation(gate(x)) * up(x))"""
+    """MLP of one layer: down(activation(gate(x)) * up(x)), see MlpConfig."""
 
     def __init__(
         self,
@@ -82,8 +82,8 @@ class _Mlp:
 
 
 def _cut(gates: Tensor, cutoff: float) -> None:
-    """Of a row's gates what is above their mean and so many standard deviations, in place."""
-    # In float64, where torch's results depend on a number's place by less than rounding leaves of them.
+    """Replace gates by their excess over mean + cutoff * standard deviation of their row, or 0, in place."""
+    # Compute in float64: torch's results depend on a number's place, but by less than rounding removes.
     exact = gates.double()
     mean = exact.mean(-1, keepdim=True)
     deviation = (exact - mean).square().mean(-1, keepdim=True).sqrt()
@@ -91,7 +91,7 @@ def _cut(gates: Tensor, cutoff: float) -> None:
 
 
 class _Laurel:
-    """What comes in besides behind attention: what that read, and the norm of its product with two small matrices."""
+    """Second path around attention, see LayerConfig.laurel_rank."""
 
     def __init__(self, linear: MakeLinear, norm: Norm, hidden: int, rank: int) -> None:
         self._norm = norm
@@ -104,14 +104,25 @@ class _Laurel:
             yield from part.slots()
 
     def add_(self, hidden: Tensor, normed: Tensor) -> None:
-        """hidden: with what attention made of normed; it is changed in place."""
+        """Add the input of attention and the norm of its product with both matrices, in place.
+
+        Args:
+            hidden: [T, hidden_size], which already contains the result of attention.
+            normed: [T, hidden_size], input of attention.
+        """
         hidden.add_(normed + self._norm(self._out(self._in(normed)))).mul_(0.5**0.5)
 
 
 class _Experts:
-    """A mixture: of each expert only the rows that it was chosen for are computed, one expert after the other, so that
-    the order of a row's sum is that of the experts, whatever else is in the step. Experts may be in other ranks: their
-    parts of the sum are theirs."""
+    """Mixture of experts of one layer.
+
+    Each expert computes only the rows that chose it, one expert after the other. So a row's sum has the order of the
+    experts, whatever else is in the step. Other experts may be in other ranks, which compute their own parts of the
+    sum.
+
+    Args:
+        experts: experts of this rank.
+    """
 
     def __init__(
         self,
@@ -123,7 +134,6 @@ class _Experts:
         kernels: Kernels,
         device: torch.device,
     ) -> None:
-        """experts: that are here."""
         self._mlp = mlp
         self._name = name
         self._router = linear(hidden, mlp.has_router_bias, router=mlp.expert_count)
@@ -153,16 +163,23 @@ class _Experts:
         return experts * self._mlp.experts_per_token // self._mlp.expert_count + shared
 
     def slots(self) -> Iterator[TensorSlot]:
-        """Of what is no product."""
+        """Yield slots of tensors that are not weights of a Linear."""
         bias = self._score_bias
         if bias is not None:
             yield TensorSlot(f"{self._name}.router.score_bias", tuple(bias.shape), bias.dtype, bias.copy_)
 
-    def _chosen(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, experts_per_token] each: the weights of the experts that are chosen, and which these are."""
+    def _choose(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose experts for each row.
+
+        Args:
+            values: [T, hidden_size].
+
+        Returns:
+            Weights and indexes of the chosen experts, each [T, experts_per_token].
+        """
         mlp = self._mlp
         products = self._router(values).float()
-        # In float64, where torch's results depend on a number's place by less than rounding leaves of them.
+        # Compute in float64: torch's results depend on a number's place, but by less than rounding removes.
         scores = products.softmax(-1) if mlp.scoring == "softmax" else products.double().sigmoid().float()
         ranked = scores if self._score_bias is None else scores + self._score_bias
         if mlp.groups_per_token < mlp.group_count:
@@ -173,12 +190,20 @@ class _Experts:
         chosen = ranked.topk(mlp.experts_per_token, dim=-1).indices
         weights = scores.gather(-1, chosen)
         if mlp.normalizes:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be zeros
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
         return weights * mlp.scale, chosen
 
     def __call__(self, values: Tensor, adapters: AdapterRows | None = None) -> Tensor:
-        """adapters: have nothing for experts."""
-        weights, chosen = self._chosen(values)
+        """Compute the mixture.
+
+        Args:
+            values: [T, hidden_size].
+            adapters: ignored, because adapters have no weights for experts.
+
+        Returns:
+            [T, hidden_size].
+        """
+        weights, chosen = self._choose(values)
         weights = weights.to(values.dtype)
         result = torch.zeros_like(values)
         for expert in sorted(set(chosen.flatten().tolist()) & self._experts.keys()):
@@ -197,7 +222,7 @@ class _Experts:
 
 
 class _Attention:
-    """Keys and values of heads, from which each head's queries choose."""
+    """Attention of one layer with keys and values for each head, see AttentionConfig."""
 
     def __init__(
         self,
@@ -238,8 +263,17 @@ class _Attention:
         slots_of_layer: Tensor,
         shared: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """shared: the rows' keys and values of the layer that this one shares them with. Returns what the rows attend
-        to, and their keys and values."""
+        """Attend, and write keys and values of the step into the cache.
+
+        Args:
+            normed: [T, hidden_size].
+            pages: KV buffer of the layer that keeps the keys and values.
+            slots_of_layer: the same buffer as [slots, numbers of a token].
+            shared: keys and values of the step's rows from the layer that shares them. None: the layer has its own.
+
+        Returns:
+            Result of attention [T, hidden_size], and the rows' keys and values [T, 2 * K * D].
+        """
         kernels, attention = self._kernels, self._config
         qkv = self._qkv(normed, step.adapters)
         queries = qkv[:, : attention.query_size]
@@ -253,7 +287,7 @@ class _Attention:
             if attention.has_value_norm:
                 values = keys_values[:, attention.key_size :].view(len(qkv), -1, attention.head_dim)
                 values.copy_(kernels.rms_norm(values, None, self._norm_eps))
-            # Queries and keys lie side by side, so they are turned together and in place.
+            # Queries and keys lie side by side, so they are rotated together and in place.
             kernels.rotary_and_store_kv_(qkv, *angles, slots_of_layer, step.slots, attention.kv_head_count)
         if attention.query_factor != 1.0:
             queries.mul_(attention.query_factor)
@@ -265,13 +299,13 @@ class _Attention:
         sinks = None if self._sinks is None else self._sinks.values
         rows = attend(kernels, queries, keys_values, pages, tensors, attention.score_cap, sinks)
         if self._gate is not None:
-            # In float64, where torch's results depend on a number's place by less than rounding leaves of them.
+            # Compute in float64: torch's results depend on a number's place, but by less than rounding removes.
             rows.mul_(self._gate(normed).double().sigmoid())
         return self._output(rows, step.adapters), keys_values
 
 
 class _Layer:
-    """Attention and MLP, with the norms and sums around them that the description names."""
+    """Attention and MLP with norms and sums around them, see LayerConfig."""
 
     def __init__(
         self,
@@ -289,9 +323,9 @@ class _Layer:
         self._part = LayerPart(sums_attention=False, sums_mlp=False)
         if config.part is not None:
             self._part = config.part.layers[index]
-        # What an MLP beside attention adds is a part of the same sum.
-        assert not layer.is_parallel or self._part.sums_attention == self._part.sums_mlp, "divided alike"
-        # Whose keys and values other layers see.
+        # A parallel MLP and attention are parts of one sum.
+        assert not layer.is_parallel or self._part.sums_attention == self._part.sums_mlp, "ranks divide both alike"
+        # layers whose keys and values other layers share
         self._shown = {source for place, source in enumerate(config.kv_layers) if place != source}
         attention, mlp = layer.attention, layer.mlp
         self.rotary = attention.rotary if isinstance(attention, KVAttention) else None
@@ -389,11 +423,23 @@ class _Layer:
         keys_values: dict[int, Tensor],
         sums: RankSums,
     ) -> Tensor:
-        """Writes the step's keys and values into the layer's cache, or the states that it keeps into their slots.
+        """Compute the layer, and write the step's keys and values or states.
 
-        hidden: [T, hidden_size], changed in place. product: what is still to be added to it, and what comes back is:
-        the residual sum is taken together with the norm that follows it. keys_values: of the step's rows, by layer;
-        the layer's own are put there if others see them.
+        The residual sum is computed together with the norm that follows it. So each layer gets and returns a product
+        that is still to be added to the hidden state.
+
+        Args:
+            hidden: [T, hidden_size], changed in place.
+            product: [T, hidden_size], still to be added to hidden. None: nothing is to be added.
+            angles: cosines and sines of the layer's rotary. None for a layer without attention.
+            pages: KV buffer of the layer that keeps the keys and values.
+            slots_of_layer: the same buffer as [slots, numbers of a token].
+            states: state buffer of the layer. None if it keeps no states.
+            keys_values: keys and values of the step's rows by layer. The layer adds its own if other layers share them.
+            sums: sums over all ranks.
+
+        Returns:
+            [T, hidden_size], still to be added to hidden.
         """
         normed = _added(hidden, product, self._attention_norm)
         if isinstance(self._attention, _Attention):
@@ -437,13 +483,16 @@ class _Layer:
 def _recurred(
     layer: ShortConv | StateSpace | DeltaNet, normed: Tensor, step: StepTensors, states: Tensor | None
 ) -> Tensor:
-    assert states is not None, "a layer that keeps states"
-    assert step.states is not None, "chunks of such a model have states"
+    assert states is not None, "a layer that keeps states needs their buffer"
+    assert step.states is not None, "a layer that keeps states needs chunks with states"
     return layer(normed, step.states, states)
 
 
 def _added(hidden: Tensor, product: Tensor | None, norm: Norm | None) -> Tensor:
-    """The norm of what hidden then is; without one, hidden itself, which must not be changed while this is used."""
+    """Add product to hidden in place, and return the norm of the sum.
+
+    Without a norm, return hidden itself. It must then not change while the result is used.
+    """
     if norm is not None:
         return norm.of_sum(hidden, product)
     return hidden if product is None else hidden.add_(product)
@@ -454,7 +503,16 @@ def _normed(product: Tensor, norm: Norm | None) -> Tensor:
 
 
 class Decoder:
-    """Embedding, layers, last norm and output projection. Knows tensors, not the lives of requests."""
+    """Embedding, layers, last norm and output projection.
+
+    Args:
+        config: model.
+        kernels: kernels that compute.
+        dtype: number format.
+        device: device of weights and tensors.
+        block_types: block types of matrices that stay in 4 bits, by name. The kernels multiply with them.
+        collectives: connection to the ranks that have the other parts of the model, if config has a part.
+    """
 
     def __init__(
         self,
@@ -466,11 +524,9 @@ class Decoder:
         block_types: Mapping[str, str] | None = None,
         collectives: Collectives | None = None,
     ) -> None:
-        """block_types: of the checkpoint's matrices that stay in 4 bits, by name; the kernels multiply with them.
-        collectives: leads to the ranks that have the other parts of the model, if config is that of a part."""
         part = config.part
         self._collectives: Collectives = Lonely() if collectives is None else collectives
-        assert self._collectives.size == (1 if part is None else part.size), "a part, and who has the others"
+        assert self._collectives.size == (1 if part is None else part.size), "one rank for each part of the model"
         self._vocabulary: RankVocabulary | None = None
         if part is not None and part.size > 1:
             self._vocabulary = RankVocabulary(part, config.vocab_size, self._collectives)
@@ -482,7 +538,8 @@ class Decoder:
         self._embedding: Embedding | None = None
         if config.has_embedding or (config.has_head and config.tie_word_embeddings):
             self._embedding = Embedding(config.vocab_count, config.hidden_size, dtype=dtype, device=device, first=first)
-        # Rounded, as the makers of such models do; a number, since a step must not send anything to its device.
+        # Rounded to the dtype, as in the reference implementations. It is a Python number, because a step must not copy
+        # anything to the device here.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         self._layers = [
             _Layer(config, index, layer, kernels, dtype=dtype, device=device, block_types=block_types or {})
@@ -510,7 +567,7 @@ class Decoder:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """A product of each shape."""
+        """One linear layer of each shape."""
         streams = () if self._streams is None else self._streams.linears
         head = () if self._head is None else (self._head,)
         linears = [*(linear for layer in self._layers for linear in layer.linears), *streams, *head]
@@ -518,11 +575,11 @@ class Decoder:
 
     @property
     def saved_bytes(self) -> int:
-        """Of what a step reads, by how much weights in 4 bits are smaller than in the dtype."""
+        """Bytes of a step's weights that 4 bits save, compared with the dtype."""
         return sum(layer.saved_bytes for layer in self._layers)
 
     def slots(self) -> Iterator[TensorSlot]:
-        """A place for every tensor of the checkpoint."""
+        """Yield a slot for every tensor of the checkpoint."""
         tied = self.config.tie_word_embeddings
         if self._embedding is not None:
             yield from self._embedding.slots(tied=self._head if tied else None)
@@ -541,18 +598,28 @@ class Decoder:
         tapped: dict[int, Tensor] | None = None,
         tapped_layers: Collection[int] = (),
     ) -> Tensor | None:
-        """Compute every row of the step and write its KV and its states, if layers keep some. Returns [T, hidden_size]
-        after the last layer; None if it was abandoned, which is asked before each layer, or with each sum of several
-        ranks: some states are then those behind the step, and some are not. tapped: gets what goes into the tapped
-        layers, by layer; their number stands for what comes out of the last. begun: [T, hidden_size], where the
-        embedding is in another stage, as that gave it; it is changed."""
+        """Compute every row of a step, and write its KV and its states.
+
+        Args:
+            step: index tensors of the step.
+            storage: KV cache.
+            is_abandoned: polled before each layer, or with each sum of several ranks.
+            begun: [T, hidden_size], hidden state from the stage that has the embedding. It is overwritten.
+            states: state slots of layers that keep states.
+            tapped: filled with the inputs of the tapped layers, by layer. layer_count means the last layer's output.
+            tapped_layers: indexes of tapped layers.
+
+        Returns:
+            [T, hidden_size] after the last layer. None if the step was abandoned: then some states are those after the
+            step, and some are not.
+        """
         sums = RankSums(self._collectives, is_abandoned)
         hidden = self._embedded(step, sums) if begun is None else begun
         angles = {rotary: angles.cos_sin(step.positions) for rotary, angles in self._rotaries.items()}
         product = None
         memories = (None,) * len(self._layers) if states is None else states.buffers
         keys_values: dict[int, Tensor] = {}
-        streams = None if self._streams is None else self._streams.begun(hidden, step.token_ids)
+        streams = None if self._streams is None else self._streams.begin(hidden, step.token_ids)
         places = zip(self._layers, self._kv_layers, memories, strict=True)
         for index, (layer, kv_layer, memory) in enumerate(places):
             if sums.is_over:
@@ -568,7 +635,7 @@ class Decoder:
             if streams is not None and layer.streams is not None:
                 layer.streams.correct(streams, hidden.add_(product))
         if self._streams is not None and streams is not None:
-            result = self._streams.ended(streams)
+            result = self._streams.combine(streams)
         else:
             result = hidden if product is None else hidden.add_(product)
         if tapped is not None and len(self._layers) in tapped_layers:
@@ -576,7 +643,7 @@ class Decoder:
         return result
 
     def _embedded(self, step: StepTensors, sums: RankSums) -> Tensor:
-        assert self._embedding is not None, "another stage has it"
+        assert self._embedding is not None, "another stage has the embedding"
         hidden = self._embedding(step.token_ids)
         if self._vocabulary is not None:
             sums.add_(hidden)
@@ -587,16 +654,30 @@ class Decoder:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden_size] as forward returns it, to [n, vocab_size]. Every rank has to ask for them."""
+        """Return logits. Every rank must call this.
+
+        Args:
+            hidden: [n, hidden_size], rows of forward's result.
+
+        Returns:
+            [n, vocab_size].
+        """
         own = self._own_logits(hidden)
         return own if self._vocabulary is None else self._vocabulary.logits(own)
 
     def largest(self, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
-        """hidden: as above. What several ranks find out without all logits: see RankVocabulary. None: there is one."""
+        """Return the largest logits of several ranks without collecting all logits, see RankVocabulary.
+
+        Args:
+            hidden: [n, hidden_size], rows of forward's result.
+
+        Returns:
+            None if there is only one rank.
+        """
         return None if self._vocabulary is None else self._vocabulary.largest(self._own_logits(hidden))
 
     def _own_logits(self, hidden: Tensor) -> Tensor:
-        assert self._head is not None, "another stage has it"
+        assert self._head is not None, "another stage has the head"
         logits = self._head(self.normed(hidden))
         if self.config.logit_scale != 1.0:
             logits = logits * self.config.logit_scale
@@ -604,6 +685,13 @@ class Decoder:
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """[n, hidden_size] as forward returns it, after the last norm."""
-        assert self._norm is not None, "another stage has it"
+        """Return rows after the last norm.
+
+        Args:
+            hidden: [n, hidden_size], rows of forward's result.
+
+        Returns:
+            [n, hidden_size].
+        """
+        assert self._norm is not None, "another stage has the last norm"
         return self._norm(hidden)

@@ -1,8 +1,8 @@
-"""The gated delta rule in torch (arXiv 2412.06464), which stands in the place of attention: see DeltaNetConfig.
+"""Gated delta rule in torch (arXiv 2412.06464), in place of attention, see DeltaNetConfig.
 
-Chunks of one token are computed together, and a prompt's chunk in pieces. Within a piece, what each token adds to a
-head's state depends on what those before it added: so many equations, of a triangular matrix, which are solved at once.
-All in float32.
+Chunks of one token are computed together, and longer chunks in pieces. Within a piece, each token's change of a head's
+state depends on the changes by the tokens before it. These changes are the solution of a triangular system of
+equations. All numbers are float32.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from trioserve.model.torch_formats import TensorSlot
 
 __all__ = ["DeltaNet"]
 
-LEAST_LENGTH_SQUARE = 1e-6  # added to that of queries and keys
+LEAST_LENGTH_SQUARE = 1e-6  # added to the squared length of queries and keys
 
 
 class DeltaNet:
-    """As DeltaNetConfig says."""
+    """One layer with the gated delta rule, see DeltaNetConfig."""
 
     def __init__(
         self, name: str, config: ModelConfig, layer: DeltaNetConfig, *, dtype: torch.dtype, device: torch.device
@@ -60,7 +60,16 @@ class DeltaNet:
             yield TensorSlot(name, tuple(vector.shape), torch.float32, vector.copy_)
 
     def __call__(self, normed: Tensor, steps: StateSteps, memory: Tensor) -> Tensor:
-        """memory: the layer's of StateStorage."""
+        """Compute the layer, and write the states of the step.
+
+        Args:
+            normed: [T, hidden_size].
+            steps: state slots that the step reads and writes.
+            memory: float32 [slots, state_size], the layer's buffer of StateStorage.
+
+        Returns:
+            [T, hidden_size].
+        """
         layer = self._layer
         gate, convolved, decays, shares = torch.split(self._input(normed).float(), list(self._sizes.values()), -1)
         kept = self._conv.state_size
@@ -68,8 +77,8 @@ class DeltaNet:
         vectors = layer.group_count * layer.vector_size
         queries, keys, values = torch.split(convolved, [vectors, vectors, layer.inner_size], -1)
         found = self._scanned(
-            self._of_heads(queries) * layer.vector_size**-0.5,
-            self._of_heads(keys),
+            self._unit_vectors(queries) * layer.vector_size**-0.5,
+            self._unit_vectors(keys),
             values.reshape(-1, layer.head_count, layer.head_dim),
             functional.softplus(decays + self._decay_bias) * self._rates,
             shares.sigmoid(),
@@ -79,8 +88,8 @@ class DeltaNet:
         found *= torch.rsqrt(found.square().mean(-1, keepdim=True) + self._eps) * self._norm
         return self._output((found.flatten(1) * functional.silu(gate)).to(normed.dtype))
 
-    def _of_heads(self, vectors: Tensor) -> Tensor:
-        """Of length 1, [T, heads, vector_size]."""
+    def _unit_vectors(self, vectors: Tensor) -> Tensor:
+        """Scale vectors to length 1 and repeat them for each value head: [T, heads, vector_size]."""
         layer = self._layer
         groups = vectors.reshape(-1, layer.group_count, layer.vector_size)
         groups = groups * torch.rsqrt(groups.square().sum(-1, keepdim=True) + LEAST_LENGTH_SQUARE)
@@ -97,8 +106,19 @@ class DeltaNet:
         steps: StateSteps,
         states: Tensor,
     ) -> Tensor:
-        """queries, keys: [T, heads, vector_size]; values: [T, heads, head_dim]; exponents, shares: [T, heads]; states:
-        [slots, heads, vector_size, head_dim]."""
+        """Apply the delta rule to all rows.
+
+        Args:
+            queries: [T, heads, vector_size].
+            keys: [T, heads, vector_size].
+            values: [T, heads, head_dim].
+            exponents: [T, heads], logarithm of each token's decay.
+            shares: [T, heads].
+            states: [slots, heads, vector_size, head_dim].
+
+        Returns:
+            [T, heads, head_dim].
+        """
         result = torch.empty_like(values)
         if (own := steps.rows) is not None:
             rows = own.rows
@@ -125,19 +145,24 @@ class DeltaNet:
 def _scanned_piece(
     queries: Tensor, keys: Tensor, values: Tensor, exponents: Tensor, shares: Tensor, state: Tensor
 ) -> Tensor:
-    """[t, heads, head_dim]. state: [heads, vector_size, head_dim], which is that before the piece, and becomes that
-    behind it.
+    """Apply the delta rule to one piece of a sequence.
 
-    With s the sums of the exponents, token i adds u_i = share_i (v_i - exp(s_i) state^T k_i - the sum over the earlier
-    ones j of exp(s_i - s_j) (k_i k_j) u_j) along k_i.
+    With s the cumulative sums of the exponents, token i adds along k_i: u_i = share_i (v_i - exp(s_i) state^T k_i - sum
+    over j < i of exp(s_i - s_j) (k_i k_j) u_j).
+
+    Args:
+        state: [heads, vector_size, head_dim], state before the piece. It is replaced by the state after the piece.
+
+    Returns:
+        [t, heads, head_dim].
     """
     sums = exponents.cumsum(0).T  # [heads, t]
     queries, keys, values = (numbers.transpose(0, 1) for numbers in (queries, keys, values))
     shares = shares.T[..., None]
-    # What is left of an earlier token's part when a later one comes; of one that comes first, nothing.
+    # decay from an earlier token to a later one, 0 above the diagonal
     left = (sums[:, :, None] - sums[:, None, :]).tril().exp().tril()
     since = sums.exp()[..., None]
-    system = (keys @ keys.transpose(1, 2)) * left * shares  # its diagonal is read as ones
+    system = (keys @ keys.transpose(1, 2)) * left * shares  # unitriangular=True reads its diagonal as ones
     wanted = (values - (keys @ state) * since) * shares
     added: Tensor = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
     found = ((queries @ keys.transpose(1, 2)) * left) @ added + (queries @ state) * since

@@ -1,4 +1,4 @@
-"""What this machine has: where the model runs, in which number format, and how many KV blocks fit."""
+"""Properties of this machine: the device, its number format, and the number of KV blocks that fit."""
 
 from __future__ import annotations
 
@@ -42,26 +42,35 @@ logger = logging.getLogger(__name__)
 
 DeviceType = Literal["cpu", "cuda"]
 
-KV_CACHE_BYTES_MAX_CPU = 4 * 2**30  # the rest of a host's memory is not ours to take unasked
-KV_CACHE_SHARE_CPU = 0.25  # of what is free
-SNAPSHOTS_MAX = 1_024  # of states; small ones would else take memory that is better used for blocks
-BFLOAT16_FEATURES = frozenset(("avx512_bf16", "amx_bf16", "bf16"))  # as Linux names them, on x86-64 and on ARM
-FREE_BLOCKS_TOKENS, FREE_BLOCKS_TOKENS_MAX = 2**20, 2**24  # of blocks without memory; their books take some
+KV_CACHE_BYTES_MAX_CPU = 4 * 2**30  # do not take more of the host's memory without being asked
+KV_CACHE_SHARE_CPU = 0.25  # of the free memory
+SNAPSHOTS_MAX = 1_024  # of states; more copies of small states would take memory that blocks use better
+BFLOAT16_FEATURES = frozenset(("avx512_bf16", "amx_bf16", "bf16"))  # names in Linux, on x86-64 and on ARM
+# tokens of blocks that need no KV memory; bookkeeping of blocks takes some
+FREE_BLOCKS_TOKENS, FREE_BLOCKS_TOKENS_MAX = 2**20, 2**24
 
 
 def has_torch() -> bool:
-    """Whether torch is installed, which is an extra. Does not import it."""
+    """Return True if torch, an optional dependency, is installed. This does not import it."""
     return importlib.util.find_spec("torch") is not None
 
 
 def torch_now(purpose: str = "this") -> ModuleType:
-    """torch, imported by now at the latest. That takes seconds and 200 MiB, and the native kernels do without it: only
-    what cannot go on without torch asks. purpose: what it is needed for, the beginning of a sentence. Raises
-    StartupError where it is not installed."""
+    """Import torch and return it.
+
+    The import takes seconds and 200 MiB, and the native kernels work without it. Call this only where torch is
+    required.
+
+    Args:
+        purpose: what needs torch, the beginning of a sentence.
+
+    Raises:
+        StartupError: torch is not installed.
+    """
     if not has_torch():
         raise StartupError(f"{purpose} needs torch, which is not installed: pip install 'trioserve[torch]'")
-    # Read by OpenMP when torch is first imported: threads that wait for each other give the core back soon, so that a
-    # busy event loop on the other core costs a step little.
+    # OpenMP reads this when torch is first imported. Waiting threads then stop spinning soon, so a busy event loop on
+    # another core slows a step only a little.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     import torch
 
@@ -69,33 +78,46 @@ def torch_now(purpose: str = "this") -> ModuleType:
 
 
 def set_torch_threads(settings: ModelSettings) -> None:
-    """Have torch compute with settings.threads threads, if they are set; otherwise its own default stays. Call it in
-    the thread that will compute: OpenMP keeps the number for each thread that calls it."""
+    """Set the number of torch's threads from settings.threads. None keeps torch's default.
+
+    Call it in the thread that will compute: OpenMP keeps a number for each calling thread.
+
+    Args:
+        settings: settings of the model.
+    """
     if settings.threads is not None:
         torch_now().set_num_threads(settings.threads)
 
 
 def pick_device(settings: ModelSettings) -> DeviceType:
-    """The device that the settings name. Raises StartupError if CUDA is asked for and there is none."""
+    """Return the device that the settings select.
+
+    Args:
+        settings: settings of the model.
+
+    Raises:
+        StartupError: device is cuda, and there is no CUDA device.
+    """
     if settings.device == "cuda":
         if not torch_now("device cuda").cuda.is_available():
             raise StartupError("device is cuda, but torch sees no CUDA device here: use device cpu or auto")
         return "cuda"
     is_wanted = settings.device == "auto" and _has_cuda_driver()
     if is_wanted and not has_torch():
-        logger.warning("a GPU may be here, and is left alone: to use it, pip install 'trioserve[gpu]'")
+        logger.warning("a GPU may be present but is not used: to use it, pip install 'trioserve[gpu]'")
         return "cpu"
     return "cuda" if is_wanted and torch_now().cuda.is_available() else "cpu"
 
 
 def take_gpu(settings: ModelSettings, index: int) -> None:
-    """Have a rank compute on a GPU of its own, if the settings name CUDA. Call it in the thread that computes.
+    """Select a separate GPU for each rank, if the settings name CUDA. Call it in the thread that computes.
 
     Args:
-        index: the rank's place among the ranks of this machine.
+        settings: settings of the model.
+        index: number of the rank among the ranks of this machine.
 
     Raises:
-        StartupError: there are no GPUs here, or fewer than ranks.
+        StartupError: there are fewer GPUs than ranks on this machine.
     """
     if settings.device != "cuda":
         return
@@ -110,7 +132,10 @@ def take_gpu(settings: ModelSettings, index: int) -> None:
 
 
 def _has_cuda_driver() -> bool:
-    """Without this library torch sees no CUDA device either; looking for it takes no import of torch."""
+    """Return True if the CUDA driver library is present. Without it torch sees no CUDA device.
+
+    This avoids an import of torch.
+    """
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -119,7 +144,11 @@ def _has_cuda_driver() -> bool:
 
 
 def default_thread_count(root: Path = Path("/")) -> int:
-    """torch's own default: OMP_NUM_THREADS, or one thread for each core that this process may run on."""
+    """Return torch's default: OMP_NUM_THREADS, or one thread for each core that this process may use.
+
+    Args:
+        root: root of the file system to read.
+    """
     wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if wanted.isdecimal() and int(wanted) > 0:
         return int(wanted)
@@ -129,14 +158,19 @@ def default_thread_count(root: Path = Path("/")) -> int:
 
 
 def takes_every_cpu(settings: ModelSettings, device: DeviceType) -> bool:
-    """Whether a step leaves no CPU of this process to anybody else, not even the second half of a core."""
+    """Return True if a step uses every CPU of this process, including both hardware threads of each core.
+
+    Args:
+        settings: settings of the model.
+        device: device that computes.
+    """
     if device != "cpu" or not hasattr(os, "sched_getaffinity"):
         return False
     return (settings.threads or default_thread_count()) >= len(os.sched_getaffinity(0))
 
 
 def _core_of(cpu: int, root: Path) -> str:
-    """The same text for all CPUs of one core: they share what computes, so they count once."""
+    """Return a text that is equal for all CPUs of one core. They share execution units, so they count as one."""
     try:
         return (root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text(encoding="ascii")
     except OSError:
@@ -144,10 +178,15 @@ def _core_of(cpu: int, root: Path) -> str:
 
 
 def pick_dtype(config: ModelConfig, settings: ModelSettings, device: DeviceType) -> Dtype:
-    """The number format of weights, activations and KV.
+    """Return the number format of weights, activations and KV.
 
-    auto takes the checkpoint's own, but bfloat16 for a float16 one on a CPU: few CPUs multiply float16, and torch's way
-    around takes several times as long; and bfloat16 where quantized weights are demanded, which need it.
+    auto is the checkpoint's format, with two exceptions on a CPU. float16 becomes bfloat16, because few CPUs multiply
+    float16 and torch's emulation takes several times as long. Required quantized weights also need bfloat16.
+
+    Args:
+        config: model to compute.
+        settings: settings of the model.
+        device: device that computes.
     """
     if settings.dtype != "auto":
         return settings.dtype
@@ -156,7 +195,14 @@ def pick_dtype(config: ModelConfig, settings: ModelSettings, device: DeviceType)
 
 
 def kv_block_bytes(config: ModelConfig, block_size: int, dtype: Dtype, kv_format: KvFormat = "plain") -> int:
-    """What one block takes: what is kept of block_size tokens in all layers."""
+    """Return the bytes of one KV block in all layers.
+
+    Args:
+        config: model whose KV is stored.
+        block_size: tokens in one block.
+        dtype: number format of the model.
+        kv_format: number format of the KV cache.
+    """
     entries = (entry for entry in config.kv_entries if entry is not None)
     return block_size * sum(
         entry.part_count * entry.head_count * head_bytes(entry.head_dim, dtype, kv_format) for entry in entries
@@ -164,33 +210,51 @@ def kv_block_bytes(config: ModelConfig, block_size: int, dtype: Dtype, kv_format
 
 
 def step_weight_bytes(config: ModelConfig, dtype: Dtype) -> int:
-    """What a decode step has to read of the weights: all but an embedding table that is not the output layer, too."""
+    """Return the bytes of weights that a decode step reads. An embedding table that is not also the output layer does
+    not count.
+
+    Args:
+        config: model to compute.
+        dtype: number format of the weights.
+    """
     return (_layer_weights(config) + config.vocab_count * config.hidden_size) * VALUE_BYTES[dtype]
 
 
 def token_flops(config: ModelConfig) -> int:
-    """What the layers' matrix products of one token take, a multiplication and an addition counting as two."""
+    """Return the floating-point operations of the layers' matrix products for one token.
+
+    A multiplication and an addition count as two.
+
+    Args:
+        config: model to compute.
+    """
     return 2 * _layer_weights(config)
 
 
 def attended_token_flops(config: ModelConfig) -> int:
-    """What attention takes for one token that another one sees, in all layers: its score, and its part of the sum."""
+    """Return the floating-point operations of attention in all layers for one pair of tokens.
+
+    They are the score of one token with another, and the other's part of the weighted sum.
+
+    Args:
+        config: model to compute.
+    """
     return 2 * sum(map(_attended_numbers, config.layers))
 
 
 def _layer_weights(config: ModelConfig) -> int:
-    """That a token is multiplied with: of a mixture, those of the experts that it is sent to."""
+    """Return the number of weights that a token is multiplied with. Of a mixture, count the chosen experts."""
     hidden, streams = config.hidden_size, config.streams
     own = sum(_attention_weights(layer, config) + hidden * _mlp_columns(layer) for layer in config.layers)
     own += 2 * hidden * sum(layer.laurel_rank for layer in config.layers)
     if streams is None:
         return own
-    # Of each layer the projection of its inputs, what they are gated by, and their way back.
+    # Each layer also has a projection to its inputs, their gate, and their projection back.
     return own + hidden * (3 * config.layer_count * streams.input_size + 2 * (streams.count - 1) * hidden)
 
 
 def _attended_numbers(layer: LayerConfig) -> int:
-    """Of a token's query, and of what it adds up."""
+    """Return the numbers of a query, plus the numbers that one attended token adds to the result."""
     attention = layer.attention
     if isinstance(attention, AttentionConfig):
         return 2 * attention.query_size
@@ -200,7 +264,7 @@ def _attended_numbers(layer: LayerConfig) -> int:
 
 
 def _attention_weights(layer: LayerConfig, config: ModelConfig) -> int:
-    """Of what is in its place or beside it, too."""
+    """Return the number of weights of attention, of its replacement, and of a state space beside it."""
     attention, recurrent, hidden = layer.attention, layer.recurrent, config.hidden_size
     states = 0 if recurrent is None else hidden * (recurrent.projected_size + recurrent.inner_size)
     if isinstance(attention, AttentionConfig):
@@ -224,20 +288,37 @@ def _mlp_columns(layer: LayerConfig) -> int:
 
 
 def pick_vision_dtype(dtype: Dtype, device: DeviceType, root: Path = Path("/")) -> Dtype:
-    """The number format in which torch encodes images. dtype: the model's, which is taken, but float32 for bfloat16 on
-    a CPU that does not multiply bfloat16: it takes torch half the time (AVX-512) or a quarter (AVX2)."""
+    """Return the number format in which torch encodes images.
+
+    It is the model's format, except on a CPU that does not multiply bfloat16. There float32 takes torch half of the
+    time (AVX-512) or a quarter (AVX2).
+
+    Args:
+        dtype: number format of the model.
+        device: device that encodes images.
+        root: root of the file system to read.
+    """
     is_replaced = device == "cpu" and dtype == "bfloat16" and not multiplies_bfloat16(root)
     return "float32" if is_replaced else dtype
 
 
 def with_images(arithmetic: str, dtype: Dtype, vision_dtype: Dtype | None) -> str:
-    """StepModel.arithmetic of a model that computes in `dtype`, and whose images are encoded in vision_dtype; None: it
-    sees none."""
+    """Return the description of the arithmetic of a model that may encode images.
+
+    Args:
+        arithmetic: StepModel.arithmetic of the model.
+        dtype: number format of the model.
+        vision_dtype: number format of the image encoder. None if there is no encoder.
+    """
     return arithmetic if vision_dtype in (None, dtype) else f"{arithmetic}, images in {vision_dtype}"
 
 
 def multiplies_bfloat16(root: Path = Path("/")) -> bool:
-    """Whether this machine's CPU has instructions for that. False where Linux does not say."""
+    """Return True if this CPU has instructions that multiply bfloat16. False if Linux does not list them.
+
+    Args:
+        root: root of the file system to read.
+    """
     try:
         lines = (root / "proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -247,7 +328,13 @@ def multiplies_bfloat16(root: Path = Path("/")) -> bool:
 
 
 class CacheSize(NamedTuple):
-    """Of a model's cache: KV blocks, slots for the states of sequences that run, and slots for copies of such."""
+    """Size of a model's cache.
+
+    Attributes:
+        block_count: KV blocks.
+        state_slot_count: slots for the states of running sequences.
+        snapshot_slot_count: slots for copies of states.
+    """
 
     block_count: int
     state_slot_count: int
@@ -263,14 +350,26 @@ def cache_size(
     draft_block_bytes: int = 0,
     draft_block_count: int = 0,
 ) -> CacheSize:
-    """What of it fits; call it when the weights are loaded. Raises StartupError if not even one block or state does.
+    """Return the largest cache that fits. Call it after the weights are loaded.
 
-    In all it has kv_cache_bytes if that is set. Else on a CPU 4 GiB or a quarter of the free memory, whichever is less;
-    on CUDA memory_share of the whole less what is in use. Of these, states have half at most, and copies of states a
-    quarter. Where no layer has attention, blocks take no memory, and there are as many as a context has, or more: they
-    only name what lies before a copy of a state. More than sequences of the model's whole context could ever fill is
-    not avoided here: the core limits how many run. draft_block_bytes: of a draft model, for each block;
-    draft_block_count: blocks that only the draft model has.
+    The budget is kv_cache_bytes if that is set. Otherwise, on a CPU it is 4 GiB or a quarter of the free memory,
+    whichever is less. On CUDA it is memory_share of the whole memory minus the memory in use. States get at most half
+    of the budget, and copies of states a quarter.
+
+    If no layer has attention, blocks need no memory. Their number is then the tokens of one context, or more: such
+    blocks only name the tokens before a copy of a state. The result may exceed what the running sequences can fill,
+    because the core limits their number.
+
+    Args:
+        config: model whose KV is stored.
+        settings: settings of the model.
+        device: device that computes.
+        dtype: number format of the model.
+        draft_block_bytes: bytes of a draft model for each block.
+        draft_block_count: blocks that only the draft model has.
+
+    Raises:
+        StartupError: not even one block or one state fits.
     """
     budget = settings.kv_cache_bytes
     if budget is None and device == "cuda":
@@ -280,7 +379,7 @@ def cache_size(
         budget = min(KV_CACHE_BYTES_MAX_CPU, int(KV_CACHE_SHARE_CPU * free_host_bytes())) // settings.ranks_here
     elif device != "cuda" and budget > (free := free_host_bytes()):
         raise StartupError(
-            f"the KV cache is to have {budget / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB are free: ask for less"
+            f"kv_cache_bytes asks for {budget / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB are free: ask for less"
         )
     budget -= draft_block_count * draft_block_bytes
     states = snapshots = 0
@@ -288,8 +387,8 @@ def cache_size(
         states = min(settings.max_num_seqs, budget // 2 // config.state_bytes)
         if states < 1:
             raise StartupError(
-                f"the cache may take {max(budget, 0)} bytes, of which states have half, but those of one sequence need "
-                f"{config.state_bytes}: give it more memory, or use a smaller model"
+                f"the cache may take {max(budget, 0)} bytes, half of them for states, but the states of one sequence "
+                f"need {config.state_bytes}: give it more memory, or use a smaller model"
             )
         snapshots = min(SNAPSHOTS_MAX, budget // 4 // config.state_bytes)
         budget -= (states + snapshots) * config.state_bytes
@@ -306,8 +405,13 @@ def cache_size(
 
 
 def free_host_bytes(root: Path = Path("/")) -> int:
-    """Memory that this process may still take: what the kernel calls available, or what is left of the process's
-    control group where that is less."""
+    """Return the memory that this process may still allocate.
+
+    It is the kernel's available memory, or what is left of the process's control group if that is less.
+
+    Args:
+        root: root of the file system to read.
+    """
     return min(_available_bytes(root), _cgroup_bytes(root))
 
 
@@ -322,9 +426,9 @@ def _available_bytes(root: Path) -> int:
 
 
 def _cgroup_bytes(root: Path) -> int:
-    """Limit less use of the control group (version 2, then 1) that a container sees as its own; no limit is 2 ** 63.
+    """Return the limit minus the usage of the control group of a container (version 2, then 1). No limit is 2 ** 63.
 
-    Pages of files count as free: they are the first to go, and a model that was just read has filled them.
+    Pages of files count as free: the kernel evicts them first, and a model that was just read has filled them.
     """
     for folder, limit, used in (
         ("sys/fs/cgroup", "memory.max", "memory.current"),

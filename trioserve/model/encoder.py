@@ -1,7 +1,7 @@
-"""Encoders in plain torch: all tokens of a text see each other, and nothing of them is kept.
+"""Encoders in plain torch: all tokens of a text see each other, and no state is kept.
 
-Texts of different lengths are one batch: their tokens lie one behind the other in every product, and only attention
-looks at texts one by one, those of about the same length together. What a layer computes is in encoder_layers.py.
+Texts of different lengths form one batch. Their tokens follow each other in every product. Only attention computes
+texts separately, in groups of similar length. encoder_layers.py has the layers.
 """
 
 from __future__ import annotations
@@ -24,14 +24,19 @@ __all__ = ["Encoder", "EncodedText"]
 
 
 class EncodedText(NamedTuple):
-    """first_segment_tokens: of a pair of texts, how many tokens are of the first; None: there is one."""
+    """Tokens of one text, or of a pair of texts.
+
+    Attributes:
+        token_ids: tokens of the text or the pair.
+        first_segment_tokens: number of tokens of the pair's first text. None: there is one text.
+    """
 
     token_ids: Sequence[int]
     first_segment_tokens: int | None = None
 
 
 class Encoder:
-    """Weights, and one step through all layers."""
+    """Weights of an encoder, and the computation of one step."""
 
     def __init__(self, config: EncoderConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         self.config = config
@@ -52,7 +57,7 @@ class Encoder:
         self._head = _Head(config, dtype, device) if config.scores_pairs else None
 
     def slots(self) -> Iterator[TensorSlot]:
-        """A place for every tensor of the checkpoint."""
+        """Yield a slot for every tensor of the checkpoint."""
         for part in (self._embedding, self._positions, self._types, self._norm, *self._layers, self._final_norm):
             if part is not None:
                 yield from part.slots()
@@ -60,8 +65,15 @@ class Encoder:
             yield from self._head.slots()
 
     def forward(self, texts: Sequence[EncodedText], is_abandoned: IsAbandoned = never_abandoned) -> Tensor | None:
-        """[tokens of all texts, hidden_size] after the last layer, text after text; None if it was abandoned, which is
-        asked before each layer."""
+        """Compute all layers.
+
+        Args:
+            texts: texts of the step.
+            is_abandoned: polled before each layer.
+
+        Returns:
+            [tokens of all texts, hidden_size] after the last layer, text after text. None if the step was abandoned.
+        """
         token_ids, positions, types = self._inputs(texts)
         hidden = functional.embedding(token_ids, self._embedding.weight)
         for table, indexes in ((self._positions, positions), (self._types, types)):
@@ -76,8 +88,15 @@ class Encoder:
         return hidden if self._final_norm is None else self._final_norm(hidden)
 
     def scores(self, texts: Sequence[Tensor]) -> Tensor:
-        """texts: of each what forward gave for its tokens, [tokens, hidden_size]. float32 [texts]."""
-        assert self._head is not None, "there is no head that scores"
+        """Score texts with the head.
+
+        Args:
+            texts: for each text its rows of forward's result, [tokens, hidden_size].
+
+        Returns:
+            float32 [texts].
+        """
+        assert self._head is not None, "the model has no scoring head"
         pooled = [rows.mean(0) if self.config.method == "mean" else rows[0] for rows in texts]
         found = self._head(torch.stack(pooled)).to(torch.float32)[:, 0]
         return torch.sigmoid(found) if self.config.applies_sigmoid else found
@@ -98,8 +117,9 @@ class Encoder:
 
 
 class _Head:
-    """What gives a text one number: of BERT's, tanh between two products; ModernBERT's has a norm behind its own
-    activation."""
+    """Scoring head. BERT's has tanh between two products. ModernBERT's has its own activation and then a norm between
+    them.
+    """
 
     def __init__(self, config: EncoderConfig, dtype: torch.dtype, device: torch.device) -> None:
         hidden, modern = config.hidden_size, config.modern
@@ -115,6 +135,13 @@ class _Head:
                 yield from part.slots()
 
     def __call__(self, pooled: Tensor) -> Tensor:
-        """[texts, hidden_size] to [texts, 1]."""
+        """Score pooled rows.
+
+        Args:
+            pooled: [texts, hidden_size].
+
+        Returns:
+            [texts, 1].
+        """
         values = self._activate(self._dense(pooled))
         return self._out(values if self._norm is None else self._norm(values))

@@ -1,6 +1,6 @@
-"""What an encoder is made of: a model like BERT, which sees all tokens of a text at once and continues none.
+"""Description of an encoder: a model like BERT, in which all tokens of a text see each other.
 
-How it is found in a directory is settled in loading/encoder_directory.py.
+loading/encoder_directory.py makes it from a directory.
 """
 
 from __future__ import annotations
@@ -20,18 +20,26 @@ __all__ = ["LAYERS_MAX", "EncoderActivation", "EncoderConfig", "EncoderFamily", 
 EncoderFamily = Literal["bert", "roberta", "modernbert"]
 EncoderActivation = Literal["gelu", "gelu_tanh", "relu", "silu"]
 
-# A damaged config must not make us ask torch for a petabyte.
+# A damaged config must not make torch allocate a petabyte.
 LAYERS_MAX = 1_024
 HEADS_MAX = 4_096
 DIMENSION_MAX = 2**24
 
 
 class ModernLayers(msgspec.Struct, frozen=True, kw_only=True):
-    """How ModernBERT's layers (arXiv 2412.13663) differ from BERT's: norms come before attention and MLP, and behind
-    the last layer; an MLP has a gate; and positions turn queries and keys.
+    """Differences between ModernBERT's layers (arXiv 2412.13663) and BERT's.
 
-    rotaries, reaches: one for each layer. A reach of N sees N tokens to either side; None sees all. What has biases is
-    said of each kind of part; head_activation: of the head that scores.
+    Norms come before attention and MLP, and after the last layer. The MLP has a gate. Queries and keys are rotated by
+    their positions.
+
+    Attributes:
+        rotaries: one for each layer.
+        reaches: one for each layer. A token sees this many tokens on either side. None: it sees all tokens.
+        attention_bias: matrices of attention have biases.
+        mlp_bias: matrices of MLPs have biases.
+        norm_bias: norms have biases.
+        head_bias: the first matrix of the scoring head has a bias.
+        head_activation: activation of the scoring head.
     """
 
     rotaries: tuple[RotaryConfig, ...]
@@ -44,12 +52,21 @@ class ModernLayers(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EncoderConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """position_offset: the row of the table of positions that the first token has; type_count: kinds of segments.
-    modern: None has BERT's layers, and tables of positions and segments; ModernBERT has neither table.
+    """Description of one encoder.
 
-    context_tokens_max: tokens of a text, as far as there are positions. context_tokens_default: as many as its makers
-    recommend. method, normalize: how they make a vector, or what the head that scores reads. scores_pairs: there is a
-    head that gives a pair of texts a number, and applies_sigmoid: which is then brought between 0 and 1.
+    Attributes:
+        position_count: rows of the position table.
+        position_offset: row of the position table for the first token.
+        type_count: kinds of segments.
+        context_tokens_default: longest text that the model's authors recommend, in tokens.
+        method: pooling of rows into a vector, or into the input of the scoring head.
+        normalize: scale vectors to length 1.
+        scores_pairs: the model has a head that scores a pair of texts.
+        applies_sigmoid: the score is passed through a sigmoid.
+        modern: None means BERT's layers, with tables of positions and segments. ModernBERT has neither table.
+
+    Raises:
+        ModelLoadError: values contradict each other. The message names the field.
     """
 
     family: EncoderFamily
@@ -113,13 +130,13 @@ class EncoderConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def layer_weight_count(self) -> int:
-        """Of the matrices of all layers."""
+        """Number of weights in the matrices of all layers."""
         mlp = (2 if self.modern is None else 3) * self.intermediate_size
         return self.layer_count * self.hidden_size * (4 * self.hidden_size + mlp)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """None: it ends no text."""
+        """Empty: an encoder ends no text."""
         return ()
 
 

@@ -1,4 +1,4 @@
-"""What encoders are made of, in plain torch: BERT's layer, ModernBERT's, and the attention and the norms of both."""
+"""Parts of encoders in plain torch: BERT's layer, ModernBERT's layer, and the attention and norms of both."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from trioserve.model.torch_formats import TensorSlot
 
 __all__ = ["ACTIVATIONS", "BertLayer", "Group", "LayerNorm", "ModernBertLayer", "Parameter", "groups_of"]
 
-PADDED_TOKENS_MIN = 16  # shorter texts are looked at as if they had so many: fewer groups of different lengths
-NEIGHBOURS_TOKENS_MIN = 256  # fewer queries at a time, and calls cost more than keys that nobody sees
+PADDED_TOKENS_MIN = 16  # Shorter texts are padded to this length, so there are fewer groups of different lengths.
+NEIGHBOURS_TOKENS_MIN = 256  # With fewer queries at a time, calls would cost more than keys that no query sees.
 
 ACTIVATIONS: dict[EncoderActivation, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
@@ -30,9 +30,14 @@ ACTIVATIONS: dict[EncoderActivation, Callable[[Tensor], Tensor]] = {
 
 
 class Group(NamedTuple):
-    """Texts of about the same length. rows: int64 [texts, tokens], the row of each token, of padding that of some
-    other; mask: bool [texts, 1, 1, tokens], where there is a token; None: everywhere. kept: int64 [n], the places in
-    rows, as one list, where there is one; targets: int64 [n], their rows."""
+    """Texts of similar length.
+
+    Attributes:
+        rows: int64 [texts, tokens], row of each token. Padding has the row of another token.
+        mask: bool [texts, 1, 1, tokens], True for a token. None: there is no padding.
+        kept: int64 [n], indexes of tokens in the flattened rows.
+        targets: int64 [n], rows of these tokens.
+    """
 
     rows: Tensor
     mask: Tensor | None
@@ -41,7 +46,7 @@ class Group(NamedTuple):
 
 
 class BertLayer:
-    """A norm behind attention and one behind the MLP."""
+    """BERT's layer: a norm after attention, and a norm after the MLP."""
 
     def __init__(self, config: EncoderConfig, index: int, dtype: torch.dtype, device: torch.device) -> None:
         hidden, middle = config.hidden_size, config.intermediate_size
@@ -61,13 +66,23 @@ class BertLayer:
             yield from part.slots()
 
     def __call__(self, hidden: Tensor, groups: Sequence[Group]) -> Tensor:
-        """hidden: [T, hidden_size]."""
+        """Compute the layer.
+
+        Args:
+            hidden: [T, hidden_size].
+            groups: groups of the texts.
+
+        Returns:
+            [T, hidden_size].
+        """
         hidden = self._attention_norm(hidden + self._output(_attended(self._qkv(hidden), groups, self._heads)))
         return self._output_norm(hidden + self._down(self._activate(self._up(hidden))))
 
 
 class ModernBertLayer:
-    """As ModernLayers says. The first layer reads what the embeddings' norm gives, and has no norm of its own."""
+    """ModernBERT's layer, see ModernLayers. The first layer has no norm before attention, because the embeddings are
+    already normed.
+    """
 
     def __init__(
         self, config: EncoderConfig, layers: ModernLayers, index: int, dtype: torch.dtype, device: torch.device
@@ -93,7 +108,15 @@ class ModernBertLayer:
                 yield from part.slots()
 
     def __call__(self, hidden: Tensor, groups: Sequence[Group]) -> Tensor:
-        """hidden: [T, hidden_size]."""
+        """Compute the layer.
+
+        Args:
+            hidden: [T, hidden_size].
+            groups: groups of the texts.
+
+        Returns:
+            [T, hidden_size].
+        """
         qkv = self._qkv(hidden if self._attention_norm is None else self._attention_norm(hidden))
         hidden = hidden + self._output(_attended(qkv, groups, self._heads, self._frequencies, self._reach))
         gate, up = self._gate_up(self._mlp_norm(hidden)).chunk(2, -1)
@@ -107,15 +130,23 @@ def _attended(
     frequencies: Tensor | None = None,
     reach: int | None = None,
 ) -> Tensor:
-    """qkv: [T, 3 * hidden_size]. frequencies: float32 [head_dim / 2], by which queries and keys are turned; None: they
-    are not. reach: how many tokens to either side are seen; None: all. [T, hidden_size]."""
+    """Attend within each text.
+
+    Args:
+        qkv: [T, 3 * hidden_size].
+        frequencies: float32 [head_dim / 2], rotary frequencies. None: no rotation.
+        reach: tokens that are seen on either side. None: all.
+
+    Returns:
+        [T, hidden_size].
+    """
     attended = qkv.new_empty(qkv.shape[0], qkv.shape[1] // 3)
     for group in groups:
         texts, tokens = group.rows.shape
         parts = qkv[group.rows.view(-1)].view(texts, tokens, 3, head_count, -1)
         queries, keys, values = parts.permute(2, 0, 3, 1, 4)
         if frequencies is not None:
-            queries, keys = _turned(queries, frequencies), _turned(keys, frequencies)
+            queries, keys = _rotated(queries, frequencies), _rotated(keys, frequencies)
         if reach is None or reach >= tokens - 1:
             found = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=group.mask)
         else:
@@ -126,8 +157,15 @@ def _attended(
 
 
 def _attended_nearby(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, reach: int) -> Tensor:
-    """queries, keys, values: [texts, heads, tokens, head_dim]. Some queries at a time, with the keys that they reach:
-    so a long text takes time and memory by its length, and not by its square."""
+    """Attend some queries at a time to the keys within their reach.
+
+    So time and memory of a long text grow with its length, not with its square.
+
+    Args:
+        queries: [texts, heads, tokens, head_dim].
+        keys: like queries.
+        values: like queries.
+    """
     found = torch.empty_like(queries)
     tokens = queries.shape[2]
     places = torch.arange(tokens, device=queries.device)
@@ -144,8 +182,12 @@ def _attended_nearby(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor
     return found
 
 
-def _turned(heads: Tensor, frequencies: Tensor) -> Tensor:
-    """heads: [texts, heads, tokens, head_dim], turned by their places in the text (RoFormer, arXiv 2104.09864)."""
+def _rotated(heads: Tensor, frequencies: Tensor) -> Tensor:
+    """Rotate heads by their positions in the text (RoFormer, arXiv 2104.09864).
+
+    Args:
+        heads: [texts, heads, tokens, head_dim].
+    """
     places = torch.arange(heads.shape[2], dtype=torch.float32, device=heads.device)
     angles = torch.outer(places, frequencies)
     cosines, sines = angles.cos(), angles.sin()
@@ -155,7 +197,7 @@ def _turned(heads: Tensor, frequencies: Tensor) -> Tensor:
 
 
 class Parameter:
-    """One tensor that is used as it is."""
+    """One tensor that is used unchanged."""
 
     def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self._name = name
@@ -166,7 +208,7 @@ class Parameter:
 
 
 class LayerNorm:
-    """With a bias, unless the config says that norms have none."""
+    """LayerNorm with a bias, unless the config says that norms have none."""
 
     def __init__(self, name: str, config: EncoderConfig, dtype: torch.dtype, device: torch.device) -> None:
         self._size = (config.hidden_size,)
@@ -186,7 +228,12 @@ class LayerNorm:
 
 
 def groups_of(lengths: Sequence[int], device: torch.device) -> list[Group]:
-    """Texts whose lengths have the same next power of two: padding takes less than half of a group."""
+    """Group texts whose lengths have the same next power of two. Padding is less than half of a group.
+
+    Args:
+        lengths: tokens of each text.
+        device: device of the tensors.
+    """
     firsts = np.cumsum([0, *lengths[:-1]])
     by_size: dict[int, list[int]] = {}
     for index, length in enumerate(lengths):

@@ -1,4 +1,6 @@
-"""The executor of an encoder: a StepPlan in, vectors or scores out. It has no KV cache, so nothing outlives a step."""
+"""Executor of an encoder: a StepPlan in, vectors or scores out. It has no KV cache, so it keeps nothing between
+steps.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,9 @@ __all__ = ["EncoderRunner"]
 
 
 class EncoderRunner:
-    """One encoder; an Executor. Every method is called in one thread, as a ModelRunner's.
+    """An Executor with one encoder. Call every method in one thread, as with ModelRunner.
 
-    It has the other members of a ModelRunner, too, which say that there are no blocks.
+    It also has the other members of a ModelRunner, which say that there are no blocks.
     """
 
     block_count = 0
@@ -54,20 +56,30 @@ class EncoderRunner:
     def load(
         cls, directory: EncoderDirectory, settings: ModelSettings, *, progress: Callable[[int, int], None] | None = None
     ) -> EncoderRunner:
-        """See ModelRunner.load."""
+        """Load an encoder, see ModelRunner.load.
+
+        Args:
+            directory: weights and config.
+            settings: settings of the model.
+            progress: called repeatedly with bytes_done and bytes_total.
+
+        Raises:
+            ModelLoadError: tensors and config do not match.
+            StartupError: the settings require something that encoders do not support.
+        """
         if settings.demands_quantized:
             raise StartupError(
-                f"quantization is {settings.quantization}, but the weights of an encoder are not quantized: take auto"
+                f"quantization is {settings.quantization}, but the weights of an encoder are not quantized: use auto"
             )
         if settings.cpu_kernels == "native":
-            raise StartupError("cpu_kernels is native, but plain torch computes encoders: take auto")
+            raise StartupError("cpu_kernels is native, but plain torch computes encoders: use auto")
         if settings.batch_invariant:
-            raise StartupError("batch_invariant is for models that make text, and this is an encoder: leave it out")
+            raise StartupError("batch_invariant is for models that generate text, and this is an encoder: leave it out")
         config = directory.config
         device = pick_device(settings)
         dtype: Dtype = config.dtype_name if settings.dtype == "auto" else settings.dtype
         if settings.dtype == "auto" and device == "cpu":
-            dtype = "float32"  # small models, for whose vectors the last bits count
+            dtype = "float32"  # these models are small, and the precision of their vectors matters
         torch = torch_now("an encoder")
         from trioserve.model.encoder import Encoder
         from trioserve.model.torch_formats import TORCH_DTYPES
@@ -93,7 +105,7 @@ class EncoderRunner:
 
     @property
     def step_weight_bytes(self) -> int:
-        """What a step has to read of the weights, however few tokens it has."""
+        """Bytes of weights that a step reads, however few tokens it has."""
         return self.config.layer_weight_count * VALUE_BYTES[self.dtype]
 
     @property
@@ -105,7 +117,11 @@ class EncoderRunner:
         return 4 * self.config.layer_count * self.config.hidden_size
 
     def kv_pages(self, model_name: str) -> KVPages:
-        """Raises StartupError."""
+        """Raise StartupError, because an encoder has no KV cache.
+
+        Args:
+            model_name: ignored.
+        """
         _refuse_kv()
 
     def allocate_kv(self, block_count: int) -> None:
@@ -123,13 +139,13 @@ class EncoderRunner:
             self._forward([EncodedText([0] * count)], never_abandoned)
 
     def add_adapter(self, id: AdapterId, weights: AdapterWeights) -> None:
-        raise AssertionError("an encoder takes no adapters, which is said when one is read")
+        raise AssertionError("an encoder has no adapters, and reading one already fails")
 
     def remove_adapter(self, id: AdapterId) -> None:
         pass
 
     def close(self) -> None:
-        """Let the weights go."""
+        """Free the weights."""
         self._encoder = None
         if self.device == "cuda":
             torch_now().cuda.empty_cache()
@@ -138,8 +154,18 @@ class EncoderRunner:
         return lambda: self.execute(plan, is_abandoned)
 
     def execute(self, plan: StepPlan, is_abandoned: IsAbandoned = never_abandoned) -> StepResult | None:
-        """See Executor. A request with a token id outside the vocabulary, or whose numbers are not finite, gets an
-        error; the rest of the plan is computed."""
+        """Compute a step, see Executor.
+
+        A request gets an error if its token ids are outside the vocabulary, or if its results are not finite. The rest
+        of the plan is computed.
+
+        Args:
+            plan: chunks to compute.
+            is_abandoned: polled before each layer. True abandons the step.
+
+        Returns:
+            Results of the step, or None if it was abandoned.
+        """
         from trioserve.model.encoder import EncodedText
 
         errors: dict[RequestId, str] = {}
@@ -207,8 +233,8 @@ class EncoderRunner:
 
 def _pooling(chunk: ScheduledChunk) -> Pooling:
     pooling = chunk.request.pooling
-    assert pooling is not None, "an encoder pools"
-    assert chunk.pools, "an encoder computes whole prompts"
+    assert pooling is not None, "a request of an encoder without pooling"
+    assert chunk.pools, "an encoder got a part of a prompt"
     return pooling
 
 

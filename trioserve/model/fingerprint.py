@@ -1,5 +1,6 @@
-"""One name for all that decides about the tokens of a response, so that servers know whether they go on with each
-other's."""
+"""Fingerprint of everything that decides the tokens of a response. Servers compare it before they resume each other's
+responses.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +15,11 @@ __all__ = ["EXACT", "fingerprint_of"]
 
 DIGEST_BYTES = 16
 EXACT = "+exact"
-"""How the name of an engine ends that gives the same tokens as every other one with this name, whatever else runs
-there: it is batch-invariant, or computes in float32, where rounding is far below what decides between two tokens.
-Without it a token that was nearly another one may depend on the batch."""
+"""Suffix of a fingerprint whose engines give the same tokens whatever else runs in a batch.
+
+Such an engine is batch-invariant, or it computes in float32, where rounding is far smaller than the difference between
+two tokens' logits. Without the suffix, a choice between two nearly equal tokens may depend on the batch.
+"""
 
 
 def fingerprint_of(
@@ -28,10 +31,17 @@ def fingerprint_of(
     tokenizer: str,
     others: object,
 ) -> str:
-    """32 hexadecimal digits, and whether they promise the same tokens (EXACT).
+    """Return 32 hexadecimal digits, and EXACT if equal fingerprints promise equal tokens.
 
-    weights: see weights_name. arithmetic: see ModelRunner. tokenizer: names its vocabulary and the chat template.
-    others: what else a response depends on. So it does on the version of this program: how it samples may change.
+    The program version is part of the fingerprint, because sampling may change between versions.
+
+    Args:
+        weights: name of the weights, see weights_name.
+        arithmetic: see ModelRunner.
+        dtype: number format of the model.
+        batch_invariant: the bits of a row depend only on its tokens and the weights.
+        tokenizer: name of vocabulary and chat template.
+        others: anything else that decides tokens, which msgspec can encode.
     """
     parts = (weights, arithmetic, dtype, batch_invariant, tokenizer, VERSION, others)
     digest = blake2b(msgspec.json.encode(parts, order="deterministic"), digest_size=DIGEST_BYTES).hexdigest()

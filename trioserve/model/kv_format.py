@@ -1,4 +1,4 @@
-"""In what the KV cache keeps its numbers: in the model's dtype, or in 8 bits with a scale for each token and head."""
+"""Number format of the KV cache: the model's dtype, or 8 bits with a scale for each token and head."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from trioserve.model.settings import ModelSettings
 __all__ = ["KV_SCALE_BYTES", "KvFormat", "head_bytes", "head_width", "kv_format_of"]
 
 KvFormat = Literal["plain", "int8", "fp8"]
-"""plain: the model's dtype. int8, fp8 (e4m3): behind a head's numbers lies their scale, a bfloat16. It follows from
-these numbers alone, so what a token is rounded to does not depend on the step in which it is computed, or on its
-block."""
+"""plain is the model's dtype. int8 and fp8 (e4m3) store a bfloat16 scale after the numbers of each head.
+
+The scale follows from these numbers alone, so the rounding of a token does not depend on its step or its block.
+"""
 
 KV_SCALE_BYTES = 2
 
@@ -23,7 +24,12 @@ def kv_format_of(settings: ModelSettings) -> KvFormat:
 
 
 def head_width(head_dim: int, kv_format: KvFormat) -> int:
-    """Elements of one head of one token: numbers, or bytes."""
+    """Return the number of elements that one head of one token takes: numbers, or bytes for 8-bit formats.
+
+    Args:
+        head_dim: numbers of one head.
+        kv_format: number format of the KV cache.
+    """
     return head_dim if kv_format == "plain" else head_dim + KV_SCALE_BYTES
 
 

@@ -1,4 +1,4 @@
-"""Memory for a KV cache that another process reads and writes, too: buffers one behind the other in one file."""
+"""Memory for a KV cache that another process also reads and writes: consecutive buffers in one file."""
 
 from __future__ import annotations
 
@@ -12,16 +12,31 @@ __all__ = ["KVMemory"]
 
 
 class KVMemory:
-    """Both processes take the same buffers in the same order. The memory of a file of memfd_create is there until
-    nobody has it any more."""
+    """Buffers in a file that two processes share.
+
+    Both processes must take the same buffers in the same order. Memory of a memfd_create file exists until the last
+    process closes it.
+
+    Args:
+        descriptor: file descriptor. The caller closes it after the last take.
+    """
 
     def __init__(self, descriptor: int) -> None:
-        """descriptor: the caller's to close, when all has been taken."""
         self._descriptor = descriptor
         self._taken = 0
 
     def take(self, byte_count: int) -> npt.NDArray[np.uint8]:
-        """The next buffer: zeros, or what the other process has written. Raises OSError if there is no memory."""
+        """Map the next buffer.
+
+        Args:
+            byte_count: size of the buffer.
+
+        Returns:
+            uint8 [byte_count]: zeros, or the bytes that the other process wrote.
+
+        Raises:
+            OSError: there is not enough memory.
+        """
         first = self._taken
         self._taken += -(-byte_count // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         if os.fstat(self._descriptor).st_size < self._taken:

@@ -1,4 +1,4 @@
-"""The KV cache as bytes, for whoever carries blocks elsewhere (contracts.kv_transfer.KVPages)."""
+"""KV cache as bytes, for code that moves blocks (contracts.kv_transfer.KVPages)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["make_kv_pages"]
 
 
 class HostPages:
-    """Over numpy's arrays, or torch's on a CPU: blocks are read and written where they lie."""
+    """Pages in host memory: numpy arrays, or torch tensors on a CPU. Blocks are read and written in place."""
 
     def __init__(self, layout: KVLayout, storage: KVStorage[Any]) -> None:
         self.layout = layout
@@ -32,8 +32,11 @@ class HostPages:
 
 
 class CudaPages:
-    """Blocks are copied, in the order of the device's work: what was computed before is in the copy, and what is
-    computed later reads what was written. Each call waits for the device."""
+    """Pages on a GPU. Each call copies and waits for the device.
+
+    Copies run in the order of the device's work: a read sees everything that was computed before it, and later work
+    sees what was written.
+    """
 
     def __init__(self, layout: KVLayout, storage: KVStorage[Any]) -> None:
         self.layout = layout
@@ -42,7 +45,14 @@ class CudaPages:
         self._layers = [pages.view(torch.uint8).view(pages.shape[0], -1) for pages in storage.kept]
 
     def region(self, layer: int) -> tuple[int, int, int]:
-        """Where a layer's blocks lie: the address on the device, the number of bytes, and the device's index."""
+        """Return the memory range of a layer's blocks.
+
+        Args:
+            layer: index among the layers that keep KV entries.
+
+        Returns:
+            Address on the device, number of bytes, and index of the device.
+        """
         pages = self._layers[layer][: self.block_count]
         return pages.data_ptr(), pages.numel(), pages.get_device()
 
@@ -63,7 +73,7 @@ def make_kv_pages(layout: KVLayout, storage: KVStorage[Any], device: DeviceType)
 
 
 def _flat_bytes(pages: Any) -> Any:
-    """An array of uint8 that shares the memory."""
+    """Return a one-dimensional uint8 array that shares the memory."""
     if not hasattr(pages, "numpy"):
         return pages.reshape(-1).view("uint8")
     return pages.view(-1).view(torch_now().uint8).numpy()

@@ -1,4 +1,4 @@
-"""The KV buffers of all layers and their layout. Who may use which block is settled in the core."""
+"""KV buffers of all layers, and their layout. The core decides which request owns which block."""
 
 from __future__ import annotations
 
@@ -14,18 +14,30 @@ Buffer = TypeVar("Buffer")
 
 
 class KVStorage(Generic[Buffer]):
-    """One buffer a layer, each [blocks, block_size, 2, kv_heads, head_dim], keys at index 0 and values at index 1; or,
-    of latents, [blocks, block_size, 1, 1, entry_dim]: see KVEntry. That of a layer without attention is empty. In 8
-    bits the last length is in bytes, and counts the scale that lies behind a head's numbers, too; see kv_format.py.
+    """KV buffers of all layers.
 
-    One buffer for all layers would be copied whole by compilers that index it. Within a layer a token's keys and values
-    lie side by side: one row to write, and one contiguous block to gather. Buffers are torch's tensors or, for the
-    native CPU kernels, numpy's arrays, in the same layout: a block is copied in and out alike, whatever computes. The
-    memory comes uninitialised; who begins a block clears what lies behind its last token, unless the kernels never read
-    that.
+    Each layer has one buffer [blocks, block_size, 2, kv_heads, head_dim], keys at index 0 and values at index 1. For
+    latents it is [blocks, block_size, 1, 1, entry_dim], see KVEntry. The buffer of a layer without KV entries is empty.
+    In 8-bit formats the last dimension counts bytes and includes the scale after each head, see kv_format.py.
 
-    kept: the buffers that are not empty. With has_spare there is one block more, at index block_count, which no request
-    owns: rows that stand for nobody write there. What lies in it is never read.
+    Layers have separate buffers, because compilers that index into one common buffer would copy it whole. Keys and
+    values of a token lie side by side, so a token is one row to write and a block is one contiguous range to gather.
+    Buffers are torch tensors, or numpy arrays for the native CPU kernels, with the same layout. So blocks are copied in
+    and out in the same way for both.
+
+    Memory is uninitialised. A kernel that reads beyond the last token of a block must clear the block when it begins
+    it.
+
+    Args:
+        config: model whose KV is stored.
+        make: returns an uninitialised buffer of a shape.
+        has_spare: add one block at index block_count that no request owns. Padding rows write there, and nothing reads
+            it.
+        kv_format: number format of the buffers.
+
+    Attributes:
+        pages: buffers of all layers.
+        kept: buffers that are not empty.
     """
 
     def __init__(
@@ -38,7 +50,6 @@ class KVStorage(Generic[Buffer]):
         has_spare: bool = False,
         kv_format: KvFormat = "plain",
     ) -> None:
-        """make: gives a buffer of this shape, not yet written."""
         self.block_count = block_count
         self.block_size = block_size
         self.has_spare = has_spare

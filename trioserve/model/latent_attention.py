@@ -1,5 +1,8 @@
-"""Multi-head latent attention (MLA, arXiv 2405.04434) in torch: queries are brought to the latents, which all heads
-share, and what is attended to is brought to each head's values. So no head's keys and values are ever computed."""
+"""Multi-head latent attention (MLA, arXiv 2405.04434) in torch.
+
+Queries are projected into the space of the latents, which all heads share. The attended latents are projected to each
+head's values. So keys and values of single heads are never computed.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ __all__ = ["LatentAttention"]
 
 
 class LatentAttention:
-    """One layer's."""
+    """Latent attention of one layer, see LatentAttentionConfig."""
 
     def __init__(
         self,
@@ -95,7 +98,15 @@ class LatentAttention:
         return self._output(values.reshape(len(rows), -1))
 
     def _queries(self, raw: Tensor, angles: Angles) -> Tensor:
-        """[T, H * (plain + turned)] to [T, H * entry_dim], which meet latents and turned keys."""
+        """Return queries that meet latents and rotated keys.
+
+        Args:
+            raw: [T, H * (plain_dim + turned_dim)].
+            angles: cosines and sines of the rows.
+
+        Returns:
+            [T, H * entry_dim].
+        """
         attention = self._config
         plain, turned = torch.split(
             raw.reshape(len(raw), attention.head_count, -1), [attention.plain_dim, attention.turned_dim], -1

@@ -1,5 +1,4 @@
-"""The parts that every model is made of: linear layers, norms, embedding, rotary angles. How they are joined is settled
-in decoder.py."""
+"""Parts of every model in torch: linear layers, norms, embedding, rotary angles. decoder.py combines them."""
 
 from __future__ import annotations
 
@@ -31,18 +30,26 @@ __all__ = [
     "temperature_factors",
 ]
 
-ANGLE_TABLE_BYTES_MAX = 2**26  # as much as contexts of 131,072 take with heads of 128 numbers in half formats
+# size of the table for contexts of 131,072 tokens, heads of 128 numbers and a 16-bit dtype
+ANGLE_TABLE_BYTES_MAX = 2**26
 
 
 class Linear:
-    """y = x W^T + b. Several projections of one input are one product, their outputs side by side.
+    """Linear layer y = x W^T + b. Several projections of one input are one product with their outputs side by side.
 
-    outputs: the number of output features by the projection's name, in the order of the outputs. block_type: what all
-    of them are stored as, if W stays in 4 bits; see four_bits.py.
+    On an x86 CPU whose oneDNN supports the dtype, W is kept in oneDNN's packed order. A decode step is bound by reading
+    W once, and with packed weights it takes a sixth less time. torch.compile uses the same operators when it freezes
+    weights. If torch lacks them, W stays in plain order.
 
-    On an x86 CPU whose oneDNN takes the dtype, W is kept in oneDNN's own packed order, not the plain one: a decode
-    step is bound by reading W once, and packed a step takes a sixth less time. The operators are those torch.compile
-    uses when it freezes weights; where torch lacks them the plain order stays.
+    Args:
+        inputs: number of input features.
+        outputs: number of output features of each projection, by its name, in the order of the outputs.
+        bias: the layer has biases.
+        dtype: number format of weights, inputs and outputs.
+        device: device of the weights.
+        kernels: None multiplies with plain torch.
+        block_type: block type of all projections in the checkpoint, if W stays in 4 bits, see four_bits.py. None: W has
+            the dtype.
     """
 
     def __init__(
@@ -56,7 +63,6 @@ class Linear:
         kernels: Kernels | None = None,
         block_type: str | None = None,
     ) -> None:
-        """kernels: None multiplies in plain torch."""
         self._block_type = block_type
         self._four_bit_linear = reference.four_bit_linear if kernels is None else kernels.four_bit_linear
         self._four_bit_parts: dict[str, FourBitWeight] = {}
@@ -77,7 +83,7 @@ class Linear:
 
     @property
     def saved_bytes(self) -> int:
-        """By which W in 4 bits is smaller than in the dtype."""
+        """Bytes by which W in 4 bits is smaller than W in the dtype."""
         if self._four_bits is None:
             return 0
         return self.outputs * self.inputs * self._dtype.itemsize - self._four_bits.byte_count
@@ -96,16 +102,28 @@ class Linear:
             first += size
 
     def take(self, weight: Tensor) -> None:
-        """Use this [out, in] tensor, of the layer's dtype and device, as the whole weight. It must not change."""
+        """Use a tensor as the whole weight.
+
+        Args:
+            weight: [out, in], in the layer's dtype and on its device. It must not change afterwards.
+        """
         self._packed = _can_pack(weight)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None) if self._packed else weight
 
     def __call__(self, values: Tensor, adapters: AdapterRows | None = None) -> Tensor:
-        """[n, in] to [n, out]."""
+        """Multiply inputs with the weight.
+
+        Args:
+            values: [n, in].
+            adapters: rows that use an adapter, whose products are added.
+
+        Returns:
+            [n, out].
+        """
         if self._four_bits is not None:
             outputs = self._four_bit_linear(values, self._four_bits, self._bias)
         else:
-            assert self._weight is not None, "a linear layer computes before its weight was loaded"
+            assert self._weight is not None, "a linear layer was called before its weight was loaded"
             product = _packed_product if self._packed else functional.linear
             outputs = self._linear(values, self._weight, self._bias, product)
         if adapters is not None:
@@ -113,21 +131,23 @@ class Linear:
         return outputs
 
     def _fill_blocks(self, block_type: str, name: str, blocks: Tensor) -> None:
-        """Take one projection's blocks; with the last one the weight is complete."""
+        """Take the blocks of one projection. The weight is complete after the last projection."""
         self._four_bit_parts[name] = weight_of_blocks(block_type, blocks.to(self._device))
         self._missing.discard(name)
         if not self._missing:
             self._four_bits = join([self._four_bit_parts.pop(each) for each in self._outputs])
 
     def _fill(self, name: str, first: int, tensor: Tensor) -> None:
-        """Copy one projection's rows in; with the last one the weight is complete. The next one then begins another
-        weight, in the old one's place, of which every projection has to come."""
+        """Copy the rows of one projection. The weight is complete after the last projection.
+
+        Another call after that begins a new weight in place of the old one. Every projection must then come again.
+        """
         if not self._missing:
             self._missing = set(self._outputs)
             if self._packed:
-                self._weight = None  # of oneDNN's order, and the new one comes in the plain one
+                self._weight = None  # the old weight is packed, and the new one comes in plain order
         if self._weight is None:
-            # Not before: while the file's order lets it, only one unpacked weight exists at a time.
+            # Allocate late: if the file has a suitable order, only one unpacked weight exists at a time.
             rows = sum(self._outputs.values())
             self._weight = torch.empty(rows, self.inputs, dtype=self._dtype, device=self._device)
         self._weight[first : first + self._outputs[name]].copy_(tensor)
@@ -137,23 +157,34 @@ class Linear:
 
 
 Angles = tuple[Tensor, Tensor]
-"""Cosines and sines of a step's rows; see RotaryAngles."""
+"""Cosines and sines of a step's rows, see RotaryAngles."""
 MakeLinear = Callable[..., Linear]
-"""Of one layer: inputs, has_bias, and the outputs of each projection by its name."""
+"""Makes a Linear from its inputs, has_bias, and the output count of each projection by name."""
 
 
 class Embedding:
-    """Token ids to rows of a table, or of a part of it."""
+    """Embedding table, or a part of it.
+
+    Args:
+        rows: number of tokens in the table.
+        columns: numbers of one embedding.
+        dtype: number format of the table.
+        device: device of the table.
+        first: token of the first row, if the table is a part. None: every token has a row.
+    """
 
     def __init__(
         self, rows: int, columns: int, *, dtype: torch.dtype, device: torch.device, first: int | None = None
     ) -> None:
-        """first: the token of the first row, where the table is a part; None: every token has a row."""
         self._first = first
         self.weight = torch.empty(rows, columns, dtype=dtype, device=device)
 
     def slots(self, *, tied: Linear | None) -> Iterator[TensorSlot]:
-        """tied: the output projection that is to use the same weight."""
+        """Yield the slot of the table.
+
+        Args:
+            tied: output projection that uses the same weight.
+        """
 
         def fill(tensor: Tensor) -> None:
             self.weight.copy_(tensor)
@@ -163,7 +194,14 @@ class Embedding:
         yield TensorSlot("embed.weight", tuple(self.weight.shape), self.weight.dtype, fill)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """int64 [n] to [n, columns], a copy that may be changed. Tokens without a row have zeros."""
+        """Return the embeddings of tokens.
+
+        Args:
+            token_ids: int64 [n].
+
+        Returns:
+            [n, columns], a copy that may be changed. Tokens without a row have zeros.
+        """
         if self._first is None:
             return functional.embedding(token_ids, self.weight)
         places = token_ids - self._first
@@ -173,7 +211,17 @@ class Embedding:
 
 
 class Norm:
-    """RMS norm, or LayerNorm without a bias, whichever the model has, and its weight."""
+    """RMS norm, or LayerNorm without a bias, as the model's config says.
+
+    Args:
+        name: name of the weight, without ".weight".
+        size: numbers that are normed together.
+        config: model whose norm kind and epsilon are used.
+        kernels: kernels that compute the norm.
+        dtype: number format of the weight.
+        device: device of the weight.
+        eps: None is the model's epsilon.
+    """
 
     def __init__(
         self,
@@ -186,7 +234,6 @@ class Norm:
         device: torch.device,
         eps: float | None = None,
     ) -> None:
-        """eps: None is the model's."""
         self._name = name
         self._kernels = kernels
         self._kind, self._eps = config.norm, config.norm_eps if eps is None else eps
@@ -196,21 +243,46 @@ class Norm:
         yield TensorSlot(f"{self._name}.weight", tuple(self.weight.shape), self.weight.dtype, self.weight.copy_)
 
     def __call__(self, values: Tensor) -> Tensor:
-        """Over the last dimension."""
+        """Norm each row.
+
+        Args:
+            values: [..., size].
+
+        Returns:
+            [..., size].
+        """
         if self._kind == "layer":
             return functional.layer_norm(values, self.weight.shape, self.weight, None, self._eps)
         return self._kernels.rms_norm(values, self.weight, self._eps)
 
     def of_sum(self, hidden: Tensor, product: Tensor | None) -> Tensor:
-        """Adds product to hidden, in place, and returns the norm of the sum."""
+        """Add a product to the hidden state in place, and return the norm of the sum.
+
+        Args:
+            hidden: [n, size], which is overwritten.
+            product: [n, size], or None to add nothing.
+
+        Returns:
+            [n, size].
+        """
         if self._kind == "rms":
             return self._kernels.add_rms_norm_(hidden, product, self.weight, self._eps)
         return self(hidden if product is None else hidden.add_(product))
 
 
 class HeadNorms:
-    """The norms of queries and keys before they are turned: of each head, or of all of a row's heads together. Those of
-    each head are RMS norms or LayerNorms, as the model's are."""
+    """Norms of queries and keys before they are rotated, of each head or of all heads of a row together.
+
+    Norms of single heads are RMS norms or LayerNorms, as the model's norms are.
+
+    Args:
+        layer: name of the layer.
+        attention: attention of the layer.
+        config: model.
+        kernels: kernels that compute the norms.
+        dtype: number format of the weights.
+        device: device of the weights.
+    """
 
     def __init__(
         self,
@@ -222,14 +294,14 @@ class HeadNorms:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        assert config.norm == "rms" or attention.qk_norm == "heads", "no family has another one"
+        assert config.norm == "rms" or attention.qk_norm == "heads", "LayerNorm is supported for single heads only"
         self._kernels = kernels
         self._kind, self._eps = config.norm, config.norm_eps
         self._is_by_head, self._is_shared = attention.qk_norm != "row", attention.qk_norm == "head"
         self._has_weights = attention.qk_norm != "unit"
         self._head_dim, self._query_size = attention.head_dim, attention.query_size
         self._size = attention.query_size + (attention.key_size if attention.kv_from is None else 0)
-        # A number for every one that is normed, so that queries and keys of a head norm are normed together.
+        # One weight for each number that is normed, so queries and keys of a head norm need one operation.
         self._weights = torch.empty(self._size, dtype=dtype, device=device)
         self._places = {f"{layer}.q_norm.weight": self._weights[: self._query_size]}
         if attention.kv_from is None:
@@ -241,7 +313,11 @@ class HeadNorms:
             yield TensorSlot(name, tuple(rows.shape[-1:]), place.dtype, rows.copy_)
 
     def __call__(self, qkv: Tensor) -> None:
-        """qkv: [T, (H + 2 K) * D]; queries and keys are normed in place."""
+        """Norm queries and keys in place.
+
+        Args:
+            qkv: [T, (H + 2 K) * D] for H query heads and K key heads of D numbers.
+        """
         heads = qkv[:, : self._size]
         if self._is_by_head:
             by_head = heads.view(qkv.shape[0], -1, self._head_dim)
@@ -259,7 +335,13 @@ class HeadNorms:
 
 
 class Sinks:
-    """A number for each head that stands in its softmax, beside the scores."""
+    """Attention sinks of one layer: a number for each head that takes part in its softmax next to the scores.
+
+    Args:
+        layer: name of the layer.
+        attention: attention of the layer.
+        device: device of the numbers.
+    """
 
     def __init__(self, layer: str, attention: AttentionConfig, *, device: torch.device) -> None:
         self._name = f"{layer}.sinks.weight"
@@ -270,10 +352,16 @@ class Sinks:
 
 
 class RotaryAngles:
-    """Cosine and sine of every position's angles (RoFormer, arXiv 2104.09864), with the scaling the config names.
+    """Cosine and sine of every position's angles (RoFormer, arXiv 2104.09864), with the config's scaling.
 
-    They are looked up where a table of them takes little memory: in a decode step on a GPU, two small kernels in the
-    place of eight.
+    They come from a table if it needs little memory. A decode step on a GPU then needs two small kernels instead of
+    eight.
+
+    Args:
+        rotary: None: no rotation.
+        config: model, for its head size and its longest context.
+        dtype: number format of the results.
+        device: device of the table.
     """
 
     def __init__(
@@ -282,7 +370,8 @@ class RotaryAngles:
         head_dim = config.kv_attention.turned_dim
         plain, magnitudes = (torch.from_numpy(part) for part in rotary_frequencies(rotary, head_dim))
         self._dtype = dtype
-        # Both halves of a head turn by the same angles, the first one backwards: see rotary_ in the kernels.
+        # Both halves of a head rotate by the same angles, the first half with a negated sine: see rotary_ in the
+        # kernels.
         self._frequencies = torch.cat((plain, plain)).to(device)
         self._magnitudes = torch.cat((magnitudes, magnitudes)).to(device)
         self._signs = torch.cat((-magnitudes, magnitudes)).to(device)
@@ -291,8 +380,14 @@ class RotaryAngles:
             self._table = self._computed(torch.arange(config.context_tokens_max, device=device))
 
     def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions: int64 [T], all within the model's longest context. Returns two tensors [T, 1, head_dim], the first
-        half of sine negated."""
+        """Return cosine and sine for some positions.
+
+        Args:
+            positions: int64 [T], below the model's longest context.
+
+        Returns:
+            Two tensors [T, 1, head_dim]. The first half of sine is negated.
+        """
         if self._table is None:
             return self._computed(positions)
         cos, sin = self._table
@@ -301,8 +396,8 @@ class RotaryAngles:
     def _computed(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions.to(torch.float32)[:, None, None] * self._frequencies
         if angles.device.type == "cpu":
-            # torch's cosine of a number depends on where in a vector it stands. In float64 numpy's is off by so little
-            # that what it is rounded to does not.
+            # torch's cosine of a number depends on its place in a vector. numpy's error in float64 is so small that it
+            # disappears when the result is rounded.
             exact = angles.numpy().astype(np.float64)
             cos, sin = (torch.from_numpy(function(exact).astype(np.float32)) for function in (np.cos, np.sin))
             return (cos * self._magnitudes).to(self._dtype), (sin * self._signs).to(self._dtype)
@@ -310,8 +405,16 @@ class RotaryAngles:
 
 
 def temperature_factors(positions: Tensor, temperature: Temperature) -> Tensor:
-    """Of the queries at these positions (int64 [T]), float32 [T]."""
-    # In float64, where torch's results depend on a number's place by less than rounding leaves of them.
+    """Return the factors of queries at some positions.
+
+    Args:
+        positions: int64 [T].
+        temperature: factor's parameters.
+
+    Returns:
+        float32 [T].
+    """
+    # Compute in float64: torch's results depend on a number's place, but by less than rounding removes.
     steps = ((positions + temperature.first) // temperature.interval).double()
     return (steps.log1p() * temperature.scale + 1.0).float()
 
@@ -324,7 +427,7 @@ def _packed_product(values: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
 def _can_pack(weight: Tensor) -> bool:
     if weight.device.type != "cpu" or platform.machine() not in ("x86_64", "AMD64"):
         return False
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]  # torch has no annotations here
         return False
     operators = torch.ops.mkldnn
     if not (hasattr(operators, "_reorder_linear_weight") and hasattr(operators, "_linear_pointwise")):

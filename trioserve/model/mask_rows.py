@@ -1,4 +1,4 @@
-"""Token masks as arrays: those of the rows that a step samples, and masks that are filled already."""
+"""Token masks as arrays: masks of the rows that a step samples, and masks that are filled in advance."""
 
 from __future__ import annotations
 
@@ -14,14 +14,21 @@ from trioserve.contracts.token_masks import BITS, TokenMasks, mask_words
 
 __all__ = ["FilledMasks", "MaskArray", "MaskedRows", "allowed_tokens", "allows_more_than", "masked_rows"]
 
-MaskArray = npt.NDArray[np.uint32]  # [rows, words of a row]
+MaskArray = npt.NDArray[np.uint32]  # [rows, words per row]
 
 
 class MaskedRows:
-    """The masks of some rows of a step that are sampled: copies, when they are filled.
+    """Copies of the filled masks of a step's sampled rows.
 
-    rows: which rows have one. bits: uint32 [as many, words]. places: int32 [rows of the step], each row's place in
-    bits, below 0 where it has none. Both are what choose_tokens takes, once they are int32."""
+    Args:
+        rows: indexes of the sampled rows that have a mask.
+        bits: uint32 [len(rows), words].
+        row_count: number of all sampled rows.
+
+    Attributes:
+        places: int32 [row_count], each row's index in bits, or -1 for a row without a mask. choose_tokens accepts
+            places, and bits viewed as int32.
+    """
 
     def __init__(self, rows: tuple[int, ...], bits: MaskArray, row_count: int) -> None:
         self.rows = rows
@@ -30,17 +37,30 @@ class MaskedRows:
         self.places[list(rows)] = np.arange(len(rows))
 
     def of(self, row: int) -> MaskArray | None:
-        """uint32 [words]."""
+        """Return the mask of a row, uint32 [words], or None.
+
+        Args:
+            row: index of the sampled row.
+        """
         place = int(self.places[row])
         return None if place < 0 else self.bits[place]
 
 
 def masked_rows(chunks: Sequence[ScheduledChunk], masks: TokenMasks | None, vocab_size: int) -> MaskedRows | None:
-    """chunks: one for each row. None if no row has a mask; else waits until they are filled."""
+    """Wait until all masks of the rows are filled, and return them.
+
+    Args:
+        chunks: one for each sampled row, see sampled_rows.
+        masks: masks of the plan.
+        vocab_size: tokens in the vocabulary.
+
+    Returns:
+        None if no row has a mask.
+    """
     mask_rows = {row: chunk.mask_row for row, chunk in enumerate(chunks) if chunk.mask_row is not None}
     if not mask_rows:
         return None
-    assert masks is not None, "a row with a mask in a plan without masks"
+    assert masks is not None, "a row refers to a mask, but the plan has none"
     words = mask_words(vocab_size)
     assert masks.words_per_row >= words, "masks of another vocabulary"
     masks.wait()
@@ -50,19 +70,38 @@ def masked_rows(chunks: Sequence[ScheduledChunk], masks: TokenMasks | None, voca
 
 
 def allowed_tokens(rows: MaskArray, vocab_size: int) -> npt.NDArray[np.bool_]:
-    """[rows, vocab_size]: whether each token may come."""
+    """Unpack masks.
+
+    Args:
+        rows: uint32 [rows, words].
+        vocab_size: tokens in the vocabulary.
+
+    Returns:
+        bool [rows, vocab_size], True if the token is allowed.
+    """
     bits = np.unpackbits(np.ascontiguousarray(rows).view(np.uint8), axis=-1, bitorder="little")
     return bits[:, :vocab_size].view(np.bool_)
 
 
 def allows_more_than(row: MaskArray, tokens: Collection[int], vocab_size: int) -> bool:
-    """Whether a row (uint32 [words]) has a bit in the vocabulary that stands for none of these tokens."""
+    """Return True if a mask allows a token of the vocabulary that is not among some given tokens.
+
+    Args:
+        row: uint32 [words].
+        tokens: token ids. Ids outside the vocabulary are ignored.
+        vocab_size: tokens in the vocabulary.
+    """
     allowed = allowed_tokens(row[None], vocab_size)[0]
     return int(allowed.sum()) > sum(bool(allowed[token]) for token in set(tokens) if 0 <= token < vocab_size)
 
 
 class FilledMasks:
-    """TokenMasks that nobody has to wait for: each row is given as the tokens that may come."""
+    """TokenMasks that are complete at once.
+
+    Args:
+        rows: for each mask the allowed tokens.
+        vocab_size: tokens in the vocabulary.
+    """
 
     def __init__(self, rows: Sequence[Collection[int]], vocab_size: int) -> None:
         self.row_count = len(rows)
@@ -76,4 +115,4 @@ class FilledMasks:
         self.filled_address = self._filled.buffer_info()[0]
 
     def wait(self) -> None:
-        """They are filled."""
+        """Return at once, because the masks are filled."""

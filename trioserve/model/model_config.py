@@ -1,6 +1,6 @@
-"""What a model is made of, layer by layer, as values: whatever computes a model executes this description.
+"""Description of a model, layer by layer, as values that every implementation of the computation reads.
 
-How it is found in config.json or in GGUF metadata is settled in families/ and loading/.
+families/ and loading/ make such a description from config.json or from GGUF metadata.
 """
 
 from __future__ import annotations
@@ -54,27 +54,33 @@ StateNorm = Literal["gated", "ungated", "none"]
 LAYERS_MAX = 1_024
 HEADS_MAX = 4_096
 EXPERTS_MAX = 1_024
-CONV_KERNEL_MIN, CONV_KERNEL_MAX = 2, 64  # one token alone leaves no state, and no kernel was made for that
-STATE_NUMBERS_MAX = 2**28  # of one layer's state
+CONV_KERNEL_MIN, CONV_KERNEL_MAX = 2, 64  # A kernel of size 1 would keep no state, which no implementation supports.
+STATE_NUMBERS_MAX = 2**28  # numbers in the state of one layer
 EXPERT_GROUPS_MAX = 64
 STREAMS_MAX = 8
 DIMENSION_MAX = 2**24
-CONTEXT_TOKENS_MAX = 2**31 - 1  # positions are int32 in the step tensors
+CONTEXT_TOKENS_MAX = 2**31 - 1  # step tensors hold positions as int32
 
 
 class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
-    """How rotary frequencies are changed to reach a longer context.
+    """Change of rotary frequencies that lets a model reach a longer context.
 
-    linear: every inverse frequency is divided by factor.
-    llama3: low frequencies are divided by factor, high ones stay, between them it blends (low_freq_factor,
-    high_freq_factor, original_context_tokens; as in Llama 3.1). Where the file carries the result instead,
-    frequency_factors has one number for each of the head_dim / 2 inverse frequencies, each is divided by its number,
-    and no other field counts.
-    yarn: YaRN (arXiv 2309.00071) with beta_fast and beta_slow; cosine and sine are multiplied by attention_factor,
-    and None means 0.1 * ln(factor) + 1. The ends of the blended range are rounded outwards to whole indices, if
-    rounds_ends.
-    longrope: LongRoPE (arXiv 2402.13753): each inverse frequency is divided by its number of frequency_factors; cosine
-    and sine are multiplied by attention_factor, and None means sqrt(1 + ln(factor) / ln(original_context_tokens)).
+    Kinds:
+        linear: every inverse frequency is divided by factor.
+        llama3: as in Llama 3.1. Low frequencies are divided by factor, high ones stay, and frequencies between them are
+            blended. The borders follow from low_freq_factor, high_freq_factor and original_context_tokens. If
+            frequency_factors is set, each inverse frequency is divided by its number there instead, and no other field
+            counts.
+        yarn: YaRN (arXiv 2309.00071) with beta_fast and beta_slow. Cosine and sine are multiplied by attention_factor.
+        longrope: LongRoPE (arXiv 2402.13753). Each inverse frequency is divided by its number in frequency_factors.
+            Cosine and sine are multiplied by attention_factor.
+
+    Attributes:
+        original_context_tokens: context length of the model before it was extended.
+        attention_factor: None takes the default: 0.1 * ln(factor) + 1 for yarn, and sqrt(1 + ln(factor) /
+            ln(original_context_tokens)) for longrope.
+        rounds_ends: for yarn, round the ends of the blended range outwards to whole indices.
+        frequency_factors: one number for each inverse frequency, head_dim / 2 numbers.
     """
 
     kind: Literal["linear", "llama3", "yarn", "longrope"]
@@ -111,24 +117,30 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
             _positive_number("a rope frequency factor", value)
 
     def context_tokens(self, context_tokens: int) -> int:
-        """How far the model reaches when its config names context_tokens.
+        """Return the longest context of the model in tokens.
 
-        linear: the config names the length before scaling. yarn: it names one or the other. llama3 and longrope: the
-        scaled one.
+        Args:
+            context_tokens: length that the model's config names. For linear it is the length before scaling. For yarn
+                it is the length before or after scaling. For llama3 and longrope it is the length after scaling.
         """
         if self.kind == "linear":
-            return int(min(context_tokens * self.factor, CONTEXT_TOKENS_MAX + 1))  # which is refused
+            # One token above the maximum makes ModelConfig refuse the config.
+            return int(min(context_tokens * self.factor, CONTEXT_TOKENS_MAX + 1))
         if self.kind == "yarn":
             return max(context_tokens, int(min(self.original_context_tokens * self.factor, CONTEXT_TOKENS_MAX + 1)))
         return context_tokens
 
 
 class RotaryConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How queries and keys learn their positions (RoFormer, arXiv 2104.09864).
+    """Rotary position embedding of queries and keys (RoFormer, arXiv 2104.09864).
 
-    rotated_dims: how many numbers of each head are turned, an even count; the others stay as they are. Which two are
-    turned together is settled when the weights are read: afterwards it is j and j + head_dim / 2, and those j that are
-    not turned have an angle of 0.
+    Two numbers of a head are rotated together. When weights are read, they are reordered so that number j pairs with
+    number j + head_dim / 2. Pairs that are not rotated have an angle of 0.
+
+    Attributes:
+        theta: base of the frequencies.
+        rotated_dims: how many numbers of each head are rotated, an even count. The other numbers stay unchanged.
+        scaling: None leaves the frequencies unchanged.
     """
 
     theta: float
@@ -156,8 +168,11 @@ class RotaryConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KVEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """What the KV cache keeps of a token in one layer: [part_count, head_count, head_dim] numbers. Keys and values are
-    two parts; latents, from which both are computed, are one."""
+    """Shape of what the KV cache keeps of one token in one layer: [part_count, head_count, head_dim].
+
+    Attributes:
+        part_count: 2 for keys and values, 1 for latents, from which keys and values are computed.
+    """
 
     part_count: int
     head_count: int
@@ -169,9 +184,13 @@ class KVEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Temperature(msgspec.Struct, frozen=True, kw_only=True):
-    """Queries are multiplied by 1 + scale * ln(1 + floor((position + first) / interval)) (arXiv 2501.19399).
+    """Factor by which queries grow with their position (arXiv 2501.19399).
 
-    first: what the first position counts as."""
+    Queries are multiplied by 1 + scale * ln(1 + floor((position + first) / interval)).
+
+    Attributes:
+        first: number of the first position in this formula.
+    """
 
     scale: float
     interval: int
@@ -184,17 +203,26 @@ class Temperature(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
-    """One layer's attention.
+    """Attention of one layer.
 
-    rotary: None sees no positions. window: None sees every earlier position, N the last N, its own included. section:
-    N cuts the positions into sections of N, and each sees those of its own up to itself; None does not. temperature: of
-    queries, by their positions. scale: what query times key is multiplied by; None is 1 / sqrt(head_dim). score_cap: c
-    bounds the scaled scores to c * tanh(score / c). has_sinks: each head has a number that stands in its softmax beside
-    the scores, for no value. has_bias: of q, k and v; has_output_bias: of o. qk_norm: queries and keys are normed
-    before they are turned: each head, by the weights that all have ("head"), by its own ("heads") or by none ("unit"),
-    or all heads of a row together ("row"). has_value_norm: each head's values are normed, by no weights. kv_from: the
-    layer whose keys and values it sees, by its index, which is less; it then has only queries. None: it has its own.
-    has_gate: what the heads attend to is multiplied by the sigmoid of a projection of the same size.
+    Attributes:
+        rotary: None makes attention ignore positions.
+        window: a token sees the last `window` positions, its own included. None: it sees every earlier position.
+        section: positions are divided into sections of this many. A token sees the positions of its own section up to
+            itself. None: there are no sections.
+        temperature: factor of queries that depends on their positions.
+        scale: factor of query times key. None means 1 / sqrt(head_dim).
+        score_cap: c bounds scaled scores to c * tanh(score / c).
+        has_sinks: each head has a learned number that takes part in its softmax next to the scores, without a value.
+        has_bias: the projections to queries, keys and values have biases.
+        has_output_bias: the output projection has a bias.
+        qk_norm: norm of queries and keys before they are rotated. "head": each head is normed with weights that all
+            heads share. "heads": each head is normed with its own weights. "unit": each head is normed without weights.
+            "row": all heads of a row are normed together.
+        has_value_norm: values of each head are normed without weights.
+        kv_from: index of an earlier layer whose keys and values this layer attends to. The layer then has only queries.
+            None: the layer has its own keys and values.
+        has_gate: the output of the heads is multiplied by the sigmoid of a projection of the same size.
     """
 
     head_count: int
@@ -250,17 +278,17 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="attention"
 
     @property
     def key_size(self) -> int:
-        """Of the keys of one token, and of its values."""
+        """Numbers in the keys of one token, which is also the count of its values."""
         return self.kv_head_count * self.head_dim
 
     @property
     def query_factor(self) -> float:
-        """What queries are multiplied by, so that a score divided by sqrt(head_dim) has the layer's scale."""
+        """Factor of queries that gives scores divided by sqrt(head_dim) the layer's scale."""
         return 1.0 if self.scale is None else self.scale * math.sqrt(self.head_dim)
 
     @property
     def projected_size(self) -> int:
-        """What is projected of one token: its queries, and keys and values where it has its own."""
+        """Numbers that the layer projects of one token: queries, and keys and values if the layer has its own."""
         return self.query_size + (2 * self.key_size if self.kv_from is None else 0)
 
     @property
@@ -269,18 +297,24 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="attention"
 
     @property
     def turned_dim(self) -> int:
-        """How many numbers the angles of positions are computed for."""
+        """Numbers of a head for which rotary angles are computed."""
         return self.head_dim
 
 
 class LatentAttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="latent"):
-    """One layer's multi-head latent attention (MLA, arXiv 2405.04434). Of a token the KV cache keeps a latent, whose
-    projections are every head's keys and values, and one key that is turned, for all heads.
+    """Multi-head latent attention (MLA, arXiv 2405.04434) of one layer.
 
-    query_rank: queries are projections of a latent of their own of this size; None: of the hidden state. latent_dim: of
-    the latent, which is normed, as that of queries is. plain_dim: of the part of a head's query that meets a projection
-    of the latent; turned_dim: of the part that is turned, before it meets the turned key. value_dim: of a head's value.
-    scale: what query times key is multiplied by.
+    Of each token the KV cache keeps one latent and one rotated key that all heads share. Keys and values of every head
+    are projections of the latent.
+
+    Attributes:
+        query_rank: size of the latent from which queries are projected. None: queries are projected from the hidden
+            state.
+        latent_dim: size of the KV latent. Both latents are normed.
+        plain_dim: numbers of a head's query that meet a projection of the latent.
+        turned_dim: numbers of a head's query that are rotated and meet the rotated key.
+        value_dim: numbers of a head's value.
+        scale: factor of query times key.
     """
 
     head_count: int
@@ -333,21 +367,27 @@ class LatentAttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="late
 
     @property
     def query_factor(self) -> float:
-        """What queries are multiplied by, so that a score divided by sqrt(entry_dim) has the layer's scale."""
+        """Factor of queries that gives scores divided by sqrt(entry_dim) the layer's scale."""
         return self.scale * math.sqrt(self.entry_dim)
 
 
 KVAttention: TypeAlias = AttentionConfig | LatentAttentionConfig
-"""What the KV cache keeps something for."""
+"""Attention of a layer that keeps entries in the KV cache."""
 
 
 class MlpConfig(msgspec.Struct, frozen=True, kw_only=True, tag="mlp"):
-    """down(activation(gate(x)) * up(x)), each with a bias if has_bias. gelu_tanh: the approximation of gelu by tanh.
-    clamped_swiglu: in the place of activation(gate) * up, g * sigmoid(1.702 g) * (u + 1), where g is gate, but at most
-    7, and u is up, but within 7 of 0.
+    """MLP of one layer: down(activation(gate(x)) * up(x)).
 
-    cutoff: before its activation a gate becomes what it is above the mean of its row's gates and so many of their
-    standard deviations, or 0 (Gemma 3n); None: it stays. It keeps few gates of a row, without sorting them.
+    Activations:
+        gelu_tanh: gelu, approximated with tanh.
+        clamped_swiglu: activation(gate) * up becomes g * sigmoid(1.702 g) * (u + 1). Here g is gate bounded to at most
+            7, and u is up bounded to -7 ... 7.
+
+    Attributes:
+        has_bias: each of the three matrices has a bias.
+        cutoff: before its activation, a gate becomes max(0, gate - mean - cutoff * deviation), with mean and standard
+            deviation of the gates of its row (Gemma 3n). This keeps few gates of a row without sorting them. None:
+            gates stay unchanged.
     """
 
     intermediate_size: int
@@ -362,18 +402,28 @@ class MlpConfig(msgspec.Struct, frozen=True, kw_only=True, tag="mlp"):
 
 
 class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
-    """A mixture of experts in the place of an MLP (arXiv 2101.03961): a router's scores of all experts choose
-    experts_per_token of them, and a token's result is the sum of theirs, weighed by their scores.
+    """Mixture of experts in place of an MLP (arXiv 2101.03961).
 
-    intermediate_size: of each expert, which is an MLP, with biases if has_bias. has_router_bias: the router has one.
-    scoring: the softmax of the router's products over all experts, or the sigmoid of each. normalizes: the chosen
-    scores are divided by their sum; those of a softmax then are one over the chosen alone. scale: what they are
-    multiplied by then. has_score_bias: each expert has a number that is added to its score where experts are chosen,
-    and not where they are weighed (arXiv 2408.15664). group_count: experts are chosen from the groups_per_token best of
-    so many groups of neighbours; a group counts by the sum of the group_leaders best of its experts. shared_size:
-    intermediate size of an MLP that every token goes through besides; 0 is none. has_shared_gate: its result is
-    multiplied by the sigmoid of a product of the token with a vector. weighs_inputs: it is what experts read that is
-    multiplied by their weights, and not what they give.
+    A router scores all experts and chooses experts_per_token of them. The result for a token is the sum of their
+    results, weighted by their scores.
+
+    Attributes:
+        intermediate_size: size of each expert, which is an MLP.
+        normalizes: divide chosen scores by their sum. With softmax the chosen scores are then a softmax over the chosen
+            experts alone.
+        has_bias: experts have biases.
+        has_router_bias: the router has a bias.
+        scoring: a softmax over the router's products of all experts, or a sigmoid of each product.
+        scale: factor of the scores after they are normalized.
+        has_score_bias: each expert has a number that is added to its score for choosing experts, not for weighting them
+            (arXiv 2408.15664).
+        group_count: groups of neighbouring experts.
+        groups_per_token: experts are chosen from this many best groups.
+        group_leaders: the score of a group is the sum of this many best scores in it.
+        shared_size: intermediate size of an MLP that every token passes through in addition. 0 means that there is
+            none.
+        has_shared_gate: the result of the shared MLP is multiplied by the sigmoid of a token's product with a vector.
+        weighs_inputs: weights multiply the inputs of experts instead of their outputs.
     """
 
     expert_count: int
@@ -413,10 +463,14 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
 
 
 class ShortConvConfig(msgspec.Struct, frozen=True, kw_only=True, tag="short_conv"):
-    """A layer that sees a token and the kernel_size - 1 before it, in the place of attention (LFM2). Of a token's three
-    projections b, c and x: out(c * convolved(b * x)), where each channel is convolved by weights of its own.
+    """Short convolution in place of attention (LFM2), which sees a token and the kernel_size - 1 tokens before it.
 
-    channel_count: of each projection. has_bias: of both projections and of the convolution.
+    A token is projected to b, c and x. The result is out(c * convolved(b * x)). Each channel has its own convolution
+    weights.
+
+    Attributes:
+        channel_count: channels of each projection.
+        has_bias: both projections and the convolution have biases.
     """
 
     channel_count: int
@@ -429,35 +483,41 @@ class ShortConvConfig(msgspec.Struct, frozen=True, kw_only=True, tag="short_conv
 
     @property
     def convolved_size(self) -> int:
-        """Channels of the convolution."""
         return self.channel_count
 
     @property
     def projected_size(self) -> int:
-        """What the first projection gives of a token."""
+        """Numbers that the first projection gives for one token."""
         return 3 * self.channel_count
 
     @property
     def inner_size(self) -> int:
-        """What the last projection takes of a token."""
+        """Numbers of one token that the last projection reads."""
         return self.channel_count
 
     @property
     def state_size(self) -> int:
-        """Numbers that it keeps of a sequence: what it convolved last."""
+        """Numbers that the layer keeps of one sequence: the last inputs of the convolution."""
         return (self.kernel_size - 1) * self.channel_count
 
 
 class StateSpaceConfig(msgspec.Struct, frozen=True, kw_only=True, tag="state_space"):
-    """A selective state space in the place of attention (Mamba-2, arXiv 2405.21060). Of a token's projections z, x, b,
-    c and time steps, x, b and c are convolved, each channel by weights of its own, and go through silu. Each head keeps
-    a state of [vector_size, head_dim] numbers, which a token multiplies with exp(time step * rate), the head's rate
-    being negative, and adds time step * b * x to; what comes out is c * state + skip * x. It is multiplied with
-    silu(z), and normed by groups ("gated"); or normed before it is multiplied ("ungated"), or not at all ("none").
+    """Selective state space in place of attention (Mamba-2, arXiv 2405.21060).
 
-    group_count: heads of a group share b and c, and are normed together. kernel_size: tokens that a convolution sees.
-    has_bias: of both projections; has_conv_bias: of the convolution. time_step_min, _max: what softplus(time step + the
-    head's bias) is kept within.
+    A token is projected to z, x, b, c and time steps. x, b and c are convolved, each channel with its own weights, and
+    pass through silu. Each head keeps a state of [vector_size, head_dim] numbers. A token multiplies the state by
+    exp(time step * rate), where the head's rate is negative, and adds time step * b * x. The output is c * state + skip
+    * x.
+
+    Attributes:
+        group_count: heads of a group share b and c, and are normed together.
+        kernel_size: tokens that the convolution sees.
+        has_bias: both projections have biases.
+        has_conv_bias: the convolution has a bias.
+        norm: "gated": the output is multiplied by silu(z) and then normed by groups. "ungated": the output is normed
+            and then multiplied. "none": the output is only multiplied.
+        time_step_min: lower bound of softplus(time step + the head's bias).
+        time_step_max: upper bound of softplus(time step + the head's bias).
     """
 
     head_count: int
@@ -496,30 +556,37 @@ class StateSpaceConfig(msgspec.Struct, frozen=True, kw_only=True, tag="state_spa
 
     @property
     def projected_size(self) -> int:
-        """What the first projection gives of a token."""
+        """Numbers that the first projection gives for one token."""
         return self.inner_size + self.convolved_size + self.head_count
 
     @property
     def inner_size(self) -> int:
-        """What the last projection takes of a token."""
+        """Numbers of one token that the last projection reads."""
         return self.head_count * self.head_dim
 
     @property
     def state_size(self) -> int:
-        """Numbers that it keeps of a sequence: what it convolved last, and the heads' states."""
+        """Numbers that the layer keeps of one sequence: the last inputs of the convolution, and the states of the
+        heads.
+        """
         return (self.kernel_size - 1) * self.convolved_size + self.vector_size * self.inner_size
 
 
 class DeltaNetConfig(msgspec.Struct, frozen=True, kw_only=True, tag="delta_net"):
-    """A layer with the gated delta rule in the place of attention (arXiv 2412.06464). Of a token's projections q, k and
-    v are convolved, each channel by weights of its own, and go through silu; q and k are then of length 1, and q is
-    divided by sqrt(vector_size). Each head keeps a state of [vector_size, head_dim] numbers, which a token multiplies
-    with exp(rate * softplus(its own decay + the head's bias)), the head's rate being negative. What the state then says
-    of k is brought nearer to v by a share, the sigmoid of another projection; what comes out is what it says of q. Each
-    head's is normed and multiplied with silu(z).
+    """Gated delta rule in place of attention (arXiv 2412.06464).
 
-    head_count: of values. group_count: of keys and of queries: so many heads share each. has_heads_in_turn: neighbours
-    among the heads have different keys, and not the same.
+    Projections q, k and v of a token are convolved, each channel with its own weights, and pass through silu. q and k
+    are scaled to length 1, and q is divided by sqrt(vector_size).
+
+    Each head keeps a state of [vector_size, head_dim] numbers. A token first multiplies the state by exp(rate *
+    softplus(decay + bias)). decay is a projection of the token, and rate (negative) and bias belong to the head. The
+    state's answer to k is then moved towards v by a share, the sigmoid of another projection. The output is the state's
+    answer to q. The output of each head is normed and multiplied by silu(z).
+
+    Attributes:
+        head_count: heads of values.
+        group_count: heads of keys and of queries. head_count / group_count heads of values share each of them.
+        has_heads_in_turn: value head i uses key i % group_count. False: neighbouring value heads share one key.
     """
 
     head_count: int
@@ -552,34 +619,41 @@ class DeltaNetConfig(msgspec.Struct, frozen=True, kw_only=True, tag="delta_net")
 
     @property
     def projected_size(self) -> int:
-        """What is projected of a token: z, what is convolved, decays and shares."""
+        """Numbers that the layer projects of one token: z, inputs of the convolution, decays and shares."""
         return self.inner_size + self.convolved_size + 2 * self.head_count
 
     @property
     def inner_size(self) -> int:
-        """What the last projection takes of a token."""
+        """Numbers of one token that the last projection reads."""
         return self.head_count * self.head_dim
 
     @property
     def state_size(self) -> int:
-        """Numbers that it keeps of a sequence: what it convolved last, and the heads' states."""
+        """Numbers that the layer keeps of one sequence: the last inputs of the convolution, and the states of the
+        heads.
+        """
         return (self.kernel_size - 1) * self.convolved_size + self.vector_size * self.inner_size
 
 
 Recurrent: TypeAlias = ShortConvConfig | StateSpaceConfig | DeltaNetConfig
-"""What keeps a state of a whole sequence."""
+"""Part of a layer that keeps a state of a whole sequence."""
 
 
 class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Attention, or what is in its place, and an MLP or a mixture of experts; each with a norm before (input) and a
-    norm behind (output), where there is one, and a sum.
+    """One layer: attention or its replacement, then an MLP or a mixture of experts.
 
-    mlp: None: the layer ends with the first sum. beside: a state space that reads what attention reads, and whose
-    result is added to attention's.
-    is_parallel: the MLP reads what attention reads, and both are added at once; the MLP then has no norm before it.
-    residual_scale: what either is multiplied by before it is added. laurel_rank: what attention reads, and the norm of
-    its product with two matrices of this rank, are added behind attention, and the sum is divided by sqrt(2) (LAuReL,
-    arXiv 2411.07501); 0: they are not.
+    Each of the two may have a norm before it (input norm) and after it (output norm). Each result is added to the
+    hidden state.
+
+    Attributes:
+        mlp: None ends the layer after the first sum.
+        is_parallel: the MLP reads the input of attention, and both results are added at once. The MLP then has no norm
+            before it.
+        residual_scale: factor of each result before it is added.
+        beside: a state space that reads the input of attention. Its result is added to the result of attention.
+        laurel_rank: rank of two matrices that add a second path around attention (LAuReL, arXiv 2411.07501). The input
+            of attention and the norm of its product with both matrices are added to the result of attention, and the
+            sum is divided by sqrt(2). 0: there is no such path.
     """
 
     attention: AttentionConfig | LatentAttentionConfig | ShortConvConfig | StateSpaceConfig | DeltaNetConfig
@@ -595,32 +669,37 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
         _positive_number("residual_multiplier", self.residual_scale)
         if self.laurel_rank:
             _count("laurel_rank", self.laurel_rank, DIMENSION_MAX)
-            assert self.has_input_norms, "what attention reads is added"
-            assert self.mlp is not None, "there is a second sum"
-            assert not self.is_parallel, "there is a second sum"
+            assert self.has_input_norms, "laurel adds the normed input of attention"
+            assert self.mlp is not None, "laurel needs a layer with two sums"
+            assert not self.is_parallel, "laurel needs a layer with two sums"
         if self.beside is None:
             return
         attends = isinstance(self.attention, AttentionConfig)
-        assert attends, "what is beside attention has the layer to itself otherwise"
-        assert self.has_input_norms, "what attention reads is there twice"
-        assert not self.has_output_norms, "a norm of two results"
-        assert not self.is_parallel, "a sum of three results"
+        assert attends, "a layer with a state space beside attention has no attention"
+        assert self.has_input_norms, "the state space reads the normed input of attention"
+        assert not self.has_output_norms, "an output norm would have two results to norm"
+        assert not self.is_parallel, "a parallel MLP would make a sum of three results"
 
     @property
     def recurrent(self) -> Recurrent | None:
-        """What keeps a state, in the place of attention or beside it."""
+        """Part of the layer that keeps a state, in place of attention or beside it."""
         return self.beside if isinstance(self.attention, KVAttention) else self.attention
 
 
 class RowFactors(msgspec.Struct, frozen=True, kw_only=True):
-    """What the rows of a tensor of each layer are multiplied by when they are read: by parts, one behind the other,
-    the number of rows and their factor. name: in here without the layer's, such as "q_proj.weight"."""
+    """Factors by which the rows of a tensor are multiplied when it is read from the checkpoint.
+
+    Attributes:
+        name: this code's name of the tensor without the layer, such as "q_proj.weight". The factors apply to this
+            tensor in every layer.
+        parts: row count and factor of each run of rows, in the order of the rows.
+    """
 
     name: str
     parts: tuple[tuple[int, float], ...]
 
     def __post_init__(self) -> None:
-        for _count_of_rows, factor in self.parts:
+        for _row_count, factor in self.parts:
             if not (math.isfinite(factor) and factor != 0):
                 raise ModelLoadError(
                     f"a multiplier of {self.name} is {factor}, but it must be a number other than 0: the checkpoint's "
@@ -629,15 +708,21 @@ class RowFactors(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StreamsConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A hidden state of several streams, of which a layer computes one (AltUp, arXiv 2301.13310).
+    """Hidden state of several streams, of which each layer computes one (AltUp, arXiv 2301.13310).
 
-    The first is a token's embedding, and the others are products of it, with its magnitude. Before a layer each stream
-    becomes a mixture of all, which depends on the active one. Behind it each is corrected by how far the layer went
-    from that. What comes behind the last layer is the mean of the first and products of the others, with its magnitude.
+    The first stream is a token's embedding. The other streams are products of the embedding with matrices, scaled to
+    its magnitude. Before a layer, each stream is predicted as a mixture of all streams. The weights of the mixture
+    depend on the active stream. After the layer, each stream is corrected by the difference between the layer's result
+    and the prediction. After the last layer, the result is the mean of the first stream and of products of the other
+    streams, scaled to the first stream's magnitude.
 
-    count: of streams. active: which is computed, by its index. has_scale: a corrected active stream is multiplied by
-    weights before it gates what the streams but the first get: an input of so many numbers (input_size) that each layer
-    has for each token, from a table of its own for the first input_vocab_size tokens, others being read as token 0.
+    Attributes:
+        count: number of streams.
+        active: index of the stream that layers compute.
+        has_scale: the corrected active stream is multiplied by weights before it gates the layer's inputs.
+        input_size: numbers that each layer has for each token, from an embedding table of its own. They are gated by
+            the active stream and added to all streams except the first.
+        input_vocab_size: tokens in these tables. Other tokens use the row of token 0.
     """
 
     count: int
@@ -658,9 +743,15 @@ class StreamsConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayerPart(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank of a group has of a layer. sums_attention, sums_mlp: its result is a part, and the result is the
-    sum of all ranks' parts; else each rank computes the whole. first_expert: of a mixture, the first expert that is
-    here, of as many as there are of expert_count; None: there is a part of each."""
+    """Part of a layer that one rank of a group computes.
+
+    Attributes:
+        sums_attention: the rank's result of attention is a part, and the sum over all ranks is the result. False: each
+            rank computes the whole result.
+        sums_mlp: the same for the MLP.
+        first_expert: first expert of a mixture that this rank has.
+        expert_count: number of experts that this rank has. None: it has a part of each expert.
+    """
 
     sums_attention: bool
     sums_mlp: bool
@@ -669,11 +760,16 @@ class LayerPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankPart(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank of a group has of a model. Its config is that of a whole model with fewer heads and narrower MLPs;
-    this says how the ranks' results become one.
+    """Part of a model that one rank of a group computes.
 
-    Of embedding and head it has the rows of vocab_count tokens from vocab_first on, while vocab_size is that of the
-    whole. layers: of each."""
+    The rank's config describes a whole model with fewer heads and narrower MLPs. This value says how the results of all
+    ranks are combined.
+
+    Attributes:
+        vocab_first: first token whose row of embedding and head this rank has.
+        vocab_count: number of such rows. vocab_size of the config is that of the whole model.
+        layers: one entry per layer.
+    """
 
     rank: int
     size: int
@@ -683,9 +779,15 @@ class RankPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StagePart(msgspec.Struct, frozen=True, kw_only=True):
-    """Which of a model's layers are here, where several stages compute them one after the other: those from first_layer
-    on, as many as its config has. has_embedding: of the first one. has_head: of the last one, which has the last norm,
-    too. What the others begin with, and end with, is the hidden state of each row."""
+    """Layers that one stage of a pipeline has.
+
+    A stage after the first one receives the hidden state of each row from the stage before it.
+
+    Attributes:
+        first_layer: index of the stage's first layer in the whole model. The config has the number of its layers.
+        has_embedding: True for the first stage.
+        has_head: True for the last stage, which also has the last norm.
+    """
 
     first_layer: int
     has_embedding: bool
@@ -693,15 +795,23 @@ class StagePart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """One decoder-only model.
+    """Description of one decoder-only model.
 
-    family: the name of a Family, see families/registry.py. norm: "rms", or "layer" for LayerNorm without biases.
-    embedding_scale: what embeddings are multiplied by. logit_scale: what logits are multiplied by, before logit_cap, c,
-    bounds them to c * tanh(logit / c). dtype_name: what the checkpoint stores; of a quantized one that of its
-    embeddings, and "bfloat16" for a GGUF file. row_factors: what tensors of its files are multiplied by when they are
-    read; whoever computes finds them in the weights. streams: None: the hidden state is one vector. part: None: this is
-    the whole model, and else what one rank has of it. stage: None: all layers are here.
-    Raises ModelLoadError, naming the field, when the values cannot belong together.
+    Attributes:
+        family: name of a Family, see families/registry.py.
+        norm: "rms", or "layer" for LayerNorm without biases.
+        embedding_scale: factor of embeddings.
+        logit_scale: factor of logits, applied before logit_cap.
+        logit_cap: c bounds logits to c * tanh(logit / c).
+        dtype_name: number format of the checkpoint. For a quantized checkpoint it is the format of its embeddings, and
+            "bfloat16" for a GGUF file.
+        row_factors: factors of tensors when they are read. Loaded weights already contain them.
+        streams: None: the hidden state is one vector.
+        part: part of the model that one rank has. None: this is the whole model.
+        stage: layers that one stage has. None: all layers are here.
+
+    Raises:
+        ModelLoadError: values contradict each other. The message names the field.
     """
 
     family: str
@@ -735,14 +845,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             _positive_number("final_logit_softcapping", self.logit_cap)
         if len({(attention.kv_entry, attention.head_count) for attention in self._attentions}) > 1:
             raise ModelLoadError(
-                "what the KV cache keeps of a token, or the number of heads, differs from layer to layer, which is not "
-                "supported"
+                "the size of a token's KV cache entry, or the number of heads, differs from layer to layer, which is "
+                "not supported"
             )
         for index, layer in enumerate(self.layers):
             _check_kv_from(index, layer, self.layers)
             if self.streams is not None:
-                assert isinstance(layer.mlp, MlpConfig), "no family has other streams"
-                assert layer.has_output_norms, "no family has other streams"
+                assert isinstance(layer.mlp, MlpConfig), "streams need layers with an MLP"
+                assert layer.has_output_norms, "streams need layers with output norms"
         for token_id in (self.bos_token_id, *self.eos_token_ids):
             if token_id is not None and not 0 <= token_id < self.vocab_size:
                 raise ModelLoadError(
@@ -756,7 +866,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def _attentions(self) -> tuple[AttentionConfig | LatentAttentionConfig, ...]:
-        """Without what is in their place."""
+        """Attentions of all layers, without layers that have a replacement of attention."""
         return tuple(layer.attention for layer in self.layers if isinstance(layer.attention, KVAttention))
 
     @property
@@ -765,25 +875,29 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_embedding(self) -> bool:
-        """Whether rows begin as the embeddings of their tokens here, and not as what another stage made of these."""
+        """True if rows begin here as embeddings of their tokens, not as the hidden state of another stage."""
         return self.stage is None or self.stage.has_embedding
 
     @property
     def has_head(self) -> bool:
-        """Whether tokens are chosen here, behind the last norm and the head."""
+        """True if the last norm and the head are here, so that tokens are chosen here."""
         return self.stage is None or self.stage.has_head
 
     @property
     def vocab_count(self) -> int:
-        """Tokens that embedding and head have rows of here."""
+        """Tokens whose rows of embedding and head are here."""
         if not (self.has_embedding or self.has_head):
             return 0
         return self.vocab_size if self.part is None else self.part.vocab_count
 
     def experts_of(self, index: int) -> range:
-        """Of a layer with a mixture, the experts that are here."""
+        """Return the experts of a layer that are here.
+
+        Args:
+            index: index of a layer with a mixture of experts.
+        """
         mlp = self.layers[index].mlp
-        assert isinstance(mlp, ExpertsConfig), "asked of another layer"
+        assert isinstance(mlp, ExpertsConfig), "experts_of of a layer without experts"
         part = None if self.part is None else self.part.layers[index]
         if part is None or part.expert_count is None:
             return range(mlp.expert_count)
@@ -791,25 +905,33 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_attention(self) -> bool:
-        """Whether the KV cache keeps anything of a token."""
+        """True if the KV cache keeps an entry of each token."""
         return bool(self._attentions)
 
     @property
     def heads(self) -> AttentionConfig:
-        """The first attention of a layer: the shape of its heads is that of all layers. For models without latents."""
+        """Attention of the first layer that has one. All layers have heads of its shape.
+
+        The model must have attention without latents.
+        """
         attention = self.kv_attention
-        assert isinstance(attention, AttentionConfig), "asked of a model whose attention is latent"
+        assert isinstance(attention, AttentionConfig), "heads of a model with latent attention"
         return attention
 
     @property
     def kv_attention(self) -> AttentionConfig | LatentAttentionConfig:
-        """The first attention of a layer: what the KV cache keeps of a token for it, it keeps for all. For models with
-        attention."""
+        """Attention of the first layer that has one. All layers keep KV entries of its shape.
+
+        The model must have attention.
+        """
         return self._attentions[0]
 
     @property
     def kv_entries(self) -> tuple[KVEntry | None, ...]:
-        """What the KV cache keeps of a token, by layer; None where it has none, or sees another layer's."""
+        """Shape of a token's KV cache entry for each layer.
+
+        None for a layer that keeps no entry, or that attends to the entries of another layer.
+        """
         mixers = (layer.attention for layer in self.layers)
         return tuple(
             mixer.kv_entry if isinstance(mixer, KVAttention) and mixer.kv_from is None else None for mixer in mixers
@@ -817,7 +939,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_layers(self) -> tuple[int, ...]:
-        """By layer, in which one's part of the KV cache its keys and values lie: its own, but for those that share."""
+        """For each layer, the index of the layer whose part of the KV cache it reads.
+
+        It is the layer itself, except for layers with kv_from.
+        """
         found = (layer.attention.kv_from if isinstance(layer.attention, KVAttention) else None for layer in self.layers)
         return tuple(index if other is None else other for index, other in enumerate(found))
 
@@ -827,7 +952,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def state_bytes(self) -> int:
-        """Of the states that layers keep of one sequence, float32; 0 where none does."""
+        """Bytes of the states that layers keep of one sequence, in float32. 0 if no layer keeps a state."""
         return 4 * sum(layer.recurrent.state_size for layer in self.layers if layer.recurrent is not None)
 
     @property
@@ -836,40 +961,44 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The distinct ones, in the order of the layers."""
+        """Distinct windows, in the order of the layers."""
         return tuple(dict.fromkeys(attention.window for attention in self._attentions))
 
     @property
     def window_max(self) -> int | None:
-        """How far back any layer sees; None: some layer sees everything."""
+        """Largest window of any layer, in tokens. None if some layer sees every position."""
         found = [window for window in self.windows if window is not None]
         return max(found) if found and len(found) == len(self.windows) else None
 
     @property
     def sections(self) -> tuple[int, ...]:
-        """The distinct ones, in the order of the layers."""
+        """Distinct sections, in the order of the layers."""
         return tuple(dict.fromkeys(heads.section for heads in self._attentions if heads.section is not None))
 
     @property
     def temperatures(self) -> tuple[Temperature, ...]:
-        """The distinct ones, in the order of the layers."""
+        """Distinct temperatures, in the order of the layers."""
         return tuple(dict.fromkeys(heads.temperature for heads in self._attentions if heads.temperature is not None))
 
     @property
     def rotaries(self) -> tuple[RotaryConfig | None, ...]:
-        """The distinct ones, in the order of the layers."""
+        """Distinct rotary configs, in the order of the layers."""
         return tuple(dict.fromkeys(attention.rotary for attention in self._attentions))
 
 
 def _check_kv_from(index: int, layer: LayerConfig, layers: tuple[LayerConfig, ...]) -> None:
-    """Raises ModelLoadError if the layer cannot see what it is to see."""
+    """Check that a layer can share the keys and values of the layer that it names.
+
+    Raises:
+        ModelLoadError: the other layer does not come earlier, has no keys and values of its own, or has another window.
+    """
     attention = layer.attention
     if not isinstance(attention, AttentionConfig) or attention.kv_from is None:
         return
     other = layers[attention.kv_from].attention if 0 <= attention.kv_from < index else None
     if not isinstance(other, AttentionConfig) or other.kv_from is not None or other.window != attention.window:
         raise ModelLoadError(
-            f"layer {index} is to see the keys and values of layer {attention.kv_from}, which has none of its kind: "
+            f"layer {index} shares the keys and values of layer {attention.kv_from}, which has none of its kind: "
             "the checkpoint's config is damaged"
         )
 

@@ -1,4 +1,4 @@
-"""LoRA adapters in the native kernels' memory: in the order in which a step reads them, for each layer of the model."""
+"""LoRA adapters in the memory of the native kernels, in the order in which a step reads them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ __all__ = ["NativeAdapter"]
 
 
 class _Part(NamedTuple):
-    """Some outputs of a product, as the model's own matrix has them. pairs_of: see pairs_together; 0: as they are."""
+    """Position of some outputs of a product, as in the model's own matrix.
+
+    Attributes:
+        pairs_of: see pairs_together. 0: outputs keep their order.
+    """
 
     module: str
     outputs: int
@@ -38,7 +42,7 @@ class _Part(NamedTuple):
 
 
 def _products(layer: LayerConfig, hidden: int) -> Iterator[tuple[str, int, tuple[_Part, ...]]]:
-    """Name, inputs and parts of each product that may have an adapter, in the order of computing."""
+    """Yield name, inputs and parts of each product that may have an adapter, in the order of computing."""
     attention, mlp = layer.attention, layer.mlp
     if isinstance(attention, AttentionConfig):
         queries, keys = attention.query_size, attention.key_size
@@ -53,17 +57,26 @@ def _products(layer: LayerConfig, hidden: int) -> Iterator[tuple[str, int, tuple
         yield "output", queries, (_Part("o_proj", hidden, 0),)
     if isinstance(mlp, MlpConfig):
         middle = mlp.intermediate_size
-        # Gate and up lie in turn, as in the model's own matrix.
+        # Blocks of gate and up alternate, as in the model's own matrix.
         yield "gate_up", hidden, (_Part("gate_proj", middle, 0, 2), _Part("up_proj", middle, 1, 2))
         yield "down", middle, (_Part("down_proj", hidden, 0),)
 
 
 class NativeAdapter:
-    """One adapter. Closed by its owner, when nothing computes with it any more."""
+    """One adapter. Its owner closes it when no step uses it.
+
+    Args:
+        weights: matrices in the model's dtype.
+        config: model.
+        library: compiled kernels.
+        dtype: number format of the model.
+
+    Raises:
+        MemoryError: present is not enough memory.
+    """
 
     def __init__(self, weights: AdapterWeights, config: ModelConfig, library: Library, dtype: Dtype) -> None:
-        """Raises MemoryError."""
-        assert weights.dtype == dtype, "an adapter is read in the model's format"
+        assert weights.dtype == dtype, "an adapter in another dtype than its model"
         self._library = library
         self._dtype: Dtype = dtype
         self._layers = (AdapterLayerStruct * config.layer_count)()
@@ -76,20 +89,22 @@ class NativeAdapter:
             [(part, weights.matrices.get(f"layers.{index}.{part.module}")) for part in parts]
             for index, _, _, parts in places
         ]
-        there = [[(part, matrix) for part, matrix in of_product if matrix is not None] for of_product in found]
-        byte_count = sum(self._bytes(inputs, parts) for (_, _, inputs, _), parts in zip(places, there, strict=True))
-        self._memory = WeightMemory(library, max(1, byte_count))  # a stage may have nothing of it
-        for (index, name, inputs, _), parts in zip(places, there, strict=True):
+        present = [
+            [(part, matrix) for part, matrix in parts_of_product if matrix is not None] for parts_of_product in found
+        ]
+        byte_count = sum(self._bytes(inputs, parts) for (_, _, inputs, _), parts in zip(places, present, strict=True))
+        self._memory = WeightMemory(library, max(1, byte_count))  # a stage may have no part of the adapter
+        for (index, name, inputs, _), parts in zip(places, present, strict=True):
             if parts:
                 setattr(self._layers[index], name, self._matrix(inputs, parts))
 
     @property
     def layers(self) -> int:
-        """The address of what a step reads."""
+        """Address of the adapter's description, which a step reads."""
         return ctypes.addressof(self._layers)
 
     def close(self) -> None:
-        """A second call does nothing."""
+        """Free the memory. A second call does nothing."""
         self._memory.close()
 
     def _bytes(self, inputs: int, parts: Sequence[tuple[_Part, AdapterMatrix]]) -> int:
@@ -101,7 +116,7 @@ class NativeAdapter:
         return -(-size // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
 
     def _rank(self, matrix: AdapterMatrix) -> int:
-        """With what it is padded by: numbers are multiplied in units of four bytes."""
+        """Return the rank, padded to a multiple of four bytes, the unit in which kernels multiply."""
         unit = 4 // VALUE_BYTES[self._dtype]
         return -(-len(matrix.a) // unit) * unit
 
@@ -129,7 +144,7 @@ class NativeAdapter:
         return struct
 
     def _blocks(self, part: _Part, matrix: AdapterMatrix) -> npt.NDArray[Any]:
-        """b as AdapterPart has it: [outputs / 16, rank / unit, 16, unit]."""
+        """Return b in the order that AdapterPart defines: [outputs / 16, rank / unit, 16, unit]."""
         rank, unit = self._rank(matrix), 4 // VALUE_BYTES[self._dtype]
         b: npt.NDArray[Any] = empty_values((part.outputs, rank), self._dtype)
         b[:] = 0

@@ -1,9 +1,9 @@
-"""Any family computed by the native CPU kernels: a whole step in one call, without the GIL.
+"""Model of any family, computed by the native CPU kernels. One call without the GIL computes a whole step.
 
-Weights are packed one by one as they are read, so that nothing is held twice. What is computed is the description, as
-in decoder.py; only roundings differ: between two products numbers stay in float32 here, and what is multiplied with
-a quantized weight is rounded to 8 bits, or, with AMX and from 5 rows on, the weight to bfloat16; for any number of rows
-where the model is batch-invariant.
+Weights are packed one by one as they are read, so none is held twice. The computation follows the description, as
+decoder.py does, and only roundings differ. Numbers between two products stay in float32. For a product with a quantized
+weight, inputs are rounded to 8 bits. With AMX and 5 rows or more, the weight is rounded to bfloat16 instead, and in a
+batch-invariant model for any number of rows.
 """
 
 from __future__ import annotations
@@ -89,11 +89,16 @@ from trioserve_kernels.native import (
 
 __all__ = ["NativeModel", "why_not_native"]
 
-CLAIMED_BYTES = 1 << 21  # one large page, which takes 0.2 ms, or 6 where a virtual machine has to ask its host for it
+CLAIMED_BYTES = 1 << 21  # One large page. It takes 0.2 ms, or 6 ms if a virtual machine must request it from its host.
 
 
 def why_not_native(config: ModelConfig, dtype: Dtype) -> str | None:
-    """Why the native kernels cannot compute this model, as a part of a sentence; None if they can."""
+    """Return why the native kernels cannot compute a model, as a part of a sentence, or None if they can.
+
+    Args:
+        config: model.
+        dtype: number format.
+    """
     if dtype not in DTYPES:
         return f"they do not compute {dtype}"
     if len(config.temperatures) > 1:
@@ -106,12 +111,12 @@ def why_not_native(config: ModelConfig, dtype: Dtype) -> str | None:
             return reason
         sizes.extend(("intermediate_size", size) for size in _middles(layer.mlp))
         if layer.has_output_norms and isinstance(layer.mlp, ExpertsConfig):
-            return "experts have a norm behind them"
+            return "experts are followed by a norm"
     if reason := why_not_streams(config):
         return reason
     for name, size in sizes:
         if size % BLOCK_OUTPUTS:
-            return f"{name} is {size}, no multiple of {BLOCK_OUTPUTS}"
+            return f"{name} is {size}, which is no multiple of {BLOCK_OUTPUTS}"
     turned_dim = config.kv_attention.turned_dim if config.has_attention else 0
     if turned_dim > HEAD_DIM_MAX:
         return f"head_dim is {turned_dim}, above {HEAD_DIM_MAX}"
@@ -142,7 +147,22 @@ def _middles(mlp: MlpConfig | ExpertsConfig | None) -> tuple[int, ...]:
 
 
 class NativeModel:
-    """Packed weights, and the threads that compute with them. Close it: its threads are its own."""
+    """A StepModel with packed weights and its own threads, which close ends.
+
+    Args:
+        config: model.
+        library: compiled kernels.
+        dtype: number format of weights that are not quantized, and of KV.
+        block_size: tokens in one KV block.
+        thread_count: threads that compute.
+        quantization: quantization of weights in memory.
+        block_types: block types of the checkpoint's quantized matrices, by name.
+        batch_invariant: the bits of a row's logits depend only on its tokens and the weights, not on other rows.
+            Without AMX this is always so.
+        kv_format: number format of the KV cache.
+        collectives: connection to the other ranks, if config has a part. The model keeps it, and the caller closes it.
+            All ranks compute the same steps.
+    """
 
     def __init__(
         self,
@@ -158,15 +178,11 @@ class NativeModel:
         kv_format: KvFormat = "plain",
         collectives: Collectives | None = None,
     ) -> None:
-        """block_types: of the checkpoint's quantized matrices, by name. batch_invariant: the bits of a row's logits
-        depend on its tokens and the weights alone, not on what is computed beside it. Without AMX they always do.
-        collectives: of a config with a part, kept as long as this; whoever made them closes them. All ranks compute
-        the same steps."""
         self.config = config
         part = config.part
         self._is_alone = part is None or part.size == 1
         self._collectives = None if self._is_alone else collectives
-        assert self._is_alone or collectives is not None, "who has a part needs the others"
+        assert self._is_alone or collectives is not None, "a rank with a part of a model needs the other ranks"
         self._callbacks: NativeCallbacks | None = None
         if self._collectives is not None and self._collectives.native is None:
             self._callbacks = NativeCallbacks(self._collectives)
@@ -183,7 +199,8 @@ class NativeModel:
         self.tapped_layers: tuple[int, ...] = ()
         self._kv_format: KvFormat = kv_format
         self._storage: KVStorage[Values] | None = None
-        self._unclaimed: Iterator[tuple[int, int]] = iter(())  # address and bytes of pieces of the KV cache's memory
+        # address and bytes of pieces of the KV cache that have no memory yet
+        self._unclaimed: Iterator[tuple[int, int]] = iter(())
         self._page_addresses = (ctypes.c_void_p * config.layer_count)()
         self._weights = PackedWeights(config, library, dtype, quantization, block_types)
         self.step_weight_bytes: int = self._weights.step_byte_count
@@ -251,8 +268,8 @@ class NativeModel:
 
     @property
     def loading_threads(self) -> int:
-        assert self._engine is not None, "a model is filled before it is closed"
-        return self._engine.thread_count  # reading and packing compute on the GIL's other side
+        assert self._engine is not None, "loading_threads after close"
+        return self._engine.thread_count  # reading and packing run without the GIL
 
     def slots(self) -> Iterator[Slot]:
         yield from self._weights.slots()
@@ -287,7 +304,7 @@ class NativeModel:
             typed = cast(Values, content) if dtype == "uint8" else values_of(content, dtype)
             return typed.reshape(shape)
 
-        self.release_kv()  # before the new one: two might not fit
+        self.release_kv()  # free the old cache first, because both might not fit
         if state_slot_count:
             make_states = functools.partial(made, dtype="float32")
             self._states = StateStorage(self.config, slot_count=state_slot_count, make=make_states)
@@ -312,7 +329,7 @@ class NativeModel:
         return piece is not None and bool(self._library.claim(*piece))
 
     def warm_up(self) -> None:
-        """Nothing is left to be prepared: weights are packed as they are read."""
+        """Do nothing: weights are packed as they are read."""
 
     def compute(
         self,
@@ -323,9 +340,9 @@ class NativeModel:
     ) -> ComputedStep | None:
         assert self._engine is not None, "compute after close"
         assert self._storage is not None, "compute before allocate_kv"
-        if self._is_alone and is_abandoned():  # ranks agree on it while they compute
+        if self._is_alone and is_abandoned():  # ranks agree while they compute
             return None
-        assert all(chunk.states for chunk in chunks) or self._states is None, "chunks of such a model have states"
+        assert all(chunk.states for chunk in chunks) or self._states is None, "a model with states needs them in chunks"
         has_head = self.config.has_head
         arrays = _StepArrays(chunks, self._block_size, samples=has_head)
         samplings = NativeSamplings(sampled_rows(chunks) if has_head else [], self.config.vocab_size, masks)
@@ -394,12 +411,12 @@ class NativeModel:
         )
 
     def _check_callbacks(self) -> None:
-        """Raises what went wrong between the ranks."""
+        """Raise the error that a callback between the ranks met, if any."""
         if self._callbacks is not None:
             self._callbacks.check()
 
     def _adapters_of(self, chunks: Sequence[ScheduledChunk]) -> ctypes.Array[ctypes.c_void_p] | None:
-        """None if no chunk has one."""
+        """Return the address of each chunk's adapter, or None if no chunk has an adapter."""
         used = [chunk.request.adapter for chunk in chunks]
         if not any(used):
             return None
@@ -419,8 +436,8 @@ class NativeModel:
 
     def _pooled(self, hidden: Float32Array, chunk: ScheduledChunk) -> Pooled | None:
         pooling = chunk.request.pooling
-        assert pooling is not None, "the chunk pools"
-        assert self._engine is not None, "a step is computed before close"
+        assert pooling is not None, "a chunk without pooling"
+        assert self._engine is not None, "compute after close"
         if pooling.task == "labels":
             targets = np.array(pooling.label_token_ids, dtype=np.int32)
             rows = np.repeat(hidden[-1:], len(targets), axis=0)
@@ -431,7 +448,7 @@ class NativeModel:
         return pooled_vector(rows, pooling)
 
     def _prompt_logprobs(self, hidden: Float32Array, chunk: ScheduledChunk) -> tuple[TokenLogprob, ...] | None:
-        assert self._engine is not None, "a step is computed before close"
+        assert self._engine is not None, "compute after close"
         followers = prompt_followers(chunk)
         top = min(chunk.request.sampling.prompt_logprobs or 0, self.config.vocab_size)
         entries: list[TokenLogprob] = []
@@ -453,7 +470,7 @@ class NativeModel:
         return None
 
     def close(self) -> None:
-        """Ends the threads and lets weights and KV cache go. A second call does nothing."""
+        """End the threads, and free weights and KV cache. A second call does nothing."""
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
@@ -469,14 +486,17 @@ def _tapped(tapped: Float32Array, first_rows: Sequence[int], chunks: Sequence[Sc
 
 
 def _pieces(pages: Sequence[Values]) -> Iterator[tuple[int, int]]:
-    """In the order in which blocks are first used: the beginning of every layer's memory, then what comes behind it."""
+    """Yield address and size of each piece of memory, in the order in which blocks are first used.
+
+    The first piece of every layer's buffer comes first, then the second piece of every buffer, and so on.
+    """
     for start in range(0, max((buffer.nbytes for buffer in pages), default=0), CLAIMED_BYTES):
         for buffer in pages:
             yield address(buffer) + start, min(CLAIMED_BYTES, buffer.nbytes - start)
 
 
 def _rounded(number: float, dtype: Dtype) -> float:
-    """To the format in which the makers of such models multiply."""
+    """Round a number to the dtype, as the reference implementations do before they multiply with it."""
     rounded = empty_values((1,), dtype)
     convert(np.array([number], dtype=np.float32), rounded)
     single = np.empty(1, dtype=np.float32)
@@ -485,7 +505,7 @@ def _rounded(number: float, dtype: Dtype) -> float:
 
 
 class _Layer:
-    """One layer's biases and norms: float32, which holds every dtype exactly."""
+    """Biases and norms of one layer in float32, which represents the numbers of every dtype exactly."""
 
     def __init__(self, index: int, config: ModelConfig) -> None:
         layer = config.layers[index]
@@ -504,13 +524,13 @@ class _Layer:
         self._attention_gate: MatrixStruct | None = None
         self._laurel = NativeLaurel(layer.laurel_rank, hidden) if layer.laurel_rank else None
         self._streams = None if config.streams is None else NativeLayerStreams(config.streams, hidden)
-        # Held here: the layer's struct has their addresses.
+        # Keep these structs alive: the layer's struct has their addresses.
         self._laurel_struct: LaurelStruct | None = None
         self._streams_struct: LayerStreamsStruct | None = None
         if isinstance(attention, AttentionConfig):
             self._make_attention(attention, hidden)
         elif isinstance(attention, LatentAttentionConfig):
-            # The norms of queries' latents, and of those from which keys and values are computed.
+            # norms of the latents from which queries, and keys and values, are projected
             self.query_norm = None if attention.query_rank is None else _singles(attention.query_rank)
             self.key_norm = _singles(attention.latent_dim)
         self.attention_norm = _singles(hidden) if layer.has_input_norms else None
@@ -554,7 +574,12 @@ class _Layer:
             self.sinks = _padded(attention.head_count)
 
     def struct(self, name: str, weights: PackedWeights, rotaries: Sequence[RotaryConfig | None]) -> LayerStruct:
-        """name: such as layers.0. rotaries: the model's."""
+        """Return the kernels' description of the layer. It has addresses of arrays that this object owns.
+
+        Args:
+            name: name of the layer, such as layers.0.
+            rotaries: distinct rotary configs of the model.
+        """
         attention, mlp = self._layer.attention, self._layer.mlp
         own: tuple[str, ...] = ("qkv", "output") if isinstance(attention, KVAttention) else ()
         own += ("gate_up", "down") if isinstance(mlp, MlpConfig) else ()
@@ -627,7 +652,7 @@ class _Layer:
 
     def _experts_struct(self, name: str, mlp: ExpertsConfig, weights: PackedWeights) -> ExpertsStruct:
         own = [f"{name}.experts.{expert}" for expert in self._own_experts]
-        # Held here: the struct has their addresses.
+        # Keep these arrays alive: the struct has their addresses.
         gate_up, down = self._expert_matrices = tuple(
             (MatrixStruct * len(own))(*(weights.matrix(f"{expert}.{matrix}") for expert in own))
             for matrix in ("gate_up", "down")
@@ -707,7 +732,7 @@ class _Layer:
             if bias is not None:
                 yield Slot(f"{name}.{projection}.bias", (bias.size,), "float32", functools.partial(_copy, bias))
         if self.sinks is not None:
-            assert isinstance(attention, AttentionConfig), "what else has sinks"
+            assert isinstance(attention, AttentionConfig), "only AttentionConfig has sinks"
             sinks = self.sinks[: attention.head_count]
             yield Slot(f"{name}.sinks.weight", sinks.shape, "float32", functools.partial(_copy, sinks))
         if self.shared_gate is not None:
@@ -731,7 +756,7 @@ class _Layer:
 
 
 def _padded(count: int) -> Float32Array:
-    """The kernels read whole blocks."""
+    """Return zeros, rounded up to whole blocks, because the kernels read whole blocks."""
     return np.zeros(-(-count // BLOCK_OUTPUTS) * BLOCK_OUTPUTS, dtype=np.float32)
 
 
@@ -768,10 +793,13 @@ def _singles(count: int) -> Float32Array:
 
 
 class _StepArrays:
-    """A plan as the arrays that the kernels read, and room for their responses. Rows are in the plan's order."""
+    """A step's chunks as arrays that the kernels read. Rows have the order of the chunks.
+
+    Args:
+        samples: False: no row is sampled here.
+    """
 
     def __init__(self, chunks: Sequence[ScheduledChunk], block_size: int, *, samples: bool) -> None:
-        """samples: False: nothing is sampled here."""
         token_ids: list[int] = []
         tables: list[int] = []
         table_firsts: list[int] = []
@@ -796,8 +824,12 @@ class _StepArrays:
 
 
 def _spans(chunks: Sequence[ScheduledChunk], first_rows: Sequence[int]) -> tuple[array[int], array[int]]:
-    """Where each chunk's spans begin, and where the last one's end; and of all spans the first row, the count, and the
-    slots that are read and written."""
+    """Return the state spans of a step.
+
+    Returns:
+        Index of each chunk's first span, and the number of all spans. Then four numbers for each span: first row, row
+        count, slot to read (-1: none), slot to write.
+    """
     firsts: list[int] = [0]
     spans: list[int] = []
     for chunk, row in zip(chunks, first_rows, strict=True):

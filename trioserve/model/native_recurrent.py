@@ -1,5 +1,7 @@
-"""What keeps a state in one layer, as the native kernels read it: its vectors in float32, which holds every dtype
-exactly. Its matrices are where all are, in PackedWeights."""
+"""Layers that keep states, as the native kernels read them.
+
+Vectors are float32, which represents the numbers of every dtype exactly. PackedWeights has the matrices.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ __all__ = ["NativeRecurrent", "why_not_recurrent"]
 
 
 def why_not_recurrent(layer: Recurrent) -> str | None:
-    """Why the native kernels cannot compute this layer, as a part of a sentence; None if they can."""
+    """Return why the native kernels cannot compute a layer, as a part of a sentence, or None if they can.
+
+    Args:
+        layer: part of a layer that keeps a state.
+    """
     sizes = [("a convolution's number of channels", layer.convolved_size)]
     if isinstance(layer, StateSpaceConfig):
         sizes.append(("a state space's head_dim", layer.head_dim))
@@ -27,18 +33,18 @@ def why_not_recurrent(layer: Recurrent) -> str | None:
         sizes += [("linear_value_head_dim", layer.head_dim), ("linear_num_value_heads", layer.head_count)]
     for name, size in sizes:
         if size % BLOCK_OUTPUTS:
-            return f"{name} is {size}, no multiple of {BLOCK_OUTPUTS}"
+            return f"{name} is {size}, which is no multiple of {BLOCK_OUTPUTS}"
     return f"a convolution sees {layer.kernel_size} tokens" if layer.kernel_size > CONV_KERNEL_MAX else None
 
 
 class NativeRecurrent:
-    """What one layer has of it."""
+    """Vectors of one layer that keeps a state."""
 
     def __init__(self, layer: Recurrent, hidden: int) -> None:
         self._layer = layer
         has_conv_bias = layer.has_bias if isinstance(layer, ShortConvConfig) else layer.has_conv_bias
         padded = math.ceil(layer.projected_size / BLOCK_OUTPUTS) * BLOCK_OUTPUTS
-        # Of the projections; the first has zeros behind its end, up to a whole block.
+        # biases of both projections; zeros pad the first one to a whole block
         self._input_bias = np.zeros(padded, dtype=np.float32) if layer.has_bias else None
         self._output_bias = _singles(hidden) if layer.has_bias else None
         self._conv_weights = _singles(layer.kernel_size, layer.convolved_size)
@@ -76,12 +82,21 @@ class NativeRecurrent:
             self._struct.is_delta, self._struct.in_turn = True, layer.has_heads_in_turn
 
     def struct(self, name: str, weights: PackedWeights) -> RecurrentStruct:
-        """name: as for slots. It lives as long as this does."""
+        """Return the kernels' description. It is valid as long as this object.
+
+        Args:
+            name: name of the layer, such as layers.0.
+            weights: matrices of the model.
+        """
         self._struct.input, self._struct.output = weights.matrix(f"{name}.input"), weights.matrix(f"{name}.mixed")
         return self._struct
 
     def slots(self, name: str) -> Iterator[Slot]:
-        """name: the layer's, such as layers.0."""
+        """Yield the slots of these vectors.
+
+        Args:
+            name: name of the layer, such as layers.0.
+        """
         layer = self._layer
         shape = (layer.convolved_size, layer.kernel_size)
         yield Slot(f"{name}.conv.weight", shape, "float32", functools.partial(_fill, self._conv_weights.T))
@@ -93,7 +108,7 @@ class NativeRecurrent:
             **{f"state.{kind}": self._vectors.get(kind) for kind in ("rates", "skips", "time_step_bias")},
         }
         for tensor, place in places.items():
-            if place is not None:  # of a norm that all heads have, one for each is filled
+            if place is not None:  # the delta rule has one norm for all heads, which is copied for each head
                 yield Slot(f"{name}.{tensor}", place.shape[-1:], "float32", functools.partial(_fill, place))
 
 

@@ -1,4 +1,4 @@
-"""How each sampled row's token is to be chosen, as the native kernels read it, and what they chose."""
+"""Sampling parameters of each sampled row as the native kernels read them, and the tokens that the kernels chose."""
 
 from __future__ import annotations
 
@@ -39,10 +39,15 @@ ERRORS = {
 
 
 class NativeSamplings:
-    """The rows of a step that are sampled, in order, and room for what the kernels choose."""
+    """Sampled rows of a step, in order, and arrays for the kernels' results.
+
+    Args:
+        chunks: one for each sampled row, see sampled_rows.
+        vocab_size: tokens in the vocabulary.
+        masks: masks of chunks with a mask_row. This object keeps them until the kernels have chosen.
+    """
 
     def __init__(self, chunks: Sequence[ScheduledChunk], vocab_size: int, masks: TokenMasks | None = None) -> None:
-        """masks: of the chunks that have a mask_row; to be kept until the kernels have chosen."""
         assert masks is None or masks.words_per_row >= mask_words(vocab_size), "masks of another vocabulary"
         self._masks = masks
         self._ids: list[int] = []
@@ -65,7 +70,11 @@ class NativeSamplings:
         self._top_ids = int32_array((0,)) * (len(chunks) * self._top_count_max)
 
     def put_into(self, step: StepStruct) -> None:
-        """The addresses; they are good as long as this lives."""
+        """Write addresses of this object's arrays into a step.
+
+        Args:
+            step: description that the kernels read. This object must exist until the step has ended.
+        """
         step.samplings = ctypes.addressof(self._structs)
         step.sampling_ids, step.sampling_biases = start_of(self._id_array), start_of(self._bias_array)
         step.next_ids, step.flaws = start_of(self._next_ids), start_of(self._flaws)
@@ -74,7 +83,7 @@ class NativeSamplings:
         step.masks_filled = None if self._masks is None else self._masks.filled_address
 
     def samples(self) -> Samples:
-        """What the kernels chose."""
+        """Return the tokens that the kernels chose."""
         token_ids, flaws = self._next_ids.tolist(), self._flaws.tolist()
         errors = {row: ERRORS[flaw] for row, flaw in enumerate(flaws) if flaw != NO_FLAW}
         logprobs = {row: self._logprob(row, token_ids[row]) for row in self._top_counts if row not in errors}
@@ -82,7 +91,7 @@ class NativeSamplings:
 
     def _mask_address(self, mask_row: int) -> int:
         masks = self._masks
-        assert masks is not None, "a row with a mask in a plan without masks"
+        assert masks is not None, "a row refers to a mask, but the plan has none"
         assert 0 <= mask_row < masks.row_count
         return masks.address + mask_row * masks.words_per_row * (BITS // 8)
 
@@ -130,5 +139,11 @@ class NativeSamplings:
 
 
 def token_logprob(token_id: int, logprobs: list[float], top_ids: list[int]) -> TokenLogprob:
-    """logprobs: the token's own, then those of top_ids, and perhaps more."""
+    """Return the logprobs of one row.
+
+    Args:
+        token_id: chosen token.
+        logprobs: logprob of the chosen token, then of each of top_ids. Further numbers are ignored.
+        top_ids: most probable tokens, best first.
+    """
     return TokenLogprob(token_id, logprobs[0], tuple(zip(top_ids, logprobs[1:], strict=False)))

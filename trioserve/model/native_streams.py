@@ -1,6 +1,8 @@
-"""A hidden state of several streams as the native kernels read it, and what comes in behind attention besides: vectors
-in float32, which holds every dtype exactly, and so the small matrices that are multiplied row by row. The other
-matrices are where all are, in PackedWeights."""
+"""Streams and Laurel paths as the native kernels read them, see StreamsConfig and LayerConfig.laurel_rank.
+
+Vectors and small matrices are float32, which represents the numbers of every dtype exactly. PackedWeights has the other
+matrices.
+"""
 
 from __future__ import annotations
 
@@ -27,21 +29,34 @@ __all__ = ["NativeLaurel", "NativeLayerStreams", "NativeStreams", "why_not_strea
 
 
 def why_not_streams(config: ModelConfig) -> str | None:
-    """Why the native kernels cannot compute these, as a part of a sentence; None if they can."""
+    """Return why the native kernels cannot compute a model's streams and Laurel paths, or None if they can.
+
+    Args:
+        config: model.
+
+    Returns:
+        Part of a sentence.
+    """
     sizes = [("laurel_rank", layer.laurel_rank) for layer in config.layers]
     if config.streams is not None:
         sizes.append(("hidden_size_per_layer_input", config.streams.input_size))
     for name, size in sizes:
         if size % BLOCK_OUTPUTS:
-            return f"{name} is {size}, no multiple of {BLOCK_OUTPUTS}"
+            return f"{name} is {size}, which is no multiple of {BLOCK_OUTPUTS}"
     return None
 
 
 class NativeStreams:
-    """What the model has of them. Its struct has addresses of what it holds."""
+    """Weights of the model's streams. `struct` has addresses of arrays that this object owns.
+
+    Args:
+        config: model.
+        streams: streams of the model.
+        weights: matrices of the model.
+        table_scale: factor of the rows in the table of the layers' inputs.
+    """
 
     def __init__(self, config: ModelConfig, streams: StreamsConfig, weights: PackedWeights, table_scale: float) -> None:
-        """table_scale: what a row of the layers' inputs is multiplied by."""
         others = range(streams.count - 1)
         self._ins, self._outs = (
             (MatrixStruct * len(others))(*(weights.matrix(f"streams.{index}.{way}") for index in others))
@@ -66,7 +81,7 @@ class NativeStreams:
 
 
 class NativeLayerStreams:
-    """What one layer has of them."""
+    """Weights of one layer's streams."""
 
     def __init__(self, streams: StreamsConfig, hidden: int) -> None:
         self._has_scale = streams.has_scale
@@ -80,7 +95,12 @@ class NativeLayerStreams:
         }
 
     def struct(self, name: str, weights: PackedWeights) -> LayerStreamsStruct:
-        """name: as for slots. It holds addresses of what this has."""
+        """Return the kernels' description. It has addresses of arrays that this object owns.
+
+        Args:
+            name: name of the layer, such as layers.0.
+            weights: matrices of the model.
+        """
         found = {tensor: address(place) for tensor, place in self._places.items()}
         return LayerStreamsStruct(
             input_gate=weights.matrix(f"{name}.input_gate"),
@@ -94,24 +114,37 @@ class NativeLayerStreams:
         )
 
     def slots(self, name: str) -> Iterator[Slot]:
-        """name: the layer's, such as layers.0."""
+        """Yield the slots of these weights.
+
+        Args:
+            name: name of the layer, such as layers.0.
+        """
         for tensor, place in self._places.items():
             yield _slot(f"{name}.{tensor}", place)
 
 
 class NativeLaurel:
-    """What one layer has of it."""
+    """Weights of one layer's Laurel path."""
 
     def __init__(self, rank: int, hidden: int) -> None:
         self._rank, self._norm = rank, _singles(hidden)
 
     def struct(self, name: str, weights: PackedWeights) -> LaurelStruct:
-        """name: as for slots. It holds addresses of what this has."""
+        """Return the kernels' description. It has addresses of arrays that this object owns.
+
+        Args:
+            name: name of the layer, such as layers.0.
+            weights: matrices of the model.
+        """
         ways = {f"{way}wards": weights.matrix(f"{name}.laurel_{way}") for way in ("in", "out")}
         return LaurelStruct(**ways, norm=address(self._norm), rank=self._rank)
 
     def slots(self, name: str) -> Iterator[Slot]:
-        """name: the layer's, such as layers.0."""
+        """Yield the slots of these weights.
+
+        Args:
+            name: name of the layer, such as layers.0.
+        """
         yield _slot(f"{name}.laurel_norm.weight", self._norm)
 
 

@@ -1,4 +1,4 @@
-"""Number formats by name, and as numpy arrays: how wide each is, and how one becomes another."""
+"""Number formats: their names, their sizes, their numpy arrays, and conversion between them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["VALUE_BYTES", "Dtype", "Float32Array", "Values", "convert", "dtype_o
 
 Float32Array: TypeAlias = npt.NDArray[np.float32]
 Values: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.float16] | npt.NDArray[np.uint16]
-"""An array in one of the formats. numpy knows no bfloat16: its numbers are held as their 16 bits, in a uint16."""
+"""Array in one of the formats. numpy has no bfloat16, so its 16 bits are held as uint16."""
 
 VALUE_BYTES: dict[Dtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -22,12 +22,24 @@ _NAN_BITS = 0x7FC0
 
 
 def empty_values(shape: tuple[int, ...], dtype: Dtype) -> Values:
-    """Not yet written."""
+    """Return an uninitialised array.
+
+    Args:
+        dtype: number format of the array. bfloat16 gives a uint16 array.
+    """
     return cast(Values, np.empty(shape, dtype=_ARRAY_TYPES[dtype]))
 
 
 def values_of(stored: npt.NDArray[np.uint8], dtype: Dtype) -> Values:
-    """The values that contiguous bytes hold; they share their memory."""
+    """Return the values that some bytes encode, without a copy.
+
+    Args:
+        stored: contiguous uint8 array.
+        dtype: number format of the bytes.
+
+    Returns:
+        One-dimensional array that shares the memory of `stored`.
+    """
     return cast(Values, stored.reshape(-1).view(_ARRAY_TYPES[dtype]))
 
 
@@ -36,10 +48,14 @@ def dtype_of(values: Values) -> Dtype:
 
 
 def convert(values: Values, result: Values) -> None:
-    """Write the values into `result`, an array of the same shape, in its format.
+    """Write values into an array, converted to the format of that array.
 
-    What does not fit is rounded to the nearest number, to the even one of two that are equally near; what is too large
-    becomes infinite; what is no number stays none.
+    Numbers are rounded to the nearest number of the format, ties to even. Numbers that are too large become infinite.
+    NaN stays NaN.
+
+    Args:
+        values: array in any of the formats.
+        result: array of the same shape, which is overwritten.
     """
     if values.dtype == result.dtype:
         result[...] = cast(Any, values)
@@ -53,7 +69,7 @@ def convert(values: Values, result: Values) -> None:
 
 
 def _singles(values: Values) -> Float32Array:
-    """As float32, which holds the numbers of every format exactly."""
+    """Return the values as float32, which represents the numbers of every format exactly."""
     if values.dtype == np.uint16:
         return (values.astype(np.uint32) << 16).view(np.float32)
     return values.astype(np.float32, copy=False)
@@ -61,8 +77,8 @@ def _singles(values: Values) -> Float32Array:
 
 def _round_to_bfloat16(singles: Float32Array, result: npt.NDArray[np.uint16]) -> None:
     bits = np.ascontiguousarray(singles).view(np.uint32)
-    # Half of the last kept place is added, or just less where the kept part is even. The sum carries into the exponent
-    # as it should, up to infinity; that of a NaN may overflow, so these are written anew.
+    # Round half to even: add half of the last kept bit, or just less if the kept bits are even. The sum carries into
+    # the exponent, up to infinity, as it should. A NaN may overflow, so NaNs are written separately.
     rounded = bits >> 16
     rounded &= 1
     rounded += 0x7FFF

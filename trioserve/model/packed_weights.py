@@ -1,4 +1,4 @@
-"""The matrices of a model in the native kernels' memory: in which format each lies, and how it gets there."""
+"""Matrices of a model in the memory of the native kernels: their formats, their order, and their loading."""
 
 from __future__ import annotations
 
@@ -40,23 +40,37 @@ HEAD = "head"
 
 
 def has_pairs_together(attention: AttentionConfig | LatentAttentionConfig) -> bool:
-    """Whether queries and keys can be turned as soon as some of a head's numbers are there."""
+    """Return True if queries and keys can be rotated as soon as a part of a head is computed.
+
+    Args:
+        attention: attention of one layer.
+    """
     if isinstance(attention, LatentAttentionConfig):
         return False
     return attention.head_dim % (2 * BLOCK_OUTPUTS) == 0 and attention.qk_norm == "none"
 
 
 def pairs_together(heads: npt.NDArray[Any], dim: int) -> npt.NDArray[Any]:
-    """[heads * dim, ...] with 16 of a head's first half and 16 of its second in turn, seen in a checkpoint's order:
-    [heads, 2, dim / 32, 16, ...]."""
+    """View rows in the checkpoint's order that are stored with rotated pairs close together.
+
+    Stored rows of a head alternate: 16 rows of its first half, then 16 rows of its second half.
+
+    Args:
+        heads: [heads * dim, ...], in stored order.
+        dim: rows of one head.
+
+    Returns:
+        [heads, 2, dim / 32, 16, ...], a view in the checkpoint's order.
+    """
     return heads.reshape(-1, dim // (2 * BLOCK_OUTPUTS), 2, BLOCK_OUTPUTS, *heads.shape[1:]).swapaxes(1, 2)
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One or more matrices of the checkpoint, of the same shape, whose blocks of 16 outputs lie in turn.
+    """One or more matrices of the checkpoint with equal shapes, whose blocks of 16 outputs alternate.
 
-    pairs_of: the size of heads whose halves lie in turn, see pairs_together; 0: there are none.
+    Attributes:
+        pairs_of: size of heads whose halves alternate, see pairs_together. 0: outputs keep their order.
     """
 
     names: tuple[str, ...]
@@ -71,8 +85,18 @@ class _Part:
 
 
 class PackedWeights:
-    """All matrices that a step reads from end to end, or rows of, in one piece of memory. Closed by its owner, when
-    nothing computes any more."""
+    """All matrices that a step reads, in one range of memory. The owner closes it when no step is running.
+
+    Args:
+        config: model.
+        library: compiled kernels.
+        dtype: number format of matrices that are not quantized.
+        quantization: quantization of weights in memory.
+        block_types: block types of the checkpoint's quantized matrices, by name, see StoredTensor.
+
+    Raises:
+        MemoryError: there is not enough memory.
+    """
 
     def __init__(
         self,
@@ -82,7 +106,6 @@ class PackedWeights:
         quantization: Quantization,
         block_types: Mapping[str, str],
     ) -> None:
-        """dtype: of what is not quantized. block_types: see StoredTensor, by name. Raises MemoryError."""
         self._library = library
         self._dtype: Dtype = dtype
         self._block_types = block_types
@@ -94,7 +117,11 @@ class PackedWeights:
         self._places = {part: self._memory.take(size) for part, size in sizes.items()}
 
     def matrix(self, name: str) -> MatrixStruct:
-        """name: HEAD, or such as layers.0.qkv, with the names of LayerStruct. Nothing of one that another stage has."""
+        """Return the kernels' description of a matrix. It is empty if another stage has the matrix.
+
+        Args:
+            name: HEAD, or a name such as layers.0.qkv, with the names of LayerStruct.
+        """
         if name not in self._matrices:
             return MatrixStruct()
         return matrix_of(
@@ -102,7 +129,11 @@ class PackedWeights:
         )
 
     def address(self, name: str) -> int:
-        """Of a matrix of one part."""
+        """Return the address of a matrix that has one part.
+
+        Args:
+            name: see matrix.
+        """
         (part,) = self._matrices[name]
         return self._places[part]
 
@@ -112,7 +143,7 @@ class PackedWeights:
                 yield self._slot(name, part, place, index)
 
     def close(self) -> None:
-        """A second call does nothing."""
+        """Free the memory. A second call does nothing."""
         self._memory.close()
 
     def _packed_bytes(self, part: _Part) -> int:
@@ -121,7 +152,7 @@ class PackedWeights:
         return self._library.quantized_bytes(part.outputs, part.columns, part.format)
 
     def _slot(self, name: str, part: _Part, place: int, index: int) -> Slot:
-        """Of the part's matrix with this index."""
+        """Return the slot of one of the part's matrices."""
         rows_at_once = part.pairs_of or BLOCK_OUTPUTS
 
         def rows_of(first_row: int, row_count: int) -> Slot:
@@ -165,27 +196,27 @@ class PackedWeights:
 
 
 def _share_of_step(config: ModelConfig, part: _Part) -> float:
-    """Of a part's bytes, what a step of one token reads on the average."""
+    """Return the share of a part's bytes that a step of one token reads on average."""
     path = part.names[0].split(".")
     if path[:2] == ["layer_inputs", "embed"] or (path[0] == "embed" and not config.has_head):
-        return 0.0  # a row of a token is what rows of the embedding are: next to nothing
+        return 0.0  # a step reads only one row of an embedding table
     if path[2:3] != ["experts"]:
         return 1.0
     mlp = config.layers[int(path[1])].mlp
-    assert isinstance(mlp, ExpertsConfig), "its experts have parts"
+    assert isinstance(mlp, ExpertsConfig), "an expert in a layer without experts"
     return mlp.experts_per_token / mlp.expert_count
 
 
 def _matrices(config: ModelConfig, format_of: Callable[[str], WeightFormat]) -> dict[str, tuple[_Part, ...]]:
-    """The parts of each, by the matrix's name."""
+    """Return the parts of each matrix, by the matrix's name."""
 
     def part(rows: int, columns: int, *names: str, pairs_of: int = 0) -> _Part:
         formats = {format_of(name) for name in names}
-        # What lies in turn has one format: where a file mixes two, neither.
+        # Alternating matrices need one format. If a file has two formats for them, both become dense.
         return _Part(names, rows, columns, formats.pop() if len(formats) == 1 else WeightFormat.DENSE, pairs_of)
 
     def gated(name: str, middle: int) -> None:
-        # Gate and up lie in turn, so that both are at hand where they are multiplied.
+        # Blocks of gate and up alternate, so both results are available where they are multiplied.
         matrices[f"{name}.gate_up"] = (part(middle, hidden, f"{name}.gate_proj.weight", f"{name}.up_proj.weight"),)
         matrices[f"{name}.down"] = (part(hidden, middle, f"{name}.down_proj.weight"),)
 
@@ -196,7 +227,7 @@ def _matrices(config: ModelConfig, format_of: Callable[[str], WeightFormat]) -> 
             first = part(rank, hidden, f"{layer}.q_a_proj.weight")
             matrices[f"{layer}.query_up"] = (part(queries, rank, f"{layer}.q_b_proj.weight"),)
         matrices[f"{layer}.qkv"] = (first, part(attention.entry_dim, hidden, f"{layer}.kv_a_proj.weight"))
-        # Of each head a matrix for itself, behind the one of the head before.
+        # Each head has its own matrix, one after the other.
         rows = attention.head_count * attention.latent_dim
         key_up = _Part((f"{layer}.k_b_proj.weight",), rows, attention.plain_dim, WeightFormat.DENSE)
         value_up = _Part((f"{layer}.v_b_proj.weight",), attention.value_size, attention.latent_dim, WeightFormat.DENSE)
@@ -234,7 +265,7 @@ def _matrices(config: ModelConfig, format_of: Callable[[str], WeightFormat]) -> 
                 matrices[f"{layer}.input"] = (
                     part(recurrent.inner_size, hidden, f"{layer}.delta_gate.weight"),
                     part(recurrent.convolved_size, hidden, f"{layer}.delta_qkv.weight"),
-                    # What decides how long a state lasts is not rounded further.
+                    # Weights that decide how fast a state decays are not rounded further.
                     *(
                         _Part((f"{layer}.{name}.weight",), recurrent.head_count, hidden, WeightFormat.DENSE)
                         for name in ("delta_decay", "delta_share")
@@ -254,7 +285,7 @@ def _matrices(config: ModelConfig, format_of: Callable[[str], WeightFormat]) -> 
             gated(layer, mlp.intermediate_size)
         if not isinstance(mlp, ExpertsConfig):
             continue
-        # What chooses is not rounded further.
+        # The router's weights are not rounded further.
         router = _Part((f"{layer}.router.weight",), mlp.expert_count, hidden, WeightFormat.DENSE)
         matrices[f"{layer}.router"] = (router,)
         for expert in config.experts_of(index):

@@ -1,4 +1,6 @@
-"""Hidden states of a prompt to the vector that it becomes. Knows numpy only: whoever computes the hidden states."""
+"""Pooling of a prompt's hidden states into one vector. It uses only numpy, so every implementation of a model can call
+it.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +12,28 @@ from trioserve.model.number_formats import Float32Array
 
 __all__ = ["needed_rows", "normed", "pooled_vector"]
 
-LENGTH_MIN = 1e-12  # as torch's normalize: a vector of zeros stays one
+LENGTH_MIN = 1e-12  # as in torch's normalize: a zero vector stays zero
 
 
 def needed_rows(pooling: Pooling) -> slice:
-    """Which rows of a prompt's last chunk pooled_vector is to be given."""
+    """Return the rows of a prompt's last chunk that pooled_vector needs.
+
+    Args:
+        pooling: the request's pooling parameters.
+    """
     return {"last": slice(-1, None), "cls": slice(0, 1), "mean": slice(None)}[pooling.method]
 
 
 def pooled_vector(rows: Float32Array, pooling: Pooling) -> Pooled | None:
-    """rows: [n, size], the needed_rows after the model's last norm. None: a number of it is not finite."""
+    """Pool rows into one vector.
+
+    Args:
+        rows: float32 [n, size], the needed_rows after the model's last norm.
+        pooling: the request's pooling parameters.
+
+    Returns:
+        None if the vector has NaN or infinity.
+    """
     vector = rows.mean(axis=0, dtype=np.float64) if pooling.method == "mean" else rows[0].astype(np.float64)
     vector = vector[: pooling.dimensions]
     if pooling.normalize:
@@ -30,7 +44,17 @@ def pooled_vector(rows: Float32Array, pooling: Pooling) -> Pooled | None:
 
 
 def normed(kind: NormKind, rows: Float32Array, weight: Float32Array, eps: float) -> Float32Array:
-    """RMS norm (arXiv 1910.07467), or LayerNorm without a bias. rows: [n, size]; weight: [size]."""
+    """Return the RMS norm (arXiv 1910.07467) of each row, or its LayerNorm without a bias.
+
+    Args:
+        kind: "rms" or "layer".
+        rows: float32 [n, size].
+        weight: float32 [size].
+        eps: added to the mean of squares.
+
+    Returns:
+        float32 [n, size].
+    """
     if kind == "layer":
         rows = rows - rows.mean(axis=-1, keepdims=True, dtype=np.float32)
     scale = np.sqrt(np.mean(rows * rows, axis=-1, keepdims=True, dtype=np.float32) + np.float32(eps))

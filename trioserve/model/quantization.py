@@ -1,4 +1,4 @@
-"""In how many bits weights stay in memory, settled from the settings and the checkpoint before anything is read."""
+"""Choice of the weights' quantization in memory, from the settings and the checkpoint, before any weight is read."""
 
 from __future__ import annotations
 
@@ -14,31 +14,43 @@ __all__ = ["Quantization", "settle_quantization", "weight_format"]
 Quantization = Literal["none", "file", "int8", "int4"]
 
 
-def settle_quantization(wish: QuantizationName, block_types: Mapping[str, str], *, dtype: str) -> Quantization:
-    """What --quantization comes to with the native kernels. block_types: of the checkpoint's quantized matrices, by
-    name. Raises StartupError if `file` is asked of a checkpoint that has none.
+def settle_quantization(requested: QuantizationName, block_types: Mapping[str, str], *, dtype: str) -> Quantization:
+    """Return the quantization that the native kernels use.
 
-    auto keeps a quantized file's own blocks unless float32 is asked for: they are the exact weights, which bfloat16
-    would round, a decode step reads a third of the bytes, and loading is faster. What it costs is said in
-    kernels/README.md: rows in 8 bits raise the default model's perplexity by 0.6 %, as they do in llama.cpp; with AMX
-    only steps of up to 4 rows have them.
+    auto keeps the blocks of a quantized file, unless float32 is requested. These blocks are the exact weights, which
+    bfloat16 would round. A decode step then reads a third of the bytes, and loading is faster. The cost is described in
+    kernels/README.md: rows in 8 bits raise the default model's perplexity by 0.6 %, as in llama.cpp. With AMX only
+    steps of up to 4 rows have them.
+
+    Args:
+        requested: value of --quantization.
+        block_types: block type of each quantized matrix of the checkpoint, by name.
+        dtype: number format of the model.
+
+    Raises:
+        StartupError: `file` is requested, and the checkpoint has no quantized weights.
     """
-    if wish == "auto":
+    if requested == "auto":
         return "file" if dtype == "bfloat16" and block_types else "none"
-    if wish == "file" and not block_types:
+    if requested == "file" and not block_types:
         raise StartupError(
-            "quantization is file, but the checkpoint has no weights that can be kept quantized: take int8, int4 or "
+            "quantization is file, but the checkpoint has no weights that can be kept quantized: use int8, int4 or "
             "none, or a quantized checkpoint"
         )
-    return wish
+    return requested
 
 
 def weight_format(quantization: Quantization, name: str, block_type: str | None) -> WeightFormat:
-    """How a matrix is kept. name: see names.py. block_type: of its blocks in the file, or None if it has none.
+    """Return the format in which a matrix is kept in memory.
 
-    Blocks that have the wanted number of bits already are kept as they are, with 4 those of fewer, too. The output
-    layer has 8 bits at least: with 4 the default model chose another token than float32 15 times in 100, with 8 it is 4
-    times.
+    Blocks that already have the requested number of bits are kept unchanged. For int4, blocks of fewer bits are kept,
+    too. The output layer has at least 8 bits. With 4 bits the default model chose another token than float32 in 15 of
+    100 cases, and with 8 bits in 4 of 100.
+
+    Args:
+        quantization: result of settle_quantization.
+        name: name of the matrix, see names.py.
+        block_type: type of the matrix's blocks in the file. None if the file does not quantize it.
     """
     own = WeightFormat.DENSE if block_type is None else BLOCK_FORMATS[block_type][1]
     if quantization == "none":

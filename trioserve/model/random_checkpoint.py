@@ -1,5 +1,8 @@
-"""Checkpoints of real shapes with random weights, as transformers saves them: what a step reads and computes depends on
-nothing else, so they measure what the real ones would, where these cannot be had."""
+"""Checkpoints with real shapes and random weights, as transformers saves them.
+
+A step's reads and computations depend only on the shapes. So such a checkpoint measures the speed of a real model that
+is unavailable.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +23,25 @@ from trioserve.model.number_formats import VALUE_BYTES, Dtype, Float32Array, con
 __all__ = ["PIECE_VALUES", "checkpoint_bytes", "drawn_values", "transformers_config", "write_config", "write_weights"]
 
 DTYPE: Dtype = "bfloat16"
-DEVIATION = 0.02  # with which the makers of these models begin their training, too
-SHARD_BYTES_MAX = 5 * 10**9  # as transformers cuts them
-PIECE_VALUES = 2**22  # drawn, rounded and written at a time
+DEVIATION = 0.02  # standard deviation with which these models are initialised for training, too
+SHARD_BYTES_MAX = 5 * 10**9  # size limit of transformers' files
+PIECE_VALUES = 2**22  # numbers that are drawn, rounded and written at a time
 
 
 def transformers_config(config: ModelConfig) -> dict[str, Any]:
-    """What transformers calls these fields in a config.json. For models of SHAPES and such as differ in numbers."""
+    """Return a model's fields of config.json, with the names of transformers.
+
+    Args:
+        config: model of SHAPES, or one that differs only in numbers.
+    """
     layer = config.layers[0]
     attention, mlp = layer.attention, layer.mlp
-    assert isinstance(attention, AttentionConfig), "others are not written"
-    assert config.layers == (layer,) * config.layer_count, "others are not written"
-    assert isinstance(attention, AttentionConfig), "others are not written"
-    assert attention.window is None, "not written"
-    assert attention.rotary is not None, "others are not written"
-    assert mlp is not None, "others are not written"
-    assert not mlp.has_bias, "not written"
+    assert isinstance(attention, AttentionConfig), "only models with plain attention are written"
+    assert config.layers == (layer,) * config.layer_count, "only models with equal layers are written"
+    assert attention.window is None, "windows are not written"
+    assert attention.rotary is not None, "only rotary attention is written"
+    assert mlp is not None, "only layers with an MLP or experts are written"
+    assert not mlp.has_bias, "biases of an MLP are not written"
     fields: dict[str, Any] = {
         "model_type": config.family,
         "vocab_size": config.vocab_size,
@@ -52,7 +58,7 @@ def transformers_config(config: ModelConfig) -> dict[str, Any]:
         "rope_theta": attention.rotary.theta,
     }
     if isinstance(mlp, ExpertsConfig):
-        assert config.family == "olmoe", "other mixtures are not written"
+        assert config.family == "olmoe", "only the mixture of OLMoE is written"
         fields |= {
             "num_experts": mlp.expert_count,
             "num_experts_per_tok": mlp.experts_per_token,
@@ -60,7 +66,7 @@ def transformers_config(config: ModelConfig) -> dict[str, Any]:
         }
     scaling = attention.rotary.scaling
     if scaling is not None:
-        assert scaling.kind == "llama3", "others are not written"
+        assert scaling.kind == "llama3", "only rope scaling of Llama 3 is written"
         fields["rope_scaling"] = {
             "rope_type": "llama3",
             "factor": scaling.factor,
@@ -72,7 +78,11 @@ def transformers_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def checkpoint_bytes(config: ModelConfig) -> int:
-    """What the weights take on the disk."""
+    """Return the size of the weights on disk in bytes.
+
+    Args:
+        config: model.
+    """
     return sum(map(_byte_count, tensor_shapes(config).values()))
 
 
@@ -89,9 +99,16 @@ def write_config(config: ModelConfig, directory: Path, *, eos_token_id: int) -> 
 
 
 def write_weights(config: ModelConfig, directory: Path, *, seed: int, progress: Callable[[int, int], None]) -> None:
-    """Normally distributed matrices and biases, norms of 1, in bfloat16. A tensor's values depend on the seed and on
-    its place among the others alone. progress(bytes_done, bytes_total) is called now and then; what it raises ends the
-    writing."""
+    """Write normally distributed matrices and biases, and norms of 1, in bfloat16.
+
+    A tensor's values depend only on the seed and on its index among the tensors.
+
+    Args:
+        config: model.
+        directory: destination.
+        seed: seed of the random numbers.
+        progress: called repeatedly with bytes_done and bytes_total. An exception from it ends the writing.
+    """
     shards = list(_shards(tensor_shapes(config)))
     total, done = checkpoint_bytes(config), 0
     weight_map: dict[str, str] = {}
@@ -130,7 +147,10 @@ def _shards(shapes: dict[str, Shape]) -> Iterator[dict[str, Shape]]:
 
 
 def _header(family: str, shapes: dict[str, Shape]) -> bytes:
-    """See https://huggingface.co/docs/safetensors: its length in 8 bytes, JSON, spaces up to a multiple of 8."""
+    """Return the header of a safetensors file: its length in 8 bytes, then JSON, then spaces up to a multiple of 8.
+
+    See https://huggingface.co/docs/safetensors.
+    """
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
@@ -143,7 +163,7 @@ def _header(family: str, shapes: dict[str, Shape]) -> bytes:
 
 
 def _write_tensor(file: BinaryIO, name: str, count: int, generator: np.random.Generator) -> Iterator[int]:
-    """Yields how many bytes each piece had."""
+    """Write a tensor piece by piece, and yield the bytes of each piece."""
     for begin in range(0, count, PIECE_VALUES):
         piece_count = min(PIECE_VALUES, count - begin)
         piece = empty_values((piece_count,), DTYPE)
@@ -153,7 +173,13 @@ def _write_tensor(file: BinaryIO, name: str, count: int, generator: np.random.Ge
 
 
 def drawn_values(name: str, count: int, generator: np.random.Generator) -> Float32Array:
-    """The next ones of a tensor. name: in here or out there."""
+    """Return the next values of a tensor.
+
+    Args:
+        name: name of the tensor, in this code or in the file.
+        count: number of values.
+        generator: source of random numbers.
+    """
     if name.endswith("norm.weight"):
         return np.ones(count, dtype=np.float32)
     values = generator.standard_normal(count, dtype=np.float32)

@@ -1,4 +1,4 @@
-"""The same random models as one GGUF file, so that llama.cpp can be measured beside: in bfloat16, or quantized."""
+"""Models with random weights as one GGUF file, in bfloat16 or quantized, for a comparison with llama.cpp."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GGUF_TYPES: dict[GgufType, gguf.GGMLQuantizationType] = {
     "q8_0": gguf.GGMLQuantizationType.Q8_0,
     "q4_0": gguf.GGMLQuantizationType.Q4_0,
 }
-SPACE = "\u0120"  # byte-level BPE's stand-in for it
+SPACE = "\u0120"  # byte-level BPE writes a space as this character
 PLAIN = gguf.GGMLQuantizationType.F32
 
 
@@ -37,12 +37,22 @@ def write_gguf(
     seed: int,
     progress: Callable[[int, int], None],
 ) -> None:
-    """For models of SHAPES. Matrices are of matrix_type, the output layer and a tied embedding of 8 bits at least;
-    norms and routers are float32. tokens: a vocabulary of byte-level BPE, whose last token ends a text; two spaces
-    are the one that is merged from others, since a file must have one. progress: as in random_checkpoint.write_weights.
+    """Write a model of SHAPES as a GGUF file.
+
+    Matrices have matrix_type. The output layer and a tied embedding have at least 8 bits. Norms and routers are
+    float32.
+
+    Args:
+        config: model.
+        path: destination.
+        matrix_type: type of matrices.
+        tokens: vocabulary of byte-level BPE, whose last token ends a text. It must contain two spaces: they are the
+            only merged token, because a file must have one.
+        seed: seed of the random numbers.
+        progress: see random_checkpoint.write_weights.
     """
     family = family_named(config.family)
-    assert family.gguf is not None, "llama.cpp does not write it"
+    assert family.gguf is not None, "GGUF does not support this family"
     shapes = _stored_shapes(config)
     types = {name: _type_of(name, shape, matrix_type, config) for name, shape in shapes.items()}
     writer = gguf.GGUFWriter(path, family.gguf.architecture)
@@ -66,7 +76,7 @@ def write_gguf(
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    assert writer.fout is not None, "the header is written"
+    assert writer.fout is not None, "writing the header opens the file"
     (file,) = writer.fout
     writer.write_padding(file, file.tell())
     if factors is not None:
@@ -90,11 +100,13 @@ def write_gguf(
 
 
 def _stored_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """By the tensors' names out there, where all experts of a layer lie in one."""
-    lying: dict[str, list[Shape]] = {}
+    """Return the shapes of tensors by their names in the file, in which all experts of a layer are one tensor."""
+    shapes_by_name: dict[str, list[Shape]] = {}
     for name, shape in tensor_shapes(config).items():
-        lying.setdefault(outside_name(name, config.family, GGUF), []).append(shape)
-    return {name: shapes[0] if len(shapes) == 1 else (len(shapes), *shapes[0]) for name, shapes in lying.items()}
+        shapes_by_name.setdefault(outside_name(name, config.family, GGUF), []).append(shape)
+    return {
+        name: shapes[0] if len(shapes) == 1 else (len(shapes), *shapes[0]) for name, shapes in shapes_by_name.items()
+    }
 
 
 def _type_of(name: str, shape: Shape, matrix_type: GgufType, config: ModelConfig) -> gguf.GGMLQuantizationType:
@@ -106,8 +118,8 @@ def _type_of(name: str, shape: Shape, matrix_type: GgufType, config: ModelConfig
 
 def _add_metadata(writer: Any, config: ModelConfig) -> None:
     heads, mlp = config.heads, config.layers[0].mlp
-    assert mlp is not None, "others are not written"
-    assert heads.rotary is not None, "others are not written"
+    assert mlp is not None, "only layers with an MLP or experts are written"
+    assert heads.rotary is not None, "only rotary attention is written"
     writer.add_block_count(config.layer_count)
     writer.add_context_length(config.context_tokens_max)
     writer.add_embedding_length(config.hidden_size)
@@ -140,11 +152,11 @@ def _add_tokenizer(writer: Any, tokens: list[str]) -> None:
 
 
 def _frequency_factors(config: ModelConfig) -> np.ndarray[Any, Any] | None:
-    """llama.cpp divides each inverse frequency by its number instead of knowing Llama 3's scaling."""
+    """Return the numbers by which llama.cpp divides inverse frequencies. It has no Llama 3 scaling of its own."""
     rotary = config.heads.rotary
     if rotary is None or rotary.scaling is None:
         return None
-    assert rotary.scaling.kind == "llama3", "others are not written"
+    assert rotary.scaling.kind == "llama3", "only rope scaling of Llama 3 is written"
     scaled, _ = rotary_frequencies(rotary, config.heads.head_dim)
     plain = rotary.theta ** -(np.arange(0, rotary.rotated_dims, 2) / rotary.rotated_dims)
     return (plain / scaled).astype(np.float32)

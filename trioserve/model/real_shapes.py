@@ -1,4 +1,4 @@
-"""Models of real shapes, without their weights: what a step has to read and compute depends on nothing else."""
+"""Models with real shapes, without weights. A step's reads and computations depend only on the shapes."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def _shape(
     )
 
 
-TINY = "tiny"  # of no real model: for trying things out
-# From the config.json of each.
+TINY = "tiny"  # a small shape for experiments, of no real model
+# source: config.json of each model
 SHAPES: dict[str, ModelConfig] = {
     "llama-3.2-1b": _shape(
         "llama",

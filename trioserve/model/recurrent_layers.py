@@ -1,8 +1,8 @@
-"""What stands in the place of attention in a layer that keeps a state for a whole sequence, in torch.
+"""Layers in torch that keep a state of a whole sequence, in place of attention.
 
-Chunks of one token are computed together. A prompt's chunk is computed span by span, and a state space goes through a
-span in pieces: within a piece every token sees those before it by products, and the state goes on from piece to piece
-(the chunked scan of Mamba-2, arXiv 2405.21060). What depends on earlier tokens is computed in float32.
+Chunks of one token are computed together. A longer chunk is computed span by span, and a state space processes a span
+in pieces. Within a piece every token reads the tokens before it through products, and the state passes from piece to
+piece (the chunked scan of Mamba-2, arXiv 2405.21060). Numbers that depend on earlier tokens are float32.
 """
 
 from __future__ import annotations
@@ -20,11 +20,19 @@ from trioserve.model.torch_formats import TensorSlot
 
 __all__ = ["PIECE_TOKENS", "Convolution", "ShortConv", "StateSpace"]
 
-PIECE_TOKENS = 64  # in a longer one a token's products with all before it cost more than the state does
+PIECE_TOKENS = 64  # in longer pieces the products of a token with all earlier ones cost more than the state
 
 
 class Convolution:
-    """Of each channel with weights of its own, over the inputs of a token and of those before it."""
+    """Causal convolution of each channel with its own weights.
+
+    Args:
+        name: name of the weights.
+        channels: number of channels.
+        kernel_size: tokens that the convolution sees.
+        has_bias: add a bias to each channel.
+        device: device of the weights.
+    """
 
     def __init__(self, name: str, channels: int, kernel_size: int, has_bias: bool, device: torch.device) -> None:
         self._name = name
@@ -42,7 +50,16 @@ class Convolution:
             yield TensorSlot(f"{self._name}.bias", tuple(self._bias.shape), torch.float32, self._bias.copy_)
 
     def __call__(self, inputs: Tensor, steps: StateSteps, memory: Tensor) -> Tensor:
-        """inputs: float32 [T, channels]. memory: [slots, state_size], which has what was convolved last."""
+        """Convolve the rows of a step, and write the last inputs of each sequence.
+
+        Args:
+            inputs: float32 [T, channels].
+            steps: state slots that the step reads and writes.
+            memory: float32 [slots, state_size], last inputs of each sequence.
+
+        Returns:
+            float32 [T, channels].
+        """
         states = memory.view(-1, *self._kept)
         result = torch.empty_like(inputs)
         if (own := steps.rows) is not None:
@@ -63,7 +80,7 @@ class Convolution:
 
 
 class ShortConv:
-    """As ShortConvConfig says."""
+    """Short convolution of one layer, see ShortConvConfig."""
 
     def __init__(
         self, name: str, config: ModelConfig, layer: ShortConvConfig, *, dtype: torch.dtype, device: torch.device
@@ -79,13 +96,22 @@ class ShortConv:
             yield from part.slots()
 
     def __call__(self, normed: Tensor, steps: StateSteps, memory: Tensor) -> Tensor:
-        """memory: the layer's of StateStorage."""
+        """Compute the layer, and write the states of the step.
+
+        Args:
+            normed: [T, hidden_size].
+            steps: state slots that the step reads and writes.
+            memory: float32 [slots, state_size], the layer's buffer of StateStorage.
+
+        Returns:
+            [T, hidden_size].
+        """
         b, c, x = self._input(normed).float().chunk(3, -1)
         return self._output((self._conv(b * x, steps, memory) * c).to(normed.dtype))
 
 
 class StateSpace:
-    """As StateSpaceConfig says."""
+    """State space of one layer, see StateSpaceConfig."""
 
     def __init__(
         self, name: str, config: ModelConfig, layer: StateSpaceConfig, *, dtype: torch.dtype, device: torch.device
@@ -117,7 +143,16 @@ class StateSpace:
             yield TensorSlot(name, tuple(vector.shape), torch.float32, vector.copy_)
 
     def __call__(self, normed: Tensor, steps: StateSteps, memory: Tensor) -> Tensor:
-        """memory: the layer's of StateStorage."""
+        """Compute the layer, and write the states of the step.
+
+        Args:
+            normed: [T, hidden_size].
+            steps: state slots that the step reads and writes.
+            memory: float32 [slots, state_size], the layer's buffer of StateStorage.
+
+        Returns:
+            [T, hidden_size].
+        """
         layer = self._layer
         projected = self._input(normed).float()
         gate, convolved, time_steps = torch.split(
@@ -130,8 +165,8 @@ class StateSpace:
         time_steps = functional.softplus(time_steps + self._time_step_bias)
         scanned = self._scanned(
             x.view(-1, layer.head_count, layer.head_dim),
-            self._of_heads(b),
-            self._of_heads(c),
+            self._repeated_for_heads(b),
+            self._repeated_for_heads(c),
             time_steps.clamp(layer.time_step_min, layer.time_step_max),
             steps,
             memory[:, kept:].view(-1, layer.head_count, layer.vector_size, layer.head_dim),
@@ -148,15 +183,26 @@ class StateSpace:
         normal = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self._eps)
         return normal.flatten(1) * self._norm
 
-    def _of_heads(self, vectors: Tensor) -> Tensor:
-        """[T, heads, vector_size]"""
+    def _repeated_for_heads(self, vectors: Tensor) -> Tensor:
+        """Repeat vectors of groups for each head: [T, heads, vector_size]."""
         groups = vectors.view(-1, self._layer.group_count, self._layer.vector_size)
         return groups.repeat_interleave(self._layer.head_count // self._layer.group_count, 1)
 
     def _scanned(
         self, x: Tensor, b: Tensor, c: Tensor, time_steps: Tensor, steps: StateSteps, states: Tensor
     ) -> Tensor:
-        """x: [T, heads, head_dim]; b, c: [T, heads, vector_size]; states: [slots, heads, vector_size, head_dim]."""
+        """Apply the state space to all rows.
+
+        Args:
+            x: [T, heads, head_dim].
+            b: [T, heads, vector_size].
+            c: [T, heads, vector_size].
+            time_steps: [T, heads].
+            states: [slots, heads, vector_size, head_dim].
+
+        Returns:
+            [T, heads, head_dim].
+        """
         result = x * self._skips[:, None]
         scaled = x * time_steps[..., None]
         exponents = time_steps * self._rates
@@ -178,11 +224,17 @@ class StateSpace:
 
 
 def _scanned_piece(x: Tensor, b: Tensor, c: Tensor, exponents: Tensor, state: Tensor) -> Tensor:
-    """[t, heads, head_dim]. state: [heads, vector_size, head_dim], which is that before the piece, and becomes that
-    behind it."""
+    """Apply the state space to one piece of a sequence.
+
+    Args:
+        state: [heads, vector_size, head_dim], state before the piece. It is replaced by the state after the piece.
+
+    Returns:
+        [t, heads, head_dim].
+    """
     sums = exponents.cumsum(0).T  # [heads, t]
     x, b, c = (numbers.transpose(0, 1) for numbers in (x, b, c))
-    # What is left of a token's part when a later one comes; of one that comes first, nothing.
+    # decay from an earlier token to a later one, 0 above the diagonal
     left = (sums[:, :, None] - sums[:, None, :]).tril().exp().tril()
     found = ((c @ b.transpose(1, 2)) * left) @ x + (c @ state) * sums.exp()[..., None]
     last = sums[:, -1:]

@@ -1,4 +1,4 @@
-"""How fast each pair of a head's numbers turns, with the scaling that the config names. The kernels turn them."""
+"""Rotary frequencies of each pair of a head's numbers, with the config's scaling. Kernels do the rotation."""
 
 from __future__ import annotations
 
@@ -16,8 +16,16 @@ _Float64Array = npt.NDArray[np.float64]
 
 
 def rotary_frequencies(rotary: RotaryConfig | None, head_dim: int) -> tuple[Float32Array, Float32Array]:
-    """float32 [head_dim / 2] each: radians a token (RoFormer, arXiv 2104.09864), and what cosine and sine are
-    multiplied by. Pairs that are not turned have 0 and 1."""
+    """Return the rotary frequencies of one head (RoFormer, arXiv 2104.09864).
+
+    Args:
+        rotary: None: no pair is rotated.
+        head_dim: numbers of one head.
+
+    Returns:
+        Frequencies in radians per token, and factors of cosine and sine. Each is float32 [head_dim / 2]. Pairs that are
+        not rotated have frequency 0 and factor 1.
+    """
     frequencies, magnitudes = np.zeros(head_dim // 2, dtype=np.float32), np.ones(head_dim // 2, dtype=np.float32)
     if rotary is None:
         return frequencies, magnitudes
@@ -37,7 +45,7 @@ def rotary_frequencies(rotary: RotaryConfig | None, head_dim: int) -> tuple[Floa
 
 
 def _llama3_frequencies(plain: _Float64Array, scaling: RopeScaling) -> _Float64Array:
-    """As in Meta's Llama 3.1: slow turns are stretched, fast ones stay, and between the two it is a linear blend."""
+    """Scale frequencies as in Meta's Llama 3.1: stretch slow ones, keep fast ones, blend linearly between them."""
     if scaling.frequency_factors is not None:
         return plain / np.array(scaling.frequency_factors, dtype=np.float64)
     turns = scaling.original_context_tokens * plain / (2 * math.pi)
@@ -47,7 +55,7 @@ def _llama3_frequencies(plain: _Float64Array, scaling: RopeScaling) -> _Float64A
 
 
 def _longrope_frequencies(plain: _Float64Array, scaling: RopeScaling) -> tuple[_Float64Array, float]:
-    assert scaling.frequency_factors is not None, "they are settled when the file is read"
+    assert scaling.frequency_factors is not None, "longrope without frequency factors"
     magnitude = scaling.attention_factor
     if magnitude is None:
         stretch = math.log(max(scaling.factor, 1.0)) / math.log(scaling.original_context_tokens)
@@ -56,10 +64,14 @@ def _longrope_frequencies(plain: _Float64Array, scaling: RopeScaling) -> tuple[_
 
 
 def _yarn_frequencies(plain: _Float64Array, scaling: RopeScaling, rotary: RotaryConfig) -> tuple[_Float64Array, float]:
-    """YaRN, arXiv 2309.00071: as llama3, but the blend is linear in the index, and attention gets a temperature."""
+    """Scale frequencies as in YaRN (arXiv 2309.00071): like llama3, but with a blend that is linear in the index.
+
+    Returns:
+        Frequencies, and the factor of cosine and sine.
+    """
 
     def index_of(turns: float) -> float:
-        """The index (not rounded) whose angle makes this many turns over the original context."""
+        """Return the index (not rounded) of the pair that makes this many turns over the original context."""
         wavelength = scaling.original_context_tokens / (turns * 2 * math.pi)
         return rotary.rotated_dims * math.log(wavelength) / (2 * math.log(rotary.theta))
 

@@ -1,4 +1,4 @@
-"""The executor: a StepPlan in, token ids out. What belongs to one request fails for that request alone."""
+"""Model runner: the executor that turns a StepPlan into token ids. A fault of one request ends that request alone."""
 
 from __future__ import annotations
 
@@ -67,12 +67,18 @@ __all__ = ["FIXED_BY_IMAGES", "DraftSource", "ModelRunner", "load_vision"]
 
 logger = logging.getLogger(__name__)
 
-FIXED_BY_IMAGES = "it sees images, and what was made of these stays that of the old ones"
+FIXED_BY_IMAGES = "the model reads images, and encoded images would remain those of the old weights"
 
 
 @dataclass(frozen=True, slots=True)
 class DraftSource:
-    """A draft model: its name for people, its checkpoint, how it is run, and how many tokens it proposes at most."""
+    """Draft model to load.
+
+    Attributes:
+        name: name for messages.
+        settings: how the draft model is computed.
+        token_count: most tokens that it proposes in one step.
+    """
 
     name: str
     checkpoint: Checkpoint | EagleCheckpoint | MtpCheckpoint
@@ -85,17 +91,28 @@ class DraftSource:
 
     @property
     def context_tokens_max(self) -> int | None:
-        """A head goes as far as its model, whatever it was trained on."""
+        """Longest context in tokens. None for a head, which reaches as far as its model."""
         is_head = isinstance(self.checkpoint, EagleCheckpoint | MtpCheckpoint)
         return None if is_head else self.checkpoint.config.context_tokens_max
 
 
 class ModelRunner:
-    """One model with its KV cache; an Executor, and where the model launches steps, a LaunchingExecutor.
+    """One model with its KV cache.
 
-    load, then allocate_kv, then warm_up if the first request should not pay for it, then execute step after step, all
-    in one thread: torch keeps a team of compute threads for every thread that uses it, and two teams slow each other.
-    torch is imported only where it computes: on a GPU, or in the place of the native kernels.
+    It is an Executor, and a LaunchingExecutor if the model launches steps. Call load, then allocate_kv, then optionally
+    warm_up, then execute step after step. Make all calls in one thread: torch keeps a team of compute threads for each
+    thread that uses it, and two teams slow each other down. torch is imported only where it computes: on a GPU, or in
+    place of the native kernels.
+
+    Args:
+        model: model with its weights loaded.
+        settings: how the model is computed.
+        draft: draft model that proposes tokens after each step. None: no draft tokens.
+        vision: encoder that turns images into embedding rows. None: images are not supported.
+        handover: connection to the neighbour stages, if the model is one of several stages.
+
+    Raises:
+        StartupError: the remaining memory does not fit even one KV block. The caller must then close the models.
     """
 
     def __init__(
@@ -106,16 +123,13 @@ class ModelRunner:
         vision: VisionTower | None = None,
         handover: Handover | None = None,
     ) -> None:
-        """draft: proposes tokens behind each step. vision: makes rows of images; None: nobody does. handover: of a
-        model that is one of several stages. Raises StartupError if not even one KV block fits beside the models; they
-        are the caller's to close, then."""
         self._model: StepModel | None = model
         self._draft = draft
         self.vision = vision
         self.config: ModelConfig = model.config
         self._is_alone = model.config.part is None or model.config.part.size == 1
         self._handover = handover
-        assert (model.config.stage is None) == (handover is None), "who has some of the layers needs the others"
+        assert (model.config.stage is None) == (handover is None), "a stage needs its neighbours, a whole model none"
         self.device = model.device
         self.dtype = model.dtype
         self.block_size = settings.block_size
@@ -131,15 +145,15 @@ class ModelRunner:
             draft_block_count=0 if draft is None else draft.spare_block_count,
         )
         self.block_count = size.block_count
-        """Blocks of the KV cache; before allocate_kv, how many fit."""
+        """Blocks of the KV cache. Before allocate_kv: the number of blocks that fit."""
         self.state_slot_count, self.snapshot_slot_count = size.state_slot_count, size.snapshot_slot_count
-        """Of layers that keep a state: slots for the sequences that run, and behind them slots for copies."""
+        """State slots of running sequences, and after them slots for copies of states."""
         self.takes_every_cpu = takes_every_cpu(settings, model.device)
-        """A step leaves no CPU to anybody else."""
+        """True if a step uses all CPUs of this process."""
         self._batch_invariant = settings.batch_invariant
         self._kv_format = kv_format_of(settings)
-        self._before: BegunStep | None = None  # the step that was begun last
-        self._tapped: dict[RequestId, Any] = {}  # what went into the tapped layers in the last step
+        self._before: BegunStep | None = None  # most recently begun step
+        self._tapped: dict[RequestId, Any] = {}  # inputs of the tapped layers in the last step
 
     @classmethod
     def load(
@@ -153,16 +167,24 @@ class ModelRunner:
         progress: Callable[[int, int], None] | None = None,
         on_compile: Callable[[str, float], None] = lambda sentence, seconds: None,
     ) -> ModelRunner:
-        """Read the weights into the target number format, part by part; torch computes in the calling thread alone.
+        """Load the weights, part by part, in the target number format. Computing happens in the calling thread alone.
 
-        progress(bytes_done, bytes_total) is called again and again, on_compile(sentence, seconds) every second while
-        kernels are compiled; what they raise ends the loading. draft: a model that proposes tokens, loaded first.
-        collectives: leads to the ranks that have the rest of the model, if the checkpoint is a RankCheckpoint. Each of
-        them executes the same plans in the same order; the first alone may draft. The caller closes it. handover: leads
-        to the stages before and behind this one, if the checkpoint is that of a stage. They execute the same plans,
-        too, the last one alone has results, and none drafts.
-        Raises ModelLoadError if the tensors are not those of the config, StartupError if the device is not there, or
-        the draft model has another vocabulary.
+        Args:
+            checkpoint: weights and config.
+            settings: how the model is computed.
+            draft: draft model to load before the model.
+            collectives: connection to the ranks that have the rest of the model, if the checkpoint is a RankCheckpoint.
+                Every rank must execute the same plans in the same order, and only the first may draft. The caller
+                closes it.
+            handover: connection to the stages before and after this one, if the checkpoint is that of a stage. Every
+                stage must execute the same plans. Only the last stage has results, and no stage drafts.
+            progress: called repeatedly with bytes_done and bytes_total. An exception from it ends the loading.
+            on_compile: called every second with a sentence and the elapsed seconds while kernels are compiled. An
+                exception from it ends the loading.
+
+        Raises:
+            ModelLoadError: tensors and config do not match.
+            StartupError: the device is missing, or the draft model has another vocabulary.
         """
         draft_model = None
         if draft is not None:
@@ -177,7 +199,7 @@ class ModelRunner:
                     draft_model = _loaded_head(draft, draft.checkpoint, whole, model, settings.block_size)
                 if draft is not None and isinstance(draft.checkpoint, MtpCheckpoint):
                     draft_model = _loaded_mtp(draft, draft.checkpoint, model, settings.block_size, progress, on_compile)
-                # First: what it takes is not the KV cache's.
+                # Load the vision encoder before the KV cache is sized, because it reduces the memory that is left.
                 vision = None if model.config.part else load_vision(checkpoint, settings, model.dtype, model.device)
                 return cls(model, settings, draft_model, vision, handover)
             except BaseException:
@@ -190,25 +212,25 @@ class ModelRunner:
 
     @property
     def computed_by(self) -> str:
-        """What computes the steps, in a few words for people."""
+        """Device and kernels that compute the steps, in a few words for people."""
         assert self._model is not None, "computed_by after close"
         return self._model.computed_by
 
     @property
     def arithmetic(self) -> str:
-        """What decides about the bits of a result besides tokens and weights; see StepModel."""
+        """Description of the arithmetic that decides the bits of a result, see StepModel."""
         assert self._model is not None, "arithmetic after close"
         return with_images(self._model.arithmetic, self.dtype, None if self.vision is None else self.vision.dtype)
 
     @property
     def is_batch_invariant(self) -> bool:
-        """See StepModel."""
+        """True if the bits of a row depend only on its tokens and the weights, see StepModel."""
         assert self._model is not None, "is_batch_invariant after close"
         return self._model.is_batch_invariant
 
     @property
     def kv_cache_bytes(self) -> int:
-        """What block_count blocks take, in a draft model, too."""
+        """Bytes of block_count KV blocks, those of the draft model included."""
         block_bytes = kv_block_bytes(self.config, self.block_size, self.dtype, self._kv_format)
         if self._draft is None:
             return self.block_count * block_bytes
@@ -217,72 +239,82 @@ class ModelRunner:
 
     @property
     def kv_dtype(self) -> str:
-        """Of keys and values in the KV cache: the dtype, int8 or fp8."""
+        """Number format of keys and values in the KV cache: the dtype, int8 or fp8."""
         return self.dtype if self._kv_format == "plain" else self._kv_format
 
     @property
     def step_weight_bytes(self) -> int:
-        """What a decode step has to read of the weights, however few tokens it has."""
+        """Bytes of weights that a decode step reads, however few tokens it has."""
         assert self._model is not None, "step_weight_bytes after close"
         return self._model.step_weight_bytes
 
     @property
     def token_flops(self) -> int:
-        """What the layers' matrix products of one token take."""
+        """Floating-point operations of the layers' matrix products for one token."""
         return token_flops(self.config)
 
     @property
     def attended_token_flops(self) -> int:
-        """What attention takes for one token that another one sees, in all layers."""
+        """Floating-point operations of attention in all layers for one pair of tokens, of which one attends to the
+        other.
+        """
         return attended_token_flops(self.config)
 
     @property
     def storage(self) -> KVStorage[Any] | None:
-        """The KV buffers, for whoever carries blocks elsewhere; None before allocate_kv."""
+        """KV buffers, for code that moves blocks. None before allocate_kv."""
         return None if self._model is None else self._model.storage
 
     @property
     def states(self) -> StateStorage[Any] | None:
-        """What layers keep of sequences; None before allocate_kv, and of a model without such layers."""
+        """States that layers keep of sequences. None before allocate_kv, and for a model without such layers."""
         return None if self._model is None else self._model.states
 
     @property
     def why_fixed(self) -> str | None:
-        """Why the weights cannot be replaced while it computes, as a sentence's end; None: they can."""
+        """Reason why the weights cannot be replaced while the model runs, as a sentence's end. None if they can."""
         assert self._model is not None, "why_fixed after close"
         if self.vision is not None:
             return FIXED_BY_IMAGES
         if any(slot.block_type is not None for slot in self._model.slots()):
             return (
-                "they are kept in the blocks of a quantized file, which plain ones cannot become: open it with --dtype "
-                "float32 or with --quantization none"
+                "they are kept as blocks of a quantized file, and plain weights cannot become such blocks: open the "
+                "model with --dtype float32 or with --quantization none"
             )
         return None
 
     @property
     def loading_threads(self) -> int:
-        """That may fill its slots at the same time."""
+        """Number of threads that may fill the model's slots at the same time."""
         assert self._model is not None, "loading_threads after close"
         return self._model.loading_threads
 
     def slots(self) -> Iterator[Slot]:
-        """The places of the weights, to be filled in the thread that computes, between two steps."""
+        """Yield the destination of each weight. Fill them in the computing thread, between two steps."""
         assert self._model is not None, "slots after close"
         return self._model.slots()
 
     def check_open(self) -> None:
-        """Asserts that it was not closed."""
+        """Assert that close was not called."""
         assert self._model is not None, "the model was closed"
 
     def kv_pages(self, model_name: str) -> KVPages:
-        """The KV cache as bytes, after allocate_kv. model_name: engines exchange KV if it is the same for both. A
-        batch-invariant model takes KV only of its like, since others would give other bits; so might other versions of
-        its kernels, whose KV files may still be there."""
+        """Return the KV cache as bytes. Call it after allocate_kv.
+
+        Args:
+            model_name: engines exchange KV if this name is equal. For a batch-invariant model the layout's name also
+                has the arithmetic and the program version. KV of another arithmetic would give other bits, and so might
+                KV files of another version of the kernels.
+        """
         assert self.storage is not None, "kv_pages before allocate_kv"
         return make_kv_pages(self.kv_layout(model_name), self.storage, self.device)
 
     def kv_layout(self, model_name: str) -> KVLayout:
-        """Of kv_pages, which are those of layers that keep something."""
+        """Return the layout of kv_pages, which covers only layers that keep KV entries.
+
+        Args:
+            model_name: see kv_pages.
+        """
         like = f"{model_name} batch-invariant, {self.arithmetic}, trioserve {VERSION}"
         entry = self.config.kv_attention.kv_entry
         return KVLayout(
@@ -296,8 +328,14 @@ class ModelRunner:
         )
 
     def allocate_kv(self, block_count: int, memory: KVMemory | None = None) -> None:
-        """Make the KV cache; what an earlier one held is gone. Its memory is claimed as blocks are first written,
-        or ahead of that by claim_memory. memory: on a CPU, where it is to lie."""
+        """Make the KV cache. The content of an earlier KV cache is lost.
+
+        The operating system provides memory when blocks are first written, or earlier through claim_memory.
+
+        Args:
+            block_count: number of KV blocks.
+            memory: buffers to use on a CPU. None allocates them.
+        """
         assert self._model is not None, "allocate_kv after close"
         assert block_count >= 1
         self.block_count = block_count
@@ -307,28 +345,39 @@ class ModelRunner:
 
     @property
     def why_kept(self) -> str | None:
-        """Why release_kv cannot be called, as the beginning of a sentence; None: it can."""
+        """Reason why release_kv cannot be called, as the beginning of a sentence. None if it can."""
         if self._draft is not None:
-            return "the draft model's KV cache cannot be given back alone"
-        return None if self.device == "cpu" else "the KV cache of a GPU cannot be given back alone"
+            return "the draft model's KV cache cannot be released alone"
+        return None if self.device == "cpu" else "the KV cache of a GPU cannot be released alone"
 
     def release_kv(self) -> None:
-        """Let the KV cache go, and keep the weights; allocate_kv makes it anew. Nobody else may have it."""
+        """Free the KV cache and keep the weights. Other code must not hold the buffers. allocate_kv makes a new KV
+        cache.
+        """
         assert self._model is not None, "release_kv after close"
         assert self.why_kept is None, self.why_kept
         self._model.release_kv()
 
     def claim_memory(self) -> bool:
-        """Claim a small piece of the KV cache's memory ahead of its use; for moments in which there is nothing to
-        compute. False: nothing is left to be claimed."""
+        """Make the operating system provide a small part of the KV cache's memory before it is used.
+
+        Call it while there is nothing to compute.
+
+        Returns:
+            False if all memory is already provided.
+        """
         assert self._model is not None, "claim_memory after close"
         return self._model.claim_memory() or (self._draft is not None and self._draft.model.claim_memory())
 
     def warm_up(self) -> None:
-        """Have the model prepare what it can, and compute a few steps of the common shapes, so that libraries choose
-        and cache their kernels; where kernels are compiled as they are first launched, of every shape that compiles
-        one; and where none is chosen, one step of one token, which claims first memory. A stage does it without the
-        others. Uses the KV blocks: call it before the first request."""
+        """Compute a few steps, so that libraries choose and cache their kernels before the first request.
+
+        The steps have common shapes. If kernels are compiled at their first launch, the steps cover every shape that
+        compiles one. If nothing is chosen or compiled, one step of one token is computed, which claims first memory. A
+        stage warms up without the other stages.
+
+        The steps write KV blocks, so call it before the first request.
+        """
         handover = self._handover
         self._handover = None if handover is None else NoNeighbours()
         try:
@@ -344,7 +393,8 @@ class ModelRunner:
         context_max = min(self._context_tokens_max, self.block_count * self.block_size)
         limits = (context_max, self.block_count, self.config.vocab_size)
         has_states = self.config.state_bytes > 0
-        # Ranks compute the same steps, and the first alone may draft.
+        # All ranks must compute the same steps. Only the first rank may draft, so a draft must not change the steps of
+        # a group.
         if not self._model.warms_by_shape and (self._draft is None or not self._is_alone):
             self.execute(first_step_plan(*limits[1:], has_states=has_states))
             return
@@ -355,33 +405,55 @@ class ModelRunner:
                 self.execute(plan)
 
     def add_adapter(self, id: AdapterId, weights: AdapterWeights) -> None:
-        """From here on requests may have it. Raises MemoryError, and has kept nothing."""
+        """Add an adapter that later requests may use.
+
+        Args:
+            id: name of the adapter.
+            weights: its matrices, which are copied.
+
+        Raises:
+            MemoryError: there is not enough memory. Nothing was added.
+        """
         assert self._model is not None, "add_adapter after close"
         self._model.add_adapter(id, weights)
 
     def remove_adapter(self, id: AdapterId) -> None:
-        """Let it go; nothing to do if it is not there."""
+        """Free an adapter. Do nothing if it is not loaded.
+
+        Args:
+            id: name of the adapter.
+        """
         if self._model is not None:
             self._model.remove_adapter(id)
 
     def close(self) -> None:
-        """Let weights and KV cache go. The runner cannot be used afterwards."""
+        """Free weights and KV cache. The runner cannot be used afterwards."""
         model, self._model = self._model, None
         draft, self._draft = self._draft, None
-        for made in (model, draft):
-            if made is not None:
-                made.close()
+        for each in (model, draft):
+            if each is not None:
+                each.close()
         self.vision = None
 
     @property
     def launches(self) -> bool:
-        """Whether `launch` begins steps of the device, rather than leaving all of them to whoever waits."""
+        """True if `launch` starts steps on the device. False: steps are computed when their result is requested."""
         assert self._model is not None, "launches after close"
         return self._model.launches
 
     def execute(self, plan: StepPlan, is_abandoned: IsAbandoned = never_abandoned) -> StepResult | None:
-        """See Executor. A request with a token or a logit_bias id outside the vocabulary, or whose logits are not
-        finite, gets an error; the rest of the plan is computed."""
+        """Compute a step, see Executor.
+
+        A request gets an error if its token ids or logit_bias ids are outside the vocabulary, or if its logits are not
+        finite. The rest of the plan is computed.
+
+        Args:
+            plan: chunks to compute.
+            is_abandoned: polled during the forward pass. True abandons the step.
+
+        Returns:
+            Results of the step, or None if it was abandoned.
+        """
         if self._draft is None:
             return self.launch(plan, is_abandoned)()
         started_at = time.perf_counter()
@@ -393,7 +465,15 @@ class ModelRunner:
         return self._draft.propose(plan, result, step_seconds, is_abandoned)
 
     def launch(self, plan: StepPlan, is_abandoned: IsAbandoned = never_abandoned) -> Callable[[], StepResult | None]:
-        """See LaunchingExecutor."""
+        """Begin a step, see LaunchingExecutor.
+
+        Args:
+            plan: chunks to compute. If plan.is_ahead, it was made before the result of the previous step was known.
+            is_abandoned: polled during the forward pass. True abandons the step.
+
+        Returns:
+            A function that waits for the step and returns what execute returns.
+        """
         before = self._before
         begun = self._begin(plan, before, is_abandoned)
         if begun is None:
@@ -402,11 +482,11 @@ class ModelRunner:
         return begun.result
 
     def _begin(self, plan: StepPlan, before: BegunStep | None, is_abandoned: IsAbandoned) -> BegunStep | None:
-        """Launch it; None if it has to be computed instead."""
+        """Launch a step on the device. Return None if the step must be computed instead."""
         model = self._model
         assert model is not None, "launch after close"
         rows_before = {} if before is None else before.chosen_rows
-        # Whether ranks abandon a step they agree on while they compute it, and one that is launched is not abandoned.
+        # Ranks agree while they compute a step whether to abandon it, and a launched step is never abandoned.
         is_left = self._is_alone and is_abandoned()
         if not model.launches or is_left or (plan.is_ahead and rows_before is None):
             return None
@@ -414,7 +494,8 @@ class ModelRunner:
         known = (
             (index, chunk)
             for index, chunk in enumerate(plan.chunks)
-            if not chunk.awaits_token or chunk.request.id in rows_before  # else it failed there, and is left out
+            # leave out requests that failed in the step before
+            if not chunk.awaits_token or chunk.request.id in rows_before
         )
         step = _Step(plan, known, self.config.vocab_size, model.has_adapter)
         if not step.chunks:
@@ -436,7 +517,7 @@ class ModelRunner:
         model = self._model
         assert model is not None, "execute after close"
         if plan.is_ahead:
-            assert before is not None, "a plan ahead of nothing"
+            assert before is not None, "a plan ahead of its first step"
             step = _Step(plan, fill_in(plan, before), self.config.vocab_size, model.has_adapter)
         else:
             step = _Step(plan, enumerate(plan.chunks), self.config.vocab_size, model.has_adapter)
@@ -454,8 +535,12 @@ class ModelRunner:
     def _computed(
         self, chunks: Sequence[ScheduledChunk], is_abandoned: IsAbandoned, plan: StepPlan
     ) -> ComputedStep | None:
-        """None if it was abandoned: here, or in a stage before this one. The stage behind learns of it, and then only:
-        each has taken as much from the one before as that has sent."""
+        """Compute chunks, and exchange hidden states with neighbour stages.
+
+        Returns:
+            Results, or None if the step was abandoned here or in an earlier stage. The next stage is notified of an
+            abandoned step only by this result, so each stage receives exactly as often as the one before it sends.
+        """
         model, handover = self._model, self._handover
         assert model is not None, "execute after close"
         if handover is None:
@@ -510,7 +595,9 @@ def _loaded_draft(
 def _loaded_head(
     draft: DraftSource, eagle: EagleCheckpoint, checkpoint: Checkpoint, model: StepModel, block_size: int
 ) -> DraftModel:
-    """The head has its own copy of the model's embedding: that one may be packed, or quantized."""
+    """Load an EAGLE-3 head. It gets its own copy of the model's embedding, because the model may pack or quantize its
+    own.
+    """
     torch = torch_now("an EAGLE-3 head")
     from trioserve.model.drafts.eagle import EagleHead
     from trioserve.model.torch_formats import TORCH_DTYPES
@@ -565,7 +652,11 @@ def _loaded_mtp(
 
 
 class _Step:
-    """What of a plan can be computed: chunks, and with their results the response to the plan."""
+    """Chunks of a plan that can be computed, and the conversion of their results into a StepResult.
+
+    Args:
+        chunks: each chunk with its index in the plan. A chunk with a fault is left out, and its request gets an error.
+    """
 
     def __init__(
         self,
@@ -574,16 +665,15 @@ class _Step:
         vocab_size: int,
         has_adapter: Callable[[AdapterId], bool],
     ) -> None:
-        """chunks: each with its place in the plan. Where a fault shows, its request gets an error."""
         self._plan = plan
         self._errors: dict[RequestId, str] = {}
-        self._indexes: list[int] = []  # in the plan
+        self._indexes: list[int] = []  # index in the plan of each chunk in self.chunks
         self.chunks: list[ScheduledChunk] = []
         for index, chunk in chunks:
-            # A token that is awaited is sampled here, and the rest has been looked at before.
+            # An awaited token is sampled here, and the rest of its sequence was checked in an earlier step.
             fault = None if plan.chunks[index].awaits_token else _fault(chunk, vocab_size)
             if chunk.request.adapter is not None and not has_adapter(chunk.request.adapter.id):
-                fault = "the adapter of this request is not loaded here any more"
+                fault = "the adapter of this request is no longer loaded here"
             if fault is None:
                 self.chunks.append(chunk)
                 self._indexes.append(index)
@@ -591,7 +681,12 @@ class _Step:
                 self._errors[chunk.request.id] = fault
 
     def result(self, computed: ComputedStep, missing: Collection[RequestId] = ()) -> StepResult:
-        """missing: requests whose chunks count for nothing."""
+        """Return the results of the plan.
+
+        Args:
+            computed: results of self.chunks.
+            missing: requests whose chunks are ignored.
+        """
         chunks = self.chunks
         errors = {request_id: error for request_id, error in self._errors.items() if request_id not in missing}
         token_ids: list[int | None] = [None] * len(self._plan.chunks)
@@ -618,7 +713,7 @@ class _Step:
                 continue
             row, next_row = next_row, next_row + 1 + len(chunk.draft)
             request_id, samples = chunk.request.id, computed.samples
-            assert samples is not None, "chunks sample, and their samples are not there"
+            assert samples is not None, "no samples for chunks that sample"
             if request_id in errors or request_id in missing:
                 continue
             token_ids[self._indexes[place]] = samples.token_ids[row]
@@ -627,7 +722,8 @@ class _Step:
             if row in samples.logprobs:
                 logprobs[request_id] = samples.logprobs[row]
             if chunk.draft:
-                # What cannot be sampled behind a draft token is an error when its turn comes, if that token is right.
+                # A row after a draft token that has no token becomes an error in a later step, if that draft token is
+                # accepted.
                 after = tuple(takewhile(lambda token: token is not None, samples.token_ids[row + 1 : next_row]))
                 draft_token_ids[request_id] = cast(tuple[int, ...], after)
                 if row in samples.logprobs:
@@ -639,7 +735,17 @@ class _Step:
 def load_vision(
     checkpoint: Checkpoint, settings: ModelSettings, dtype: Dtype, device: DeviceType
 ) -> VisionTower | None:
-    """What makes rows of images for a model that computes so; None: it sees none, or torch is not installed."""
+    """Load the vision encoder of a model.
+
+    Args:
+        checkpoint: model whose `vision` part is loaded.
+        settings: threads of torch.
+        dtype: number format of the model.
+        device: device of the encoder.
+
+    Returns:
+        The encoder. None if the model has no vision part, or torch is not installed.
+    """
     part = checkpoint.vision
     if part is None:
         return None
@@ -651,7 +757,7 @@ def load_vision(
     torch = torch_now()
     from trioserve.model.vision_tower import VisionTower
 
-    set_torch_threads(settings)  # native kernels have their own, and leave torch's alone
+    set_torch_threads(settings)  # native kernels have their own threads and do not set those of torch
     own_dtype = pick_vision_dtype(dtype, device)
     tower = VisionTower(part.config, part.processing, dtype=own_dtype, device=torch.device(device))
     fill_slots(
@@ -671,19 +777,22 @@ def _make_model(
     on_compile: Callable[[str, float], None],
     collectives: Collectives | None,
 ) -> StepModel:
-    """The native kernels where they are wanted and can be had, else plain torch. Raises StartupError if they are
-    demanded, for themselves or for quantized weights, and cannot be had."""
+    """Return native kernels if they are allowed and available, otherwise torch.
+
+    Raises:
+        StartupError: settings require native kernels, directly or for quantized weights, and they are unavailable.
+    """
     config = checkpoint.config
     if kv_format_of(settings) != "plain" and any(entry and entry.part_count == 1 for entry in config.kv_entries):
         raise StartupError(
-            f"kv_cache_dtype is {settings.kv_cache_dtype}, but the model keeps latents, which are not kept in 8 bits: "
-            "take kv_cache_dtype auto"
+            f"kv_cache_dtype is {settings.kv_cache_dtype}, but the model keeps latents, which cannot be stored in 8 "
+            "bits: use kv_cache_dtype auto"
         )
     for section in config.sections:
         if section < config.context_tokens_max and section % settings.block_size:
             raise StartupError(
-                f"block_size is {settings.block_size}, but this model's attention is cut into sections of {section} "
-                "tokens, which must be whole numbers of blocks: take a block_size that divides them"
+                f"block_size is {settings.block_size}, but this model's attention has sections of {section} tokens, "
+                "which must be whole numbers of blocks: use a block_size that divides them"
             )
     reason: str | None = f"the device is {device}"
     block_types = {tensor.name: tensor.block_type for tensor in checkpoint.tensors() if tensor.block_type}
@@ -710,16 +819,16 @@ def _make_model(
         if settings.cpu_kernels == "native":
             raise StartupError(f"cpu_kernels is native, but the native kernels cannot be used: {reason}")
         if not settings.demands_quantized and has_torch():
-            logger.warning("plain torch computes, and more slowly than the native kernels: %s", reason)
+            logger.warning("torch computes, more slowly than the native kernels, which are unavailable: %s", reason)
     keeps_on_gpu = device == "cuda" and settings.quantization == "file" and settings.gpu_kernels == "triton"
     if settings.demands_quantized and not keeps_on_gpu:
         raise StartupError(
-            f"quantization is {settings.quantization}, but the native kernels, which alone compute with quantized "
-            f"weights, cannot be used: {reason}; take quantization none"
+            f"quantization is {settings.quantization}, but only the native kernels compute with quantized weights, "
+            f"and they cannot be used: {reason}; use quantization none"
         )
     if not has_torch():
         raise StartupError(
-            f"the native kernels cannot be used: {reason}. In their place torch computes, which is not installed: pip "
+            f"the native kernels cannot be used: {reason}. torch, which would compute instead, is not installed: pip "
             "install 'trioserve[torch]'"
         )
     torch_now()
@@ -731,7 +840,7 @@ def _make_model(
 
 
 def _fault(chunk: ScheduledChunk, vocab_size: int) -> str | None:
-    """Why this chunk cannot be computed, as a sentence for the client."""
+    """Return why a chunk cannot be computed, as a sentence for the client, or None."""
     tokens = chunk.row_tokens
     if chunk.request.sampling.prompt_logprobs is not None:
         tokens = [*tokens, *prompt_followers(chunk)]

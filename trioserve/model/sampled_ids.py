@@ -1,6 +1,6 @@
-"""What a step chose, on its way to the host: one copy, begun at once and waited for when the tokens are asked for.
+"""Copy of sampled token ids to the host. The copy starts at once, and the reader waits for it.
 
-On the device it stays, too: the ids are kept where the next step finds them, which is begun before the host has them.
+The ids also stay on the device, because the next step may begin before the host has them.
 """
 
 from __future__ import annotations
@@ -15,18 +15,31 @@ __all__ = ["fetch_samples", "keep_ids"]
 
 
 def keep_ids(kept_ids: Tensor, chosen: Tensor) -> None:
-    """For the next step, on the device. kept_ids: int64 [n or more]; chosen: int64 [2, n], as choose_tokens gives it. A
-    row that failed has some id of the vocabulary, whose step comes to nothing."""
+    """Keep the sampled ids on the device for the next step.
+
+    Args:
+        kept_ids: int64 [n or more], overwritten from index 0.
+        chosen: int64 [2, n], as choose_tokens returns it. A row that failed has any id of the vocabulary. The step that
+            uses this id is dropped for its request.
+    """
     kept_ids[: chosen.shape[1]].copy_(chosen[0])
 
 
 def fetch_samples(chosen: Tensor, count: int) -> ReadSamples:
-    """Begin to bring back what was chosen for the first `count` rows. chosen: as above; may be overwritten by what is
-    begun from now on. Nothing was hidden but by masks. To be read once."""
+    """Start to copy sampled ids to the host.
+
+    Args:
+        chosen: int64 [2, n], as choose_tokens returns it. Work that is launched after this call may overwrite it. Only
+            masks may have hidden tokens.
+        count: read the first `count` rows.
+
+    Returns:
+        A function that waits for the copy. Call it only once.
+    """
     is_cuda = chosen.device.type == "cuda"
     there = torch.empty(chosen.shape, dtype=torch.int64, pin_memory=is_cuda)
     there.copy_(chosen, non_blocking=True)
-    arrived = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+    arrived = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]  # torch has no annotations here
     if arrived is not None:
         arrived.record()
 

@@ -1,14 +1,14 @@
-"""Logits to token ids, in torch: penalties, filters, logprobs; gumbel.py draws. What is said here holds for the native
-kernels' sampling.h, too.
+"""Sampling from logits in torch: penalties, filters, logprobs. gumbel.py draws. The native kernels' sampling.h follows
+the same rules.
 
-The order is vLLM's: logit_bias, min_tokens, penalties, mask, temperature, min_p, top_k, top_p. Logprobs are taken
-before all of it. Tokens of exactly equal probability are kept or dropped together by a filter, so that nothing depends
-on how a sort breaks ties; the greedy choice among equals is the lowest id. min_tokens hides nothing where a mask would
-leave no token then: a response that is complete cannot go on.
+The order is vLLM's: logit_bias, min_tokens, penalties, mask, temperature, min_p, top_k, top_p. Logprobs are computed
+before all of these. A filter keeps or drops tokens of exactly equal probability together, so the result does not depend
+on how a sort breaks ties. Greedy sampling chooses the lowest id among equal logits. min_tokens hides nothing if a mask
+would then leave no token, because a complete response cannot continue.
 
-Random numbers come from the request's seed and the token's position alone. With equal logits a request gets the same
-tokens in any batch and after any preemption; what logits depend on is said in the kernels' reference, and where they
-differ by rounding, gumbel.py makes that change a token as seldom as it can.
+Random numbers depend only on the request's seed and the token's position. With equal logits, a request gets the same
+tokens in any batch and after any preemption. The kernels' reference describes what logits depend on. If logits differ
+by rounding, gumbel.py makes a change of the token as rare as possible.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ from trioserve_kernels.reference import Flaw
 
 __all__ = ["finite_rows", "largest_samples", "sample", "token_logprobs", "word_of"]
 
-SORTED_CANDIDATES = 256  # of each row; almost every top_k and top_p ends before, and sorting a whole row costs 1.5 ms
+# Sorted candidates per row. Almost every top_k and top_p needs fewer, and sorting a whole row takes 1.5 ms.
+SORTED_CANDIDATES = 256
 SUMMED_TOGETHER = 512
-CANDIDATES_GROWTH = 16  # a row that needs more gets 4,096, and only then all
+CANDIDATES_GROWTH = 16  # A row that needs more candidates gets 4,096, and after that all.
 
 
 def sample(
@@ -54,9 +55,12 @@ def sample(
 ) -> Samples:
     """Choose the next token of every row.
 
-    logits: [n, vocab_size] in any floating dtype; not changed. chunks: the row's chunk, whose last known token the row
-    follows; n of them, at least one. logit_bias must name tokens of the vocabulary only. kernels: if they are fused,
-    they choose. masks: of the chunks that have a mask_row; waits for them.
+    Args:
+        logits: [n, vocab_size] in any floating dtype. They are not changed.
+        chunks: one chunk for each row, at least one, see sampled_rows. logit_bias must only name tokens of the
+            vocabulary.
+        kernels: if they are fused, they choose the tokens.
+        masks: masks of chunks with a mask_row. The function waits for them.
     """
     masked = masked_rows(chunks, masks, logits.shape[1])
     if kernels is not None and kernels.FUSED:
@@ -101,7 +105,12 @@ def sample(
 
 
 def largest_samples(token_ids: Tensor, finite: Tensor) -> Samples:
-    """Of rows that are all plain. token_ids: of their largest logits, int64 [n]. finite: bool [n]."""
+    """Return the samples of rows that are all plain, see is_plain.
+
+    Args:
+        token_ids: int64 [n], tokens with the largest logit.
+        finite: bool [n], False for a row with NaN or infinity.
+    """
     ids, finite_list = torch.stack((token_ids, finite.to(torch.int64))).tolist()
     return Samples(
         [token if good else None for token, good in zip(ids, finite_list, strict=True)],
@@ -110,15 +119,21 @@ def largest_samples(token_ids: Tensor, finite: Tensor) -> Samples:
 
 
 def word_of(chunk: ScheduledChunk) -> int:
-    """The random bits of its next token, as choose_tokens takes them: an int64."""
+    """Return the random bits for a chunk's next token, as choose_tokens accepts them: an int64.
+
+    Args:
+        chunk: chunk that samples.
+    """
     return signed(draw_word(chunk.request.seed, chunk.start + chunk.count))
 
 
 def _sample_fused(
     logits: Tensor, chunks: Sequence[ScheduledChunk], kernels: Kernels, masked: MaskedRows | None
 ) -> Samples:
-    """As sample: the same order of changes, the same draw. What is chosen comes back in one copy; only rows that ask
-    for logprobs, biases or penalties cost more."""
+    """Sample with fused kernels: the same order of changes and the same draw as `sample`.
+
+    Chosen tokens come back in one copy. Only rows that ask for logprobs, biases or penalties cost more.
+    """
     scores = logits
     hides = any(is_adjusted(chunk) for chunk in chunks)
     if hides:
@@ -140,7 +155,7 @@ def _sample_fused(
         mask_tensors,
     )
     if hides:
-        # Minus infinity may be a hidden token now, so whether the model gave it is asked of the logits.
+        # Minus infinity may now mean a hidden token, so look for NaN and infinity in the unchanged logits.
         chosen = torch.cat((chosen, logits.isfinite().all(-1).to(torch.int64)[None]))
     ids, flaws, *finite = chosen.tolist()
     errors: dict[int, str] = {}
@@ -160,7 +175,14 @@ def _sample_fused(
 
 
 def finite_rows(logits: Tensor) -> Tensor:
-    """bool [n]: rows without NaN and infinity."""
+    """Return which rows have neither NaN nor infinity.
+
+    Args:
+        logits: [n, vocab_size].
+
+    Returns:
+        bool [n].
+    """
     finite = logits.sum(-1, dtype=torch.float32).isfinite()
     if bool(finite.all()):
         return finite
@@ -168,11 +190,15 @@ def finite_rows(logits: Tensor) -> Tensor:
 
 
 def token_logprobs(logits: Tensor, token_ids: Sequence[int], tops: Sequence[int]) -> list[TokenLogprob]:
-    """The natural-log probability of each row's token and of the row's tops[i] most probable ones, best first.
+    """Return the natural logarithm of the probability of each row's token and of its most probable tokens, best first.
 
-    logits: [n, vocab_size], finite. tops: 0 or more, and at most vocab_size counts.
+    Args:
+        logits: [n, vocab_size], finite.
+        token_ids: token of each row.
+        tops: number of most probable tokens for each row, 0 or more. Values above vocab_size mean vocab_size.
     """
-    # On a GPU torch sums a row by where it begins: each at a multiple of 64 bytes, so that they are all alike.
+    # On a GPU the order of torch's sum depends on a row's start address. Padding makes each row start at a multiple of
+    # 64 bytes, so all rows are summed alike.
     gap = -logits.shape[1] % 16 if logits.device.type == "cuda" else 0
     logprobs = torch.nn.functional.pad(logits.float(), (0, gap), value=float("-inf")).log_softmax(-1)
     chosen = logprobs.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])[:, 0].tolist()
@@ -186,8 +212,13 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], tops: Sequence[int]
 
 
 def _adjust_(scores: Tensor, chunk: ScheduledChunk, mask: MaskArray | None) -> None:
-    """Bias, hidden end tokens and penalties of one row, in place; not its mask. Repetition counts prompt and output,
-    presence and frequency the output alone."""
+    """Apply bias, hidden end tokens and penalties to one row, in place. Its mask is not applied here.
+
+    Repetition counts prompt and output tokens. Presence and frequency count only output tokens.
+
+    Args:
+        scores: floating dtype [vocab_size].
+    """
     if not is_adjusted(chunk):
         return
     request, sampling = chunk.request, chunk.request.sampling
@@ -197,7 +228,7 @@ def _adjust_(scores: Tensor, chunk: ScheduledChunk, mask: MaskArray | None) -> N
         scores[ids] += torch.tensor(list(sampling.logit_bias.values()), dtype=scores.dtype, device=device)
     stops = request.stop_token_ids
     if hides_end_tokens(chunk) and (mask is None or allows_more_than(mask, stops, vocab_size)):
-        # A client may name stop tokens that this vocabulary does not have; they cannot be sampled anyway.
+        # A client may name stop tokens outside this vocabulary. They cannot be sampled anyway.
         hidden = [token for token in stops if token < vocab_size]
         scores[torch.tensor(hidden, dtype=torch.int64, device=device)] = float("-inf")
     known = chunk.start + chunk.count
@@ -214,7 +245,14 @@ def _adjust_(scores: Tensor, chunk: ScheduledChunk, mask: MaskArray | None) -> N
 
 
 def _draw(scores: Tensor, chunks: Sequence[ScheduledChunk]) -> Tensor:
-    """int64 [m]: one token a row. scores: [m, vocab_size] float32, ours to change."""
+    """Draw one token per row.
+
+    Args:
+        scores: float32 [m, vocab_size], which may be overwritten.
+
+    Returns:
+        int64 [m].
+    """
     samplings = [chunk.request.sampling for chunk in chunks]
     temperatures = torch.tensor([sampling.temperature for sampling in samplings], device=scores.device)
     probabilities = scores.div_(temperatures[:, None]).softmax(-1)
@@ -225,7 +263,11 @@ def _draw(scores: Tensor, chunks: Sequence[ScheduledChunk]) -> Tensor:
 
 
 def _thresholds(probabilities: Tensor, samplings: Sequence[SamplingParams]) -> Tensor | None:
-    """float32 [m]: what a token's probability must reach to be kept by min_p, top_k and top_p; None if all are."""
+    """Return the least probability that min_p, top_k and top_p keep in each row.
+
+    Returns:
+        float32 [m], or None if all tokens are kept.
+    """
     vocab_size, device = probabilities.shape[-1], probabilities.device
     top_k = [sampling.top_k if 0 < sampling.top_k < vocab_size else vocab_size for sampling in samplings]
     sorted_rows = [row for row, sampling in enumerate(samplings) if top_k[row] < vocab_size or sampling.top_p < 1.0]
@@ -247,11 +289,21 @@ def _thresholds(probabilities: Tensor, samplings: Sequence[SamplingParams]) -> T
 def _sorted_thresholds(
     probabilities: Tensor, thresholds: Tensor, top_k: Tensor, top_p: Tensor, candidates: int
 ) -> Tensor:
-    """Raise each row's threshold to the top_k-th probability, then to the least one of the nucleus: the fewest most
-    probable tokens that hold top_p of what is left (arXiv 1904.09751).
+    """Raise each row's threshold to its top_k-th probability, then to the least probability of its nucleus.
 
-    Looks at the row's best `candidates` (at least every top_k that is in use), and at more in rows whose nucleus is
-    larger. thresholds: float32, top_k: int64, top_p: float64, all [m]. Returns float32 [m].
+    The nucleus is the smallest set of most probable tokens that holds top_p of the remaining probability (arXiv
+    1904.09751).
+
+    Args:
+        probabilities: float32 [m, vocab_size].
+        thresholds: float32 [m].
+        top_k: int64 [m].
+        top_p: float64 [m].
+        candidates: number of best tokens to sort, at least every top_k below vocab_size. Rows with a larger nucleus are
+            sorted again with more.
+
+    Returns:
+        float32 [m].
     """
     vocab_size = probabilities.shape[-1]
     best = probabilities.topk(candidates, -1).values
@@ -280,6 +332,10 @@ def _sorted_thresholds(
 
 
 def _row_sums(values: Tensor) -> Tensor:
-    """float64 [n]: of [n, m], in an order that depends on m alone. torch divides a single long sum between threads."""
+    """Sum each row of [n, m] in an order that depends only on m. torch would divide a single long sum between threads.
+
+    Returns:
+        float64 [n].
+    """
     padded = torch.nn.functional.pad(values, (0, -values.shape[1] % SUMMED_TOGETHER))
     return padded.view(values.shape[0], -1, SUMMED_TOGETHER).sum(1, dtype=torch.float64).sum(-1)

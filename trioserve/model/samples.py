@@ -1,4 +1,4 @@
-"""What sampling asks of a chunk, and what a computed step answers, whoever computes it. Knows no tensors."""
+"""Samples of a computed step, and the sampling requests of chunks. Independent of the tensor library."""
 
 from __future__ import annotations
 
@@ -31,20 +31,27 @@ __all__ = [
     "sampled_rows",
 ]
 
-NOT_FINITE = "the model gave a result that is no number (NaN or infinity) for this request; its response cannot go on"
+NOT_FINITE = "the model computed NaN or infinity for this request, so its response cannot continue"
 NOTHING_ALLOWED = (
-    "the response cannot go on: in the form that was asked for no token may come next, or finding one takes too long; "
-    "take a simpler schema, regex or grammar"
+    "the response cannot continue: the schema, regex or grammar allows no next token, or finding one takes too long; "
+    "use a simpler schema, regex or grammar"
 )
 NOTHING_LEFT = "min_tokens and logit_bias leave no token that may be sampled: lower min_tokens or change logit_bias"
 
-# Logits of this many prompt tokens at a time: 128 rows of a vocabulary of 150,000 are 77 MB in float32.
+# Logits of prompt tokens are computed for this many rows at a time. 128 rows of a vocabulary of 150,000 are 77 MB in
+# float32.
 PROMPT_LOGPROB_ROWS = 128
 
 
 @dataclass(slots=True)
 class Samples:
-    """One entry per row: token_ids (None where errors has the row), and logprobs where the request asked."""
+    """Sampled tokens of a step, one entry per row.
+
+    Attributes:
+        token_ids: None for a row that is in errors.
+        logprobs: by row, for requests that asked for them.
+        errors: by row, a sentence for the client.
+    """
 
     token_ids: list[int | None]
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
@@ -52,16 +59,23 @@ class Samples:
 
 
 ReadSamples = Callable[[], Samples]
-"""Waits for a step that was launched; to be called once."""
+"""Wait for a launched step and return its samples. Call it only once."""
 
 
 @dataclass(slots=True)
 class ComputedStep:
-    """samples: a row for each of sampled_rows; None without any. prompt_logprobs: by the place of each chunk that asks,
-    those of its prompt_followers; None if the model's numbers for it are not finite. pooled: the same for each chunk
-    that pools. tapped: for each chunk what went into the tapped layers, [rows, layers * hidden_size], an array or a
-    tensor; None without such layers. hidden: of a stage without the head, float32 [T, hidden_size], what the next one
-    begins with."""
+    """Results of one forward pass.
+
+    Attributes:
+        samples: one row for each chunk of sampled_rows. None if the step samples nothing.
+        prompt_logprobs: by the index of each chunk that asks for them, the logprobs of its prompt_followers. None if
+            the model's numbers for the chunk are not finite.
+        pooled: by the index of each chunk that pools, its result. None if the model's numbers for the chunk are not
+            finite.
+        tapped: for each chunk the inputs of the tapped layers, [rows, layers * hidden_size], an array or a tensor. None
+            if no layer is tapped.
+        hidden: float32 [rows, hidden_size], the input of the next stage. None unless this is a stage without the head.
+    """
 
     samples: Samples | None
     prompt_logprobs: dict[int, tuple[TokenLogprob, ...] | None] = field(default_factory=dict)
@@ -71,9 +85,15 @@ class ComputedStep:
 
 
 def sampled_rows(chunks: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:
-    """One chunk for each row that is sampled, in the order of the rows: of a chunk with a draft first itself, then, for
-    each draft token, the chunk that it is if the draft tokens up to there are right. So each has its own position and
-    history, and its own row of the plan's masks."""
+    """Return one chunk for each row that is sampled, in the order of the rows.
+
+    A chunk with draft tokens gives several rows: itself, then one chunk for each draft token. The chunk of a draft
+    token is the chunk that would follow if the draft tokens up to it were accepted. So each row has its own position,
+    history and row of the plan's masks.
+
+    Args:
+        chunks: chunks of the step.
+    """
     rows: list[ScheduledChunk] = []
     for chunk in chunks:
         if not chunk.samples:
@@ -97,25 +117,41 @@ def sampled_rows(chunks: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:
 
 
 def prompt_followers(chunk: ScheduledChunk) -> Sequence[int]:
-    """The prompt tokens after each of the chunk's; the last token of a prompt has none."""
+    """Return the prompt token that follows each prompt token of a chunk. The last token of a prompt has no follower.
+
+    Args:
+        chunk: part of a prompt.
+    """
     return chunk.request.prompt_token_ids[chunk.start + 1 : chunk.start + chunk.count + 1]
 
 
 def is_plain(chunk: ScheduledChunk) -> bool:
-    """Whether the chunk's next token is that of its largest logit, and nothing else is asked."""
+    """Return True if the chunk needs only the token with the largest logit.
+
+    Args:
+        chunk: a chunk that samples.
+    """
     return chunk.mask_row is None and is_largest_wanted(chunk)
 
 
 def is_largest_wanted(chunk: ScheduledChunk) -> bool:
-    """Whether the chunk's next token is that of the largest logit of those that its mask allows, if it has one, and
-    nothing else is asked."""
+    """Return True if the chunk needs only the token with the largest logit among those that its mask allows.
+
+    Args:
+        chunk: a chunk that samples, with or without a mask.
+    """
     sampling = chunk.request.sampling
     return sampling.temperature == 0 and sampling.logprobs is None and not is_adjusted(chunk)
 
 
 def is_chosen_alone(chunk: ScheduledChunk) -> bool:
-    """Whether nothing is asked of this chunk but its KV and, if it samples, the token that follows from the logits as
-    they are, from draw_parameters and from its mask, if it has one."""
+    """Return True if the chunk needs nothing but its KV and, if it samples, its next token from unchanged logits.
+
+    The token then depends on the logits, draw_parameters and the chunk's mask.
+
+    Args:
+        chunk: any chunk of a step.
+    """
     sampling = chunk.request.sampling
     if sampling.prompt_logprobs is not None or chunk.pools:
         return False
@@ -123,12 +159,23 @@ def is_chosen_alone(chunk: ScheduledChunk) -> bool:
 
 
 def draw_parameters(sampling: SamplingParams) -> tuple[float, int, float, float]:
-    """A row of the parameters of choose_tokens."""
+    """Return the row of choose_tokens' parameters for one request.
+
+    Args:
+        sampling: the request's sampling parameters.
+
+    Returns:
+        Temperature, top_k, top_p, min_p.
+    """
     return sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
 
 
 def is_adjusted(chunk: ScheduledChunk) -> bool:
-    """Whether logits are changed before anything is chosen, apart from what a mask does to them."""
+    """Return True if logits must be changed before a token is chosen. Masks do not count as a change.
+
+    Args:
+        chunk: a chunk that samples.
+    """
     sampling = chunk.request.sampling
     return bool(
         sampling.logit_bias or hides_end_tokens(chunk) or sampling.repetition_penalty != 1.0 or counts_output(sampling)
@@ -140,6 +187,10 @@ def counts_output(sampling: SamplingParams) -> bool:
 
 
 def hides_end_tokens(chunk: ScheduledChunk) -> bool:
-    """Whether the token to be sampled comes before min_tokens are reached."""
+    """Return True if the next token comes before min_tokens are reached, so that no end token may be sampled.
+
+    Args:
+        chunk: a chunk that samples.
+    """
     output_count = chunk.start + chunk.count - len(chunk.request.prompt_token_ids)
     return output_count < chunk.request.sampling.min_tokens

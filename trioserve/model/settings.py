@@ -1,4 +1,4 @@
-"""How the model is run: number format, device, and the memory its KV cache may take. Checked here, without torch."""
+"""Settings of the model: number format, device, memory of the KV cache. They are checked here, without torch."""
 
 from __future__ import annotations
 
@@ -18,26 +18,34 @@ GpuKernelsName = Literal["torch", "triton"]
 QuantizationName = Literal["auto", "none", "file", "int8", "int4"]
 KvCacheDtypeName = Literal["auto", "int8", "fp8"]
 
-BLOCK_SIZE_MAX = 256  # tokens; a block is the unit of sharing, and of waste at the end of each sequence
+BLOCK_SIZE_MAX = 256  # tokens. Blocks are shared as a whole, and the unused end of a sequence's last block is wasted.
 THREADS_MAX = 1_024
 
 
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """dtype: auto is the checkpoint's own (device.py has the one exception). device: auto is CUDA where there is one.
+    """Settings that decide how a model is computed.
 
-    block_size: tokens in one KV block. kv_cache_bytes: size of the whole KV cache; None sizes it by the machine's
-    memory. memory_share: of a GPU's memory, the part that weights, KV cache and everything else may fill together.
-    kv_cache_dtype: of keys and values; auto is the dtype, fp8 is e4m3.
-    threads: of computing on the CPU; None takes torch's default, one per core.
-    cpu_kernels: what computes on the CPU; auto is native, compiled if need be, or plain torch where that cannot be had.
-    gpu_kernels: what computes on a GPU.
-    ranks_here: processes that compute together on this machine and share its memory, this one among them.
-    max_num_seqs: as many sequences are computed at a time. context_tokens_max: of each at most so many tokens;
-    None is what the model takes. Steps that are prepared ahead are made for these.
-    enforce_eager: no step is prepared ahead: no CUDA graphs.
-    batch_invariant: the bits of a row depend on its own tokens and the weights alone.
-    quantization: of weights in the native kernels' memory; auto is settled in quantization.py.
-    Raises StartupError, naming the field, when a value is out of range.
+    Attributes:
+        dtype: number format of weights, activations and KV. auto is the checkpoint's format, with exceptions in
+            pick_dtype.
+        device: auto is CUDA if there is a CUDA device.
+        block_size: tokens in one KV block, 1 to BLOCK_SIZE_MAX.
+        kv_cache_bytes: size of the whole KV cache. None derives it from the machine's free memory.
+        kv_cache_dtype: number format of keys and values. auto is dtype, fp8 is e4m3.
+        memory_share: part of a GPU's memory that weights, KV cache and everything else may fill together.
+        threads: threads that compute on the CPU. None is torch's default, one per core.
+        cpu_kernels: kernels that compute on the CPU. auto is native (compiled if needed), or torch if they are
+            unavailable.
+        gpu_kernels: kernels that compute on a GPU.
+        quantization: quantization of the weights in memory. settle_quantization decides what auto means.
+        max_num_seqs: sequences that run at the same time. Steps that are captured ahead are made for this number.
+        context_tokens_max: longest sequence in tokens. None is the model's limit.
+        enforce_eager: capture no step ahead, that is, use no CUDA graphs.
+        batch_invariant: the bits of a row depend only on its own tokens and the weights.
+        ranks_here: processes on this machine that compute one model together and share its memory, this one included.
+
+    Raises:
+        StartupError: a value is out of range. The message names the field.
     """
 
     dtype: DtypeName = "auto"
@@ -82,14 +90,14 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def demands_quantized(self) -> bool:
-        """Whether quantized weights are demanded, so that there is nothing to fall back to."""
+        """True if quantized weights are required, so that no other format may replace them."""
         return self.quantization not in ("auto", "none")
 
     def _check_quantization(self) -> None:
         if self.quantization == "file" and self.device == "cuda":
             if self.gpu_kernels != "triton":
                 raise StartupError(
-                    "quantization is file and gpu_kernels is torch, which dequantizes weights: take gpu_kernels "
+                    "quantization is file and gpu_kernels is torch, which dequantizes weights: use gpu_kernels "
                     "triton, or quantization none"
                 )
             return
@@ -100,8 +108,8 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
         ):
             if value not in allowed:
                 raise StartupError(
-                    f"quantization is {self.quantization} and {name} is {value}, but quantized weights are computed "
-                    f"with on the CPU alone, by the native kernels and in bfloat16: take {name} "
+                    f"quantization is {self.quantization} and {name} is {value}, but only the native kernels compute "
+                    f"with quantized weights, on the CPU and in bfloat16: use {name} "
                     f"{' or '.join(allowed)}, or quantization none"
                 )
 

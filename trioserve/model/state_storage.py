@@ -1,5 +1,6 @@
-"""The states of all layers that keep one for a whole sequence, and their layout. Who may use which slot is settled in
-the core."""
+"""States of all layers that keep one state per sequence, and their layout. The core decides which sequence owns which
+slot.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +15,22 @@ Buffer = TypeVar("Buffer")
 
 
 class StateStorage(Generic[Buffer]):
-    """One buffer a layer, float32 [slots, numbers of its state]; None for layers that keep none. A state has the last
-    inputs of the layer's convolution first, oldest first: [kernel_size - 1, channels]; and then, of a state space,
-    [heads, vector_size, head_dim].
+    """State buffers of all layers.
 
-    Buffers are torch's tensors or numpy's arrays. The memory comes uninitialised: who begins with a slot is told that
-    nothing came before, and does not read it.
+    Each layer has one float32 buffer [slots, state_size], or None if the layer keeps no state. A state begins with the
+    last inputs of the layer's convolution, oldest first: [kernel_size - 1, channels]. State spaces and delta rules then
+    have [heads, vector_size, head_dim].
+
+    Buffers are torch tensors or numpy arrays. Memory is uninitialised: a sequence that starts in a slot does not read
+    it.
+
+    Args:
+        config: model whose states are stored.
+        slot_count: number of slots in each buffer.
+        make: returns an uninitialised float32 buffer of a shape.
     """
 
     def __init__(self, config: ModelConfig, *, slot_count: int, make: Callable[[tuple[int, ...]], Buffer]) -> None:
-        """make: gives a float32 buffer of this shape, not yet written."""
         self.slot_count = slot_count
         self.buffers: tuple[Buffer | None, ...] = tuple(
             None if layer.recurrent is None else make((slot_count, layer.recurrent.state_size))

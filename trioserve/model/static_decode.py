@@ -1,10 +1,10 @@
-"""Decode steps whose tensors have fixed addresses and shapes, so that a device can replay them as recorded.
+"""Decode steps whose tensors have fixed addresses and shapes, so that a device can replay a recording of them.
 
-A step of n rows is computed at the next larger size of a ladder. The rows behind n stand for nobody: they attend to
-nothing, write into a block that no request owns, and what is chosen for them is not looked at. One copy tells the
-device the step, one brings back what it chose; between the two the host neither waits nor decides, since no grid, no
-size and no allocation depends on the step. Nor does it wait before the next step, whose tokens are on the device
-already. All else (prompts, drafts, logprobs, changed logits) is for other steps.
+A step of n rows is computed with the next larger size of a ladder. Rows after n are padding: they attend to nothing,
+write into a block that no request owns, and their tokens are ignored. One copy sends the step to the device, and one
+copy returns the chosen tokens. Between the copies the host neither waits nor decides, because no grid, size or
+allocation depends on the step. It does not wait before the next step either, because the tokens are already on the
+device. Prompts, draft tokens, logprobs and changed logits need steps of other shapes.
 """
 
 from __future__ import annotations
@@ -31,35 +31,63 @@ from trioserve_kernels.paged import DecodeWork, split_count
 
 __all__ = ["ROWS_MAX", "CudaGraphRecorder", "Recorder", "Recording", "StaticDecode", "row_sizes"]
 
-# Larger steps compute for so long that launching their kernels one by one costs nothing; and each size takes memory.
+# Larger steps take so long that launching their kernels one by one costs nothing, and each size takes memory.
 ROWS_MAX = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """replay computes again what was recorded, from the same addresses into `output`, and does not wait for it."""
+    """A recorded computation.
+
+    Attributes:
+        output: tensor that replay overwrites.
+        replay: starts the recorded computation again, with the recorded addresses, and does not wait for it.
+    """
 
     output: Tensor
     replay: Callable[[], None]
 
 
 class Recorder(Protocol):
-    """Records what a function has a device compute, so that it can be repeated without the host."""
+    """Recorder of device work, so that it can be repeated without the host."""
 
     def __call__(self, compute: Callable[[], Tensor]) -> Recording:
-        """compute may be run before it is recorded; what it reads must be there, then. Recordings of one recorder share
-        memory: the device replays one after the other, and copies one's output before the next."""
+        """Record a computation.
+
+        All recordings of one recorder share memory. The device replays one after the other, and each output must be
+        copied before the next replay.
+
+        Args:
+            compute: may be run before it is recorded, so its inputs must be defined.
+        """
         ...
 
 
 def row_sizes(rows_max: int) -> tuple[int, ...]:
-    """The ladder: 1, 2, 4, 8, then multiples of 8 up to 128, of 16 beyond, and rows_max itself as the last."""
+    """Return the ladder of row counts: 1, 2, 4, 8, multiples of 8 up to 128, then multiples of 16, and rows_max as the
+    last.
+
+    Args:
+        rows_max: largest row count.
+    """
     ladder = (1, 2, 4, *range(8, 129, 8), *range(144, rows_max + 1, 16))
     return (*(size for size in ladder if size < rows_max), rows_max)
 
 
 class StaticDecode:
-    """The decode steps of one model over one KV cache, which has a spare block."""
+    """Decode steps of one model over one KV cache with a spare block.
+
+    Args:
+        model: model that computes.
+        storage: KV cache.
+        rows_max: most rows of a step. Values above ROWS_MAX mean ROWS_MAX.
+        kept_max: most tokens that a step of any shape chooses.
+        context_tokens_max: longest context in tokens.
+        record: recorder of steps. None computes each step operator by operator.
+
+    Attributes:
+        sizes: ladder of row counts.
+    """
 
     def __init__(
         self,
@@ -71,16 +99,14 @@ class StaticDecode:
         context_tokens_max: int,
         record: Recorder | None = None,
     ) -> None:
-        """rows_max: the most rows a step may have; above ROWS_MAX it is that. kept_max: the most tokens that a step of
-        any shape chooses. context_tokens_max: the longest context. record: None computes each step anew, operator by
-        operator."""
-        assert storage.has_spare, "rows that stand for nobody need a block to write to"
+        assert storage.has_spare, "padding rows need a spare block to write to"
         config = model.config
         self._model = model
         self._storage = storage
         self._record = record
         self._recordings: dict[int, Recording] = {}
-        if config.window_max is None:  # otherwise blocks come back, and a context may be longer than the pool
+        # with a window, blocks are freed early, and a context may be longer than the pool
+        if config.window_max is None:
             context_tokens_max = min(context_tokens_max, storage.block_count * storage.block_size)
         self._context_tokens_max = context_tokens_max
         self.sizes = row_sizes(min(rows_max, ROWS_MAX))
@@ -101,13 +127,19 @@ class StaticDecode:
 
     @property
     def kept_ids(self) -> Tensor:
-        """int64 [kept_max]: what the last step chose. Steps of other shapes are to write theirs there, too."""
+        """int64 [kept_max], tokens that the last step chose. Steps of other shapes must write their tokens here,
+        too.
+        """
         return self._inputs.kept_ids
 
     def takes(self, chunks: Sequence[ScheduledChunk]) -> bool:
-        """Whether `launch` can answer for all of these: as many decodes as there is room for. chunks: each asks for
-        nothing but a token (is_chosen_alone). One with an adapter is computed in a step of its own shape: which rows
-        have which adapter is no fixed size."""
+        """Return True if `launch` can compute these chunks: not too many, and each a decode of one token.
+
+        A chunk with an adapter needs a step of its own shape, because the rows of an adapter have no fixed count.
+
+        Args:
+            chunks: chunks that need nothing but a token, see is_chosen_alone.
+        """
         return len(chunks) <= self.sizes[-1] and all(
             chunk.samples
             and chunk.row_count == 1
@@ -118,11 +150,14 @@ class StaticDecode:
         )
 
     def record_all(self) -> None:
-        """Record a step of every size, if there is a recorder: before the first request, since it takes seconds. No
-        block but the spare one is written."""
+        """Record a step of every size, if there is a recorder. Call it before the first request, because it takes
+        seconds.
+
+        Only the spare block is written.
+        """
         if self._record is None:
             return
-        # The largest first: what the others need finds room in its memory.
+        # Record the largest first: the memory that it needs is large enough for the others.
         for rows in reversed(self.sizes):
             self._inputs.send(rows, self._inputs.fill((), rows, {}))
             self._recordings[rows] = self._record(functools.partial(self._compute, rows))
@@ -130,10 +165,14 @@ class StaticDecode:
     def launch(
         self, chunks: Sequence[ScheduledChunk], awaited: Mapping[int, int], masks: TokenMasks | None = None
     ) -> ReadSamples:
-        """Write the KV of every chunk's token, attend, and choose; returns at once. chunks: at least one, such that it
-        takes them. awaited: of those whose token the last step chose, by their place, the row that they had there.
-        masks: of those that have a mask_row; waits until they are filled. At most the step before this one has not been
-        read."""
+        """Start a step: write the KV of every chunk's token, attend, and choose tokens. Return at once.
+
+        Args:
+            chunks: at least one chunk that `takes` accepts.
+            awaited: for each chunk whose token the previous step chose, by its index, the token's row in that step.
+            masks: masks of chunks with a mask_row. The function waits for them. At most the samples of the previous
+                step may still be unread.
+        """
         rows = self.sizes[bisect.bisect_left(self.sizes, len(chunks))]
         masked = masked_rows(chunks, masks, self._model.config.vocab_size)
         self._inputs.send(rows, self._inputs.fill(chunks, rows, awaited, masked))
@@ -146,11 +185,11 @@ class StaticDecode:
         return fetch_samples(chosen, len(chunks))
 
     def _compute(self, rows: int) -> Tensor:
-        """int64 [2, rows], as choose_tokens gives it."""
+        """Compute a step, and return the chosen tokens as choose_tokens does, int64 [2, rows]."""
         inputs = self._inputs.tensors[rows]
         step = replace(self._steps[rows], token_ids=inputs.ids.index_select(0, inputs.id_places))
         hidden = self._model.forward(step, self._storage)
-        assert hidden is not None, "nobody may abandon it"
+        assert hidden is not None, "a launched step is never abandoned"
         chosen = self._model.kernels.choose_tokens(
             self._model.logits(hidden), inputs.parameters, inputs.words, (self._inputs.mask_bits, inputs.mask_places)
         )
@@ -161,7 +200,7 @@ class StaticDecode:
         inputs = self._inputs.tensors[rows]
         decodes = DecodeTables(inputs.block_tables, inputs.contexts, self._context_tokens_max, work)
         return StepTensors(
-            token_ids=inputs.id_places,  # in the place of what they lead to in each step
+            token_ids=inputs.id_places,  # placeholder: _compute replaces it by the token ids at these places
             positions=inputs.positions,
             slots=inputs.slots,
             cleared_slots=None,
@@ -177,7 +216,7 @@ class CudaGraphRecorder:
     """
 
     def __init__(self) -> None:
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch has no annotations here
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, compute: Callable[[], Tensor]) -> Recording:

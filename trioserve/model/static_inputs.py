@@ -1,10 +1,11 @@
-"""What a step of fixed shape is told: buffers in the host's memory, their twin on the device, views of both.
+"""Inputs of steps of fixed shape: buffers in host memory, their copy on the device, and views of both.
 
-Each number of rows has a layout of its own in the same bytes. Block tables come last and are turned, all first blocks
-before all second ones: so a step copies one piece of memory, as long as its widest table asks for.
+Each number of rows has its own layout in the same bytes. Block tables come last and are transposed: the first blocks of
+all rows come before all second blocks. So a step copies one range of memory, whose length depends on the step's widest
+table.
 
-The device's buffer begins with the ids that the last step chose, which never leave it. Right behind them come those
-that the host knows, so that a row's token is found by one number, whoever has it.
+The device buffer begins with the ids that the last step chose, which never leave the device. The ids that the host
+knows follow directly. So one index finds a row's token in either part.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ __all__ = ["InputTensors", "StaticInputs"]
 
 _Array = npt.NDArray[np.generic]
 
-HOST_BUFFERS = 2  # one step may be filled in while the device has not yet read the one before
-# Numbers of a row in each field, in the order of the buffer; known_ids are the first.
+HOST_BUFFERS = 2  # The host may fill in one step while the device has not yet read the previous one.
+# Number format and numbers per row of each field, in the order of the buffer. known_ids must be first.
 FIELDS: dict[str, tuple[type[np.generic], int]] = {
     "known_ids": (np.int64, 1),
     "id_places": (np.int64, 1),
@@ -47,11 +48,19 @@ FIELDS: dict[str, tuple[type[np.generic], int]] = {
 
 @dataclass(frozen=True, slots=True)
 class InputTensors:
-    """On the device, for n rows: ids int64 [n or more], what the last step chose and what is known; id_places int64
-    [n], where among them a row's token stands; parameters float64 [n, 4] and words int64 [n] as choose_tokens takes
-    them; positions, slots int64 [n]; contexts int32 [n], 0 in a row that stands for nobody; mask_places int32 [n],
-    each row's row of the mask bits, below 0 where it has none; block_tables int32
-    [n, width_max], of which only what a row's context needs means anything."""
+    """Inputs on the device for n rows.
+
+    Attributes:
+        ids: int64 [n or more], ids that the last step chose, then ids that the host knows.
+        id_places: int64 [n], index in ids of each row's token.
+        parameters: float64 [n, 4], as choose_tokens accepts them.
+        words: int64 [n], as choose_tokens accepts them.
+        positions: int64 [n].
+        slots: int64 [n].
+        contexts: int32 [n], 0 in a padding row.
+        mask_places: int32 [n], index of each row's mask, or -1 for a row without a mask.
+        block_tables: int32 [n, width_max]. Only the blocks of a row's context are defined.
+    """
 
     ids: Tensor
     id_places: Tensor
@@ -65,7 +74,7 @@ class InputTensors:
 
 
 class _Layout:
-    """Where the fields of a step of `rows` rows lie, in bytes."""
+    """Offsets in bytes of the fields of a step."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
@@ -78,16 +87,29 @@ class _Layout:
         self.tables_offset = end
 
     def end(self, width: int) -> int:
-        """Where block tables of this width end."""
+        """Return the offset after block tables of some width."""
         return self.tables_offset + width * self.rows * np.dtype(np.int32).itemsize
 
 
 class StaticInputs:
-    """fill, then send, then compute what reads `tensors` of as many rows. When a step is filled in, the device has read
-    what was sent for the one before the last.
+    """Inputs of steps: fill, then send, then start work that reads `tensors` of this number of rows.
 
-    kept_ids: int64 [kept_max], on the device: what the last step chose, for whoever computes to write. mask_bits: int32
-    [rows, words of a mask], on the device; sent in a copy of their own, and only by steps that have masks."""
+    When a step is filled in, the device must have read the inputs of the step before the previous one.
+
+    Args:
+        sizes: possible numbers of rows.
+        kept_max: most ids that any step chooses.
+        width_max: widest block table.
+        block_size: tokens in one KV block.
+        vocab_size: tokens in the vocabulary.
+        spare_block: block that padding rows write to.
+        device: device of the tensors.
+
+    Attributes:
+        kept_ids: int64 [kept_max], on the device: ids that the last step chose. The computation writes them.
+        mask_bits: int32 [rows, words], on the device. Steps with masks send them in a separate copy.
+        tensors: InputTensors by number of rows.
+    """
 
     def __init__(
         self,
@@ -100,11 +122,9 @@ class StaticInputs:
         spare_block: int,
         device: torch.device,
     ) -> None:
-        """sizes: the numbers of rows that steps have. kept_max: the most ids that any step chooses. spare_block: where
-        rows that stand for nobody write."""
         layouts = {rows: _Layout(rows) for rows in sizes}
         self._layouts = layouts
-        kept_max += kept_max % 2  # the fields behind them stay aligned
+        kept_max += kept_max % 2  # so that the fields after kept_ids stay aligned
         self._sent_from = kept_max * np.dtype(np.int64).itemsize
         byte_count = max(layout.end(width_max) for layout in layouts.values())
         self._device = torch.zeros(self._sent_from + byte_count, dtype=torch.uint8, device=device)
@@ -126,14 +146,27 @@ class StaticInputs:
         awaited: Mapping[int, int],
         masked: MaskedRows | None = None,
     ) -> int:
-        """Write the step into the host's memory; the rows behind the last chunk stand for nobody. awaited: of chunks
-        whose token the last step chose, by their place, the row that it had there. masked: of those that have a mask.
-        Returns the width of the widest block table."""
+        """Write a step into host memory. Rows after the last chunk are padding.
+
+        Args:
+            chunks: decodes of one token.
+            rows: number of rows, padding included.
+            awaited: for each chunk whose token the last step chose, by its index, the token's row in that step.
+            masked: masks of the rows that have one.
+
+        Returns:
+            Width of the widest block table.
+        """
         self._side = next(self._sides)
         return self._side.fill(chunks, rows, awaited, masked)
 
     def send(self, rows: int, width: int) -> None:
-        """Copy what fill has written. Does not wait for the copy."""
+        """Start to copy what fill has written, without waiting.
+
+        Args:
+            rows: number of rows of the step.
+            width: result of fill.
+        """
         end = self._layouts[rows].end(width)
         self._device[self._sent_from : self._sent_from + end].copy_(self._side.buffer[:end], non_blocking=True)
         if self._side.mask_count:
@@ -154,9 +187,9 @@ class StaticInputs:
 
 
 class _HostSide:
-    """A buffer in the host's memory, and what stands in it.
+    """Buffer in host memory, and a record of its content.
 
-    A request keeps its place and its blocks from step to step as a rule, so only what differs is written.
+    A request usually keeps its row and its blocks from step to step, so only differences are written.
     """
 
     def __init__(
@@ -169,24 +202,24 @@ class _HostSide:
         spare_block: int,
         mask_bits: Tensor,
     ) -> None:
-        # Pinned, so that the copy neither waits for the device nor is waited for.
+        # Pinned memory lets the copy run without waiting for the device, and lets the host continue.
         self._is_pinned = mask_bits.device.type == "cuda"
         self.buffer = torch.zeros(byte_count, dtype=torch.uint8, pin_memory=self._is_pinned)
         self._mask_shape = mask_bits.shape
-        self._masks: Tensor | None = None  # int32, made for the first step that has some
+        self._masks: Tensor | None = None  # int32, made for the first step with masks
         self.mask_count = 0
         self._kept_max = kept_max
         self._block_size = block_size
         self._spare_slot = spare_block * block_size
         self._arrays = {rows: _arrays(layout, self.buffer.numpy(), width_max) for rows, layout in layouts.items()}
-        # For how many rows, of which requests, and each row's block table.
+        # content of the buffer: number of rows, requests, and each row's block table
         self._filled_rows = 0
         self._requests: list[EngineRequest] = []
         self._seeds = np.empty(0, dtype=np.uint64)
         self._tables: list[list[int]] = []
 
     def filled_masks(self) -> Tensor:
-        """int32 [mask_count, words]."""
+        """Return the masks of the step, int32 [mask_count, words]."""
         assert self._masks is not None, "a step without masks"
         return self._masks[: self.mask_count]
 
@@ -215,7 +248,7 @@ class _HostSide:
         if rows != self._filled_rows:
             self._filled_rows, self._tables = rows, [[] for _ in range(rows)]
             self._fill_requests(fields, requests)
-            fields["mask_places"][:] = -1  # another layout: what lies here is something else
+            fields["mask_places"][:] = -1  # another layout had other bytes here
         elif len(requests) != len(self._requests) or not all(map(operator.is_, requests, self._requests)):
             self._fill_requests(fields, requests)
         self._fill_masks(fields["mask_places"], masked)
@@ -241,7 +274,7 @@ class _HostSide:
         return width_max
 
     def _fill_requests(self, fields: Mapping[str, _Array], requests: list[EngineRequest]) -> None:
-        """What of the rows stays the same as long as they have the same requests; the padding among it."""
+        """Write the fields that depend only on the rows' requests, and the padding rows."""
         count = len(requests)
         self._requests = requests
         self._seeds = np.array([request.seed for request in requests], dtype=np.uint64)
@@ -252,11 +285,13 @@ class _HostSide:
             fields["parameters"][:count] = [draw_parameters(request.sampling) for request in requests]
 
     def _fill_table(self, column: npt.NDArray[np.int32], row: int, table: Sequence[int]) -> None:
-        """Not even the same request has to have the same blocks: it may have lost them and got others."""
-        there = self._tables[row]
-        if there == table:
+        """Write the blocks that differ from the row's last table. A request may also have lost its blocks and got
+        others.
+        """
+        known = self._tables[row]
+        if known == table:
             return
-        kept = len(there) if table[: len(there)] == there else 0
+        kept = len(known) if table[: len(known)] == known else 0
         column[kept : len(table)] = table[kept:]
         self._tables[row] = list(table)
 
@@ -271,7 +306,7 @@ _TORCH_TYPES: dict[type[np.generic], torch.dtype] = {
 def _arrays(
     layout: _Layout, host: npt.NDArray[np.uint8], width_max: int
 ) -> tuple[dict[str, _Array], npt.NDArray[np.int32]]:
-    """The host's views: the fields, and the block tables, int32 [width_max, rows]."""
+    """Return views of the host buffer: fields by name, and block tables int32 [width_max, rows]."""
     arrays: dict[str, _Array] = {}
     for name, (dtype, columns) in FIELDS.items():
         offset = layout.offsets[name]

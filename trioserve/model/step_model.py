@@ -1,4 +1,4 @@
-"""What the runner asks of a model, whoever computes it: one step in, samples out."""
+"""Interface between the runner and a model implementation: one step in, samples out."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class StepModel(Protocol):
     """A model that computes whole steps, and its KV cache."""
 
     tapped_layers: tuple[int, ...]
-    """What goes into these layers is given out with each step, for a head that drafts; the number of layers stands for
-    what comes out of the last. Set before allocate_kv."""
+    """Indexes of layers whose inputs each step returns, for a drafting head. layer_count means the last layer's output.
+    Set it before allocate_kv."""
 
     @property
     def config(self) -> ModelConfig: ...
@@ -39,65 +39,80 @@ class StepModel(Protocol):
 
     @property
     def arithmetic(self) -> str:
-        """What decides about the bits of a row besides its tokens and the weights, in a batch-invariant model: what
-        computes, in which format. Equal texts are equal bits."""
+        """Description of everything besides tokens and weights that decides the bits of a batch-invariant model's rows.
+
+        It names kernels and number format. Equal texts mean equal bits.
+        """
         ...
 
     @property
     def is_batch_invariant(self) -> bool:
-        """Whether the bits of a row depend on its own tokens and the weights alone, asked for or not."""
+        """True if the bits of a row depend only on its own tokens and the weights, even if the settings do not require
+        it.
+        """
         ...
 
     @property
     def computed_by(self) -> str:
-        """What computes, in a few words for people."""
+        """Device and kernels that compute, in a few words for people."""
         ...
 
     @property
     def step_weight_bytes(self) -> int:
-        """What a decode step has to read of the weights, however few tokens it has."""
+        """Bytes of weights that a decode step reads, however few tokens it has."""
         ...
 
     @property
     def loading_threads(self) -> int:
-        """How many tensors may be read, and their slots filled, at the same time; 1: in the compute thread alone."""
+        """Number of threads that may read tensors and fill slots at the same time. 1: only the compute thread may."""
         ...
 
     def slots(self) -> Iterator[Slot]:
-        """A place for every tensor of the checkpoint."""
+        """Yield a destination for every tensor of the checkpoint."""
         ...
 
     @property
     def storage(self) -> KVStorage[Any] | None:
-        """The KV cache; None before allocate_kv."""
+        """The KV cache. None before allocate_kv."""
         ...
 
     @property
     def states(self) -> StateStorage[Any] | None:
-        """What layers keep of sequences; None before allocate_kv, and of a model without such layers."""
+        """States that layers keep of sequences. None before allocate_kv, and for a model without such layers."""
         ...
 
     def allocate_kv(self, block_count: int, state_slot_count: int = 0, memory: KVMemory | None = None) -> None:
-        """Make the KV cache, and the slots of layers that keep a state; what earlier ones held is gone. memory: where
-        the KV cache is to lie, on a CPU; None: in some of its own."""
+        """Make the KV cache and the state slots. The content of earlier ones is lost.
+
+        Args:
+            block_count: number of KV blocks.
+            state_slot_count: number of state slots, copies included.
+            memory: buffers for the KV cache on a CPU. None allocates them.
+        """
         ...
 
     def release_kv(self) -> None:
-        """Let go of what allocate_kv made, which comes again before the next step."""
+        """Free what allocate_kv made. Call allocate_kv again before the next step."""
         ...
 
     def claim_memory(self) -> bool:
-        """Have the system give a small piece of the KV cache's memory ahead of its use, which takes at most some
-        milliseconds. False: nothing is left to be claimed."""
+        """Make the operating system provide a small part of the KV cache's memory before it is used.
+
+        Cost:
+            At most some milliseconds.
+
+        Returns:
+            False if all memory is already provided.
+        """
         ...
 
     def warm_up(self) -> None:
-        """Prepare ahead what the first steps would have to wait for. No block is written."""
+        """Prepare in advance what the first steps would have to wait for. No block is written."""
         ...
 
     @property
     def warms_by_shape(self) -> bool:
-        """Whether kernels are chosen, or compiled, at the first step of a shape."""
+        """True if kernels are chosen or compiled at the first step of a shape."""
         ...
 
     def compute(
@@ -107,35 +122,64 @@ class StepModel(Protocol):
         masks: TokenMasks | None = None,
         begun: Float32Array | None = None,
     ) -> ComputedStep | None:
-        """Write the KV of every chunk's tokens, attend, and sample where a chunk samples; None if it was abandoned.
-        masks: of the chunks that have a mask_row. What is computed before a token is chosen does not wait for them.
-        begun: [T, hidden_size], of a stage without the embedding: the step's rows as the stage before gave them."""
+        """Compute a step: write the KV of each chunk's tokens, attend, and sample for each chunk that samples.
+
+        Args:
+            chunks: chunks of the step.
+            is_abandoned: polled between layers. True abandons the step.
+            masks: masks of chunks with a mask_row. Only the choice of tokens waits for them.
+            begun: float32 [rows, hidden_size], for a stage without the embedding: the hidden states from the stage
+                before it.
+
+        Returns:
+            Results, or None if the step was abandoned.
+        """
         ...
 
     def add_adapter(self, id: AdapterId, weights: AdapterWeights) -> None:
-        """From here on chunks may have it. Raises MemoryError, and has kept nothing."""
+        """Add an adapter that later chunks may use.
+
+        Args:
+            id: name of the adapter.
+            weights: its matrices.
+
+        Raises:
+            MemoryError: there is not enough memory. Nothing was added.
+        """
         ...
 
     def remove_adapter(self, id: AdapterId) -> None:
-        """Let it go; nothing to do if it is not there."""
+        """Free an adapter. Do nothing if it is not loaded.
+
+        Args:
+            id: name of the adapter.
+        """
         ...
 
     def has_adapter(self, id: AdapterId) -> bool: ...
 
     @property
     def launches(self) -> bool:
-        """Whether there are steps that `launch` takes."""
+        """True if `launch` can start some steps."""
         ...
 
     def launch(
         self, chunks: Sequence[ScheduledChunk], awaited: Mapping[int, int], masks: TokenMasks | None = None
     ) -> ReadSamples | None:
-        """Begin what compute does and come back before it is done; what comes back waits for it. awaited: of chunks
-        that await their token, by their place, the row which that token had in the step before; that one was launched,
-        too, and need not have been read, but the one before it has. Waits for masks, if there are some. None: this is a
-        step that has to be computed."""
+        """Start a step and return before it has ended. Wait for masks, if there are any.
+
+        Args:
+            chunks: chunks of the step.
+            awaited: for each chunk that awaits its token, by its index, the row that sampled this token in the previous
+                step. The previous step must have been launched, too. Its samples need not have been read, but those of
+                the step before it must have been read.
+            masks: masks of chunks with a mask_row.
+
+        Returns:
+            A function that waits for the samples. None if this step cannot be launched and must be computed.
+        """
         ...
 
     def close(self) -> None:
-        """Let weights, KV cache and threads go."""
+        """Free weights, KV cache and threads."""
         ...

@@ -1,8 +1,9 @@
-"""A StepPlan as index tensors: where each token is written, what each one sees. Every shape and dtype is written here.
+"""A StepPlan as index tensors: where each token is written, and what each token attends to. All shapes and dtypes are
+listed here.
 
-Computed once a step, read by every layer. Rows of a step: first all chunks of one token (decodes), longest context
-first, then the other chunks in the plan's order, decodes with a draft among them; a chunk's tokens are consecutive
-rows.
+The tensors are made once per step and read by every layer. Rows of a step: first all chunks of one token (decodes),
+longest context first. Then come the other chunks in the order of the plan, including decodes with draft tokens. Tokens
+of a chunk are consecutive rows.
 """
 
 from __future__ import annotations
@@ -37,12 +38,13 @@ __all__ = [
     "build_step_tensors",
 ]
 
-# Decodes whose gathered contexts fit the CPU's caches together run faster than all at once (64 sequences of 256 tokens:
-# 1.5 ms a layer in four groups, 2.3 ms in one). A GPU wants few large launches; there the bound is on transient memory.
+# Decodes whose gathered contexts fit into the CPU's caches run faster in groups than all at once. 64 sequences of 256
+# tokens take 1.5 ms a layer in four groups and 2.3 ms in one. A GPU needs few large launches, so its limit only bounds
+# temporary memory.
 GATHERED_BYTES_MAX = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
-# A long chunk is attended in parts: the first rows need not look at keys that only the last ones see.
+# A long chunk is attended in parts, so its first rows need not process keys that only its last rows see.
 PART_ROWS_MAX = {"cpu": 256, "cuda": 2_048}
-PADDED_BLOCKS_MIN = 8  # shorter contexts than this are padded together: one more call costs more than their padding
+PADDED_BLOCKS_MIN = 8  # Shorter contexts form one group: another call costs more than their padding.
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -57,13 +59,20 @@ class HeadShape:
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What the tensors depend on besides the plan. windows, sections: the distinct ones of the model's layers; sections
-    are whole numbers of blocks, or as long as the context. walked_heads: set if the kernels are fused and walk block
-    tables themselves; these need no masks and no groups."""
+    """Properties that the step's tensors depend on, besides the plan.
+
+    Attributes:
+        token_kv_bytes: bytes of one token's KV in one layer.
+        windows: distinct attention windows of the model's layers.
+        sections: distinct attention sections of the model's layers, in tokens. Each is a multiple of block_size, or as
+            long as the context.
+        walked_heads: heads of the model if its kernels read block tables themselves. Such kernels need no masks and no
+            groups.
+    """
 
     block_size: int
     hidden_size: int
-    token_kv_bytes: int  # of one token in one layer
+    token_kv_bytes: int
     windows: tuple[int | None, ...]
     dtype: torch.dtype
     device: torch.device
@@ -73,14 +82,14 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Consecutive tokens of one sequence, seen from where its block table begins."""
+    """Consecutive tokens of one sequence, counted from the first block of its block table."""
 
     start: int
     row_count: int
     block_table: Sequence[int]
 
     def in_sections(self, section: int, block_size: int) -> Iterator[_Span]:
-        """Those of each section it reaches, seen from where that begins."""
+        """Split the span by sections. Each part is counted from the first block of its section."""
         end = self.start + self.row_count
         for base in range(self.start // section * section, end, section):
             first, last = max(self.start, base), min(end, base + section)
@@ -89,7 +98,14 @@ class _Span:
 
 @dataclass(frozen=True, slots=True)
 class DecodeTables:
-    """All decodes of a step. block_tables: int32 [n, width], 0 behind a row's last block; contexts: int32 [n]."""
+    """All decodes of a step, for kernels that read block tables.
+
+    Attributes:
+        block_tables: int32 [n, width], 0 after a row's last block.
+        contexts: int32 [n], tokens that each row sees.
+        context_max: largest of contexts.
+        work: buffers for partial results.
+    """
 
     block_tables: Tensor
     contexts: Tensor
@@ -99,7 +115,14 @@ class DecodeTables:
 
 @dataclass(frozen=True, slots=True)
 class ChunkTables:
-    """All chunks of a step, their rows counted from the first chunk's: as paged_chunks_ takes them, all int32."""
+    """All chunks of a step except decodes, as paged_chunks_ accepts them. Rows are counted from the first chunk's.
+
+    Attributes:
+        block_tables: int32 [n, width], 0 after a row's last block.
+        contexts: int32 [n], tokens that the last row of each chunk sees.
+        row_starts: int32 [n + 1], first row of each chunk, and the end of the last chunk.
+        tiles: int32 [tiles, 2], chunk index of each tile, and its first row in the chunk.
+    """
 
     block_tables: Tensor
     contexts: Tensor
@@ -109,7 +132,7 @@ class ChunkTables:
 
 @dataclass(frozen=True, slots=True)
 class TableWalk:
-    """The rows of a step under one sliding window, for kernels that walk block tables: decodes, then chunks."""
+    """Rows of a step under one attention window, for kernels that read block tables: decodes, then chunks."""
 
     window: int | None
     decodes: DecodeTables | None
@@ -118,10 +141,12 @@ class TableWalk:
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Decodes attended in one call: rows first .. end - 1.
+    """Decodes that are attended in one call: rows first to end - 1.
 
-    block_table: int64 [end - first, width]; rows shorter than width repeat their last block, so that no sequence ever
-    touches a block of another one. mask: [end - first, 1, 1, width * block_size], additive, in the step's dtype.
+    Attributes:
+        block_table: int64 [end - first, width]. Shorter rows repeat their last block, so no sequence reads a block of
+            another sequence.
+        mask: [end - first, 1, 1, width * block_size], additive, in the step's dtype.
     """
 
     first: int
@@ -132,11 +157,13 @@ class DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class PromptPart:
-    """Consecutive tokens of one chunk, attended in one call: rows first .. end - 1.
+    """Consecutive tokens of one chunk that are attended in one call: rows first to end - 1.
 
-    block_table: int64 [width], the blocks that hold the context; None when the context is these rows themselves, which
-    then need no gathering. context: tokens to use of the gathered blocks. mask: [end - first, context], additive, in
-    the step's dtype; None for plain causal.
+    Attributes:
+        block_table: int64 [width], blocks that hold the context. None if these rows are the whole context and need no
+            gathering.
+        context: number of tokens to use of the gathered blocks.
+        mask: [end - first, context], additive, in the step's dtype. None means causal.
     """
 
     first: int
@@ -148,7 +175,11 @@ class PromptPart:
 
 @dataclass(frozen=True, slots=True)
 class AttentionTensors:
-    """What the rows of a step see under one sliding window (None: everything before them)."""
+    """Tensors that say what each row of a step sees under one window.
+
+    Attributes:
+        walk: replaces decode_groups and prompt_parts for kernels that read block tables.
+    """
 
     decode_groups: tuple[DecodeGroup, ...]
     prompt_parts: tuple[PromptPart, ...]
@@ -157,8 +188,15 @@ class AttentionTensors:
 
 @dataclass(frozen=True, slots=True)
 class StateRows:
-    """Rows of a step that have a chunk of their own, with one span. rows, reads, writes: int64 [n]. past_count: int64
-    [n, 1, 1], tokens before it; where it is 0 reads is any slot, and the state is zeros."""
+    """Rows of a step whose chunk has one row and one state span.
+
+    Attributes:
+        rows: int64 [n], row indexes.
+        reads: int64 [n], state slots to read.
+        writes: int64 [n], state slots to write.
+        past_count: int64 [n, 1, 1], tokens before the row. If it is 0, the state is zeros and `reads` has an arbitrary
+            slot.
+    """
 
     rows: Tensor
     reads: Tensor
@@ -168,8 +206,12 @@ class StateRows:
 
 @dataclass(frozen=True, slots=True)
 class StateSteps:
-    """Which states a step reads and writes, of a model with layers that keep some. rows: None if there are none. spans:
-    of each other chunk, its first row and its spans."""
+    """State slots that a step reads and writes.
+
+    Attributes:
+        rows: chunks with one row and one span. None if there are none.
+        spans: for each other chunk, its first row and its spans.
+    """
 
     rows: StateRows | None
     spans: tuple[tuple[int, tuple[StateSpan, ...]], ...]
@@ -177,11 +219,21 @@ class StateSteps:
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """token_ids, positions, slots: int64 [T]; slot = block * block_size + offset. cleared_slots: int64 [n], behind the
-    last token of every block that this step begins and does not fill; None if there are none, or if the kernels never
-    read them. attention: by window; sections: by section. first_rows: for each chunk in the order that was given, its
-    first row. states: None of a model without. given: rows whose embeddings are not their tokens': int64 [n], and
-    float32 [n, hidden_size]. adapters: of the rows that have one; None: none has."""
+    """Index tensors of one step of T rows.
+
+    Attributes:
+        token_ids: int64 [T].
+        positions: int64 [T].
+        slots: int64 [T], block * block_size + offset of each token in the KV cache.
+        cleared_slots: int64 [n], slots after the last token of every block that this step begins and does not fill.
+            None if there are none, or if the kernels never read them.
+        attention: by window.
+        first_rows: first row of each chunk, in the order of the given chunks.
+        states: None for a model without states.
+        given: rows with given embeddings: int64 [n], and float32 [n, hidden_size].
+        adapters: rows that use an adapter. None if no row does.
+        sections: by section.
+    """
 
     token_ids: Tensor
     positions: Tensor
@@ -196,8 +248,14 @@ class StepTensors:
 
 
 def build_step_tensors(chunks: Sequence[ScheduledChunk], shape: StepShape, sending: Sending) -> StepTensors:
-    """chunks: at least one, each with count >= 1 and a block table that covers its last token; one that awaits its
-    token gets id 0. What comes back has its values when `sending` has been sent."""
+    """Make the index tensors of a step.
+
+    Args:
+        chunks: at least one chunk. Each has a count of at least 1 and a block table that covers its last token. A chunk
+            that awaits its token gets token id 0.
+        shape: properties of the model and the kernels.
+        sending: transfer to which the tensors are added. Their values are defined after `sending.send`.
+    """
     order = _row_order(chunks)
     first_rows = [0] * len(chunks)
     token_ids: list[int] = []
@@ -210,11 +268,11 @@ def build_step_tensors(chunks: Sequence[ScheduledChunk], shape: StepShape, sendi
         chunk_positions = np.arange(chunk.start, end, dtype=np.int64)
         positions.append(chunk_positions)
         slots.append(_slots(chunk, chunk_positions, shape.block_size))
-        cleared.append(_slots_behind(chunk, shape.block_size))
-    behind = np.concatenate(cleared)
+        cleared.append(_slots_after_last(chunk, shape.block_size))
+    after_last = np.concatenate(cleared)
     spans = [_Span(chunks[at].start, chunks[at].row_count, chunks[at].block_table) for at in order]
     count = sum(span.row_count == 1 for span in spans)
-    # What a row of a section sees is what a row of a sequence that begins with it would.
+    # A row in a section sees the tokens that it would see in a sequence that begins with the section.
     parts = {
         section: [part for span in spans for part in span.in_sections(section, shape.block_size)]
         for section in shape.sections
@@ -232,7 +290,7 @@ def build_step_tensors(chunks: Sequence[ScheduledChunk], shape: StepShape, sendi
         token_ids=sending.add(np.array(token_ids, dtype=np.int64)),
         positions=sending.add(np.concatenate(positions)),
         slots=sending.add(np.concatenate(slots)),
-        cleared_slots=sending.add(behind) if behind.size and shape.walked_heads is None else None,
+        cleared_slots=sending.add(after_last) if after_last.size and shape.walked_heads is None else None,
         attention=attention,
         first_rows=tuple(first_rows),
         states=_state_steps(chunks, first_rows, sending) if chunks[0].states else None,
@@ -280,8 +338,8 @@ def _slots(chunk: ScheduledChunk, positions: Int64Array, block_size: int) -> Int
     return table[positions // block_size - first] * block_size + positions % block_size
 
 
-def _slots_behind(chunk: ScheduledChunk, block_size: int) -> Int64Array:
-    """The free slots of the last block, if this chunk begins it."""
+def _slots_after_last(chunk: ScheduledChunk, block_size: int) -> Int64Array:
+    """Return the free slots of the last block if this chunk begins that block, else an empty array. int64 [n]."""
     end = chunk.start + chunk.row_count
     begun = (end - 1) // block_size * block_size
     if begun < chunk.start or end % block_size == 0:
@@ -298,7 +356,14 @@ def _walks(
     heads: HeadShape,
     sending: Sending,
 ) -> dict[int | None, AttentionTensors]:
-    """spans: in the order of their rows, decodes first. Windows differ in a number alone, so they share the tensors."""
+    """Make the tables for kernels that read block tables.
+
+    Args:
+        spans: in the order of their rows, decodes first.
+
+    Returns:
+        Tables by window. All windows share the tensors, because only a number differs.
+    """
     decodes, chunks = spans[:decode_count], spans[decode_count:]
     decode_tables = _decode_tables(decodes, windows, shape, heads, sending) if decodes else None
     chunk_tables = _chunk_tables(chunks, shape, heads, sending) if chunks else None
@@ -341,7 +406,11 @@ def _block_tables(chunks: Sequence[_Span], block_size: int) -> Int32Array:
 def _attention_tensors(
     spans: Sequence[_Span], decode_count: int, shape: StepShape, window: int | None
 ) -> AttentionTensors:
-    """spans: in the order of their rows, decodes first."""
+    """Make groups of decodes and parts of prompts.
+
+    Args:
+        spans: in the order of their rows, decodes first.
+    """
     groups, parts = [], []
     row = 0
     for group in _decode_groups(spans[:decode_count], shape, window):
@@ -357,7 +426,9 @@ def _attention_tensors(
 
 
 def _decode_groups(decodes: Sequence[_Span], shape: StepShape, window: int | None) -> list[list[_Span]]:
-    """Neighbours in length go together, as long as less than half of a row is padding and the bytes are in bounds."""
+    """Group decodes of similar length. In a group less than half of each row is padding, and the gathered bytes are
+    bounded.
+    """
     groups: list[list[_Span]] = []
     narrowest = widest = 0
     block_bytes = shape.token_kv_bytes * shape.block_size

@@ -1,4 +1,4 @@
-"""A hidden state of several streams, of which a layer computes one, in torch: see StreamsConfig."""
+"""Hidden state of several streams in torch, of which each layer computes one, see StreamsConfig."""
 
 from __future__ import annotations
 
@@ -14,11 +14,16 @@ from trioserve_kernels import Kernels
 
 __all__ = ["LayerStreams", "Streams", "StreamsOfStep"]
 
-LEAST_SQUARE = 1e-5  # of a stream's numbers on the average, so that it can be brought to another magnitude
+LEAST_SQUARE = 1e-5  # least mean square of a stream, so that it can be scaled to another magnitude
 
 
 class StreamsOfStep:
-    """values: [T, hidden_size] each, changed in place. inputs: [T, layers, input_size]."""
+    """Streams of one step.
+
+    Args:
+        values: one tensor [T, hidden_size] for each stream, changed in place.
+        inputs: [T, layers, input_size], inputs of each layer.
+    """
 
     def __init__(self, values: list[Tensor], inputs: Tensor) -> None:
         self.values = values
@@ -26,7 +31,7 @@ class StreamsOfStep:
 
 
 class Streams:
-    """What begins a step's streams, and what makes one of them again."""
+    """Start of a step's streams before the first layer, and their combination after the last layer."""
 
     def __init__(
         self,
@@ -44,7 +49,8 @@ class Streams:
 
         self._config, self._streams, self._kernels = config, streams, kernels
         self._embedding = Embedding(streams.input_vocab_size, inputs, dtype=dtype, device=device)
-        self._embedding_scale = torch.tensor(streams.input_size**0.5, dtype=dtype).item()  # rounded, as its makers do
+        # rounded to the dtype, as in the reference implementation
+        self._embedding_scale = torch.tensor(streams.input_size**0.5, dtype=dtype).item()
         self._projection = linear(inputs, "layer_inputs.proj")
         self._norm = Norm("layer_inputs.norm", streams.input_size, config, kernels, dtype=dtype, device=device)
         self._ins = [linear(hidden, f"streams.{index}.in_proj") for index in range(streams.count - 1)]
@@ -61,28 +67,40 @@ class Streams:
         for linear in self.linears:
             yield from linear.slots()
 
-    def begun(self, hidden: Tensor, token_ids: Tensor) -> StreamsOfStep:
-        """hidden: the tokens' embeddings, [T, hidden_size]; it becomes the first stream."""
+    def begin(self, hidden: Tensor, token_ids: Tensor) -> StreamsOfStep:
+        """Make the streams of a step.
+
+        Args:
+            hidden: [T, hidden_size], embeddings of the tokens. They become the first stream.
+            token_ids: int64 [T].
+        """
         size, layers = self._streams.input_size, self._config.layer_count
         projected = self._projection(hidden).mul_(self._config.hidden_size**-0.5).view(-1, layers, size)
         table_ids = torch.where(token_ids < self._streams.input_vocab_size, token_ids, 0)
         own = self._embedding(table_ids).mul_(self._embedding_scale).view(-1, layers, size)
         inputs = (self._norm(projected) + own).mul_(0.5**0.5)
         magnitude = _mean_square(hidden).sqrt()
-        return StreamsOfStep([hidden, *(_brought(linear(hidden), magnitude) for linear in self._ins)], inputs)
+        return StreamsOfStep([hidden, *(_scaled_to(linear(hidden), magnitude) for linear in self._ins)], inputs)
 
-    def ended(self, streams: StreamsOfStep) -> Tensor:
-        """[T, hidden_size]"""
+    def combine(self, streams: StreamsOfStep) -> Tensor:
+        """Combine the streams after the last layer.
+
+        Args:
+            streams: streams of the step.
+
+        Returns:
+            [T, hidden_size].
+        """
         first, *others = streams.values
         magnitude = _mean_square(first).sqrt()
         total = first.clone()
         for linear, values in zip(self._outs, others, strict=True):
-            total += _brought(linear(values), magnitude)
+            total += _scaled_to(linear(values), magnitude)
         return total.div_(self._streams.count)
 
 
 class LayerStreams:
-    """What is before a layer and behind it."""
+    """Prediction of streams before one layer, and their correction after it."""
 
     def __init__(
         self,
@@ -124,7 +142,14 @@ class LayerStreams:
         yield TensorSlot(self._name, tuple(self._scale.shape), self._scale.dtype, self._scale.copy_)
 
     def predict(self, streams: StreamsOfStep) -> Tensor:
-        """What the layer is to compute, which it may change."""
+        """Predict all streams.
+
+        Args:
+            streams: streams of the step, which are replaced by the prediction.
+
+        Returns:
+            [T, hidden_size], input of the layer, which may change it.
+        """
         old, count = streams.values, self._streams.count
         shares = self._prediction(self._routed(old[self._streams.active])).view(-1, count, count, 1)
         new = []
@@ -137,7 +162,12 @@ class LayerStreams:
         return new[self._streams.active].clone()
 
     def correct(self, streams: StreamsOfStep, computed: Tensor) -> None:
-        """computed: what the layer made of it."""
+        """Correct all streams by the layer's result, and add the layer's inputs to all streams except the first.
+
+        Args:
+            streams: streams of the step, changed in place.
+            computed: [T, hidden_size], result of the layer.
+        """
         active, values = self._streams.active, streams.values
         shares = self._correction(self._routed(computed)) + 1.0
         went = computed - values[active]
@@ -151,17 +181,18 @@ class LayerStreams:
             each += given
 
     def _routed(self, values: Tensor) -> Tensor:
-        """[T, count]: how much of each of the router's kinds the rows are."""
+        """Return the router's output for each row, [T, count]. It decides how streams are mixed."""
         products = self._router(self._router_norm(values).mul_(self._router_scale))
-        # In float64, where torch's results depend on a number's place by less than rounding leaves of them.
+        # Compute in float64: torch's results depend on a number's place, but by less than rounding removes.
         return products.double().tanh().to(values.dtype)
 
 
 def _mean_square(values: Tensor) -> Tensor:
-    """Of each row, [T, 1], of as many bits whichever rows there are."""
+    """Return the mean square of each row, [T, 1]. Its bits do not depend on the other rows."""
     return values.double().square().mean(-1, keepdim=True).to(values.dtype)
 
 
-def _brought(values: Tensor, magnitude: Tensor) -> Tensor:
+def _scaled_to(values: Tensor, magnitude: Tensor) -> Tensor:
+    """Scale each row to a magnitude, in place."""
     own = _mean_square(values).clamp_min_(LEAST_SQUARE).sqrt_()
     return values.mul_(magnitude).div_(own)

@@ -1,4 +1,4 @@
-"""LoRA adapters as tensors, and which rows of a step have which."""
+"""LoRA adapters as tensors, and the rows of a step that use them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trioserve_kernels import Kernels
 __all__ = ["AdapterRows", "TorchAdapter", "adapter_rows", "torch_adapter"]
 
 TorchAdapter = Mapping[str, tuple[Tensor, Tensor]]
-"""a [rank, inputs] and b [outputs, rank] by the name of the model's matrix, such as layers.0.q_proj."""
+"""Matrices a [rank, inputs] and b [outputs, rank] by the name of the model's matrix, such as layers.0.q_proj."""
 
 
 def torch_adapter(weights: AdapterWeights, device: torch.device) -> TorchAdapter:
@@ -31,16 +31,23 @@ def torch_adapter(weights: AdapterWeights, device: torch.device) -> TorchAdapter
 
 @dataclass(frozen=True, slots=True)
 class AdapterRows:
-    """The rows of a step that have an adapter, by adapter: int64, on the step's device."""
+    """Rows of a step that use adapters.
+
+    Attributes:
+        groups: each adapter with its rows, int64 [n] on the step's device.
+    """
 
     groups: tuple[tuple[TorchAdapter, Tensor], ...]
     kernels: Kernels
 
     def add_(self, product: Tensor, values: Tensor, outputs: Mapping[str, int]) -> None:
-        """Add what each row's adapter makes of it.
+        """Add each adapter's product for its rows.
 
-        product: [T, sum of outputs], changed in place; values: [T, inputs]; outputs: of the matrices whose products lie
-        side by side, by name."""
+        Args:
+            product: [T, sum of outputs], changed in place.
+            values: [T, inputs].
+            outputs: output count of each matrix, by name. The matrices' products lie side by side in this order.
+        """
         for adapter, rows in self.groups:
             first = 0
             for name, size in outputs.items():
@@ -62,8 +69,18 @@ def adapter_rows(
     kernels: Kernels,
     sending: Sending,
 ) -> AdapterRows | None:
-    """None if no chunk has one. first_rows: of each chunk. What comes back has its values when `sending` has been
-    sent."""
+    """Find the rows of a step that use adapters.
+
+    Args:
+        chunks: chunks of the step.
+        first_rows: first row of each chunk.
+        adapters: loaded adapters.
+        kernels: kernels that multiply.
+        sending: transfer to which row indexes are added. They are defined after `sending.send`.
+
+    Returns:
+        None if no chunk has an adapter.
+    """
     rows: dict[AdapterId, list[int]] = {}
     for chunk, first in zip(chunks, first_rows, strict=True):
         if chunk.request.adapter is not None:

@@ -1,4 +1,4 @@
-"""Number formats, values, and places for tensors, as torch has them."""
+"""Number formats, values and weight slots of torch."""
 
 from __future__ import annotations
 
@@ -22,14 +22,22 @@ _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def as_tensor(values: Values) -> Tensor:
-    """On the CPU, in the values' own memory."""
+    """Return the values as a CPU tensor that shares their memory.
+
+    Args:
+        values: array in one of the number formats.
+    """
     return torch.from_numpy(values).view(TORCH_DTYPES[dtype_of(values)])
 
 
 class TensorSlot(NamedTuple):
-    """A place for one tensor. fill copies it there; it is given a tensor of this shape and dtype, on any device.
+    """Destination of one weight as a torch tensor.
 
-    block_type: if the tensor is stored in blocks of this type, fill_blocks is given these instead; see Slot.
+    Attributes:
+        name: name of the weight.
+        fill: copies the weight to its destination. Its argument is a tensor of this shape and dtype, on any device.
+        block_type: type of quantized blocks that fill_blocks accepts, see Slot.
+        fill_blocks: copies the weight as uint8 blocks, if the checkpoint stores it in blocks of block_type.
     """
 
     name: str
@@ -40,7 +48,7 @@ class TensorSlot(NamedTuple):
     fill_blocks: Callable[[Tensor], object] | None = None
 
     def for_values(self) -> Slot:
-        """The same for what a checkpoint gives."""
+        """Return a Slot that accepts numpy values from a checkpoint."""
         slot = Slot(self.name, self.shape, _NAMES[self.dtype], lambda values: self.fill(as_tensor(values)))
         fill_blocks = self.fill_blocks
         if fill_blocks is None:

@@ -1,4 +1,4 @@
-"""Steps in plain torch, operator by operator, or with the Triton kernels; then decodes are steps of fixed shape."""
+"""Steps in plain torch, operator by operator, or with Triton kernels, which compute decodes in steps of fixed shape."""
 
 from __future__ import annotations
 
@@ -58,10 +58,24 @@ __all__ = ["TorchStepModel"]
 
 
 class TorchStepModel:
-    """A Decoder with its KV cache. A number of threads in the settings holds for the whole process."""
+    """A Decoder with its KV cache. The thread count of the settings applies to the whole process.
+
+    Args:
+        config: model.
+        settings: settings of the model.
+        dtype: number format.
+        device: device that computes.
+        kernels: None uses the kernels that the settings select.
+        block_types: block types of the checkpoint's quantized matrices, by name. Matrices of 4 bits stay in 4 bits if
+            the kernels can multiply with them.
+        collectives: connection to the other ranks, if config has a part. Each rank must compute the same steps.
+
+    Raises:
+        StartupError: the settings require something that is unavailable here.
+    """
 
     warms_by_shape = True
-    loading_threads = 1  # a second thread in which torch computes would have a team of its own
+    loading_threads = 1  # torch would make another team of threads for a second computing thread
 
     def __init__(
         self,
@@ -74,26 +88,22 @@ class TorchStepModel:
         block_types: Mapping[str, str] | None = None,
         collectives: Collectives | None = None,
     ) -> None:
-        """kernels: None takes those that the settings ask for. block_types: of the checkpoint's quantized matrices, by
-        name; those of 4 bits stay so where the kernels can multiply with them. collectives: leads to the other ranks,
-        if config is that of a part; each of them has to compute the same steps. Raises StartupError if what is asked
-        for cannot be had."""
         kernels = _kernels(settings, device) if kernels is None else kernels
         if config.state_bytes and kernels.FUSED:
             raise StartupError(
-                f"gpu_kernels is {settings.gpu_kernels}, which has no kernels for layers that keep a state: take "
+                f"gpu_kernels is {settings.gpu_kernels}, which has no kernels for layers that keep a state: use "
                 "gpu_kernels torch"
             )
         if config.state_bytes and settings.batch_invariant:
             raise StartupError(
                 "batch_invariant is set, but in plain torch the sums of layers that keep a state depend on how a "
-                "prompt is cut into chunks: take the native kernels, on a CPU"
+                "prompt is divided into chunks: use the native kernels, on a CPU"
             )
         four_bits = _four_bits(settings, dtype, kernels, block_types or {})
         if kv_format_of(settings) != "plain" and kernels.NAME.startswith("triton"):
             raise StartupError(
                 f"kv_cache_dtype is {settings.kv_cache_dtype} and gpu_kernels is triton, which reads no KV in 8 bits: "
-                "take gpu_kernels torch, or kv_cache_dtype auto"
+                "use gpu_kernels torch, or kv_cache_dtype auto"
             )
         set_torch_threads(settings)
         self.config = config
@@ -115,11 +125,11 @@ class TorchStepModel:
         self._is_alone = config.part is None or config.part.size == 1
         if config.has_latents and kernels.FUSED and settings.batch_invariant:
             raise StartupError(
-                "batch_invariant is set, but the model's attention is latent, which the Triton kernels leave to plain "
-                "torch, whose results on a GPU depend on the batch: leave batch_invariant out, or take a CPU"
+                "batch_invariant is set, but plain torch computes the model's latent attention, also with the Triton "
+                "kernels, and its results on a GPU depend on the batch: leave batch_invariant out, or use a CPU"
             )
         attention = config.kv_attention if config.has_attention else None
-        # Fused kernels know nothing of latents, which are attended to in plain torch then.
+        # Fused kernels do not support latents, so plain torch computes their attention.
         walks = kernels.WALKS and not (config.has_latents and kernels.FUSED)
         self._shape = StepShape(
             block_size=settings.block_size,
@@ -166,24 +176,26 @@ class TorchStepModel:
     @property
     def launches(self) -> bool:
         assert self._model is not None, "launches after close"
-        # Which expert has which rows is read back from the device in the middle of a step; what a section's rows see is
-        # found by the host.
+        # The host reads from the device in the middle of a step which rows chose which expert, and it computes itself
+        # what rows of a section see.
         waits = self.config.has_experts or self.config.sections
-        # What comes from another stage, and goes to one, passes through the host.
+        # Hidden states to and from other stages pass through the host.
         is_whole = self.config.stage is None
         return self._model.kernels.FUSED and is_whole and not (waits or self.config.has_latents or self.tapped_layers)
 
     @property
     def _has_static_steps(self) -> bool:
-        """Only fused kernels take every size of a step from the host, so that it can be fixed ahead."""
+        """True if decodes run as steps of fixed shape. Only fused kernels get all sizes of a step from the host, so
+        that they can be fixed.
+        """
         return self.launches and not self._settings.enforce_eager
 
     def slots(self) -> Iterator[Slot]:
         return (slot.for_values() for slot in self.tensor_slots())
 
     def tensor_slots(self) -> Iterator[TensorSlot]:
-        """The same for tensors that are there already, on the device perhaps."""
-        assert self._model is not None, "a model is filled before it is closed"
+        """Yield the slots for values that are already tensors, possibly on the device."""
+        assert self._model is not None, "tensor_slots after close"
         return self._model.slots()
 
     @property
@@ -207,7 +219,7 @@ class TorchStepModel:
         model = self._model
         assert model is not None, "allocate_kv after close"
         is_static = self._has_static_steps
-        self.release_kv()  # before the new ones are made: two might not fit
+        self.release_kv()  # free the old cache first, because both might not fit
         self._storage = KVStorage(
             self.config,
             block_count=block_count,
@@ -242,8 +254,12 @@ class TorchStepModel:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Capture CUDA graphs of the decode steps, where there are any. Raises StartupError if the model is to be
-        batch-invariant, and torch's products here are not."""
+        """Capture CUDA graphs of the decode steps, if the model has static steps.
+
+        Raises:
+            StartupError: the model must be batch-invariant, but torch's products on this machine depend on a row's
+                place.
+        """
         assert self._model is not None, "warm_up after close"
         if self._settings.batch_invariant and self.device == "cpu":
             _check_places(self._model)
@@ -261,7 +277,7 @@ class TorchStepModel:
         model, storage, states = self._model, self._storage, self._states
         assert model is not None, "compute after close"
         assert storage is not None, "compute before allocate_kv"
-        if self._is_alone and is_abandoned():  # ranks agree on it in their first sum
+        if self._is_alone and is_abandoned():  # ranks agree in their first sum
             return None
         if (read := self.launch(chunks, {}, masks)) is not None:
             return ComputedStep(read())
@@ -321,7 +337,7 @@ class TorchStepModel:
         model, storage, kept_ids = self._model, self._storage, self._kept_ids
         assert model is not None, "launch after close"
         assert storage is not None, "launch before allocate_kv"
-        assert kept_ids is not None, "made with the storage"
+        assert kept_ids is not None, "allocate_kv makes kept_ids"
         if not self.launches or not all(is_chosen_alone(chunk) and not chunk.draft for chunk in chunks):
             return None
         if self._static is not None and self._static.takes(chunks):
@@ -341,7 +357,7 @@ class TorchStepModel:
         if given is not None:
             step.token_ids.index_copy_(0, given[0], kept_ids.index_select(0, given[1]))
         hidden = model.forward(step, storage)
-        assert hidden is not None, "nobody may abandon it"
+        assert hidden is not None, "a launched step is never abandoned"
         logits = model.logits(hidden.index_select(0, rows))
         chosen = model.kernels.choose_tokens(
             logits, parameters, words, self._sent_masks([chunks[place] for place in sampled], masks)
@@ -365,7 +381,7 @@ class TorchStepModel:
         return id in self._adapters
 
     def _sent_masks(self, chunks: Sequence[ScheduledChunk], masks: TokenMasks | None) -> tuple[Tensor, Tensor] | None:
-        """As choose_tokens takes them. Sent when they are filled, while the device computes the layers."""
+        """Wait for the masks, and send them as choose_tokens accepts them. Meanwhile the device computes the layers."""
         masked = masked_rows(chunks, masks, self.config.vocab_size)
         if masked is None:
             return None
@@ -385,7 +401,7 @@ def _kernels(settings: ModelSettings, device: DeviceType) -> Kernels:
     name: KernelsName = settings.gpu_kernels if device == "cuda" else "torch"
     if settings.batch_invariant and device == "cuda" and name == "torch":
         raise StartupError(
-            "batch_invariant is set and gpu_kernels is torch, whose products on a GPU depend on the batch: take "
+            "batch_invariant is set and gpu_kernels is torch, whose products on a GPU depend on the batch: use "
             "gpu_kernels triton"
         )
     try:
@@ -393,21 +409,26 @@ def _kernels(settings: ModelSettings, device: DeviceType) -> Kernels:
     except ModuleNotFoundError as error:
         raise StartupError(
             f"gpu_kernels is {settings.gpu_kernels}, but it cannot be used here ({error}): install trioserve[gpu], or "
-            "take gpu_kernels torch"
+            "use gpu_kernels torch"
         ) from error
 
 
 def _four_bits(
     settings: ModelSettings, dtype: Dtype, kernels: Kernels, block_types: Mapping[str, str]
 ) -> dict[str, str]:
-    """What stays in 4 bits, by name. As with the native kernels, auto keeps it unless float32 is computed in. Raises
-    StartupError if `file` is asked of a checkpoint that has none."""
+    """Return the block types of matrices that stay in 4 bits, by name.
+
+    As with the native kernels, auto keeps them unless the dtype is float32.
+
+    Raises:
+        StartupError: quantization is file, and the checkpoint has no weights of 4 bits.
+    """
     if not kernels.KEEPS_FOUR_BITS or settings.quantization == "none":
         return {}
     kept = {name: kind for name, kind in block_types.items() if kind in BLOCK_TYPES}
     if settings.quantization == "file" and not kept:
         raise StartupError(
-            "quantization is file, but the checkpoint has no weights of 4 bits that can be kept on a GPU: take none, "
+            "quantization is file, but the checkpoint has no weights of 4 bits that can be kept on a GPU: use none, "
             "or an AWQ, GPTQ or compressed-tensors checkpoint"
         )
     return {} if settings.quantization == "auto" and dtype == "float32" else kept
@@ -419,7 +440,11 @@ def _head_shape(attention: AttentionConfig | LatentAttentionConfig) -> HeadShape
 
 
 def _check_places(model: Decoder) -> None:
-    """Raises StartupError if what torch multiplies with here makes something else of a row in another place."""
+    """Check that torch's products do not depend on a row's place among the rows of a step.
+
+    Raises:
+        StartupError: some product depends on it.
+    """
     attention, dtype = model.config.kv_attention, model.dtype
     entry = attention.kv_entry
     latent_dim = attention.latent_dim if isinstance(attention, LatentAttentionConfig) else None
@@ -438,19 +463,24 @@ def _check_places(model: Decoder) -> None:
         if rows:
             raise StartupError(
                 f"batch_invariant is set, but torch's products on this processor depend on a row's place: {what}, in "
-                f"row {rows[0]} of {ROW_TILE}; take another dtype, or the native kernels"
+                f"row {rows[0]} of {ROW_TILE}; use another dtype, or the native kernels"
             )
 
 
 def _processor(device: torch.device) -> str:
-    """What its libraries choose their kernels by."""
+    """Return the property of the processor by which torch's libraries choose their kernels."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     return torch.backends.cpu.get_cpu_capability()
 
 
 def _samples(model: Decoder, hidden: Tensor, chunks: Sequence[ScheduledChunk], masks: TokenMasks | None) -> Samples:
-    """hidden: [n, hidden_size], the sampled rows after the last layer. chunks: n of them."""
+    """Sample rows.
+
+    Args:
+        hidden: [n, hidden_size], sampled rows after the last layer.
+        chunks: n chunks, one for each row.
+    """
     if not model.kernels.FUSED and all(is_plain(chunk) for chunk in chunks):
         largest = model.largest(hidden)
         if largest is not None:
@@ -459,7 +489,11 @@ def _samples(model: Decoder, hidden: Tensor, chunks: Sequence[ScheduledChunk], m
 
 
 def _pooled(model: Decoder, hidden: Tensor, pooling: Pooling) -> Pooled | None:
-    """hidden: [count, hidden_size], the chunk's rows after the last layer."""
+    """Pool one prompt.
+
+    Args:
+        hidden: [count, hidden_size], rows of the chunk after the last layer.
+    """
     if pooling.task == "labels":
         logits = model.logits(hidden[-1:])
         if not bool(finite_rows(logits).all()):
@@ -476,7 +510,11 @@ def _take_rows(hidden: Tensor, rows: Sequence[int]) -> Tensor:
 
 
 def _prompt_logprobs(model: Decoder, hidden: Tensor, chunk: ScheduledChunk) -> tuple[TokenLogprob, ...] | None:
-    """hidden: [count, hidden_size], the chunk's rows after the last layer."""
+    """Return the logprobs of the prompt tokens that follow each row, or None if logits are not finite.
+
+    Args:
+        hidden: [count, hidden_size], rows of the chunk after the last layer.
+    """
     top = chunk.request.sampling.prompt_logprobs or 0
     followers = prompt_followers(chunk)
     entries: list[TokenLogprob] = []

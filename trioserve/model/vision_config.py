@@ -1,5 +1,6 @@
-"""What the part of a model is made of that sees images: a transformer over the patches of a tile, and what turns its
-output into rows of the text model's size."""
+"""Description of the vision part of a model: a transformer over the patches of a tile, and a projection of its output
+to rows of the text model's size.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +13,20 @@ __all__ = ["VisionConfig"]
 
 DIMENSION_MAX = 2**16
 IMAGE_SIZE_MAX = 4096
-TILE_PATCHES_MAX = 2**14  # attention takes memory in their square; real models have up to 5,184
+TILE_PATCHES_MAX = 2**14  # attention takes memory in proportion to their square; real models have up to 5,184
 
 
 class VisionConfig(msgspec.Struct, frozen=True, kw_only=True):
     """SigLIP (arXiv 2303.15343) without its head, and the pixel shuffle of Idefics 3 (arXiv 2408.12637).
 
-    image_size: pixels of either side of the images that its positions were trained with. patch_size: of a patch.
-    scale_factor: so many neighbours in either direction become one row. output_size: the text model's hidden_size.
-    Raises ModelLoadError, naming the field, when the values cannot belong together.
+    Attributes:
+        image_size: width and height in pixels of the images for which the model has position embeddings.
+        patch_size: width and height of a patch in pixels.
+        scale_factor: a square of this many patches per side becomes one row.
+        output_size: hidden_size of the text model.
+
+    Raises:
+        ModelLoadError: values contradict each other. The message names the field.
     """
 
     hidden_size: int
@@ -69,12 +75,20 @@ class VisionConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.image_size // self.patch_size
 
     def tile_tokens(self, tile_size: int) -> int:
-        """Rows that a tile of so many pixels in either direction becomes. Raises ModelLoadError if it is not whole."""
+        """Return the number of rows that one tile becomes.
+
+        Args:
+            tile_size: width and height of the tile in pixels.
+
+        Raises:
+            ModelLoadError: the tile is not a whole number of rows, or has too many patches.
+        """
         patches, left = divmod(tile_size, self.patch_size)
         if left or patches % self.scale_factor or patches < 1:
             raise ModelLoadError(
-                f"tiles of {tile_size} pixels are no whole number of patches of {self.patch_size} pixels, "
-                f"{self.scale_factor} of which become one row: the checkpoint's files are not of the same model"
+                f"tiles of {tile_size} pixels are no whole number of patches of {self.patch_size} pixels, of which "
+                f"squares of {self.scale_factor} per side become one row: the checkpoint's files do not belong to the "
+                "same model"
             )
         if patches**2 > TILE_PATCHES_MAX:
             raise ModelLoadError(

@@ -1,5 +1,8 @@
-"""Images to rows of the text model, in torch: one tile at a time, and of that one layer at a time, so that between two
-of them somebody else may compute. A tile's bits depend on its own pixels alone."""
+"""Image encoder in torch, which turns images into embedding rows of the text model.
+
+It computes one layer of one tile at a time, so that other work can run between two layers. The bits of a tile depend
+only on its own pixels.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,14 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 class VisionTower:
-    """Its weights. dtype: what they are in, and what is computed in."""
+    """Weights of the image encoder.
+
+    Args:
+        config: description of the encoder.
+        processing: preparation of images.
+        dtype: number format of weights and computation.
+        device: device of the weights.
+    """
 
     def __init__(
         self, config: VisionConfig, processing: ImageProcessing, *, dtype: Dtype, device: torch.device
@@ -65,7 +75,11 @@ class VisionTower:
         yield from self._projection.slots()
 
     def begin(self, tiles: npt.NDArray[np.uint8]) -> TileEncoding:
-        """tiles: see Tiles."""
+        """Start the encoding of one image.
+
+        Args:
+            tiles: uint8 [tiles, tile_size, tile_size, 3], see Tiles.
+        """
         return TileEncoding(self, tiles)
 
     def normed(self, values: Tensor, name: str) -> Tensor:
@@ -73,12 +87,26 @@ class VisionTower:
         return functional.layer_norm(values, (self.config.hidden_size,), weight, bias, self.config.norm_eps)
 
     def pixels(self, tile: npt.NDArray[np.uint8]) -> Float32Array:
-        """[3, tile_size, tile_size], as the model was trained to see them."""
+        """Return the normalized pixels of a tile.
+
+        Args:
+            tile: uint8 [tile_size, tile_size, 3].
+
+        Returns:
+            float32 [3, tile_size, tile_size].
+        """
         colours = [self._pixels[colour][tile[:, :, colour]] for colour in range(3)]
         return np.stack(colours)
 
     def patches(self, tile: npt.NDArray[np.uint8]) -> Tensor:
-        """[patches, hidden_size] before the first layer."""
+        """Return the input of the first layer.
+
+        Args:
+            tile: uint8 [tile_size, tile_size, 3].
+
+        Returns:
+            [patches, hidden_size].
+        """
         pixels = torch.from_numpy(self.pixels(tile)).to(self.device, self._torch_dtype)
         name = "vision_model.embeddings.patch_embedding"
         size = self.config.patch_size
@@ -91,7 +119,14 @@ class VisionTower:
         return self._layers[index](hidden)
 
     def rows(self, hidden: Tensor) -> Tensor:
-        """[tile_tokens, output_size] of what the last layer gave: neighbours become one row."""
+        """Combine neighbouring patches and project them to rows of the text model.
+
+        Args:
+            hidden: [patches, hidden_size], output of the last layer.
+
+        Returns:
+            [tile_tokens, output_size].
+        """
         hidden = self.normed(hidden, "vision_model.post_layernorm")
         scale, size = self.config.scale_factor, self.config.hidden_size
         side = round(hidden.shape[0] ** 0.5)
@@ -100,7 +135,7 @@ class VisionTower:
 
 
 class _Layer:
-    """Attention over all patches, and an MLP, each behind a norm."""
+    """Attention over all patches and an MLP, each after a norm."""
 
     def __init__(self, tower: VisionTower, index: int) -> None:
         self._tower = tower
@@ -126,7 +161,12 @@ class _Layer:
 
 
 class TileEncoding:
-    """One image under way: advance until it says that it is done, then take its rows. In one thread at a time."""
+    """Encoding of one image. Call advance until it returns True, then read rows. Use it in one thread at a time.
+
+    Args:
+        tower: encoder.
+        tiles: uint8 [tiles, tile_size, tile_size, 3].
+    """
 
     def __init__(self, tower: VisionTower, tiles: npt.NDArray[np.uint8]) -> None:
         processing = tower.processing
@@ -137,11 +177,11 @@ class TileEncoding:
         self.rows: Float32Array = np.empty(
             (len(tiles) * processing.tile_tokens, processing.embedding_size), dtype=np.float32
         )
-        """float32 [tiles * tile_tokens, embedding_size], when it is done."""
+        """float32 [tiles * tile_tokens, embedding_size], complete after the last advance."""
 
     @torch.inference_mode()
     def advance(self) -> bool:
-        """Compute one layer of one tile. True: that was all."""
+        """Compute one layer of one tile. Return True if the image is complete."""
         tower = self._tower
         hidden = tower.patches(self._tiles[self._tile]) if self._hidden is None else self._hidden
         self._hidden = tower.layer(self._layer, hidden)
@@ -156,8 +196,10 @@ class TileEncoding:
 
 
 def _position_ids(count: int, trained: int, device: torch.device) -> Tensor:
-    """int64 [count * count]: which of the trained positions each patch is at. float32, as transformers does it, since
-    at a boundary the rounding decides."""
+    """Return the position embedding of each patch, int64 [count * count].
+
+    Boundaries are computed in float32, as in transformers, because rounding decides the result at a boundary.
+    """
     boundaries = torch.arange(1 / trained, 1.0, 1 / trained, device=device)
     step = 1.0 / torch.tensor(count, device=device)
     places = torch.clamp(torch.arange(count, device=device, dtype=torch.float32) * step, max=1.0 - 1e-6)
@@ -166,7 +208,7 @@ def _position_ids(count: int, trained: int, device: torch.device) -> Tensor:
 
 
 def _pixel_table(processing: ImageProcessing) -> Float32Array:
-    """[3, 256]: what a number of each colour becomes, rounded as transformers does it."""
+    """Return the normalized value of each number of each colour, float32 [3, 256], rounded as in transformers."""
     scaled = (np.arange(256, dtype=np.float64) * processing.rescale_factor).astype(np.float32)
     mean, std = (np.array(values, dtype=np.float32) for values in (processing.mean, processing.std))
     table: Float32Array = (scaled[None, :] - mean[:, None]) / std[:, None]

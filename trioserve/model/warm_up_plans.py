@@ -1,7 +1,7 @@
-"""The steps that a runner computes before the first request, so that libraries choose and cache their kernels then.
+"""Steps that a runner computes before the first request, so that libraries choose and cache their kernels.
 
-All of them are of one prompt and write the first KV blocks of the pool, as if these were a request's own; whoever gets
-the blocks later writes them again before they are read.
+All steps belong to one prompt and write the first KV blocks of the pool. A later owner of these blocks overwrites them
+before it reads them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,14 @@ GREEDY = SamplingParams(temperature=0.0)
 def warm_up_plans(
     context_max: int, block_count: int, vocab_size: int, *, has_states: bool = False
 ) -> Iterator[StepPlan]:
-    """The common shapes: a prompt, and a decode behind it, greedy and drawn. context_max: of model, settings and KV
-    cache, the fewest tokens. has_states: of layers that keep one; the first is written."""
+    """Yield steps of common shapes: a prompt, and a decode after it, greedy and drawn.
+
+    Args:
+        context_max: longest context in tokens that model, settings and KV cache allow.
+        block_count: KV blocks of the pool.
+        vocab_size: tokens in the vocabulary.
+        has_states: the model has layers that keep a state. State slot 0 is written.
+    """
     count = min(PROMPT_TOKENS, context_max)
     for temperature in (0.0, 1.0):
         request = _request("warm-up", count, vocab_size, SamplingParams(temperature=temperature))
@@ -39,27 +45,40 @@ def warm_up_plans(
 
 
 def first_step_plan(block_count: int, vocab_size: int, *, has_states: bool = False) -> StepPlan:
-    """A prompt of one token. After it, steps of every other shape take what they will always take."""
+    """Return a step with a prompt of one token. It claims the memory that every step needs.
+
+    Args:
+        block_count: KV blocks of the pool.
+        vocab_size: tokens in the vocabulary.
+        has_states: the model has layers that keep a state.
+    """
     chunk = _chunk(_request("warm-up", 1, vocab_size, GREEDY), 0, 1, block_count)
     return _plan(_with_state(chunk) if has_states else chunk)
 
 
 def fused_kernel_plans(context_max: int, block_count: int, vocab_size: int) -> Iterator[StepPlan]:
-    """What else Triton would compile for the first requests, while all others wait for their tokens. Whether a decode's
-    parts are joined is settled for steps of fixed shape by the longest context that may come, for others by the longest
-    of the step: so a decode of one part, and one of two, beside a prompt. Scores that were changed are float32, and
-    either may have masks.
+    """Yield further steps whose kernels Triton would otherwise compile during the first requests, while all others
+    wait.
 
-    context_max: as above."""
-    # With torch, which a model that launches has loaded.
+    Triton compiles a decode in one part and a decode in several parts differently. A step of fixed shape chooses by the
+    longest possible context, and other steps choose by their own longest context. So one plan has a decode in one part
+    beside a prompt, and one plan has a decode in two parts. Adjusted scores are float32, and both kinds of scores may
+    have masks.
+
+    Args:
+        context_max: see warm_up_plans.
+        block_count: KV blocks of the pool.
+        vocab_size: tokens in the vocabulary.
+    """
+    # This imports torch, which a model that launches has already loaded.
     from trioserve_kernels.paged import SPLIT_TOKENS
 
     for context in dict.fromkeys(min(count, context_max) for count in (SPLIT_TOKENS, SPLIT_TOKENS + 1)):
         if context < 3:
-            continue  # no room for a chunk of two tokens, which is the least that is no decode, and for what follows it
+            continue  # too short for a chunk of two tokens (a chunk of one token is a decode) and a token after it
         prompt = _request("warm-up, prompt", context, vocab_size, GREEDY)
         decode = _request("warm-up, decode", context, vocab_size, GREEDY)
-        # In the same blocks: so the decode sees what the prompt writes, and nothing that was never written.
+        # Both chunks use the same blocks, so the decode reads only blocks that the prompt writes.
         yield _plan(_chunk(prompt, 0, context - 1, block_count), _chunk(decode, context - 1, 1, block_count))
     biased = _request("warm-up", 1, vocab_size, SamplingParams(temperature=0.0, logit_bias={0: 1.0}))
     yield _plan(_chunk(biased, 0, 1, block_count))

@@ -1,7 +1,8 @@
-"""New weights in the places of those that a model computes with: checked before anything is written, and then read and
-put there part by part, so that nothing is there twice.
+"""Replacement of weights that a model computes with.
 
-Where it ends halfway, the model has weights of both, and nobody may compute with it until a replacement was whole.
+New weights are checked before anything is written. Then they are read and written part by part, so memory never holds
+them twice. If a replacement ends halfway, the model has a mixture of old and new weights. The model must then not
+compute until a whole replacement has succeeded.
 """
 
 from __future__ import annotations
@@ -32,36 +33,36 @@ __all__ = ["SEGMENTS", "ArrivingWeights", "DividedModel", "StoredWeights"]
 
 
 SEGMENTS = Path("/dev/shm")
-"""Where Linux shows the segments of POSIX shared memory as files."""
+"""Folder in which Linux shows POSIX shared memory segments as files."""
 
 NAME_CHARACTERS_MAX = 200
 
 
 def shared_file(name: str) -> Path:
-    """Return the file of a segment of shared memory, which need not exist.
+    """Return the file of a shared memory segment, which need not exist.
 
     Args:
-        name: of the segment.
+        name: name of the segment.
 
     Raises:
-        ModelLoadError: the name cannot be one of a segment.
+        ModelLoadError: the name cannot name a segment.
     """
     if not name or len(name) > NAME_CHARACTERS_MAX or name != Path(name).name or not name.isprintable():
-        raise ModelLoadError("a segment of shared memory is called by a plain name, without slashes")
+        raise ModelLoadError("the name of a shared memory segment must be a plain name without slashes")
     return SEGMENTS / name
 
 
 def shared_tensors(name: str) -> dict[str, FileTensor]:
-    """Read the tensors of a segment of shared memory, whose content is that of a safetensors file.
+    """Read the tensors of a shared memory segment whose content is a safetensors file.
 
     Args:
-        name: of the segment, into which another process of this machine has put weights.
+        name: name of the segment, which another process of this machine has filled.
 
     Returns:
         Tensors by their names in the segment.
 
     Raises:
-        ModelLoadError: there is no such segment, or it holds something else.
+        ModelLoadError: the segment does not exist, or its content is not a safetensors file.
     """
     path = shared_file(name)
     try:
@@ -98,18 +99,35 @@ def identities_of(paths: Iterable[Path]) -> dict[Path, FileIdentity]:
 
 
 class DividedModel(NamedTuple):
-    """A model of which others compute parts, too. config: of all of it. part_of: what of its tensors is computed
-    here."""
+    """A model that several processes compute together.
+
+    Attributes:
+        config: config of the whole model.
+        part_of: returns this process's part of the whole model's tensors.
+    """
 
     config: ModelConfig
     part_of: Callable[[Iterable[StoredTensor]], Iterable[StoredTensor]]
 
 
 class StoredWeights:
-    """Weights that lie in files, or in memory that is shared as one. state: how far they are in the model's places.
-    checkpoint: the whole model, if they lie in files.
+    """New weights in files, or in a shared memory segment that has the format of one file.
 
-    What lies where is known from the headers, so a file that is written anew meanwhile would be read as another one.
+    Positions in a file are known from its header. A file that is overwritten meanwhile would be read wrongly, so its
+    identity is checked before and after.
+
+    Args:
+        runner: model whose weights are replaced.
+        source: path of a checkpoint, or a shared memory segment.
+        context_tokens: context length with which the model was opened, see open_checkpoint.
+        divided: how several processes share the model. None: the whole model is here.
+
+    Attributes:
+        state: progress of the replacement.
+        checkpoint: the whole new model, if the weights are in files.
+
+    Raises:
+        InvalidRequest: the new weights do not fit the model. Only headers were read.
     """
 
     def __init__(
@@ -120,8 +138,6 @@ class StoredWeights:
         context_tokens: int | None = None,
         divided: DividedModel | None = None,
     ) -> None:
-        """context_tokens: see open_checkpoint; as the model was opened. divided: None: all of it is here. Reads headers
-        only. Raises InvalidRequest if they cannot take the place of those that are there."""
         self._runner = runner
         self.state = ReplacementState.CHECKED
         self.checkpoint: Checkpoint | None = None
@@ -130,7 +146,7 @@ class StoredWeights:
         self._param = "name" if isinstance(source, SharedWeights) else "model_path"
         try:
             files = [shared_file(source.name)] if isinstance(source, SharedWeights) else weight_files(source)
-            identities = identities_of(files)  # before anything of them is believed
+            identities = identities_of(files)  # read identities before any content, so that a later change is noticed
             if isinstance(source, SharedWeights):
                 given = _by_name(described_tensors(whole.config, shared_tensors(source.name)))
             else:
@@ -144,15 +160,23 @@ class StoredWeights:
         self._files = {path: identities.get(path) for path in files}
 
     def confirm(self) -> None:
-        """Raises InvalidRequest if the files are others by now."""
+        """Check that the files have not changed since they were opened.
+
+        Raises:
+            InvalidRequest: a file was changed or removed.
+        """
         try:
             self._check_are_the_same()
         except ModelLoadError as error:
             raise InvalidRequest(one_line(str(error)), param=self._param) from error
 
     def replace(self) -> None:
-        """To be called once, where the model computes. Raises InvalidRequest, and has changed nothing, if the files are
-        others by now; ModelLoadError if they have become others meanwhile, or cannot be read any more."""
+        """Replace the weights. Call it once, in the computing thread.
+
+        Raises:
+            InvalidRequest: a file was changed before the start. No weight has changed.
+            ModelLoadError: a file was changed during the replacement, or cannot be read.
+        """
         self.confirm()
         self.state = ReplacementState.BEGUN
         fill_slots(
@@ -166,42 +190,61 @@ class StoredWeights:
         self.state = ReplacementState.WHOLE
 
     def _check_are_the_same(self) -> None:
-        """Raises ModelLoadError."""
+        """Raise ModelLoadError if a file was changed or removed."""
         found = identities_of(self._files)
         for path, identity in self._files.items():
             if path not in found or found[path] != identity:
                 raise ModelLoadError(
-                    f"cannot load {path}: it was {'written anew' if path in found else 'removed'} since the update "
-                    "began. Leave weights alone until the update has ended, and put the next ones elsewhere"
+                    f"cannot load {path}: it was {'overwritten' if path in found else 'removed'} after the update "
+                    "began. Do not change files of weights until the update has ended, and write new ones elsewhere"
                 )
 
 
 class ArrivingWeights:
-    """Weights that come one after the other, each by its name. state: as of StoredWeights. forms: name, shape and type
-    of each, in their order."""
+    """New weights that arrive one after the other, each with its name.
+
+    Args:
+        runner: model whose weights are replaced.
+        tensors: description of each tensor that will arrive, by name.
+        divided: see StoredWeights.
+
+    Attributes:
+        state: progress of the replacement.
+        forms: name, shape and dtype of each tensor, in the order of `tensors`.
+
+    Raises:
+        InvalidRequest: the new weights do not fit the model.
+    """
 
     def __init__(
         self, runner: ModelRunner, tensors: Mapping[str, ArrivingTensor], *, divided: DividedModel | None = None
     ) -> None:
-        """divided: see StoredWeights. Raises InvalidRequest if they cannot take the place of those that are there."""
         self._runner = runner
         self.state = ReplacementState.CHECKED
         _check_can_be_replaced(runner)
         whole = _whole(runner, divided)
         try:
             described = described_tensors(whole.config, tensors)
-            given = {name: [*whole.part_of(of_one)] for name, of_one in described.items()}
+            given = {name: [*whole.part_of(tensors_of_name)] for name, tensors_of_name in described.items()}
             pairs = paired(runner.slots(), _by_name(given))
         except ModelLoadError as error:
             raise InvalidRequest(one_line(str(error)), param="names") from error
         slots = {tensor.name: slot for slot, tensor in pairs}
-        self._pairs = {name: [(slots[tensor.name], tensor) for tensor in of_one] for name, of_one in given.items()}
+        self._pairs = {
+            name: [(slots[tensor.name], tensor) for tensor in tensors_of_name]
+            for name, tensors_of_name in given.items()
+        }
         self._tensors = dict(tensors)
         self.forms = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
 
     def put(self, name: str, values: Values) -> None:
-        """One has come: into its places, where the model computes. `values` are not kept."""
-        self._runner.check_open()  # its memory is another's, once it is closed
+        """Write a tensor that has arrived into its slots. Call it in the computing thread.
+
+        Args:
+            name: name of the tensor.
+            values: its values, which are not kept.
+        """
+        self._runner.check_open()  # the memory of a closed model may already be reused
         tensor = self._tensors.pop(name)
         self.state = ReplacementState.BEGUN
         tensor.values = values
@@ -231,4 +274,4 @@ def _like(config: ModelConfig, path: Path, context_tokens: int | None) -> Checkp
 
 
 def _by_name(given: Mapping[str, Sequence[StoredTensor]]) -> list[StoredTensor]:
-    return [tensor for of_one in given.values() for tensor in of_one]
+    return [tensor for tensors_of_name in given.values() for tensor in tensors_of_name]

@@ -1,4 +1,4 @@
-"""Which tensors a model waits for and where each goes. Every one must come exactly once, in the right shape."""
+"""Weight slots of a model, and their filling from a checkpoint. Each tensor must come once, in the right shape."""
 
 from __future__ import annotations
 
@@ -16,19 +16,24 @@ from trioserve_kernels.native import FileRowsStruct, Library, Loading, RowsKind
 __all__ = ["Progress", "RowsTarget", "Slot", "fill_slot", "fill_slots", "paired"]
 
 Progress = Callable[[int, int], None]
-"""progress(bytes_done, bytes_total), first when reading has begun, and then again and again. What it raises ends the
+"""progress(bytes_done, bytes_total) is called when reading begins, and then repeatedly. An exception from it ends the
 loading."""
 
 PART_VALUES = 2**20
-"""Of a large matrix, read and filled in at once: so little is held besides the weights, and what is read is in the
-CPU's caches still when it is packed."""
+"""Numbers of a large matrix that are read and filled in at once. Small parts need little memory besides the weights,
+and are still in the CPU's caches when they are packed."""
 
-PROGRESS_SECONDS = 0.1  # between two looks at how far the library is
+PROGRESS_SECONDS = 0.1  # between two reads of the library's progress
 
 
 class RowsTarget(NamedTuple):
-    """Where the kernels' library puts rows of a file by itself, which lie there in the slot's dtype, or in blocks of
-    its block_type. to: an address; what the others are, cpu/loading.h says."""
+    """Destination into which the kernel library reads rows of a file by itself.
+
+    The file must hold the rows in the slot's dtype, or in blocks of its block_type. cpu/loading.h describes the fields.
+
+    Attributes:
+        to: address of the destination.
+    """
 
     library: Library
     kind: RowsKind
@@ -40,11 +45,19 @@ class RowsTarget(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """A place for one tensor. fill copies it there; it is given the values in `dtype`, which are not kept.
+    """Destination of one weight.
 
-    block_type: if the tensor is stored in blocks of this type, fill_blocks is given these instead. part(first_row,
-    row_count) is the place of some of its rows; both are multiples of part_rows, but for the count of the last ones.
-    None: all come at once. target: where what fill or fill_blocks do can be left to the kernels' library.
+    Attributes:
+        name: name of the weight.
+        shape: shape of the values that fill expects.
+        dtype: number format of the values that fill expects.
+        fill: copies values to the destination. It must not keep them.
+        block_type: type of quantized blocks that fill_blocks accepts.
+        fill_blocks: copies the weight as blocks, if the checkpoint stores it in blocks of block_type.
+        part: returns the slot of some rows, given first row and row count. None: the weight must come as a whole.
+        part_rows: first row and row count of a part must be multiples of this. The row count of the last part may be
+            smaller.
+        target: destination for the kernel library, if the library can do the work of fill or fill_blocks.
     """
 
     name: str
@@ -66,12 +79,21 @@ def fill_slots(
     progress: Progress | None,
     thread_count: int = 1,
 ) -> None:
-    """Read every tensor and put it into its slot, large ones in parts where both can be had so. One of these, or one
-    whole tensor, is held for each thread besides the weights.
+    """Read every tensor and fill it into its slot.
 
-    thread_count: how many are read and filled in at the same time, in threads of this call; 1 does all in the calling
-    thread. Raises ModelLoadError, before anything is read, for a tensor that no slot waits for, that comes
-    twice, has another shape, or never comes; and if one cannot be read.
+    Large tensors are read in parts where tensor and slot support it. Besides the weights, each thread holds one part,
+    or one whole tensor.
+
+    Args:
+        slots: slots of the model.
+        tensors: tensors of the checkpoint.
+        bytes_total: bytes of all tensors, for progress.
+        progress: called repeatedly. None: no calls.
+        thread_count: threads that read and fill at the same time. 1 does all work in the calling thread.
+
+    Raises:
+        ModelLoadError: a tensor has no slot, comes twice, has another shape or never comes. This is raised before
+            anything is read. It is also raised if a tensor cannot be read.
     """
     bytes_done = 0
     parts = [part for slot, tensor in paired(slots, tensors) for part in _parts(slot, tensor)]
@@ -85,23 +107,31 @@ def fill_slots(
 
 
 def paired(slots: Iterable[Slot], tensors: Iterable[StoredTensor]) -> list[tuple[Slot, StoredTensor]]:
-    """Each slot and its tensor, of which none is read. Raises ModelLoadError as fill_slots does."""
+    """Match slots with tensors, without reading any tensor.
+
+    Args:
+        slots: slots of the model.
+        tensors: tensors of the checkpoint.
+
+    Raises:
+        ModelLoadError: see fill_slots.
+    """
     waiting = {slot.name: slot for slot in slots}
     pairs: dict[str, tuple[Slot, StoredTensor]] = {}
     for tensor in tensors:
         name = tensor.name
         if name in pairs:
-            raise ModelLoadError(f"the checkpoint gives {name} twice: it is damaged, fetch it again")
+            raise ModelLoadError(f"the checkpoint has {name} twice: it is damaged, fetch it again")
         slot = waiting.pop(name, None)
         if slot is None:
             raise ModelLoadError(
-                f"the checkpoint gives {name}, which the model has no place for: weights and config are not of the "
+                f"the checkpoint has {name}, which the model does not use: weights and config do not belong to the "
                 "same model"
             )
         if tensor.shape != slot.shape:
             raise ModelLoadError(
                 f"{name} has shape {list(tensor.shape)}, but the config asks for {list(slot.shape)}: weights and "
-                "config are not of the same model"
+                "config do not belong to the same model"
             )
         pairs[name] = slot, tensor
     if waiting:
@@ -133,7 +163,9 @@ def _is_for_library(slot: Slot, tensor: StoredTensor) -> bool:
 def _filled(
     by_library: list[tuple[Slot, StoredTensor]], others: list[tuple[Slot, StoredTensor]], thread_count: int
 ) -> Generator[int, None, None]:
-    """The bytes of what is in its place, again and again; 0 first, when reading has begun or is about to."""
+    """Fill all parts, and yield byte counts of filled parts. The first yield is 0, when reading has begun or is about
+    to begin.
+    """
     if thread_count == 1 or not by_library:
         yield 0
     if thread_count == 1:
@@ -146,7 +178,7 @@ def _filled(
     with ThreadPoolExecutor(thread_count, "trioserve-load") as pool:
         if by_library:
             yield from _filled_by_library(_loading(by_library), pool, thread_count)
-        yield from pool.map(fill_slot, others)  # closed early, it drops what has not begun
+        yield from pool.map(fill_slot, others)  # closing the generator early cancels parts that have not begun
 
 
 def _filled_by_library(loading: Loading, pool: ThreadPoolExecutor, thread_count: int) -> Generator[int, None, None]:
@@ -173,7 +205,7 @@ def _read_errors() -> Iterator[None]:
         yield
     except EOFError as error:
         raise ModelLoadError(
-            f"cannot load {error}: it has become shorter since it was opened, fetch it again"
+            f"cannot load {error}: the file has become shorter since it was opened, fetch it again"
         ) from error
     except OSError as error:
         raise ModelLoadError(f"cannot load {error.filename}: {error.strerror}") from error
@@ -185,8 +217,8 @@ def _loading(parts: list[tuple[Slot, StoredTensor]]) -> Loading:
     library = None
     for slot, tensor in parts:
         target, rows = slot.target, tensor.rows
-        assert target is not None, "chosen for having one"
-        assert rows is not None, "chosen for having them"
+        assert target is not None, "a part for the library without a target"
+        assert rows is not None, "a part for the library without rows in a file"
         library = target.library
         structs.append(
             FileRowsStruct(
@@ -204,12 +236,19 @@ def _loading(parts: list[tuple[Slot, StoredTensor]]) -> Loading:
                 pairs_of=target.pairs_of,
             )
         )
-    assert library is not None, "there are parts"
+    assert library is not None, "no parts for the library"
     return Loading(library, list(files), structs)
 
 
 def fill_slot(pair: tuple[Slot, StoredTensor]) -> int:
-    """Read one, and put it into its place. Returns how many bytes that were."""
+    """Read one tensor and fill it into its slot.
+
+    Args:
+        pair: slot and tensor.
+
+    Returns:
+        Number of bytes that were read.
+    """
     slot, tensor = pair
     if tensor.read_blocks is not None and slot.fill_blocks is not None and tensor.block_type == slot.block_type:
         slot.fill_blocks(tensor.read_blocks())

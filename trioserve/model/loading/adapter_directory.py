@@ -1,8 +1,7 @@
-"""A LoRA adapter as peft saves it: which matrices it adds to which of the model's, checked against its config.
+"""LoRA adapter as peft saves it, checked against its config and the model.
 
-adapter_config.json says how it is meant, adapter_model.safetensors has two factors for each matrix. What would be
-computed in another way than here is refused by the field that asks for it. Nothing that a file says is believed before
-it is compared with the model.
+adapter_config.json describes the adapter, and adapter_model.safetensors has two factors for each matrix. A field that
+would require another computation is refused by name. Files are untrusted until they are compared with the model.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ __all__ = ["CONFIG_NAME", "WEIGHTS_NAME", "allowed_directory", "read_adapter"]
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 DIGEST_BYTES = 16
-PATTERNS_MAX = 4096  # keys of rank_pattern and alpha_pattern; real ones have one for each matrix
+PATTERNS_MAX = 4096  # limit of keys in rank_pattern and alpha_pattern; real ones have one for each matrix
 MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", *MLP_PROJECTIONS)
 
-# Fields that change what is computed, with what changes nothing.
+# Fields that may change the computation, with the values that do not.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "bias": ("none",),
     "fan_in_fan_out": (False,),
@@ -46,10 +45,11 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "target_parameters": ([],),
     "trainable_token_indices": ([], {}),
     "layer_replication": ([],),
-    # The others change the model's own weights when they begin; peft writes true once that is taken out again.
+    # Other values change the model's own weights at the start of training. peft writes true after it has undone that
+    # change.
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }
-# What is asked for below, or says how it was trained.
+# Fields that are read below, or that only describe the training.
 NOTES = (
     *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules"),
     *("exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout", "inference_mode", "task_type"),
@@ -63,7 +63,12 @@ _PLAIN_KEY = re.compile(r"\^?[\w.]+\$?")
 
 
 class _Factors(NamedTuple):
-    """a: [rank, inputs], b: [outputs, rank], of one matrix out there."""
+    """Factors of one matrix.
+
+    Attributes:
+        a: [rank, inputs].
+        b: [outputs, rank].
+    """
 
     a: FileTensor
     b: FileTensor
@@ -74,7 +79,17 @@ class _Factors(NamedTuple):
 
 
 def read_adapter(directory: Path, config: ModelConfig, *, dtype: Dtype, rank_max: int) -> AdapterWeights:
-    """dtype: of the matrices that come back. rank_max: a larger one is refused. Raises ModelLoadError."""
+    """Read an adapter.
+
+    Args:
+        directory: directory that peft has saved.
+        config: model.
+        dtype: number format of the result.
+        rank_max: largest allowed rank.
+
+    Raises:
+        ModelLoadError: files are missing or damaged, or the adapter does not fit the model.
+    """
     for name in (CONFIG_NAME, WEIGHTS_NAME):
         if not (directory / name).is_file():
             raise ModelLoadError(f"{directory} has no {name}: name a directory that peft has saved, with safetensors")
@@ -101,8 +116,15 @@ def read_adapter(directory: Path, config: ModelConfig, *, dtype: Dtype, rank_max
 
 
 def allowed_directory(directory: Path, allowed: Sequence[Path]) -> Path:
-    """The directory itself, links followed. allowed: it has to lie in one of these, if there are some. Raises
-    ModelLoadError."""
+    """Return a directory with all links resolved.
+
+    Args:
+        directory: directory from a request.
+        allowed: the directory must lie in one of these. Empty: any directory is allowed.
+
+    Raises:
+        ModelLoadError: the directory does not exist or is not allowed.
+    """
     try:
         resolved = directory.resolve(strict=True)
         roots = [root.resolve() for root in allowed]
@@ -115,7 +137,11 @@ def allowed_directory(directory: Path, allowed: Sequence[Path]) -> Path:
 
 
 class _Config:
-    """adapter_config.json, as far as it is read. Raises ModelLoadError for what is not computed here."""
+    """Checked content of adapter_config.json.
+
+    Raises:
+        ModelLoadError: a field requires a computation that is not supported.
+    """
 
     def __init__(self, fields: Fields, rank_max: int) -> None:
         if fields.text_or("peft_type", "LORA") != "LORA":
@@ -129,8 +155,8 @@ class _Config:
         for name in fields.names:
             if name not in NEUTRAL and name not in NOTES and not fields.is_one_of(name, (None, False, [], {}, "", 0)):
                 raise ModelLoadError(
-                    f"{name} in {fields.source} is {fields.shown(name)}, and nobody knows here what it changes: it is "
-                    "a variant that is not supported"
+                    f"{name} in {fields.source} is {fields.shown(name)}, and its effect is unknown here: it is a "
+                    "variant that is not supported"
                 )
         self.rank = fields.whole("r")
         self.rank_max = rank_max
@@ -139,7 +165,7 @@ class _Config:
         self._ranks = _pattern(fields, "rank_pattern")
         self._alphas = _pattern(fields, "alpha_pattern")
         self.targets: frozenset[str] | None = None
-        """Names of modules, or ends of them, that have factors; None: it cannot be told."""
+        """Names of modules, or ends of names, that must have factors. None: unknown."""
         if not any(name in fields for name in ("layers_to_transform", "exclude_modules")):
             targets = fields.strings_or_text("target_modules")
             if targets == "all-linear":
@@ -174,14 +200,14 @@ def _pattern(fields: Fields, name: str) -> dict[str, float]:
 
 
 def _key_of(module: str, pattern: Mapping[str, float]) -> str:
-    """The first key that is the module's name, or the end of it."""
+    """Return the first key that is the module's name, or the end of it, or ""."""
     if module in pattern:
         return module
     return next((key for key in pattern if module.endswith(f".{key}")), "")
 
 
 def _factors(stored: Mapping[str, FileTensor]) -> dict[str, _Factors]:
-    """By the module's name in the file."""
+    """Pair the factors, by the module's name in the file."""
     parts: dict[str, dict[str, FileTensor]] = {}
     for name, tensor in stored.items():
         match = _FACTOR.fullmatch(name)
@@ -205,12 +231,12 @@ def _factors(stored: Mapping[str, FileTensor]) -> dict[str, _Factors]:
 
 
 def _matched(factors: Mapping[str, _Factors], modules: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, _Factors]]:
-    """By the module's name in a checkpoint of the model."""
+    """Yield the factors by the module's name in a checkpoint of the model."""
     by_layer = {match["layer"]: name for name in modules if (match := _LAYERS.fullmatch(name))}
     taken: set[str] = set()
     for written, pair in factors.items():
         module = next(written.removeprefix(prefix) for prefix in _PREFIXES if written.startswith(prefix))
-        if module not in modules:  # what is before the layers is called otherwise where a model sees images, too
+        if module not in modules:  # a model that reads images has another prefix before the layers
             match = _LAYERS.fullmatch(module)
             is_elsewhere = re.search(r"vision|visual|image|audio", module) is not None
             module = by_layer.get(match["layer"], module) if match and not is_elsewhere else module
@@ -246,7 +272,7 @@ def _check_shapes(module: str, pair: _Factors, shape: tuple[int, ...], config: _
 def _check_complete(
     found: Mapping[str, _Factors], places: Mapping[str, TensorPlace], model: ModelConfig, config: _Config
 ) -> None:
-    """What serves no adapter, and what a target names and the file lacks."""
+    """Raise ModelLoadError for factors of a module that cannot have an adapter, and for missing factors of a target."""
     for name, place in places.items():
         module = place.name.removesuffix(".weight")
         if module in found and not _can_be_adapted(name, model):
@@ -263,7 +289,7 @@ def _check_complete(
 
 
 def _can_be_adapted(name: str, model: ModelConfig) -> bool:
-    """name: in here."""
+    """Return True if a tensor with this name of ours can have an adapter."""
     layers, index, *path = name.split(".")
     if layers != "layers" or len(path) != 2 or path[0] not in PROJECTIONS:
         return False
@@ -272,7 +298,7 @@ def _can_be_adapted(name: str, model: ModelConfig) -> bool:
 
 
 def _read(pair: _Factors, place: TensorPlace, scale: float, dtype: Dtype) -> AdapterMatrix:
-    """b: with the scale in it, its rows where those of the model's own matrix lie."""
+    """Read the factors. b contains the scale, and its rows have the order of the model's matrix."""
     rows = place.shape[0]
     part = pair.b.part(place.first_row, (rows, pair.rank))
     read = cast(Float32Array, read_plain(part.path, part.offset, part.shape, part.dtype, "float32"))

@@ -1,4 +1,4 @@
-"""A tensor that comes from elsewhere, whole and when its turn is: known by shape and type until then."""
+"""Tensor that another process sends later. Until then only shape and dtype are known."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ __all__ = ["ArrivingTensor"]
 
 
 class ArrivingTensor:
-    """values: there while its slots are filled, and None before and after."""
+    """Tensor whose values arrive later.
+
+    Attributes:
+        values: set while its slots are filled, and None before and after.
+    """
 
     def __init__(self, shape: Shape, dtype: Dtype) -> None:
         self.shape = shape
@@ -20,12 +24,17 @@ class ArrivingTensor:
         self.values: Values | None = None
 
     def stored(self, name: str, place: TensorPlace) -> StoredTensor:
-        """The rows that a place names. name: in here."""
+        """Return the part of this tensor that a place describes.
+
+        Args:
+            name: our name of the part.
+            place: rows of this tensor.
+        """
         read = functools.partial(self._read, place)
         return StoredTensor(name, place.shape, self.dtype, functools.partial(place.read, read), bytes)
 
     def _read(self, place: TensorPlace, wanted: Dtype) -> Values:
-        assert self.values is not None, "read before it came"
+        assert self.values is not None, "read before the values arrived"
         shape = place.rows_shape
         rows = self.values if shape == self.shape else self.values[place.first_row :][: shape[0]]
         result = empty_values(shape, wanted)

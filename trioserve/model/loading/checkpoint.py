@@ -1,6 +1,7 @@
-"""One way to look at a checkpoint, whatever its files: dimensions, tensors by our names, and where its tokenizer is.
+"""Uniform view of a checkpoint of any file format: config, tensors by the names of this code, and place of the
+tokenizer.
 
-Opening reads headers only; each tensor is read when it is asked for. torch is not needed for either.
+Opening reads only headers. A tensor is read when it is requested. Neither needs torch.
 """
 
 from __future__ import annotations
@@ -21,11 +22,16 @@ __all__ = ["Checkpoint", "open_checkpoint"]
 
 
 class Checkpoint(Protocol):
-    """files: those that hold the weights. weight_bytes: the size of all that tensors() gives, together.
+    """An opened checkpoint.
 
-    tokenizer_directory: where the tokenizer's files lie; None if they are in gguf_metadata, which is None otherwise.
-    sampling_defaults: what the model's makers recommend, by the names of SamplingParams. vision: the part that sees
-    images; None: it sees none, or none are served.
+    Attributes:
+        config: description of the model.
+        files: files that hold the weights.
+        weight_bytes: size of all tensors together.
+        tokenizer_directory: directory with the tokenizer's files. None if gguf_metadata has the tokenizer.
+        gguf_metadata: metadata of a GGUF file. None for other formats.
+        vision: image encoder of the model. None if it has none, or if its images are not supported.
+        sampling_defaults: sampling parameters that the model's authors recommend, with the names of SamplingParams.
     """
 
     @property
@@ -42,24 +48,30 @@ class Checkpoint(Protocol):
     def vision(self) -> VisionPart | None: ...
     @property
     def continues_texts(self) -> bool:
-        """True if the model has a head. Without one, it makes vectors of texts only."""
+        """True if the model has a head. Without a head it only turns texts into vectors."""
         ...
 
     @property
     def sampling_defaults(self) -> Mapping[str, float | int]: ...
 
     def tensors(self) -> Iterator[StoredTensor]:
-        """Every tensor of the model, not yet read, in the order of computing."""
+        """Yield every tensor of the model in the order of computing. Tensors are not read yet."""
         ...
 
 
 def open_checkpoint(path: Path, *, context_tokens: int | None = None, uses_further_layers: bool = False) -> Checkpoint:
-    """A directory with safetensors, a directory with exactly one .gguf, or a .gguf file.
+    """Open a directory with safetensors, a directory with exactly one .gguf file, or a .gguf file.
 
-    context_tokens: of the longest context that is to be served, which decides between longrope's factors for short and
-    for long ones; None is what the model takes. uses_further_layers: those behind the model's own draft
-    for it, and nobody has to be told that they do not.
-    Raises ModelLoadError, one sentence that begins with the path, for everything else and for damaged files.
+    Args:
+        path: directory or file.
+        context_tokens: longest context to be served, in tokens. It decides between longrope's factors for short and for
+            long contexts. None is the model's limit.
+        uses_further_layers: the caller uses the layers after the model's own for draft tokens. False: a log line says
+            that they are not used.
+
+    Raises:
+        ModelLoadError: there is no such checkpoint, or it is damaged. The message is one sentence that begins with the
+            path.
     """
     try:
         return _opened(path, context_tokens, uses_further_layers)

@@ -1,5 +1,6 @@
-"""From what a user names to a path: the packaged default model, something on disk, or a model of the Hugging Face Hub,
-which is downloaded."""
+"""Resolution of a model name to a path: a packaged model, a path on disk, or a model of the Hugging Face Hub, which is
+downloaded.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +27,17 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-DOWNLOAD_THREAD = "trioserve-download"  # in which to call resolve_model, so that it can be left and be found
+# name of the thread that should call resolve_model, so that it can be abandoned and found
+DOWNLOAD_THREAD = "trioserve-download"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _WEIGHTS = "*.safetensors"
 _HUB_FILES = ["*.json", _WEIGHTS, "*.jinja", "*.txt", "tokenizer.model"]
-# Folders and consolidated files hold the same weights a second time, in their makers' own formats.
+# Folders and consolidated files hold the same weights again, in the authors' own formats.
 _HUB_FILES_IGNORED = ["*/*", "consolidated*"]
 
 
 def watched_by(progress: Callable[[int, int], None]) -> type:
-    """Make an invisible progress bar for the parameter tqdm_class of huggingface_hub, which brings tqdm.
+    """Make an invisible progress bar for the parameter tqdm_class of huggingface_hub, which depends on tqdm.
 
     huggingface_hub updates one bar with the bytes received and another one with the bytes written, over all files. The
     larger number is passed on.
@@ -48,7 +50,7 @@ def watched_by(progress: Callable[[int, int], None]) -> type:
     bytes_most = 0
 
     class Watched(tqdm):  # type: ignore[misc]  # it brings no types
-        monitor_interval = 0  # otherwise a thread
+        monitor_interval = 0  # otherwise tqdm starts a thread
 
         def __init__(self, *arguments: Any, **options: Any) -> None:
             options.pop("name", None)
@@ -61,17 +63,26 @@ def watched_by(progress: Callable[[int, int], None]) -> type:
                 progress(self.n, self.total)
             return True
 
-    Watched.set_lock(threading.RLock())  # otherwise one between processes
+    Watched.set_lock(threading.RLock())  # otherwise tqdm makes a lock that processes share
     return Watched
 
 
 def find_default_model(name: str) -> Path | None:
-    """The file of a packaged model, in its package or pulled; None if there is no such model, or it is not here."""
+    """Return the file of a packaged model, from its package or downloaded. None if the name is unknown or the file is
+    missing.
+
+    Args:
+        name: name of a packaged model.
+    """
     return find_packaged(name) if name in PACKAGED_MODELS else None
 
 
 def recommended_sampling(name: str) -> dict[str, float | int]:
-    """What suits a packaged model, by the names of SamplingParams; empty for every other model."""
+    """Return the recommended sampling parameters of a packaged model, with the names of SamplingParams.
+
+    Args:
+        name: any model name. A model that is not packaged has no recommendation here.
+    """
     model = PACKAGED_MODELS.get(name)
     return {} if model is None else dict(model.sampling)
 
@@ -79,14 +90,20 @@ def recommended_sampling(name: str) -> dict[str, float | int]:
 def resolve_model(
     name: str, *, with_weights: bool = True, revision: str | None = None, progress: Progress | None = None
 ) -> Path:
-    """A path for open_checkpoint, or, without weights, for a tokenizer. A hub name is downloaded first, which may take
-    long and cannot be ended from outside: call it in a thread that nobody has to wait for. What has come of a download
-    is taken up by the next one.
+    """Return a path for open_checkpoint, or without weights for a tokenizer.
 
-    "smollm2" is the packaged model, whatever lies in the current directory (name that as ./smollm2). It is fetched,
-    too, if it is not here. revision: of a hub name its branch, tag or commit; None: its main branch. progress: called
-    with the bytes that have come, and those of all, while it is fetched.
-    Raises ModelLoadError when nothing is found, or the download fails.
+    A packaged model has priority over a path with its name. Write ./smollm2 for a directory smollm2. A packaged model
+    that is missing is fetched, and a hub name is downloaded. A download may take long and cannot be cancelled, so call
+    this in a thread that can be abandoned. The next download continues with the partial file.
+
+    Args:
+        name: packaged model, path or hub name.
+        with_weights: download weights, too.
+        revision: branch, tag or commit of a hub name. None: its main branch.
+        progress: called during a download with the bytes done and the bytes of all files.
+
+    Raises:
+        ModelLoadError: nothing is found, or the download fails.
     """
     if revision is not None and (name in PACKAGED_MODELS or _exists(Path(name))):
         raise ModelLoadError(f"--revision is {revision}, but {name} is on this machine and has none: leave it out")
@@ -106,7 +123,7 @@ def resolve_model(
 def _pulled(name: str, progress: Progress | None) -> Path:
     if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
         raise ModelLoadError(
-            f"the model {name} is not here, and HF_HUB_OFFLINE forbids to fetch it: trioserve pull {name}"
+            f"the model {name} is not on this machine, and HF_HUB_OFFLINE forbids fetching it: trioserve pull {name}"
         )
     if progress is None:
         logger.info("fetching the model %s, once", name)
@@ -117,19 +134,33 @@ def _pulled(name: str, progress: Progress | None) -> Path:
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
-    except OSError:  # too long a name, or a folder that may not be read
+    except OSError:  # the name is too long, or a folder may not be read
         return False
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether it could be a model's name at the hub."""
+    """Return True if a name has the form of a hub name.
+
+    Args:
+        name: name from the user.
+    """
     return _HUB_NAME.fullmatch(name) is not None and Path(name).suffix.lower() != ".gguf"
 
 
 def download_from_hub(
     name: str, *, revision: str | None = None, with_weights: bool = True, progress: Progress | None = None
 ) -> Path:
-    """The folder of a model of the hub, downloaded as far as it is not in its cache. See resolve_model."""
+    """Download a model of the hub, as far as it is not cached, and return its folder.
+
+    Args:
+        name: hub name.
+        revision: branch, tag or commit. None: the main branch.
+        with_weights: download weights, too.
+        progress: called with the bytes done and the bytes of all files.
+
+    Raises:
+        ModelLoadError: the download fails.
+    """
     files = [files for files in _HUB_FILES if with_weights or files != _WEIGHTS]
     try:
         import huggingface_hub
@@ -148,7 +179,7 @@ def download_from_hub(
                 **({} if progress is None else {"tqdm_class": watched_by(progress)}),
             )
         )
-    # Depending on its version and on what failed it raises its own errors or those of either of two HTTP libraries.
+    # Depending on version and fault, huggingface_hub raises its own errors or those of one of two HTTP libraries.
     except Exception as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ModelLoadError(

@@ -1,4 +1,4 @@
-"""Tensors that come without a config, named as transformers names them: which of a model's each one is."""
+"""Matching of tensors that come without a config, under the names of transformers, with the tensors of a model."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["DescribedTensor", "check_same_model", "described_tensors"]
 
 TIED_HEAD = "lm_head.weight"
 NOT_COMPUTED = ("context_tokens_max", "bos_token_id", "eos_token_ids", "dtype_name", "row_factors")
-"""Fields of a ModelConfig that say nothing about what is computed with weights once they are read."""
+"""Fields of a ModelConfig that do not affect the computation after the weights are read."""
 
-PLACES_ALIKE = 6  # of a number, since a GGUF file has those of a config in 32 bits
+PLACES_ALIKE = 6  # significant digits to compare, because a GGUF file stores numbers in 32 bits
 
 
 class DescribedTensor(Protocol):
-    """What there is to be known of a tensor, and how its rows are read then."""
+    """Description of a tensor, which returns readable parts of it."""
 
     @property
     def shape(self) -> Shape: ...
@@ -31,10 +31,19 @@ class DescribedTensor(Protocol):
 
 
 def described_tensors(config: ModelConfig, tensors: Mapping[str, DescribedTensor]) -> dict[str, list[StoredTensor]]:
-    """What of the model each of them gives, by its name out there; most give one tensor. Of a model whose matrices are
-    tied, the second one counts for nothing. Raises ModelLoadError for names and shapes that are not the model's."""
+    """Return the tensors of the model that each given tensor contains, by the given tensor's name.
+
+    Most given tensors contain one tensor of the model. If the model ties embedding and head, a given head is ignored.
+
+    Args:
+        config: model.
+        tensors: given tensors, by transformers' names.
+
+    Raises:
+        ModelLoadError: names or shapes do not belong to the model.
+    """
     if config.row_factors:
-        raise ModelLoadError("what this model's tensors are multiplied by stands in its files: replace them from files")
+        raise ModelLoadError("this model's files contain factors for its tensors: replace the weights from files")
 
     def is_ignored(name: str) -> bool:
         return name.endswith("rotary_emb.inv_freq") or (name == TIED_HEAD and config.tie_word_embeddings)
@@ -47,24 +56,31 @@ def described_tensors(config: ModelConfig, tensors: Mapping[str, DescribedTensor
 
 
 def check_same_model(own: ModelConfig, other: ModelConfig) -> None:
-    """Raises ModelLoadError, naming what differs, if the weights of one could not be computed as those of the other."""
+    """Check that weights of one model can be computed as those of another.
+
+    Args:
+        own: config of the model that is served.
+        other: config of the new weights.
+
+    Raises:
+        ModelLoadError: the architectures differ. The message names the field.
+    """
     mine, theirs = _computed(own), _computed(other)
     for field in sorted(mine.keys() | theirs.keys()):
         if mine.get(field) != theirs.get(field):
             raise ModelLoadError(
-                f"its config says otherwise about {field} than the model that is served: the weights are another "
-                "architecture's"
+                f"its config differs in {field} from the model that is served: the weights have another architecture"
             )
 
 
 def _computed(config: ModelConfig) -> dict[str, object]:
     fields = msgspec.to_builtins(config)
-    return {name: _alike(value) for name, value in fields.items() if name not in NOT_COMPUTED}
+    return {name: _rounded_to_places(value) for name, value in fields.items() if name not in NOT_COMPUTED}
 
 
-def _alike(value: object) -> object:
+def _rounded_to_places(value: object) -> object:
     if isinstance(value, float):
         return float(f"{value:.{PLACES_ALIKE}g}")
     if isinstance(value, dict):
-        return {key: _alike(inner) for key, inner in value.items()}
-    return [_alike(inner) for inner in value] if isinstance(value, list | tuple) else value
+        return {key: _rounded_to_places(inner) for key, inner in value.items()}
+    return [_rounded_to_places(inner) for inner in value] if isinstance(value, list | tuple) else value

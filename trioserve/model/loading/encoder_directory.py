@@ -1,5 +1,6 @@
-"""A directory with an encoder, as transformers and sentence-transformers save them: what it is made
-of, which file holds which tensor, and how its makers make vectors of it."""
+"""Directory with an encoder, as transformers and sentence-transformers save it: its config, its tensors, and its
+pooling.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ _ACTIVATIONS: dict[str, EncoderActivation] = {
     "silu": "silu",
     "swish": "silu",
 }
-# Fields that change no vector and no score, besides those of unread_fields.py.
+# Fields that change no vector and no score, in addition to those of unread_fields.py.
 _NOTES = (
     *("decoder_bias", "deterministic_flash_attn", "directionality", "matryoshka_dimensions", "pooler_fc_size"),
     *("pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head", "pooler_type"),
@@ -54,7 +55,14 @@ _MODERN_THETA_NAMES = {"full_attention": "global_rope_theta", "sliding_attention
 
 
 def holds_encoder(path: Path) -> bool:
-    """Whether this is a directory whose config names an encoder. Raises ModelLoadError for a config that is none."""
+    """Return True if a path is a directory whose config names an encoder.
+
+    Args:
+        path: any path.
+
+    Raises:
+        ModelLoadError: the config is damaged.
+    """
     if not (path / "config.json").is_file():
         return False
     if not (any(path.glob("*.safetensors")) or (path / INDEX_NAME).is_file()):
@@ -65,8 +73,17 @@ def holds_encoder(path: Path) -> bool:
 
 
 def opened_encoder(path: Path) -> EncoderDirectory | None:
-    """None for anything but a directory that holds one. Raises ModelLoadError, one sentence that begins with the path,
-    for one that is damaged or of an unknown kind."""
+    """Open the encoder in a directory.
+
+    Args:
+        path: any path.
+
+    Returns:
+        None if the path is not a directory with an encoder.
+
+    Raises:
+        ModelLoadError: the encoder is damaged or not supported. The message is one sentence that begins with the path.
+    """
     try:
         return EncoderDirectory(path) if holds_encoder(path) else None
     except ModelLoadError as error:
@@ -76,8 +93,17 @@ def opened_encoder(path: Path) -> EncoderDirectory | None:
 
 
 class EncoderDirectory:
-    """Opening reads the headers only. Raises ModelLoadError when the directory does not hold a whole, known encoder.
-    Besides, it has what whoever assembles an engine asks of a Checkpoint."""
+    """Opened directory with an encoder. It also has the attributes of a Checkpoint that the assembly of an engine
+    needs.
+
+    Opening reads only headers.
+
+    Args:
+        directory: directory of the encoder.
+
+    Raises:
+        ModelLoadError: the directory does not contain a complete encoder of a known class.
+    """
 
     gguf_metadata = None
 
@@ -100,13 +126,13 @@ class EncoderDirectory:
             if stored[outside].shape != shape:
                 raise ModelLoadError(
                     f"{outside} has shape {list(stored[outside].shape)}, but the config asks for {list(shape)}: "
-                    "weights and config are not of the same model"
+                    "weights and config do not belong to the same model"
                 )
         known = set(self._outside.values())
         unknown = [name for name in stored if name not in known and not is_unused(name, self._class)]
         if unknown:
             raise ModelLoadError(
-                f"the weights hold {', '.join(unknown[:3])}, which this encoder has no place for: it is a variant that "
+                f"the weights hold {', '.join(unknown[:3])}, which this encoder does not use: it is a variant that "
                 "is not supported"
             )
         self._stored = stored
@@ -203,7 +229,7 @@ def _modern_layers(fields: Fields) -> ModernLayers:
 
 
 def _modern_layer_types(fields: Fields) -> list[str]:
-    """Of each layer; older files only say that each so many-th sees everything."""
+    """Return the kind of each layer. Older files only give the distance between layers that see all tokens."""
     layer_count = fields.whole("num_hidden_layers")
     kinds = fields.strings_or("layer_types", None)
     if kinds is None:
@@ -240,7 +266,7 @@ def _label_count(fields: Fields) -> int:
 
 
 def _has_identity(fields: Fields) -> bool:
-    """Whether sentence-transformers is told to leave a score as it is."""
+    """Return True if sentence-transformers leaves scores unchanged."""
     group = fields.group_or_none("sentence_transformers")
     named = None if group is None else group.text_or("activation_fn", None)
     named = named or fields.text_or("sbert_ce_default_activation_function", None)
@@ -256,7 +282,9 @@ def _recommended_tokens(directory: Path, context_tokens_max: int) -> int:
 
 
 def _pooling(directory: Path) -> tuple[PoolingMethod, bool]:
-    """What modules.json says; of a directory that transformers saved, the mean, with length 1."""
+    """Read pooling method and normalization from modules.json. A directory of plain transformers gets the normalized
+    mean.
+    """
     if not (directory / "modules.json").is_file():
         return "mean", True
     method: PoolingMethod = "mean"
@@ -272,7 +300,7 @@ def _pooling(directory: Path) -> tuple[PoolingMethod, bool]:
 
 
 def _modules(directory: Path) -> Iterator[tuple[str, str]]:
-    """The last part of each module's type, and its folder."""
+    """Yield the last part of each module's type, and its folder."""
     for module in read_json_list(directory / "modules.json"):
         fields = Fields(module, "modules.json")
         path = fields.text_or("path", None) or ""

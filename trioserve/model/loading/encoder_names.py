@@ -1,4 +1,4 @@
-"""Which tensors an encoder has, with their shapes, and what transformers calls them."""
+"""Tensors of an encoder: their shapes, and their names in transformers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ __all__ = ["ENCODER_CLASSES", "EMBEDDING_ENDS", "EncoderClass", "encoder_shapes"
 
 
 class EncoderClass(NamedTuple):
-    """prefix: of the encoder's own tensors, where a class has more than them."""
+    """A class of transformers that is an encoder.
+
+    Attributes:
+        prefix: prefix of the encoder's own tensors, if the class has further ones.
+        scores_pairs: the class has a head that scores pairs of texts.
+    """
 
     family: EncoderFamily
     prefix: str
@@ -32,8 +37,15 @@ ENCODER_CLASSES = {
 
 
 class _Naming(NamedTuple):
-    """plain: of what no layer has; layer: before the number of one; modules: of one. heads: of what scores, which has
-    no prefix. unused: beginnings of the names of tensors that no vector depends on."""
+    """Names of one family's tensors.
+
+    Attributes:
+        plain: modules outside of layers.
+        layer: prefix before the index of a layer.
+        modules: modules of a layer.
+        heads: modules of the scoring head, which have no prefix.
+        unused: beginnings of names of tensors that no vector depends on.
+    """
 
     plain: Mapping[str, str]
     layer: str
@@ -89,13 +101,19 @@ EMBEDDING_ENDS = tuple(f"{naming.plain['embed']}.weight" for naming in _NAMINGS.
 
 
 def outside_name(name: str, encoder: EncoderClass, stored: Container[str]) -> str:
-    """What the files call a tensor. stored: the names of all that they have."""
+    """Return the name of a tensor in the files.
+
+    Args:
+        name: our name.
+        encoder: class of the encoder.
+        stored: all names in the files.
+    """
     naming = _NAMINGS[encoder.family]
     *layer, module, kind = name.split(".")
     if module in naming.heads:
         return f"{naming.heads[module]}.{kind}"
     inner = f"{naming.layer}.{layer[1]}.{naming.modules[module]}.{kind}" if layer else f"{naming.plain[module]}.{kind}"
-    # Whoever saved the bare encoder left the prefix out.
+    # A file of the bare encoder has no prefix.
     return inner if inner in stored else encoder.prefix + inner
 
 
@@ -104,7 +122,11 @@ def is_unused(outside: str, encoder: EncoderClass) -> bool:
 
 
 def encoder_shapes(config: EncoderConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor that an encoder has, by its name in here, in the order of computing."""
+    """Return the shape of every tensor of an encoder, by our name, in the order of computing.
+
+    Args:
+        config: encoder.
+    """
     hidden, modern = config.hidden_size, config.modern
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (config.vocab_size, hidden)}
     if modern is None:
@@ -138,7 +160,7 @@ def _bert_layer(config: EncoderConfig, index: int) -> dict[str, tuple[int, ...]]
 
 def _modern_layer(config: EncoderConfig, index: int) -> dict[str, tuple[int, ...]]:
     modern, hidden, middle = config.modern, config.hidden_size, config.intermediate_size
-    assert modern is not None, "a layer of ModernBERT's in another model"
+    assert modern is not None, "a ModernBERT layer in another model"
     shapes: dict[str, tuple[int, ...]] = {}
     if index:
         shapes |= _norm(f"layers.{index}.attention_norm", hidden, modern.norm_bias)

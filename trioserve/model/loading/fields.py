@@ -1,4 +1,4 @@
-"""Typed reading of a checkpoint's own description (config.json, GGUF metadata), which anybody may have written."""
+"""Typed reading of a checkpoint's description (config.json, GGUF metadata). Its content is untrusted."""
 
 from __future__ import annotations
 
@@ -12,18 +12,25 @@ from trioserve.contracts.errors import ModelLoadError
 
 __all__ = ["Fields", "check_apart", "one_line"]
 
-MESSAGE_CHARACTERS_MAX = 600  # our own longest is about 300
+MESSAGE_CHARACTERS_MAX = 600  # the longest message of this code has about 300 characters
 _INFINITY = {"__float__": "Infinity"}
-WHOLES_MAX = 65_536  # in one field; real ones have one for each layer or each end token
+WHOLES_MAX = 65_536  # numbers in one field; real fields have one for each layer or each end token
 
 T = TypeVar("T")
 
 
 class Fields:
-    """Named values of one file. A missing one and null are the same: the default, or ModelLoadError without one."""
+    """Named values of one file.
+
+    A missing field and null are equal: they give the default, or ModelLoadError if there is no default.
+
+    Args:
+        values: fields of the file.
+        source: name of the file or group, for messages.
+        spellings: name in the file for a requested name. Names that are not listed are spelled alike.
+    """
 
     def __init__(self, values: Mapping[str, object], source: str, spellings: Mapping[str, str] | None = None) -> None:
-        """spellings: by the name that is asked for, the one that the file has; others are the same."""
         self._values = values
         self._source = source
         self._spellings = spellings or {}
@@ -39,19 +46,19 @@ class Fields:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all that the file has."""
+        """Names of all fields in the file."""
         return tuple(self._values)
 
     @property
     def asked(self) -> frozenset[str]:
-        """The names that somebody has asked for."""
+        """Names that were requested so far."""
         return frozenset(self._asked)
 
     def unread(self) -> dict[str, object]:
-        """Return the fields that have a value and that nobody has asked for.
+        """Return fields that have a value and were not requested.
 
-        The names are those of the file. A name in a group follows the group's and a dot. An object that was asked for
-        as a whole counts as read.
+        The names are those of the file. A name in a group follows the group's name and a dot. An object that was
+        requested as a whole counts as read.
         """
         read = {self.spelling(name) for name in self._asked}
         found = {name: value for name, value in self._values.items() if name not in read and value is not None}
@@ -60,13 +67,22 @@ class Fields:
         return found
 
     def is_null(self, name: str) -> bool:
-        """Whether the file has the field, and null in it."""
+        """Return True if the file has the field with the value null.
+
+        Args:
+            name: requested name.
+        """
         self._asked.add(name)
         key = self.spelling(name)
         return key in self._values and self._values[key] is None
 
     def is_one_of(self, name: str, values: tuple[object, ...]) -> bool:
-        """Whether the field has one of these values, of the same type: 1 is not true."""
+        """Return True if the field has one of some values.
+
+        Args:
+            name: requested name.
+            values: the type must be equal, too: 1 is not true.
+        """
         value = self._value(name)
         return any(value == other and type(value) is type(other) for other in values)
 
@@ -119,7 +135,11 @@ class Fields:
         return value
 
     def strings_or_text(self, name: str) -> list[str] | str:
-        """A list of strings, or one; nothing when the field is missing."""
+        """Return a list of strings or one string. Return [] if the field is missing.
+
+        Args:
+            name: requested name.
+        """
         value = self._value(name)
         return value if isinstance(value, str) else self.strings_or(name, [])
 
@@ -132,7 +152,11 @@ class Fields:
         return value
 
     def wholes(self, name: str) -> tuple[int, ...]:
-        """One whole number or a list of them; nothing when the field is missing."""
+        """Return one whole number or a list of whole numbers as a tuple. Return () if the field is missing.
+
+        Args:
+            name: requested name.
+        """
         value = self._value(name)
         if value is None:
             return ()
@@ -144,7 +168,11 @@ class Fields:
         return tuple(items)
 
     def numbers(self, name: str) -> tuple[float, ...]:
-        """A list of them. transformers writes infinity down as an object."""
+        """Return a list of numbers. The field must exist. transformers writes infinity as an object.
+
+        Args:
+            name: requested name.
+        """
         value = self._value(name)
         found = value if isinstance(value, list | array) else []
         items = [math.inf if item == _INFINITY else item for item in found]
@@ -153,7 +181,12 @@ class Fields:
         return tuple(map(float, items))
 
     def flags_or(self, name: str, default: T) -> list[bool] | T:
-        """A list of them; anything else is the default."""
+        """Return a list of booleans, or the default for any other value.
+
+        Args:
+            name: requested name.
+            default: returned for any other value.
+        """
         value = self._value(name)
         if not isinstance(value, list) or not all(isinstance(item, bool) for item in value):
             return default
@@ -168,7 +201,11 @@ class Fields:
         return value
 
     def group_or_none(self, name: str) -> Fields | None:
-        """The fields of an object inside this one: the same ones each time, so that they know who asked for what."""
+        """Return the fields of an inner object. Every call returns the same Fields, which records the requested names.
+
+        Args:
+            name: requested name.
+        """
         value = self.object_or_none(name)
         if value is None:
             return None
@@ -178,11 +215,20 @@ class Fields:
         return self._groups[spelled]
 
     def wrong(self, name: str, wanted: str) -> ModelLoadError:
-        """The error for a value of the wrong kind, to be raised."""
+        """Return the error for a wrong value. The caller raises it.
+
+        Args:
+            name: requested name.
+            wanted: allowed values, the end of a sentence.
+        """
         return ModelLoadError(f"{self.spelling(name)} in {self._source} is {self.shown(name)}, but it must be {wanted}")
 
     def shown(self, name: str) -> str:
-        """The value in a few characters: it may be large, or nested as deep as a file may be."""
+        """Return the value in at most 60 characters. The value may be large or deeply nested.
+
+        Args:
+            name: requested name.
+        """
         shown = reprlib.repr(self._value(name))
         return shown if len(shown) <= 60 else shown[:57] + "..."
 
@@ -193,15 +239,21 @@ class Fields:
 
 
 def one_line(message: str) -> str:
-    """It may quote a damaged file, and so hold anything: line breaks, control characters, halves of characters."""
+    """Make a message printable on one line, and limit its length. It may quote a damaged file with line breaks, control
+    characters or surrogates.
+
+    Args:
+        message: message of an error.
+    """
     return "".join(character if character.isprintable() else "?" for character in message)[:MESSAGE_CHARACTERS_MAX]
 
 
 def check_apart(file_name: str, places: Iterable[tuple[int, int, str]]) -> None:
-    """Check that no two tensors of a file share bytes, so that reading them takes no more memory than the file has.
+    """Check that no two tensors of a file share bytes, so that reading them needs no more memory than the file has.
 
     Args:
-        places: of each tensor, its first byte, the byte behind its last one, and its name.
+        file_name: name for messages.
+        places: of each tensor, its first byte, the byte after its last one, and its name.
 
     Raises:
         ModelLoadError: two tensors share bytes.
@@ -221,5 +273,5 @@ def _is_number(value: object) -> bool:
 
 
 def _is_whole(value: object) -> TypeGuard[int]:
-    # JSON numbers have no end, and 10**400 would break the first division.
+    # JSON numbers have no limit, and 10**400 would break the first division.
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63

@@ -1,4 +1,4 @@
-"""A tensor in a safetensors file: where it lies, in which of the format's types, and how its rows are read."""
+"""Tensor in a safetensors file: its position, its storage type, and reading of its rows."""
 
 from __future__ import annotations
 
@@ -16,11 +16,16 @@ __all__ = ["PLAIN_DTYPES", "STORAGE_BYTES", "FileTensor"]
 
 PLAIN_DTYPES: dict[str, Dtype] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 STORAGE_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "I8": 1, "U8": 1, "I32": 4, "I64": 8, "BOOL": 1}
-"""Of a value, by safetensors' name of its type: all that quantized checkpoints are read from."""
+"""Bytes of one value for each safetensors type that quantized checkpoints may use."""
 
 
 class FileTensor(msgspec.Struct, frozen=True):
-    """offset: counts from the file's start. storage: a name of STORAGE_BYTES."""
+    """Position and type of a tensor in a file.
+
+    Attributes:
+        offset: position in bytes from the start of the file.
+        storage: a name of STORAGE_BYTES.
+    """
 
     path: Path
     offset: int
@@ -29,7 +34,7 @@ class FileTensor(msgspec.Struct, frozen=True):
 
     @property
     def dtype(self) -> Dtype:
-        """Of a tensor of plain numbers; float32 for any other."""
+        """Number format of a plain tensor. float32 for any other tensor."""
         return PLAIN_DTYPES.get(self.storage, "float32")
 
     @property
@@ -37,22 +42,36 @@ class FileTensor(msgspec.Struct, frozen=True):
         return math.prod(self.shape) * STORAGE_BYTES[self.storage]
 
     def part(self, first_row: int, shape: Shape) -> FileTensor:
-        """The rows of this shape from first_row on."""
+        """Return some rows of the tensor.
+
+        Args:
+            first_row: first row of the part.
+            shape: shape of the part.
+        """
         if shape == self.shape:
             return self
         row_bytes = math.prod(shape[1:]) * STORAGE_BYTES[self.storage]
         return FileTensor(self.path, self.offset + first_row * row_bytes, shape, self.storage)
 
     def sample(self) -> bytes:
-        """See StoredTensor."""
+        """Return some bytes of the tensor, see StoredTensor."""
         return read_sample(self.path, self.offset, self.byte_count)
 
     def bytes(self) -> Bytes:
-        """All that lies there, in one row. Raises ModelLoadError if the file cannot be read any more."""
+        """Read all bytes of the tensor, one-dimensional.
+
+        Raises:
+            ModelLoadError: the file cannot be read, or has become shorter.
+        """
         return read_bytes(self.path, self.offset, (self.byte_count,))
 
     def stored(self, name: str, place: TensorPlace) -> StoredTensor:
-        """The rows that a place names, of a tensor of plain numbers. name: in here."""
+        """Return the part of a plain tensor that a place describes.
+
+        Args:
+            name: our name of the part.
+            place: rows of this tensor.
+        """
         part = self.part(place.first_row, place.rows_shape)
         read = functools.partial(read_plain, part.path, part.offset, part.shape, part.dtype)
         stored = StoredTensor(name, place.shape, part.dtype, functools.partial(place.read, read), part.sample)

@@ -1,5 +1,4 @@
-"""Which sampling counts where a request says nothing: the checkpoint's, a directory's or none, and what is laid over
-it."""
+"""Sampling defaults of requests: from the checkpoint, from a directory or neutral, with overrides."""
 
 from __future__ import annotations
 
@@ -18,15 +17,25 @@ __all__ = ["GenerationDefaults", "generation_defaults"]
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True):
-    """sampling: for whatever a request does not say. named: those of its fields that somebody has set.
-    eos_token_ids: the tokens that end a response."""
+    """Defaults of requests.
+
+    Attributes:
+        sampling: values for everything that a request does not set.
+        named: values that the checkpoint or the operator has set explicitly, by field.
+        eos_token_ids: tokens that end a response.
+    """
 
     sampling: SamplingParams
     named: Mapping[str, float | int]
     eos_token_ids: tuple[int, ...]
 
     def with_ends(self, token_ids: tuple[int, ...], *, vocab_size: int) -> GenerationDefaults:
-        """Add end tokens that the tokenizer names, behind those of the configs, and drop ids that the model lacks."""
+        """Add end tokens that the tokenizer names after those of the configs, and drop ids that the model lacks.
+
+        Args:
+            token_ids: end tokens of the tokenizer.
+            vocab_size: tokens of the model.
+        """
         known = (token_id for token_id in token_ids if 0 <= token_id < vocab_size)
         return msgspec.structs.replace(self, eos_token_ids=tuple(dict.fromkeys((*self.eos_token_ids, *known))))
 
@@ -37,8 +46,16 @@ def generation_defaults(
     *,
     recommended: Mapping[str, float | int] | None = None,
 ) -> GenerationDefaults:
-    """recommended: what counts where the checkpoint itself recommends nothing. May read a file. Raises ModelLoadError
-    when one cannot be read, or holds what cannot be used."""
+    """Determine the defaults of requests. This may read a file.
+
+    Args:
+        checkpoint: opened model.
+        settings: source of the defaults.
+        recommended: sampling parameters to use if the checkpoint recommends none.
+
+    Raises:
+        ModelLoadError: a file cannot be read, or its values cannot be used.
+    """
     named: Mapping[str, float | int] = {}
     eos_token_ids = checkpoint.config.eos_token_ids
     if settings.directory is not None:
@@ -54,7 +71,7 @@ def generation_defaults(
         if any(not 0 <= token_id < checkpoint.config.vocab_size for token_id in eos_token_ids):
             raise ModelLoadError(
                 f"{path} names the end tokens {', '.join(map(str, eos_token_ids))}, but the model's tokens are 0 to "
-                f"{checkpoint.config.vocab_size - 1}: it is another model's"
+                f"{checkpoint.config.vocab_size - 1}: the file belongs to another model"
             )
     elif not settings.is_neutral:
         named = checkpoint.sampling_defaults or recommended or {}
@@ -64,6 +81,6 @@ def generation_defaults(
     except (msgspec.ValidationError, InvalidRequest) as error:
         raise ModelLoadError(
             f"the sampling defaults of the model cannot be used: {error}; set another value with "
-            "--override-generation-config, or pass them over with --generation-config vllm"
+            "--override-generation-config, or ignore them with --generation-config vllm"
         ) from None
     return GenerationDefaults(sampling, named, eos_token_ids)

@@ -1,9 +1,10 @@
-"""The header of a GGUF file: metadata as plain Python values, and where each tensor lies. Computes nothing.
+"""Header of a GGUF file: metadata as plain Python values, and the place of each tensor.
 
 Format: GGUF versions 2 and 3 as specified in ggml's docs/gguf.md, little-endian. The reader of the gguf package takes
-two seconds on a vocabulary of 50,000 tokens, since it makes numpy arrays of every string; this one makes strings.
-Nothing that the file says is believed before it is compared with the file's size, and what is made of the header takes
-at most some ten times its bytes: arrays of numbers stay arrays, and nested ones are counted.
+two seconds for a vocabulary of 50,000 tokens, because it makes a numpy array of each string. This one makes strings.
+
+The file is untrusted until its header is compared with its size. Values made from the header take at most about ten
+times its bytes: arrays of numbers stay arrays, and nested arrays are counted.
 """
 
 from __future__ import annotations
@@ -21,26 +22,26 @@ import msgspec
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.loading.fields import check_apart
 
-if TYPE_CHECKING:  # who reads metadata alone does without numpy
+if TYPE_CHECKING:  # readers of metadata need no numpy
     from trioserve.model.loading.names import Shape, TensorPlace
 
 __all__ = ["GgufFile", "GgufTensor", "StorageType", "STORAGE_TYPES", "read_float32s", "read_gguf"]
 
-METADATA_ENTRIES_MAX = 65_536  # real files have some fifty
+METADATA_ENTRIES_MAX = 65_536  # real files have about fifty
 TENSORS_MAX = 65_536  # the largest models have about two thousand
 DIMENSIONS_MAX = 4  # ggml's own limit
 ALIGNMENT_MAX = 2**20
 ALIGNMENT_DEFAULT = 32
-ARRAY_DEPTH_MAX = 4  # arrays of arrays are allowed by the format, and unused so far
-NESTED_ARRAYS_MAX = 65_536  # each takes 80 bytes and a microsecond, however empty it is
-NAME_BYTES_MAX = 65_535  # of a metadata key, as in the specification
+ARRAY_DEPTH_MAX = 4  # the format allows nested arrays, which no known file uses
+NESTED_ARRAYS_MAX = 65_536  # even an empty one takes 80 bytes and a microsecond
+NAME_BYTES_MAX = 65_535  # limit of a metadata key in the specification
 
 _NUMBER_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 
 
 class StorageType(msgspec.Struct, frozen=True):
-    """How ggml stores a tensor's values: in blocks of block_values, each of block_bytes."""
+    """Storage of a tensor's values in ggml: blocks of block_values values, each of block_bytes bytes."""
 
     name: str
     block_values: int
@@ -68,7 +69,12 @@ STORAGE_TYPES = {
 
 
 class GgufTensor(msgspec.Struct, frozen=True):
-    """shape: as torch has it, rows first. offset: in bytes from the start of the file."""
+    """Place of a tensor in a file.
+
+    Attributes:
+        shape: rows first, as in torch.
+        offset: position in bytes from the start of the file.
+    """
 
     name: str
     shape: Shape
@@ -78,7 +84,11 @@ class GgufTensor(msgspec.Struct, frozen=True):
     value_count: int
 
     def part(self, place: TensorPlace) -> GgufTensor:
-        """The rows that a place names."""
+        """Return some rows.
+
+        Args:
+            place: rows of this tensor.
+        """
         if place.rows_shape == self.shape:
             return self
         row_bytes = self.byte_count * math.prod(place.rows_shape[1:]) // self.value_count
@@ -92,8 +102,12 @@ class GgufTensor(msgspec.Struct, frozen=True):
 
 
 class GgufFile(msgspec.Struct, frozen=True):
-    """metadata: numbers, bools, strings, lists of the two latter, and arrays of numbers. tensors: by their names in
-    the file."""
+    """Header of a file.
+
+    Attributes:
+        metadata: numbers, bools, strings, lists of bools or strings, and arrays of numbers.
+        tensors: by their names in the file.
+    """
 
     path: Path
     metadata: dict[str, object]
@@ -101,7 +115,17 @@ class GgufFile(msgspec.Struct, frozen=True):
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Read the header; takes about a tenth of a second. Raises ModelLoadError for a damaged or unsupported file."""
+    """Read the header of a file.
+
+    Args:
+        path: file.
+
+    Raises:
+        ModelLoadError: the file is damaged or not supported.
+
+    Cost:
+        About a tenth of a second.
+    """
     with path.open("rb") as file:
         size = file.seek(0, 2)
         if size < 24:
@@ -111,7 +135,7 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 class _Header:
-    """A position in the file that only moves forward, and only after a look at the file's end."""
+    """Position in the file that only moves forward. Every move checks the end of the file first."""
 
     def __init__(self, buffer: mmap.mmap) -> None:
         self._buffer = buffer
@@ -126,7 +150,7 @@ class _Header:
         if version not in (2, 3):
             if version in (0x02000000, 0x03000000):
                 raise ModelLoadError("the file is a big-endian GGUF; convert it to little-endian")
-            raise ModelLoadError(f"the file is GGUF version {version}; supported are 2 and 3: convert the model anew")
+            raise ModelLoadError(f"the file is GGUF version {version}; supported are 2 and 3: convert the model again")
         tensor_count = self._count("tensors", TENSORS_MAX)
         entry_count = self._count("metadata entries", METADATA_ENTRIES_MAX)
         metadata = self._metadata(entry_count)
@@ -221,7 +245,7 @@ class _Header:
         if kind not in STORAGE_TYPES:
             names = ", ".join(storage.name for storage in STORAGE_TYPES.values())
             raise ModelLoadError(
-                f"the tensor {name[:80]!r} is stored as ggml type {kind}; supported are {names}: take another file"
+                f"the tensor {name[:80]!r} is stored as ggml type {kind}; supported are {names}: use another file"
             )
         storage = STORAGE_TYPES[kind]
         if min(lengths) < 1 or lengths[0] % storage.block_values:
@@ -246,7 +270,7 @@ class _Header:
         return taken
 
     def _number(self, number_format: str) -> int:
-        # float for "f" and "d"; both are only ever handed on as metadata.
+        # float for "f" and "d", which only occur as metadata
         number: int = struct.unpack("<" + number_format, self._bytes(struct.calcsize(number_format)))[0]
         return number
 
@@ -254,7 +278,7 @@ class _Header:
         return self._strings(1)[0]
 
     def _strings(self, count: int) -> list[str]:
-        # One loop without calls: a vocabulary and its merges are 100,000 to 500,000 strings.
+        # One loop without calls: a vocabulary and its merges have 100,000 to 500,000 strings.
         buffer, size, position = self._buffer, self._size, self._position
         strings: list[str] = []
         try:
@@ -286,7 +310,12 @@ def _alignment(metadata: dict[str, object]) -> int:
 
 
 def read_float32s(tensor: GgufTensor, path: Path) -> tuple[float, ...]:
-    """A small F32 tensor that belongs to the configuration."""
+    """Read a small F32 tensor that belongs to the configuration.
+
+    Args:
+        tensor: place in the file.
+        path: file.
+    """
     with path.open("rb") as file:
         file.seek(tensor.offset)
         values = array("f")

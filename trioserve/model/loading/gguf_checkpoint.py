@@ -1,4 +1,4 @@
-"""A GGUF file as a checkpoint: tensors by our names, dequantized, their rows in our order."""
+"""GGUF file as a checkpoint: tensors by our names, dequantized on request, with their rows in our order."""
 
 from __future__ import annotations
 
@@ -49,17 +49,24 @@ def dequantize(storage_name: str, blocks: npt.NDArray[np.uint8]) -> npt.NDArray[
     import gguf.quants
 
     with np.errstate(invalid="ignore", over="ignore"):
-        # As one row: the package works on rows in groups of 16, and many short ones would cost ten times as much.
+        # Pass one row: the package processes rows in groups of 16, and many short rows would cost ten times as much.
         kind = gguf.constants.GGMLQuantizationType[storage_name]
         values: npt.NDArray[np.float32] = gguf.quants.dequantize(blocks.reshape(1, -1), kind)
     return values
 
 
 class GgufCheckpoint:
-    """Opening reads the header only. Raises ModelLoadError when the file does not hold a whole, known model."""
+    """Checkpoint in a GGUF file. Opening reads only the header.
+
+    Args:
+        path: file.
+        context_tokens: see open_checkpoint.
+
+    Raises:
+        ModelLoadError: the file does not contain a complete model of a known family.
+    """
 
     def __init__(self, path: Path, context_tokens: int | None = None) -> None:
-        """context_tokens: see open_checkpoint."""
         file = read_gguf(path)
         self.files: tuple[Path, ...] = (path,)
         self.config: ModelConfig = model_config_from(file, context_tokens)
@@ -67,12 +74,12 @@ class GgufCheckpoint:
         further = FurtherLayers(self.config, GGUF, further_layers(file))
 
         def is_ignored(name: str) -> bool:
-            # Some files have what projects latents both as one tensor and as two.
+            # Some files have the projections of latents both as one joint tensor and as two.
             is_joint = self.config.has_latents and name.endswith(f".{GGUF.joint}.weight")
             return is_joint or name in ROPE_FACTORS_NAMES or further.has(name)
 
         self._places = match_tensors(self.config, shapes, GGUF, ignored=is_ignored)
-        further.tell()
+        further.log_unused()
         self._stored = file.tensors
         self.weight_bytes: int = sum(tensor.byte_count for tensor in self.tensors())
         self.tokenizer_directory: Path | None = None
@@ -122,4 +129,4 @@ class GgufCheckpoint:
     def _read_blocks(self, tensor: GgufTensor, place: TensorPlace) -> Bytes:
         rows = tensor.shape[0]
         blocks = read_bytes(self.files[0], tensor.offset, (rows, tensor.byte_count // rows))
-        return place.ordered(blocks)  # whole rows change places, so their blocks do
+        return place.ordered(blocks)  # whole rows are reordered, so their blocks can be reordered

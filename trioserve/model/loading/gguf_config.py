@@ -1,4 +1,4 @@
-"""What the metadata and the tensors of a GGUF file say about a model. Keys are those of ggml's docs/gguf.md."""
+"""Description of a model from the metadata and tensors of a GGUF file. Keys are those of ggml's docs/gguf.md."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ SOURCE = "the file's metadata"
 ROPE_FACTORS_NAME = "rope_freqs.weight"
 LONG_FACTORS_NAME, SHORT_FACTORS_NAME = "rope_factors_long.weight", "rope_factors_short.weight"
 ROPE_FACTORS_NAMES = (ROPE_FACTORS_NAME, LONG_FACTORS_NAME, SHORT_FACTORS_NAME)
-"""Tensors that are no weights: what inverse frequencies are divided by."""
-FREQUENCY_FACTORS_MAX = 2**16  # head_dim / 2 of them; read before head_dim is checked
+"""Tensors that are not weights: divisors of inverse frequencies."""
+FREQUENCY_FACTORS_MAX = 2**16  # limit of head_dim / 2, which is read before head_dim is checked
 
-# Metadata keys behind the file's architecture, by the names of config.json.
+# Metadata keys without the prefix of the architecture, by the names of config.json.
 _KEYS = {
     "hidden_size": "embedding_length",
     "num_hidden_layers": "block_count",
@@ -103,16 +103,16 @@ _NOTES = (
 )
 _SCORINGS = {1: "softmax", 2: "sigmoid"}  # llama.cpp's numbers
 _END_TOKEN_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
-# What ends a response beside these, by the file's architecture: no key names a call's end.
+# Further tokens that end a response, by architecture. No key names the end of a tool call.
 _END_TOKENS = {"gpt-oss": ("<|return|>", "<|call|>")}
 
 
 def streams_values(fields: Fields, architecture: str | None, tensors: Mapping[str, GgufTensor]) -> dict[str, object]:
-    """Read values of models with several hidden streams (Gemma 3n) that no key states, from the shapes of tensors.
+    """Read values of models with several hidden streams (Gemma 3n) that have no key, from shapes of tensors.
 
     Args:
         fields: metadata of the file.
-        architecture: of the file. Any other than gemma3n has no such values.
+        architecture: architecture of the file. Empty result for any other than gemma3n.
         tensors: by name.
 
     Returns:
@@ -130,9 +130,14 @@ def streams_values(fields: Fields, architecture: str | None, tensors: Mapping[st
 
 
 def model_config_from(file: GgufFile, context_tokens: int | None = None) -> ModelConfig:
-    """Dimensions from the keys of the file's architecture; ties and biases from which tensors are there.
+    """Read the description of a model: sizes from metadata, and biases and tied matrices from the list of tensors.
 
-    context_tokens: see open_checkpoint.
+    Args:
+        file: header of the file.
+        context_tokens: see open_checkpoint.
+
+    Raises:
+        ModelLoadError: no supported family has such a model, or the file is damaged.
     """
     raw = Fields(file.metadata, SOURCE)
     name = raw.text_or("general.architecture", None)
@@ -140,7 +145,7 @@ def model_config_from(file: GgufFile, context_tokens: int | None = None) -> Mode
     is_latent = f"{name}.attention.kv_lora_rank" in raw
     expert_count = raw.whole_or(f"{name}.expert_count", 0)
     if name == "llama" and expert_count > 0:
-        family = family_named("mixtral")  # which llama.cpp writes as a Llama with experts
+        family = family_named("mixtral")  # llama.cpp writes Mixtral as a Llama with experts
     gating = raw.whole_or(f"{name}.expert_gating_func", None)
     if name == "deepseek2" and gating is not None and _SCORINGS.get(gating) == "sigmoid":
         family = family_named("deepseek_v3")
@@ -207,18 +212,30 @@ def model_config_from(file: GgufFile, context_tokens: int | None = None) -> Mode
 
 
 def notes_of(architecture: str) -> frozenset[str]:
-    """Keys that say nothing about what is computed, or nothing that other keys and the tensors do not say."""
+    """Return keys that do not affect the computation, or that repeat other keys or the tensors.
+
+    Args:
+        architecture: architecture of the file.
+    """
     return frozenset(f"{architecture}.{key}" for key in _NOTES)
 
 
 def further_layers(file: GgufFile) -> int:
-    """How many layers come behind the model's, to predict further tokens."""
+    """Return the number of layers after the model's own, which predict further tokens.
+
+    Args:
+        file: header of the file.
+    """
     fields = Fields(file.metadata, SOURCE)
     return fields.whole_or(f"{fields.text_or('general.architecture', None)}.nextn_predict_layers", 0)
 
 
 def sampling_defaults_from(metadata: dict[str, object]) -> dict[str, float | int]:
-    """What the model's makers recommend, under our names."""
+    """Return recommended sampling parameters, with the names of SamplingParams.
+
+    Args:
+        metadata: metadata of the file.
+    """
     fields = Fields(metadata, SOURCE)
     defaults: dict[str, float | int] = {}
     for name, key in (
@@ -235,7 +252,7 @@ def sampling_defaults_from(metadata: dict[str, object]) -> dict[str, float | int
 
 
 def _same_for_all_layers(fields: Fields, key: str) -> int | None:
-    """Some keys hold one number, or one for each layer."""
+    """Return the value of a key that has one number, or an equal number for each layer."""
     values = set(fields.wholes(key))
     if len(values) > 1:
         raise ModelLoadError(f"{key} differs from layer to layer, which is not supported")
@@ -243,8 +260,9 @@ def _same_for_all_layers(fields: Fields, key: str) -> int | None:
 
 
 def _has_qk_norm(file: GgufFile, architecture: str, expert_count: int) -> bool:
-    """Of families in which some models have it."""
-    if architecture == "llama4":  # whose norm has no weights; llama.cpp tells the models by their experts, too
+    """Return True if the model has a norm of queries and keys, for families in which some models have none."""
+    # Its norm has no weights. llama.cpp also distinguishes these models by their number of experts.
+    if architecture == "llama4":
         return expert_count != 128
     if architecture == "minimax-m2":
         return True
@@ -252,7 +270,11 @@ def _has_qk_norm(file: GgufFile, architecture: str, expert_count: int) -> bool:
 
 
 def _head_dim(fields: Fields, architecture: str, default: int) -> tuple[int, int]:
-    """How many numbers a head has, and how many of them are turned. default: of a file that does not say the first."""
+    """Return the numbers of a head, and how many of them are rotated.
+
+    Args:
+        default: numbers of a head if the file does not say.
+    """
     head_dim = fields.whole_or(f"{architecture}.attention.key_length", default)
     rotated = fields.whole_or(f"{architecture}.rope.dimension_count", None)
     value_length = fields.whole_or(f"{architecture}.attention.value_length", head_dim)
@@ -264,8 +286,11 @@ def _head_dim(fields: Fields, architecture: str, default: int) -> tuple[int, int
 
 
 def _latent_dims(fields: Fields, architecture: str) -> dict[str, object]:
-    """Files that have the heads' projections of keys and of values as two tensors say what a head has by other keys:
-    the usual ones are of the latents there."""
+    """Return the sizes of a head with latent attention.
+
+    Files with separate tensors for projections of keys and of values use other keys for them. The usual keys then
+    describe the latents.
+    """
     key = f"{architecture}.attention"
     turned = fields.whole(f"{architecture}.rope.dimension_count")
     whole = fields.whole_or(f"{key}.key_length_mla", None)
@@ -311,7 +336,7 @@ def _rope(
     theta: float,
 ) -> tuple[float, RopeScaling | None]:
     if layer_type == "sliding_attention":
-        # Only Gemma 3's and 3n's differ from layer to layer, and llama.cpp knows by how much.
+        # Only in Gemma 3 and 3n theta differs between kinds of layers, and llama.cpp has their values built in.
         if architecture not in ("gemma3", "gemma3n"):
             theta = fields.number_or(f"{architecture}.rope.freq_base", theta)
         return fields.number_or(f"{architecture}.rope.freq_base_swa", theta), None
@@ -350,7 +375,7 @@ def _rope_scaling(file: GgufFile, fields: Fields, architecture: str, context_tok
         return RopeScaling(kind="llama3", factor=max(factors), frequency_factors=factors)
     factor = fields.number_or(f"{key}.factor", None)
     if kind == "none":
-        # Before there was a type, there was only this.
+        # Files from before the key `type` existed have only this key.
         linear_factor = fields.number_or(f"{architecture}.rope.scale_linear", 1.0)
         if linear_factor == 1.0:
             return None
@@ -363,11 +388,12 @@ def _rope_scaling(file: GgufFile, fields: Fields, architecture: str, context_tok
         raise ModelLoadError(f"the model's rope scaling is {kind!r}; supported are none, linear and yarn")
     attention_factor = fields.number_or(f"{key}.attn_factor", None)
     if attention_factor is None and f"{key}.yarn_log_multiplier" in fields:
-        attention_factor = 1.0 / (0.1 * math.log(factor) + 1.0) if factor > 1.0 else 1.0  # scores have it instead
+        # here scores get this factor instead
+        attention_factor = 1.0 / (0.1 * math.log(factor) + 1.0) if factor > 1.0 else 1.0
     if own_factor != 1.0:
         attention_factor = own_factor * (1.0 if attention_factor is None else attention_factor)
     if attention_factor is not None and factor > 1.0:
-        # ggml multiplies it with what YaRN prescribes; in ModelConfig it is the product.
+        # ggml multiplies it by YaRN's own factor, and ModelConfig holds the product.
         attention_factor *= 0.1 * math.log(factor) + 1.0
     return RopeScaling(
         kind="yarn",
@@ -376,12 +402,12 @@ def _rope_scaling(file: GgufFile, fields: Fields, architecture: str, context_tok
         attention_factor=attention_factor,
         beta_fast=fields.number_or(f"{key}.yarn_beta_fast", 32.0),
         beta_slow=fields.number_or(f"{key}.yarn_beta_slow", 1.0),
-        rounds_ends=architecture != "gpt-oss",  # which its makers leave as they are
+        rounds_ends=architecture != "gpt-oss",  # gpt-oss does not round these ends
     )
 
 
 def _frequency_factors(file: GgufFile, name: str) -> tuple[float, ...] | None:
-    """llama3 scaling and longrope come as tensors: what each inverse frequency is divided by."""
+    """Return the divisors of inverse frequencies for llama3 or longrope scaling, which are stored as a tensor."""
     tensor = file.tensors.get(name)
     if tensor is None:
         return None

@@ -1,4 +1,4 @@
-"""What a GGUF file says of layers that keep a state: which these are, and their sizes, as config.json calls them."""
+"""Metadata of a GGUF file about layers that keep a state, with the field names of config.json."""
 
 from __future__ import annotations
 
@@ -14,8 +14,16 @@ _OTHER_LAYERS = {"granitehybrid": "linear_attention", "lfm2": "conv", "lfm2moe":
 
 
 def hybrid_values(fields: Fields, architecture: str | None, hidden_size: int) -> dict[str, object]:
-    """Nothing for an architecture without such layers. Those of the others have 0 key/value heads. Raises
-    ModelLoadError."""
+    """Return kinds of layers and sizes for architectures whose layers without attention have 0 key/value heads.
+
+    Args:
+        fields: metadata of the file.
+        architecture: architecture of the file. Empty result for any other architecture.
+        hidden_size: hidden size of the model.
+
+    Raises:
+        ModelLoadError: the metadata is damaged or not supported.
+    """
     if architecture not in _OTHER_LAYERS:
         return {}
     key = f"{architecture}.attention.head_count_kv"
@@ -31,16 +39,18 @@ def hybrid_values(fields: Fields, architecture: str | None, hidden_size: int) ->
         "layer_types": ["full_attention" if count else _OTHER_LAYERS[architecture] for count in counts],
     }
     if architecture == "lfm2":
-        return {**values, "block_auto_adjust_ff_dim": False}  # it is adjusted already
+        return {**values, "block_auto_adjust_ff_dim": False}  # the size in the file is already adjusted
     if architecture == "lfm2moe":
-        return {**values, "norm_topk_prob": True}  # no key says it
+        return {**values, "norm_topk_prob": True}  # the metadata has no key for it
     if fields.flag_or(f"{architecture}.rope.scaling.finetuned", False):
-        raise ModelLoadError("the file's attention turns by positions, as of Bamba, which is served from safetensors")
+        raise ModelLoadError(
+            "the file has rotary attention, as Bamba has, which is supported from safetensors only: use these"
+        )
     inner_size = fields.whole(f"{architecture}.ssm.inner_size")
     if hidden_size < 1 or inner_size % hidden_size:
         raise ModelLoadError(
-            f"{architecture}.ssm.inner_size is {inner_size}, no multiple of the hidden size {hidden_size}: the file is "
-            "damaged"
+            f"{architecture}.ssm.inner_size is {inner_size}, which is no multiple of the hidden size {hidden_size}: "
+            "the file is damaged"
         )
     expert_count = fields.whole_or(f"{architecture}.expert_count", 0)
     shared_size = fields.whole_or(f"{architecture}.expert_shared_feed_forward_length", None)
@@ -55,7 +65,16 @@ def hybrid_values(fields: Fields, architecture: str | None, hidden_size: int) ->
 
 
 def falcon_h1_values(fields: Fields, architecture: str | None, tensors: Container[str]) -> dict[str, object]:
-    """Nothing for another architecture. tensors: the names of those that the file has. Its multipliers are in them."""
+    """Return values of Falcon-H1 that have no key. Its multipliers are already applied to the file's tensors.
+
+    Args:
+        fields: metadata of the file.
+        architecture: architecture of the file. Empty result for any other architecture.
+        tensors: names of the file's tensors.
+
+    Raises:
+        ModelLoadError: a key is missing.
+    """
     if architecture != "falcon-h1":
         return {}
     has_bias = "blk.0.ssm_in.bias" in tensors
@@ -72,7 +91,17 @@ def falcon_h1_values(fields: Fields, architecture: str | None, tensors: Containe
 def mamba2_values(
     fields: Fields, architecture: str | None, hidden_size: int, tensors: Container[str]
 ) -> dict[str, object]:
-    """As falcon_h1_values. Raises ModelLoadError."""
+    """Return values of Mamba-2 that have no key.
+
+    Args:
+        fields: metadata of the file.
+        architecture: architecture of the file. Empty result for any other architecture.
+        hidden_size: hidden size of the model.
+        tensors: names of the file's tensors.
+
+    Raises:
+        ModelLoadError: the metadata is damaged.
+    """
     if architecture != "mamba2":
         return {}
     inner_size, head_count = (fields.whole(f"{architecture}.ssm.{key}") for key in ("inner_size", "time_step_rank"))
@@ -91,7 +120,15 @@ def mamba2_values(
 
 
 def delta_values(fields: Fields, architecture: str | None) -> dict[str, object]:
-    """As falcon_h1_values. Raises ModelLoadError."""
+    """Return values of models with a gated delta rule that have no key.
+
+    Args:
+        fields: metadata of the file.
+        architecture: architecture of the file. Empty result for any other architecture.
+
+    Raises:
+        ModelLoadError: the metadata is damaged.
+    """
     if architecture not in _WITH_DELTA_RULES:
         return {}
     inner_size, head_count = (fields.whole(f"{architecture}.ssm.{key}") for key in ("inner_size", "time_step_rank"))
@@ -102,8 +139,9 @@ def delta_values(fields: Fields, architecture: str | None) -> dict[str, object]:
         )
     values: dict[str, object] = {
         "linear_value_head_dim": inner_size // head_count,
-        "has_heads_in_turn": architecture != "qwen3next",  # so that keys can be repeated whole
-        "norm_topk_prob": True,  # no key says it
+        # llama.cpp reorders heads of the other architectures, so that it can repeat all keys as a whole
+        "has_heads_in_turn": architecture != "qwen3next",
+        "norm_topk_prob": True,  # the metadata has no key for it
     }
     is_recurrent = fields.flags_or(f"{architecture}.attention.recurrent_layers", None)
     if is_recurrent is not None:

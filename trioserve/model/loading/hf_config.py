@@ -1,4 +1,4 @@
-"""What config.json and generation_config.json say about a model, in the spellings of transformers 4 and 5."""
+"""Reading of config.json and generation_config.json, with the field names of transformers 4 and 5."""
 
 from __future__ import annotations
 
@@ -27,12 +27,21 @@ __all__ = [
     "sees_images",
 ]
 
-JSON_BYTES_MAX = 64 * 2**20  # the index of the largest checkpoint we know has 15 MB
-JSON_MARKS_MAX = 2**20  # commas and opening brackets: so many values at most, of 100 bytes each; that index has 150,000
+JSON_BYTES_MAX = 64 * 2**20  # the index of the largest known checkpoint has 15 MB
+# limit of commas and opening brackets, so of values; a value takes 100 bytes. The index of the largest known checkpoint
+# has 150,000.
+JSON_MARKS_MAX = 2**20
 
 
 def read_json_object(path: Path) -> dict[str, object]:
-    """The JSON object in a file. Raises ModelLoadError when there is none."""
+    """Read a file that must contain a JSON object.
+
+    Args:
+        path: file.
+
+    Raises:
+        ModelLoadError: the file contains something else, is too large, or cannot be read.
+    """
     value = _read_json(path)
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path.name} must hold a JSON object, but it is a {type(value).__name__}")
@@ -40,7 +49,14 @@ def read_json_object(path: Path) -> dict[str, object]:
 
 
 def read_json_list(path: Path) -> list[dict[str, object]]:
-    """The JSON objects in a list in a file. Raises ModelLoadError when there is none."""
+    """Read a file that must contain a list of JSON objects.
+
+    Args:
+        path: file.
+
+    Raises:
+        ModelLoadError: the file contains something else, is too large, or cannot be read.
+    """
     value = _read_json(path)
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise ModelLoadError(f"{path.name} must hold a list of JSON objects")
@@ -71,16 +87,18 @@ def model_config_from(
     context_tokens: int | None = None,
     also_read: Collection[str] = (),
 ) -> ModelConfig:
-    """Read what a model is made of. A warning names the fields that nobody reads and that are not known to be harmless.
+    """Read the description of a model. A warning names fields that are not read and not known to be harmless.
 
     Args:
-        generation_config: the end tokens are those of either file, as chat models often name them in one only.
-        dtype_name: what the weights are stored in, which the config does not reliably know.
+        config: content of config.json.
+        generation_config: content of generation_config.json. End tokens of both files count, because chat models often
+            name them in only one file.
+        dtype_name: number format of the weights, which the config does not reliably name.
         context_tokens: see open_checkpoint.
         also_read: fields that the caller reads itself.
 
     Raises:
-        ModelLoadError: no family that is served has such a model.
+        ModelLoadError: no supported family has such a model.
     """
     outer = Fields(config, "config.json")
     family, is_with_images = _family(outer)
@@ -113,11 +131,13 @@ def model_config_from(
 
 
 def _check_windows(fields: Fields) -> None:
-    """Raises ModelLoadError for windows that transformers does not compute, and of which families would read none."""
+    """Raise ModelLoadError for windows that transformers does not compute, and that families would read as no
+    window.
+    """
     sizes = {"chunked_attention": "attention_chunk_size"}
     if not fields.is_null("use_sliding_window") and fields.flag_or("use_sliding_window", True):
         sizes["sliding_attention"] = "sliding_window"
-        # transformers takes 0 for a window in which a token does not even see itself.
+        # transformers reads 0 as a window in which a token does not even see itself.
         if fields.is_one_of("sliding_window", (0,)):
             raise fields.wrong("sliding_window", "at least 1, or null for none")
     layer_types = fields.strings_or("layer_types", [])
@@ -127,25 +147,39 @@ def _check_windows(fields: Fields) -> None:
 
 
 def named_class(config: dict[str, object]) -> str | None:
-    """The first of config.json's architectures."""
+    """Return the first of config.json's architectures, or None.
+
+    Args:
+        config: content of config.json.
+    """
     named = Fields(config, "config.json").strings_or("architectures", None)
     return named[0] if named else None
 
 
 def has_head(config: dict[str, object]) -> bool:
-    """Return False if config.json names a class without a head, which makes vectors of texts only."""
+    """Return False if config.json names a class without a head, which only turns texts into vectors.
+
+    Args:
+        config: content of config.json.
+    """
     named = named_class(config)
     return named is None or named not in _family(Fields(config, "config.json"))[0].headless_classes
 
 
 def sees_images(config: dict[str, object]) -> bool:
-    """Whether config.json is of a model with a part for texts and one for images. Raises ModelLoadError for a model of
-    no known family."""
+    """Return True if config.json describes a model with a text part and an image part.
+
+    Args:
+        config: content of config.json.
+
+    Raises:
+        ModelLoadError: the family is unknown.
+    """
     return _family(Fields(config, "config.json"))[1]
 
 
 def _family(fields: Fields) -> tuple[Family, bool]:
-    """And whether images are seen, too."""
+    """Return the family of the model, and True if the model also reads images."""
     named = fields.strings_or("architectures", None)
     if not named:
         return family_of_model_type(fields.text_or("model_type", None)), False
@@ -156,7 +190,7 @@ def _family(fields: Fields) -> tuple[Family, bool]:
 
 def _text_config(fields: Fields, family: Family) -> dict[str, object]:
     described = fields.object_or_none("text_config")
-    if described is None:  # Idefics 3 and SmolVLM then have a Llama with another epsilon
+    if described is None:  # without it, Idefics 3 and SmolVLM have a Llama with another epsilon
         described = {"rms_norm_eps": 1e-5} if family.model_type == "llama" else {}
     model_type = Fields(described, "text_config in config.json").text_or("model_type", family.model_type)
     if model_type != family.model_type:
@@ -168,8 +202,13 @@ def _text_config(fields: Fields, family: Family) -> dict[str, object]:
 
 
 def sampling_defaults_from(generation_config: dict[str, object]) -> dict[str, float | int]:
-    """What the model's makers recommend, by the names of SamplingParams. max_tokens is also the most that any request
-    gets."""
+    """Return recommended sampling parameters, with the names of SamplingParams.
+
+    max_tokens is also the upper limit of every request.
+
+    Args:
+        generation_config: content of generation_config.json.
+    """
     fields = Fields(generation_config, "generation_config.json")
     is_greedy = not fields.flag_or("do_sample", True)
     defaults: dict[str, float | int] = {"temperature": 0.0} if is_greedy else {}
@@ -190,8 +229,11 @@ def end_token_ids_from(generation_config: dict[str, object]) -> tuple[int, ...]:
 def _rope(
     served_tokens: int | None, fields: ModelFields, layer_type: str | None, theta: float
 ) -> tuple[float, RopeScaling | None]:
-    """transformers 5 keeps everything in rope_parameters, for each type of layer if there are several; transformers 4
-    has rope_theta beside rope_scaling, which layers with a window do without."""
+    """Read theta and scaling of one kind of layer.
+
+    transformers 5 keeps everything in rope_parameters, with one entry per kind of layer if there are several.
+    transformers 4 has rope_theta and rope_scaling, which do not apply to layers with a window.
+    """
     context_tokens = fields.whole("max_position_embeddings")
     rope = fields.group_or_none("rope_parameters") or fields.group_or_none("rope_scaling") or Fields({}, "config.json")
     if layer_type == "sliding_attention" and (local := fields.number_or("rope_local_base_freq", None)) is not None:
@@ -204,7 +246,8 @@ def _rope(
         return rope.number_or("rope_theta", theta), None
     theta = rope.number_or("rope_theta", theta)
     kind = rope.text_or("rope_type", None) or rope.text_or("type", None) or "default"
-    # dynamic: beyond the context that the config names, where nobody gets, frequencies would depend on a text's length.
+    # dynamic: frequencies depend on the text's length only beyond the context of the config, which is never exceeded
+    # here.
     if kind in ("default", "dynamic"):
         return theta, None
     original_name = "original_max_position_embeddings"
@@ -219,7 +262,7 @@ def _rope(
             high_freq_factor=rope.number_or("high_freq_factor", 4.0),
             original_context_tokens=original,
         )
-    if kind in ("longrope", "su") or "long_factor" in rope:  # which was called yarn once
+    if kind in ("longrope", "su") or "long_factor" in rope:  # longrope was once called yarn
         original = fields.whole_or(original_name, original)
         return theta, _longrope(rope, original, context_tokens, served_tokens)
     if kind == "yarn":
@@ -252,7 +295,7 @@ def _yarn(rope: Fields, original: int, context_tokens: int) -> RopeScaling:
     if mscale_all_dim is not None and mscale_all_dim < 0:
         raise rope.wrong("mscale_all_dim", "at least 0")
     if attention_factor is None and mscale and mscale_all_dim and factor > 1.0:
-        # The DeepSeek way of writing it: one scale for the values, divided by one for all dimensions.
+        # DeepSeek's notation: the scale for values is divided by the scale for all dimensions.
         attention_factor = (0.1 * mscale * math.log(factor) + 1.0) / (0.1 * mscale_all_dim * math.log(factor) + 1.0)
     return RopeScaling(
         kind="yarn",

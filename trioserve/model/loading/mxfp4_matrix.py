@@ -1,6 +1,8 @@
-"""Experts' matrices in MXFP4 as gpt-oss stores them: of each 32 inputs, 16 bytes with numbers of FP4 (e2m1), two
-neighbours each, and a byte with a power of 2 (OCP Microscaling Formats 1.0). Read as the numbers they stand for, or as
-ggml's blocks, which the native kernels keep."""
+"""Expert matrices in MXFP4 as gpt-oss stores them (OCP Microscaling Formats 1.0).
+
+Each 32 inputs have 16 bytes with two FP4 numbers (e2m1) each, and one byte with a power of 2. The matrices can be read
+as numbers, or as ggml's blocks, which the native kernels keep.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,16 @@ _NUMBERS = np.array((*_MAGNITUDES, *(-value for value in _MAGNITUDES)), dtype=np
 
 
 def mxfp4_matrices(stored: Mapping[str, FileTensor]) -> tuple[dict[str, Mxfp4Matrix], dict[str, FileTensor]]:
-    """Every quantized tensor, by the name that it would have as a plain one, and the tensors that are no part of any.
+    """Find the quantized matrices among stored tensors.
 
-    Raises ModelLoadError if one lacks its scales, or a part has another shape or type.
+    Args:
+        stored: tensors by their names in the files.
+
+    Returns:
+        Quantized matrices, by the name of a plain matrix. Then the remaining tensors.
+
+    Raises:
+        ModelLoadError: scales are missing, or a part has a wrong shape or type.
     """
     rest = dict(stored)
     matrices: dict[str, Mxfp4Matrix] = {}
@@ -43,19 +52,30 @@ def mxfp4_matrices(stored: Mapping[str, FileTensor]) -> tuple[dict[str, Mxfp4Mat
     for name, tensor in rest.items():
         if tensor.storage not in PLAIN_DTYPES:
             raise ModelLoadError(
-                f"{name} is stored as {tensor.storage}, and is no part of a matrix that is quantized as "
+                f"{name} is stored as {tensor.storage}, and belongs to no matrix that is quantized as "
                 "quantization_config in config.json says: it is a variant that is not supported"
             )
     return matrices, rest
 
 
 class Mxfp4Matrix:
-    """shape: [experts, inputs, outputs], that of the plain tensor, whose matrices are turned."""
+    """Matrices of all experts of one layer.
+
+    Args:
+        module: name in the files, without "_blocks".
+        blocks: FP4 numbers.
+        scales: powers of 2.
+
+    Attributes:
+        shape: [experts, inputs, outputs], the shape of a plain tensor, whose matrices are transposed.
+
+    Raises:
+        ModelLoadError: a part has a wrong shape or type.
+    """
 
     dtype: Dtype = "float32"
 
     def __init__(self, module: str, blocks: FileTensor, scales: FileTensor) -> None:
-        """module: the plain tensor's name in the file. Raises ModelLoadError."""
         for part, tensor in (("blocks", blocks), ("scales", scales)):
             if tensor.storage != "U8":
                 raise ModelLoadError(f"{module}_{part} is stored as {tensor.storage}, but it must be U8")
@@ -74,8 +94,13 @@ class Mxfp4Matrix:
         self.shape: Shape = (experts, self._block_count * BLOCK_VALUES, self._outputs)
 
     def stored(self, name: str, place: TensorPlace) -> StoredTensor:
-        """One expert's rows that a place names. name: in here."""
-        assert place.is_turned, "its plain tensor is"
+        """Return the rows of one expert that a place describes.
+
+        Args:
+            name: our name of the part.
+            place: rows of the plain tensor.
+        """
+        assert place.is_transposed, "the plain tensor is transposed"
         expert = place.first_row // self.shape[1]
         read = functools.partial(self._read, expert, place)
         sample = self._blocks.part(expert, (1, *self._blocks.shape[1:])).sample
@@ -83,7 +108,7 @@ class Mxfp4Matrix:
         return StoredTensor(name, place.shape, "float32", read, sample, "MXFP4", read_blocks)
 
     def _rows(self, expert: int, place: TensorPlace) -> tuple[Bytes, Bytes]:
-        """The bytes of the numbers, [rows, blocks, BLOCK_BYTES], and of the scales, [rows, blocks]."""
+        """Return the bytes of the numbers, [rows, blocks, BLOCK_BYTES], and of the scales, [rows, blocks]."""
         shape = (self._outputs, self._block_count)
         blocks = self._blocks.part(expert, (1, *shape, BLOCK_BYTES)).bytes().reshape(*shape, BLOCK_BYTES)
         scales = self._scales.part(expert, (1, *shape)).bytes().reshape(shape)
@@ -102,7 +127,9 @@ class Mxfp4Matrix:
         return result
 
     def _read_blocks(self, expert: int, place: TensorPlace) -> Bytes:
-        """uint8 [rows, bytes of a row], as ggml has them: the scale, and the number i beside the number i + 16."""
+        """Return ggml's blocks, uint8 [rows, bytes of a row]. A block has its scale, then bytes with the numbers i and
+        i + 16.
+        """
         blocks, scales = self._rows(expert, place)
         codes = _codes(blocks)
         half = BLOCK_VALUES // 2
@@ -111,5 +138,5 @@ class Mxfp4Matrix:
 
 
 def _codes(blocks: Bytes) -> Bytes:
-    """[..., BLOCK_BYTES] to the 4 bits of each number, [..., BLOCK_VALUES]."""
+    """Return the 4 bits of each number, [..., BLOCK_VALUES], from bytes [..., BLOCK_BYTES]."""
     return np.stack((blocks & 15, blocks >> 4), axis=-1).reshape(*blocks.shape[:-1], BLOCK_VALUES)

@@ -1,9 +1,11 @@
-"""Tensor names out there to names in here, which tensors of which shape a model must have, and where each one lies.
+"""Names, shapes and places of a model's tensors in files, and their names in this code.
 
-In here: "embed.weight", "layers.{i}.{module}.weight" or ".bias", "norm.weight", "lm_head.weight" (absent when tied).
-A few are called by their own names, which stand whole among a format's modules: "layers.{i}.router.score_bias".
-Matrices are [out, in]; rotary positions pair index j with j + head_dim / 2, as in transformers, and those of a part of
-a head pair the first indices of either half.
+"Our name" is the name in this code: "embed.weight", "layers.{i}.{module}.weight" or ".bias", "norm.weight",
+"lm_head.weight" (absent if it is tied to the embedding). A few tensors have a name without these endings, such as
+"layers.{i}.router.score_bias". A format lists such a name as a whole among its modules.
+
+Matrices are [out, in]. Rotary positions pair index j with j + head_dim / 2, as in transformers. If only a part of a
+head is rotated, the first indexes of both halves are paired.
 """
 
 from __future__ import annotations
@@ -53,17 +55,22 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-FURTHER_LAYERS = "mtp."  # where some families have theirs, whatever their configs say
+FURTHER_LAYERS = "mtp."  # prefix of such layers in some families, whatever the config says
 Shape = tuple[int, ...]
 AnyArray = TypeVar("AnyArray", bound=npt.NDArray[Any])
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How a kind of file names tensors. modules: the usual names, by those in here. layers: what stands before a
-    layer's index. naming_of: the family's own ways, by ModelConfig.family. joint: the tensor that holds k_b_proj and
-    v_b_proj, head by head, in files that have one. has_log_rates: a state space's rates are written down as the
-    logarithms of what they are, but for the sign."""
+    """Naming of tensors in one kind of file.
+
+    Attributes:
+        modules: usual name of each module, by our name.
+        layers: prefix before the index of a layer.
+        naming_of: returns the differences of a family, given ModelConfig.family.
+        joint: tensor that holds both k_b_proj and v_b_proj, head by head, in some files.
+        has_log_rates: rates of state spaces are stored as the logarithm of their absolute values.
+    """
 
     modules: Mapping[str, str]
     layers: str
@@ -74,54 +81,70 @@ class Format:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Where the values of one tensor are found.
+    """Place of one tensor's values in a file.
 
-    name: the tensor's out there. shape: of the values that are wanted. stored_shape: of the rows that they are taken
-    from; None: the same. first_row: where these begin in it. is_turned: their columns are the rows that are meant.
-    order: int64, row i is row order[i], counted from the first; None leaves them as they are. turned_count: these are
-    so many matrices, one behind the other, whose rows and columns change places; 0: they stay. offset: is added.
-    is_log: what is wanted is -exp of what is there. factors: float32, what each row of shape is multiplied by.
+    Attributes:
+        name: name of the tensor in the file.
+        shape: shape of the values after they are read.
+        stored_shape: shape of the stored rows that contain the values. None: the same as shape.
+        first_row: first of these rows in the file's tensor.
+        is_transposed: the stored rows are transposed: their columns are the rows of the result.
+        order: int64, row i of the result is row order[i] of the stored rows. None keeps the order.
+        transposed_count: the rows are this many consecutive matrices, and each is transposed. 0: none is transposed.
+        offset: number that is added to the values.
+        is_log: the result is -exp of the stored values.
+        factors: float32, factor of each row of the result.
     """
 
     name: str
     shape: Shape
     stored_shape: Shape | None = None
     first_row: int = 0
-    is_turned: bool = False
+    is_transposed: bool = False
     order: npt.NDArray[np.int64] | None = None
-    turned_count: int = 0
+    transposed_count: int = 0
     offset: float = 0.0
     is_log: bool = False
     factors: npt.NDArray[np.float32] | None = None
 
     @property
     def has_whole_rows(self) -> bool:
-        """Whether its rows are rows of the file, so that their blocks can be taken as they are."""
-        return not self.is_turned and self.turned_count == 0 and self.factors is None
+        """True if rows of the result are rows of the file, so that quantized blocks can be used unchanged."""
+        return not self.is_transposed and self.transposed_count == 0 and self.factors is None
 
     @property
     def rows_shape(self) -> Shape:
-        """Of what has to be read."""
+        """Shape of the stored rows that must be read."""
         return self.shape if self.stored_shape is None else self.stored_shape
 
     @property
     def is_changed(self) -> bool:
-        """Whether values are others than in the file."""
+        """True if values differ from those in the file."""
         return bool(self.offset) or self.is_log or self.factors is not None
 
     @property
     def has_parts(self) -> bool:
-        """Whether it is a matrix whose rows are the file's, one behind the other as they lie there."""
+        """True if the place is a matrix whose rows lie in the file in the right order and unchanged."""
         is_moved = self.stored_shape is not None or self.order is not None or not self.has_whole_rows
         return len(self.shape) == 2 and not is_moved and not self.is_changed
 
     def part(self, first_row: int, row_count: int) -> TensorPlace:
-        """Some rows, counted from its own first, of one that has parts."""
-        assert self.has_parts, "its rows cannot be read alone"
+        """Return the place of some rows. The place must have parts.
+
+        Args:
+            first_row: first row, counted from this place's first row.
+            row_count: number of rows.
+        """
+        assert self.has_parts, "single rows of this tensor cannot be read"
         return replace(self, shape=(row_count, self.shape[1]), first_row=self.first_row + first_row)
 
     def read(self, read: Callable[[Dtype], Values], wanted: Dtype) -> Values:
-        """read: gives the rows from first_row on as they lie there."""
+        """Return the values of the tensor.
+
+        Args:
+            read: returns the stored rows in a given number format.
+            wanted: number format of the result.
+        """
         if not self.is_changed:
             return self.ordered(read(wanted))
         values = self.multiplied(self.ordered(cast(Float32Array, read("float32")))) + np.float32(self.offset)
@@ -132,20 +155,28 @@ class TensorPlace:
         return result
 
     def multiplied(self, rows: Float32Array) -> Float32Array:
-        """rows: in the order that is meant."""
+        """Multiply rows with the factors, if there are any.
+
+        Args:
+            rows: float32 rows in the order of the result.
+        """
         if self.factors is None:
             return rows
         return cast(Float32Array, rows * self.factors.reshape(-1, *(1,) * (rows.ndim - 1)))
 
     def ordered(self, rows: AnyArray) -> AnyArray:
-        ordered = self.in_order(rows.T if self.is_turned else rows)
-        if not self.turned_count:
+        ordered = self.in_order(rows.T if self.is_transposed else rows)
+        if not self.transposed_count:
             return ordered
-        matrices = ordered.reshape(self.turned_count, -1, ordered.shape[1]).swapaxes(1, 2)
+        matrices = ordered.reshape(self.transposed_count, -1, ordered.shape[1]).swapaxes(1, 2)
         return cast(AnyArray, np.ascontiguousarray(matrices).reshape(self.shape))
 
     def in_order(self, rows: AnyArray) -> AnyArray:
-        """Of rows that need not be turned."""
+        """Return rows in the order of the result, without transposing them.
+
+        Args:
+            rows: stored rows.
+        """
         return rows if self.order is None else cast(AnyArray, np.ascontiguousarray(rows[self.order]))
 
 
@@ -289,10 +320,15 @@ GGUF = Format(
 
 
 class FurtherLayers:
-    """Layers behind a model's own, which predict further tokens: not used, and said so once."""
+    """Layers after a model's own layers, which predict further tokens.
+
+    Args:
+        config: model.
+        format: naming of tensors in the files.
+        count: number of such layers that the file names. 0: none.
+    """
 
     def __init__(self, config: ModelConfig, format: Format, count: int) -> None:
-        """count: as the file says; 0 are none."""
         first = config.layer_count
         prefix = format.naming_of(config.family).layers or format.layers
         self._prefixes = tuple(f"{prefix}.{index}." for index in range(first, first + min(count, LAYERS_MAX)))
@@ -300,23 +336,31 @@ class FurtherLayers:
 
     @property
     def first_prefix(self) -> str | None:
-        """Of the tensors of the first of them, out there; None: there are none."""
+        """Prefix in the file of the first further layer's tensors. None: there is no such layer."""
         return self._prefixes[0] if self._prefixes else None
 
     def has(self, name: str) -> bool:
-        """Whether a tensor out there is one of theirs."""
+        """Return True if a tensor belongs to a further layer, and count the tensor for the log line.
+
+        Args:
+            name: name in the file.
+        """
         is_theirs = name.startswith((*self._prefixes, FURTHER_LAYERS))
         self._tensor_count += is_theirs
         return is_theirs
 
-    def tell(self) -> None:
+    def log_unused(self) -> None:
+        """Log the number of tensors of further layers, if there are any."""
         if self._tensor_count:
             logger.info("layers that predict further tokens are not used tensors=%d", self._tensor_count)
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Every tensor that a model with this config has, by its name in here, in the order of computing. Of a part of a
-    model, that part's."""
+    """Return the shape of every tensor of a model, by our name, in the order of computing.
+
+    Args:
+        config: model, or a part of a model.
+    """
     hidden = config.hidden_size
     shapes: dict[str, Shape] = {"embed.weight": (config.vocab_count, hidden)}
     streams = config.streams
@@ -341,7 +385,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 
 def _stream_shapes(streams: StreamsConfig, hidden: int) -> list[tuple[str, Shape]]:
-    """Of what a layer has for its streams."""
+    """Return the shapes of one layer's tensors for its streams."""
     return [
         ("stream_router_norm.weight", (hidden,)),
         ("stream_router.weight", (streams.count, hidden)),
@@ -405,7 +449,7 @@ def _layer_shapes(layer: LayerConfig, hidden: int, experts: range) -> list[tuple
 def _attention_matrices(
     attention: AttentionConfig | LatentAttentionConfig, hidden: int
 ) -> Iterator[tuple[str, int, int, bool]]:
-    """As _mlp_matrices."""
+    """Yield name, rows, columns, and True if there is a bias, for each matrix."""
     if isinstance(attention, LatentAttentionConfig):
         yield from _latent_matrices(attention, hidden)
         return
@@ -419,7 +463,7 @@ def _attention_matrices(
 
 
 def _recurrent_matrices(mixer: Recurrent, hidden: int) -> Iterator[tuple[str, int, int, bool]]:
-    """As _mlp_matrices."""
+    """Yield name, rows, columns, and True if there is a bias, for each matrix."""
     if isinstance(mixer, DeltaNetConfig):
         yield "delta_gate", mixer.inner_size, hidden, False
         yield "delta_qkv", mixer.convolved_size, hidden, False
@@ -442,14 +486,14 @@ def _latent_matrices(attention: LatentAttentionConfig, hidden: int) -> Iterator[
         yield "q_a_proj", rank, hidden, False
         yield "q_b_proj", queries, rank, False
     yield "kv_a_proj", attention.entry_dim, hidden, False
-    # Of each head, what brings its queries to the latents, and latents to its values.
+    # matrices of each head from its queries to the latents, and from the latents to its values
     yield "k_b_proj", attention.head_count * attention.latent_dim, attention.plain_dim, False
     yield "v_b_proj", attention.value_size, attention.latent_dim, False
     yield "o_proj", hidden, attention.value_size, False
 
 
 def _mlp_matrices(mlp: MlpConfig | ExpertsConfig, hidden: int, experts: range) -> Iterator[tuple[str, int, int, bool]]:
-    """Name, rows, columns, and whether it has a bias."""
+    """Yield name, rows, columns, and True if there is a bias, for each matrix."""
 
     def gated(prefix: str, middle: int, has_bias: bool = False) -> Iterator[tuple[str, int, int, bool]]:
         yield f"{prefix}gate_proj", middle, hidden, has_bias
@@ -469,8 +513,14 @@ def _mlp_matrices(mlp: MlpConfig | ExpertsConfig, hidden: int, experts: range) -
 
 
 def outside_name(name: str, family: str, format: Format, *, is_joint: bool = False) -> str:
-    """What the tensor that is called `name` in here is called in such files; is_joint: the one that holds it among
-    others, see Format."""
+    """Return the name of a tensor in files.
+
+    Args:
+        name: our name.
+        family: family of the model.
+        format: naming of tensors in the files.
+        is_joint: return the name of the joint tensor that contains it, see Format.
+    """
     *path, kind = name.split(".")
     naming = format.naming_of(family)
     layer = f"{naming.layers or format.layers}.{path[1]}." if path[0] == "layers" else ""
@@ -486,7 +536,11 @@ def outside_name(name: str, family: str, format: Format, *, is_joint: bool = Fal
 
 
 def _module(path: list[str]) -> str:
-    """path: a name in here without its kind, split. Without its layer and which expert's or stream's it is."""
+    """Return the module of a tensor, without layer index and index of an expert or a stream.
+
+    Args:
+        path: our name without its last part, split at dots.
+    """
     path = path[2:] if path[0] == "layers" else path
     return ".".join(path[:1] + path[2:] if path[0] in ("experts", "streams") else path)
 
@@ -494,14 +548,23 @@ def _module(path: list[str]) -> str:
 def tensor_places(
     config: ModelConfig, format: Format, found: Collection[str] = ()
 ) -> tuple[dict[str, TensorPlace], dict[str, Shape]]:
-    """Where such files have every tensor of the model, by its name in here; and the shapes of the tensors out there.
-    found: the names of those that are there, where some may be written in more than one way."""
+    """Return where files have every tensor of a model.
+
+    Args:
+        config: model.
+        format: naming of tensors in the files.
+        found: names in the files, for tensors that may be stored in several ways.
+
+    Returns:
+        Places by our names, and shapes of the files' tensors by the files' names.
+    """
     places: dict[str, TensorPlace] = {}
     shapes: dict[str, Shape] = {}
-    shared: dict[str, list[str]] = {}  # the names in here of what lies side by side, by the first one's
+    # our names of tensors that share one tensor of the file, by the file's name and the module's group
+    shared: dict[str, list[str]] = {}
     for name, shape in tensor_shapes(config).items():
         outside = outside_name(name, config.family, format)
-        if (place := _apart(config, name, shape, format, found)) is not None:
+        if (place := _mixed_place(config, name, shape, format, found)) is not None:
             places[name] = place
             shapes[place.name] = place.rows_shape
             continue
@@ -513,7 +576,7 @@ def tensor_places(
     for names in shared.values():
         places |= _rearranged(names, places, format.naming_of(config.family))
     for place in places.values():
-        if place.is_turned:
+        if place.is_transposed:
             shapes[place.name] = (math.prod(shapes[place.name]) // place.rows_shape[1], place.rows_shape[1])
     return places, shapes
 
@@ -521,11 +584,17 @@ def tensor_places(
 def match_tensors(
     config: ModelConfig, found: Mapping[str, Shape], format: Format, *, ignored: Callable[[str], bool]
 ) -> dict[str, TensorPlace]:
-    """Name in here to place out there for every tensor of the model.
+    """Return the place of every tensor of a model, by our name.
 
-    found: what the files hold, by their own names. ignored: says which superfluous ones do no harm.
-    Raises ModelLoadError when one is missing, has another shape than the config says, or is unknown: a model computed
-    without it would answer nonsense.
+    Args:
+        config: model.
+        found: shapes of the files' tensors, by the files' names.
+        format: naming of tensors in the files.
+        ignored: returns True for a superfluous tensor that does no harm.
+
+    Raises:
+        ModelLoadError: a tensor is missing, has another shape than the config says, or is unknown. A model without an
+            unknown tensor would compute nonsense.
     """
     places, shapes = tensor_places(config, format, found)
     missing = [name for name in shapes if name not in found]
@@ -538,28 +607,38 @@ def match_tensors(
         if not _holds(found[name], shape):
             raise ModelLoadError(
                 f"{name} has shape {list(found[name])}, but the config asks for {list(shape)}: "
-                "weights and config are not of the same model"
+                "weights and config do not belong to the same model"
             )
     unread = _unread(config, format)
     unknown = [name for name in found if name not in shapes and name not in unread and not ignored(name)]
     if unknown:
         raise ModelLoadError(
-            f"the weights hold {_listed(unknown)}, which {config.family} with this config has no place for: "
-            "weights and config are not of the same model, or it is a variant that is not supported"
+            f"the weights hold {_listed(unknown)}, which {config.family} with this config does not use: "
+            "weights and config do not belong to the same model, or it is a variant that is not supported"
         )
     return places
 
 
 def _unread(config: ModelConfig, format: Format) -> set[str]:
-    """Of layers that see another layer's keys and values: what some files have for their own, out there."""
+    """Return names of key and value tensors that some files have for layers that share another layer's keys and
+    values.
+    """
     layers = [index for index, other in enumerate(config.kv_layers) if index != other]
     modules = ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias", "k_norm.weight")
     return {outside_name(f"layers.{index}.{module}", config.family, format) for index in layers for module in modules}
 
 
-def _apart(config: ModelConfig, name: str, shape: Shape, format: Format, found: Collection[str]) -> TensorPlace | None:
-    """Where the rows of one tensor lie among another's, head by head or group by group; None: they do not. found: as in
-    tensor_places."""
+def _mixed_place(
+    config: ModelConfig, name: str, shape: Shape, format: Format, found: Collection[str]
+) -> TensorPlace | None:
+    """Return the place of a tensor whose rows are mixed with another tensor's rows, head by head or group by group.
+
+    Args:
+        found: see tensor_places.
+
+    Returns:
+        None if the tensor is not mixed with another one.
+    """
     module = name.split(".")[-2]
     outside, naming = outside_name(name, config.family, format), format.naming_of(config.family)
     if module in ("k_b_proj", "v_b_proj") and outside not in found:
@@ -583,8 +662,13 @@ def _apart(config: ModelConfig, name: str, shape: Shape, format: Format, found: 
 
 
 def _part_of_groups(config: ModelConfig, module: str, place: TensorPlace) -> TensorPlace:
-    """place: with the name and the shape. Of each group of heads there are the rows of q, k, v and z side by side, or
-    those of shares and decays."""
+    """Return the place of a tensor in a joint tensor that is ordered by groups of heads.
+
+    For each group, the joint tensor has the rows of q, k, v and z, or the rows of shares and decays.
+
+    Args:
+        place: name and shape of the tensor.
+    """
     delta = next(layer.attention for layer in config.layers if isinstance(layer.attention, DeltaNetConfig))
     heads = delta.head_count // delta.group_count
     parts = {"q": delta.vector_size, "k": delta.vector_size, "v": heads * delta.head_dim, "z": heads * delta.head_dim}
@@ -599,9 +683,11 @@ def _part_of_groups(config: ModelConfig, module: str, place: TensorPlace) -> Ten
 
 
 def _part_of_joint(config: ModelConfig, name: str, shape: Shape, format: Format) -> TensorPlace:
-    """Of each head there are rows for keys, which project latents to them, and rows for values."""
+    """Return the place of k_b_proj or v_b_proj in their joint tensor, which has rows for keys and then rows for values
+    of each head.
+    """
     attention = config.layers[int(name.split(".")[1])].attention
-    assert isinstance(attention, LatentAttentionConfig), "it has such tensors"
+    assert isinstance(attention, LatentAttentionConfig), "only latent attention has such tensors"
     sizes = attention.plain_dim, attention.value_dim
     rows = np.arange(attention.head_count * sum(sizes)).reshape(attention.head_count, -1)
     is_key = name.split(".")[-2] == "k_b_proj"
@@ -610,19 +696,22 @@ def _part_of_joint(config: ModelConfig, name: str, shape: Shape, format: Format)
         shape,
         order=(rows[:, : sizes[0]] if is_key else rows[:, sizes[0] :]).reshape(-1),
         stored_shape=(rows.size, attention.latent_dim),
-        turned_count=attention.head_count if is_key else 0,
+        transposed_count=attention.head_count if is_key else 0,
     )
 
 
 def _holds(found: Shape, wanted: Shape) -> bool:
-    """Tensors of experts may lie in one with a dimension more, a matrix of one row as a vector, and a vector with a
-    part for each head as a matrix."""
+    """Return True if a stored shape can hold a wanted shape.
+
+    Tensors of all experts may be one tensor with one more dimension. A matrix of one row may be a vector. A vector with
+    a part for each head may be a matrix.
+    """
     is_same = found == wanted or wanted[-1:] == found[-1:] or len(wanted) == 1
     return math.prod(found) == math.prod(wanted) and is_same
 
 
 def _place(config: ModelConfig, name: str, place: TensorPlace, format: Format) -> TensorPlace:
-    """With the order of its rows, and what is added to it."""
+    """Add row order, offset, logarithm and factors to a place."""
     naming = format.naming_of(config.family)
     path = name.split(".")
     layer, module = path[1] if path[0] == "layers" else None, path[-2]
@@ -636,7 +725,7 @@ def _place(config: ModelConfig, name: str, place: TensorPlace, format: Format) -
             place = replace(place, factors=np.repeat(np.array(factors, dtype=np.float32), rows))
     if layer is not None and module in ("q_proj", "k_proj", "q_norm", "k_norm", "q_b_proj", "kv_a_proj"):
         attention = config.layers[int(layer)].attention
-        assert isinstance(attention, KVAttention), "what else has queries"
+        assert isinstance(attention, KVAttention), "only attention has queries and keys"
         order = _order(attention, module, naming.pairs_adjacent)
         if order is not None:
             heads = np.arange(0, place.shape[0], order.size)
@@ -651,19 +740,23 @@ def _is_rearranged(name: str, naming: Naming) -> bool:
 
 
 def _rearranged(names: list[str], places: Mapping[str, TensorPlace], naming: Naming) -> dict[str, TensorPlace]:
-    """names: of what lies side by side in one tensor, one behind the other or row by row in turn."""
+    """Return the places of tensors that share one tensor of the file, one after the other or with alternating rows.
+
+    Args:
+        names: our names.
+    """
     module = _module(names[0].split(".")[:-1])
     first, *inputs = places[names[0]].shape
-    is_turned = bool(inputs) and module in naming.turned
+    is_transposed = bool(inputs) and module in naming.turned
     total, start = first * len(names), places[names[0]].first_row
-    stored_shape = (inputs[0], total) if is_turned else (total, *inputs)
+    stored_shape = (inputs[0], total) if is_transposed else (total, *inputs)
     first_row = start * math.prod(inputs) // math.prod(stored_shape[1:])
     found: dict[str, TensorPlace] = {}
     for index, name in enumerate(names):
         rows = np.arange(first)
         order = rows * len(names) + index if module in naming.alternating else rows + index * first
         found[name] = replace(
-            places[name], stored_shape=stored_shape, first_row=first_row, is_turned=is_turned, order=order
+            places[name], stored_shape=stored_shape, first_row=first_row, is_transposed=is_transposed, order=order
         )
     return found
 
@@ -671,7 +764,9 @@ def _rearranged(names: list[str], places: Mapping[str, TensorPlace], naming: Nam
 def _order(
     attention: AttentionConfig | LatentAttentionConfig, module: str, pairs_adjacent: bool
 ) -> npt.NDArray[np.int64] | None:
-    """Of a head's rows, or of all: which becomes which, so that pairs lie half of what is turned apart."""
+    """Return the order of rows, of one head or of all rows, in which rotated pairs lie half of the rotated part
+    apart.
+    """
     if isinstance(attention, AttentionConfig):
         return _head_order(attention.rotary, attention.head_dim, pairs_adjacent)
     turned = _head_order(attention.rotary, attention.turned_dim, pairs_adjacent)
@@ -682,8 +777,13 @@ def _order(
 
 
 def _head_order(rotary: RotaryConfig | None, head_dim: int, pairs_adjacent: bool) -> npt.NDArray[np.int64] | None:
-    """Which of a head's numbers becomes which, so that pairs lie half a head apart, those that are turned first."""
-    # What is turned by nothing may lie in any order, as long as queries and keys have the same.
+    """Return the order of a head's numbers in which rotated pairs lie half a head apart, rotated pairs first in each
+    half.
+
+    Returns:
+        int64 [head_dim], or None if the order stays.
+    """
+    # Without rotation any order is right, if queries and keys have the same order.
     rotated = head_dim if rotary is None else rotary.rotated_dims
     pairs, half = rotated // 2, head_dim // 2
     if not pairs_adjacent and pairs == half:

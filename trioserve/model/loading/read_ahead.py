@@ -1,5 +1,7 @@
-"""What of a model's files is not in memory comes there from the disk while others are busy, so that nobody has to wait
-for it later. Needs nothing but Python, since it is to begin before anything else is imported."""
+"""Reading of a model's files into the page cache while other work runs, so that loading need not wait for the disk.
+
+It only needs the standard library, because it starts before anything else is imported.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,18 @@ from pathlib import Path
 __all__ = ["start_reading_ahead", "weight_files"]
 
 THREAD = "trioserve-read-ahead"
-AT_ONCE_BYTES = 2**30  # in a call, which another thread that holds the GIL cannot interrupt
+AT_ONCE_BYTES = 2**30  # per call; another thread that holds the GIL cannot interrupt a call
 
 
 def start_reading_ahead(model: str) -> threading.Thread | None:
-    """In a daemon thread, which ends by itself. model: as it is served. None: it is no file or directory with
-    weights, or has more of them than half of the memory holds."""
+    """Start a daemon thread that reads a model's files and then ends.
+
+    Args:
+        model: path or name of the model.
+
+    Returns:
+        None if the model is not on disk, or if its files are larger than half of the memory.
+    """
     files = weight_files(Path(model))
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if not files or sum(file.stat().st_size for file in files) > memory_bytes // 2:
@@ -27,7 +35,11 @@ def start_reading_ahead(model: str) -> threading.Thread | None:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Those that a model's weights are probably in; none where it cannot be told."""
+    """Return the files that probably hold a model's weights, or none if that is unclear.
+
+    Args:
+        path: directory or file of the model.
+    """
     try:
         if path.is_file():
             return [path] if path.suffix.lower() == ".gguf" else []
@@ -38,11 +50,11 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def _read(files: list[Path]) -> None:
-    # What cannot be read is said where it is needed.
+    # Loading reports files that cannot be read.
     with contextlib.suppress(OSError), open(os.devnull, "wb", buffering=0) as nowhere:
         for path in files:
             with path.open("rb", buffering=0) as file:
                 offset = 0
-                # Pages are handed over, and nothing is copied.
+                # sendfile passes pages to the null device without copying them.
                 while sent := os.sendfile(nowhere.fileno(), file.fileno(), offset, AT_ONCE_BYTES):
                     offset += sent

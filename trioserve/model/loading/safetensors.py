@@ -1,8 +1,7 @@
-"""A directory as transformers saves it: which file holds which tensor, and where, checked against the config.
+"""Checkpoint directory as transformers saves it: files and places of all tensors, checked against the config.
 
-The headers are read by our own code: the safetensors package gives numpy no bfloat16, and does not say where in its
-file a tensor lies. Format: https://huggingface.co/docs/safetensors. Nothing that a file says is believed before it is
-compared with the file's size.
+This code reads the headers itself: the safetensors package gives numpy no bfloat16, and does not report where a tensor
+lies. Format: https://huggingface.co/docs/safetensors. A file is untrusted until its header is compared with its size.
 """
 
 from __future__ import annotations
@@ -48,7 +47,8 @@ logger = logging.getLogger(__name__)
 
 FurtherTensor: TypeAlias = FileTensor | QuantizedMatrix | Mxfp4Matrix
 
-# What the part for texts is called in models that see images, by transformers 5 and before; then what it is without.
+# Prefixes of the text part in models that read images, in transformers 5 and before, and the prefix of a plain text
+# model.
 _TEXT_PREFIXES = (
     ("model.language_model.", "model."),
     ("model.text_model.", "model."),
@@ -58,8 +58,8 @@ _TEXT_PREFIXES = (
 )
 EMBEDDING_NAME = "model.embed_tokens.weight"
 INDEX_NAME = "model.safetensors.index.json"
-HEADER_BYTES_MAX = 100_000_000  # the package's own limit
-HEADER_COMMAS_MAX = 2**19  # six a tensor; the largest models have some two thousand tensors
+HEADER_BYTES_MAX = 100_000_000  # limit of the safetensors package
+HEADER_COMMAS_MAX = 2**19  # six per tensor; the largest models have about two thousand tensors
 POSITION_IDS = ("embeddings.position_ids", "embeddings.token_type_ids")
 DIMENSIONS_MAX = 8  # no tensor of a model has more than 2
 
@@ -68,7 +68,11 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class _Entry(msgspec.Struct, frozen=True):
-    """What a header says of a tensor. data_offsets: its first byte and the one behind it, from the header's end on."""
+    """Header entry of one tensor.
+
+    Attributes:
+        data_offsets: its first byte and the byte after its last one, counted from the end of the header.
+    """
 
     dtype: str
     shape: tuple[_Count, ...]
@@ -76,12 +80,20 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 class SafetensorsCheckpoint:
-    """Opening reads the headers only. Raises ModelLoadError when the directory does not hold a whole, known model."""
+    """Checkpoint of a directory with safetensors. Opening reads only headers.
+
+    Args:
+        directory: checkpoint directory.
+        context_tokens: see open_checkpoint.
+        uses_further_layers: see open_checkpoint.
+
+    Raises:
+        ModelLoadError: the directory does not contain a complete model of a known family.
+    """
 
     def __init__(
         self, directory: Path, context_tokens: int | None = None, *, uses_further_layers: bool = False
     ) -> None:
-        """See open_checkpoint."""
         if not (directory / "config.json").is_file():
             raise ModelLoadError("the directory has safetensors but no config.json: fetch the checkpoint again")
         config = read_json_object(directory / "config.json")
@@ -89,8 +101,8 @@ class SafetensorsCheckpoint:
         stored = stored_tensors(directory, PLAIN_DTYPES if quantization is None else STORAGE_BYTES)
         whole = stored
         if sees_images(config):
-            stored = _of_texts(stored)
-        if "embed_tokens.weight" in stored:  # saved without what turns hidden states into logits, to make vectors of
+            stored = _text_tensors(stored)
+        if "embed_tokens.weight" in stored:  # saved without a head, as a model that turns texts into vectors
             stored = {name if name == "lm_head.weight" else f"model.{name}": at for name, at in stored.items()}
         self.files: tuple[Path, ...] = tuple(dict.fromkeys(tensor.path for tensor in stored.values()))
         generation_path = directory / "generation_config.json"
@@ -118,7 +130,7 @@ class SafetensorsCheckpoint:
                 self.vision = VisionPart(directory, config, self.config, whole)
                 self.files = tuple(dict.fromkeys((*self.files, *self.vision.files)))
             else:
-                logger.warning("images are not served: of this model, the part for texts alone is")
+                logger.warning("images are not served: only the text part of this model is supported")
         self._matrices = matrices
         self._stored: dict[str, FurtherTensor] = {**stored, **matrices}
         shapes = {name: tensor.shape for name, tensor in self._stored.items()}
@@ -128,12 +140,12 @@ class SafetensorsCheckpoint:
         self._further = FurtherLayers(self.config, TRANSFORMERS, further)
         self._places = match_tensors(self.config, shapes, TRANSFORMERS, ignored=self._ignored)
         if not uses_further_layers:
-            self._further.tell()
+            self._further.log_unused()
         for place in self._places.values():
             if place.name in matrices and place.rows_shape[1:] != matrices[place.name].shape[-1:]:
                 raise ModelLoadError(
                     f"{place.name} is quantized with shape {list(matrices[place.name].shape)}, but the config asks for "
-                    f"{list(place.rows_shape)}: weights and config are not of the same model"
+                    f"{list(place.rows_shape)}: weights and config do not belong to the same model"
                 )
         self.weight_bytes: int = sum(tensor.byte_count for tensor in self.tensors())
         self.tokenizer_directory: Path | None = directory
@@ -145,7 +157,11 @@ class SafetensorsCheckpoint:
             yield self._stored[place.name].stored(name, place)
 
     def further_tensors(self) -> dict[str, FurtherTensor]:
-        """Of the first layer behind the model's own, by their names behind the layer's number; empty: there is none."""
+        """Return the tensors of the first layer after the model's own, by their names without the layer's prefix.
+
+        Returns:
+            Empty if there is no such layer.
+        """
         prefix = self._further.first_prefix
         if prefix is None:
             return {}
@@ -153,14 +169,14 @@ class SafetensorsCheckpoint:
         return {name.removeprefix(prefix): self._stored[name] for name in names}
 
     def _ignored(self, name: str) -> bool:
-        # Old checkpoints store the rotary frequencies, which follow from the config; some store a tied matrix twice.
+        # Old checkpoints store rotary frequencies, which follow from the config. Some store a tied matrix twice.
         if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.config.tie_word_embeddings):
             return True
-        if self._further.has(name) or 0 in self._stored[name].shape:  # as shared experts without any channels have
+        if self._further.has(name) or 0 in self._stored[name].shape:  # a shared expert without channels has such shapes
             return True
         if name.endswith(".shared_expert_gate.weight") and not self._has_shared_experts:
             return True
-        # Some writers give each quantized module a bias, of zeros where the model has none.
+        # Some programs write a bias of zeros for each quantized module, even if the model has none.
         module, _, kind = name.rpartition(".")
         tensor = self._stored[name]
         if kind != "bias" or f"{module}.weight" not in self._matrices or not isinstance(tensor, FileTensor):
@@ -169,12 +185,13 @@ class SafetensorsCheckpoint:
 
 
 def _quantization(fields: Fields) -> dict[str, object] | None:
-    """Of a model that sees images, it may stand beside either part."""
+    """Return quantization_config. A model that reads images may have it inside or outside of text_config."""
     texts = fields.group_or_none("text_config") or Fields({}, "config.json")
     return fields.object_or_none("quantization_config") or texts.object_or_none("quantization_config")
 
 
-def _of_texts(stored: dict[str, FileTensor]) -> dict[str, FileTensor]:
+def _text_tensors(stored: dict[str, FileTensor]) -> dict[str, FileTensor]:
+    """Return the tensors of the text part, with the names of a plain text model."""
     found: dict[str, FileTensor] = {}
     for name, tensor in stored.items():
         for prefix, usual in _TEXT_PREFIXES:
@@ -185,8 +202,15 @@ def _of_texts(stored: dict[str, FileTensor]) -> dict[str, FileTensor]:
 
 
 def stored_tensors(directory: Path, storages: Collection[str] = tuple(PLAIN_DTYPES)) -> dict[str, FileTensor]:
-    """Every tensor by its name out there; from one file, or from those that the index names. storages: the types that
-    are read; a file with another is refused."""
+    """Return every tensor of a directory, by its name in the files.
+
+    Args:
+        directory: checkpoint directory.
+        storages: allowed storage types.
+
+    Raises:
+        ModelLoadError: a file is missing or damaged, or has another storage type.
+    """
     index_path = directory / INDEX_NAME
     single = directory / "model.safetensors"
     if single.is_file():
@@ -196,7 +220,7 @@ def stored_tensors(directory: Path, storages: Collection[str] = tuple(PLAIN_DTYP
     files = sorted(directory.glob("*.safetensors"))
     if len(files) != 1:
         raise ModelLoadError(
-            f"the directory has {len(files)} safetensors files but no {INDEX_NAME}, which says what is in which: "
+            f"the directory has {len(files)} safetensors files but no {INDEX_NAME}, which lists their tensors: "
             "fetch the checkpoint again"
         )
     return tensors_in_file(files[0], storages)
@@ -229,21 +253,30 @@ def _indexed_tensors(directory: Path, storages: Collection[str]) -> dict[str, Fi
 
 
 def tensors_in_file(path: Path, storages: Collection[str]) -> dict[str, FileTensor]:
-    """What a file holds, by name. Raises ModelLoadError if it is damaged, or stores something else than `storages`."""
-    # Eight bytes with the length of a JSON object, that object, then the tensors, each where the object says.
+    """Read the header of a file, and return its tensors by name.
+
+    Args:
+        path: file.
+        storages: allowed storage types.
+
+    Raises:
+        ModelLoadError: the file is damaged, or has another storage type.
+    """
+    # The file has eight bytes with the length of a JSON object, that object, and then the tensors at the places that
+    # the object lists.
     with path.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(0)
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, HEADER_BYTES_MAX):
-            raise _damaged(path, f"it has {size} bytes, and its header is to have {length}")
+            raise _damaged(path, f"it has {size} bytes, and its header should have {length}")
         text = file.read(length)
     if text.count(b",") > HEADER_COMMAS_MAX:
         raise _damaged(path, f"its header has {text.count(b',')} commas, allowed are {HEADER_COMMAS_MAX}")
     try:
         entries = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         entries.pop("__metadata__", None)
-        # Whole numbers that old encoders' checkpoints store, and that follow from their size.
+        # Old encoders store position ids, which follow from their sizes.
         entries = {name: entry for name, entry in entries.items() if not name.endswith(POSITION_IDS)}
         described = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in entries.items()}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -252,7 +285,7 @@ def tensors_in_file(path: Path, storages: Collection[str]) -> dict[str, FileTens
         if entry.dtype not in storages:
             raise ModelLoadError(
                 f"{path.name} stores {entry.dtype[:20]}; supported are {', '.join(storages)}: "
-                "take an unquantized checkpoint or a GGUF file"
+                "use an unquantized checkpoint or a GGUF file"
             )
     tensors = {name: _file_tensor(path, name, entry, 8 + length, size) for name, entry in described.items()}
     places = ((tensor.offset, tensor.offset + tensor.byte_count, name) for name, tensor in tensors.items())

@@ -1,5 +1,6 @@
-"""What an operator wants of loading, as checked values: which sampling counts where a request says nothing
-(--generation-config, --override-generation-config), and which adapters there are at the start (--lora-modules)."""
+"""Checked settings of loading: sampling defaults (--generation-config, --override-generation-config) and adapters that
+are loaded at the start (--lora-modules).
+"""
 
 from __future__ import annotations
 
@@ -27,12 +28,17 @@ GENERATION_FIELDS = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-"""What a generation_config.json says of sampling, and the names that SamplingParams has for it. The same as in vLLM."""
+"""Sampling fields of generation_config.json, and their names in SamplingParams. The list is vLLM's."""
 
 
 class GenerationSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """is_neutral: what the checkpoint recommends does not count. directory: whose generation_config.json counts instead
-    of the checkpoint's; None: the checkpoint's own. override: by the names of SamplingParams, above either."""
+    """Source of the sampling defaults.
+
+    Attributes:
+        is_neutral: ignore the checkpoint's recommendations.
+        directory: directory whose generation_config.json replaces the checkpoint's. None: use the checkpoint's.
+        override: values that replace the others, with the names of SamplingParams.
+    """
 
     is_neutral: bool = False
     directory: Path | None = None
@@ -40,7 +46,13 @@ class GenerationSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoraModule(msgspec.Struct, frozen=True, kw_only=True):
-    """An adapter that is loaded at the start. base_model_name: whose it is, for people."""
+    """Adapter that is loaded at the start.
+
+    Attributes:
+        name: name that requests use.
+        path: directory of the adapter.
+        base_model_name: name of its model, for people.
+    """
 
     name: str
     path: str
@@ -48,7 +60,14 @@ class LoraModule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def lora_modules(given: Iterable[str]) -> tuple[LoraModule, ...]:
-    """given: each "name=path", or JSON with the fields of a LoraModule. Raises StartupError."""
+    """Parse the values of --lora-modules.
+
+    Args:
+        given: each is "name=path", or JSON with the fields of LoraModule.
+
+    Raises:
+        StartupError: a value is wrong, or a name occurs twice.
+    """
     modules: dict[str, LoraModule] = {}
     for text in given:
         try:
@@ -68,7 +87,15 @@ def lora_modules(given: Iterable[str]) -> tuple[LoraModule, ...]:
 
 
 def generation_settings(source: str, override: str | Mapping[str, Any] | None) -> GenerationSettings:
-    """source: auto, vllm or a directory. override: JSON, or what it stands for. Raises StartupError."""
+    """Parse --generation-config and --override-generation-config.
+
+    Args:
+        source: auto, vllm or a directory.
+        override: JSON text, its content, or None.
+
+    Raises:
+        StartupError: a value is wrong.
+    """
     fields = _override(override)
     if source in ("auto", "vllm"):
         return GenerationSettings(is_neutral=source == "vllm", override=fields)
@@ -87,13 +114,13 @@ def _override(given: str | Mapping[str, Any] | None) -> dict[str, float | int]:
     if not isinstance(value, Mapping):
         raise StartupError(f"{FLAG} is {value!r}, it must be an object like {EXAMPLE}")
     fields: dict[str, float | int] = {}
-    for name, wish in value.items():
+    for name, requested in value.items():
         if name not in GENERATION_FIELDS:
             closest = closest_name(str(name), GENERATION_FIELDS)
             hint = f"did you mean {closest}?" if closest else f"there are: {', '.join(GENERATION_FIELDS)}"
-            raise StartupError(f"{FLAG} has {name!r}, which it does not take: {hint}")
-        if wish is not None:
-            fields[GENERATION_FIELDS[name]] = wish
+            raise StartupError(f"{FLAG} has {name!r}, which it does not accept: {hint}")
+        if requested is not None:
+            fields[GENERATION_FIELDS[name]] = requested
     try:
         msgspec.convert(fields, SamplingParams)
     except (InvalidRequest, msgspec.ValidationError) as error:

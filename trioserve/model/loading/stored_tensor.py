@@ -1,5 +1,7 @@
-"""A tensor of a checkpoint before it is read, and how the bytes of a file become values: slice by slice, so that what
-is converted on the way stays in the CPU's caches and takes no memory beside the result."""
+"""Tensor of a checkpoint before it is read, and conversion of file bytes to values.
+
+Bytes are converted slice by slice, so they stay in the CPU's caches and need no memory besides the result.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,18 @@ __all__ = [
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
-SLICE_VALUES = 2**17  # of float32 half a MiB
+SLICE_VALUES = 2**17  # numbers in one slice; half a MiB in float32
 SAMPLE_PIECES, SAMPLE_PIECE_BYTES = 16, 2048
 
 
 class FileRows(NamedTuple):
-    """Rows of row_bytes each, one behind the other from this offset of a file on. part(first_row, row_count) is a
-    tensor of some of them."""
+    """Consecutive rows in a file.
+
+    Attributes:
+        offset: position of the first row in the file, in bytes.
+        row_bytes: size of one row.
+        part: returns a tensor of some of the rows, given first row and row count.
+    """
 
     path: Path
     offset: int
@@ -43,13 +50,19 @@ class FileRows(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """name: see names.py. dtype: the checkpoint's own; float32 where it is quantized.
+    """A tensor that can be read from a checkpoint.
 
-    read(dtype) gives its values in that format, in memory of their own; several threads may read at the same time. It
-    raises ModelLoadError if the file cannot be read any more. block_type: ggml's name of the type of a matrix that is
-    quantized; read_blocks() then gives its blocks as they are, uint8 [rows, bytes of a row], on the same terms.
-    sample() gives some of its bytes as they lie in the file, from all over it. rows: of a matrix whose rows lie
-    there as they are wanted, in `dtype` or in blocks of block_type; None: it is read as a whole.
+    Attributes:
+        name: our name, see names.py.
+        dtype: number format in the checkpoint. float32 for a quantized tensor.
+        read: returns the values in a given format, in new memory. Several threads may read at the same time. It raises
+            ModelLoadError if the file cannot be read.
+        sample: returns some bytes from all over the tensor's place in the file.
+        block_type: ggml's name for the type of a quantized matrix. None for a tensor that is not quantized.
+        read_blocks: returns the blocks of a quantized matrix unchanged, uint8 [rows, bytes of a row]. It may be called
+            like read.
+        rows: place of a matrix whose rows lie in the file in the right order, in `dtype` or in blocks of block_type.
+            None: the tensor can only be read as a whole.
     """
 
     name: str
@@ -63,26 +76,49 @@ class StoredTensor(NamedTuple):
 
     @property
     def byte_count(self) -> int:
-        """In its own format."""
+        """Size of the values in `dtype`."""
         return math.prod(self.shape) * VALUE_BYTES[self.dtype]
 
 
 def read_bytes(path: Path, offset: int, shape: Shape) -> Bytes:
-    """The bytes from this offset of a file on. Raises ModelLoadError if the file cannot be read, or ends before."""
+    """Read bytes from a file.
+
+    Args:
+        path: file.
+        offset: position of the first byte.
+        shape: shape of the result, which decides how many bytes are read.
+
+    Returns:
+        uint8 array.
+
+    Raises:
+        ModelLoadError: the file cannot be read, or ends too early.
+    """
     result = np.empty(shape, dtype=np.uint8)
     try:
         with path.open("rb") as file:
             file.seek(offset)
             if file.readinto(result.reshape(-1).data) != result.nbytes:
-                raise ModelLoadError(f"cannot load {path}: it has become shorter since it was opened, fetch it again")
+                raise ModelLoadError(
+                    f"cannot load {path}: the file has become shorter since it was opened, fetch it again"
+                )
     except OSError as error:
         raise ModelLoadError(f"cannot load {path}: {error.strerror or error}") from error
     return result
 
 
 def read_sample(path: Path, offset: int, byte_count: int) -> bytes:
-    """Of so many bytes from this offset of a file on, some that are spread evenly, the first and the last among them;
-    all, if they are few. Raises ModelLoadError as read_bytes does."""
+    """Read evenly spread bytes from a range of a file, including its first and last bytes. A small range is read
+    completely.
+
+    Args:
+        path: file.
+        offset: position of the range.
+        byte_count: size of the range.
+
+    Raises:
+        ModelLoadError: the file cannot be read, or ends too early.
+    """
     if byte_count <= SAMPLE_PIECES * SAMPLE_PIECE_BYTES:
         return read_bytes(path, offset, (byte_count,)).tobytes()
     last = byte_count - SAMPLE_PIECE_BYTES
@@ -91,7 +127,18 @@ def read_sample(path: Path, offset: int, byte_count: int) -> bytes:
 
 
 def read_plain(path: Path, offset: int, shape: Shape, stored: Dtype, wanted: Dtype) -> Values:
-    """The values of a tensor that lie one after the other from this offset of a file on."""
+    """Read consecutive values from a file.
+
+    Args:
+        path: file.
+        offset: position of the first value, in bytes.
+        shape: shape of the result.
+        stored: number format in the file.
+        wanted: number format of the result.
+
+    Raises:
+        ModelLoadError: the file cannot be read, or ends too early.
+    """
     if stored == wanted:
         return values_of(read_bytes(path, offset, (math.prod(shape), VALUE_BYTES[stored])), stored).reshape(shape)
 
@@ -111,9 +158,19 @@ def read_blocks(
     block_bytes: int,
     decode: Callable[[Bytes], Values],
 ) -> Values:
-    """The same of a tensor that lies in blocks. decode: uint8 [blocks, block_bytes] to the values they stand for.
+    """Read a tensor that is stored in blocks.
 
-    Raises ModelLoadError if the file cannot be read, or ends before the tensor does.
+    Args:
+        path: file.
+        offset: position of the first block, in bytes.
+        shape: shape of the result.
+        wanted: number format of the result.
+        block_values: values in one block.
+        block_bytes: size of one block.
+        decode: converts uint8 [blocks, block_bytes] to values.
+
+    Raises:
+        ModelLoadError: the file cannot be read, or ends too early.
     """
     result = empty_values(shape, wanted)
     flat = result.reshape(-1)
@@ -127,7 +184,7 @@ def read_blocks(
                 blocks = memory[: part.size // block_values]
                 if file.readinto(blocks.data) != blocks.nbytes:
                     raise ModelLoadError(
-                        f"cannot load {path}: it has become shorter since it was opened, fetch it again"
+                        f"cannot load {path}: the file has become shorter since it was opened, fetch it again"
                     )
                 convert(decode(blocks).reshape(-1), part)
     except OSError as error:

@@ -1,6 +1,6 @@
-"""Finds the fields of a config.json that nobody reads, and names them in the log.
+"""Search for fields of a config.json that no code reads, which are then named in the log.
 
-A field that is misspelled, or that is newer than the code here, would otherwise change nothing without a word.
+Without this, a misspelled field, or a field that is newer than this code, would be ignored silently.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ NAME_CHARACTERS_MAX = 80
 
 NOTES = frozenset(
     {
-        # Of files and libraries.
+        # files and libraries
         *("architectures", "attn_implementation", "auto_map", "custom_pipelines", "dtype", "for_llm_compressor"),
         *("language", "license", "model_type", "name_or_path", "quantization_config", "sentence_transformers"),
         *("task_specific_params", "tokenizer_class", "torch_dtype", "torchscript", "transformers.js_config"),
         *("transformers_version", "unsloth_fixed", "unsloth_version"),
-        # Of tokens.
+        # tokens
         *("bos_token_id", "cls_token_id", "decoder_start_token_id", "eos_token_id", "mask_token_id", "pad_token"),
         *("pad_token_id", "prefix", "sep_token_id", "unk_token_id"),
-        # What a model in Python returns, and how it saves time and memory.
+        # return values of a model in Python, and its savings of time and memory
         *("cache_implementation", "chunk_size", "chunk_size_feed_forward", "mamba_chunk_size", "num_logits_to_keep"),
         *("output_attentions", "output_hidden_states", "output_router_logits", "pretraining_tp", "return_dict"),
         *("use_bfloat16", "use_cache", "use_flash_attn", "use_mamba_kernels", "use_return_dict"),
-        # Of layers behind the model's, which predict further tokens. Others of them begin with mtp_.
+        # layers after the model's own, which predict further tokens; further fields begin with mtp_
         *("num_mtp_modules", "num_nextn_predict_layers", "use_mtp"),
-        # Of training. The rates of dropout are in NOTE_ENDINGS.
+        # training; NOTE_ENDINGS has the dropout rates
         *("aux_loss_alpha", "aux_loss_coef", "ep_size", "gradient_checkpointing", "init_method"),
         *(
             "initializer_cutoff_factor",
@@ -43,18 +43,18 @@ NOTES = frozenset(
             "rescale_prenorm_residual",
         ),
         *("router_aux_loss_coef", "router_jitter_noise", "router_z_loss_coef", "seq_aux", "z_loss_coefficient"),
-        # Of heads that are not computed, and of other kinds of models, as transformers writes them into all.
+        # heads that are not computed, and other kinds of models, as transformers writes them into every config
         *("add_cross_attention", "cross_attention_hidden_size", "finetuning_task", "id2label", "is_decoder"),
         *("is_encoder_decoder", "label2id", "num_labels", "problem_type", "pruned_heads", "tf_legacy_loss"),
         "tie_encoder_decoder",
-        # How to sample, from before there was a generation_config.json.
+        # sampling parameters, from before generation_config.json existed
         *("bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample", "early_stopping"),
         *("encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id"),
         *("forced_eos_token_id", "length_penalty", "max_length", "min_length", "no_repeat_ngram_size"),
         *("num_beam_groups", "num_beams", "num_return_sequences", "output_scores", "remove_invalid_values"),
         *("repetition_penalty", "return_dict_in_generate", "suppress_tokens", "temperature", "top_k", "top_p"),
         "typical_p",
-        # Read where there are dense layers, and where positions are scaled.
+        # fields that only models with dense layers or scaled positions need
         *("intermediate_size", "original_max_position_embeddings"),
     }
 )
@@ -84,7 +84,7 @@ NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
 
 NOTE_ENDINGS = ("_dropout", "_dropout_prob", "_dropout_rate", "_pdrop")
 ROPE_NAMES = ("rope_parameters", "rope_scaling")
-# Some kinds of scaling have no use for some of these. Of the last two images are placed.
+# Some kinds of scaling ignore some of these. The last two fields place images.
 ROPE_NOTES = frozenset(
     {
         *("attention_factor", "beta_fast", "beta_slow", "factor", "finetuned", "high_freq_factor", "long_factor"),
@@ -93,9 +93,9 @@ ROPE_NOTES = frozenset(
         *("mrope_interleaved", "mrope_section"),
     }
 )
-ROPE_LAYERS = ("full_attention", "sliding_attention")  # of which a model may have one kind alone
+ROPE_LAYERS = ("full_attention", "sliding_attention")  # a model may have only one kind of layer
 
-# Of models that see images, beside the part for texts.
+# fields outside of text_config in models that read images
 IMAGE_NOTES = ("scale_factor", "text_config", "tie_word_embeddings", "use_reentrant_checkpointing", "vocab_size")
 IMAGE_PREFIXES = (
     *("audio_", "boa_", "boi_", "eoa_", "eoi_", "image_", "mm_", "multimodal_", "projector_", "spatial_"),
@@ -104,21 +104,27 @@ IMAGE_PREFIXES = (
 
 
 def unread_names(fields: Fields, notes: Collection[str] = (), *, with_images: bool = False) -> list[str]:
-    """List the fields that have a value, that nobody has asked for, and that are not known to change nothing.
+    """List fields that have a value, were not requested, and are not known to change nothing.
 
     Args:
+        fields: fields of a config.
         notes: further fields that change nothing.
-        with_images: the fields stand beside a text_config, and those of other parts are not asked for.
+        with_images: the fields lie outside of text_config, and fields of other parts are ignored.
 
     Returns:
-        Names, sorted. A name in a group follows the group's and a dot.
+        Names, sorted. A name in a group follows the group's name and a dot.
     """
     unread = fields.unread().items()
     return sorted(name for name, value in unread if name not in notes and not _is_note(name, value, with_images))
 
 
 def warn_of_unread(source: str, names: Iterable[str]) -> None:
-    """Name fields in one warning. Without any, nothing is logged."""
+    """Log one warning that names fields. Log nothing if there are none.
+
+    Args:
+        source: name of the config.
+        names: fields that are not read.
+    """
     names = list(names)
     if names:
         shown = ", ".join(one_line(name[:NAME_CHARACTERS_MAX]) for name in names[:SHOWN_MAX])

@@ -1,5 +1,6 @@
-"""The part of a checkpoint that sees images: its config, how it wants them, and its tensors. Beside it lies the part
-for texts, which is read as that of any family."""
+"""Image part of a checkpoint: its config, its preparation of images, and its tensors. The text part is read like any
+other model.
+"""
 
 from __future__ import annotations
 
@@ -20,23 +21,31 @@ from trioserve.model.vision_config import VisionConfig
 __all__ = ["VISION_CLASSES", "VisionPart"]
 
 VISION_CLASSES = ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration")
-"""What config.json calls the models whose images are seen here; of all others the part for texts is served."""
+"""Classes in config.json whose image part is supported. Of other classes only the text part is served."""
 
 _ACTIVATIONS: dict[str, Activation] = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
-_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")  # the latter since transformers 5
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")  # the second one since transformers 5
 _PREFIXES = ("model.", "")
 _LAYERS = "vision_model.encoder.layers."
-_NOTES = ("max_image_size", "size", "tie_word_embeddings", "use_base_siglip")  # those of the processor count
+_NOTES = ("max_image_size", "size", "tie_word_embeddings", "use_base_siglip")  # the processor's fields replace these
 
 
 class VisionPart:
-    """Opening reads small files only. Raises ModelLoadError where they are damaged, or the tensors are not those of the
-    config."""
+    """Opened image part of a checkpoint. Opening reads only small files.
+
+    Args:
+        directory: checkpoint directory.
+        config: all of config.json.
+        texts: config of the text part.
+        stored: every tensor of the checkpoint, by its name in the files.
+
+    Raises:
+        ModelLoadError: files are damaged, or tensors and config do not match.
+    """
 
     def __init__(
         self, directory: Path, config: Mapping[str, object], texts: ModelConfig, stored: Mapping[str, FileTensor]
     ) -> None:
-        """config: all of config.json. stored: every tensor of the checkpoint, by its name out there."""
         fields = Fields(config, "config.json")
         self.config = _vision_config(fields, texts)
         self.processing = _processing(directory, fields, self.config)
@@ -52,13 +61,17 @@ class VisionPart:
         self.weight_bytes = sum(tensor.byte_count for tensor in self._stored.values())
 
     def tensors(self) -> Iterator[StoredTensor]:
-        """By the names that vision_shapes gives."""
+        """Yield every tensor, with the names of vision_shapes."""
         for name, tensor in self._stored.items():
             yield tensor.stored(name, TensorPlace(name, tensor.shape))
 
 
 def vision_shapes(config: VisionConfig) -> dict[str, Shape]:
-    """Every tensor that such a part has, by its name out there without what stands before it."""
+    """Return the shape of every tensor of an image part, by its name in the files without a prefix.
+
+    Args:
+        config: image part.
+    """
     hidden, middle = config.hidden_size, config.intermediate_size
     shapes: dict[str, Shape] = {
         "vision_model.embeddings.patch_embedding.weight": (hidden, 3, config.patch_size, config.patch_size),
@@ -86,25 +99,25 @@ def _placed(stored: Mapping[str, FileTensor], shapes: Mapping[str, Shape]) -> di
     for name, shape in shapes.items():
         tensor = next((stored[prefix + name] for prefix in _PREFIXES if prefix + name in stored), None)
         if tensor is None:
-            raise ModelLoadError(f"the weights lack {name}, which sees images: the checkpoint is incomplete")
+            raise ModelLoadError(f"the weights lack {name} of the image part: the checkpoint is incomplete")
         if tensor.shape != shape or tensor.storage not in PLAIN_DTYPES:
             raise ModelLoadError(
                 f"{name} is {tensor.storage} with shape {list(tensor.shape)}; the config asks for {list(shape)}, and "
-                f"what sees images is to be {', '.join(PLAIN_DTYPES)}"
+                f"the image part must be stored as {', '.join(PLAIN_DTYPES)}"
             )
         placed[name] = tensor
     return placed
 
 
 def _check_layers(stored: Mapping[str, FileTensor], shapes: Mapping[str, Shape]) -> None:
-    """Raises ModelLoadError for a layer behind those of the config. Other tensors that have no place do no harm."""
+    """Raise ModelLoadError for a layer after those of the config. Other superfluous tensors do no harm."""
     for name in stored:
         for prefix in _PREFIXES:
             inner = name.removeprefix(prefix)
             if name.startswith(f"{prefix}{_LAYERS}") and inner not in shapes:
                 raise ModelLoadError(
-                    f"the weights hold {name[:80]}, and the vision_config has no place for it: weights and config are "
-                    "not of the same model"
+                    f"the weights hold {name[:80]}, which the vision_config does not have: weights and config do not "
+                    "belong to the same model"
                 )
 
 
@@ -118,7 +131,7 @@ def _vision_config(outer: Fields, texts: ModelConfig) -> VisionConfig:
     if fields.whole_or("num_channels", 3) != 3:
         raise fields.wrong("num_channels", "3")
     config = VisionConfig(
-        # What a config leaves out is what transformers' classes say.
+        # Missing fields have the defaults of transformers' classes.
         hidden_size=fields.whole_or("hidden_size", 1152),
         intermediate_size=fields.whole_or("intermediate_size", 3072),
         layer_count=fields.whole_or("num_hidden_layers", 12),

@@ -1,4 +1,4 @@
-"""A name for weights that is the same wherever they lie, so that engines which exchange KV know that they agree."""
+"""Name of weights that does not depend on their location. Engines that exchange KV compare it."""
 
 from __future__ import annotations
 
@@ -16,28 +16,42 @@ DIGEST_BYTES = 8
 
 
 def weights_name(checkpoint: Checkpoint) -> str:
-    """Equal for equal weights in equal files' formats. Shapes alone would not tell a model from its fine-tuned
-    children, which may differ in a few matrices only. So all norms are looked at, the values of the first and of the
-    last layer, and some numbers from all over every matrix: reading all would take as long as loading does. Weights
-    that differ in nothing of this have the same name. Quantized files of one model have other values than the plain
-    ones, and another name. What sees images counts as much as what reads texts: its rows are in the KV, and blocks know
-    an image by its file. Reads some MiB; raises ModelLoadError if that is not possible.
+    """Return a name that is equal for equal weights in files of equal format.
+
+    Shapes alone cannot distinguish a model from its fine-tuned variants, which may differ in only a few matrices. So
+    the name covers all norms, the value projections of the first and last layer, and some bytes from all over every
+    other tensor. Reading everything would take as long as loading. Weights that differ in nothing of this get the same
+    name. Quantized files of a model have other values than plain ones, and so another name. The image encoder counts
+    like the rest: its rows are in the KV, and blocks identify an image by its file.
+
+    Args:
+        checkpoint: opened checkpoint.
+
+    Raises:
+        ModelLoadError: a file cannot be read.
+
+    Cost:
+        Reads some MiB.
     """
     config = checkpoint.config
     digest = hashlib.blake2b(msgspec.json.encode(config), digest_size=DIGEST_BYTES)
-    looked_at = {f"layers.{layer}.v_proj.weight" for layer in (0, config.layer_count - 1)}
-    _look_at(checkpoint.tensors(), looked_at, digest)
+    read_whole = {f"layers.{layer}.v_proj.weight" for layer in (0, config.layer_count - 1)}
+    _add_tensors(checkpoint.tensors(), read_whole, digest)
     vision = checkpoint.vision
     if vision is not None:
         digest.update(msgspec.json.encode((vision.config, vision.processing)))
         last = vision.config.layer_count - 1
-        looked_at = {f"vision_model.encoder.layers.{layer}.self_attn.v_proj.weight" for layer in (0, last)}
-        _look_at(vision.tensors(), looked_at, digest)
+        read_whole = {f"vision_model.encoder.layers.{layer}.self_attn.v_proj.weight" for layer in (0, last)}
+        _add_tensors(vision.tensors(), read_whole, digest)
     return f"{config.family}-{digest.hexdigest()}"
 
 
-def _look_at(tensors: Iterable[StoredTensor], whole: Collection[str], digest: hashlib.blake2b) -> None:
-    """whole: names of matrices of which every number counts."""
+def _add_tensors(tensors: Iterable[StoredTensor], whole: Collection[str], digest: hashlib.blake2b) -> None:
+    """Add tensors to the digest.
+
+    Args:
+        whole: names of matrices of which every number counts.
+    """
     for tensor in tensors:
         digest.update(f"{tensor.name} {tensor.shape} {tensor.block_type or tensor.dtype}\n".encode())
         if tensor.name in whole or len(tensor.shape) == 1:
