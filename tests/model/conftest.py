@@ -1,4 +1,4 @@
-"""Checkpoints for the tests of this room, written once a session."""
+"""Fixtures of the tests of trioserve.model. Checkpoints are written once per session."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trioserve.model.torch_formats import as_tensor
 
 
 def _neighbour(name: str) -> ModuleType:
-    # pytest's importlib mode leaves sys.path alone, so a neighbouring helper is loaded by its path.
+    # pytest's importlib mode does not change sys.path, so a neighbouring helper is loaded by its path.
     spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
     assert spec is not None
     assert spec.loader is not None
@@ -26,31 +26,33 @@ def _neighbour(name: str) -> ModuleType:
 
 @pytest.fixture(scope="session")
 def tiny_checkpoints() -> ModuleType:
-    """The module tiny_checkpoints itself: KINDS, GGUF_QUANT_TYPES, write_checkpoint, write_gguf."""
+    """The module tiny_checkpoints, with KINDS, GGUF_QUANT_TYPES, write_checkpoint and write_gguf."""
     return _neighbour("tiny_checkpoints")
 
 
 @pytest.fixture(scope="session")
 def tiny_vision() -> ModuleType:
-    """The module tiny_vision itself: write_checkpoint, processor, image_file."""
+    """The module tiny_vision, with write_checkpoint, processor and image_file."""
     return _neighbour("tiny_vision")
 
 
 @pytest.fixture(scope="session")
 def tiny_encoders() -> ModuleType:
-    """The module tiny_encoders itself: KINDS, write_encoder."""
+    """The module tiny_encoders, with KINDS and write_encoder."""
     return _neighbour("tiny_encoders")
 
 
 @pytest.fixture(scope="session")
 def tiny_quantized() -> ModuleType:
-    """The module tiny_quantized itself: VARIANTS, write_quantized, write_dense, change_files."""
+    """The module tiny_quantized, with VARIANTS, write_quantized, write_dense and change_files."""
     return _neighbour("tiny_quantized")
 
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tiny_checkpoints: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """tiny_checkpoint(kind, dtype="float32", sharded=False) -> directory. It is shared: copy it before changing it."""
+    """Function tiny_checkpoint(kind, dtype="float32", sharded=False) that returns a directory. Tests share it: copy it
+    before changing it.
+    """
     made: dict[tuple[str, str, bool], Path] = {}
 
     def checkpoint(kind: str, *, dtype: str = "float32", sharded: bool = False) -> Path:
@@ -68,7 +70,9 @@ def tiny_checkpoint(tiny_checkpoints: ModuleType, tmp_path_factory: pytest.TempP
 def tiny_gguf(
     tiny_checkpoints: ModuleType, tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., Path]:
-    """tiny_gguf(kind, quant_type="F32") -> .gguf file, made from tiny_checkpoint(kind). It is shared, too."""
+    """Function tiny_gguf(kind, quant_type="F32") that returns a .gguf file, made from tiny_checkpoint(kind). Tests
+    share it.
+    """
     made: dict[tuple[str, str], Path] = {}
 
     def file(kind: str, quant_type: str = "F32") -> Path:
@@ -84,43 +88,43 @@ def tiny_gguf(
 
 @pytest.fixture(scope="session")
 def tensors_of() -> Callable[[Checkpoint], dict[str, torch.Tensor]]:
-    """tensors_of(checkpoint) -> every tensor by name, read in its own format."""
+    """Function tensors_of(checkpoint) that returns every tensor by name, read in its own format."""
     return lambda checkpoint: {tensor.name: as_tensor(tensor.read(tensor.dtype)) for tensor in checkpoint.tensors()}
 
 
 @pytest.fixture(scope="session")
 def step_driver() -> ModuleType:
-    """The module step_driver itself: StepDriver, load_runner."""
+    """The module step_driver, with StepDriver and load_runner."""
     return _neighbour("step_driver")
 
 
 @pytest.fixture(scope="session")
 def draft_driver() -> ModuleType:
-    """The module draft_driver itself: Driver, opened, add_all, check_equal, SAMPLINGS."""
+    """The module draft_driver, with Driver, opened, add_all, check_equal and SAMPLINGS."""
     return _neighbour("draft_driver")
 
 
 @pytest.fixture(scope="session")
 def tiny_eagle() -> ModuleType:
-    """The module tiny_eagle itself: write_eagle, PlainHead."""
+    """The module tiny_eagle, with write_eagle and PlainHead."""
     return _neighbour("tiny_eagle")
 
 
 @pytest.fixture(scope="session")
 def tiny_mtp() -> ModuleType:
-    """The module tiny_mtp itself: write_mtp, PlainMtp."""
+    """The module tiny_mtp, with write_mtp and PlainMtp."""
     return _neighbour("tiny_mtp")
 
 
 @pytest.fixture(scope="session")
 def histories() -> ModuleType:
-    """The module histories itself: History, play, alone."""
+    """The module histories, with History, play and alone."""
     return _neighbour("histories")
 
 
 @pytest.fixture(scope="session", params=("torch", "native"))
 def cpu_kernels(request: pytest.FixtureRequest) -> str:
-    """Each way to compute on a CPU, a value of ModelSettings.cpu_kernels; skips the one that cannot be had here."""
+    """Each value of ModelSettings.cpu_kernels. Unavailable kernels are skipped."""
     if request.param == "native":
         from trioserve_kernels.native import NoNativeKernels, load_library
 

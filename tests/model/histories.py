@@ -1,5 +1,8 @@
-"""Histories of a real engine core over a real runner: who comes when, in which chunks, with which neighbours, prefix
-hits, preemptions, drafts, overlapped steps and aborts. What each request got is compared with what it gets alone."""
+"""Histories of a real engine core with a real runner: arrivals, chunks, batches, prefix hits, preemptions, draft
+tokens, overlapping steps and aborts.
+
+Tests compare the response of each request with its response when it runs alone.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,19 @@ from trioserve.model.runner import ModelRunner
 
 __all__ = ["Arrival", "History", "Response", "alone", "play", "request"]
 
-TOP = 20  # logprobs beside each token's own
+TOP = 20  # number of most probable tokens in logprobs
 STEPS_MAX = 3_000
-SNAPSHOTS = 4  # of states, where layers keep some: so few that some are evicted
+SNAPSHOTS = 4  # state slots for copies, few enough that some copies are evicted
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """request: comes before this step. aborted_at: leaves before this one; None: stays. known: so many tokens of its
-    output are known when it comes, since it began elsewhere."""
+    """Arrival of one request.
+
+    Attributes:
+        step: the request arrives before this step.
+        aborted_at: the request is aborted before this step. None: it is not aborted.
+        known: number of output tokens that are already known, because the response began at another engine.
+    """
 
     request: EngineRequest
     step: int = 0
@@ -34,7 +42,11 @@ class Arrival(msgspec.Struct, frozen=True):
 
 
 class History(msgspec.Struct, frozen=True):
-    """block_seed: where the blocks of the pool lie in memory."""
+    """Arrivals of requests, and settings of the core.
+
+    Attributes:
+        block_seed: seed of the order of the pool's blocks in memory.
+    """
 
     arrivals: tuple[Arrival, ...]
     step_tokens_max: int = 512
@@ -54,7 +66,7 @@ class Response(msgspec.Struct):
 
 
 class Played(msgspec.Struct):
-    """And what the history was made of, so that a test can say that it was."""
+    """Responses, and events of the history, so that a test can check that they occurred."""
 
     responses: dict[str, Response] = {}
     preemptions: int = 0
@@ -87,7 +99,9 @@ def request(
 
 
 def alone(runner: ModelRunner, subject: EngineRequest) -> Response:
-    """The whole prompt in one step, then one token a step; nobody else was ever there."""
+    """Return the response of a request without any other request: the whole prompt in one step, then one token per
+    step.
+    """
     history = History((Arrival(subject),), enable_prefix_caching=False, block_count=runner.block_count)
     return play(runner, history).responses[subject.id]
 
@@ -143,7 +157,7 @@ def play(runner: ModelRunner, history: History) -> Played:
             elif isinstance(event, RequestFinished):
                 response.is_complete = True
     else:
-        raise AssertionError(f"after {STEPS_MAX} steps somebody still waits")
+        raise AssertionError(f"after {STEPS_MAX} steps some request has not finished")
     stats = core.stats()
     played.preemptions = stats.preemptions_total
     played.hit_tokens = stats.prefix_hit_tokens_total
@@ -152,7 +166,7 @@ def play(runner: ModelRunner, history: History) -> Played:
 
 
 def _moved(plan: StepPlan, places: list[int], states: list[int]) -> StepPlan:
-    """The same plan with each block and each state somewhere else."""
+    """Return the plan with other places for blocks and states."""
 
     def moved(chunk: ScheduledChunk) -> ScheduledChunk:
         spans = tuple(

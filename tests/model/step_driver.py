@@ -1,4 +1,4 @@
-"""Plays the core's part for tests of the runner: hands out KV blocks in shuffled order, makes plans, keeps tokens."""
+"""Minimal core for tests of the runner: assigns KV blocks in shuffled order, makes plans, keeps tokens."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def load_runner(
     context_tokens_max: int | None = None,
     kv_cache_dtype: str = "auto",
 ) -> ModelRunner:
-    """A runner with its KV cache. Every slot holds NaN at first, so that whoever reads an unwritten one shows it."""
+    """Return a runner with its KV cache. Every slot holds NaN at first, so that reading an unwritten slot shows up."""
     settings = ModelSettings(
         dtype=dtype,
         device=device,
@@ -72,7 +72,9 @@ def load_runner(
 
 
 class StepDriver:
-    """Requests by name. A request's blocks are drawn at random, so that no two neighbours in a table are neighbours."""
+    """Requests by name. The blocks of a request are chosen at random, so neighbours in its table do not lie side by
+    side.
+    """
 
     def __init__(self, runner: ModelRunner, *, seed: int = 0) -> None:
         self._runner = runner
@@ -85,7 +87,7 @@ class StepDriver:
         self._tables: dict[str, list[int]] = {}
         self._computed: dict[str, int] = {}
         self._steps = 0
-        self._launched = 0  # and not finished
+        self._launched = 0  # launched steps that are not finished
         self.tokens: dict[str, list[int]] = {}
 
     def add(
@@ -116,8 +118,10 @@ class StepDriver:
         self._computed[name] = 0
 
     def step(self, counts: Mapping[str, int], drafts: Mapping[str, Sequence[int]] | None = None) -> StepResult:
-        """Compute that many further tokens of each named request, and its draft behind them. Sampled tokens are
-        appended to `tokens`, those behind accepted draft tokens, too."""
+        """Compute some further tokens of each named request, and its draft tokens after them.
+
+        Sampled tokens are appended to `tokens`, including tokens after accepted draft tokens.
+        """
         drafts = drafts or {}
         chunks = [self.chunk(name, count, drafts.get(name, ())) for name, count in counts.items()]
         token_count = sum(chunk.row_count for chunk in chunks)
@@ -135,8 +139,10 @@ class StepDriver:
         return result
 
     def launch(self, counts: Mapping[str, int]) -> Callable[[], StepResult]:
-        """Begin a step of that many further tokens of each named request; where none is left, that is the one which the
-        step before samples. What comes back finishes the step."""
+        """Begin a step with some further tokens of each named request, and return a function that finishes it.
+
+        If a request has no token left, the step awaits the token that the previous step samples.
+        """
         chunks = [self.chunk(name, count) for name, count in counts.items()]
         plan = StepPlan(self._steps, tuple(chunks), len(chunks), is_ahead=self._launched > 0)
         self._steps += 1
@@ -156,19 +162,21 @@ class StepDriver:
         return finish
 
     def generate(self, names: Sequence[str], steps: int) -> None:
-        """Compute what is left of each named request's tokens, then decode: `steps` steps, all requests in each."""
+        """Run `steps` steps with all named requests. The first computes their remaining tokens, and later ones
+        decode.
+        """
         for _ in range(steps):
             result = self.step({name: self.left(name) for name in names})
             assert not result.errors
 
     def take(self, name: str, chunk: ScheduledChunk, token: int | None) -> None:
-        """What `step` does with what a chunk of this request gave, for those that execute it themselves."""
+        """Record the result of a chunk, for tests that execute the chunk themselves."""
         self._computed[name] += chunk.count
         if token is not None:
             self.tokens[name].append(token)
 
     def skip(self, name: str, count: int) -> None:
-        """As if so many tokens of the request were computed: its blocks hold what they do."""
+        """Mark tokens of a request as computed, without computing them. Its blocks keep their content."""
         self.chunk(name, count)
         self._computed[name] += count
 
@@ -176,7 +184,7 @@ class StepDriver:
         return len(self.tokens[name]) - self._computed[name]
 
     def forget(self, name: str, *, tokens: Sequence[int] | None = None) -> None:
-        """Take the request's blocks away, as a preemption does; its tokens stay, or become `tokens`."""
+        """Free the blocks of a request, as a preemption does. Its tokens stay, or are replaced by `tokens`."""
         self._free.extend(self._tables[name])
         self._tables[name] = []
         self._computed[name] = 0
@@ -186,7 +194,7 @@ class StepDriver:
             self.tokens[name] = list(tokens)
 
     def chunk(self, name: str, count: int, draft: Sequence[int] = ()) -> ScheduledChunk:
-        """The request's next `count` tokens and a draft, with blocks for them; `step` computes it."""
+        """Return a chunk with the next `count` tokens of a request and a draft, with blocks for them."""
         table, start = self._tables[name], self._computed[name]
         while len(table) * self._runner.block_size < start + count + len(draft):
             table.append(self._free.pop())

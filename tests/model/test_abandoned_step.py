@@ -1,4 +1,4 @@
-"""A step that nobody waits for ends between two layers, and the runner goes on with the next one."""
+"""A step that nobody needs ends between two layers, and the runner then computes the next step."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""LoRA adapters: the tokens of peft, those of a model into whose weights the adapter was merged, and those of each
-request alone, whatever else is in the step. What cannot be computed here is refused by the field that asks for it."""
+"""LoRA adapters: tokens equal those of peft, of merged weights, and of each request alone. Unsupported adapters are
+refused by the name of the field.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ FAMILIES = [
     *("phi3", "glm4", "cohere2", "granite", "exaone4", "mixtral", "falcon-h1", "gemma3n"),
 ]
 
-# peft asks transformers for a name that this version warns of.
+# peft imports a name from transformers that causes a warning.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 
 
@@ -85,7 +86,7 @@ class Served:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_tokens_are_those_of_peft(
+def test_tokens_equal_those_of_peft(
     kind: str, cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, tmp_path: Path
 ) -> None:
     path = tiny_checkpoint(kind)
@@ -114,7 +115,7 @@ def test_tokens_are_those_of_peft(
         {"r": 8, "target_modules": r".*layers\.0\..*(k|up)_proj"},
     ],
 )
-def test_what_peft_can_be_asked_for(
+def test_supported_options_of_peft_give_its_tokens(
     config: dict[str, Any],
     cpu_kernels: str,
     tiny_checkpoint: Callable[..., Path],
@@ -132,7 +133,7 @@ def test_what_peft_can_be_asked_for(
 
 
 @pytest.mark.slow
-def test_a_step_of_many_adapters_is_each_of_them_alone_and_merged_weights(
+def test_many_adapters_in_one_step_equal_single_adapters_and_merged_weights(
     cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, tmp_path: Path
 ) -> None:
     path = tiny_checkpoint("llama")
@@ -146,7 +147,7 @@ def test_a_step_of_many_adapters_is_each_of_them_alone_and_merged_weights(
     names = [f"{index}-{copy}" for copy in range(3) for index in range(4)] + ["base"]
     for name in names:
         served.add(name, None if name == "base" else name[0])
-    # Prompts in chunks beside decodes, rows of one adapter far apart.
+    # Prompts in chunks next to decodes, with rows of one adapter far apart.
     served.driver.step({name: 20 + place for place, name in enumerate(names[:7])})
     served.driver.generate(names, 1)
     while served.driver.left(names[0]) != 1 or len(served.tokens(names[0])) < STEPS:
@@ -158,7 +159,7 @@ def test_a_step_of_many_adapters_is_each_of_them_alone_and_merged_weights(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
-def test_a_row_has_the_same_bits_in_any_company(
+def test_row_with_adapter_has_equal_bits_in_any_batch(
     quantization: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, tmp_path: Path, cpu_kernels: str
 ) -> None:
     if cpu_kernels == "torch" and quantization != "none":
@@ -193,7 +194,7 @@ def test_a_row_has_the_same_bits_in_any_company(
 
 
 @pytest.mark.slow
-def test_an_adapter_that_is_gone_fails_its_own_request_alone(
+def test_removed_adapter_fails_only_its_own_request(
     cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, tmp_path: Path
 ) -> None:
     path = tiny_checkpoint("llama")
@@ -211,7 +212,7 @@ def test_an_adapter_that_is_gone_fails_its_own_request_alone(
     assert result.token_ids[1] is not None
 
 
-# --- what is refused ---
+# --- refused adapters -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -259,7 +260,7 @@ def read_changed(
         ({"rank_pattern": {"q_proj": 9}}, "says 9"),
     ],
 )
-def test_what_would_be_computed_in_another_way_is_refused_by_its_field(
+def test_unsupported_field_is_refused_by_name(
     saved: tuple[Path, Path], tmp_path: Path, config: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ModelLoadError, match=words.replace("(", r"\(")):
@@ -294,19 +295,19 @@ def _renamed(old: str, new: str) -> Any:
         (lambda tensors: {key: value[0].contiguous() for key, value in tensors.items()}, "made for another model"),
     ],
 )
-def test_files_that_are_not_of_this_model_are_refused(
+def test_adapter_of_another_model_is_refused(
     saved: tuple[Path, Path], tmp_path: Path, tensors: Any, words: str
 ) -> None:
     with pytest.raises(ModelLoadError, match=words):
         read_changed(saved, tmp_path / "a", tensors=tensors)
 
 
-def test_a_rank_above_the_bound_is_refused(saved: tuple[Path, Path], tmp_path: Path) -> None:
+def test_rank_above_the_limit_is_refused(saved: tuple[Path, Path], tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"rank of .* is 8, and --max-lora-rank is 7"):
         read_changed(saved, tmp_path / "a", rank_max=7)
 
 
-def test_damaged_files_are_refused_at_any_byte(saved: tuple[Path, Path], tmp_path: Path) -> None:
+def test_damage_at_any_byte_is_refused_or_harmless(saved: tuple[Path, Path], tmp_path: Path) -> None:
     checkpoint, directory = saved
     config = open_checkpoint(checkpoint).config
     shutil.copytree(directory, tmp_path / "a")
@@ -330,7 +331,7 @@ def test_damaged_files_are_refused_at_any_byte(saved: tuple[Path, Path], tmp_pat
         file.write_bytes(whole)
 
 
-def test_the_digest_is_of_the_content(saved: tuple[Path, Path], tmp_path: Path) -> None:
+def test_digest_depends_on_the_content(saved: tuple[Path, Path], tmp_path: Path) -> None:
     plain = read_changed(saved, tmp_path / "a")
     assert read_changed(saved, tmp_path / "b", {"lora_dropout": 0.5}).digest == plain.digest
     assert read_changed(saved, tmp_path / "c", {"lora_alpha": 17}).digest != plain.digest
@@ -342,7 +343,7 @@ def test_the_digest_is_of_the_content(saved: tuple[Path, Path], tmp_path: Path) 
     assert read_changed(saved, tmp_path / "d", tensors=one_bit).digest != plain.digest
 
 
-def test_directories_outside_of_what_is_allowed_are_not_there(tmp_path: Path) -> None:
+def test_directories_that_are_not_allowed_are_reported_as_missing(tmp_path: Path) -> None:
     allowed, outside = tmp_path / "in", tmp_path / "out"
     allowed.mkdir()
     outside.mkdir()

@@ -1,4 +1,4 @@
-"""How rows are grouped for attention changes the speed, and nothing else."""
+"""Grouping of rows for attention changes the speed, and no result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ CONTEXTS = {"a": 60, "b": 3, "c": 41, "d": 17, "e": 58, "f": 1}
 
 
 def logprobs(path: Path, step_driver: ModuleType) -> list[TokenLogprob]:
-    """Of every prompt token, the prompts cut in two, and of four decodes of all requests together."""
+    """Return logprobs of all prompt tokens, with each prompt in two chunks, and of four decodes of all requests
+    together.
+    """
     driver = step_driver.StepDriver(step_driver.load_runner(path))
     sampling = SamplingParams(temperature=0.0, logprobs=0, prompt_logprobs=0)
     for name, length in CONTEXTS.items():
@@ -37,7 +39,7 @@ def logprobs(path: Path, step_driver: ModuleType) -> list[TokenLogprob]:
 
 
 @pytest.mark.parametrize("kind", ("llama", "qwen2-sliding"))
-def test_small_groups_and_parts_give_the_numbers_of_large_ones(
+def test_small_and_large_groups_give_equal_logprobs(
     kind: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float32, up to the order of sums."""
@@ -53,7 +55,9 @@ def test_small_groups_and_parts_give_the_numbers_of_large_ones(
 
 
 def tensors_of_decodes(positions: list[int], *, window: int | None = None, token_kv_bytes: int = 1) -> StepTensors:
-    """One decode at each position, blocks of 4 tokens, sequence i's blocks from 1000 * i."""
+    """Return index tensors of one decode at each position. Blocks have 4 tokens, and sequence i's blocks start at 1000
+    * i.
+    """
     chunks = []
     for index, position in enumerate(positions):
         request = EngineRequest(
@@ -84,18 +88,18 @@ def table_shapes(tensors: StepTensors, window: int | None = None) -> list[tuple[
     return [tuple(group.block_table.shape) for group in tensors.attention[window].decode_groups]
 
 
-def test_one_long_sequence_does_not_pad_the_short_ones_to_its_length() -> None:
+def test_short_sequences_are_not_padded_to_a_long_ones_length() -> None:
     tensors = tensors_of_decodes([100, 4000, 120, 90, 3])
     assert table_shapes(tensors) == [(1, 1001), (3, 31), (1, 1)]
     assert tensors.first_rows == (2, 0, 1, 3, 4)
 
 
-def test_a_group_gathers_no_more_than_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gathered_bytes_of_a_group_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(step_tensors.GATHERED_BYTES_MAX, "cpu", 100 * 40 * 2)
     assert table_shapes(tensors_of_decodes([39] * 5, token_kv_bytes=100)) == [(2, 10), (2, 10), (1, 10)]
 
 
-def test_a_window_gathers_only_the_blocks_it_reaches() -> None:
+def test_only_blocks_within_the_window_are_gathered() -> None:
     tensors = tensors_of_decodes([4000, 4003, 2], window=8)
     assert table_shapes(tensors, 8) == [(3, 3)]
     tables = tensors.attention[8].decode_groups[0].block_table.tolist()
@@ -103,7 +107,7 @@ def test_a_window_gathers_only_the_blocks_it_reaches() -> None:
     assert tables == [[1999, 2000, 2000], [998, 999, 1000], [2000, 2000, 2000]]
 
 
-def test_a_sequence_pads_its_table_with_its_own_block_only() -> None:
+def test_block_table_is_padded_with_the_sequences_own_block() -> None:
     (group,) = tensors_of_decodes([30, 18]).attention[None].decode_groups
     assert group.block_table.tolist() == [list(range(8)), [1000, 1001, 1002, 1003, 1004, 1004, 1004, 1004]]
     assert (group.mask[1, 0, 0] == 0).tolist() == [True] * 19 + [False] * 13

@@ -1,4 +1,4 @@
-"""A step that is planned before the one before it is back gets the tokens that it awaits from the executor itself."""
+"""The executor fills awaited tokens into a step that was planned before the previous step's result was known."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def begun(plan: StepPlan, result: StepResult | None) -> BegunStep:
     return BegunStep(plan, lambda: result)
 
 
-def test_an_awaited_token_stands_behind_the_tokens_that_were_known():
+def test_awaited_token_follows_the_known_tokens():
     tokens = [1, 2, 3]
     before = begun(plan_of(0, chunk("a", tokens, 0, count=3)), StepResult((7,)))
     plan = plan_of(1, chunk("a", tokens, 3, awaits_token=True), chunk("b", (5, 6), 0, count=2))
-    for _ in range(2):  # before the core has taken the result, and after
+    for _ in range(2):  # first before, then after the core has processed the result
         (place, filled), (other_place, other) = fill_in(plan, before)
         assert (place, other_place, other) == (0, 1, plan.chunks[1])
         assert list(filled.row_tokens) == [7]
@@ -74,7 +74,7 @@ def test_an_awaited_token_stands_behind_the_tokens_that_were_known():
     [None, StepResult((None, 8), errors={RequestId("a"): "broken"}), StepResult((7, 8), errors={RequestId("a"): "x"})],
     ids=["abandoned", "failed", "failed after its token"],
 )
-def test_who_has_no_result_in_the_step_before_is_left_out(result):
+def test_request_without_a_result_in_the_previous_step_is_left_out(result):
     before = begun(plan_of(0, chunk("a", [1, 2, 3], 0, count=3), chunk("b", [1, 2, 3], 0, count=3)), result)
     ahead = [chunk(name, [1, 2, 3], 3, awaits_token=True) for name in "ab"]
     filled = fill_in(plan_of(1, *ahead, chunk("c", [4], 0)), before)
@@ -82,7 +82,7 @@ def test_who_has_no_result_in_the_step_before_is_left_out(result):
     assert [filled_chunk.request.id for _place, filled_chunk in filled] == expected
 
 
-def test_a_prompt_that_goes_on_is_left_out_only_where_it_failed():
+def test_unfinished_prompt_is_left_out_only_if_it_failed():
     for errors, expected in (({}, ["a"]), ({RequestId("a"): "broken"}, [])):
         before = begun(plan_of(0, chunk("a", [1, 2, 3], 0)), StepResult((None,), errors=errors))
         filled = fill_in(plan_of(1, chunk("a", [1, 2, 3], 1)), before)
@@ -90,7 +90,7 @@ def test_a_prompt_that_goes_on_is_left_out_only_where_it_failed():
 
 
 def responses(runner: ModelRunner, *, overlap_steps: bool, seed: int = 0) -> dict[str, list[object]]:
-    """What a core and this runner say to some requests; with overlap in any order that may happen."""
+    """Return the responses of a core with this runner. With overlap, steps are executed in any possible order."""
     rng = random.Random(seed)
     core = EngineCore(
         CoreSettings(
@@ -102,10 +102,10 @@ def responses(runner: ModelRunner, *, overlap_steps: bool, seed: int = 0) -> dic
             overlap_steps=overlap_steps,
         )
     )
-    told: dict[str, list[object]] = {}
+    responses_by_name: dict[str, list[object]] = {}
     for number in range(10):
         name = f"r{number}"
-        told[name] = []
+        responses_by_name[name] = []
         core.add(
             EngineRequest(
                 id=RequestId(name),
@@ -132,16 +132,16 @@ def responses(runner: ModelRunner, *, overlap_steps: bool, seed: int = 0) -> dic
         events = core.drop_plan(plan, 0.0) if result is None else core.update_from_output(plan, result, 0.0)
         for event in events:
             if isinstance(event, TokensReady):
-                told[event.request_id] += event.token_ids
+                responses_by_name[event.request_id] += event.token_ids
             elif isinstance(event, RequestFinished):
-                told[event.request_id].append((event.reason, event.stop_token_id))
+                responses_by_name[event.request_id].append((event.reason, event.stop_token_id))
     assert core.stats().blocks_used == 0
-    return told
+    return responses_by_name
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_responses_are_those_of_steps_that_do_not_overlap(
+def test_overlapping_steps_give_the_responses_of_separate_steps(
     kind: str, cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
     runner = step_driver.load_runner(tiny_checkpoint(kind), cpu_kernels=cpu_kernels)

@@ -1,4 +1,4 @@
-"""A field that config.json lacks gets the value that transformers takes for it, or the config is refused."""
+"""A missing field of config.json gets transformers' default, or the config is refused."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from trioserve.model.model_config import AttentionConfig, ModelConfig
 
 pytestmark = pytest.mark.slow
 
-# Of tokens and files; and fields that tell which class reads the rest.
+# fields of tokens and files, and fields that select the class
 NOT_COMPARED = ("architectures", "model_type", "transformers_version", "dtype", "vision_config", "text_config")
 NOT_COMPARED += ("bos_token_id", "eos_token_id", "pad_token_id")
-# transformers reads these classes of other makers as Llamas.
+# transformers reads these classes of other authors as Llamas
 OTHERS_CLASSES = ("exaone", "internlm3")
 
 
 def _config_of(kind: str, tiny_checkpoints: ModuleType) -> tuple[dict[str, Any], Any]:
-    """The config.json of a tiny checkpoint with every field written out, and transformers' class of it."""
+    """Return the config.json of a tiny checkpoint with every field written out, and transformers' class of it."""
     import transformers
 
     model_type, changes = {**tiny_checkpoints.KINDS, **tiny_checkpoints.FAMILY_KINDS}[kind]
@@ -48,7 +48,7 @@ def _written(config: Any, model_type: str) -> dict[str, Any]:
 
 
 def _without_each(fields: dict[str, Any], inside: tuple[str, ...] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The config without one of its fields, or of those of an object inside, for each."""
+    """Yield the config without one of its fields, for each field. Fields of inner objects are included."""
     part = fields
     for name in inside:
         part = part[name]
@@ -66,7 +66,9 @@ def _without_each(fields: dict[str, Any], inside: tuple[str, ...] = ()) -> Itera
 
 
 def _described(fields: dict[str, Any]) -> ModelConfig | str:
-    """With a scale that is the usual one written out: transformers writes it into some configs."""
+    """Return our description of a config, or the text of the refusal. The default scale is written out, because
+    transformers writes it into some configs.
+    """
     try:
         config = model_config_from(fields, {}, dtype_name="float32")
     except ModelLoadError as error:
@@ -80,7 +82,7 @@ def _described(fields: dict[str, Any]) -> ModelConfig | str:
     return structs.replace(config, layers=tuple(layers))
 
 
-def test_a_missing_field_is_what_transformers_takes_or_is_refused(tiny_checkpoints: ModuleType) -> None:
+def test_missing_field_gets_transformers_default_or_is_refused(tiny_checkpoints: ModuleType) -> None:
     wrong, compared = [], 0
     for kind, (model_type, changes) in {**tiny_checkpoints.KINDS, **tiny_checkpoints.FAMILY_KINDS}.items():
         if model_type in OTHERS_CLASSES:
@@ -92,10 +94,10 @@ def test_a_missing_field_is_what_transformers_takes_or_is_refused(tiny_checkpoin
             try:
                 filled = _written(config_class.from_dict(copy.deepcopy(fields)), model_type)
             except Exception:
-                continue  # transformers refuses such a config, in ways of its own
+                continue  # transformers refuses such a config, with various exceptions
             ours, theirs = _described(fields), _described(filled)
             if isinstance(ours, str):
-                continue  # refused: each message names what does not fit
+                continue  # refused, with a message that names the field
             compared += 1
             if ours != theirs:
                 shown = theirs if isinstance(theirs, str) else ""
@@ -104,7 +106,7 @@ def test_a_missing_field_is_what_transformers_takes_or_is_refused(tiny_checkpoin
     assert compared > 1500
 
 
-def test_no_config_of_a_family_has_a_field_that_is_warned_of(
+def test_configs_of_all_families_cause_no_warning_of_unread_fields(
     tiny_checkpoints: ModuleType, caplog: pytest.LogCaptureFixture
 ) -> None:
     warned = []
@@ -125,6 +127,6 @@ def _found(fields: dict[str, Any], name: str) -> object:
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family.defaults], ids=lambda family: family.name)
-def test_a_field_that_is_null_gets_no_default(family: Any) -> None:
+def test_null_field_gets_no_default(family: Any) -> None:
     nulls = dict.fromkeys(family.defaults)
     assert family.with_defaults(nulls) == nulls

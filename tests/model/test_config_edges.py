@@ -1,4 +1,4 @@
-"""Fields of a config at the edge of what they may be: computed as transformers computes them, or refused by name."""
+"""Fields of a config with extreme values are computed as in transformers, or refused by name."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _id(case: Any) -> str | None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize("kind, fields", COMPUTED, ids=_id)
-def test_it_is_computed_as_by_transformers(
+def test_extreme_field_is_computed_as_in_transformers(
     kind: str,
     fields: dict[str, Any],
     cpu_kernels: str,
@@ -103,7 +103,7 @@ def test_it_is_computed_as_by_transformers(
     with torch.no_grad():
         wanted = model(torch.tensor([PROMPT]), use_cache=False).logits[0].log_softmax(-1)
     if fields.get("hidden_activation") == "gelu":
-        cpu_kernels = "auto"  # no native kernel computes it, so that torch does
+        cpu_kernels = "auto"  # no native kernel supports it, so torch computes
     runner = step_driver.load_runner(tmp_path, cpu_kernels=cpu_kernels)
     driver = step_driver.StepDriver(runner)
     driver.add("a", PROMPT, ALL_LOGPROBS)
@@ -116,7 +116,7 @@ def test_it_is_computed_as_by_transformers(
 @pytest.mark.parametrize("bad", [10**9, 10**12, 10**30, -1, 1.5, True, "8", [8] * 4], ids=repr)
 @pytest.mark.parametrize("name", ["num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"])
 @pytest.mark.parametrize("kind", ["llama", "deepseek-v3", "lfm2", "gemma3n", "falcon-h1"])
-def test_sizes_beyond_all_bounds_are_refused_before_anything_is_made_of_them(
+def test_excessive_sizes_are_refused_before_any_allocation(
     kind: str, name: str, bad: object, tiny_checkpoint: Callable[..., Path]
 ) -> None:
     config = json.loads((tiny_checkpoint(kind) / "config.json").read_text())
@@ -128,7 +128,7 @@ def test_sizes_beyond_all_bounds_are_refused_before_anything_is_made_of_them(
 
 
 @pytest.mark.parametrize("kind, fields, said", REFUSED, ids=_id)
-def test_it_is_refused_by_name(
+def test_extreme_field_is_refused_by_name(
     kind: str,
     fields: dict[str, Any],
     said: str,

@@ -1,4 +1,4 @@
-"""What two servers have to have in common to go on with each other's responses."""
+"""Two servers may resume each other's responses only if their fingerprints are equal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SAME: dict[str, Any] = {
 }
 
 
-def test_what_is_the_same_has_one_name() -> None:
+def test_equal_settings_give_equal_fingerprints() -> None:
     others = ((2,), {"top_p": 0.9, "temperature": 0.6})
     assert fingerprint_of(**SAME) == fingerprint_of(**{**SAME, "others": others})
 
@@ -33,7 +33,7 @@ def test_what_is_the_same_has_one_name() -> None:
         {"others": ((3,), {})},
     ],
 )
-def test_what_decides_about_tokens_is_in_the_name(change: dict[str, Any]) -> None:
+def test_everything_that_decides_tokens_changes_the_fingerprint(change: dict[str, Any]) -> None:
     assert fingerprint_of(**{**SAME, **change}).removesuffix(EXACT) != fingerprint_of(**SAME).removesuffix(EXACT)
 
 
@@ -41,6 +41,6 @@ def test_what_decides_about_tokens_is_in_the_name(change: dict[str, Any]) -> Non
     ("dtype", "batch_invariant", "is_exact"),
     [("bfloat16", False, False), ("bfloat16", True, True), ("float32", False, True)],
 )
-def test_the_name_says_whether_the_tokens_are_promised(dtype: Any, batch_invariant: bool, is_exact: bool) -> None:
+def test_fingerprint_says_if_tokens_are_promised(dtype: Any, batch_invariant: bool, is_exact: bool) -> None:
     name = fingerprint_of(**{**SAME, "dtype": dtype, "batch_invariant": batch_invariant})
     assert name.endswith(EXACT) == is_exact

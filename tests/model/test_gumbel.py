@@ -1,4 +1,6 @@
-"""The random numbers against a slow reference, fair by their distribution, and steady when probabilities shift."""
+"""Random numbers equal a slow reference, draws follow the distribution, and small changes of probabilities change few
+draws.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ WORD = 2**64
 
 
 def stream(state: int) -> Any:
-    """splitmix64 from a state, as the reference implementation (prng.di.unimi.it/splitmix64.c) does it."""
+    """Yield splitmix64's numbers from a state, as in the reference implementation (prng.di.unimi.it/splitmix64.c)."""
     while True:
         state = (state + 0x9E3779B97F4A7C15) % WORD
         word = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) % WORD
@@ -37,7 +39,7 @@ def frequencies(weights: torch.Tensor, count: int) -> list[int]:
 
 
 def running_sum_draw(weights: torch.Tensor, words: list[int]) -> torch.Tensor:
-    """What is measured against: the inverse of the distribution function in the order of ids."""
+    """Draw with the inverse distribution function in the order of ids, for comparison."""
     running = weights.double().cumsum(-1)
     numbers = torch.tensor([(word >> 11) / 2**53 for word in words], dtype=torch.float64)
     return torch.searchsorted(running, numbers[:, None] * running[:, -1:], right=True)[:, 0]
@@ -46,14 +48,14 @@ def running_sum_draw(weights: torch.Tensor, words: list[int]) -> torch.Tensor:
 # --- the numbers ----------------------------------------------------------------------------------------------------
 
 
-def test_the_word_of_a_position_is_splitmix64s_output() -> None:
+def test_word_of_a_position_is_splitmix64s_output() -> None:
     """Seed 0 hashes to 0xE220A8397B1DCDAF, the first number of splitmix64's published test vector."""
     assert next(stream(0)) == 0xE220A8397B1DCDAF
     words = stream(0xE220A8397B1DCDAF)
     assert [draw_word(0, position) for position in range(5)] == [next(words) for _ in range(5)]
 
 
-def test_words_of_many_requests_are_those_of_each() -> None:
+def test_words_of_many_requests_equal_single_words() -> None:
     seeds = [0, 1, 2**63, 2**64 - 1, 0x9E3779B97F4A7C15, 12345]
     positions = [0, 1, 7, 2**31 - 1, 4096, 0]
     words = draw_words(np.array(seeds, dtype=np.uint64), np.array(positions, dtype=np.int64))
@@ -61,7 +63,7 @@ def test_words_of_many_requests_are_those_of_each() -> None:
     assert words.tolist() == signed(expected).tolist()
 
 
-def test_a_tokens_number_is_splitmix64s_output_as_a_waiting_time() -> None:
+def test_number_of_a_token_is_splitmix64s_output_as_exponential() -> None:
     words = [0, 1, WORD - 1, WORD // 2, *words_of(20)]
     numbers = exponentials(signed(words)[:, None], torch.arange(300)).tolist()
     for word, row in zip(words, numbers, strict=True):
@@ -69,8 +71,8 @@ def test_a_tokens_number_is_splitmix64s_output_as_a_waiting_time() -> None:
             assert number == pytest.approx(-math.log(((output >> 12) + 0.5) / 2**52), rel=1e-12)
 
 
-def test_the_extreme_numbers_are_finite_and_above_zero() -> None:
-    """The states whose outputs are 0 and 2**64 - 1: 0 mixes to 0, and the output function can be turned round."""
+def test_extreme_numbers_are_finite_and_above_zero() -> None:
+    """States whose outputs are 0 and 2**64 - 1: 0 gives 0, and the output function can be inverted."""
 
     def unshifted(word: int, shift: int) -> int:
         found = word
@@ -89,7 +91,7 @@ def test_the_extreme_numbers_are_finite_and_above_zero() -> None:
     ]
 
 
-def test_neighbouring_seeds_and_positions_are_unrelated() -> None:
+def test_neighbouring_seeds_and_positions_are_uncorrelated() -> None:
     numbers = {(seed, position): draw_word(seed, position) / WORD for seed in range(60) for position in range(60)}
     assert len(set(numbers.values())) == 3600
     neighbours = [
@@ -98,7 +100,7 @@ def test_neighbouring_seeds_and_positions_are_unrelated() -> None:
         for p in range(1, 60)
         for ds, dp in ((0, 1), (1, 0), (0x9E3779B97F4A7C15, -1))
     ]
-    # A mean of 10,620 products, each with deviation 1 / 12: four deviations of the mean.
+    # A mean of 10,620 products, each with standard deviation 1 / 12. Four standard deviations of the mean are allowed.
     assert abs(sum(neighbours) / len(neighbours)) < 4 / 12 / math.sqrt(len(neighbours))
 
 
@@ -106,8 +108,10 @@ def test_neighbouring_seeds_and_positions_are_unrelated() -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, DRAW_TILES, DRAW_TILES + 1, 3 * DRAW_TILES - 1])
-def test_every_token_is_drawn_as_often_as_its_weight_says(vocab_size: int) -> None:
-    """Chi-square over 6,000 draws of weights from 1 to 12, which need not sum to 1; five deviations are allowed."""
+def test_tokens_are_drawn_in_proportion_to_their_weights(vocab_size: int) -> None:
+    """Chi-square over 6,000 draws with weights from 1 to 12, which need not sum to 1. Five standard deviations are
+    allowed.
+    """
     weights = torch.arange(vocab_size) % 12 + 1.0
     counts = frequencies(weights, 6000)
     expected = (weights * 6000 / weights.sum()).tolist()
@@ -115,8 +119,8 @@ def test_every_token_is_drawn_as_often_as_its_weight_says(vocab_size: int) -> No
     assert statistic <= vocab_size - 1 + 5 * math.sqrt(2 * (vocab_size - 1))
 
 
-def test_tile_mates_and_far_tokens_share_fairly() -> None:
-    """Three tokens of one tile and one of another, all that is left of the vocabulary."""
+def test_tokens_in_one_tile_and_in_two_tiles_are_drawn_fairly() -> None:
+    """Three tokens of one tile and one of another. All other weights are 0."""
     weights = torch.zeros(4 * DRAW_TILES)
     kept = [5, 5 + DRAW_TILES, 5 + 3 * DRAW_TILES, 9]
     weights[kept] = torch.tensor([1.0, 2.0, 3.0, 4.0])
@@ -128,13 +132,13 @@ def test_tile_mates_and_far_tokens_share_fairly() -> None:
     assert statistic < 3 + 5 * math.sqrt(6)
 
 
-def test_a_token_of_weight_zero_is_never_drawn_and_a_tiny_one_can_be() -> None:
+def test_token_of_weight_zero_is_never_drawn_and_tiny_weight_can_be() -> None:
     weights = torch.zeros(1000)
     weights[700] = 1e-45  # the smallest float32
     assert draw(weights.expand(200, -1), words_of(200)).tolist() == [700] * 200
 
 
-def test_a_row_draws_the_same_in_any_batch() -> None:
+def test_row_draws_the_same_token_in_any_batch() -> None:
     weights = torch.randn(40, 1000, generator=torch.Generator().manual_seed(1)).exp()
     words = words_of(40)
     together = draw(weights, words).tolist()
@@ -143,9 +147,12 @@ def test_a_row_draws_the_same_in_any_batch() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spread", [1.0, 3.0])
-def test_a_small_shift_changes_few_tokens(spread: float) -> None:
-    """The share of 4,000 draws that a perturbation changes, beside the mean total variation distance d: below the
-    proven 6 d, near the 2 d of a single race, and far below what a running sum in the order of ids has."""
+def test_small_change_of_probabilities_changes_few_tokens(spread: float) -> None:
+    """Compare the share of 4,000 draws that a perturbation changes with the mean total variation distance d.
+
+    The share is below the proven 6 d, near the 2 d of a single race, and far below the share of a running sum in the
+    order of ids.
+    """
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(4000, 2000, generator=generator) * spread
     weights = logits.softmax(-1)
@@ -158,8 +165,8 @@ def test_a_small_shift_changes_few_tokens(spread: float) -> None:
     assert changed_by_order > 4 * changed
 
 
-def test_dropping_a_token_changes_no_draw_of_another_tile() -> None:
-    """As when rounding moves the edge of a nucleus."""
+def test_dropping_a_token_changes_no_draw_in_other_tiles() -> None:
+    """Rounding can drop a token when it moves the edge of a nucleus."""
     weights = torch.randn(500, generator=torch.Generator().manual_seed(4)).exp()
     without = weights.clone()
     without[3] = 0.0

@@ -1,5 +1,6 @@
-"""What has to come out the same, with the weights of a real model: an adapter beside its weights and one merged into
-them; an MLP and a mixture of experts that are all that MLP."""
+"""Equal results of two computations with the weights of a real model: an adapter and its merged weights, and a mixture
+of equal experts and their MLP.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.slow
 PROMPT = [504, 3575, 282, 4649, 314, 260, 2240, 282, 1217, 28, 284, 357, 314, 5248, 327, 624]
 STEPS = 12
 SAMPLING = SamplingParams(temperature=0.0, prompt_logprobs=5)
-NEAR = 3e-4  # of log probabilities, in float32: the sums are the same, in another order, through all layers
+NEAR = 3e-4  # tolerance of logprobs in float32: sums have another order in all layers
 RANK, SCALE = 8, 2.0
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -46,7 +47,7 @@ def smollm2() -> Checkpoint:
 def in_float32(
     tensor: StoredTensor, change: Callable[[Any], Any] = lambda values: values, **named: Any
 ) -> StoredTensor:
-    """The same as plain numbers, changed when they are read."""
+    """A checkpoint as plain float32 numbers, which may be changed when they are read."""
 
     def read(_dtype: str) -> Any:
         return np.ascontiguousarray(change(tensor.read("float32")), dtype=np.float32)
@@ -60,7 +61,7 @@ def checkpoint_of(config: ModelConfig, tensors: Callable[[], Iterator[StoredTens
 
 
 def first_layers(checkpoint: Checkpoint, count: int) -> Any:
-    """As plain numbers."""
+    """The first layers of a model, as plain numbers."""
     config = msgspec.structs.replace(checkpoint.config, layers=checkpoint.config.layers[:count])
 
     def tensors() -> Iterator[StoredTensor]:
@@ -83,7 +84,7 @@ def runner_of(checkpoint: Any, cpu_kernels: str) -> ModelRunner:
 
 
 def answer(step_driver: ModuleType, runner: ModelRunner, adapter: AdapterRef | None = None) -> tuple[Any, list[int]]:
-    """The log probabilities of the prompt's tokens and of the best five beside each, and what is said then."""
+    """Return the logprobs of the prompt's tokens with the five best alternatives, and the generated tokens."""
     driver = step_driver.StepDriver(runner)
     driver.add("r", PROMPT, SAMPLING)
     driver._requests["r"] = msgspec.structs.replace(driver._requests["r"], adapter=adapter)
@@ -100,7 +101,7 @@ def assert_same(found: tuple[Any, list[int]], expected: tuple[Any, list[int]]) -
 
 
 def random_factors(config: ModelConfig, shapes: dict[str, tuple[int, ...]]) -> dict[str, NDArray[np.float32]]:
-    """As peft names them, for every projection of every layer."""
+    """Return random factors for every projection of every layer, with peft's names."""
     rng = np.random.default_rng(3)
     factors = {}
     for layer in range(config.layer_count):
@@ -137,7 +138,7 @@ def merged(checkpoint: Any, factors: dict[str, NDArray[np.float32]]) -> Any:
     return checkpoint_of(checkpoint.config, tensors)
 
 
-def test_an_adapter_is_the_same_beside_the_weights_and_merged_into_them(
+def test_adapter_equals_merged_weights(
     smollm2: Checkpoint, cpu_kernels: str, step_driver: ModuleType, tmp_path: Path
 ) -> None:
     plain = first_layers(smollm2, smollm2.config.layer_count)
@@ -148,12 +149,12 @@ def test_an_adapter_is_the_same_beside_the_weights_and_merged_into_them(
     runner.add_adapter(AdapterId(1), weights)
     found = answer(step_driver, runner, AdapterRef(AdapterId(1), weights.digest))
     without = answer(step_driver, runner)
-    assert np.abs(without[0] - found[0]).max() > 100 * NEAR, "the adapter changes little"
+    assert np.abs(without[0] - found[0]).max() > 100 * NEAR, "the adapter must change the logprobs"
     assert_same(found, answer(step_driver, runner_of(merged(plain, factors), cpu_kernels)))
 
 
 def upcycled(checkpoint: Any, experts: ExpertsConfig) -> Any:
-    """Every MLP becomes so many of the same, under a router with numbers of its own."""
+    """Replace every MLP by several equal experts, with a router of random numbers."""
     rng = np.random.default_rng(5)
     config = checkpoint.config
     layers = tuple(msgspec.structs.replace(layer, mlp=experts) for layer in config.layers)
@@ -179,10 +180,10 @@ def upcycled(checkpoint: Any, experts: ExpertsConfig) -> Any:
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
-def test_experts_that_are_all_the_same_are_the_mlp_that_they_are(
+def test_mixture_of_equal_experts_equals_their_mlp(
     scoring: Any, smollm2: Checkpoint, cpu_kernels: str, step_driver: ModuleType
 ) -> None:
-    """Of the first layers: the weights of the chosen experts come to one."""
+    """With the first layers of the model. Weights of the chosen experts sum to 1."""
     dense = first_layers(smollm2, 8)
     experts = ExpertsConfig(
         expert_count=4,
@@ -195,7 +196,7 @@ def test_experts_that_are_all_the_same_are_the_mlp_that_they_are(
     assert_same(answer(step_driver, runner_of(upcycled(dense, experts), cpu_kernels)), expected)
 
 
-def test_a_router_whose_weights_do_not_come_to_one_is_found_out(smollm2: Checkpoint, step_driver: ModuleType) -> None:
+def test_comparison_finds_weights_that_do_not_sum_to_one(smollm2: Checkpoint, step_driver: ModuleType) -> None:
     dense = first_layers(smollm2, 4)
     experts = ExpertsConfig(
         expert_count=4,

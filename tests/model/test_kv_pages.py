@@ -1,4 +1,4 @@
-"""Blocks are read and written where the model's own arrays have them."""
+"""KV pages read and write blocks in the model's own arrays."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ENTRIES = {
 
 
 class Shape:
-    """What KVStorage asks of a config."""
+    """Attributes of a config that KVStorage reads."""
 
     def __init__(self, entry: KVEntry) -> None:
         self.kv_entries = (entry, entry)
@@ -29,7 +29,7 @@ class Shape:
 
 @pytest.mark.parametrize("kind", ["numpy", "torch", "device"])
 @pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
-def test_bytes_are_those_of_the_arrays(kind, entry):
+def test_pages_read_and_write_the_arrays(kind, entry):
     layout = msgspec.structs.replace(
         LAYOUT, part_count=entry.part_count, kv_head_count=entry.head_count, head_dim=entry.head_dim
     )
@@ -40,7 +40,7 @@ def test_bytes_are_those_of_the_arrays(kind, entry):
     config: ModelConfig = Shape(entry)  # type: ignore[assignment]
     storage = KVStorage(config, block_count=5, block_size=4, make=make, has_spare=True)
     pages = CudaPages(layout, storage) if kind == "device" else make_kv_pages(layout, storage, "cpu")
-    assert pages.block_count == 5  # the spare one is nobody's
+    assert pages.block_count == 5  # without the spare block, which no request owns
     block_bytes = layout.block_size * layout.token_bytes
     assert block_bytes == 4 * 2 * 3 * 8 * 2
 
@@ -49,7 +49,7 @@ def test_bytes_are_those_of_the_arrays(kind, entry):
     assert bytes(pages.read(1, BlockIndex(3)))[layout.token_bytes : 2 * layout.token_bytes] == content[:96]
     raw = storage.pages[1] if kind == "numpy" else storage.pages[1].view(torch.uint16).numpy()
     assert raw[3, 1].tobytes() == content[:96]
-    assert raw.any(axis=(2, 3, 4)).sum() == 1  # this one token, and no other
+    assert raw.any(axis=(2, 3, 4)).sum() == 1  # only this token changed
     assert not any(pages.read(0, BlockIndex(3)))
     assert len(pages.read(0, BlockIndex(0))) == block_bytes
     with pytest.raises(TypeError):

@@ -1,4 +1,4 @@
-"""Latent attention (MLA): what the KV cache keeps of it, known answers, and how files store it."""
+"""Latent attention (MLA): its KV cache, known answers, and its formats in files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from trioserve.model.settings import ModelSettings
 from trioserve.model.torch_step_model import TorchStepModel
 
 ALL_LOGPROBS = SamplingParams(temperature=0.0, prompt_logprobs=0)
-# From the config.json of each.
+# source: config.json of each model
 V2_LITE: dict[str, Any] = {
     "architectures": ["DeepseekV2ForCausalLM"],
     "hidden_size": 2048,
@@ -71,7 +71,7 @@ def read(**fields: Any) -> ModelConfig:
 
 
 def answer(step_driver: ModuleType, path: Path, **options: Any) -> tuple[list[float], list[int]]:
-    """The logprobs of a prompt in uneven chunks, and the tokens behind it."""
+    """Return the logprobs of a prompt in uneven chunks, and the generated tokens."""
     runner = step_driver.load_runner(path, **options)
     driver = step_driver.StepDriver(runner)
     driver.add("a", list(range(10, 60)), ALL_LOGPROBS)
@@ -81,11 +81,11 @@ def answer(step_driver: ModuleType, path: Path, **options: Any) -> tuple[list[fl
     return [entry.logprob for entry in found], driver.tokens["a"][50:]
 
 
-# --- what is kept -----------------------------------------------------------------------------------------------------
+# --- KV cache ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_cache_keeps_a_latent_and_one_turned_key() -> None:
-    """Of DeepSeek-V2-Lite 576 numbers a token and layer, where keys and values of its 16 heads would be 5,120."""
+def test_cache_keeps_a_latent_and_one_rotated_key() -> None:
+    """DeepSeek-V2-Lite keeps 576 numbers per token and layer. Keys and values of its 16 heads would be 5,120."""
     config = read()
     assert config.kv_attention.kv_entry == KVEntry(part_count=1, head_count=1, head_dim=512 + 64)
     assert kv_block_bytes(config, 16, "bfloat16") == 27 * 16 * 576 * 2
@@ -96,7 +96,7 @@ def test_the_cache_keeps_a_latent_and_one_turned_key() -> None:
     assert step_weight_bytes(config, "bfloat16") == token_flops(config) + 2 * 102400 * 2048
 
 
-def test_the_scale_of_scores_has_yarns_temperature() -> None:
+def test_scale_of_scores_includes_yarns_temperature() -> None:
     attention = read().layers[0].attention
     assert isinstance(attention, LatentAttentionConfig)
     assert attention.scale == pytest.approx(192**-0.5 * (0.0707 * np.log(40) + 1) ** 2)
@@ -105,7 +105,9 @@ def test_the_scale_of_scores_has_yarns_temperature() -> None:
 
 
 @pytest.mark.parametrize("computed_by", ("torch", "native"))
-def test_pages_hold_no_more(computed_by: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType) -> None:
+def test_pages_hold_only_latents(
+    computed_by: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
+) -> None:
     if computed_by == "native":
         importlib.import_module("trioserve_kernels.native").load_library()
     runner = step_driver.load_runner(tiny_checkpoint("deepseek-v3"), cpu_kernels=computed_by, block_count=7)
@@ -130,19 +132,21 @@ def test_pages_hold_no_more(computed_by: str, tiny_checkpoint: Callable[..., Pat
         ({"architectures": ["DeepseekV3ForCausalLM"]}, "topk_method in config.json is 'greedy'"),
     ],
 )
-def test_a_variant_that_is_not_computed_is_refused_by_name(fields: dict[str, Any], said: str) -> None:
+def test_unsupported_variant_is_refused_by_name(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelLoadError) as caught:
         read(**fields)
     assert said in str(caught.value)
 
 
-def test_layers_of_two_kinds_of_cache_are_refused(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_layers_with_different_kv_entries_are_refused(tiny_checkpoint: Callable[..., Path]) -> None:
     latent, other = (open_checkpoint(tiny_checkpoint(kind)).config for kind in ("deepseek-v3", "llama"))
     with pytest.raises(ModelLoadError, match="differs from layer to layer"):
         msgspec.structs.replace(latent, layers=(latent.layers[0], other.layers[0]))
 
 
-def test_triton_kernels_leave_latents_to_torch(tiny_checkpoint: Callable[..., Path], step_driver: ModuleType) -> None:
+def test_torch_computes_latents_with_triton_kernels(
+    tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
+) -> None:
     config = open_checkpoint(tiny_checkpoint("minicpm3")).config
     kernels = importlib.import_module("trioserve_kernels.reference_fused")
     model = TorchStepModel(config, ModelSettings(), dtype="float32", device="cpu", kernels=kernels)
@@ -156,8 +160,11 @@ def test_triton_kernels_leave_latents_to_torch(tiny_checkpoint: Callable[..., Pa
 
 
 def write_as_latents(directory: Path, target: Path, *, has_positions: bool) -> None:
-    """A model of grouped queries as one of latents: these are the keys, if they are not turned, and the values of all
-    heads, and heads find theirs in them. The latents' norm changes nothing, if its epsilon is 1e8."""
+    """Write a model with grouped queries as a model with latents.
+
+    The latents are the keys (without rotation) and values of all heads, and each head's projections select its own. The
+    norm of latents changes nothing with an epsilon of 1e8.
+    """
     config = json.loads((directory / "config.json").read_text())
     tensors = load_file(directory / "model.safetensors")
     heads, groups, hidden = config["num_attention_heads"], config["num_key_value_heads"], config["hidden_size"]
@@ -175,7 +182,7 @@ def write_as_latents(directory: Path, target: Path, *, has_positions: bool) -> N
     for name, tensor in tensors.items():
         layer, _, module = name.partition(".self_attn.")
         if module == "q_proj.weight":
-            # Scores are divided by the root of more numbers.
+            # The model with latents divides scores by the root of a larger number.
             queries = tensor.view(heads, dim, hidden) * ((dim + unused) / dim) ** 0.5
             nothing = torch.zeros(heads, unused, hidden)
             found[name] = torch.cat((nothing, queries) if has_positions else (queries, nothing), 1).flatten(0, 1)
@@ -208,7 +215,7 @@ def write_as_latents(directory: Path, target: Path, *, has_positions: bool) -> N
 
 
 @pytest.mark.parametrize("has_positions", (False, True), ids=("two groups, no positions", "one group, positions"))
-def test_grouped_queries_as_latents_are_the_same_model(
+def test_grouped_queries_written_as_latents_give_equal_logprobs(
     has_positions: bool,
     cpu_kernels: str,
     tiny_checkpoint: Callable[..., Path],
@@ -239,7 +246,7 @@ def test_grouped_queries_as_latents_are_the_same_model(
 
 @pytest.mark.parametrize("quant_type", ("Q8_0", "Q4_0"))
 @pytest.mark.parametrize("has_halves", (False, True), ids=("kv_b", "k_b and v_b"))
-def test_quantized_gguf_files_of_either_form(
+def test_quantized_gguf_files_of_both_forms_are_computed_as_in_torch(
     has_halves: bool,
     quant_type: str,
     tiny_checkpoints: ModuleType,
@@ -247,7 +254,7 @@ def test_quantized_gguf_files_of_either_form(
     step_driver: ModuleType,
     tmp_path: Path,
 ) -> None:
-    """The native kernels read blocks as they are, but of what projects latents, and answer as torch does."""
+    """The native kernels keep all blocks except those of the latents' projections."""
     path = tmp_path / "model.gguf"
     source = tiny_checkpoint("deepseek-v2-lite")
     types = {"quant_type": quant_type, "expert_type": quant_type}
@@ -257,13 +264,13 @@ def test_quantized_gguf_files_of_either_form(
     assert np.abs(np.array(native) - np.array(exact)).mean() < 0.1
 
 
-def test_a_joint_projection_beside_its_halves_is_left_out(
+def test_joint_projection_is_ignored_if_both_halves_exist(
     tiny_checkpoints: ModuleType,
     tiny_checkpoint: Callable[..., Path],
     tensors_of: Callable[[Checkpoint], dict[str, torch.Tensor]],
     tmp_path: Path,
 ) -> None:
-    """As in files that were made while llama.cpp changed from one to two."""
+    """llama.cpp wrote such files while it changed from one tensor to two."""
     found = []
     for name, has_halves, has_both in (("one", False, False), ("two", True, False), ("both", True, True)):
         path = tmp_path / f"{name}.gguf"
@@ -276,12 +283,12 @@ def test_a_joint_projection_beside_its_halves_is_left_out(
         assert all(torch.equal(tensors[name], found[0][name]) for name in tensors)
 
 
-def test_the_published_format_of_v3_is_read(
+def test_published_format_of_deepseek_v3_is_read(
     tiny_checkpoint: Callable[..., Path],
     tensors_of: Callable[[Checkpoint], dict[str, torch.Tensor]],
     tmp_path: Path,
 ) -> None:
-    """Matrices of layers in FP8 with a scale for each block of 128 by 128; routers, norms and embeddings are plain."""
+    """Layers' matrices are FP8 with a scale for each block of 128 by 128. Routers, norms and embeddings are plain."""
     source = tiny_checkpoint("deepseek-v3")
     config = json.loads((source / "config.json").read_text())
     quantized: dict[str, torch.Tensor] = {}

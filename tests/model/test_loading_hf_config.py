@@ -14,7 +14,7 @@ from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.loading.hf_config import model_config_from, read_json_object, sampling_defaults_from
 from trioserve.model.model_config import ModelConfig, RopeScaling, RotaryConfig
 
-# As transformers 4 wrote it.
+# a config in the format of transformers 4
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -56,7 +56,7 @@ def read(changes: dict[str, Any], generation: dict[str, Any] | None = None) -> M
     return model_config_from(config, generation or {}, dtype_name="bfloat16")
 
 
-def test_llama_config_of_transformers_4() -> None:
+def test_llama_config_of_transformers_4_is_read() -> None:
     config = read({})
     assert (config.family, config.heads.head_dim, config.heads.kv_head_count, config.layer_count) == (
         "llama",
@@ -76,12 +76,12 @@ def test_llama_config_of_transformers_4() -> None:
     assert attention.qk_norm == "none"
 
 
-def test_rope_parameters_of_transformers_5_mean_the_same() -> None:
+def test_rope_parameters_of_transformers_5_are_equivalent() -> None:
     rope = {**LLAMA["rope_scaling"], "rope_theta": 500000.0}
     assert read({"rope_parameters": rope, "rope_scaling": "absent", "rope_theta": "absent"}) == read({})
 
 
-def test_old_spelling_of_the_scaling_type() -> None:
+def test_old_name_of_the_scaling_type_is_read() -> None:
     assert rotary(read({"rope_scaling": {"type": "linear", "factor": 2}})).scaling == RopeScaling(
         kind="linear", factor=2.0, original_context_tokens=131072
     )
@@ -92,7 +92,7 @@ def test_default_rope_is_no_scaling() -> None:
     assert rotary(read({"rope_scaling": None, "rope_theta": "absent"})).theta == 10_000.0
 
 
-def test_yarn_with_its_defaults_and_with_everything_said() -> None:
+def test_yarn_with_defaults_and_with_all_fields() -> None:
     original = {"original_max_position_embeddings": 32768}
     config = read({"max_position_embeddings": 32768, "rope_scaling": {"type": "yarn", "factor": 4.0, **original}})
     assert config.context_tokens_max == 131072
@@ -111,7 +111,7 @@ def test_yarn_scale_of_values_and_of_all_dimensions_become_one_attention_factor(
     assert scaling.attention_factor == pytest.approx((0.05 * math.log(8) + 1) / (0.1 * math.log(8) + 1))
 
 
-def test_biases_by_family() -> None:
+def test_families_have_their_own_biases() -> None:
     def biases(changes: dict[str, Any]) -> tuple[bool, bool, bool]:
         layer = read(changes).layers[0]
         return layer.attention.has_bias, layer.attention.has_output_bias, layer.mlp.has_bias
@@ -123,19 +123,19 @@ def test_biases_by_family() -> None:
     assert read(qwen3).heads.qk_norm == "head"
 
 
-def test_head_dim_said_left_out_and_null() -> None:
+def test_head_dim_may_be_given_missing_or_null() -> None:
     assert read({"head_dim": 64}).heads.head_dim == 64
     assert read({"head_dim": None}).heads.head_dim == 128
     assert read({"architectures": ["Qwen3ForCausalLM"], "hidden_size": 1024}).heads.head_dim == 128
 
 
-def test_every_layer_of_a_mistral_slides_unless_the_window_is_null() -> None:
+def test_every_layer_of_mistral_has_a_window_unless_it_is_null() -> None:
     mistral = {"architectures": ["MistralForCausalLM"]}
     assert windows(read({**mistral, "sliding_window": 4096})) == (4096,) * 32
     assert windows(read({**mistral, "sliding_window": None})) == (None,) * 32
 
 
-def test_a_qwen_slides_only_when_told_and_only_above_the_first_layers() -> None:
+def test_qwen_has_windows_only_if_enabled_and_after_the_first_layers() -> None:
     qwen = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 4096, "max_window_layers": 30}
     assert windows(read({**qwen, "use_sliding_window": False})) == (None,) * 32
     assert windows(read({**qwen, "use_sliding_window": True})) == (None,) * 30 + (4096,) * 2
@@ -181,25 +181,25 @@ def test_end_tokens_of_both_files_count_once_each() -> None:
         ),
     ],
 )
-def test_a_config_that_cannot_be_served_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
+def test_unsupported_config_is_refused_by_field(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelLoadError) as caught:
         read(changes)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_sampling_defaults_are_those_that_are_named() -> None:
+def test_only_named_sampling_defaults_are_returned() -> None:
     named = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": None, "eos_token_id": 2}
     assert sampling_defaults_from(named) == {"temperature": 0.6, "top_p": 0.9, "top_k": 20}
     assert sampling_defaults_from({"repetition_penalty": 1.05}) == {"repetition_penalty": 1.05}
 
 
-def test_a_recommendation_not_to_sample_is_greedy() -> None:
+def test_do_sample_false_means_greedy() -> None:
     assert sampling_defaults_from({"do_sample": False, "temperature": 0.6, "top_k": 5}) == {"temperature": 0.0}
     assert sampling_defaults_from({"do_sample": False, "repetition_penalty": 1.1})["repetition_penalty"] == 1.1
 
 
-def test_the_most_new_tokens_come_under_our_name() -> None:
+def test_max_new_tokens_becomes_max_tokens() -> None:
     assert sampling_defaults_from({"max_new_tokens": 12}) == {"max_tokens": 12}
 
 
@@ -212,13 +212,13 @@ def test_the_most_new_tokens_come_under_our_name() -> None:
         (b"[" * 99_999, "not valid JSON"),
     ],
 )
-def test_broken_json_is_one_sentence(tmp_path: Path, content: bytes, said: str) -> None:
+def test_broken_json_is_refused_with_one_sentence(tmp_path: Path, content: bytes, said: str) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ModelLoadError, match=said):
         read_json_object(tmp_path / "config.json")
 
 
-def test_configs_of_all_families_as_transformers_saves_them(
+def test_configs_of_all_families_that_transformers_saves_are_read(
     tiny_checkpoints: Any, tiny_checkpoint: Callable[..., Path]
 ) -> None:
     import transformers
@@ -240,7 +240,7 @@ def test_configs_of_all_families_as_transformers_saves_them(
     assert windows(open_checkpoint(tiny_checkpoint("qwen2")).config) == (None, None)
 
 
-def test_sampling_defaults_and_tokenizer_come_with_the_checkpoint(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_checkpoint_has_sampling_defaults_and_tokenizer(tiny_checkpoint: Callable[..., Path]) -> None:
     directory = tiny_checkpoint("llama")
     checkpoint = open_checkpoint(directory)
     assert checkpoint.sampling_defaults == {"temperature": 0.7, "top_k": 20, "top_p": 0.8}

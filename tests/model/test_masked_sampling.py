@@ -1,5 +1,7 @@
-"""Token masks: what is chosen is what would be if the tokens that may not come were next to impossible. In torch and in
-the native kernels, at every level of instructions that this machine has, and through whole steps."""
+"""Token masks: the chosen token equals the token that would be chosen if forbidden tokens were almost impossible.
+
+Tested in torch, in the native kernels at every available instruction level, and through whole steps.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ Sample = Callable[[torch.Tensor, Sequence[ScheduledChunk], TokenMasks], Samples]
 HAS_NATIVE = bool(supported_levels())
 VOCAB_SIZE = 1_500
 IMPOSSIBLE = -1e6
-SHARES = (0.0007, 0.01, 0.1, 0.24, 0.26, 0.5, 0.98, 1.0)  # of the tokens; up to a quarter are looked at one by one
+# shares of allowed tokens; the kernels check single tokens up to a share of a quarter
+SHARES = (0.0007, 0.01, 0.1, 0.24, 0.26, 0.5, 0.98, 1.0)
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "plain": {},
@@ -105,7 +108,7 @@ def random_logits(count: int, vocab_size: int = VOCAB_SIZE, *, seed: int = 0) ->
 
 
 def random_allowed(count: int, vocab_size: int = VOCAB_SIZE, *, seed: int = 0) -> list[list[int]]:
-    """Of every share, at least one token each."""
+    """Return sets of allowed tokens for every share, with at least one token each."""
     rng = random.Random(seed)
     return [
         rng.sample(range(vocab_size), max(1, round(SHARES[index % len(SHARES)] * vocab_size))) for index in range(count)
@@ -120,19 +123,19 @@ def next_to_impossible(logits: torch.Tensor, allowed: Sequence[Collection[int]])
 
 
 def wanted_tokens(logits: torch.Tensor, chunks: Sequence[ScheduledChunk], allowed: Any) -> list[int | None]:
-    """Without any mask; logits say the same."""
+    """Return the tokens that are chosen without a mask if logits express the same restriction."""
     plain = [structs.replace(chunk, mask_row=None) for chunk in chunks]
     return sampler.sample(next_to_impossible(logits, allowed), plain).token_ids
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_what_may_not_come_is_as_good_as_impossible(sample: Sample, name: str) -> None:
+def test_forbidden_tokens_are_as_good_as_impossible(sample: Sample, name: str) -> None:
     count = 3 * len(SHARES)
     logits, allowed = random_logits(count, seed=1), random_allowed(count, seed=2)
     chunks = []
     for index, tokens in enumerate(allowed):
         best = sorted(tokens, key=lambda token: -float(logits[index, token]))
-        # What penalties and min_tokens are about is among the most probable tokens, and not all that may come.
+        # Tokens that penalties and min_tokens affect are among the most probable, and only some of them are allowed.
         output, stops = [*best[:3], best[0], 11], best[1:3]
         chunks.append(row(SamplingParams(**SAMPLINGS[name]), output=output, seed=index, stops=stops, mask_row=index))
     samples = sample(logits, chunks, FilledMasks(allowed, VOCAB_SIZE))
@@ -142,8 +145,8 @@ def test_what_may_not_come_is_as_good_as_impossible(sample: Sample, name: str) -
 
 
 @pytest.mark.parametrize("vocab_size", (1, 15, 31, 32, 33, 64, 512, 50_001))
-def test_a_vocabulary_of_any_size(sample: Sample, vocab_size: int) -> None:
-    """Beside rows without a mask, and with rows of the masks that no row of the step has."""
+def test_masks_of_any_vocabulary_size(sample: Sample, vocab_size: int) -> None:
+    """With rows without a mask, and with mask rows that no row of the step uses."""
     logits, allowed = random_logits(16, vocab_size, seed=3), random_allowed(16, vocab_size, seed=4)
     samplings = [SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.9, top_k=40)]
     order = random.Random(5).sample(range(16), 16)
@@ -155,14 +158,14 @@ def test_a_vocabulary_of_any_size(sample: Sample, vocab_size: int) -> None:
     assert samples.token_ids == wanted_tokens(logits, chunks, tokens)
 
 
-def test_of_equals_that_may_come_the_lowest_id_wins(sample: Sample) -> None:
+def test_lowest_allowed_id_wins_among_equal_logits(sample: Sample) -> None:
     logits = torch.zeros(3, VOCAB_SIZE)
     chunks = [row(SamplingParams(temperature=0.0), mask_row=index) for index in range(3)]
     masks = FilledMasks(([900, 70, 1_499], range(5, VOCAB_SIZE), range(VOCAB_SIZE)), VOCAB_SIZE)
     assert sample(logits, chunks, masks).token_ids == [70, 5, 0]
 
 
-def test_logprobs_stay_those_of_the_raw_logits(sample: Sample) -> None:
+def test_logprobs_ignore_masks(sample: Sample) -> None:
     logits = random_logits(2, seed=6)
     chunks = [row(SamplingParams(logprobs=4, temperature=temperature), mask_row=0) for temperature in (0.0, 1.0)]
     samples = sample(logits, chunks, FilledMasks(([3, 800],), VOCAB_SIZE))
@@ -174,12 +177,12 @@ def test_logprobs_stay_those_of_the_raw_logits(sample: Sample) -> None:
 
 
 @pytest.mark.parametrize("parameters", ({"temperature": 0.0}, {}, {"logprobs": 1, "min_tokens": 3}))
-def test_a_row_in_which_no_token_may_come_fails_alone(sample: Sample, parameters: dict[str, Any]) -> None:
+def test_row_without_allowed_tokens_fails_alone(sample: Sample, parameters: dict[str, Any]) -> None:
     logits = random_logits(4, seed=7)
     logits[3, 5] = math.nan
     chunks = [row(SamplingParams(**parameters), seed=index, mask_row=index, stops=(9,)) for index in range(4)]
     if sample.__name__ == "sample_natively":
-        logits[3, 5] = 0.0  # whole steps see to numbers; test_runner has them
+        logits[3, 5] = 0.0  # whole steps check for finite numbers, see test_runner
     samples = sample(logits, chunks, FilledMasks(([4, 5], (), range(VOCAB_SIZE), ()), VOCAB_SIZE))
     assert samples.errors.pop(3) in (NOT_FINITE, NOTHING_ALLOWED)
     assert samples.errors == {1: NOTHING_ALLOWED}
@@ -188,8 +191,8 @@ def test_a_row_in_which_no_token_may_come_fails_alone(sample: Sample, parameters
 
 
 @pytest.mark.parametrize("temperature", (0.0, 1.0))
-def test_min_tokens_gives_way_where_only_an_end_token_may_come(sample: Sample, temperature: float) -> None:
-    """A complete response has nothing else to go on with. Where something else may come, it has to."""
+def test_min_tokens_is_ignored_if_only_an_end_token_is_allowed(sample: Sample, temperature: float) -> None:
+    """A complete response cannot continue. If another token is allowed, min_tokens applies."""
     sampling = SamplingParams(temperature=temperature, min_tokens=9)
     chunks = [row(sampling, stops=(9, 4, 70_000), output=(8,), mask_row=index) for index in range(2)]
     masks = FilledMasks(((9, 4), (9, 4, 6)), VOCAB_SIZE)
@@ -202,7 +205,7 @@ def test_min_tokens_gives_way_where_only_an_end_token_may_come(sample: Sample, t
 
 
 class LateMasks:
-    """Filled by a thread, which begins when it is told to."""
+    """Masks that a thread fills after `begin`."""
 
     def __init__(self, allowed: Sequence[Collection[int]], vocab_size: int) -> None:
         filled = FilledMasks(allowed, vocab_size)
@@ -233,7 +236,7 @@ class LateMasks:
         self._thread.join()
 
 
-def test_masks_are_waited_for(sample: Sample) -> None:
+def test_sampling_waits_for_masks(sample: Sample) -> None:
     logits, allowed = random_logits(8, seed=8), random_allowed(8, seed=9)
     chunks = [row(SamplingParams(), seed=index, mask_row=index) for index in range(8)]
     masks = LateMasks(allowed, VOCAB_SIZE)
@@ -244,7 +247,7 @@ def test_masks_are_waited_for(sample: Sample) -> None:
     masks.close()
 
 
-def test_who_waits_for_masks_sees_that_nobody_waits_for_the_step(
+def test_waiting_for_masks_ends_if_the_step_is_abandoned(
     tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
     """The masks are never filled."""
@@ -278,7 +281,7 @@ def native_runner(tiny_checkpoint: Callable[..., Path], step_driver: ModuleType)
 def masked_step(
     runner: Any, chunks: Sequence[ScheduledChunk], allowed: Sequence[Collection[int]], **fields: Any
 ) -> StepResult:
-    """Row i of the masks is for the i-th row that is sampled."""
+    """Compute a step in which row i of the masks belongs to the i-th sampled row."""
     masked, next_row = [], 0
     for chunk in chunks:
         masked.append(structs.replace(chunk, mask_row=next_row))
@@ -290,7 +293,7 @@ def masked_step(
     return result
 
 
-def test_rows_behind_draft_tokens_have_their_own_masks(
+def test_rows_after_draft_tokens_have_their_own_masks(
     cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
     runner = step_driver.load_runner(tiny_checkpoint("llama"), cpu_kernels=cpu_kernels)
@@ -302,12 +305,12 @@ def test_rows_behind_draft_tokens_have_their_own_masks(
     result = masked_step(runner, chunks, [[20], [30], [77], [21], [31], (), [55]])
     assert result.errors == {}
     assert result.token_ids == (20, 21)
-    # What may not follow a draft token ends the run; the rest of it is nobody's.
+    # A forbidden token after a draft token ends the run of draft tokens. The rest of the run is ignored.
     assert result.draft_token_ids == {"a": (30, 77), "b": (31,)}
     assert masked_step(runner, [driver.chunk("a", 1), driver.chunk("b", 1)], [(), [9]]).errors == {"a": NOTHING_ALLOWED}
 
 
-def test_the_chunks_of_drafts_keep_their_rows_of_the_masks() -> None:
+def test_chunks_of_draft_tokens_keep_their_mask_rows() -> None:
     chunk = row(SamplingParams(), mask_row=3)
     rows = sampled_rows(
         [structs.replace(chunk, draft=(5, 6)), structs.replace(chunk, mask_row=None, draft=(7,)), chunk]
@@ -315,11 +318,12 @@ def test_the_chunks_of_drafts_keep_their_rows_of_the_masks() -> None:
     assert [each.mask_row for each in rows] == [3, 4, 5, None, None, 3]
 
 
-def test_a_masked_step_gives_what_the_native_kernels_and_torch_agree_on(
+def test_masked_steps_of_all_kernels_agree(
     tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Plain torch, fused kernels in steps of fixed shape and in others, native kernels: rows with masks beside rows
-    without, for as long as each lives."""
+    """Plain torch, fused kernels in steps of fixed and of other shapes, and native kernels: rows with and without
+    masks, until each request ends.
+    """
     static: list[int] = []
     launch = StaticDecode.launch
 
@@ -341,7 +345,7 @@ def test_a_masked_step_gives_what_the_native_kernels_and_torch_agree_on(
             driver.add(name, [5 + index, 6, 7], sampling, seed=index)
         found = []
         for number in range(12):
-            here = names[: 2 + number % 4]  # the number of rows changes, and whether there are masks
+            here = names[: 2 + number % 4]  # the number of rows changes, and some steps have no masks
             chunks = [driver.chunk(name, driver.left(name)) for name in here]
             if number % 3 != 2:
                 chunks = [
@@ -368,7 +372,7 @@ def test_a_masked_step_gives_what_the_native_kernels_and_torch_agree_on(
     assert static
 
 
-def test_an_empty_row_of_a_launched_step_fails_alone(
+def test_row_without_allowed_tokens_of_a_launched_step_fails_alone(
     tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_step_model, "pick_kernels", lambda *_, **__: reference_fused)
@@ -382,7 +386,7 @@ def test_an_empty_row_of_a_launched_step_fails_alone(
     assert result.token_ids == (4, None, 6)
 
 
-def test_an_awaited_token_keeps_its_row_of_the_masks(
+def test_awaited_token_keeps_its_mask_row(
     cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
     runner = step_driver.load_runner(tiny_checkpoint("llama"), cpu_kernels=cpu_kernels)
@@ -397,5 +401,5 @@ def test_an_awaited_token_keeps_its_row_of_the_masks(
     assert result.token_ids == (33,)
 
 
-def test_masks_of_whole_words_have_room_for_the_vocabulary() -> None:
+def test_mask_words_cover_the_vocabulary() -> None:
     assert [mask_words(size) for size in (1, 32, 33, 49_152)] == [1, 1, 2, 1_536]

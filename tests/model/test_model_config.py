@@ -30,7 +30,7 @@ GOOD: dict[str, Any] = {
 }
 
 
-def test_dimensions_that_belong_together_are_accepted() -> None:
+def test_consistent_dimensions_are_accepted() -> None:
     config = ModelConfig(**GOOD)
     assert (config.layer_count, config.windows, config.rotaries) == (3, (None, 8), (ATTENTION["rotary"],))
 
@@ -53,7 +53,7 @@ def test_dimensions_that_belong_together_are_accepted() -> None:
         ("dtype_name", "int8", "stores int8"),
     ],
 )
-def test_models_that_cannot_be_are_refused_by_name(name: str, value: object, said: str) -> None:
+def test_impossible_model_is_refused_by_field(name: str, value: object, said: str) -> None:
     with pytest.raises(ModelLoadError, match=said):
         ModelConfig(**{**GOOD, name: value})
 
@@ -70,12 +70,12 @@ def test_models_that_cannot_be_are_refused_by_name(name: str, value: object, sai
         ("score_cap", -1.0, "attn_logit_softcapping is -1.0"),
     ],
 )
-def test_heads_that_cannot_be_are_refused_by_name(name: str, value: object, said: str) -> None:
+def test_impossible_heads_are_refused_by_field(name: str, value: object, said: str) -> None:
     with pytest.raises(ModelLoadError, match=said):
         AttentionConfig(**{**ATTENTION, name: value})
 
 
-def test_heads_that_differ_from_layer_to_layer_are_refused() -> None:
+def test_heads_that_differ_between_layers_are_refused() -> None:
     other = LayerConfig(**{**LAYER, "attention": AttentionConfig(**{**ATTENTION, "kv_head_count": 4})})
     with pytest.raises(ModelLoadError, match="differs from layer to layer"):
         ModelConfig(**{**GOOD, "layers": (WINDOWED, other)})
@@ -97,7 +97,7 @@ def test_an_mlp_without_numbers_is_refused() -> None:
         ),
     ],
 )
-def test_positions_that_cannot_be_are_refused(changes: dict[str, Any], said: str) -> None:
+def test_impossible_positions_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelLoadError, match=said):
         RotaryConfig(**{"theta": 10_000.0, "rotated_dims": 16, **changes})
 
@@ -113,7 +113,7 @@ def test_positions_that_cannot_be_are_refused(changes: dict[str, Any], said: str
         ({"frequency_factors": (1.0, 0.0)}, "frequency factor is 0.0"),
     ],
 )
-def test_rope_scaling_that_cannot_be_is_refused(changes: dict[str, Any], said: str) -> None:
+def test_impossible_rope_scaling_is_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelLoadError, match=said):
         RopeScaling(**{"kind": "llama3", "factor": 8.0, **changes})
 
@@ -127,7 +127,5 @@ def test_rope_scaling_that_cannot_be_is_refused(changes: dict[str, Any], said: s
         (RopeScaling(kind="llama3", factor=8.0), 131072, 131072),
     ],
 )
-def test_scaled_positions_reach_as_far_as_the_kind_of_scaling_says(
-    scaling: RopeScaling, named: int, reached: int
-) -> None:
+def test_context_length_depends_on_the_kind_of_rope_scaling(scaling: RopeScaling, named: int, reached: int) -> None:
     assert scaling.context_tokens(named) == reached

@@ -1,4 +1,6 @@
-"""Conversions against torch's: every number of the half formats, and float32 numbers of every exponent."""
+"""Conversions of number formats compared with torch: every number of the 16-bit formats, and float32 numbers of every
+exponent.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ def numbers(dtype: Dtype) -> Values:
     if VALUE_BYTES[dtype] == 2:
         bits = np.arange(2**16, dtype=np.uint16)
     else:
-        # Any bits, and beside them those at and around the middle between two bfloat16 numbers.
+        # random bits, and numbers at and around the middle between two bfloat16 numbers
         high = np.arange(2**16, dtype=np.uint32) << 16
         low = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=np.uint32)
         bits = np.concatenate(

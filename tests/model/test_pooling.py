@@ -1,4 +1,4 @@
-"""Vectors of decoder models are those that transformers' hidden states give, beside whatever else runs."""
+"""Vectors of decoder models equal those from transformers' hidden states, in any batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROMPT = [(7 * place) % 300 + 5 for place in range(37)]
 
 
 def hidden_states(path: Path, tokens: list[int]) -> np.ndarray:
-    """After the last norm: [tokens, size]."""
+    """Return hidden states after the last norm, [tokens, size]."""
     from transformers import AutoModel
 
     model: Any = AutoModel.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
@@ -50,7 +50,7 @@ def test_vectors_equal_transformers_hidden_states(
     assert first.pooled == {}
     result = driver.step({"text": 1, "mean": 20, "last": 7})
     assert result.token_ids[1:] == (None, None)
-    assert isinstance(result.token_ids[0], int), "who is continued goes on beside them"
+    assert isinstance(result.token_ids[0], int), "a generating request must continue next to them"
     states = hidden_states(path, PROMPT)
     check_vector(result.pooled["last"], states[-1] / np.linalg.norm(states[-1]))
     check_vector(result.pooled["mean"], hidden_states(path, PROMPT[:20]).mean(axis=0))
@@ -58,7 +58,7 @@ def test_vectors_equal_transformers_hidden_states(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "smollm3", "qwen3-moe"])
-def test_a_model_saved_without_a_head_makes_vectors(
+def test_model_saved_without_a_head_makes_vectors(
     kind: str, cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, tmp_path: Path
 ) -> None:
     from transformers import AutoModel
@@ -77,7 +77,7 @@ def test_a_model_saved_without_a_head_makes_vectors(
     check_vector(result.pooled["mean"], hidden_states(tmp_path, PROMPT[:20]).mean(axis=0))
 
 
-def test_a_step_of_nothing_else(
+def test_step_with_only_pooling_chunks(
     cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
     path = tiny_checkpoint("llama")
@@ -87,24 +87,24 @@ def test_a_step_of_nothing_else(
     result = driver.step({"one": 1, "half": 37})
     state = hidden_states(path, PROMPT[:1])[0]
     check_vector(result.pooled["one"], state / np.linalg.norm(state))
-    state = hidden_states(path, PROMPT)[-1, :16]  # cut first, then of length 1
+    state = hidden_states(path, PROMPT)[-1, :16]  # truncated first, then normalized
     check_vector(result.pooled["half"], state / np.linalg.norm(state))
 
 
-def test_a_vector_that_is_not_finite_fails_its_request_alone(
+def test_vector_that_is_not_finite_fails_alone(
     cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
     runner = step_driver.load_runner(tiny_checkpoint("llama"), cpu_kernels=cpu_kernels)
     driver = step_driver.StepDriver(runner)
     driver.add("broken", PROMPT, pooling=LAST)
     driver.add("whole", PROMPT, pooling=LAST)
-    driver.skip("broken", 10)  # its KV there is what a new pool holds: NaN
+    driver.skip("broken", 10)  # its KV is the content of a new pool: NaN
     result = driver.step({"broken": 27, "whole": 37})
     assert result.errors == {"broken": NOT_FINITE}
     assert list(result.pooled) == ["whole"]
 
 
-def test_pooling_of_rows() -> None:
+def test_pooling_methods() -> None:
     rows = np.array([[3.0, 4.0, 0.0], [1.0, 0.0, 2.0]], dtype=np.float32)
     cls = Pooling(task="embed", method="cls", normalize=False)
     assert pooled_vector(rows, cls).values() == [3, 4, 0]
@@ -114,7 +114,7 @@ def test_pooling_of_rows() -> None:
     assert pooled_vector(rows * np.nan, cls) is None
 
 
-def test_probabilities_of_labels_equal_transformers(
+def test_label_probabilities_equal_transformers(
     cpu_kernels: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType
 ) -> None:
     from transformers import AutoModelForCausalLM

@@ -1,4 +1,4 @@
-"""Checkpoints with random weights are ones that transformers reads, too, and gets the same numbers from."""
+"""transformers reads checkpoints with random weights, and computes equal numbers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def weights(directory: Path) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_config_says_what_the_shape_is_and_transformers_reads_it(shape: str, tmp_path: Path) -> None:
+def test_config_of_a_shape_is_read_by_us_and_by_transformers(shape: str, tmp_path: Path) -> None:
     config = SHAPES[shape]
     write_config(config, tmp_path, eos_token_id=3)
     read = model_config_from(read_json_object(tmp_path / "config.json"), {}, dtype_name="bfloat16")
@@ -65,7 +65,7 @@ def test_a_config_says_what_the_shape_is_and_transformers_reads_it(shape: str, t
 
 @pytest.mark.parametrize("config", (TINY, TINY_QWEN3), ids=("llama", "qwen3"))
 @pytest.mark.parametrize("shard_bytes_max", (5 * 10**9, 50_000), ids=("one file", "shards"))
-def test_greedy_tokens_are_those_of_transformers(
+def test_greedy_tokens_equal_transformers(
     config: ModelConfig,
     shard_bytes_max: int,
     step_driver: ModuleType,
@@ -94,9 +94,7 @@ def test_greedy_tokens_are_those_of_transformers(
     assert len(responses) > 3
 
 
-def test_the_same_seed_gives_the_same_weights_however_they_are_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_seed_gives_equal_weights_for_any_file_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(TINY, tmp_path / "a")
     write(TINY, tmp_path / "other", seed=1)
     monkeypatch.setattr(random_checkpoint, "SHARD_BYTES_MAX", 50_000)
@@ -110,7 +108,7 @@ def test_the_same_seed_gives_the_same_weights_however_they_are_cut(
     assert a["norm.weight"] == [0x3F80] * TINY.hidden_size
 
 
-def test_weights_are_spread_as_said(tmp_path: Path) -> None:
+def test_weights_have_the_documented_deviation(tmp_path: Path) -> None:
     write(TINY, tmp_path)
     (embedding,) = (tensor for tensor in open_checkpoint(tmp_path).tensors() if tensor.name == "embed.weight")
     values = (embedding.read("bfloat16").astype(np.uint32) << 16).view(np.float32)

@@ -1,4 +1,4 @@
-"""Which files are read ahead, and that nobody hears of what cannot be."""
+"""Selection of files to read ahead, and silence about files that cannot be read."""
 
 from __future__ import annotations
 
@@ -28,38 +28,36 @@ def check(directory: Path, files: tuple[str, ...], expected: tuple[str, ...]) ->
     ),
     ids=("one", "several", "one of several", "gguf", "none"),
 )
-def test_the_files_of_a_directory(tmp_path: Path, files: tuple[str, ...], expected: tuple[str, ...]) -> None:
+def test_files_of_a_directory(tmp_path: Path, files: tuple[str, ...], expected: tuple[str, ...]) -> None:
     check(tmp_path, files, expected)
 
 
-def test_a_file(tmp_path: Path) -> None:
+def test_single_file(tmp_path: Path) -> None:
     for name in ("a.gguf", "a.bin"):
         (tmp_path / name).write_bytes(b"")
     assert weight_files(tmp_path / "a.gguf") == [tmp_path / "a.gguf"]
     assert weight_files(tmp_path / "a.bin") == weight_files(tmp_path / "absent") == []
 
 
-def test_it_ends_by_itself(tmp_path: Path) -> None:
+def test_thread_ends_by_itself(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(bytes(3_000_000))
     thread = start_reading_ahead(str(tmp_path))
     assert thread is not None
     thread.join()
 
 
-def test_a_name_that_is_no_path_is_nobodys(tmp_path: Path) -> None:
+def test_name_that_is_no_path_has_no_files(tmp_path: Path) -> None:
     assert start_reading_ahead("org/name") is None
     assert start_reading_ahead(str(tmp_path)) is None
 
 
-def test_more_than_half_of_the_memory_is_left_to_whoever_needs_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_above_half_of_the_memory_are_not_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model.safetensors").write_bytes(bytes(5001))
     monkeypatch.setattr(os, "sysconf", lambda name: 100)
     assert start_reading_ahead(str(tmp_path)) is None
 
 
-def test_a_file_that_has_gone_is_passed_over_in_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_file_is_ignored_silently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.safetensors").write_bytes(bytes(10))
     monkeypatch.setattr(read_ahead, "weight_files", lambda path: [tmp_path / "a.safetensors", tmp_path])
     thread = start_reading_ahead(str(tmp_path))

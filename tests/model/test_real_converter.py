@@ -1,5 +1,8 @@
-"""What llama.cpp's own converter makes of tiny checkpoints is read as they are. TRIOSERVE_LLAMA_CPP names a checkout of
-llama.cpp, and without it all of this is skipped: the converter is not on PyPI, and changes with it."""
+"""Files from llama.cpp's own converter are read like the tiny checkpoints that they come from.
+
+TRIOSERVE_LLAMA_CPP names a checkout of llama.cpp. Without it all tests are skipped: the converter is not on PyPI, and
+changes often.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,8 @@ from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.text.tokenizer import Tokenizer
 
 LLAMA_CPP = os.environ.get("TRIOSERVE_LLAMA_CPP")
-# Without those whose files leave out what the tiny ones set: a window (Mistral, Qwen2, Llama 4's sections), a scale
-# (Gemma 2), that weights of experts are not normed (LFM2).
+# Kinds are left out if their files lack what the tiny checkpoints set: a window (Mistral, Qwen2, sections of Llama 4),
+# a scale (Gemma 2), unnormalized weights of experts (LFM2).
 KINDS = (
     *("llama", "llama-tied", "llama-biased-64", "llama3-rope", "llama-padded", "llama-linear-rope", "llama-wide"),
     *("qwen2", "qwen2-yarn", "qwen3", "gemma", "gemma3n", "phi3", "phi3-part", "olmo2", "olmo3", "smollm3", "granite"),
@@ -29,7 +32,7 @@ KINDS = (
     *("deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "moonlight", "minicpm3"),
     *("lfm2", "granite-hybrid", "falcon-h1", "falcon-h1-unnormed", "qwen3-next", "qwen3.5", "qwen3.5-moe"),
 )
-# What it writes as tokenizer.ggml.pre for real models of a family, by how the kind's name begins; "gpt-2" for others.
+# tokenizer.ggml.pre that the converter writes for real models, by the beginning of the kind's name; "gpt-2" for others
 PRE_TOKENIZERS = {
     "llama-": "llama-bpe", "llama3": "llama-bpe", "llama4": "llama4", "qwen2": "qwen2", "qwen3-": "qwen2",
     "qwen3.5": "qwen35", "phi3": "dbrx", "olmo2": "dbrx", "olmo3": "dbrx", "olmoe": "olmo", "smollm3": "smaug-bpe",
@@ -37,8 +40,8 @@ PRE_TOKENIZERS = {
     "minimax": "minimax-m2", "dots1": "qwen2", "gpt-oss": "gpt-4o", "deepseek-v2": "deepseek-llm",
     "deepseek-v3": "deepseek-v3", "moonlight": "kimi-k2", "lfm2": "lfm2", "falcon-h1": "falcon-h1",
 }  # fmt: skip
-# It does not know the tokenizers of tiny checkpoints, so it is given the name of the real ones. What predicts further
-# tokens is not there.
+# The converter does not know the tokenizers of tiny checkpoints, so it gets the names of the real ones. Layers that
+# predict further tokens are missing.
 CONVERT = """
 import sys
 sys.path[:0] = [sys.argv[1], sys.argv[1] + "/gguf-py"]
@@ -65,7 +68,7 @@ pytestmark = [
 
 
 def as_published(directory: Path, copy: Path) -> None:
-    """With the fields that the makers' own configs have, and transformers leaves out or calls otherwise."""
+    """Return the config with fields that the authors' configs have, and that transformers omits or renames."""
     for file in directory.iterdir():
         (copy / file.name).write_bytes(file.read_bytes())
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
@@ -87,7 +90,7 @@ def logprobs_of(step_driver: ModuleType, path: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_converted_file_says_what_its_directory_says(
+def test_converted_file_equals_its_directory(
     kind: str, tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, tmp_path: Path
 ) -> None:
     as_published(tiny_checkpoint(kind), tmp_path)

@@ -1,4 +1,4 @@
-"""Angles that are looked up are those that are computed."""
+"""Rotary angles from the table equal computed angles."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from trioserve.model.loading.checkpoint import open_checkpoint
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("kind", ("llama", "llama3-rope", "qwen3"))
-def test_a_table_has_the_angles_themselves(
+def test_table_equals_computed_angles(
     kind: str, dtype: torch.dtype, tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever other positions are in the step; in any order, some of them twice; the first and the last one."""
+    """For any positions in a step: in any order, some of them repeated, including the first and the last one."""
     config = msgspec.structs.replace(open_checkpoint(tiny_checkpoint(kind)).config, context_tokens_max=3_001)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     looked_up = RotaryAngles(config.heads.rotary, config, dtype=dtype, device=device)
     monkeypatch.setattr(layers, "ANGLE_TABLE_BYTES_MAX", 2 * 3_001 * config.heads.head_dim * dtype.itemsize - 1)
     computed = RotaryAngles(config.heads.rotary, config, dtype=dtype, device=device)
-    if device.type == "cpu":  # the one is a table and ends with the longest context, the other is none
+    if device.type == "cpu":  # one has a table that ends with the longest context, the other has none
         with pytest.raises(IndexError):
             looked_up.cos_sin(torch.tensor([3_001]))
         computed.cos_sin(torch.tensor([3_001]))
     for positions in ([0], [3_000, 0, 17, 17, 5], torch.randperm(3_001).tolist()):
         there = torch.tensor(positions, device=device)
         for got, wanted in zip(looked_up.cos_sin(there), computed.cos_sin(there), strict=True):
-            # How a cosine is rounded may depend on where in a vector it is computed.
+            # The rounding of a cosine may depend on its place in a vector.
             torch.testing.assert_close(got, wanted, atol=torch.finfo(dtype).eps, rtol=0)
             assert got.shape == (len(positions), 1, config.heads.head_dim)
             assert got.is_contiguous()

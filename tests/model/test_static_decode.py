@@ -1,7 +1,7 @@
-"""Decode steps of fixed shape answer as any other step, whatever rows are padded and whoever joins and leaves.
+"""Decode steps of fixed shape give the results of other steps, for any padding and any arrivals and ends of requests.
 
-On the CPU, with the plain kernels in the part of fused ones: what the device would read and write is the same, only the
-recording is missing; tests/kernels/triton has that.
+Tests run on the CPU, where plain kernels act as fused kernels. Reads and writes are those of a device, and only the
+recording is missing. tests/kernels/triton tests the recording.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SAMPLINGS = (
 
 @pytest.fixture
 def static_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Runners compute with fused kernels; the numbers of chunks of their steps of fixed shape come here."""
+    """Make runners use fused kernels, and collect the number of chunks of each step of fixed shape."""
     monkeypatch.setattr(torch_step_model, "pick_kernels", lambda *_, **__: reference_fused)
     sizes: list[int] = []
     launch = StaticDecode.launch
@@ -67,12 +67,13 @@ def add(driver: Any, count: int) -> list[str]:
 
 
 def conversation(driver: Any) -> dict[str, list[int]]:
-    """Prompts, then decodes of 1 to 9 rows; one is preempted and comes back in other blocks, another leaves its place
-    in the middle, the order of the rows changes."""
+    """Run prompts, then decodes of 1 to 9 rows. One request is preempted and returns in other blocks, another one ends
+    in a middle row, and the order of the rows changes.
+    """
     names = add(driver, 9)
     driver.generate(names[:1], 3)
     driver.generate(names[:2], 2)
-    driver.generate(names, 6)  # beyond a block of four
+    driver.generate(names, 6)  # longer than a block of four tokens
     driver.forget(names[4])
     driver.generate([*names[:4], *names[5:]], 2)
     driver.generate(names, 3)
@@ -81,14 +82,14 @@ def conversation(driver: Any) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("kind", ("llama", "mistral", "qwen2-sliding", "qwen3", "gemma3n"))
-def test_responses_are_those_of_steps_of_any_shape(
+def test_steps_of_fixed_shape_give_the_responses_of_other_steps(
     kind: str,
     tiny_checkpoint: Callable[..., Path],
     step_driver: ModuleType,
     static_sizes: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In float32, where only the order of sums differs; a cache full of NaN."""
+    """In float32, where only the order of sums differs, with a cache full of NaN."""
     path = tiny_checkpoint(kind)
     got = conversation(step_driver.StepDriver(step_driver.load_runner(path, cpu_kernels="torch")))
     assert set(static_sizes) == {1, 2, 4, 8, 9}
@@ -99,7 +100,7 @@ def test_responses_are_those_of_steps_of_any_shape(
     assert got == wanted
 
 
-def test_rows_that_stand_for_nobody_write_nowhere(
+def test_padding_rows_write_only_into_the_spare_block(
     tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, static_sizes: list[int]
 ) -> None:
     runner = step_driver.load_runner(tiny_checkpoint("llama"), cpu_kernels="torch", block_count=40)
@@ -112,7 +113,7 @@ def test_rows_that_stand_for_nobody_write_nowhere(
     for old, new in zip(before, runner.storage.pages, strict=True):
         changed = (old.view(torch.int32) != new.view(torch.int32)).flatten(2).any(-1)
         assert changed[:40].sum() == 5
-        assert changed[40].sum() == 1  # three rows share one slot of the block that nobody owns
+        assert changed[40].sum() == 1  # three padding rows share one slot of the spare block
         assert changed.shape[0] == 41
 
 
@@ -129,7 +130,7 @@ def test_rows_that_stand_for_nobody_write_nowhere(
     ),
     ids=lambda changes: next(iter(changes)),
 )
-def test_rows_that_ask_for_more_than_a_token_are_left_to_other_steps(
+def test_rows_that_need_more_than_a_token_use_other_steps(
     changes: dict[str, Any], tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, static_sizes: list[int]
 ) -> None:
     runner = step_driver.load_runner(tiny_checkpoint("llama"), cpu_kernels="torch")
@@ -144,21 +145,21 @@ def test_rows_that_ask_for_more_than_a_token_are_left_to_other_steps(
     assert static_sizes == [1]
 
 
-def test_prompts_and_drafts_are_left_to_other_steps(
+def test_prompts_and_draft_tokens_use_other_steps(
     tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, static_sizes: list[int]
 ) -> None:
     driver = step_driver.StepDriver(step_driver.load_runner(tiny_checkpoint("llama"), cpu_kernels="torch"))
     driver.add("a", [5, 6, 7])
     driver.add("b", [5, 6, 7])
-    driver.step({"a": 3, "b": 1})  # one row, but nothing is sampled behind it
+    driver.step({"a": 3, "b": 1})  # one row, but it samples nothing
     driver.step({"a": 1, "b": 1})
     driver.step({"a": 1}, {"a": (5,)})
     assert static_sizes == []
-    driver.step({"a": 1, "b": 1})  # the last token of a prompt is a decode as any other
+    driver.step({"a": 1, "b": 1})  # the last token of a prompt counts as a decode
     assert static_sizes == [2]
 
 
-def test_more_rows_and_longer_contexts_than_were_prepared_are_left_to_other_steps(
+def test_more_rows_or_longer_contexts_than_prepared_use_other_steps(
     tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, static_sizes: list[int]
 ) -> None:
     settings = ModelSettings(
@@ -181,14 +182,14 @@ def test_more_rows_and_longer_contexts_than_were_prepared_are_left_to_other_step
     assert static_sizes == []
     for _ in range(3):
         driver.step(dict.fromkeys(names[:2], 1))
-    assert static_sizes == [2, 2, 2]  # contexts of up to 6
+    assert static_sizes == [2, 2, 2]  # contexts up to 6 tokens
     driver.step(dict.fromkeys(names[:2], 1))
     assert static_sizes == [2, 2, 2]
     driver.step({"c": 1})
     assert static_sizes == [2, 2, 2, 1]
 
 
-def test_a_row_whose_numbers_are_not_finite_fails_alone(
+def test_row_with_nan_fails_alone(
     tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, static_sizes: list[int]
 ) -> None:
     def damaged(tensor: StoredTensor) -> StoredTensor:
@@ -221,7 +222,7 @@ def test_a_row_whose_numbers_are_not_finite_fails_alone(
     assert [token is None for token in result.token_ids] == [False, True, False]
 
 
-def test_an_abandoned_step_is_not_begun(
+def test_abandoned_step_is_not_started(
     tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, static_sizes: list[int]
 ) -> None:
     runner = step_driver.load_runner(tiny_checkpoint("llama"), cpu_kernels="torch")
@@ -235,7 +236,7 @@ def test_an_abandoned_step_is_not_begun(
     assert static_sizes == [1]
 
 
-def test_enforce_eager_prepares_no_step(
+def test_enforce_eager_disables_steps_of_fixed_shape(
     tiny_checkpoint: Callable[..., Path], step_driver: ModuleType, static_sizes: list[int]
 ) -> None:
     settings = ModelSettings(device="cpu", cpu_kernels="torch", kv_cache_bytes=2**20, enforce_eager=True)
@@ -249,13 +250,13 @@ def test_enforce_eager_prepares_no_step(
     assert static_sizes == []
 
 
-def test_every_size_is_recorded_the_largest_first_and_replayed(
+def test_every_size_is_recorded_largest_first_and_replayed(
     tiny_checkpoint: Callable[..., Path],
     step_driver: ModuleType,
     static_sizes: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Replaying is computing again here. Recording touches no block but the spare one."""
+    """Here a replay computes again. Recording writes only the spare block."""
     recorded, replayed = [], []
 
     class Recorder:
@@ -302,7 +303,7 @@ def test_warm_up_stays_within_the_limits_and_reads_nothing_unwritten(
     static_sizes: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The cache is full of NaN, so a decode that saw a slot before it was written would fail."""
+    """The cache is full of NaN, so a decode that reads an unwritten slot would fail."""
     settings = ModelSettings(
         device="cpu",
         dtype="float32",
@@ -345,7 +346,7 @@ def test_warm_up_stays_within_the_limits_and_reads_nothing_unwritten(
         (160, (1, 2, 4, *range(8, 129, 8), 144, 160)),
     ),
 )
-def test_sizes_climb_to_the_most_rows(rows_max: int, sizes: tuple[int, ...]) -> None:
+def test_ladder_of_sizes_ends_with_the_largest_row_count(rows_max: int, sizes: tuple[int, ...]) -> None:
     assert row_sizes(rows_max) == sizes
 
 
@@ -362,13 +363,14 @@ def request(seed: int) -> EngineRequest:
 
 
 def chunk(seed: int, start: int, table: list[int]) -> ScheduledChunk:
-    """A decode at position `start`, whose token is 100 + seed."""
+    """Return a decode at position `start`, whose token is 100 + seed."""
     return ScheduledChunk(request(seed), [1] * start + [100 + seed], start, 1, table, True)
 
 
-def test_what_is_sent_is_the_step() -> None:
-    """Fields of the rows, padding, block tables. Requests grow, change places and blocks, and the number of rows
-    changes in between."""
+def test_sent_inputs_equal_the_step() -> None:
+    """Fields of rows, padding and block tables, while requests grow, change rows and blocks, and the number of rows
+    changes.
+    """
     inputs = StaticInputs(
         (2, 4), kept_max=8, width_max=9, block_size=4, vocab_size=320, spare_block=77, device=torch.device("cpu")
     )
@@ -396,12 +398,12 @@ def test_what_is_sent_is_the_step() -> None:
         assert sent.slots[count:].tolist() == [77 * 4] * len(padding)
         parameters = [draw_parameters(each.request.sampling) for each in chunks]
         assert sent.parameters[:count].tolist() == [list(map(float, row)) for row in parameters]
-        assert sent.parameters[count:, 0].tolist() == padding  # greedy: nothing is drawn for nobody
+        assert sent.parameters[count:, 0].tolist() == padding  # greedy, so that nothing is drawn for padding rows
         words = [signed(draw_word(each.request.seed, each.start + 1)) for each in chunks]
         assert sent.words.tolist() == words + padding
 
 
-def test_only_as_much_of_the_block_tables_is_sent_as_the_step_needs() -> None:
+def test_only_the_needed_width_of_block_tables_is_sent() -> None:
     inputs = StaticInputs(
         (2,), kept_max=8, width_max=9, block_size=4, vocab_size=320, spare_block=77, device=torch.device("cpu")
     )
@@ -413,7 +415,7 @@ def test_only_as_much_of_the_block_tables_is_sent_as_the_step_needs() -> None:
     assert inputs.tensors[2].positions.tolist() == [19, 19]
 
 
-def test_every_field_begins_where_kernels_need_no_other_code() -> None:
+def test_every_field_is_aligned_for_the_kernels() -> None:
     inputs = StaticInputs(
         (1, 2, 3, 9), kept_max=9, width_max=5, block_size=4, vocab_size=320, spare_block=77, device=torch.device("cpu")
     )

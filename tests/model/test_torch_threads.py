@@ -1,5 +1,6 @@
-"""torch computes with as many threads as are asked for, also what it computes beside native kernels, which have their
-own."""
+"""torch uses the requested number of threads, also for its work besides native kernels, which have their own
+threads.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +22,19 @@ from trioserve.model.loading.checkpoint import open_checkpoint
 from trioserve.model.runner import DraftSource, ModelRunner
 from trioserve.model.vision_tower import VisionTower
 
-THREADS = [1, 3]  # two of them, since one is what a machine may have unasked
+THREADS = [1, 3]  # two values, because one of them may be the machine's default
 
 
 @pytest.fixture(autouse=True)
 def torch_threads() -> Iterator[None]:
-    """Its number of threads, which is the whole process's, is what it was afterwards."""
+    """Restore torch's thread count, which applies to the whole process, after the test."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("threads", THREADS)
-async def test_images_are_encoded_so(
+async def test_image_encoder_uses_the_requested_threads(
     threads: int,
     cpu_kernels: str,
     tiny_vision: ModuleType,
@@ -62,7 +63,7 @@ async def test_images_are_encoded_so(
 
 @pytest.mark.parametrize("threads", THREADS)
 @pytest.mark.parametrize("kind", ["eagle", "mtp"])
-def test_heads_draft_so(
+def test_drafting_heads_use_the_requested_threads(
     kind: str,
     threads: int,
     cpu_kernels: str,

@@ -1,4 +1,4 @@
-"""A field of a config.json that nobody reads is named in a warning, unless it is known to change nothing."""
+"""A warning names a field of config.json that no code reads, unless the field is known to change nothing."""
 
 from __future__ import annotations
 
@@ -62,16 +62,14 @@ def read(config: dict[str, Any]) -> None:
     ],
     ids=["misspelled", "two", "in a group", "bias", "line break", "many", "beside its successor"],
 )
-def test_a_field_that_nobody_reads_is_named(
-    fields: dict[str, Any], named: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unread_field_is_named(fields: dict[str, Any], named: str, caplog: pytest.LogCaptureFixture) -> None:
     read(LLAMA | fields)
     (message,) = caplog.messages
     assert message.startswith("config.json has ")
     assert re.search(named, message), message
 
 
-def test_of_a_model_that_sees_images_both_parts_are_looked_at(caplog: pytest.LogCaptureFixture) -> None:
+def test_text_and_image_parts_are_both_checked(caplog: pytest.LogCaptureFixture) -> None:
     config = {
         "architectures": ["Gemma3ForConditionalGeneration"],
         "text_config": {**GEMMA, "model_type": "gemma3_text", "layer_tipes": []},
@@ -99,12 +97,12 @@ def test_of_a_model_that_sees_images_both_parts_are_looked_at(caplog: pytest.Log
     ],
     ids=["usual", "SmolLM2", "training", "further layers", "dynamic", "windows off", "Gemma 2"],
 )
-def test_fields_that_change_nothing_are_not_named(config: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_harmless_fields_are_not_named(config: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     read(config)
     assert not caplog.messages
 
 
-def test_a_field_that_changes_what_is_computed_is_refused_and_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_field_that_changes_the_computation_is_refused_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ModelLoadError, match=r"rope_interleaved in config\.json is True"):
         read({**LLAMA, "rope_interleaved": True})
     assert not caplog.messages
@@ -117,7 +115,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["BertModel", "XLMRobertaForSequenceClassification", "ModernBertModel"])
-def test_fields_of_an_encoder(
+def test_unread_fields_of_an_encoder_are_named(
     kind: str, tiny_encoders: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tiny_encoders.write_encoder(tmp_path, kind)
@@ -132,7 +130,7 @@ def test_fields_of_an_encoder(
 
 
 @pytest.mark.parametrize("kind", ["smolvlm", "idefics3"])
-def test_fields_of_the_part_that_sees_images(
+def test_unread_fields_of_the_image_part_are_named(
     kind: str, tiny_vision: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tiny_vision.write_checkpoint(tmp_path, kind)
@@ -145,7 +143,7 @@ def test_fields_of_the_part_that_sees_images(
     assert message.endswith(": layer_norm_epsilon")
 
 
-def test_own_fields_of_an_eagle_head_are_read(
+def test_fields_of_an_eagle_head_are_read(
     tiny_eagle: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     open_eagle(tiny_eagle.write_eagle(tmp_path / "head", norm_before_residual=True))

@@ -1,4 +1,4 @@
-"""In which number format images are encoded."""
+"""Number format of the image encoder."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rows(runner: ModelRunner) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("multiplies", [False, True])
-def test_images_of_a_bfloat16_model_are_encoded_in_what_the_cpu_multiplies(
+def test_image_encoder_of_a_bfloat16_model_uses_a_format_that_the_cpu_multiplies(
     multiplies: bool, cpu_kernels: str, seeing: Path, step_driver: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trioserve.model.device.multiplies_bfloat16", lambda root: multiplies)
@@ -40,7 +40,7 @@ def test_images_of_a_bfloat16_model_are_encoded_in_what_the_cpu_multiplies(
     assert exact.vision.dtype == "float32"
     assert rounded.vision.dtype == ("bfloat16" if multiplies else "float32")
     assert np.array_equal(rows(rounded), rows(exact)) is not multiplies
-    # Streams go on elsewhere by this name, and batch-invariant engines exchange KV.
+    # This text decides if a stream may resume at another engine, and if batch-invariant engines exchange KV.
     assert ("images in float32" in rounded.arithmetic) is not multiplies
     assert "images" not in exact.arithmetic
     for runner in (exact, rounded):

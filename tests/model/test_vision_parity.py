@@ -1,5 +1,8 @@
-"""Images as transformers sees them: the same pixels, prompts, rows, logits and greedy tokens, natively and in torch,
-however a prompt is cut into chunks. Everything is in float32, where only the order of sums differs."""
+"""Pixels, prompts, rows, logits and greedy tokens of images equal those of transformers, natively and in torch, for any
+chunks of a prompt.
+
+Everything is float32, so only the order of sums differs.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ def vision_checkpoint(tiny_vision: ModuleType, tmp_path_factory: pytest.TempPath
 
 
 class Prompted:
-    """A chat with images, by our own rooms."""
+    """A chat with images, prepared by this code."""
 
     def __init__(self, path: Path, messages: list[dict[str, Any]]) -> None:
         checkpoint = open_checkpoint(path)
@@ -82,7 +85,7 @@ class Prompted:
 
 
 class Expected:
-    """What transformers makes of it."""
+    """The chat's results in transformers."""
 
     def __init__(self, path: Path, processor: Any, messages: list[dict[str, Any]], files: list[bytes]) -> None:
         from transformers import AutoModelForImageTextToText
@@ -150,7 +153,7 @@ def test_images_prompts_and_tokens_equal_transformers(
     driver = step_driver.StepDriver(runner)
     prompt = prompted.token_ids
     wanted = expected.logprobs(prompt)
-    # Both cut through tiles, and the second one nearly everywhere.
+    # Both chunk sizes divide tiles, the second one almost everywhere.
     for name, size in (("whole", len(prompt)), ("chunks", 7)):
         driver.add(name, prompt, ALL_LOGPROBS, given=given)
         entries: list[Any] = []
@@ -161,7 +164,7 @@ def test_images_prompts_and_tokens_equal_transformers(
             assert entry.logprob == pytest.approx(float(wanted[row, entry.token_id]), abs=LOGPROB_TOLERANCE)
             for token, logprob in entry.top:
                 assert logprob == pytest.approx(float(wanted[row, token]), abs=LOGPROB_TOLERANCE)
-    # Beside a text whose embeddings are all its own.
+    # in a batch with a text without given embeddings
     driver.add("text", prompt[:20])
     driver.step({"text": 20, "whole": 1, "chunks": 1})
     for _ in range(6):

@@ -1,4 +1,6 @@
-"""A tiny checkpoint that sees images, served whole: decoding, encoding between steps, and the decoder's own kernels."""
+"""A tiny checkpoint that reads images, served by an engine: decoding, encoding between steps, and the decoder's own
+kernels.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ def seeing(tiny_vision: ModuleType, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.mark.parametrize(
     "options", [{}, {"overlap_steps": True}, {"tensor_parallel_size": 2, "threads": 2}], ids=["", "overlap", "ranks"]
 )
-async def test_a_response_is_that_of_transformers(
+async def test_response_equals_transformers(
     options: dict[str, Any], cpu_kernels: str, seeing: Path, tiny_vision: ModuleType
 ) -> None:
     file = tiny_vision.image_file(60, 33)
@@ -59,7 +61,7 @@ async def test_a_response_is_that_of_transformers(
     async with open_engine(
         str(seeing), dtype="float32", cpu_kernels=cpu_kernels, max_num_batched_tokens=64, **options
     ) as engine:
-        for _ in range(2):  # the second one hits, and is not encoded
+        for _ in range(2):  # the second request hits the prefix cache and encodes nothing
             tokens: list[int] = []
             async with engine.generate(chat(file), GREEDY) as stream:
                 async for delta in stream:
@@ -72,7 +74,7 @@ async def test_a_response_is_that_of_transformers(
         assert_all_free(engine)
 
 
-async def test_texts_go_on_while_an_image_is_encoded(seeing: Path, tiny_vision: ModuleType) -> None:
+async def test_texts_continue_while_an_image_is_encoded(seeing: Path, tiny_vision: ModuleType) -> None:
     async with open_engine(str(seeing), dtype="float32", limit_mm_per_prompt={"image": 4}) as engine:
         between = 0
 
@@ -90,7 +92,7 @@ async def test_texts_go_on_while_an_image_is_encoded(seeing: Path, tiny_vision: 
             before = between
             async with engine.generate(chat(*(tiny_vision.image_file(seed=seed) for seed in range(4))), GREEDY):
                 pass
-            # Four images of five tiles, of two layers each, and a step between two pieces at the least.
+            # Four images of five tiles in two layers each, with at least one step between two pieces of work.
             assert between - before > 10
             nursery.cancel_scope.cancel()
         with pytest.raises(InvalidRequest, match="at most 4"):
@@ -98,7 +100,7 @@ async def test_texts_go_on_while_an_image_is_encoded(seeing: Path, tiny_vision: 
                 pass
 
 
-def test_what_is_missing_is_named(tiny_vision: ModuleType, tmp_path: Path, seeing: Path) -> None:
+def test_missing_files_are_named(tiny_vision: ModuleType, tmp_path: Path, seeing: Path) -> None:
     import json
     import shutil
 
@@ -113,7 +115,7 @@ def test_what_is_missing_is_named(tiny_vision: ModuleType, tmp_path: Path, seein
         open_checkpoint(copy)
 
 
-def test_the_files_of_transformers_before_5_say_the_same(seeing: Path, tmp_path: Path) -> None:
+def test_files_of_transformers_before_5_are_equivalent(seeing: Path, tmp_path: Path) -> None:
     import json
     import shutil
 
@@ -131,7 +133,7 @@ def test_the_files_of_transformers_before_5_say_the_same(seeing: Path, tmp_path:
 
 
 @pytest.mark.parametrize("name", ["vision_model.post_layernorm.weight", "connector.modality_projection.proj.weight"])
-def test_a_tensor_that_is_missing_is_named(name: str, seeing: Path, tmp_path: Path) -> None:
+def test_missing_tensor_is_named(name: str, seeing: Path, tmp_path: Path) -> None:
     import shutil
 
     from safetensors.torch import load_file, save_file

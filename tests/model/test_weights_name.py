@@ -1,4 +1,4 @@
-"""The name of weights tells models apart whose shapes are equal, and does not care where the files lie."""
+"""The name of weights distinguishes models of equal shapes, and does not depend on the location of the files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trioserve.model.loading.weights_name import weights_name
 
 
 def changed(directory: Path, tensor: str, copy: Path) -> Path:
-    """A copy of a checkpoint in which one number of one tensor is another."""
+    """A copy of a checkpoint in which one number of one tensor differs."""
     shutil.copytree(directory, copy)
     path = copy / "model.safetensors"
     tensors = {name: np.array(values) for name, values in load_file(path).items()}
@@ -24,7 +24,7 @@ def changed(directory: Path, tensor: str, copy: Path) -> Path:
     return copy
 
 
-def test_a_copy_has_the_same_name_and_a_child_another(tiny_checkpoint, tmp_path):
+def test_copy_has_an_equal_name_and_fine_tuned_model_another(tiny_checkpoint, tmp_path):
     directory = tiny_checkpoint("llama")
     name = weights_name(open_checkpoint(directory))
     assert name.startswith("llama-")
@@ -33,14 +33,14 @@ def test_a_copy_has_the_same_name_and_a_child_another(tiny_checkpoint, tmp_path)
     assert name != weights_name(open_checkpoint(child))
 
 
-def test_quantized_weights_have_a_name_of_their_own(tiny_checkpoint, tiny_gguf):
+def test_quantized_weights_have_another_name(tiny_checkpoint, tiny_gguf):
     plain, quantized = tiny_gguf("llama"), tiny_gguf("llama", quant_type="Q8_0")
     assert weights_name(open_checkpoint(plain)) != weights_name(open_checkpoint(quantized))
     assert weights_name(open_checkpoint(quantized)) == weights_name(open_checkpoint(quantized))
 
 
 @pytest.mark.parametrize("matrix", ("mlp.down_proj", "self_attn.q_proj"))
-def test_a_child_in_which_one_matrix_was_trained_has_another_name(matrix, tiny_checkpoint, tmp_path):
+def test_model_with_one_trained_matrix_has_another_name(matrix, tiny_checkpoint, tmp_path):
     directory = tiny_checkpoint("qwen2-sliding")
     copy = shutil.copytree(directory, tmp_path / "child")
     tensors = {name: np.array(values) for name, values in load_file(copy / "model.safetensors").items()}
@@ -49,9 +49,9 @@ def test_a_child_in_which_one_matrix_was_trained_has_another_name(matrix, tiny_c
     assert weights_name(open_checkpoint(directory)) != weights_name(open_checkpoint(copy))
 
 
-def test_a_sample_comes_from_all_over_a_tensor(tmp_path):
+def test_sample_covers_the_whole_tensor(tmp_path):
     path = tmp_path / "tensor"
-    content = np.arange(512 + 15 * 6_000, dtype="<u4").tobytes()  # so that every piece begins with a whole number
+    content = np.arange(512 + 15 * 6_000, dtype="<u4").tobytes()  # every piece begins with a whole number
     path.write_bytes(b"head" + content)
     sample = read_sample(path, 4, len(content))
     numbers = np.frombuffer(sample, "<u4")
@@ -65,7 +65,7 @@ def test_a_sample_comes_from_all_over_a_tensor(tmp_path):
 @pytest.mark.parametrize(
     "tensor", ["vision_model.encoder.layers.1.mlp.fc1.weight", "connector.modality_projection.proj.weight"]
 )
-def test_what_sees_images_counts_too(tensor, tiny_vision, tmp_path):
+def test_image_encoder_changes_the_name(tensor, tiny_vision, tmp_path):
     directory = tmp_path / "model"
     tiny_vision.write_checkpoint(directory, "smolvlm")
     name = weights_name(open_checkpoint(directory))

@@ -1,4 +1,6 @@
-"""Weights that another process sends by torch.distributed: all of them, or some, and then nobody waits for ever."""
+"""Weights that another process sends through torch.distributed. If it sends only some of them, no task waits for
+ever.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +47,9 @@ if count < len(tensors):
 
 @asynccontextmanager
 async def sender(path: Path, engine: Engine, *, count: int = 1000, seconds_max: float = 20.0) -> AsyncIterator[Any]:
-    """A trainer in a group with the engine, that sends so many of a directory's tensors; and then waits to be told to
-    end, if there are more."""
+    """Run a trainer in a group with the engine, which sends some tensors of a directory. If tensors are left, it waits
+    until it must end.
+    """
     port = free_port()
     command = [sys.executable, "-c", TRAINER, str(path / "model.safetensors"), str(port), str(count)]
     start = functools.partial(trio.run_process, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, check=False)
@@ -62,7 +65,7 @@ async def sender(path: Path, engine: Engine, *, count: int = 1000, seconds_max: 
 
 
 def of(path: Path, **changes: Any) -> BroadcastWeights:
-    """What its trainer sends."""
+    """Return the description of the tensors that the trainer sends."""
     described = described_weights(load_file(path / "model.safetensors")) | changes
     return BroadcastWeights(
         names=tuple(described["names"]),
@@ -71,31 +74,31 @@ def of(path: Path, **changes: Any) -> BroadcastWeights:
     )
 
 
-def told_of(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, *, after: bool) -> trio.Event:
-    """Set when a thread has called this, or is about to."""
-    token, told, function = trio.lowlevel.current_trio_token(), trio.Event(), getattr(owner, name)
+def event_of_call(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, *, after: bool) -> trio.Event:
+    """Return an event that is set when a thread calls this method or is about to call it."""
+    token, called, function = trio.lowlevel.current_trio_token(), trio.Event(), getattr(owner, name)
 
-    def call_and_tell(*arguments: Any, **options: Any) -> Any:
+    def call_and_notify(*arguments: Any, **options: Any) -> Any:
         try:
             if not after:
-                token.run_sync_soon(told.set, idempotent=True)
+                token.run_sync_soon(called.set, idempotent=True)
             return function(*arguments, **options)
         finally:
             if after:
-                token.run_sync_soon(told.set, idempotent=True)
+                token.run_sync_soon(called.set, idempotent=True)
 
-    monkeypatch.setattr(owner, name, call_and_tell)
-    return told
+    monkeypatch.setattr(owner, name, call_and_notify)
+    return called
 
 
 @pytest.fixture
 async def has_begun(monkeypatch: pytest.MonkeyPatch) -> trio.Event:
-    """The first tensor that was sent is there."""
-    return told_of(monkeypatch, ArrivingWeights, "put", after=True)
+    """Return an event that is set when the first tensor has arrived."""
+    return event_of_call(monkeypatch, ArrivingWeights, "put", after=True)
 
 
 @pytest.mark.parametrize(("kind", "kernels"), [("llama", "native"), ("phi3-part", "native"), ("llama-tied", "torch")])
-async def test_what_is_sent_is_computed_with(
+async def test_engine_computes_with_sent_weights(
     kind: str, kernels: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     new = changed(tiny_checkpoint(kind), tmp_path / "new")
@@ -109,7 +112,7 @@ async def test_what_is_sent_is_computed_with(
         assert await said(engine) == await said_when_opened(new, **options)
 
 
-async def test_what_cannot_be_the_models_is_refused_before_it_comes(
+async def test_wrong_description_is_refused_before_anything_is_sent(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     new = changed(tiny_checkpoint("llama"), tmp_path / "new")
@@ -133,13 +136,13 @@ async def test_what_cannot_be_the_models_is_refused_before_it_comes(
                 assert refusal.value.param == param
             assert engine.ready
             assert await said(engine) == before
-            await engine.update_weights(of(new))  # nothing of the trainer's was lost on them
+            await engine.update_weights(of(new))  # the refusals have received nothing from the trainer
         assert await said(engine) == await said_when_opened(new, dtype="float32")
 
 
 @pytest.mark.parametrize("count", [0, 5])
 @pytest.mark.parametrize("way", ["dies", "hangs"])
-async def test_a_trainer_that_stops_does_not_hold_the_engine_up(
+async def test_trainer_that_stops_does_not_block_the_engine(
     way: str, count: int, tiny_checkpoint: Callable[..., Path], tmp_path: Path, has_begun: trio.Event
 ) -> None:
     old = tiny_checkpoint("llama")
@@ -151,7 +154,7 @@ async def test_a_trainer_that_stops_does_not_hold_the_engine_up(
             async def kill_it() -> None:
                 await trainer.stdout.receive_some()
                 if count:
-                    await has_begun.wait()  # what lies in its socket may be lost when it dies
+                    await has_begun.wait()  # data in its socket may be lost when it dies
                 trainer.kill()
 
             if way == "dies":
@@ -167,12 +170,12 @@ async def test_a_trainer_that_stops_does_not_hold_the_engine_up(
             await engine.update_weights(old)
         assert engine.ready
         assert await said(engine) == before
-        async with sender(new, engine):  # a new one of the same name
+        async with sender(new, engine):  # a new trainer with the same group name
             await engine.update_weights(of(new))
         assert await said(engine) == await said_when_opened(new, dtype="float32")
 
 
-async def test_a_caller_who_leaves_halfway_leaves_weights_in_part(
+async def test_cancelled_update_leaves_half_weights(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, has_begun: trio.Event
 ) -> None:
     old = tiny_checkpoint("llama")
@@ -194,13 +197,13 @@ async def test_a_caller_who_leaves_halfway_leaves_weights_in_part(
         assert await said(engine) == before
 
 
-async def test_a_caller_who_leaves_before_anything_comes_has_changed_nothing(
+async def test_update_cancelled_before_the_first_tensor_changes_nothing(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread still waits for that trainer. Another trainer need not, and may take the name."""
+    """A thread still waits for that trainer. Another trainer need not wait, and may use the group name."""
     old = tiny_checkpoint("llama")
     new = changed(old, tmp_path / "new")
-    is_waiting = told_of(monkeypatch, torch.distributed, "broadcast", after=False)
+    is_waiting = event_of_call(monkeypatch, torch.distributed, "broadcast", after=False)
     async with open_engine(str(old), **OPTIONS, dtype="float32") as engine:
         before = await said(engine)
         async with sender(new, engine, count=0, seconds_max=600.0):
@@ -215,13 +218,13 @@ async def test_a_caller_who_leaves_before_anything_comes_has_changed_nothing(
         assert await said(engine) == await said_when_opened(new, dtype="float32")
 
 
-async def test_a_group_whose_trainer_does_not_come_can_be_left(
+async def test_group_without_a_trainer_can_be_left(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And joined again at once, by its name, when the trainer has begun anew."""
+    """Its name can be joined again at once, when the trainer has restarted."""
     new = changed(tiny_checkpoint("llama"), tmp_path / "new")
     is_refused = trio.Event()
-    is_joining = told_of(monkeypatch, TrainerGroup, "__init__", after=False)
+    is_joining = event_of_call(monkeypatch, TrainerGroup, "__init__", after=False)
     async with open_engine(str(tiny_checkpoint("llama")), **OPTIONS, dtype="float32") as engine:
 
         async def join() -> None:
@@ -240,12 +243,12 @@ async def test_a_group_whose_trainer_does_not_come_can_be_left(
             await engine.destroy_weights_update_group()
             async with sender(new, engine):
                 await engine.update_weights(of(new), version="sent")
-                await is_refused.wait()  # what was left ends later, and takes nothing along
+                await is_refused.wait()  # the abandoned attempt ends later, and has no effect
                 await engine.destroy_weights_update_group()
         assert engine.weight_version == "sent"
 
 
-async def test_a_trainer_that_does_not_come_is_not_waited_for_ever(tiny_checkpoint: Callable[..., Path]) -> None:
+async def test_waiting_for_a_missing_trainer_has_a_timeout(tiny_checkpoint: Callable[..., Path]) -> None:
     async with open_engine(str(tiny_checkpoint("llama")), **OPTIONS) as engine:
         group = {"master_address": "127.0.0.1", "master_port": free_port(), "world_size": 2}
         with trio.fail_after(30), pytest.raises(InvalidRequest, match="cannot connect to the others"):

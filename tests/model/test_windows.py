@@ -1,7 +1,7 @@
-"""Blocks that every layer's window has left behind are given back while a request runs: the tokens stay those of
-transformers, in a pool that could not hold the context, and whatever becomes of what was given back.
+"""Blocks that have left every layer's window are freed while a request runs. Tokens equal those of transformers, in a
+pool that could not hold the context.
 
-A block that nobody has is filled with NaN before each step: whoever still reads it has no tokens left to give.
+Free blocks are filled with NaN before each step, so a request that still reads one gets no tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from trioserve.testing.invariants import check_core, check_idle
 from trioserve_kernels import reference_fused, reference_invariant
 from trioserve_kernels.native import NoNativeKernels, load_library
 
-WINDOW = 8  # of every layer of these checkpoints
+WINDOW = 8  # window of every layer in these checkpoints
 BLOCK_SIZE = 4
 VOCAB_SIZE = 320
 GREEDY = SamplingParams(temperature=0.0)
@@ -39,7 +39,7 @@ BFLOAT16_NAN_BITS = 0x7FC0
 
 
 class Served:
-    """A core and a runner. Blocks that nobody has are filled with NaN before each step."""
+    """A core and a runner. Free blocks are filled with NaN before each step."""
 
     def __init__(self, runner: ModelRunner, **settings: Any) -> None:
         self.core = EngineCore(
@@ -103,7 +103,7 @@ class Served:
 def load(
     request: pytest.FixtureRequest, step_driver: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., ModelRunner]:
-    """load(path, block_count=...) -> a runner that computes in one of all the ways there are on a CPU."""
+    """Function load(path, block_count=...) that returns a runner, for each way to compute on a CPU."""
     way = request.param
     if way == "native":
         try:
@@ -127,7 +127,7 @@ def load(
 
 
 def greedy(path: Path, prompt: list[int], count: int) -> list[int]:
-    """What transformers gives."""
+    """Return the greedy tokens of transformers."""
     return _greedy(path, tuple(prompt), count)
 
 
@@ -148,23 +148,23 @@ def make_prompt(length: int, seed: int = 0) -> list[int]:
     return [rng.randrange(VOCAB_SIZE) for _ in range(length)]
 
 
-def test_the_widest_window_of_a_model_whose_layers_all_have_one(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_widest_window_exists_only_if_all_layers_have_windows(tiny_checkpoint: Callable[..., Path]) -> None:
     def window_max(kind: str) -> int | None:
         return open_checkpoint(tiny_checkpoint(kind)).config.window_max
 
     assert window_max("mistral") == WINDOW
-    assert window_max("ministral") is None, "some layers see all"
+    assert window_max("ministral") is None, "some layers have no window"
     assert window_max("llama") is None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("caching", (False, True), ids=("no prefix cache", "prefix cache"))
 @pytest.mark.parametrize("overlap", (False, True), ids=("steps apart", "steps overlap"))
-def test_a_generation_many_times_longer_than_the_window_equals_transformers(
+def test_generation_much_longer_than_the_window_equals_transformers(
     load: Callable[..., ModelRunner], overlap: bool, caching: bool, tiny_checkpoint: Callable[..., Path]
 ) -> None:
     path = tiny_checkpoint("mistral")
-    # 13 blocks are 52 tokens; the two need 61 and 103, and 150 more in the end.
+    # 13 blocks are 52 tokens. The two requests need 61 and 103, and 150 more in the end.
     served = Served(load(path, block_count=13), enable_prefix_caching=caching, overlap_steps=overlap)
     prompts = {"a": make_prompt(61), "b": make_prompt(103, 1)}
     for name, prompt in prompts.items():
@@ -178,7 +178,7 @@ def test_a_generation_many_times_longer_than_the_window_equals_transformers(
 
 
 @pytest.mark.slow
-def test_the_next_turn_of_a_long_chat_is_a_hit_though_its_beginning_is_gone(
+def test_next_turn_of_a_long_chat_hits_the_prefix_cache_without_its_first_blocks(
     load: Callable[..., ModelRunner], tiny_checkpoint: Callable[..., Path]
 ) -> None:
     path = tiny_checkpoint("mistral")
@@ -195,7 +195,7 @@ def test_the_next_turn_of_a_long_chat_is_a_hit_though_its_beginning_is_gone(
 
 
 @pytest.mark.slow
-def test_a_window_above_the_context_is_full_attention_token_for_token_and_block_for_block(
+def test_window_longer_than_the_context_equals_full_attention(
     load: Callable[..., ModelRunner], tiny_checkpoint: Callable[..., Path]
 ) -> None:
     path = tiny_checkpoint("llama")

@@ -1,4 +1,4 @@
-"""torch is an extra: what needs it says so, and how to get it."""
+"""torch is optional: features that need it name it, and the command that installs it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else find_spec(name))
 
 
-def test_a_device_that_is_demanded_needs_torch() -> None:
+def test_required_cuda_device_needs_torch() -> None:
     with pytest.raises(StartupError, match=r"device cuda needs torch.*pip install 'trioserve\[torch\]'"):
         device.pick_device(ModelSettings(device="cuda"))
 
 
-def test_a_gpu_is_left_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_gpu_is_not_used_without_torch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(device, "_has_cuda_driver", lambda: True)
     assert device.pick_device(ModelSettings()) == "cpu"
     assert "trioserve[gpu]" in caplog.text

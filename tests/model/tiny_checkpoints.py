@@ -1,6 +1,9 @@
-"""Tiny random checkpoints in the formats that people have: directories as transformers saves them, and GGUF files as
-llama.cpp's converter writes them. The weights have a fixed seed; biases and norms are random, too, so that a forgotten
-one shows. Each comes with a byte-level tokenizer and a chat template."""
+"""Tiny random checkpoints in real formats: directories as transformers saves them, and GGUF files as llama.cpp's
+converter writes them.
+
+Weights have a fixed seed. Biases and norms are random, too, so that a forgotten one shows up. Each checkpoint has a
+byte-level tokenizer and a chat template.
+"""
 
 from __future__ import annotations
 
@@ -118,9 +121,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}},
     ),
-    # Rows of 256 and 512 are what the K quants need.
+    # K quants need rows of 256 or 512.
     "llama-wide": ("llama", {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}),
-    # Multiples of 16, but not of 32.
+    # multiples of 16, but not of 32
     "llama-padded": (
         "llama",
         {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 3, "num_key_value_heads": 1},
@@ -134,7 +137,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("qwen3", {"head_dim": 32}),
 }
-# One or two of each further family; write_gguf does not know them.
+# one or two kinds of each further family; write_gguf does not support them
 FAMILY_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral": ("ministral", {"head_dim": 32, "sliding_window": 8, "layer_types": _MIXED}),
     "gemma": ("gemma", {"head_dim": 32, "tie_word_embeddings": True}),
@@ -207,7 +210,7 @@ FAMILY_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.75},
         },
     ),
-    # Its context is no longer than it was before scaling; test_parity.py changes that.
+    # The context length is that before scaling. test_parity.py changes it.
     "phi3-longrope": (
         "phi3",
         {"pad_token_id": 0, "original_max_position_embeddings": 512, "rope_parameters": _LONGROPE},
@@ -503,7 +506,7 @@ FAMILY_KINDS |= {
             "attention_multiplier": 0.1,
         },
     ),
-    # As llama.cpp takes them.
+    # llama.cpp's defaults
     "granite-hybrid-unturned-moe": (
         "granitemoehybrid",
         {
@@ -610,10 +613,10 @@ FAMILY_KINDS |= {
             "image_token_index": VOCAB_SIZE - 1,
         },
     ),
-    # As llama.cpp takes it for granted.
+    # assumed by llama.cpp
     "llama4-long": ("llama4_text", {**_LLAMA4, "num_experts_per_tok": 1, "use_qk_norm": True}),
 }
-# transformers computes these as Llamas and names that class; their makers' configs have names of their own.
+# transformers computes these as Llamas and names that class. The authors' configs have their own class names.
 _PUBLISHED_CLASSES = {"exaone": "ExaoneForCausalLM", "internlm3": "InternLM3ForCausalLM"}
 GGUF_QUANT_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 GGUF_QUANT_TYPES += ("Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS")
@@ -631,8 +634,8 @@ def write_checkpoint(
     """Save a checkpoint of one of the kinds, its tokenizer and generation settings with transformers.
 
     Args:
-        layers: how many layers it has, instead of the kind's own number.
-        fields: fields of the config that differ from the kind's. config.json has them as they are here, null, too.
+        layers: number of layers, instead of the kind's own number.
+        fields: fields of the config that differ from the kind's. config.json gets them unchanged, null included.
     """
     import torch
     import transformers
@@ -654,7 +657,7 @@ def write_checkpoint(
             if "norm" in name:
                 parameter.add_(1.0)
             if name.endswith(("gate_up_proj_bias", "sinks")):
-                parameter.mul_(40.0)  # so that some numbers are clamped, and some heads see little
+                parameter.mul_(40.0)  # large enough that some numbers are clamped, and that some heads attend sharply
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0.0, 0.1, generator=generator)
@@ -714,9 +717,9 @@ def _write_tokenizer(directory: Path) -> None:
 
 
 def write_gguf(checkpoint: Path, path: Path, *, quant_type: str = "F32") -> None:
-    """Write the directory `checkpoint` as GGUF: matrices in quant_type, everything else as float32.
+    """Write a checkpoint directory as GGUF: matrices in quant_type, everything else in float32.
 
-    A matrix whose rows don't divide into the type's blocks is stored as Q8_0. As from llama.cpp's converter, Mistral
+    A matrix whose rows are no multiple of the type's block is stored as Q8_0. As in llama.cpp's converter, Mistral
     becomes a llama, q and k of llama are permuted for rotary positions in adjacent pairs, llama3 rope scaling becomes
     the tensor rope_freqs.weight, and sliding windows are lost.
     """
@@ -763,7 +766,7 @@ def write_gguf(checkpoint: Path, path: Path, *, quant_type: str = "F32") -> None
     writer.close()
 
 
-# The metadata that llama.cpp's converter writes beside the usual, by the config's fields.
+# Further metadata that llama.cpp's converter writes, by the config's fields.
 _FAMILY_METADATA: dict[str, str] = {
     "sliding_window": "add_sliding_window",
     "attn_logit_softcapping": "add_attn_logit_softcapping",
@@ -830,10 +833,16 @@ def write_family_gguf(
     has_both_forms: bool = False,
     quant_type: str = "F32",
 ) -> None:
-    """Write the directory `checkpoint`, of a kind of FAMILY_KINDS, as GGUF. Tensors' names are those of the gguf
-    package. expert_type: of experts' matrices, quant_type: of the others. special_tokens: in the place of the last
-    ones. has_latent_halves: what projects latents to keys and values is two tensors, as the converter does it since
-    2025, and not one; has_both_forms: it is there as one, too."""
+    """Write a checkpoint directory of a kind of FAMILY_KINDS as GGUF, with the tensor names of the gguf package.
+
+    Args:
+        expert_type: type of experts' matrices.
+        quant_type: type of other matrices.
+        special_tokens: these replace the last tokens.
+        has_latent_halves: the projections of latents to keys and to values are two tensors, as in the converter since
+            2025.
+        has_both_forms: the joint tensor of both projections is written, too.
+    """
     import gguf
     from safetensors.torch import load_file
 
@@ -880,7 +889,7 @@ def write_family_gguf(
     if "kv_lora_rank" in config:
         head_dim = config["qk_rope_head_dim"]
         _add_latent_metadata(writer, config, has_latent_halves)
-    elif model_type != "phi3":  # of which the converter writes down only what is turned
+    elif model_type != "phi3":  # for phi3 the converter only writes the rotated dimensions
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     rope = config.get("rope_parameters") or {"rope_type": "default", "rope_theta": 10_000.0}
@@ -942,7 +951,7 @@ def _add_hybrid_metadata(writer: Any, config: dict[str, Any]) -> None:
         writer.add_shortconv_l_cache(config["conv_L_cache"])
         writer.add_layer_norm_rms_eps(config["norm_eps"])
         if config["model_type"] == "lfm2":
-            writer.add_feed_forward_length(64)  # of the kind's 96 two thirds
+            writer.add_feed_forward_length(64)  # two thirds of the kind's 96
         else:
             writer.add_leading_dense_block_count(config["num_dense_layers"])
             writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
@@ -962,7 +971,7 @@ def _add_state_space_metadata(writer: Any, config: dict[str, Any], inner_size: i
 
 
 def _add_mamba2_metadata(writer: Any, config: dict[str, Any]) -> None:
-    """As the converter does it: there are no heads of attention, and no MLP."""
+    """Add the converter's metadata: no attention heads, and no MLP."""
     writer.add_feed_forward_length(0)
     writer.add_head_count(0)
     writer.add_layer_norm_rms_eps(config["layer_norm_epsilon"])
@@ -972,7 +981,7 @@ def _add_mamba2_metadata(writer: Any, config: dict[str, Any]) -> None:
 
 
 def _with_multipliers(name: str, values: np.ndarray, config: dict[str, Any]) -> np.ndarray:
-    """As llama.cpp's converter multiplies Falcon-H1's projections."""
+    """Multiply Falcon-H1's projections as llama.cpp's converter does."""
     inner, vectors = config["mamba_d_ssm"], config["mamba_n_groups"] * config["mamba_d_state"]
     read = config["attention_in_multiplier"]
     sizes = (inner, inner, vectors, vectors, config["mamba_n_heads"])
@@ -991,7 +1000,7 @@ def _with_multipliers(name: str, values: np.ndarray, config: dict[str, Any]) -> 
 
 
 def _as_hybrids_are_written(name: str, values: np.ndarray, config: dict[str, Any]) -> list[tuple[str, np.ndarray]]:
-    """As llama.cpp's converter changes names and shapes of layers that keep a state, and of what is shared."""
+    """Change names and shapes as llama.cpp's converter does, for layers that keep a state and for shared experts."""
     if name.endswith("shared_mlp.input_linear.weight"):
         gate, up = np.split(values, 2)
         kind = "shared_expert" if config["num_local_experts"] else ""
@@ -1032,8 +1041,9 @@ def _add_delta_metadata(writer: Any, config: dict[str, Any]) -> None:
 
 
 def _as_deltas_are_written(name: str, values: np.ndarray, config: dict[str, Any]) -> list[tuple[str, np.ndarray]]:
-    """As llama.cpp's converter does it: norms have their 1, Qwen3-Next's joint projection is two, and of Qwen3.5 the
-    heads of values lie in turn."""
+    """Change tensors as llama.cpp's converter does: add 1 to norms, split Qwen3-Next's joint projection, and reorder
+    Qwen3.5's value heads.
+    """
     if "linear_num_value_heads" not in config:
         return [(name, values)]
     groups, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
@@ -1071,7 +1081,7 @@ def _add_streams_metadata(writer: Any, config: dict[str, Any]) -> None:
 
 
 def _with_stacked_streams(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Projections of streams become one tensor, and a scale a weight, as the converter does."""
+    """Stack the projections of streams into one tensor, and rename a scale to a weight, as the converter does."""
     found: dict[str, np.ndarray] = {}
     streams: dict[str, list[np.ndarray]] = {}
     for name, values in sorted(tensors.items()):
@@ -1099,8 +1109,9 @@ def _add_latent_metadata(writer: Any, config: dict[str, Any], has_halves: bool) 
 
 
 def _with_stacked_experts(tensors: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Experts of a layer become one tensor, and what Granite and gpt-oss have in one becomes two, as the converter
-    does."""
+    """Stack a layer's experts into one tensor, and split the joint tensors of Granite and gpt-oss, as the converter
+    does.
+    """
     import torch
 
     found: dict[str, np.ndarray] = {}
@@ -1174,13 +1185,13 @@ def _gguf_name(name: str) -> str:
 
 
 def _permute_for_adjacent_pairs(values: np.ndarray, heads: int) -> np.ndarray:
-    """Rows h * dim + half * dim / 2 + pair become rows h * dim + 2 * pair + half."""
+    """Move rows h * dim + half * dim / 2 + pair to h * dim + 2 * pair + half."""
     rows = np.arange(values.shape[0]).reshape(heads, 2, -1)
     return values[rows.transpose(0, 2, 1).reshape(-1)]
 
 
 def _llama3_frequency_factors(rope: dict[str, Any], head_dim: int) -> np.ndarray:
-    """What each inverse frequency is divided by; the formula is in the Llama 3.1 model code."""
+    """Return the divisors of inverse frequencies, with the formula of the Llama 3.1 model code."""
     factors = []
     for pair in range(head_dim // 2):
         wavelength = 2 * np.pi * rope["rope_theta"] ** (2 * pair / head_dim)
@@ -1207,8 +1218,9 @@ def _add_tensor(writer: Any, name: str, values: np.ndarray, quant_type: str) -> 
     writer.add_tensor(name, stored, raw_dtype=kind)
 
 
-# gguf reads the K quants and the IQ4 ones but cannot write them. These are plain quantizers (nearest value, no search
-# for the best scales) into the layouts of llama.cpp's block_q2_K and so on: 256 values a block, of IQ4_NL 32.
+# The gguf package reads K quants and IQ4 types, but cannot write them. These are plain quantizers (nearest value, no
+# search for the best scales) with the layouts of llama.cpp's block_q2_K and so on: 256 values per block, or 32 for
+# IQ4_NL.
 
 
 def _quantized_k4_k5(values: np.ndarray, bits: int) -> np.ndarray:
@@ -1283,13 +1295,13 @@ def _quantized_k3(values: np.ndarray) -> np.ndarray:
 
 
 def _two_bits(q: np.ndarray) -> np.ndarray:
-    """[blocks, 64]: of 128 numbers each 32nd in one byte."""
+    """Pack 128 numbers of two bits into bytes [blocks, 64], every 32nd number in one byte."""
     quarters = q.reshape(-1, 2, 4, 32) << np.array([0, 2, 4, 6], dtype=np.uint8)[:, None]
     return quarters.sum(axis=2, dtype=np.uint8).reshape(-1, 64)
 
 
 def _quantized_iq4(values: np.ndarray, group_count: int) -> np.ndarray:
-    """group_count: 1 of IQ4_NL, 8 of IQ4_XS."""
+    """Quantize to IQ4_NL (group_count 1) or IQ4_XS (group_count 8)."""
     import gguf.quants
 
     numbers = np.array(gguf.quants.IQ4_NL.kvalues, dtype=np.float32)

@@ -1,5 +1,7 @@
-"""Tiny random encoders, as transformers saves them, each with a WordPiece tokenizer that knows a few words. Biases and
-norms are random, too, so that a forgotten one shows."""
+"""Tiny random encoders as transformers saves them, with a WordPiece tokenizer of a few words.
+
+Biases and norms are random, too, so that a forgotten one shows up.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,12 @@ KINDS = (
 
 
 def write_encoder(directory: Path, kind: str, **changes: Any) -> None:
-    """kind: a class of transformers. changes: of its config."""
+    """Save an encoder.
+
+    Args:
+        kind: class of transformers.
+        changes: fields of the config that differ.
+    """
     import torch
     import transformers
 
@@ -69,7 +76,7 @@ def write_tokenizer(directory: Path) -> None:
         pair="[CLS] $A [SEP] $B:1 [SEP]:1",
         special_tokens=[("[CLS]", vocabulary["[CLS]"]), ("[SEP]", vocabulary["[SEP]"])],
     )
-    backend.enable_truncation(8)  # what a tokenizer was saved with must not cut a server's prompts
+    backend.enable_truncation(8)  # truncation that is saved in a tokenizer must not shorten a server's prompts
     backend.save(str(directory / "tokenizer.json"))
     names = {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]", "unk_token": "[UNK]"}
     (directory / "tokenizer_config.json").write_text(json.dumps(names))

@@ -1,5 +1,7 @@
-"""Tiny checkpoints in the formats of quantized safetensors: AutoAWQ's, GPTQModel's, compressed-tensors' and FP8's.
-Every writer draws codes, scales and zero points, stores them as its format says, and gives the numbers they mean."""
+"""Tiny checkpoints in quantized safetensors formats: AutoAWQ, GPTQModel, compressed-tensors and FP8.
+
+Each writer draws codes, scales and zero points, stores them in its format, and returns the numbers that they encode.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def packed_words(codes: np.ndarray, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
-    """int32 [n, words] of [n, m]: a word's lowest bits are the first number, or the order's first."""
+    """Pack numbers [n, m] into words, int32 [n, words]. The lowest bits hold the first number, or the first one of
+    `order`.
+    """
     count = 32 // bits
     codes = np.pad(codes, ((0, 0), (0, -codes.shape[1] % count))).astype(np.uint64)
     words = np.zeros((codes.shape[0], codes.shape[1] // count), dtype=np.uint64)
@@ -33,7 +37,7 @@ def packed_words(codes: np.ndarray, bits: int, order: tuple[int, ...] | None = N
 def draw(
     random: np.random.Generator, shape: tuple[int, int], bits: int, group: int, dtype: torch.dtype
 ) -> tuple[np.ndarray, torch.Tensor, np.ndarray]:
-    """Codes [outputs, inputs], scales and zero points [outputs, groups]."""
+    """Draw codes [outputs, inputs], and scales and zero points [outputs, groups]."""
     groups = -(-shape[1] // group)
     codes = random.integers(0, 2**bits, shape)
     scales = torch.from_numpy(random.uniform(0.2, 0.6, (shape[0], groups)) / 2**bits).to(dtype)
@@ -224,12 +228,13 @@ VARIANTS: dict[str, tuple[dict[str, Any], Writer, dict[str, Any]]] = {
     ),
     "fbgemm": ({"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["lm_head"]}, fp8, {"scales": "channel"}),
 }
-"""quantization_config, and what writes a matrix with which options."""
+"""Content of quantization_config, and the function that writes a matrix with its options, by variant."""
 
 
 def write_quantized(checkpoint: Path, directory: Path, variant: str) -> dict[str, torch.Tensor]:
-    """The directory `checkpoint` with each layer's projections quantized. Gives all tensors as they are meant, those in
-    float32."""
+    """Write a checkpoint with quantized projections in each layer. Return all tensors as the numbers that they encode,
+    projections in float32.
+    """
     config, write, options = VARIANTS[variant]
     tensors, meant = {}, {}
     random = np.random.default_rng(20_260_101)
@@ -248,7 +253,7 @@ def write_quantized(checkpoint: Path, directory: Path, variant: str) -> dict[str
 
 
 def write_dense(checkpoint: Path, directory: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """The directory `checkpoint` with these tensors."""
+    """Write a checkpoint with given tensors."""
     shutil.copytree(checkpoint, directory, dirs_exist_ok=True)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
@@ -259,7 +264,7 @@ def change_files(
     tensors: Callable[[dict[str, torch.Tensor]], object] | None = None,
     config: Callable[[dict[str, Any]], object] | None = None,
 ) -> None:
-    """config: is given quantization_config."""
+    """Replace tensors and config of a checkpoint. The config gets quantization_config."""
     if tensors is not None:
         found = {name: tensor.clone() for name, tensor in load_file(directory / "model.safetensors").items()}
         tensors(found)

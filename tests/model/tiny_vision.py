@@ -1,6 +1,8 @@
-"""Tiny random checkpoints of models that see images, as transformers saves them, each with a tokenizer, a chat template
-and the files that say how images are prepared; and small images. A tile is 32 pixels in either direction, and 16 rows
-to the model."""
+"""Tiny random checkpoints that read images, as transformers saves them, with tokenizer, chat template and image
+processor, and small images.
+
+A tile is 32 pixels wide and high, and becomes 16 rows of the model.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,12 @@ _EYES: dict[str, Any] = {
 def write_checkpoint(
     directory: Path, kind: str = "smolvlm", *, dtype: str = "float32", longest_edge: int = 64, image_size: int = 32
 ) -> None:
-    """longest_edge: of an image before it is cut. image_size: that the positions are made for, 32 or another one."""
+    """Save a checkpoint.
+
+    Args:
+        longest_edge: longest edge of an image before it is divided into tiles.
+        image_size: image size of the position embeddings, 32 or another one.
+    """
     import torch
     import transformers
 
@@ -78,7 +85,7 @@ def write_checkpoint(
     generator = torch.Generator().manual_seed(20_260_101)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # What sees images is loud, so that a forgotten image shows.
+            # Weights of the image part are large, so that a forgotten image shows up.
             parameter.normal_(0.0, 0.3 if "vision" in name or "connector" in name else 0.1, generator=generator)
             if "norm" in name:
                 parameter.add_(1.0)
@@ -89,7 +96,7 @@ def write_checkpoint(
 
 
 def processor(kind: str = "smolvlm", *, longest_edge: int = 64, splits: bool = True) -> Any:
-    """transformers' own."""
+    """Return transformers' processor."""
     from transformers import PreTrainedTokenizerFast
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
     from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
@@ -106,7 +113,7 @@ def processor(kind: str = "smolvlm", *, longest_edge: int = 64, splits: bool = T
 
 
 def image_file(width: int = 50, height: int = 40, *, seed: int = 0, format: str = "PNG", mode: str = "RGB") -> bytes:
-    """Noise over a slope, so that every tile differs from every other."""
+    """Return noise over a gradient, so that every tile differs from every other."""
     from PIL import Image
 
     rng = np.random.default_rng(seed)
