@@ -1,7 +1,8 @@
-"""File, environment and flags become one frozen Config. Each field is a flag, an environment variable and a file key.
+"""Options of the server. A file, environment variables and flags become one frozen Config.
 
-`max_model_len` is `--max-model-len`, `TRIOSERVE_MAX_MODEL_LEN`, and `max_model_len = 4096` in a TOML file. A flag goes
-before the environment, the environment before the file. In a variable, a list is separated by commas or blanks.
+The field `max_model_len` is the flag `--max-model-len`, the variable `TRIOSERVE_MAX_MODEL_LEN`, and
+`max_model_len = 4096` in a TOML file. A flag overrides a variable, and a variable overrides the file. In a variable,
+the items of a list are separated by commas or blanks.
 """
 
 from __future__ import annotations
@@ -54,23 +55,23 @@ __all__ = [
 
 ENVIRONMENT_PREFIX = "TRIOSERVE_"
 OTHER_VARIABLE = re.compile(r"NATIVE|URL|CLIENTS|QWEN_CODER|KV_KEY_DIRECTORY")
-"""Variables of ours that are no options."""
+"""Variables of trioserve that are not options."""
 
 KUBERNETES_VARIABLE = re.compile(
     r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
 )
 KUBERNETES_ADDRESS = re.compile(r"(tcp|udp|sctp)://.*")
-"""What Kubernetes sets for each service of the namespace. Services may be called trioserve, trioserve-kv and so on."""
+"""Variables that Kubernetes sets for each service of a namespace. A service may be called trioserve or trioserve-kv."""
 
-RANKS_MAX = 64  # no model here has more key and value heads than that to be dealt out
-ROUTER_PROCESSES_MAX = 64  # as many as there may be routers before the same endpoints: see PEERS_MAX
+RANKS_MAX = 64  # no supported model has more key and value heads to distribute
+ROUTER_PROCESSES_MAX = 64  # same as PEERS_MAX, the limit of routers before the same endpoints
 
 TOKEN_COUNTS = frozenset({"max_model_len", "max_num_batched_tokens"})
-"""Numbers of tokens that may be long, and so may end in k or K."""
+"""Options with large numbers of tokens, which may end in k or K."""
 
 
 def _about(description: str, unit: str | None = None, **bounds: float) -> Meta:
-    # mypy knows no Meta whose bounds come together; Meta checks them itself
+    # mypy does not accept Meta with bounds from a dict. Meta checks them itself.
     return Meta(title=unit, description=description, **bounds)  # type: ignore[call-overload, no-any-return]
 
 
@@ -78,488 +79,485 @@ Seconds = Annotated[float, Meta(gt=0)] | None
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What every server has, whatever it serves. Names and meanings are vLLM's where vLLM has them."""
+    """Options of every server. Names and meanings are those of vLLM where vLLM has the option."""
 
     # fmt: off
     host: Annotated[str, _about("address to listen at", "ADDRESS")] = "127.0.0.1"
     port: Annotated[int, _about("TCP port; 0 takes a free one", "PORT", ge=0, le=65535)] = 8000
     uds: Annotated[str | None, _about(
-        "path of a Unix domain socket to listen at instead of --host and --port, by the native front end; default: "
-        "none", "PATH")] = None
+        "path of a Unix domain socket to listen at, instead of --host and --port; native front end only; default: none",
+        "PATH")] = None
     root_path: Annotated[str, _about(
-        "what stands before the paths of requests where a proxy in front does not take it off, such as /llm; default: "
-        "nothing", "PATH",
-        )] = ""
+        "path prefix of requests, such as /llm, if a proxy in front does not remove it; default: no prefix",
+        "PATH")] = ""
     api_key: Annotated[tuple[str, ...], _about(
         "keys that clients must send as 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'; default: none", "KEY")] = ()
     admin_api_key: Annotated[str | None, _about(
-        "key that sees and aborts the requests of all keys, and whose priority, tenant and cache_salt count as they "
-        "are sent; default: none", "KEY")] = None
+        "API key of the administrator: it may see and abort the requests of all keys, and its priority, tenant and "
+        "cache_salt are accepted as sent; default: none", "KEY")] = None
     gateway_api_key: Annotated[tuple[str, ...], _about(
-        "keys like those of --api-key, of gateways that are trusted to say for whom they ask: their --tenant-header "
-        "and priority count, and each of their tenants has cached prompts of its own; default: none", "KEY")] = ()
+        "API keys of trusted gateways: the server accepts their --tenant-header and priority, and each of their "
+        "tenants has its own cached prompts; default: none", "KEY")] = ()
     priority_min: Annotated[Annotated[int, Meta(ge=PRIORITY_MIN, le=PRIORITY_MAX)] | None, _about(
-        "best priority (a lower number is sooner) that a request may ask for; a better one is refused with 400, but "
-        "for admin and gateway keys; default: 0 with API keys, without them no limit", "N")] = None
+        "lowest priority number that a request may ask for (a lower number runs sooner); a lower number is refused "
+        "with 400, except for admin and gateway keys; default: 0 with API keys, no limit without", "N")] = None
     share_prefix_cache: Annotated[bool, _about(
-        "let requests of all API keys hit the same cached prompts: a common system prompt is computed once, and a key "
-        "can find out, by cached_tokens and by time, whether another key has sent a text that it guesses")] = False
+        "let requests of all API keys share cached prompts: a common system prompt is computed once, but a key can "
+        "find out, from cached_tokens or response times, whether another key has sent a text that it guesses")] = False
     metrics_need_key: Annotated[bool, _about(
-        "close /metrics, which counts what all callers do, to all but the admin's API key")] = False
+        "show /metrics, which counts the requests of all callers, only to the admin's API key")] = False
     load_needs_key: Annotated[bool, _about(
-        "close /load to callers without an API key; a router before this server then needs --endpoint-api-key")] = False
+        "refuse /load without an API key; a router before this server then needs --endpoint-api-key")] = False
     ssl_certfile: Annotated[str | None, _about(
-        "certificate chain in PEM; turns TLS on; default: no TLS", "FILE")] = None
+        "file with the certificate chain in PEM; turns TLS on; default: no TLS", "FILE")] = None
     ssl_keyfile: Annotated[str | None, _about(
-        "its key in PEM; default: in the same file", "FILE")] = None
+        "file with the certificate's key in PEM; default: the key is in --ssl-certfile", "FILE")] = None
     ssl_ca_certs: Annotated[str | None, _about(
-        "CA certificates in PEM that have signed those of clients; default: none", "FILE")] = None
+        "file with CA certificates in PEM that sign client certificates; default: none", "FILE")] = None
     ssl_client_certs: Annotated[Literal["none", "optional", "required"], _about(
-        "whether clients have to show a certificate, or may; needs --ssl-ca-certs")] = "none"
+        "whether clients must (required) or may (optional) show a certificate; needs --ssl-ca-certs")] = "none"
     cors_origin: Annotated[tuple[str, ...], _about(
-        "web pages that browsers may let use the API, such as https://chat.example.org, or *; default: none",
-        "ORIGIN")] = ()
+        "origins of web pages that may call the API from browsers, such as https://chat.example.org, or * for all; "
+        "default: none", "ORIGIN")] = ()
     allowed_host: Annotated[tuple[str, ...], _about(
-        "names by which clients may call this server in the Host header, besides addresses, localhost and --host; "
-        "*.example.org means all names below it, and * every name; with API keys any name will do; default: none",
-        "NAME")] = ()
+        "names that clients may send in the Host header, besides IP addresses, localhost and --host; *.example.org "
+        "allows all names below it, and * every name; with API keys every name is allowed; default: none", "NAME")] = ()
     allow_operator_without_key: Annotated[bool, _about(
-        "let everybody who reaches this server operate it, where it has no API keys and listens at an address that "
-        "other machines reach: pause, sleep, weights, adapters, endpoints, the list of requests, debugging")] = False
+        "let every client use the operator's endpoints (pause, sleep, weights, adapters, endpoints, list of requests, "
+        "debugging) although the server has no API keys and listens at an address that other machines reach")] = False
     max_connections: Annotated[int, _about(
-        "client connections at a time; the next one takes the place of an idle one, or waits; at most what the limit "
-        "of open files allows. Where keys are set, a quarter is kept for connections on which a key was shown", "N",
-        ge=1, le=1000000)] = FrontendLimits().connections_max
+        "client connections at a time; a further connection replaces an idle one, or waits; the limit of open files "
+        "may lower this number. With API keys, a quarter is reserved for connections that have shown a key",
+        "N", ge=1, le=1000000)] = FrontendLimits().connections_max
     max_connections_per_address: Annotated[Annotated[int, Meta(ge=1, le=1000000)] | None, _about(
-        "of these, connections from one address (IPv6: one /64) on which no API key was shown; Unix sockets have no "
-        "such bound; default: all but one in 64", "N")] = None
+        "of these, connections from one address (IPv6: one /64) that have shown no API key; does not apply to Unix "
+        "sockets; default: all but one in 64", "N")] = None
     max_body_bytes: Annotated[int, _about(
-        "size of a request's body; a larger one is refused with 413", "BYTES", ge=1024, le=2**31 - 1,
-        )] = FrontendLimits().body_bytes_max
+        "largest size of a request's body; a larger one is refused with 413",
+        "BYTES", ge=1024, le=2**31 - 1)] = FrontendLimits().body_bytes_max
     body_timeout: Annotated[Seconds, _about(
-        "seconds in which a request's whole body must arrive, or the request is refused with 408; default: 600, or the "
-        "time that --max-body-bytes take at half a Mbit/s if that is longer", "SECONDS")] = None
+        "seconds in which a request's whole body must arrive, otherwise the request is refused with 408; default: 600, "
+        "or the time for --max-body-bytes at half a Mbit/s if that is longer", "SECONDS")] = None
     max_response_bytes: Annotated[int, _about(
-        "size of a whole response, estimated from its request: choices x tokens x (log probabilities + 1), what it "
-        "repeats of its prompts, vectors x dimensions; a larger one is refused with 400. A stream has no such bound, "
-        "since it leaves piece by piece", "BYTES", ge=1024, le=2**31 - 1,
-        )] = RESPONSE_BYTES_MAX
+        "largest size of a whole (not streamed) response, estimated from its request: choices x tokens x (log "
+        "probabilities + 1), repeated prompts, vectors x dimensions; a larger one is refused with 400. Streams have no "
+        "such limit, because they are sent piece by piece", "BYTES", ge=1024, le=2**31 - 1)] = RESPONSE_BYTES_MAX
     max_responses_bytes: Annotated[int, _about(
-        "what the whole responses of all clients may hold together, counted as they grow; a response that does not "
-        "fit is refused with 429. Responses below 64 KiB are not counted", "BYTES", ge=1024, le=2**40,
-        )] = RESPONSES_BYTES_MAX
+        "memory for the whole (not streamed) responses of all clients, counted as they grow; a response that does not "
+        "fit is refused with 429. Responses below 64 KiB are not counted",
+        "BYTES", ge=1024, le=2**40)] = RESPONSES_BYTES_MAX
     stall_timeout: Annotated[float, _about(
-        "seconds after which a client that takes nothing of its response is cancelled", "SECONDS", gt=0, le=86400,
-        )] = FrontendLimits().stall_seconds_max
+        "seconds after which a client that reads nothing of its response is cancelled",
+        "SECONDS", gt=0, le=86400)] = FrontendLimits().stall_seconds_max
     keep_alive_timeout: Annotated[float, _about(
-        "seconds after which a connection without a request under way is closed; longer than proxies in front keep "
-        "theirs", "SECONDS", gt=0, le=86400)] = FrontendLimits().idle_seconds_max
+        "seconds after which a connection without a running request is closed; set it longer than the timeout of "
+        "proxies in front", "SECONDS", gt=0, le=86400)] = FrontendLimits().idle_seconds_max
     keep_alive_comments: Annotated[float, _about(
         "seconds of silence after which a stream gets a comment, which clients skip, so that proxies keep its "
-        "connection; a request that waits longer in the queue gets its status 200 then, and an error comes as an event",
-        "SECONDS", ge=1, le=86400)] = KEEP_ALIVE_SECONDS
+        "connection open; a request that waits longer in the queue gets status 200 at that time, and a later error is "
+        "sent as an event", "SECONDS", ge=1, le=86400)] = KEEP_ALIVE_SECONDS
     keep_alive_json: Annotated[bool, _about(
-        "whole JSON responses are no longer silent than streams: after --keep-alive-comments seconds a request gets "
-        "its status 200 and white space, which JSON parsers skip, and an error comes as the body. With a router, set "
-        "it there and not at its endpoints",
-        )] = False
+        "keep connections of whole (not streamed) JSON responses open, too: after --keep-alive-comments seconds the "
+        "client gets status 200 and white space, which JSON parsers skip, and a later error is sent as the body. With "
+        "a router, set this at the router and not at its endpoints")] = False
     ping_interval: Annotated[float, _about(
-        "seconds of silence after which an HTTP/2 client with running streams is asked whether it still reads (PING)",
-        "SECONDS", gt=0, le=86400)] = FrontendLimits().ping_seconds
+        "seconds of silence after which an HTTP/2 client with running streams gets a PING, to see whether it still "
+        "reads", "SECONDS", gt=0, le=86400)] = FrontendLimits().ping_seconds
     ping_timeout: Annotated[float, _about(
-        "seconds after which an HTTP/2 client that does not answer a PING loses its streams: some clients, httpx among "
-        "them, leave a stream without a word; 86400 to let such streams run", "SECONDS", gt=0, le=86400,
-        )] = FrontendLimits().ping_answer_seconds_max
+        "seconds after which an HTTP/2 client that does not answer a PING loses its streams; this detects clients, "
+        "such as httpx, that leave a stream without notice; 86400 lets such streams run",
+        "SECONDS", gt=0, le=86400)] = FrontendLimits().ping_answer_seconds_max
     vanished_timeout: Annotated[float, _about(
-        "seconds after which a client whose machine or network vanished without a word is noticed, by TCP's keepalive; "
-        "its requests end then", "SECONDS", ge=6, le=86400)] = FrontendLimits().vanished_seconds_max
+        "seconds after which TCP keepalive detects that a client's machine or network is gone; the client's requests "
+        "end then", "SECONDS", ge=6, le=86400)] = FrontendLimits().vanished_seconds_max
     require_model: Annotated[bool, _about(
-        "a request that names no model is refused with 400, as OpenAI's API does; otherwise it gets the first one",
+        "refuse a request that names no model with 400, as OpenAI's API does; otherwise it gets the first model",
         )] = False
     tenant_header: Annotated[str, _about(
-        "header that tells tenants apart; they share the queue fairly. With API keys each key is a tenant, and the "
-        "header counts only from gateway and admin keys; without keys it counts from everybody, who may choose it",
-        "NAME",
-        )] = "x-tenant-id"
+        "header that names the tenant of a request; tenants share the queue fairly. With API keys, each key is a "
+        "tenant, and the header is accepted only from gateway and admin keys; without keys it is accepted from every "
+        "client", "NAME")] = "x-tenant-id"
     max_queued_requests: Annotated[int, _about(
-        "requests that may wait for one model; more are refused with 429", "N", ge=0)] = 256
-    max_queued_tokens: Annotated[int, _about(
-        "tokens of prompt that may wait for one model", "TOKENS", ge=1)] = 1_000_000
+        "requests that may wait for one model; further requests are refused with 429", "N", ge=0)] = 256
+    max_queued_tokens: Annotated[int, _about("prompt tokens that may wait for one model", "TOKENS", ge=1)] = 1_000_000
     max_queue_wait: Annotated[float, _about(
-        "seconds that any request may wait in the queue", "SECONDS", gt=0, le=86400)] = 300.0
+        "longest time that any request may wait in the queue, in seconds", "SECONDS", gt=0, le=86400)] = 300.0
     queue_timeout: Annotated[Seconds, _about(
-        "seconds a request may wait to begin, if it says nothing else; default: no limit", "SECONDS")] = None
+        "seconds that a request may wait before it runs, unless the request sets its own timeout; default: no limit",
+        "SECONDS")] = None
     ttft_timeout: Annotated[Seconds, _about(
-        "the same until its first token, in seconds; default: no limit", "SECONDS")] = None
+        "seconds until the first token of a request, unless the request sets its own timeout; default: no limit",
+        "SECONDS")] = None
     request_timeout: Annotated[Seconds, _about(
-        "the same until its response is complete, in seconds; default: no limit", "SECONDS")] = None
+        "seconds until the response of a request is complete, unless the request sets its own timeout; default: no "
+        "limit", "SECONDS")] = None
     max_queue_timeout: Annotated[Seconds, _about(
-        "seconds that any request may ask for as its queue timeout; default: no limit", "SECONDS")] = None
+        "highest queue timeout that a request may set, in seconds; default: no limit", "SECONDS")] = None
     max_ttft_timeout: Annotated[Seconds, _about(
-        "the same for the time to its first token, in seconds; default: no limit", "SECONDS")] = None
+        "highest timeout for the first token that a request may set, in seconds; default: no limit", "SECONDS")] = None
     max_request_timeout: Annotated[Seconds, _about(
-        "the same for the whole request, in seconds; default: no limit", "SECONDS")] = None
-    ui: Annotated[bool, _about(
-        "show what the server does on a page at /, for browsers; what it tells is behind the API keys, if there are "
-        "any")] = True
+        "highest timeout for the whole response that a request may set, in seconds; default: no limit",
+        "SECONDS")] = None
+    ui: Annotated[bool, _about("serve a status page for browsers at /; with API keys, its data needs a key")] = True
     drain_timeout: Annotated[float, _about(
         "seconds that running requests get after Ctrl-C or SIGTERM", "SECONDS", ge=0, le=86400)] = 30.0
     drain_delay: Annotated[float, _about(
-        "seconds in which the server at least still answers after SIGTERM, while /ready and new requests get 503, so "
-        "that load balancers see it; it does so until the last request has ended in any case, and never longer than "
-        "--drain-timeout; Ctrl-C has no such delay", "SECONDS", ge=0, le=86400)] = 2.0
+        "shortest time in seconds that the server still answers after SIGTERM, with 503 for /ready and new requests, "
+        "so that load balancers notice; the server always answers until the last request has ended, and never longer "
+        "than --drain-timeout; Ctrl-C has no such delay", "SECONDS", ge=0, le=86400)] = 2.0
     log_level: Annotated[Literal["debug", "info", "warning", "error"], _about(
-        "the least that is logged, to stderr")] = "info"
+        "lowest level of messages that are logged to stderr")] = "info"
     log_format: Annotated[Literal["text", "json"], _about(
-        "what a line of the log looks like; json has request, tenant and trace as fields")] = "text"
+        "format of log lines; json has the fields request, tenant and trace")] = "text"
     access_log: Annotated[bool, _about(
-        "log a line for each request, with its status, tokens, seconds and how it ended; what is polled, such as "
-        "/health and /metrics, only at --log-level debug")] = True
+        "log a line for each request, with status, tokens, seconds and the way it ended; frequent polls, such as "
+        "/health and /metrics, are logged only at --log-level debug")] = True
     otlp_endpoint: Annotated[str | None, _about(
         "OpenTelemetry collector that gets a trace of each request, by OTLP over HTTP, such as http://127.0.0.1:4318; "
-        "needs the extra otel; default: what OTEL_EXPORTER_OTLP_ENDPOINT says, or no traces", "URL")] = None
+        "needs the extra otel; default: OTEL_EXPORTER_OTLP_ENDPOINT, or no traces", "URL")] = None
     trace_sample: Annotated[Annotated[float, Meta(ge=0, le=1)] | None, _about(
-        "share of the requests that are traced, of those whose client does not say; default: what "
-        "OTEL_TRACES_SAMPLER says, or all", "SHARE")] = None
+        "share of requests that are traced, if the client does not decide it; default: OTEL_TRACES_SAMPLER, or all",
+        "SHARE")] = None
     # fmt: on
 
 
 class RouteConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A router: a server without an engine."""
+    """Options of a router: a server without an engine."""
 
     # fmt: off
     endpoint: Annotated[tuple[str, ...], _about(
         "servers to route to, such as http://10.0.0.7:8000 or name=http://10.0.0.7:8000; default: none", "URL")] = ()
     prefill_endpoint: Annotated[tuple[str, ...], _about(
-        "the same, for servers that compute prompts and give their KV to a decode endpoint; default: those of the "
-        "others that say so", "URL")] = ()
+        "servers that compute prompts and pass the KV on to a decode endpoint; default: the other endpoints that "
+        "report this role", "URL")] = ()
     decode_endpoint: Annotated[tuple[str, ...], _about(
-        "the same, for servers that take the KV of a prompt and make the response; default: those of the others that "
-        "say so", "URL")] = ()
+        "servers that receive the KV of a prompt and generate the response; default: the other endpoints that report "
+        "this role", "URL")] = ()
     split_min_tokens: Annotated[int, _about(
-        "tokens of prompt, as estimated from its length, from which on a request goes to a prefill endpoint and then "
-        "to a decode endpoint, if there are two", "TOKENS", ge=1)] = DISAGGREGATED_PROMPT_TOKENS_MIN
+        "length of a prompt in tokens, estimated from its text, from which on a request goes to a prefill endpoint and "
+        "then to a decode endpoint, if there are both", "TOKENS", ge=1)] = DISAGGREGATED_PROMPT_TOKENS_MIN
     endpoints_file: Annotated[str | None, _about(
-        "TOML or JSON file with a list 'endpoints'; watched, so that it may change; default: none", "FILE")] = None
+        "TOML or JSON file with a list 'endpoints'; the router watches it for changes; default: none", "FILE")] = None
     endpoints_dns: Annotated[str | None, _about(
-        "every address of a name, such as llm.example.org:8000; or a service, such as _http._tcp.llm.example.org; "
-        "default: none", "NAME")] = None
+        "name whose addresses are endpoints, such as llm.example.org:8000, or a service, such as "
+        "_http._tcp.llm.example.org; default: none", "NAME")] = None
     endpoints_kubernetes: Annotated[str | None, _about(
-        "the ready endpoints of a service, as [NAMESPACE/]SERVICE[:PORT]; default: none", "SERVICE")] = None
+        "Kubernetes service whose ready endpoints are used, as [NAMESPACE/]SERVICE[:PORT]; default: none",
+        "SERVICE")] = None
     endpoints_ray: Annotated[str | None, _about(
-        "the engines of a group that `trioserve ray up` had placed by Ray; needs the extra ray; default: none", "GROUP",
-        )] = None
+        "group of engines that `trioserve ray up` has started; needs the extra ray; default: none", "GROUP")] = None
     ray_address: Annotated[str | None, _about(
-        "Ray cluster that --endpoints-ray asks, and where --distributed-executor-backend ray places ranks, such as "
-        "10.0.0.7:6379, or ray://10.0.0.7:10001 from outside of it; default: what RAY_ADDRESS says, or the one that "
-        "this machine belongs to", "ADDRESS")] = None
+        "Ray cluster for --endpoints-ray and for the ranks of --distributed-executor-backend ray, such as "
+        "10.0.0.7:6379, or ray://10.0.0.7:10001 from outside of the cluster; default: RAY_ADDRESS, or the cluster of "
+        "this machine", "ADDRESS")] = None
     endpoint_api_key: Annotated[str | None, _about(
-        "key that is sent to them; default: what the client sends, if this server wants none", "KEY")] = None
+        "API key that the router sends to endpoints; default: the client's key, if this server has no API keys",
+        "KEY")] = None
     endpoint_ca_certs: Annotated[str | None, _about(
-        "CA certificates in PEM for https endpoints; default: the system's", "FILE")] = None
+        "file with CA certificates in PEM for https endpoints; default: the system's", "FILE")] = None
     model_alias: Annotated[tuple[str, ...], _about(
         "names for models, such as gpt-4=smollm2; default: none", "NAME=MODEL")] = ()
     policy: Annotated[str, _about(
-        "who gets a request: round_robin, least_loaded, power_of_two, session, prefix_aware, kv_aware, or one that is "
-        "installed", "NAME")] = "least_loaded"
+        "how an endpoint is chosen: round_robin, least_loaded, power_of_two, session, prefix_aware, kv_aware, or an "
+        "installed policy", "NAME")] = "least_loaded"
     tokenizer: Annotated[str | None, _about(
-        "the endpoints' model, as in their --model, whose tokenizer --policy kv_aware needs; default: "
-        "of serve its own",
-        "MODEL")] = None
+        "the endpoints' model, as in their --model; --policy kv_aware needs its tokenizer; default: none, or the "
+        "served model", "MODEL")] = None
     control_tokens_in_text: Annotated[Literal["keep-as-text", "parse"], _about(
-        "what becomes of control tokens, such as <|im_start|>, that the texts of a chat spell out: keep-as-text keeps "
-        "them ordinary text, parse makes them control tokens, so that a text can end its message; prompts that are no "
-        "chats are always parsed")] = "keep-as-text"
+        "how control tokens, such as <|im_start|>, are read in the texts of a chat: keep-as-text keeps them as "
+        "ordinary text, parse makes them control tokens, so that a text can end its message; prompts outside of chats "
+        "are always parsed")] = "keep-as-text"
     session_header: Annotated[str, _about(
         "header that names a conversation, for --policy session", "NAME")] = "x-session-id"
-    endpoint_max_requests: Annotated[int, _about(
-        "sequences that one endpoint gets at a time", "N", ge=1)] = 64
+    endpoint_max_requests: Annotated[int, _about("sequences that one endpoint gets at a time", "N", ge=1)] = 64
     max_request_sequences: Annotated[int, _about(
-        "responses that one request may ask for, its n times its prompts, where requests are routed", "N", ge=1)] = 256
+        "responses that one request may ask for (n times its prompts), if requests are routed", "N", ge=1)] = 256
     endpoint_max_waiting: Annotated[int, _about(
-        "sequences that may wait inside of one endpoint, as it reports", "N", ge=0)] = 4
+        "sequences that may wait inside of one endpoint, as the endpoint reports them", "N", ge=0)] = 4
     lease_until: Annotated[Literal["first_token", "end"], _about(
-        "until when a request counts at its endpoint")] = "end"
+        "until when a request counts as load of its endpoint")] = "end"
     max_continuation_bytes: Annotated[int, _about(
-        "what is kept of one stream, so that it can go on at another endpoint when its own stops, about 8 for each "
-        "token; a stream with more cannot; 0: none can", "BYTES", ge=0, le=2**30)] = CONTINUATION_BYTES_MAX
+        "memory that one stream may use so that it can be resumed at another endpoint, about 8 bytes per token; a "
+        "longer stream cannot be resumed; 0: no stream can", "BYTES", ge=0, le=2**30)] = CONTINUATION_BYTES_MAX
     router_peers: Annotated[tuple[str, ...], _about(
-        "the routers before the same endpoints, each as NAME=URL or URL, all of them in file:FILE, or dns:NAME:PORT; "
-        "this one may be among them; they share the endpoints' limits, and a client whose router dies goes on at "
-        "another; default: none", "ROUTER")] = ()
+        "routers before the same endpoints, each as NAME=URL or URL, or all of them as file:FILE or dns:NAME:PORT; "
+        "this router may be listed, too. They share the endpoints' limits, and a client whose router dies can resume "
+        "at another one; default: none", "ROUTER")] = ()
     router_name: Annotated[str | None, _about(
-        "this router's name among them; default: that under which it finds itself there", "NAME")] = None
+        "name of this router among --router-peers; default: the name under which it finds itself there", "NAME")] = None
     router_processes: Annotated[int, _about(
-        "processes of route that share the port, each for a core: connections are spread over them, and limits of the "
-        "queue count in each; on Linux, for TCP, without --router-peers", "N", ge=1, le=ROUTER_PROCESSES_MAX)] = 1
+        "processes of route that share the port, one per core: connections are spread over them, and queue limits "
+        "apply to each; only on Linux, for TCP, without --router-peers", "N", ge=1, le=ROUTER_PROCESSES_MAX)] = 1
     health_interval: Annotated[float, _about(
         "seconds between two health checks of an endpoint", "SECONDS", gt=0, le=3600)] = 2.0
     continuations_per_second: Annotated[float, _about(
-        "streams that go on at another endpoint in a second, when theirs stops; the others wait", "N", gt=0, le=1e6,
-        )] = 100.0
+        "streams per second that are resumed at another endpoint after theirs has stopped; further streams wait",
+        "N", gt=0, le=1e6)] = 100.0
     retry_share: Annotated[float, _about(
-        "requests that an endpoint answered with an error, or for which it had no room, and that are tried at another "
-        "one, as a share of all requests; requests whose endpoint was lost are not counted", "SHARE", ge=0, le=1)] = 0.2
+        "share of all requests that may be retried at another endpoint because theirs answered with an error or was "
+        "full; requests whose endpoint was lost are not counted", "SHARE", ge=0, le=1)] = 0.2
     retries_per_second: Annotated[float, _about(
-        "so many such requests a second may be tried again whatever the share is, and ten times as many in a burst",
+        "retries per second that are allowed in addition to --retry-share, and ten times as many in a burst",
         "N", ge=0, le=1e6)] = 3.0
     max_request_attempts: Annotated[int, _about(
         "endpoints that may answer one request with an error before its first token, or be lost with it, until the "
-        "request is taken for the cause; twice as many be lost, if they had other such requests, too", "N", ge=1,
-        le=100)] = 3
+        "router treats the request as the cause; twice as many if the lost endpoints had other such requests, too",
+        "N", ge=1, le=100)] = 3
     hang_timeout: Annotated[float, _about(
-        "seconds in which an endpoint that answers nothing at all is given up, and its streams go on at others",
+        "seconds without any answer after which an endpoint is treated as lost, and its streams resume at others",
         "SECONDS", gt=0, le=3600)] = 6.0
     heartbeat_interval: Annotated[float, _about(
-        "how often an endpoint is asked for a byte within a response, so that a connection that went silent is known; "
-        "0: never", "SECONDS", ge=0, le=3600)] = SilenceSettings().beat_seconds
+        "seconds between two heartbeat bytes that an endpoint sends within a response, so that a silent connection is "
+        "noticed; 0: no heartbeats", "SECONDS", ge=0, le=3600)] = SilenceSettings().beat_seconds
     silence_timeout: Annotated[float, _about(
-        "seconds without a byte after which a response is taken from its endpoint, if that sends heartbeats; three "
-        "intervals at least, or two and 1 s", "SECONDS", ge=1, le=86400)] = SilenceSettings().silent_seconds_max
+        "seconds without a byte after which a response is taken from an endpoint that sends heartbeats; at least three "
+        "intervals, or two intervals and 1 s", "SECONDS", ge=1, le=86400)] = SilenceSettings().silent_seconds_max
     stalled_timeout: Annotated[float, _about(
-        "the same, once a response has begun, of endpoints that send none, such as vLLM; 0: as long as it likes",
-        "SECONDS", ge=0, le=86400)] = SilenceSettings().stalled_seconds_max
+        "seconds without a byte after which a begun response is taken from an endpoint that sends no heartbeats, such "
+        "as vLLM; 0: no limit", "SECONDS", ge=0, le=86400)] = SilenceSettings().stalled_seconds_max
     move_timeout: Annotated[float, _about(
-        "seconds in which an endpoint that stops, or is no longer named where endpoints are found, is emptied: its "
-        "streams go on at others; 0: they end there", "SECONDS", ge=0, le=86400)] = 30.0
+        "seconds in which the streams of an endpoint that stops, or that is no longer found, are resumed at others; 0: "
+        "its streams end there", "SECONDS", ge=0, le=86400)] = 30.0
     load_interval: Annotated[float, _about(
-        "seconds between two questions for its load", "SECONDS", gt=0, le=3600)] = 0.25
+        "seconds between two requests for an endpoint's load", "SECONDS", gt=0, le=3600)] = 0.25
     # fmt: on
 
 
 class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A server with an engine, and with a router before it if there are other endpoints. Defaults suit a small machine
-    without a GPU."""
+    """Options of a server with an engine. It also routes if there are other endpoints.
+
+    The defaults fit a small machine without a GPU.
+    """
 
     # fmt: off
     model: Annotated[str, _about(
-        "what to serve: smollm2, a directory with safetensors, a .gguf file, or a hub name", "MODEL")] = "smollm2"
+        "model to serve: smollm2, a directory with safetensors, a .gguf file, or a hub name", "MODEL")] = "smollm2"
     tokenizer: Annotated[str | None, _about(
-        "whose tokenizer and chat template it has: a directory, a .gguf file or a hub name; default: its own", "MODEL",
-        )] = None
+        "tokenizer and chat template to use: a directory, a .gguf file or a hub name; default: the model's own",
+        "MODEL")] = None
     revision: Annotated[str | None, _about(
-        "branch, tag or commit of a model of the hub; default: its main branch", "NAME")] = None
+        "branch, tag or commit of a hub model; default: its main branch", "NAME")] = None
     chat_template: Annotated[str | None, _about(
-        "file with the chat template to use instead of the model's, or the template itself; default: the model's",
+        "file with a chat template, or the template itself, to use instead of the model's; default: the model's",
         "FILE")] = None
     served_model_name: Annotated[tuple[str, ...], _about(
-        "names that clients may use; default: the last part of --model", "NAME")] = ()
+        "model names that requests may use; default: the last part of --model", "NAME")] = ()
     dtype: Annotated[Literal["auto", "bfloat16", "float16", "float32"], _about(
-        "type of weights and KV cache; auto takes the checkpoint's")] = "auto"
+        "data type of weights and KV cache; auto uses the checkpoint's")] = "auto"
     device: Annotated[Literal["auto", "cpu", "cuda"], _about(
-        "where to compute; auto takes a GPU if there is one")] = "auto"
+        "device that computes; auto uses a GPU if there is one")] = "auto"
     threads: Annotated[Annotated[int, Meta(ge=1, le=1024)] | None, _about(
         "CPU threads of a forward pass; default: one per core", "N")] = None
     cpu_kernels: Annotated[Literal["auto", "native", "torch"], _about(
-        "what computes on a CPU; auto takes native kernels, compiled at the first start, if they can be had")] = "auto"
+        "kernels for the CPU; auto uses native kernels, compiled at the first start, if possible")] = "auto"
     gpu_kernels: Annotated[Literal["torch", "triton"], _about(
-        "what computes on a GPU; triton records decode steps as CUDA graphs, and has not been tried on a GPU yet",
+        "kernels for the GPU; triton records decode steps as CUDA graphs, and has not been tried on a GPU yet",
         )] = "torch"
     quantization: Annotated[Literal["auto", "none", "file", "int8", "int4"], _about(
-        "how native kernels keep weights: file keeps a quantized file's bits, int8 and int4 quantize any checkpoint, "
-        "none keeps --dtype; auto takes file where it can, else none")] = "auto"
+        "how native kernels store weights: file keeps the bits of a quantized file, int8 and int4 quantize any "
+        "checkpoint, none uses --dtype; auto uses file if possible, otherwise none")] = "auto"
     kv_cache_dtype: Annotated[Literal["auto", "int8", "fp8"], _about(
-        "type of keys and values; int8 and fp8 (e4m3) hold twice the tokens in the same memory, auto takes --dtype",
-        )] = "auto"
+        "data type of keys and values; int8 and fp8 (e4m3) store twice as many tokens in the same memory; auto uses "
+        "--dtype")] = "auto"
     max_model_len: Annotated[Annotated[int, Meta(ge=2)] | None, _about(
-        "tokens of prompt and response together, such as 8192, 32k or 32K; auto and the default: what the model takes "
-        "and the KV cache holds", "TOKENS")] = None
-    max_num_seqs: Annotated[int, _about(
-        "sequences that are computed at a time", "N", ge=1, le=4096)] = 64
+        "most tokens of prompt and response together, such as 8192, 32k or 32K; auto and default: as many as the model "
+        "supports and the KV cache holds", "TOKENS")] = None
+    max_num_seqs: Annotated[int, _about("sequences that run at a time", "N", ge=1, le=4096)] = 64
     max_num_batched_tokens: Annotated[int, _about(
         "tokens computed in one step; longer prompts are computed in chunks", "TOKENS", ge=1)] = 512
     wide_prompt_stretch: Annotated[float, _about(
-        "how much longer a step may take for prompts that need several, while others get tokens in it: smaller is "
-        "steadier for these, larger is sooner for the prompt", "FACTOR", gt=1, le=1000)] = 1.5
+        "how much longer a step may take while it computes a part of a long prompt and other requests get tokens: a "
+        "smaller factor gives these a steadier pace, a larger factor computes the prompt sooner",
+        "FACTOR", gt=1, le=1000)] = 1.5
     block_size: Annotated[int, _about(
         "tokens in one KV block", "TOKENS", ge=1, le=256)] = 16
     kv_cache_memory: Annotated[Annotated[float, Meta(gt=0)] | None, _about(
-        "KV cache in GiB; default: on a CPU at most 4, on a GPU what is left", "GIB")] = None
+        "memory for the KV cache in GiB; default: at most 4 on a CPU, the free memory on a GPU", "GIB")] = None
     gpu_memory_utilization: Annotated[float, _about(
         "share of the GPU's memory for weights and KV cache, above 0 and up to 1", "SHARE", gt=0, le=1)] = 0.9
     enforce_eager: Annotated[bool, _about(
-        "launch every kernel of a step by itself, without CUDA graphs; saves their memory and seconds of the start",
+        "launch every kernel of a step separately, without CUDA graphs; saves their memory, and seconds at the start",
         )] = False
     batch_invariant: Annotated[bool, _about(
-        "compute so that the bits of a response depend on its own tokens and the weights alone, whatever else is in "
-        "the batch; refused at the start where that cannot be had")] = False
+        "make the bits of a response depend only on its own tokens and the weights, not on other requests of the "
+        "batch; the server refuses to start if this is not possible")] = False
     enable_prefix_caching: Annotated[bool, _about(
-        "keep full blocks findable, so that prompts with the same beginning share it")] = True
+        "keep full blocks, so that prompts with the same beginning share them")] = True
     overlap_steps: Annotated[bool, _about(
-        "plan the next step while one is computed; shortens the gap between two forward passes, and what ends an "
-        "answer is seen a step later; not with --speculative-ngram; with --pipeline-parallel-size compute two steps of "
-        "different requests at a time")] = False
+        "plan the next step while one is computed; shortens the gap between two forward passes, but the end of a "
+        "response is noticed one step later; not with --speculative-ngram; with --pipeline-parallel-size, two steps of "
+        "different requests are computed at a time")] = False
     speculative_ngram: Annotated[int, _about(
-        "tokens that a step may draft for a request from its own text, and verify; speeds up few streams that repeat "
-        "their prompts; 0 is off", "TOKENS", ge=0, le=15)] = 0
+        "draft tokens per request and step that are taken from the request's own text; speeds up a few streams that "
+        "repeat parts of their prompts; 0: off", "TOKENS", ge=0, le=15)] = 0
     speculative_model: Annotated[str | None, _about(
-        "a small model with the same vocabulary that drafts tokens, which a step of the model verifies; named as "
-        "--model, or mtp: the model's own further layer; default: none", "NAME")] = None
+        "small model with the same vocabulary that proposes draft tokens, which the model verifies in a step; named as "
+        "--model, or mtp for the model's own prediction layer; default: none", "NAME")] = None
     speculative_tokens: Annotated[int, _about(
-        "tokens that it may draft for a request in a step; fewer, or none, where more do not pay", "TOKENS", ge=1,
-        le=DRAFT_TOKENS_MAX)] = 4
+        "draft tokens per request and step; fewer or none are drafted if more do not pay off",
+        "TOKENS", ge=1, le=DRAFT_TOKENS_MAX)] = 4
     speculative_quantization: Annotated[Literal["auto", "none", "file", "int8", "int4"], _about(
-        "how its weights are kept, as --quantization")] = "auto"
+        "how the weights of --speculative-model are stored, as --quantization")] = "auto"
     speculative_config: Annotated[str | dict[str, Any] | None, _about(
-        "JSON as in vLLM, in the place of the other --speculative flags, such as "
-        """{"model": "NAME", "num_speculative_tokens": 4}; default: none""", "JSON")] = None
+        """JSON as in vLLM, instead of the other --speculative flags, such as {"model": "NAME", """
+        """"num_speculative_tokens": 4}; default: none""", "JSON")] = None
     step_timeout: Annotated[Annotated[float, Meta(ge=0, le=86400)] | None, _about(
-        "seconds that one step may take; a longer one turns /ready and refuses new requests until it ends, and one of "
-        "five times that turns /health, too; 0 is no limit; default: 60, or ten times the longest step so far if that "
-        "is more", "SECONDS")] = None
+        "longest time of one step in seconds; during a longer step /ready fails and new requests are refused, and "
+        "after five times as long /health fails, too; 0: no limit; default: 60, or ten times the longest step so far "
+        "if that is more", "SECONDS")] = None
     engine_restarts: Annotated[int, _about(
-        "how often within ten minutes the engine is opened anew when it breaks: its streams pause and go on; 0: the "
-        "first fault ends the server", "N", ge=0, le=RESTARTS_MAX)] = 3
+        "how often within ten minutes the engine is reopened after a fault; its streams pause and resume; 0: the first "
+        "fault ends the server", "N", ge=0, le=RESTARTS_MAX)] = 3
     tool_call_parser: Annotated[str, _about(
-        "how the model writes calls of tools: auto takes what its chat template shows, none leaves them as text; "
-        "otherwise a family, such as hermes, mistral or llama3_json", "NAME")] = "auto"
+        "format in which the model writes tool calls: auto uses the format of its chat template, none leaves tool "
+        "calls as text, otherwise a family, such as hermes, mistral or llama3_json", "NAME")] = "auto"
     tool_call_leniency: Annotated[Literal["strict", "lenient"], _about(
-        "which texts are calls: strict takes those that the model's format marks; lenient also takes bare or fenced "
-        "JSON, if the response has nothing else, for models that forget their marks: an example that a user asks for "
-        "may then run as a call", "NAME")] = "strict"
+        "texts that are read as tool calls: strict reads those that the model's format marks; lenient also reads bare "
+        "or fenced JSON if the response contains nothing else, for models that forget the marks; then an example that "
+        "a user asks for may run as a call", "NAME")] = "strict"
     reasoning_parser: Annotated[str, _about(
-        "how the model writes thoughts: auto takes what its chat template shows, none leaves them in the text; "
-        "otherwise a family, such as qwen3 or deepseek_r1", "NAME")] = "auto"
+        "format in which the model writes its reasoning: auto uses the format of its chat template, none leaves "
+        "reasoning in the text, otherwise a family, such as qwen3 or deepseek_r1", "NAME")] = "auto"
     generation_config: Annotated[str, _about(
-        "sampling where a request says nothing: auto is what the model's makers recommend, vllm the neutral "
-        "temperature 1, else a directory with a generation_config.json, whose max_new_tokens is also the most that any "
-        "request gets", "DIR")] = "auto"
+        "sampling options of requests that set none: auto uses the recommendation of the model's makers, vllm the "
+        "neutral temperature 1, otherwise a directory with a generation_config.json, whose max_new_tokens also limits "
+        "every request", "DIR")] = "auto"
     override_generation_config: Annotated[str | dict[str, Any] | None, _about(
-        """JSON with fields of it to set, such as {"temperature": 0.5}; default: none""", "JSON")] = None
+        """JSON with fields of the generation config to replace, such as {"temperature": 0.5}; default: none""",
+        "JSON")] = None
     allowed_media_domains: Annotated[tuple[str, ...], _about(
-        "hosts from which images are fetched that a request names by a URL of http or https, with all hosts below "
-        "them; default: nothing is fetched", "HOST")] = ()
+        "hosts, with all their subdomains, from which the server fetches images that a request names by an http or "
+        "https URL; default: nothing is fetched", "HOST")] = ()
     limit_mm_per_prompt: Annotated[str | dict[str, int] | None, _about(
-        """JSON as in vLLM: images that one prompt may have, for models that see them, such as {"image": 4}; """
-        "default: 8", "JSON")] = None
+        """JSON as in vLLM: most images per prompt, for models that read images, such as {"image": 4}; default: 8""",
+        "JSON")] = None
     image_decode_timeout: Annotated[float, _about(
-        "what decoding one image that a client sent may take, before its request fails with 400; the process that "
-        "decodes it is killed then", "SECONDS", gt=0, le=3600)] = ImageLimits().decode_seconds_max
+        "longest time in seconds to decode one image of a request; after that the request fails with 400, and the "
+        "decoding process is killed", "SECONDS", gt=0, le=3600)] = ImageLimits().decode_seconds_max
     max_image_pixels: Annotated[int, _about(
-        "width times height of a picture that a request may ask for, of models that make pictures", "PIXELS", ge=1,
-        )] = ImageRequestLimits().pixels_max
+        "highest width times height of a generated image", "PIXELS", ge=1)] = ImageRequestLimits().pixels_max
     max_image_steps: Annotated[int, _about(
-        "denoising steps that a request for pictures may ask for", "N", ge=1)] = ImageRequestLimits().steps_max
+        "highest number of denoising steps of a request for images", "N", ge=1)] = ImageRequestLimits().steps_max
     max_images: Annotated[int, _about(
-        "pictures that a request may ask for, its n", "N", ge=1)] = ImageRequestLimits().n_max
+        "highest number of images (n) of a request", "N", ge=1)] = ImageRequestLimits().n_max
     seed: Annotated[int | None, _about(
-        "from which the seeds of requests come that name none: the same requests in the same order are sampled alike; "
-        "default: random", "N")] = None
+        "source of the seeds of requests that set none: equal requests in equal order get equal seeds; default: random",
+        "N")] = None
     tensor_parallel_size: Annotated[int, _about(
-        "processes, called ranks, that compute the model together, each with a part of every layer: one for each GPU, "
-        "or on a CPU for a part of its cores", "N", ge=1, le=RANKS_MAX)] = 1
+        "processes, called ranks, that compute the model together, each with a part of every layer: one per GPU, or on "
+        "a CPU one per group of cores", "N", ge=1, le=RANKS_MAX)] = 1
     pipeline_parallel_size: Annotated[int, _about(
-        "stages that the model's layers are cut into, which compute one after the other, each in as many processes as "
-        "--tensor-parallel-size says", "N", ge=1, le=RANKS_MAX)] = 1
+        "stages into which the model's layers are split; the stages compute one after the other, each with "
+        "--tensor-parallel-size ranks", "N", ge=1, le=RANKS_MAX)] = 1
     enable_expert_parallel: Annotated[bool, _about(
-        "of a mixture of experts each rank has whole experts, and not a part of each")] = False
+        "give each rank whole experts of a mixture of experts, instead of a part of each")] = False
     distributed_executor_backend: Annotated[Literal["mp", "ray"], _about(
-        "where ranks are: mp has them on this machine, and those of --nnodes, ray on the nodes of a Ray cluster that "
-        "have room; needs the extra ray")] = "mp"
+        "how ranks are started: mp starts them on this machine and on those of --nnodes, ray on free nodes of a Ray "
+        "cluster; ray needs the extra ray")] = "mp"
     nnodes: Annotated[int, _about(
-        "machines that the ranks are on, as many on each; on all but one, serve --headless", "N", ge=1, le=RANKS_MAX,
-        )] = 1
+        "number of machines with ranks, each with the same number of ranks; start serve --headless on all but one",
+        "N", ge=1, le=RANKS_MAX)] = 1
     node_rank: Annotated[int, _about(
-        "which of them this is; the server is 0, and has the first ranks", "N", ge=0, le=RANKS_MAX - 1)] = 0
+        "number of this machine among --nnodes; the server is 0, and has the first ranks",
+        "N", ge=0, le=RANKS_MAX - 1)] = 0
     master_addr: Annotated[str, _about(
-        "address or name of the server's machine, by which ranks of other machines find it; with a name the server "
-        "listens for them at all of its addresses", "ADDRESS")] = "127.0.0.1"
+        "address or name of the server's machine for ranks on other machines; with a name, the server listens for them "
+        "at all of its addresses", "ADDRESS")] = "127.0.0.1"
     master_port: Annotated[int, _about(
-        "TCP port there that ranks come to; torch.distributed takes the next one, too", "PORT", ge=1, le=65534)] = 29500
+        "TCP port of the server for ranks; torch.distributed uses the next port, too", "PORT", ge=1, le=65534)] = 29500
     ranks_key: Annotated[str | None, _about(
-        "what ranks of other machines and their server have to know, the same everywhere; default: none, and no other "
-        "machine", "KEY")] = None
+        "shared secret of the server and its ranks on other machines; default: none, and ranks on other machines are "
+        "refused", "KEY")] = None
     headless: Annotated[bool, _about(
-        "serve nobody, but keep the ranks of this machine for the server at --master-addr")] = False
+        "run only ranks of this machine, for the server at --master-addr, and no HTTP server")] = False
     enable_auto_tool_choice: Annotated[bool, _about(
-        "taken for the sake of command lines for vLLM: tool_choice auto is always on")] = False
+        "accepted for command lines of vLLM, and ignored: tool_choice auto is always on")] = False
     enable_lora: Annotated[bool, _about(
-        "take LoRA adapters, which requests choose by their model; on where --lora-modules names some")] = False
+        "accept LoRA adapters, which requests choose by their model name; on if --lora-modules is set")] = False
     lora_modules: Annotated[tuple[str, ...], _about(
         """adapters to load at the start, as NAME=PATH or as JSON: {"name": NAME, "path": PATH}; PATH is a directory """
-        "that peft has saved; default: none", "NAME=PATH")] = ()
+        "in the format of peft; default: none", "NAME=PATH")] = ()
     max_loras: Annotated[int, _about(
-        "adapters that may be loaded; any number of them may be in one step", "N", ge=1, le=4096)] = 64
+        "adapters that may be loaded; one step may use any number of them", "N", ge=1, le=4096)] = 64
     max_cpu_loras: Annotated[Annotated[int, Meta(ge=1, le=4096)] | None, _about(
-        "the same under vLLM's other name: the larger one counts, since no adapter is in one memory and not in the "
-        "other here; default: --max-loras", "N")] = None
-    max_lora_rank: Annotated[int, _about(
-        "rank that an adapter may have", "N", ge=1, le=1024)] = 256
+        "vLLM's other name for --max-loras: the larger of both applies, because adapters are not kept in two kinds of "
+        "memory here; default: --max-loras", "N")] = None
+    max_lora_rank: Annotated[int, _about("highest rank of an adapter", "N", ge=1, le=1024)] = 256
     allow_runtime_lora_updating: Annotated[bool, _about(
         "let the admin load and unload adapters at /v1/load_lora_adapter and /v1/unload_lora_adapter")] = False
     allowed_lora_path: Annotated[tuple[str, ...], _about(
-        "directories in which adapters that are loaded there have to lie; default: anywhere", "DIR")] = ()
+        "directories from which the admin may load adapters; default: any directory", "DIR")] = ()
     kv_events: Annotated[bool, _about(
-        "tell at /kv_events which blocks the prefix cache holds, for a router with --policy kv_aware")] = False
+        "publish at /kv_events which blocks the prefix cache holds, for a router with --policy kv_aware")] = False
     kv_transfer_config: Annotated[str | dict[str, Any] | None, _about(
-        "JSON as in vLLM: how KV blocks travel to and from other engines, "
-        """such as {"kv_connector": "tcp", "kv_role": "kv_both"}; default: not at all""", "JSON")] = None
+        """JSON as in vLLM: how KV blocks move to and from other engines, such as {"kv_connector": "tcp", "kv_role": """
+        """"kv_both"}; default: no transfer""", "JSON")] = None
     role: Annotated[Literal["prefill", "decode", "both"], _about(
-        "what a router should use this engine for; with prefill or decode and no --kv-transfer-config the connector is "
-        "tcp")] = "both"
+        "role of this engine, for routers; prefill or decode without --kv-transfer-config uses the connector tcp",
+        )] = "both"
     kv_hold_timeout: Annotated[float, _about(
-        "seconds that KV blocks of an answered request are kept for another engine without a sign of life from it",
+        "seconds that KV blocks of a finished request are held for another engine that does not contact this one",
         "SECONDS", gt=0, le=3600)] = 10.0
     kv_load_timeout: Annotated[float, _about(
-        "seconds that a request waits for KV from another engine, before --kv-transfer-config's "
-        "kv_load_failure_policy applies", "SECONDS", gt=0, le=3600)] = 10.0
+        "seconds that a request waits for KV from another engine, before kv_load_failure_policy of "
+        "--kv-transfer-config applies", "SECONDS", gt=0, le=3600)] = 10.0
     kv_held_share: Annotated[float, _about(
-        "share of the KV cache that may be kept for other engines; beyond it answers come without kv_transfer_params",
+        "share of the KV cache that may be held for other engines; above it, responses have no kv_transfer_params",
         "SHARE", gt=0, le=1)] = 0.5
     data_dir: Annotated[str | None, _about(
-        "directory of what is kept beyond a request, such as stored responses; it survives a restart there; default: "
+        "directory for data that outlives a request, such as stored responses; the data survives a restart; default: "
         "in memory", "DIR")] = None
     store_max_bytes: Annotated[int, _about(
-        "what may be kept there; beyond it the oldest responses of whoever has most make room, and what cannot go is "
-        "refused with 507", "BYTES", ge=65536)] = StoreSettings().bytes_max
+        "highest size of the stored data; above it, the oldest responses of the largest user are deleted, and data for "
+        "which nothing can be deleted is refused with 507", "BYTES", ge=65536)] = StoreSettings().bytes_max
     store_max_objects: Annotated[int, _about(
-        "responses, files and the like that may be kept there; the same goes beyond it", "N", ge=1,
-        )] = StoreSettings().objects_max
+        "highest number of stored responses, files and other objects; above it, objects are deleted as for "
+        "--store-max-bytes", "N", ge=1)] = StoreSettings().objects_max
     store_ttl: Annotated[float, _about(
-        "seconds that a response is kept there", "SECONDS", gt=0, le=3.2e9)] = StoreSettings().seconds_max
+        "seconds that a response is stored", "SECONDS", gt=0, le=3.2e9)] = StoreSettings().seconds_max
     max_background_responses: Annotated[int, _about(
-        "responses that may live in the background at a time, half of them of one caller; more are refused with 429",
+        "background responses at a time, at most half of them of one caller; further ones are refused with 429",
         "N", ge=0)] = BackgroundSettings().responses_max
     background_timeout: Annotated[float, _about(
-        "seconds that a response may live in the background", "SECONDS", gt=0, le=86400,
-        )] = BackgroundSettings().seconds_max
+        "longest time of a background response in seconds",
+        "SECONDS", gt=0, le=86400)] = BackgroundSettings().seconds_max
     max_batches: Annotated[int, _about(
-        "batches that may not have ended at a time, a quarter of them of one caller; more are refused with 429",
+        "unfinished batches at a time, at most a quarter of them of one caller; further ones are refused with 429",
         "N", ge=0)] = BatchSettings().batches_max
     batch_concurrency: Annotated[int, _about(
-        "requests of batches that are under way at a time; at most half of --max-num-seqs", "N", ge=1, le=1024,
-        )] = BatchSettings().lines_at_once
+        "requests of batches that run at a time; at most half of --max-num-seqs",
+        "N", ge=1, le=1024)] = BatchSettings().lines_at_once
     detach_timeout_max: Annotated[float, _about(
-        "seconds that a streamed response may go on after its client has left, if the request asks for it with "
-        "X-Session-Id and X-Detach-Timeout; 0: none does", "SECONDS", ge=0, le=86400)] = DetachSettings().seconds_max
+        "highest X-Detach-Timeout in seconds: how long a streamed response continues after its client has left, if the "
+        "request sends X-Session-Id and X-Detach-Timeout; 0: no response continues",
+        "SECONDS", ge=0, le=86400)] = DetachSettings().seconds_max
     max_detached_streams: Annotated[int, _about(
-        "streams that may have asked for it at a time, half of them of one caller; more are refused with 429", "N",
-        ge=1)] = DetachSettings().streams_max
+        "streams at a time that may continue without their client, at most half of them of one caller; further ones "
+        "are refused with 429", "N", ge=1)] = DetachSettings().streams_max
     router_grace: Annotated[float, _about(
-        "seconds that a stream goes on for another router when the one that asked for it has died; only of routers "
-        "with --router-peers; 0: it ends at once", "SECONDS", ge=0, le=60)] = ROUTER_GRACE.seconds_max
+        "seconds that a stream continues after its router has died, so that another router can take it over; only for "
+        "routers with --router-peers; 0: the stream ends at once", "SECONDS", ge=0, le=60)] = ROUTER_GRACE.seconds_max
     max_router_streams: Annotated[int, _about(
-        "streams of such routers that are kept so at a time; those beyond it are served, and end with their router",
+        "streams of such routers at a time that can be taken over; further streams end with their router",
         "N", ge=1, le=4096)] = ROUTER_GRACE.streams_max
     frontend: Annotated[Literal["native", "hypercorn"], _about(
-        "who speaks HTTP; hypercorn knows fewer ways to stop")] = "native"
+        "HTTP implementation; hypercorn detects fewer ways in which clients leave")] = "native"
     profile: Annotated[str | None, _about(
-        "directory that gets a file with the last 1,000 steps at each SIGUSR2, as GET /debug/steps gives them, for "
-        "ui.perfetto.dev; default: none", "DIR")] = None
-    trust_request_chat_template: Annotated[bool, _about(
-        "let requests bring a chat template of their own")] = False
+        "directory for a file with the last 1,000 steps, written at each SIGUSR2, in the format of GET /debug/steps, "
+        "for ui.perfetto.dev; default: none", "DIR")] = None
+    trust_request_chat_template: Annotated[bool, _about("let requests bring their own chat template")] = False
     # fmt: on
 
     def __post_init__(self) -> None:
-        # Now, and not when the model has been loaded.
+        # Check now, before the model is loaded.
         if self.router_processes != 1:
             raise StartupError(
-                f"router_processes is {self.router_processes}, and the engine of serve is in one process: leave it "
+                f"router_processes is {self.router_processes}, but the engine of serve runs in one process: leave it "
                 "out, or start `route --router-processes` before this server"
             )
         if self.router_peers:
             raise StartupError(
-                "router_peers is for routers that share endpoints, and nobody shares the engine of serve: start "
+                "router_peers is for routers that share endpoints, but serve does not share its engine: start "
                 "`route --router-peers` beside it, with this server as an endpoint"
             )
         check_ranks(self)
@@ -573,18 +571,25 @@ class Config(RouteConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def rank_count(self) -> int:
-        """Processes that compute the model together."""
+        """Number of processes that compute the model together."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def ranks_at_once(self) -> int:
-        """How many of those on one machine compute at the same time: all of them, or those of a stage."""
+        """Number of ranks on one machine that compute at the same time: all of them, or those of one stage."""
         here = self.rank_count // self.nnodes
         return here if self.overlap_steps else min(here, self.tensor_parallel_size)
 
 
 def check_ranks(config: Config) -> None:
-    """Whether a model can be computed so by several processes. Raises StartupError."""
+    """Check the options of ranks.
+
+    Args:
+        config: the options.
+
+    Raises:
+        StartupError: these options cannot be combined.
+    """
     size = config.rank_count
     if config.pipeline_parallel_size > 1:
         check_stages(config)
@@ -593,8 +598,8 @@ def check_ranks(config: Config) -> None:
     if config.nnodes > 1 or config.headless:
         if size % config.nnodes or size == 1:
             raise StartupError(
-                f"--nnodes is {config.nnodes}, and --tensor-parallel-size {size}: give each machine the same number of "
-                f"ranks, such as {config.nnodes} in all"
+                f"--nnodes is {config.nnodes}, and there are {size} ranks: give each machine the same number of ranks, "
+                f"such as {config.nnodes} in all"
             )
         if config.node_rank >= config.nnodes:
             raise StartupError(f"--node-rank is {config.node_rank}, allowed are 0 to {config.nnodes - 1}: see --nnodes")
@@ -605,8 +610,8 @@ def check_ranks(config: Config) -> None:
             )
         if not config.ranks_key:
             raise StartupError(
-                "--ranks-key is not given, and whoever reaches --master-port could be a rank: give all machines the "
-                "same key, in the variable TRIOSERVE_RANKS_KEY rather than for all to see"
+                "--ranks-key is not given, so every client that reaches --master-port could act as a rank: give all "
+                "machines the same key, better in the variable TRIOSERVE_RANKS_KEY than on the command line"
             )
     if size == 1:
         return
@@ -614,50 +619,74 @@ def check_ranks(config: Config) -> None:
         name, count = "--tensor-parallel-size", config.tensor_parallel_size
         if count == 1:
             name, count = "--pipeline-parallel-size", config.pipeline_parallel_size
-        raise StartupError(f"{name} is {count}, and ranks are processes that only Linux ends in time: leave it out")
+        raise StartupError(f"{name} is {count}, but ranks need Linux, which ends them with the server: leave it out")
 
 
 def check_stages(config: Config) -> None:
-    """What stages cannot do. Raises StartupError."""
+    """Check the options of pipeline stages.
+
+    Args:
+        config: the options.
+
+    Raises:
+        StartupError: these options cannot be combined.
+    """
     asked = f"--pipeline-parallel-size is {config.pipeline_parallel_size}"
     if config.rank_count > RANKS_MAX:
         raise StartupError(
             f"{asked} and --tensor-parallel-size {config.tensor_parallel_size}, which are {config.rank_count} ranks: "
-            f"at most {RANKS_MAX} can be"
+            f"at most {RANKS_MAX} are allowed"
         )
     if config.pipeline_parallel_size % config.nnodes:
         raise StartupError(
-            f"{asked} and --nnodes {config.nnodes}, but each machine has the same number of stages: take such as "
-            f"{config.nnodes} in all"
+            f"{asked} and --nnodes {config.nnodes}, but each machine must have the same number of stages: use a "
+            f"multiple of {config.nnodes}"
         )
     drafts = drafts_of(config)
     if drafts is not None and drafts.source != "text":
         raise StartupError(
-            f"{asked}, and {drafts.model or drafts.source} is to draft, which takes a model that is in one stage: "
-            "leave one of them out, or take --speculative-ngram"
+            f"{asked}, but {drafts.model or drafts.source} can draft only for a model in one stage: leave one of them "
+            "out, or use --speculative-ngram"
         )
 
 
 def check_ranks_of_ray(config: Config) -> None:
-    """What ranks that Ray places cannot do. Raises StartupError."""
+    """Check the options of ranks that Ray places.
+
+    Args:
+        config: the options.
+
+    Raises:
+        StartupError: these options cannot be combined.
+    """
     asked = "--distributed-executor-backend is ray, and"
     if config.nnodes > 1 or config.headless:
         raise StartupError(f"{asked} Ray itself chooses machines: leave out --nnodes, --node-rank and --headless")
     if config.rank_count == 1:
         raise StartupError(
-            f"{asked} --tensor-parallel-size 1, but one process stays where the server is: leave the backend out, or "
-            "have Ray place the whole server (`trioserve ray up`)"
+            f"{asked} there is only one rank, which always runs in the server: leave the backend out, or let Ray place "
+            "the whole server (`trioserve ray up`)"
         )
     drafts = drafts_of(config)
     if drafts is not None and drafts.model is not None:
         raise StartupError(
-            f"{asked} {drafts.model} is to draft, which is read on the server's machine: leave one of them out, or "
-            "take --speculative-ngram"
+            f"{asked} {drafts.model} would draft, but it is read only on the server's machine: leave one of them out, "
+            "or use --speculative-ngram"
         )
 
 
 def drafts_of(config: Config) -> DraftSettings | None:
-    """Where drafts come from; None: there are none. Raises StartupError."""
+    """Return the settings of draft tokens.
+
+    Args:
+        config: the options.
+
+    Returns:
+        The settings, or None if there are no draft tokens.
+
+    Raises:
+        StartupError: the options cannot be combined.
+    """
     return draft_settings(
         ngram=config.speculative_ngram,
         model=config.speculative_model,
@@ -671,12 +700,26 @@ ConfigType = TypeVar("ConfigType", bound=ServerConfig)
 
 
 def make_config(**values: object) -> Config:
-    """A Config from Python values. Raises StartupError that names the option and what it takes."""
+    """Make a Config from Python values.
+
+    Args:
+        values: options by their names.
+
+    Raises:
+        StartupError: an option is unknown or has a wrong value. The message says what is allowed.
+    """
     return _convert(Config, {name: (name, value) for name, value in values.items()}, strict=True)
 
 
 def image_limits(config: Config) -> ImageLimits:
-    """What is taken of images in chats. Raises StartupError for what is no such limit."""
+    """Return the limits of images in prompts.
+
+    Args:
+        config: the options.
+
+    Raises:
+        StartupError: `limit_mm_per_prompt` has a wrong format.
+    """
     given: object = config.limit_mm_per_prompt
     seconds = config.image_decode_timeout
     if given is None:
@@ -686,18 +729,25 @@ def image_limits(config: Config) -> ImageLimits:
             given = msgspec.json.decode(given)
         except msgspec.DecodeError as error:
             raise StartupError(
-                f"""--limit-mm-per-prompt is no JSON ({error}): write it like {{"image": 4}}"""
+                f"""--limit-mm-per-prompt is not JSON ({error}): write it like {{"image": 4}}"""
             ) from None
     count = given.get("image") if isinstance(given, Mapping) and set(given) == {"image"} else None
     if not isinstance(count, int) or isinstance(count, bool):
         raise StartupError(
-            f"""--limit-mm-per-prompt is {given!r}, it must be like {{"image": 4}}: of media, images are read here"""
+            f"""--limit-mm-per-prompt is {given!r}, it must be like {{"image": 4}}: images are the only media here"""
         )
     return ImageLimits(images_max=count, decode_seconds_max=seconds)
 
 
 def engine_settings(config: ServerConfig) -> EngineSettings:
-    """What every server's engine or router is told. Raises StartupError for deadlines out of range."""
+    """Return the settings that engines and routers share.
+
+    Args:
+        config: the options.
+
+    Raises:
+        StartupError: a deadline is out of range.
+    """
     return EngineSettings(
         waiting_requests_max=config.max_queued_requests,
         waiting_prompt_tokens_max=config.max_queued_tokens,
@@ -716,10 +766,14 @@ def add_arguments(
     only: Collection[str] | None = None,
     groups: Mapping[str, Collection[str]] = MappingProxyType({}),
 ) -> None:
-    """One flag a field of `kind`, with help and default. Values are checked in config_from, not by argparse.
+    """Add a flag with help and default for each option. `config_from` checks the values, not argparse.
 
-    only: these fields; None: all. groups: fields by the heading under which the help shows them; the others come first,
-    without one, those of `kind` itself before what it inherits.
+    Args:
+        parser: gets the flags.
+        kind: class whose fields are the options.
+        only: names of the options to add. None: all.
+        groups: headings of the help, and the options below each. Other options come first, without a heading. Among
+            these, the fields of `kind` itself come before inherited fields.
     """
     parser.add_argument(
         "--config", metavar="FILE", help="TOML file with any of these options, spelled with - or _ (default: none)"
@@ -749,7 +803,7 @@ def _add_argument(
     if value_type is bool:
         place.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=help_text)
     elif typing.get_origin(value_type) is tuple:
-        # Several values behind one flag, or the flag several times.
+        # One flag may have several values, and may be repeated.
         place.add_argument(flag, action="extend", nargs="+", metavar=meta.title, default=None, help=help_text)
     elif typing.get_origin(value_type) is Literal:
         place.add_argument(flag, choices=typing.get_args(value_type), default=None, help=help_text)
@@ -760,8 +814,17 @@ def _add_argument(
 def config_from(
     arguments: argparse.Namespace, environment: Mapping[str, str] = os.environ, *, kind: type[ConfigType]
 ) -> ConfigType:
-    """Join file, environment and flags. Raises StartupError that names the option and what it takes."""
-    values: dict[str, tuple[str, object]] = {}  # with the spelling by which the user knows it
+    """Make the options from a file, environment variables and flags.
+
+    Args:
+        arguments: parsed flags. `config` is the path of the file, or None.
+        environment: environment variables.
+        kind: class of the options.
+
+    Raises:
+        StartupError: an option is unknown or has a wrong value. The message names it as the user wrote it.
+    """
+    values: dict[str, tuple[str, object]] = {}  # name: (spelling of the user, value)
     if arguments.config is not None:
         values |= _read_file(Path(arguments.config))
     environment = {
@@ -771,7 +834,7 @@ def config_from(
         and not KUBERNETES_VARIABLE.fullmatch(variable)
         and not KUBERNETES_ADDRESS.fullmatch(text)
     }
-    _refuse_misspelt(environment)
+    _refuse_misspelled(environment)
     for field in msgspec.structs.fields(kind):
         variable = ENVIRONMENT_PREFIX + field.name.upper()
         text = environment.get(variable)
@@ -784,8 +847,8 @@ def config_from(
     return _convert(kind, values, strict=False)
 
 
-def _refuse_misspelt(environment: Mapping[str, str]) -> None:
-    """Of variables that are no options only those that are nearly one: others may be somebody else's."""
+def _refuse_misspelled(environment: Mapping[str, str]) -> None:
+    """Refuse variables that look like a misspelled option. Other unknown variables may belong to another program."""
     known = {field.name.upper() for field in msgspec.structs.fields(Config)}
     for variable in environment:
         name = variable.removeprefix(ENVIRONMENT_PREFIX)
@@ -793,7 +856,7 @@ def _refuse_misspelt(environment: Mapping[str, str]) -> None:
             continue
         closest = closest_name(name, known)
         if closest is not None:
-            raise StartupError(f"{variable} is no option: did you mean {ENVIRONMENT_PREFIX}{closest}?")
+            raise StartupError(f"{variable} is not an option: did you mean {ENVIRONMENT_PREFIX}{closest}?")
 
 
 def _convert(kind: type[ConfigType], values: Mapping[str, tuple[str, object]], *, strict: bool) -> ConfigType:
@@ -802,8 +865,8 @@ def _convert(kind: type[ConfigType], values: Mapping[str, tuple[str, object]], *
     for name, (spelling, value) in values.items():
         if name not in known:
             closest = closest_name(name, known)
-            hint = f": did you mean {closest}?" if closest else f"; there are: {', '.join(sorted(known))}"
-            raise StartupError(f"{spelling} is no option{hint}")
+            hint = f": did you mean {closest}?" if closest else f"; options are: {', '.join(sorted(known))}"
+            raise StartupError(f"{spelling} is not an option{hint}")
         try:
             if name in TOKEN_COUNTS and isinstance(value, str):
                 value = _token_count(value)
@@ -814,7 +877,7 @@ def _convert(kind: type[ConfigType], values: Mapping[str, tuple[str, object]], *
 
 
 def _token_count(text: str) -> object:
-    """32k is 32,000 and 32K 32,768, as in vLLM; so are m and M, g and G. auto and -1 are None. Other texts stay."""
+    """Read a number such as 32k (32,000) or 32K (32,768), as in vLLM. auto and -1 are None. Other texts are kept."""
     if text in ("auto", "-1"):
         return None
     match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([kKmMgG])", text)
@@ -840,13 +903,13 @@ def _hints(kind: type[ServerConfig]) -> dict[str, Any]:
 
 
 def _type_of(kind: type[ServerConfig], name: str) -> tuple[Any, Any]:
-    """The field's type and its Meta, without the None of an option that may be left out."""
+    """Return the type of a field, without None, and its Meta."""
     annotated = _hints(kind)[name]
     return annotated.__origin__, annotated.__metadata__[-1]
 
 
 def _allowed(hint: Any) -> str:
-    """What a field takes, in words."""
+    """Return the allowed values of a field, in words."""
     if typing.get_origin(hint) is Annotated:
         low = next((f"{bound:g}" for meta in hint.__metadata__ if (bound := meta.ge) is not None), None)
         above = next((f"{bound:g}" for meta in hint.__metadata__ if (bound := meta.gt) is not None), None)

@@ -77,22 +77,22 @@ def test_the_model_is_a_word_or_a_flag_and_not_two_models(served: list[Config], 
         ("serve --dtype bfloat17", "bfloat17 is no --dtype: did you mean bfloat16?"),
         ("serve --lora-modules sql", "--lora-modules 'sql' has no name and path: write it like sql=/adapters/sql"),
         ("serve --load-format dummy", "--load-format is 'dummy', and only auto, safetensors, gguf can be honoured"),
-        ("serve --tensor-parallel-size 4 --nnodes 3", "--nnodes is 3, and --tensor-parallel-size 4: give each machine"),
+        ("serve --tensor-parallel-size 4 --nnodes 3", "--nnodes is 3, and there are 4 ranks: give each machine"),
         ("serve --tensor-parallel-size 4 --nnodes 2", "--ranks-key is not given"),
-        ("serve --pipeline-parallel-size 3 --nnodes 2", "each machine has the same number of stages"),
+        ("serve --pipeline-parallel-size 3 --nnodes 2", "each machine must have the same number of stages"),
         ("serve --pipeline-parallel-size 2 --nnodes 2", "--ranks-key is not given"),
         (
             "serve --pipeline-parallel-size 2 --speculative-model mtp",
-            "--pipeline-parallel-size is 2, and mtp is to draft",
+            "--pipeline-parallel-size is 2, but mtp can draft only for",
         ),
         ("serve --pipeline-parallel-size 64 --tensor-parallel-size 64", "which are 4096 ranks"),
         ("serve --distributed-executor-backend uni", "--distributed-executor-backend"),
-        ("serve --distributed-executor-backend ray", "ray, and --tensor-parallel-size 1"),
+        ("serve --distributed-executor-backend ray", "ray, and there is only one rank"),
         ("serve --distributed-executor-backend ray --nnodes 2", "ray, and Ray itself chooses machines"),
         ("serve --distributed-executor-backend ray --headless", "ray, and Ray itself chooses machines"),
         (
             "serve --distributed-executor-backend ray --tensor-parallel-size 2 --speculative-model small",
-            "ray, and small is to draft",
+            "ray, and small would draft",
         ),
         ("serve --tensor-parallel-size 4 --nnodes 2 --node-rank 1", "--node-rank is 1, and --headless is not given"),
     ],
@@ -188,7 +188,7 @@ def test_a_variable_that_is_nearly_an_option_is_refused_and_somebody_elses_is_no
 
         config_from(Namespace(config=None), variables, kind=Config)
 
-    with pytest.raises(StartupError, match=r"^TRIOSERVE_APIKEY is no option: did you mean TRIOSERVE_API_KEY[?]$"):
+    with pytest.raises(StartupError, match=r"^TRIOSERVE_APIKEY is not an option: did you mean TRIOSERVE_API_KEY[?]$"):
         environment(TRIOSERVE_APIKEY="x")
     environment(
         TRIOSERVE_SERVICE_HOST="10.0.0.1",

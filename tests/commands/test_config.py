@@ -81,8 +81,8 @@ def test_what_is_no_number_of_tokens_is_refused(text):
 def test_mistakes_in_a_file_are_told_with_its_name(tmp_path: Path):
     file = tmp_path / "trioserve.toml"
     for text, words in (
-        ("prot = 1", f"prot in {file} is no option: did you mean port?"),
-        ("zzz = 1", f"zzz in {file} is no option; there are: access_log, admin_api_key, "),
+        ("prot = 1", f"prot in {file} is not an option: did you mean port?"),
+        ("zzz = 1", f"zzz in {file} is not an option; options are: access_log, admin_api_key, "),
         ("port = -1", f"port in {file} is -1, allowed is"),
         ("port", "is not TOML"),
     ):

@@ -110,5 +110,5 @@ def test_several_processes_need_linux(monkeypatch):
 
 def test_a_server_with_an_engine_is_one_process():
     assert configured("--router-processes", "1", kind=Config).router_processes == 1
-    with pytest.raises(StartupError, match="the engine of serve is in one process"):
+    with pytest.raises(StartupError, match="the engine of serve runs in one process"):
         configured("--router-processes", "2", kind=Config)

@@ -42,5 +42,5 @@ async def test_engine_stays_open_when_serving_is_cancelled():
 
 async def test_wrong_option_is_named():
     async with open_fake_engine() as engine:
-        with pytest.raises(trioserve.StartupError, match="prot is no option: did you mean port"):
+        with pytest.raises(trioserve.StartupError, match="prot is not an option: did you mean port"):
             await trioserve.serve(engine, prot=1)

@@ -160,5 +160,5 @@ def test_every_question_is_answered_by_a_metric_with_a_unit_and_a_meaning():
 def test_a_table_says_what_an_option_means_takes_and_is_without_it():
     rows = load_tables().option_table(Config).splitlines()
     assert next(row for row in rows if "--max-num-seqs" in row) == (
-        "| `--max-num-seqs` | sequences that are computed at a time | number from 1 to 4,096 | `64` |"
+        "| `--max-num-seqs` | sequences that run at a time | number from 1 to 4,096 | `64` |"
     )
