@@ -1,6 +1,6 @@
 """trioserve: an LLM serving engine on Trio that can be trusted to stop.
 
-The public names are loaded when they are first used, so that importing the package costs nothing.
+Public names are loaded at first use, so importing the package costs little.
 """
 
 from __future__ import annotations

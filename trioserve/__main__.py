@@ -1,4 +1,4 @@
-"""python -m trioserve"""
+"""The program `python -m trioserve`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """The whole program. Signals are prepared for before the modules are loaded, which takes a moment."""
+    """Run the program. Signal handling is prepared first, because loading the modules takes a moment."""
     try:
         from trioserve.commands.program_end import prepare_program
 

@@ -1,4 +1,4 @@
-"""The server's routes as an ASGI application, for hosts on Trio and on asyncio, and what its handlers need there."""
+"""The server's routes as an ASGI application, for hosts on Trio and on asyncio, and a helper for their own handlers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ API_OPTIONS = frozenset(
         *("batch_concurrency", "detach_timeout_max", "max_detached_streams"),
     }
 )
-"""Those options of `trioserve serve` that concern neither an engine nor who listens."""
+"""Options of `trioserve serve` that concern neither the engine nor the listening socket."""
 
 ENGINE_OPTIONS = frozenset(inspect.signature(open_engine).parameters) - {"model"}
 
@@ -49,25 +49,26 @@ OpensEngine = Callable[[], AbstractAsyncContextManager[Engine]]
 
 
 def asgi_app(engine: Engine | AsyncioEngine | str | OpensEngine = "smollm2", **options: Any) -> AsgiApplication:
-    """An ASGI application with the routes of `trioserve serve`, for a host on the engine's own loop: Hypercorn on Trio
-    for an engine of trioserve.open_engine; Uvicorn, Hypercorn on asyncio, FastAPI and Starlette for one of
-    trioserve.asyncio.open_engine. A client that leaves gives back what its request held, on all of them.
+    """Make an ASGI application with the routes of `trioserve serve`.
+
+    The host must run on the engine's own event loop. Hypercorn on Trio fits an engine of `trioserve.open_engine`.
+    Uvicorn, Hypercorn on asyncio, FastAPI and Starlette fit an engine of `trioserve.asyncio.open_engine`. On every
+    host, a client that leaves frees everything that its request held.
 
     Args:
-        engine: an open one, whose scope outlives the application's requests; or the name of a model, or a function
-            that opens an engine for Trio. The latter two are opened inside of the application's `lifespan`, which
-            fits the loop that the host runs.
-        options: those options of `trioserve serve` that concern the API, such as api_key, spelled as Python names; with
-            the name of a model also those of open_engine.
+        engine: an open engine, whose scope outlives the application's requests. Or the name of a model, or a function
+            that opens an engine for Trio: the application's `lifespan` opens this engine for the loop of the host.
+        options: options of `trioserve serve` that concern the API, such as api_key, spelled as Python names. With the
+            name of a model, also options of `open_engine`.
 
     Raises:
-        TypeError: an option is of somebody else's, such as `port`.
+        TypeError: an option belongs to the host or to the engine, such as `port`.
         StartupError: an option is out of range.
     """
     allowed = API_OPTIONS | ENGINE_OPTIONS if isinstance(engine, str) else API_OPTIONS
     if strangers := sorted(options.keys() - allowed):
         raise TypeError(
-            f"asgi_app() takes no {', '.join(strangers)} here: the host listens, and an open engine has its own options"
+            f"asgi_app() does not take {', '.join(strangers)}: the host listens, and an open engine has its own options"
         )
     if not (isinstance(engine, str | Engine | AsyncioEngine) or callable(engine)):
         raise TypeError(f"engine is {engine!r}, allowed is an engine, a model's name, or a function that opens one")
@@ -77,11 +78,17 @@ def asgi_app(engine: Engine | AsyncioEngine | str | OpensEngine = "smollm2", **o
 
 
 class AsgiApplication:
-    """Made by asgi_app; speaks `http` and `lifespan`. Answers inside of its lifespan. Where the engine was open already
-    it also does without, but keeps nothing beyond a request: no stored responses, files, batches, detached streams.
+    """An ASGI application for `http` and `lifespan`. `asgi_app` makes it.
 
-    Hosts run the lifespan of the application that they serve, and not of one that is mounted in it. There,
-    `FastAPI(lifespan=llm.lifespan)` does, or `async with llm.lifespan():` in a lifespan of one's own.
+    It serves requests inside of its lifespan. If the engine was open already, it also works without a lifespan, but
+    then it has no stored responses, files, batches or detached streams.
+
+    A host runs the lifespan of the application that it serves, but not of mounted applications. For a mounted one, use
+    `FastAPI(lifespan=llm.lifespan)`, or `async with llm.lifespan():` in your own lifespan.
+
+    Args:
+        engine: an engine, the name of a model, or a function that opens an engine.
+        config: options of the API.
     """
 
     def __init__(self, engine: Engine | AsyncioEngine | str | OpensEngine, config: Config) -> None:
@@ -96,19 +103,24 @@ class AsgiApplication:
 
     @property
     def engine(self) -> Engine | AsyncioEngine:
-        """The one whose API this is. Raises RuntimeError outside of the lifespan that opens it."""
+        """The engine whose API this is. Raises RuntimeError outside of the lifespan that opens it."""
         if self._engine is None:
             raise RuntimeError(
-                "the engine of this application is opened by its lifespan, which did not begin: of a mounted one it is "
-                "entered by hand, as with FastAPI(lifespan=llm.lifespan)"
+                "the lifespan of this application opens its engine, and it did not begin: enter the lifespan of a "
+                "mounted application yourself, as with FastAPI(lifespan=llm.lifespan)"
             )
         return self._engine
 
     @asynccontextmanager
     async def lifespan(self, _app: object = None) -> AsyncIterator[None]:
-        """Inside, it answers everything that the server does; an engine that is not open yet is opened, and closed at
-        the end. Takes the application in which it is mounted, as hosts give it, and makes nothing of it. Raises what
-        open_engine raises."""
+        """Serve everything that the server does, while the context is entered. Opens the engine if it is not open yet.
+
+        Args:
+            _app: the application in which this one is mounted. Hosts pass it. It is ignored.
+
+        Raises:
+            TrioserveError: the errors of `open_engine`.
+        """
         opened = self._on_trio() if trio.lowlevel.in_trio_task() else self._on_asyncio()
         async with opened as (engine, app):
             before = self._engine, self._app
@@ -178,7 +190,7 @@ class AsgiApplication:
 
 @uninterrupted_context
 async def _serving(engine: Engine, config: Config) -> AsyncIterator[AsgiApp]:
-    """The whole application, in the engine's Trio run."""
+    """Run the whole application in the engine's Trio program."""
     async with open_store(optional_path(config.data_dir), store_settings(config)) as store:
         app = engine_app(engine, config, store, is_mounted=True)
         async with app.running():
@@ -190,7 +202,7 @@ def _serving_in_its_thread(engine: AsyncioEngine, config: Config) -> AbstractAsy
 
 
 def _make_app(engine: Engine, config: Config) -> AsgiApp:
-    """What needs no lifespan. To be called in the engine's Trio run."""
+    """Make an application that needs no lifespan. Call it in the engine's Trio program."""
     return AsgiApp(around_app(engine_app(engine, config, None, is_mounted=True), config), frontend_limits(config))
 
 
@@ -198,14 +210,14 @@ def _make_app(engine: Engine, config: Config) -> AsgiApp:
 async def cancel_on_disconnect(request: Request) -> AsyncIterator[None]:
     """Cancel the body of the `async with` when the client of a Starlette or FastAPI handler leaves.
 
-    For hosts on Trio, such as Hypercorn's Trio worker. `trioserve.asyncio.cancel_on_disconnect` is the same for hosts
-    on asyncio. A framework cancels handlers that stream by itself, but not handlers that return a whole response.
+    For hosts on Trio, such as Hypercorn's Trio worker. `trioserve.asyncio.cancel_on_disconnect` is for hosts on
+    asyncio. A framework itself cancels handlers that stream, but not handlers that return a whole response.
 
     Args:
-        request: the handler's own. Its body is read first, and stays available.
+        request: the handler's request. Its body is read first, and stays available.
 
     Raises:
-        HTTPException: with the status 499, after the body was cancelled. No traceback is logged for it.
+        HTTPException: with status 499, after the body was cancelled. No traceback is logged for it.
         ClientDisconnect: the client left before its whole request was received.
     """
     await request.body()
@@ -227,15 +239,15 @@ async def cancel_on_disconnect(request: Request) -> AsyncIterator[None]:
 
 
 def _check_host(engine: Engine | AsyncioEngine) -> None:
-    """Raises WrongLoop."""
+    """Raise WrongLoop if the engine does not fit the event loop of the host."""
     is_trio = trio.lowlevel.in_trio_task()
     if is_trio and isinstance(engine, AsyncioEngine):
         raise WrongLoop(
-            "the host runs Trio, and this engine is one for asyncio: open it with trioserve.open_engine, or have "
-            "asgi_app open it by the model's name"
+            "the host runs Trio, but this engine is for asyncio: open it with trioserve.open_engine, or pass the "
+            "model's name to asgi_app"
         )
     if not is_trio and isinstance(engine, Engine):
         raise WrongLoop(
-            "the host runs asyncio, and this engine is one for Trio: open it with trioserve.asyncio.open_engine, or "
-            "have asgi_app open it by the model's name"
+            "the host runs asyncio, but this engine is for Trio: open it with trioserve.asyncio.open_engine, or pass "
+            "the model's name to asgi_app"
         )

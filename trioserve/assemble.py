@@ -1,4 +1,4 @@
-"""The only place that knows every room: builds the parts and hands them to each other."""
+"""Builds an engine from its parts. This is the only module that knows every package."""
 
 from __future__ import annotations
 
@@ -115,8 +115,13 @@ ADAPTER_THREAD = "trioserve-adapter"
 
 
 class LoadProgress(msgspec.Struct, frozen=True):
-    """what: is being done, for people. done: bytes, of `total`; where that is None, seconds, and nobody knows how many
-    more it takes."""
+    """Progress of loading.
+
+    Attributes:
+        what: current activity, for people.
+        done: bytes so far, or seconds so far if `total` is None.
+        total: bytes in total. None: the duration is unknown.
+    """
 
     what: str
     done: float
@@ -124,11 +129,11 @@ class LoadProgress(msgspec.Struct, frozen=True):
 
 
 LoadReport = Callable[[LoadProgress], None]
-"""Called from the thread that loads, compiles or fetches, and for the first time before it begins to."""
+"""Receives the progress of loading. Called from the thread that loads, first before the activity begins."""
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of loading, for whoever shows it: where it runs, and how much KV cache it has."""
+    """Result of loading, for display: where the model runs, and the size of its KV cache."""
 
     model_path: Path
     device: str
@@ -216,96 +221,106 @@ async def open_engine(
     max_ttft_timeout: float | None = None,
     max_request_timeout: float | None = None,
 ) -> AsyncIterator[Engine]:
-    """An engine in the scope of this `async with`, in the caller's own Trio program.
+    """Open an engine in the scope of an `async with`, in the caller's own Trio program.
 
-    Inside, `engine.generate(...)` gives a request. Leaving ends every request, waits for the step in flight, and leaves
-    no task and no thread behind. No signal handler is installed. A fault of the engine cancels the body and rises here
-    as EngineFault, unless engine_restarts let it be opened anew. The parameters are those options of `trioserve serve`
-    that concern an engine.
+    Inside, `engine.generate(...)` makes a request. Leaving ends every request and waits for the step in flight. No task
+    and no thread remains. No signal handler is installed. A fault of the engine cancels the body, and is raised here as
+    EngineFault, unless `engine_restarts` allows to reopen the engine. The parameters are the options of `trioserve
+    serve` that concern an engine.
 
     Args:
-        model: what to serve: "smollm2", a directory with safetensors, a .gguf file, or a hub name.
-        served_model_name: its names. Default: the last part of model.
-        dtype: type of weights and KV cache; "auto" takes the checkpoint's.
-        device: where to compute; "auto" takes a GPU if there is one.
+        model: "smollm2", a directory with safetensors, a .gguf file, or a hub name.
+        served_model_name: names of the model. Default: the last part of `model`.
+        dtype: data type of weights and KV cache. "auto" uses the checkpoint's.
+        device: device that computes. "auto" uses a GPU if there is one.
         threads: CPU threads of a forward pass. Default: one per core.
-        cpu_kernels: what computes on a CPU; "auto" takes native kernels if they can be had.
-        gpu_kernels: what computes on a GPU.
-        quantization: how native kernels keep weights; "auto" keeps a quantized file's bits, else dtype.
-        kv_cache_dtype: of keys and values; "auto" takes dtype.
-        max_model_len: tokens of prompt and response together. Default: what the model takes and the KV cache holds.
-        max_num_seqs: sequences that are computed at a time.
-        max_num_batched_tokens: tokens computed in one step; longer prompts are computed in chunks.
-        wide_prompt_stretch: how much longer a step may take, as a factor above 1, for prompts that need several, while
-            others get tokens in it.
+        cpu_kernels: kernels for the CPU. "auto" uses native kernels if possible.
+        gpu_kernels: kernels for the GPU.
+        quantization: how native kernels store weights. "auto" keeps the bits of a quantized file, and otherwise uses
+            `dtype`.
+        kv_cache_dtype: data type of keys and values. "auto" uses `dtype`.
+        max_model_len: most tokens of prompt and response together. Default: as many as the model supports and the KV
+            cache holds.
+        max_num_seqs: sequences that run at a time.
+        max_num_batched_tokens: tokens computed in one step. Longer prompts are computed in chunks.
+        wide_prompt_stretch: how much longer a step may take, as a factor above 1, while it computes a part of a long
+            prompt and other requests get tokens.
         block_size: tokens in one KV block.
-        kv_cache_memory: KV cache in GiB. Default: on a CPU at most 4, on a GPU what is left.
+        kv_cache_memory: memory for the KV cache in GiB. Default: at most 4 on a CPU, the free memory on a GPU.
         gpu_memory_utilization: share of the GPU's memory for weights and KV cache, above 0 and up to 1.
-        enforce_eager: compute without CUDA graphs.
-        batch_invariant: compute so that the bits of a response depend on its own tokens and the weights alone.
-        tensor_parallel_size: processes that compute the model together, each with a part of every layer.
-        pipeline_parallel_size: stages that compute one after the other, each with some of the layers, and in as many
-            processes.
-        enable_expert_parallel: each of them has whole experts of a mixture, and not a part of each.
-        distributed_executor_backend: where they are: "mp" has them on this machine, "ray" on the nodes of a Ray cluster
-            that have room.
-        ray_address: the cluster, such as 10.0.0.7:6379. Default: what RAY_ADDRESS says, or this machine's.
-        nnodes: machines that these are on, as many on each; on the others `serve --headless` keeps them.
-        master_addr, master_port: where they come to this one; torch.distributed takes the next port, too.
-        ranks_key: what they have to know.
-        enable_prefix_caching: prompts with the same beginning share its KV blocks.
-        overlap_steps: plan the next step while one is computed; not with drafts. With several stages, compute two at a
-            time, of different requests.
-        speculative_ngram: draft tokens of a request in a step, taken from its own text; 0 is off.
-        speculative_model: a small model of the same vocabulary that drafts tokens, which a step verifies; "mtp" is the
-            model's own further layer; None is off.
-        speculative_tokens: that it may draft for a request in a step; fewer, or none, where more do not pay.
-        speculative_quantization: how its weights are kept, as quantization.
-        speculative_config: the same as vLLM takes it, as a dict or as JSON.
-        step_timeout: seconds that one step may take; a longer one refuses new requests until it ends; 0 is no limit.
+        enforce_eager: True to compute without CUDA graphs.
+        batch_invariant: True to make the bits of a response depend only on its own tokens and the weights.
+        tensor_parallel_size: processes, called ranks, that compute the model together, each with a part of every layer.
+        pipeline_parallel_size: stages that compute one after the other, each with a part of the layers, and with
+            `tensor_parallel_size` ranks.
+        enable_expert_parallel: True to give each rank whole experts of a mixture, instead of a part of each.
+        distributed_executor_backend: "mp" starts ranks on this machine, "ray" on free nodes of a Ray cluster.
+        ray_address: address of the cluster, such as 10.0.0.7:6379. Default: RAY_ADDRESS, or this machine's cluster.
+        nnodes: number of machines with ranks, each with the same number of ranks. The others run `serve --headless`.
+        master_addr: address of this machine for ranks on other machines.
+        master_port: TCP port for these ranks. torch.distributed uses the next port, too.
+        ranks_key: shared secret of these ranks.
+        enable_prefix_caching: True to let prompts with the same beginning share KV blocks.
+        overlap_steps: True to plan the next step while one is computed. Not possible with draft tokens. With several
+            stages, two steps of different requests are computed at a time.
+        speculative_ngram: draft tokens per request and step, taken from the request's own text. 0: off.
+        speculative_model: small model with the same vocabulary that proposes draft tokens. "mtp": the model's own
+            prediction layer. None: off.
+        speculative_tokens: most draft tokens of this model per request and step. Fewer are drafted if more do not pay
+            off.
+        speculative_quantization: how the weights of this model are stored, as `quantization`.
+        speculative_config: the options of draft tokens in vLLM's format, as a dict or as JSON.
+        step_timeout: longest time of one step in seconds. During a longer step, new requests are refused. 0: no limit.
             Default: 60, or ten times the longest step so far if that is more.
-        engine_restarts: how often within ten minutes the engine is opened anew, in the same scope, when it breaks: its
-            streams pause and go on. 0: the first fault rises.
-        tool_call_parser, reasoning_parser: how the model writes calls of tools and thoughts, the names of families;
-            "auto" takes what its chat template shows, "none" leaves them in the text.
-        tool_call_leniency: "strict" takes calls in the model's own format. "lenient" also takes bare or fenced JSON, if
-            the response has nothing else.
-        generation_config: what a request's sampling is where nothing is said of it, engine.default_sampling: "auto" is
-            what the model's makers recommend, "vllm" the neutral temperature 1, else a directory with a
-            generation_config.json. Its max_new_tokens is also the most that any request gets.
-        tokenizer: whose tokenizer and chat template it has, named like a model. Default: its own.
-        revision: branch, tag or commit of a model of the hub.
-        chat_template: a file with the chat template, or the template itself, instead of the model's.
-        control_tokens_in_text: what becomes of control tokens that the texts of a chat spell out: "keep-as-text" keeps
-            them ordinary text, "parse" makes them control tokens.
-        seed: from which the seeds of requests come that name none. Default: random.
-        limit_mm_per_prompt: images that one prompt may have, as a dict or as JSON, such as {"image": 4}. Default: 8.
-        image_decode_timeout: seconds that decoding one image may take. A longer one fails its request.
-        allowed_media_domains: hosts from which images are fetched, with all below them. Default: nothing is fetched.
-        enable_lora: take LoRA adapters: engine.load_adapter, and `adapter` of a request.
-        lora_modules: adapters to load at the start, each "name=path"; a path is a directory that peft has saved.
-        max_loras, max_cpu_loras: adapters that may be loaded; the larger one counts.
-        max_lora_rank: rank that an adapter may have.
-        override_generation_config: fields of it to set, as a dict or as JSON, such as {"temperature": 0.5}.
-        kv_events: keep a record of what the prefix cache holds, for a router.
-        kv_transfer_config: how KV blocks travel to and from other engines, as a dict or as JSON; None: not at all.
-        role: what a router should use this engine for.
-        kv_hold_timeout: seconds that blocks are held for another engine without a sign of life from it.
+        engine_restarts: how often within ten minutes the engine is reopened after a fault, in the same scope. Its
+            streams
+            pause and resume. 0: the first fault is raised.
+        tool_call_parser: family of the format in which the model writes tool calls. "auto" uses the format of its chat
+            template. "none" leaves tool calls as text.
+        reasoning_parser: the same for reasoning.
+        tool_call_leniency: "strict" reads tool calls in the model's own format. "lenient" also reads bare or fenced
+            JSON if the response contains nothing else.
+        generation_config: source of `engine.default_sampling`. "auto" is the recommendation of the model's makers,
+            "vllm" the neutral temperature 1. Otherwise it is a directory with a generation_config.json. Its
+            max_new_tokens also limits every request.
+        tokenizer: tokenizer and chat template to use, named like a model. Default: the model's own.
+        revision: branch, tag or commit of a hub model.
+        chat_template: file with a chat template, or the template itself, to use instead of the model's.
+        control_tokens_in_text: how control tokens in the texts of a chat are read. "keep-as-text" keeps them as
+            ordinary text, "parse" makes them control tokens.
+        seed: source of the seeds of requests that set none. Default: random.
+        limit_mm_per_prompt: most images per prompt, as a dict or as JSON, such as {"image": 4}. Default: 8.
+        image_decode_timeout: longest time in seconds to decode one image. After that its request fails.
+        allowed_media_domains: hosts, with all their subdomains, from which images are fetched. Default: none.
+        enable_lora: True to accept LoRA adapters, see `engine.load_adapter` and the `adapter` of a request.
+        lora_modules: adapters to load at the start, each as "name=path". A path is a directory in the format of peft.
+        max_loras: adapters that may be loaded.
+        max_cpu_loras: vLLM's other name for `max_loras`. The larger of both applies.
+        max_lora_rank: highest rank of an adapter.
+        override_generation_config: fields of the generation config to replace, as a dict or as JSON, such as
+            {"temperature": 0.5}.
+        kv_events: True to record changes of the prefix cache, for a router.
+        kv_transfer_config: how KV blocks move to and from other engines, as a dict or as JSON. None: no transfer.
+        role: role of this engine, for routers.
+        kv_hold_timeout: seconds that blocks are held for another engine that does not contact this one.
         kv_load_timeout: seconds that a request waits for KV from another engine.
         kv_held_share: share of the KV cache that may be held for other engines, above 0 and up to 1.
-        max_queued_requests: sequences that may wait; for more, entering a request raises Overloaded.
-        max_queued_tokens: tokens of prompt that may wait.
-        max_queue_wait: seconds that any request may wait in the queue.
-        queue_timeout, ttft_timeout, request_timeout: deadlines in seconds of requests that have none of their own: to
-            begin to run, to have a first token, to be complete. None: no deadline.
-        max_queue_timeout, max_ttft_timeout, max_request_timeout: the most seconds that a request's own may be.
+        max_queued_requests: sequences that may wait. Above that, entering a request raises Overloaded.
+        max_queued_tokens: prompt tokens that may wait.
+        max_queue_wait: longest time that any request may wait in the queue, in seconds.
+        queue_timeout: default deadline in seconds until a request runs. None: no deadline.
+        ttft_timeout: default deadline in seconds until the first token. None: no deadline.
+        request_timeout: default deadline in seconds until the response is complete. None: no deadline.
+        max_queue_timeout: highest `queue_timeout` of a request. None: no limit.
+        max_ttft_timeout: highest `ttft_timeout` of a request. None: no limit.
+        max_request_timeout: highest `timeout` of a request. None: no limit.
 
     Raises:
         ModelLoadError: the model cannot be loaded.
-        StartupError: a parameter has a wrong type or is out of range; the message names it and what it takes.
-        EngineFault: a step or the connector failed, at any time, and it is not opened anew (any more).
+        StartupError: a parameter has a wrong type or is out of range. The message says what is allowed.
+        EngineFault: a step or the connector failed, at any time, and the engine is not reopened again.
     """
-    options = locals()  # the parameters, and nothing else yet: each is an option of the same name
+    options = locals()  # only the parameters exist yet, and each is an option of the same name
     check_is_in_trio("trioserve.open_engine")
     async with open_configured_engine(make_config(**options)) as engine:
         yield engine
@@ -314,23 +329,32 @@ async def open_engine(
 def for_asyncio(
     opens: Callable[P, AbstractAsyncContextManager[EngineT]], new: Callable[[TrioThread, EngineT], AsyncioT]
 ) -> Callable[P, AbstractAsyncContextManager[AsyncioT]]:
-    """The same for asyncio programs, in a thread of its own. new: what they get."""
+    """Make a function that opens an engine for asyncio programs, in a thread of its own.
+
+    Args:
+        opens: opens an engine for Trio programs.
+        new: makes the asyncio engine.
+
+    Returns:
+        The function, with the parameters of `opens`.
+    """
 
     @functools.wraps(opens)
     def open_for_asyncio(*args: P.args, **kwargs: P.kwargs) -> AbstractAsyncContextManager[AsyncioT]:
-        inspect.signature(opens).bind(*args, **kwargs)  # a TypeError rises here, and not in a thread
+        inspect.signature(opens).bind(*args, **kwargs)  # raise TypeError here, and not in the thread
         return opened_in_a_thread(functools.partial(opens, *args, **kwargs), new)
 
-    open_for_asyncio.__doc__ = f"""An engine for an asyncio program: what is said here of one for Trio goes for it, too.
+    open_for_asyncio.__doc__ = f"""Open an engine for an asyncio program.
 
-    It runs in a thread of its own, and gives a trioserve.asyncio.{getattr(new, "__name__", "Engine")}.
+    The engine runs in a thread of its own. The context gives a trioserve.asyncio.{getattr(new, "__name__", "Engine")}.
+    The description for Trio programs also applies:
 
     {opens.__doc__}"""
     return open_for_asyncio
 
 
 open_asyncio_engine = for_asyncio(open_engine, AsyncioEngine)
-"""trioserve.asyncio.open_engine."""
+"""The function `trioserve.asyncio.open_engine`."""
 
 
 @uninterrupted_context
@@ -340,15 +364,26 @@ async def open_configured_engine(
     on_progress: LoadReport | None = None,
     on_loaded: Callable[[Loaded], None] = lambda loaded: None,
 ) -> AsyncIterator[Engine]:
-    """The same from a Config, with a look at the loading. on_progress: None tells what takes long in the log."""
+    """Open an engine from a Config.
+
+    Args:
+        config: the options.
+        on_progress: receives the progress of loading. None: long activities are logged.
+        on_loaded: called once when the model is loaded.
+
+    Raises:
+        ModelLoadError: the model cannot be loaded.
+        StartupError: an option is wrong.
+        EngineFault: the engine broke, and is not reopened again.
+    """
     if is_image_model(config.model):
         raise StartupError(
-            f"{config.model} makes pictures, and texts are asked for: start `trioserve serve` with it, or open it with "
-            "trioserve.open_image_engine"
+            f"{config.model} generates images, but an engine for text was requested: start `trioserve serve` with it, "
+            "or open it with trioserve.open_image_engine"
         )
     try:
         named_families(config.tool_call_parser, config.reasoning_parser, None)
-    except InvalidRequest as error:  # now, and not when the model has been loaded
+    except InvalidRequest as error:  # check now, before the model is loaded
         raise StartupError(str(error)) from None
     transfers = connector_settings(config.kv_transfer_config, config.role)
     if transfers is not None:
@@ -369,8 +404,11 @@ async def open_configured_engine(
 
 @uninterrupted
 class _Opening:
-    """How an engine is opened, and opened anew: the model is read and its memory taken each time. What texts need and
-    the metrics are made once, since they do not break with it."""
+    """Opens the parts of one engine, first and after each fault.
+
+    Each opening reads the model and allocates its memory. Threads for text, metrics and the tokenizer are made only
+    once.
+    """
 
     def __init__(
         self,
@@ -414,13 +452,13 @@ class _Opening:
 
     @asynccontextmanager
     async def open_parts(self) -> AsyncIterator[EngineParts]:
-        """Raises ModelLoadError and StartupError."""
+        """Open the parts, and close them on leaving. Raises ModelLoadError and StartupError."""
         config, text, started_at = self._config, self._text, time.perf_counter()
         async with WorkerThread("compute") as compute, AsyncExitStack() as scopes:
-            if config.chat_template is not None:  # first of all, since it may be long until it is used
+            if config.chat_template is not None:  # check first, because the template is used much later
                 self._chat_template = await text.run_cancellable(chat_template_text, config.chat_template)
             if self._path is None:
-                # It may be a download, which nothing can end from outside: not in a thread that leaving waits for.
+                # A download cannot be stopped from outside. So it runs in a thread that is not waited for.
                 resolve = functools.partial(
                     resolve_model, revision=config.revision, progress=self._fetching(config.model)
                 )
@@ -458,25 +496,29 @@ class _Opening:
                         when_idle=computing.claim_memory,
                         image_encoder=computing.image_encoder,
                         guard=computing.guard,
-                        cache_release=_cache_release(runner, compute, new_parts),
+                        cache_release=_cache_release_of(runner, compute, new_parts),
                         weights=computing.weights,
                     )
 
                 self._note_model(checkpoint, runner)
-                self._tell_loaded(runner, settings, checkpoint, time.perf_counter() - started_at)
+                self._report_loaded(runner, settings, checkpoint, time.perf_counter() - started_at)
                 self._show(runner, finds_prefixes=settings.enable_prefix_caching)
                 scopes.callback(show_masks(self._metrics, masks))
                 await self._adapters.attach(computing.adapters)
                 scopes.callback(self._adapters.detach)
-                yield new_parts()  # and no name for them here, since what has one is not given back
+                yield new_parts()  # not stored in a variable, which would keep them in memory
 
     def make_engine(self, parts: EngineParts) -> Engine:
-        """To be called when they have been opened first."""
+        """Make the engine from its first parts.
+
+        Args:
+            parts: result of the first `open_parts`.
+        """
         core, steps, connector, readers_first, when_idle, image_encoder, guard, cache_release, weights = parts
         config, checkpoint, compiler, settings = self._config, self._checkpoint, self._compiler, core.settings
-        assert checkpoint is not None, "nothing was opened"
-        assert self._defaults is not None, "nothing was opened"
-        assert compiler is not None, "nothing was opened"
+        assert checkpoint is not None, "no parts were opened"
+        assert self._defaults is not None, "no parts were opened"
+        assert compiler is not None, "no parts were opened"
         self._engine = Engine(
             model=ModelDescription(
                 served_names=self._served_names,
@@ -531,14 +573,14 @@ class _Opening:
         return self._engine
 
     async def _read_adapter(self, path: str, is_checked: bool) -> AdapterWeights:
-        # Files that hang cannot be ended from outside: not in a thread that leaving waits for.
+        # Reading files may hang and cannot be stopped from outside. So it runs in a thread that is not waited for.
         return await call_abandonable(self._adapter_from, path, is_checked, thread_name=ADAPTER_THREAD)
 
     def _adapter_from(self, path: str, is_checked: bool) -> AdapterWeights:
         checkpoint, config = self._checkpoint, self._config
         assert checkpoint is not None, "adapters are loaded when the engine is open"
         if isinstance(checkpoint, EncoderDirectory):
-            raise ModelLoadError("an encoder takes no LoRA adapters: leave out --enable-lora")
+            raise ModelLoadError("an encoder does not support LoRA adapters: leave out --enable-lora")
         directory = Path(path)
         if is_checked:
             directory = allowed_directory(directory, [Path(allowed) for allowed in config.allowed_lora_path])
@@ -547,7 +589,7 @@ class _Opening:
     def _images(
         self, checkpoint: Checkpoint | EncoderDirectory, encoder: ImageEncoder | None, tokenizer: Tokenizer
     ) -> ImageProcessing | None:
-        """How the model wants images; None: it is served without."""
+        """Return how the model expects images, or None if it is served without images."""
         if encoder is None or isinstance(checkpoint, EncoderDirectory) or checkpoint.vision is None:
             return None
         processing = checkpoint.vision.processing
@@ -574,7 +616,7 @@ class _Opening:
         if tokenizer.vocab_size > checkpoint.config.vocab_size and path is not None:
             raise StartupError(
                 f"--tokenizer {config.tokenizer} has {tokenizer.vocab_size} tokens, but the model has "
-                f"{checkpoint.config.vocab_size}: name the tokenizer that it was made with"
+                f"{checkpoint.config.vocab_size}: set it to the tokenizer with which the model was trained"
             )
         if self._chat_template is not None:
             tokenizer.use_chat_template(self._chat_template)
@@ -583,7 +625,7 @@ class _Opening:
         return tokenizer
 
     def _open_draft(self, checkpoint: Checkpoint | EncoderDirectory) -> DraftSource | None:
-        """Raises StartupError if nothing can be drafted for this model."""
+        """Open the source of draft tokens. Raises StartupError if the model does not support it."""
         drafts, path = self._drafts, self._draft_path
         if drafts is None or drafts.source == "text" or isinstance(checkpoint, EncoderDirectory):
             return None
@@ -604,7 +646,7 @@ class _Opening:
     async def _computing(
         self, checkpoint: Checkpoint | EncoderDirectory, draft: DraftSource | None, compute: WorkerThread
     ) -> AsyncIterator[_Computing]:
-        """The model, loaded: in the compute thread, or in ranks. Leaving lets it go."""
+        """Load the model, in the compute thread or in ranks. Leaving unloads it."""
         if self._config.rank_count > 1:
             async with self._in_ranks(checkpoint, compute) as computing:
                 yield computing
@@ -622,26 +664,26 @@ class _Opening:
             )
         finally:
             for made in runners:
-                await compute.run(made.close)  # ends also when cancelled
+                await compute.run(made.close)  # completes even when cancelled
 
     @asynccontextmanager
     async def _in_ranks(
         self, checkpoint: Checkpoint | EncoderDirectory, compute: WorkerThread
     ) -> AsyncIterator[_Computing]:
-        """compute: for what makes rows of images, which is here."""
+        """Load the model in ranks. The compute thread of this process computes image embeddings."""
         config = self._config
         if isinstance(checkpoint, EncoderDirectory):
             name = "--tensor-parallel-size" if config.tensor_parallel_size > 1 else "--pipeline-parallel-size"
-            raise StartupError(f"{name} is given, but an encoder is computed by one process: leave it out")
+            raise StartupError(f"{name} is set, but an encoder runs in one process: leave it out")
         stages = stage_configs(checkpoint, config.pipeline_parallel_size)
-        for stage in stages:  # said before any starts
+        for stage in stages:  # check before any rank starts
             share_of(stage, 0, config.tensor_parallel_size, expert_parallel=config.enable_expert_parallel)
         async with self._placed() as placed, self._grouped(checkpoint, stages, compute, placed) as computing:
             yield computing
 
     @asynccontextmanager
     async def _placed(self) -> AsyncIterator[PlacedRanks | None]:
-        """The ranks, where Ray places them; None: they are here, and on machines that are named."""
+        """Return the ranks that Ray placed. None: ranks run on this machine and on the named ones."""
         config = self._config
         if config.distributed_executor_backend == "mp":
             yield None
@@ -665,7 +707,7 @@ class _Opening:
         config = self._config
         weights_come = trio.Event()
 
-        def tell(progress: Progress) -> None:
+        def report(progress: Progress) -> None:
             weights_come.set()
             if self._engine is None and self._on_progress is not None:
                 what = progress.what or f"loading {config.model}"
@@ -676,11 +718,11 @@ class _Opening:
         elsewhere: dict[int, socket.socket] = {}
         setups = self._rank_setups(here, stages) if placed is None else self._placed_setups(placed, stages)
         if placed is not None:
-            here, elsewhere = 0, await placed.come(on_wait=self._tell_waits)
+            here, elsewhere = 0, await placed.come(on_wait=self._log_awaited)
         elif config.nnodes > 1:
             assert config.ranks_key is not None, "checked by Config"
             elsewhere = await wait_for_ranks(
-                config.master_addr, config.master_port, range(here, count), config.ranks_key, on_wait=self._tell_waits
+                config.master_addr, config.master_port, range(here, count), config.ranks_key, on_wait=self._log_awaited
             )
         with host_ranks(
             here,
@@ -694,7 +736,7 @@ class _Opening:
                 ranks.make_links,
                 answer_seconds_max=config.step_timeout,
                 find_missing=ranks.find_missing,
-                on_progress=tell,
+                on_progress=report,
             ) as group:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._prepare_texts, checkpoint, weights_come)
@@ -708,7 +750,7 @@ class _Opening:
                     checkpoint,
                     _model_settings(config),
                     loaded.dtype,
-                    loaded.device if placed is None else "cpu",  # GPUs that Ray gives are the ranks'
+                    loaded.device if placed is None else "cpu",  # the GPUs of Ray belong to the ranks
                 )
                 runner = RankedRunner(
                     loaded,
@@ -727,12 +769,17 @@ class _Opening:
                     )
                     yield _Computing(runner, group, group, group.claim_memory, weights, image_encoder, group.guard)
 
-    def _tell_waits(self, awaited: list[int]) -> None:
+    def _log_awaited(self, awaited: list[int]) -> None:
         if awaited:
-            logger.info("waits for ranks of other machines ranks=%s", ",".join(map(str, awaited)))
+            logger.info("waiting for ranks of other machines ranks=%s", ",".join(map(str, awaited)))
 
     def _rank_setups(self, here: int, stages: Sequence[ModelConfig]) -> list[RankSetup]:
-        """here: how many there are on each machine. stages: what of the model each of them computes."""
+        """Return the setup of each rank.
+
+        Args:
+            here: ranks per machine.
+            stages: the part of the model that each stage computes.
+        """
         config, drafts = self._config, self._drafts
         whole = _model_settings(config)
         stage_size = config.tensor_parallel_size
@@ -756,7 +803,7 @@ class _Opening:
                 token_count=drafts.token_count,
             )
         is_far = config.nnodes > 1
-        is_split = is_far and len(stages) == 1  # what adds up is on several machines
+        is_split = is_far and len(stages) == 1  # ranks of one stage are on several machines
         meeting_ports = [config.master_port + 1 + stage if is_far else free_port() for stage in range(len(stages))]
         return [
             RankSetup(
@@ -777,13 +824,15 @@ class _Opening:
         ]
 
     def _placed_setups(self, placed: PlacedRanks, stages: Sequence[ModelConfig]) -> list[RankSetup]:
-        """A rank that shares its node with others has a part of what the options say of a machine."""
+        """Return the setup of each rank that Ray placed. Ranks on one node divide the options of a machine among
+        themselves.
+        """
         setups: list[RankSetup] = []
         for setup in self._rank_setups(1, stages):
             settings, beside = setup.settings, placed.count_beside(setup.rank)
             settings = msgspec.structs.replace(
                 settings,
-                device="cuda" if settings.device == "cuda" else "cpu",  # the one for which Ray has kept room
+                device="cuda" if settings.device == "cuda" else "cpu",  # the device that Ray reserved
                 threads=_placed_cpus(self._config),
                 kv_cache_bytes=None if settings.kv_cache_bytes is None else settings.kv_cache_bytes // beside,
                 ranks_here=beside,
@@ -795,10 +844,9 @@ class _Opening:
         return setups
 
     async def _prepare_texts(self, checkpoint: Checkpoint | EncoderDirectory, weights_come: trio.Event) -> None:
-        """At the same time as the weights are read: their name, and the first time the tokenizer and what forms need of
-        it."""
-        # The libraries for tokens and forms hold the GIL for tenths of a second. Reading weights does not need it,
-        # once it has begun.
+        """Prepare the tokenizer, grammars and the weights' name while the weights are read."""
+        # The libraries for tokens and grammars hold the GIL for tenths of a second. Reading weights does not need the
+        # GIL once it has begun.
         await weights_come.wait()
         assert self._defaults is not None, "they are read with the checkpoint"
         is_first = self._compiler is None
@@ -818,7 +866,7 @@ class _Opening:
             ends = self._defaults.eos_token_ids
             self._compiler = await self._text.run_cancellable(_make_compiler, checkpoint, tokenizer, ends)
             self._tokenizer_name = await self._text.run_cancellable(tokenizer.name)
-        # Last, when the weights have been read from the disk, or most of them.
+        # This comes last, when most of the weights are in the page cache.
         self._weights_name = await self._text.run_cancellable(_weights_name, checkpoint)
 
     async def _load(
@@ -828,30 +876,32 @@ class _Opening:
         compute: WorkerThread,
         runners: list[ModelRunner | EncoderRunner],
     ) -> ModelRunner | EncoderRunner:
-        """Weights in the compute thread, and beside them what texts need. What is put in `runners` is the caller's to
-        close, also when this raises."""
+        """Load the weights in the compute thread, and prepare the texts meanwhile.
+
+        The caller must close the entries of `runners`, also when this function raises.
+        """
         job = LongJob()
         weights_come, token = trio.Event(), trio.lowlevel.current_trio_token()
 
-        def tell(progress: LoadProgress) -> None:
+        def report(progress: LoadProgress) -> None:
             job.check()
             if self._engine is None and self._on_progress is not None:
                 self._on_progress(progress)
 
-        def tell_weights_come() -> None:
+        def note_weights_come() -> None:
             token.run_sync_soon(weights_come.set, idempotent=True)
 
         def read(done: int, total: int) -> None:
-            tell_weights_come()
-            tell(LoadProgress(f"loading {self._config.model}", done, total))
+            note_weights_come()
+            report(LoadProgress(f"loading {self._config.model}", done, total))
 
         def compiling(sentence: str, seconds: float) -> None:
             if self._on_progress is None and not seconds:
                 logger.info("%s", sentence)
-            tell(LoadProgress(sentence, seconds))
+            report(LoadProgress(sentence, seconds))
 
         def load_runner() -> ModelRunner | EncoderRunner:
-            # In the thread that will use it, since it may import torch.
+            # Runs in the compute thread, because it may import torch there.
             runner: ModelRunner | EncoderRunner
             if isinstance(checkpoint, EncoderDirectory):
                 from trioserve.model.encoder_runner import EncoderRunner
@@ -864,10 +914,10 @@ class _Opening:
                     checkpoint, _model_settings(self._config), draft=draft, progress=read, on_compile=compiling
                 )
             runners.append(runner)
-            tell_weights_come()  # also where nobody told of them
+            note_weights_come()  # in case that nothing reported progress
             runner.allocate_kv(runner.block_count)
-            if runner.device != "cpu":  # where kernels are compiled, which takes its time
-                tell(LoadProgress(f"warming {self._config.model} up", 0))
+            if runner.device != "cpu":  # kernels are compiled, which takes time
+                report(LoadProgress(f"warming up {self._config.model}", 0))
             runner.warm_up()
             return runner
 
@@ -876,15 +926,17 @@ class _Opening:
             return await job.run(compute, load_runner)
 
     def _note_model(self, checkpoint: Checkpoint | EncoderDirectory, runner: Runner) -> None:
-        """Raises StartupError if its files have become another model's since the engine was opened first."""
+        """Note the properties of the loaded model. Raises StartupError if its files have changed since the first
+        opening.
+        """
         assert self._defaults is not None, "they are read with the checkpoint"
-        # Unasked, too, where all that is computed here is so: KV from elsewhere might not be.
+        # Without KV from elsewhere, the engine is batch-invariant whenever its kernels are, even if the option is off.
         is_invariant = self._config.batch_invariant or (runner.is_batch_invariant and self._transfers is None)
         found = self._fingerprint_with(runner, self._defaults, is_batch_invariant=is_invariant)
         if self._engine is not None and found != self._fingerprint:
             raise StartupError(
-                f"{self._path} has changed since the engine was opened, and streams cannot go on with another model: "
-                "start the server anew"
+                f"{self._path} has changed since the engine was opened, and streams cannot be resumed with another "
+                "model: restart the server"
             )
         self._checkpoint, self._fingerprint, self._adapter_dtype = checkpoint, found, runner.dtype
         self._executor = f"{runner.dtype} on {runner.device} by {runner.computed_by}"
@@ -893,7 +945,7 @@ class _Opening:
     def _fingerprint_with(
         self, runner: Runner, defaults: GenerationDefaults, *, is_batch_invariant: bool
     ) -> str | None:
-        """None for an encoder, which has no responses to go on with."""
+        """Return the fingerprint, or None for an encoder, which has no responses to resume."""
         if self._weights_name is None:
             return None
         config = self._config
@@ -922,13 +974,13 @@ class _Opening:
         if transfers.ignored:
             logger.warning("of --kv-transfer-config ignored=%s", ",".join(transfers.ignored))
         if isinstance(checkpoint, EncoderDirectory):
-            raise StartupError("an encoder keeps no KV to exchange: leave out --kv-transfer-config")
+            raise StartupError("an encoder has no KV to exchange: leave out --kv-transfer-config")
         if checkpoint.config.state_bytes:
             raise StartupError(
-                "this model's layers keep a state beside their KV, which connectors do not carry: leave out "
+                "this model's layers have a state in addition to their KV, which connectors do not transfer: leave out "
                 "--kv-transfer-config"
             )
-        assert self._weights_name is not None, "it comes with the weights"
+        assert self._weights_name is not None, "set when the weights are read"
         connector = make_connector(
             ConnectorSetup(
                 engine_id=secrets.token_hex(16),
@@ -942,7 +994,7 @@ class _Opening:
         if window_tokens is not None and not getattr(connector, "knows_windows", False):
             raise StartupError(
                 f'every layer of this model has a sliding window, and the connector "{transfers.connector}" does not '
-                "say that it can do without the blocks behind it (knows_windows): take another connector"
+                "support missing blocks before the window (knows_windows): use another connector"
             )
         return connector
 
@@ -962,11 +1014,11 @@ class _Opening:
         metrics.token_flops.set(runner.token_flops)
         metrics.attended_token_flops.set(runner.attended_token_flops)
 
-    def _tell_loaded(
+    def _report_loaded(
         self, runner: Runner, settings: CoreSettings, checkpoint: Checkpoint | EncoderDirectory, seconds: float
     ) -> None:
         if self._engine is not None:
-            logger.info("the engine was opened anew seconds=%.1f", seconds)
+            logger.info("the engine was reopened seconds=%.1f", seconds)
             return
         assert self._path is not None
         self._on_loaded(
@@ -987,7 +1039,7 @@ class _Opening:
 
 
 class _Computing(NamedTuple):
-    """What computes, as the rest of an engine sees it; see EngineParts."""
+    """The loaded model. `EngineParts` documents the fields."""
 
     runner: Runner
     steps: StepRunner
@@ -998,8 +1050,8 @@ class _Computing(NamedTuple):
     guard: Guard | None = None
 
 
-class _Nap:
-    """The KV cache goes and comes in the compute thread."""
+class _CacheRelease:
+    """Releases and allocates the KV cache in the compute thread."""
 
     def __init__(self, runner: ModelRunner, compute: WorkerThread, new_parts: Callable[[], EngineParts]) -> None:
         self._runner = runner
@@ -1014,16 +1066,16 @@ class _Nap:
         return self._new_parts()
 
 
-def _cache_release(
+def _cache_release_of(
     runner: Runner, compute: WorkerThread, new_parts: Callable[[], EngineParts]
 ) -> CacheRelease[EngineParts] | str:
     from trioserve.model.runner import ModelRunner
 
     if isinstance(runner, RankedRunner):
-        return "a model in ranks cannot give its KV cache back alone"
+        return "a model in ranks cannot release its KV cache alone"
     if not isinstance(runner, ModelRunner):
-        return "an encoder has no KV cache to give back"
-    return runner.why_kept or _Nap(runner, compute, new_parts)
+        return "an encoder has no KV cache to release"
+    return runner.why_kept or _CacheRelease(runner, compute, new_parts)
 
 
 def _weight_place(
@@ -1032,12 +1084,12 @@ def _weight_place(
     from trioserve.model.runner import ModelRunner
 
     if not isinstance(runner, ModelRunner):
-        return "an encoder keeps its weights"
+        return "the model is an encoder"
 
     def look(source: WeightSource) -> WrittenWeights:
         from trioserve.model.weight_replacement import StoredWeights
 
-        assert not isinstance(source, BroadcastWeights), "those are sent"
+        assert not isinstance(source, BroadcastWeights), "these weights are sent"
         where = source if isinstance(source, SharedWeights) else Path(source)
         return StoredWeights(runner, where, context_tokens=context_tokens)
 
@@ -1050,7 +1102,7 @@ def _weight_place(
 
 
 class _AdapterPlace:
-    """The model, for adapters: they come and go in the compute thread, between two steps."""
+    """Adds and removes adapters in the compute thread, between two steps."""
 
     def __init__(self, runner: ModelRunner | EncoderRunner, compute: WorkerThread) -> None:
         self._runner = runner
@@ -1070,7 +1122,7 @@ def _opened(path: Path, context_tokens: int | None, uses_further_layers: bool = 
 
 
 def _weights_name(checkpoint: Checkpoint | EncoderDirectory) -> str | None:
-    """None for an encoder, which neither goes on with responses nor exchanges KV."""
+    """Return the weights' name, or None for an encoder, which neither resumes responses nor exchanges KV."""
     return None if isinstance(checkpoint, EncoderDirectory) else weights_name(checkpoint)
 
 
@@ -1097,7 +1149,7 @@ def _pooled_model(checkpoint: Checkpoint | EncoderDirectory, settings: CoreSetti
 
 
 def _placed_cpus(config: Config) -> int:
-    """Of each rank that Ray places, which Ray counts and does not enforce: so many threads it has, too."""
+    """Return the CPUs to reserve for each rank. Ray does not enforce the number, so each rank has as many threads."""
     return 1 if config.threads is None else max(1, config.threads // config.tensor_parallel_size)
 
 
@@ -1118,7 +1170,7 @@ def _make_compiler(
     compiler = GrammarCompiler(tokenizer, vocab_size=checkpoint.config.vocab_size, end_token_ids=end_token_ids)
     reason = None if isinstance(checkpoint, EncoderDirectory) else compiler.load()
     if reason is not None:
-        logger.warning("no structured output: %s", reason)
+        logger.warning("structured output is not available: %s", reason)
     return compiler
 
 
@@ -1159,22 +1211,22 @@ def _core_settings(
     context_tokens_max = checkpoint.config.context_tokens_max
     pool_tokens = runner.block_count * runner.block_size
     window_tokens = None
-    if draft is None:  # that one may see more
+    if draft is None:  # a draft model may attend to more tokens
         window_tokens = _window_tokens(checkpoint)
     if config.max_model_len is not None:
         if config.max_model_len > context_tokens_max:
             raise StartupError(
-                f"--max-model-len is {config.max_model_len}, but the model was made for {context_tokens_max} tokens"
+                f"--max-model-len is {config.max_model_len}, but the model supports only {context_tokens_max} tokens"
             )
         context_tokens_max = config.max_model_len
     elif isinstance(checkpoint, EncoderDirectory):
         context_tokens_max = checkpoint.config.context_tokens_default
     elif window_tokens is None or window_tokens + config.max_num_batched_tokens > pool_tokens - 2 * runner.block_size:
-        # Without a wish, what fits: a long context alone must not keep a small machine from serving.
+        # Without the option, use what fits. A model with a long context must still start on a small machine.
         if pool_tokens < context_tokens_max:
             logger.info(
-                "the context is %d tokens, as many as the KV cache holds, of the %d that the model takes: "
-                "--kv-cache-memory gives it more",
+                "the context is %d tokens, as many as the KV cache holds; the model supports %d: "
+                "raise --kv-cache-memory for more",
                 pool_tokens,
                 context_tokens_max,
             )
@@ -1182,7 +1234,7 @@ def _core_settings(
     keeps_kv = not isinstance(checkpoint, EncoderDirectory)
     if 0 < runner.state_slot_count < config.max_num_seqs:
         logger.warning(
-            "the states of more sequences do not fit the cache's memory (--kv-cache-memory) sequences_max=%d",
+            "the cache's memory (--kv-cache-memory) holds the states of few sequences sequences_max=%d",
             runner.state_slot_count,
         )
     return CoreSettings(
@@ -1190,7 +1242,7 @@ def _core_settings(
         block_size=runner.block_size,
         context_tokens_max=context_tokens_max,
         max_num_seqs=config.max_num_seqs,
-        # An encoder's prompts are computed whole, so that a step has room for the longest one.
+        # An encoder computes whole prompts, so a step must have space for the longest one.
         step_tokens_max=max(config.max_num_batched_tokens, 0 if keeps_kv else context_tokens_max),
         wide_prompt_stretch=config.wide_prompt_stretch,
         enable_prefix_caching=config.enable_prefix_caching and keeps_kv,
@@ -1211,11 +1263,15 @@ def _core_settings(
 
 
 def _window_tokens(checkpoint: Checkpoint | EncoderDirectory) -> int | None:
-    """The largest sliding window, where every layer has one."""
+    """Return the largest sliding window, or None if a layer has no window."""
     window_max = None if isinstance(checkpoint, EncoderDirectory) else checkpoint.config.window_max
     return None if window_max is None else max(window_max, 2)
 
 
 def default_served_name(model: str) -> str:
-    """The name clients use when the configuration gives none."""
+    """Return the name of a model that has no configured name.
+
+    Args:
+        model: the option --model.
+    """
     return Path(model).name.removesuffix(".gguf") or model

@@ -1,4 +1,4 @@
-"""Builds the engine of a model that makes pictures, as assemble.py builds one of texts."""
+"""Builds the engine of a model that generates images, as assemble.py does for text."""
 
 from __future__ import annotations
 
@@ -72,33 +72,42 @@ async def open_image_engine(
     max_ttft_timeout: float | None = None,
     max_request_timeout: float | None = None,
 ) -> AsyncIterator[ImageEngine]:
-    """An engine of pictures in the scope of this `async with`, in the caller's own Trio program.
+    """Open an engine for images in the scope of an `async with`, in the caller's own Trio program.
 
-    Inside, `engine.generate_image(...)` gives a request. All that open_engine says of leaving, of faults and of tasks
-    and threads goes for this one, too. It needs `pip install 'trioserve[image]'`.
+    Inside, `engine.generate_image(...)` makes a request. Leaving, faults, tasks and threads behave as described for
+    `open_engine`. The engine needs `pip install 'trioserve[image]'`.
 
     Args:
-        model: a directory that diffusers' save_pretrained has written.
-        served_model_name: its names. Default: the last part of model.
-        dtype: type of the weights; "auto" takes the checkpoint's. In float32 a picture has the same bytes whatever else
-            is made; in 16 bits about the same.
-        device: where to compute; "auto" takes a GPU if there is one.
+        model: directory in the format of diffusers' save_pretrained.
+        served_model_name: names of the model. Default: the last part of `model`.
+        dtype: data type of the weights. "auto" uses the checkpoint's. In float32, the bytes of an image do not depend
+            on other images of the step. In 16 bits they differ slightly.
+        device: device that computes. "auto" uses a GPU if there is one.
         threads: CPU threads of a forward pass. Default: one per core.
-        max_num_seqs: pictures that are worked on at a time.
-        kept_slots: further pictures whose latents are kept while others, of a better priority, have their slots.
-            Default: as many.
-        step_pixels: that all rows of one forward pass may have together; a guided picture has two rows. It bounds the
-            memory that a step takes, and how long an abort waits.
-        max_image_pixels, max_image_steps, max_images: what a request may ask for: width times height of a picture,
-            denoising steps, and pictures.
-        step_timeout, engine_restarts, seed, max_queued_requests, max_queue_wait, queue_timeout, ttft_timeout,
-            request_timeout, max_queue_timeout, max_ttft_timeout, max_request_timeout: as in open_engine, where a
-            picture stands for a sequence and what is first seen of it for the first token.
+        max_num_seqs: images that are computed at a time.
+        kept_slots: further images whose latents are kept while requests with a lower priority number use their slots.
+            Default: `max_num_seqs`.
+        step_pixels: most pixels of all rows of one forward pass. An image with guidance has two rows. This limits the
+            memory of a step, and how long an abort waits.
+        max_image_pixels: highest width times height of an image.
+        max_image_steps: highest number of denoising steps.
+        max_images: highest number of images of a request.
+        step_timeout: as in `open_engine`.
+        engine_restarts: as in `open_engine`.
+        seed: as in `open_engine`.
+        max_queued_requests: as in `open_engine`, in images.
+        max_queue_wait: as in `open_engine`.
+        queue_timeout: as in `open_engine`.
+        ttft_timeout: as in `open_engine`. The first partial or complete image counts as the first token.
+        request_timeout: as in `open_engine`.
+        max_queue_timeout: as in `open_engine`.
+        max_ttft_timeout: as in `open_engine`.
+        max_request_timeout: as in `open_engine`.
 
     Raises:
         ModelLoadError: the model cannot be loaded.
-        StartupError: a parameter has a wrong type or is out of range; the message names it and what it takes.
-        EngineFault: a step failed, at any time, and the engine is not opened anew (any more).
+        StartupError: a parameter has a wrong type or is out of range. The message says what is allowed.
+        EngineFault: a step failed, at any time, and the engine is not reopened again.
     """
     check_is_in_trio("trioserve.open_image_engine")
     config = make_config(
@@ -128,7 +137,7 @@ async def open_image_engine(
 
 
 open_asyncio_image_engine = for_asyncio(open_image_engine, AsyncioImageEngine)
-"""trioserve.asyncio.open_image_engine."""
+"""The function `trioserve.asyncio.open_image_engine`."""
 
 
 @uninterrupted_context
@@ -139,7 +148,19 @@ async def open_configured_image_engine(
     step_pixels: int = STEP_PIXELS,
     on_progress: LoadReport = lambda progress: None,
 ) -> AsyncIterator[ImageEngine]:
-    """The same from a Config, of which it takes what open_image_engine names. on_progress: is told what is loaded."""
+    """Open an engine for images from a Config.
+
+    Args:
+        config: the options. Only the parameters of `open_image_engine` are used.
+        kept_slots: see `open_image_engine`.
+        step_pixels: see `open_image_engine`.
+        on_progress: receives the progress of loading.
+
+    Raises:
+        ModelLoadError: the model cannot be loaded.
+        StartupError: an option is wrong.
+        EngineFault: the engine broke, and is not reopened again.
+    """
     check_image_extra()
     if kept_slots is not None and kept_slots < 0:
         raise StartupError(f"kept_slots is {kept_slots}, it must be 0 or more")
@@ -153,7 +174,7 @@ async def open_configured_image_engine(
 
 
 class _CacheRelease:
-    """Latents go, and with them the memory of steps; the weights stay."""
+    """Releases the latents and the memory of steps. The weights stay loaded."""
 
     def __init__(self, runner: DiffusionRunner, compute: WorkerThread, new_parts: Callable[[], ImageParts]) -> None:
         self._runner = runner
@@ -165,12 +186,12 @@ class _CacheRelease:
 
     async def rebuild_parts(self) -> ImageParts:
         await trio.lowlevel.checkpoint()
-        return self._new_parts()  # slots are made as latents come
+        return self._new_parts()  # slots are allocated when latents need them
 
 
 @uninterrupted
 class _Opening:
-    """How such an engine is opened, and opened anew: then the weights are read again."""
+    """Opens the parts of one image engine, first and after each fault. Each opening reads the weights."""
 
     def __init__(
         self,
@@ -197,7 +218,7 @@ class _Opening:
 
     @asynccontextmanager
     async def open_parts(self) -> AsyncIterator[ImageParts]:
-        """Raises ModelLoadError and StartupError."""
+        """Open the parts, and close them on leaving. Raises ModelLoadError and StartupError."""
         started_at = time.perf_counter()
         async with WorkerThread("compute") as compute:
             job = LongJob()
@@ -206,7 +227,7 @@ class _Opening:
                 await job.run(compute, self._load, job, runners)
                 (runner,) = runners
                 logger.info(
-                    "the model makes pictures model=%s dtype=%s device=%s by=%s seconds=%.1f",
+                    "the image model is loaded model=%s dtype=%s device=%s by=%s seconds=%.1f",
                     self._config.model,
                     runner.dtype,
                     runner.device,
@@ -216,7 +237,7 @@ class _Opening:
                 yield self._new_parts(runner, compute)
             finally:
                 for made in runners:
-                    await compute.run(made.close)  # ends also when cancelled
+                    await compute.run(made.close)  # completes even when cancelled
 
     def _new_parts(self, runner: DiffusionRunner, compute: WorkerThread) -> ImageParts:
         return ImageParts(
@@ -226,9 +247,13 @@ class _Opening:
         )
 
     def make_engine(self, parts: ImageParts) -> ImageEngine:
-        """To be called when they have been opened first."""
+        """Make the engine from its first parts.
+
+        Args:
+            parts: result of the first `open_parts`.
+        """
         config, description = self._config, self._description
-        assert description is not None, "nothing was opened"
+        assert description is not None, "no parts were opened"
         return ImageEngine(
             model=description,
             core=parts.core,
@@ -245,44 +270,46 @@ class _Opening:
         )
 
     def _load(self, job: LongJob, runners: list[DiffusionRunner]) -> None:
-        """In the compute thread. What is put in `runners` is the caller's to close, also when this raises."""
+        """Load the weights in the compute thread. The caller must close the entries of `runners`, also when this
+        raises.
+        """
         directory = ImageDirectory(self._config.model)
         description = describe(directory, served_names=self._served_names, source=self._config.model)
         weights = name_of_weights(directory)
-        torch_now("a model that makes pictures")  # before diffusers imports it, since it is told how to wait
+        torch_now("a model that generates images")  # before diffusers imports torch, to set how its threads wait
         from trioserve.model.diffusion.runner import DiffusionRunner
 
-        def tell(component: str) -> None:
+        def report(component: str) -> None:
             job.check()
             if self._description is None:
                 self._on_progress(LoadProgress(f"loading {component} of {self._config.model}", 0))
 
-        runner = DiffusionRunner.load(directory, self._settings, check_tokenizer=check_tokenizer, progress=tell)
+        runner = DiffusionRunner.load(directory, self._settings, check_tokenizer=check_tokenizer, progress=report)
         runners.append(runner)
         fingerprint = fingerprint_of(
             weights=weights,
             arithmetic=f"{runner.computed_by}, {runner.dtype}",
             dtype=runner.dtype,
             batch_invariant=False,
-            tokenizer="",  # its files are named with the weights
+            tokenizer="",  # its files are part of the weights' name
             others=(),
         )
         if self._description is None:
             self._description = msgspec.structs.replace(description, fingerprint=fingerprint)
         elif self._description.fingerprint != fingerprint:
             raise StartupError(
-                f"{self._config.model} has changed since the engine was opened, and pictures cannot go on with another "
-                "model: start the server anew"
+                f"{self._config.model} has changed since the engine was opened, and images cannot be resumed with "
+                "another model: restart the server"
             )
 
     def _core_settings(self) -> IterativeSettings:
         description = self._description
-        assert description is not None, "nothing was opened"
+        assert description is not None, "no parts were opened"
         rows = 2 if description.takes_guidance and description.has_guided_rows else 1
         return IterativeSettings(
             slot_count=self._config.max_num_seqs,
             kept_slot_count=self._kept_slots,
-            # One picture as the model makes it always fits.
+            # One image in the model's default size always fits.
             step_work_max=max(
                 self._step_pixels // description.pixels_per_work,
                 rows * description.picture_work(description.width, description.height),

@@ -34,14 +34,14 @@ __all__ = ["main", "run_program"]
 SERVING_COMMANDS = ("serve", "scripted", "route", "disagg")
 
 WELCOME = """\
-Three things people do with trioserve:
+Common uses of trioserve:
 
   trioserve serve            serve the bundled model at http://127.0.0.1:8000, as OpenAI's API; or: serve MODEL
   trioserve chat             chat with it here, in the terminal
   trioserve route --endpoint http://10.0.0.7:8000
                              put one queue before several servers
 
-`trioserve --help` lists all commands, `trioserve doctor` says what this machine can do."""
+`trioserve --help` lists all commands, `trioserve doctor` shows what this machine supports."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -117,9 +117,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Callable[[argparse.Nam
     serve.add_argument("served", nargs="?", metavar="MODEL", help="the same as --model (default: smollm2)")
     add_arguments(serve, groups=GROUPS)
 
-    scripted = subparsers.add_parser(
-        "scripted", help="the same with a model that says what a script tells it to, for trying clients"
-    )
+    scripted = subparsers.add_parser("scripted", help="serve a model that answers from a script, for tests of clients")
     _add_scripted(scripted)
 
     route = subparsers.add_parser("route", help="route requests to other servers; needs no model")
@@ -130,7 +128,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Callable[[argparse.Nam
     )
     _add_disagg(disagg)
 
-    generate = subparsers.add_parser("generate", help="answer one prompt in the terminal, as it is made")
+    generate = subparsers.add_parser("generate", help="answer one prompt in the terminal, token by token")
     generate.add_argument("prompt", help="the prompt; - reads it from standard input")
     generate.add_argument(
         "--raw", action="store_true", help="continue the text as it is, without the chat template (default: off)"
@@ -139,25 +137,25 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Callable[[argparse.Nam
     add_arguments(generate, only=TERMINAL_OPTIONS, groups=GROUPS)
 
     chat = subparsers.add_parser("chat", help="chat with a model in the terminal")
-    chat.add_argument("--system", metavar="TEXT", help="system message (default: what the chat template says)")
+    chat.add_argument("--system", metavar="TEXT", help="system message (default: the chat template's)")
     chat.add_argument(
-        "--url", metavar="URL", help="a running server that answers, with OpenAI's API (default: none, a model here)"
+        "--url", metavar="URL", help="a running server with OpenAI's API that answers (default: none, a model here)"
     )
     chat.add_argument("--api-key", metavar="KEY", help="for --url (default: TRIOSERVE_API_KEY)")
     _add_sampling(chat)
     add_arguments(chat, only=TERMINAL_OPTIONS, groups=GROUPS)
 
-    pull = subparsers.add_parser("pull", help="fetch a model ahead of the first start")
+    pull = subparsers.add_parser("pull", help="download a model before the first start")
     pull.add_argument("model", metavar="NAME", help="smollm2, or a name of the hub like org/name")
     pull.add_argument("--revision", metavar="NAME", help="branch, tag or commit at the hub (default: the main branch)")
 
-    models = subparsers.add_parser("models", help="which models are here")
+    models = subparsers.add_parser("models", help="list the models on this machine")
     models.add_argument("--json", action="store_true", help="for scripts (default: off)")
 
     subparsers.add_parser("bench", help="measure a server from outside, or parts of this program from inside")
 
     simulate = subparsers.add_parser(
-        "simulate", help="look for bugs of the engine or the router: histories from seeds, all checked"
+        "simulate", help="look for bugs of the engine or the router: checked histories from seeds"
     )
     _add_simulate(simulate)
 
@@ -165,7 +163,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Callable[[argparse.Nam
 
     _add_ray(subparsers)
 
-    doctor = subparsers.add_parser("doctor", help="what this machine can do, and what is missing for more")
+    doctor = subparsers.add_parser("doctor", help="show what this machine supports, and what is missing for more")
     doctor.add_argument("--json", action="store_true", help="for scripts (default: off)")
 
     random_checkpoint = subparsers.add_parser(
@@ -191,12 +189,12 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Callable[[argparse.Nam
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="tokens of response, at most (default: what fits)")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of response (default: what fits)")
     parser.add_argument(
         "--temperature",
         type=float,
         metavar="X",
-        help="0 takes the likeliest token (default: the model's, or 1)",
+        help="0 always chooses the most probable token (default: the model's, or 1)",
     )
     parser.add_argument("--top-p", type=float, metavar="X", help="share of probability to choose from (default: 1)")
     parser.add_argument("--seed", type=int, metavar="N", help="makes a sampled response repeatable (default: none)")
@@ -204,10 +202,8 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
 
 def _add_scripted(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--script", metavar="FILE", help="JSON array of rules (default: none)")
-    parser.add_argument(
-        "--family", default="hermes", metavar="NAME", help="whose way of writing calls it has (default: hermes)"
-    )
-    parser.add_argument("--thinks", action="store_true", help="every response begins with a thought (default: off)")
+    parser.add_argument("--family", default="hermes", metavar="NAME", help="format of its tool calls (default: hermes)")
+    parser.add_argument("--thinks", action="store_true", help="begin every response with reasoning (default: off)")
     add_arguments(parser, groups=GROUPS)
 
 
@@ -227,15 +223,19 @@ def _add_operating(subparsers: argparse._SubParsersAction[Parser]) -> None:
     top = subparsers.add_parser("top", help="watch a running server or router in the terminal")
     top.add_argument("url", nargs="?", metavar="URL", help="(default: TRIOSERVE_URL, or http://127.0.0.1:8000)")
     top.add_argument(
-        "--interval", type=float, default=0.5, metavar="SECONDS", help="between two looks, 0.1 to 10 (default: 0.5)"
+        "--interval",
+        type=float,
+        default=0.5,
+        metavar="SECONDS",
+        help="time between two updates, 0.1 to 10 (default: 0.5)",
     )
-    requests = subparsers.add_parser("requests", help="list what lives in a running server")
+    requests = subparsers.add_parser("requests", help="list the requests of a running server")
     abort = subparsers.add_parser("abort", help="abort requests of a running server by their ids")
     abort.add_argument("ids", nargs="+", metavar="ID")
     endpoints = subparsers.add_parser("endpoints", help="list the endpoints of a running router")
     drain = subparsers.add_parser("drain", help="empty an endpoint of a running router")
     drain.add_argument("name", metavar="NAME")
-    drain.add_argument("--move", action="store_true", help="move its streams to others now (default: off)")
+    drain.add_argument("--move", action="store_true", help="move its streams to other endpoints now (default: off)")
     for parser in (requests, abort, endpoints, drain):
         parser.add_argument("--url", metavar="URL", help="(default: TRIOSERVE_URL, or http://127.0.0.1:8000)")
     for parser in (top, requests, abort, endpoints, drain):
@@ -245,26 +245,28 @@ def _add_operating(subparsers: argparse._SubParsersAction[Parser]) -> None:
 
 def _add_ray(subparsers: argparse._SubParsersAction[Parser]) -> None:
     """Add the commands for engines that Ray places. Their options are those of `serve`."""
-    parser = subparsers.add_parser("ray", help="have Ray place engines, for `route --endpoints-ray`; or end them")
+    parser = subparsers.add_parser(
+        "ray", help="start or end groups of engines on a Ray cluster, for `route --endpoints-ray`"
+    )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    up = actions.add_parser("up", help="start a group of engines, wherever Ray has room; it stays when this ends")
-    down = actions.add_parser("down", help="end a group: requests may end first")
-    listing = actions.add_parser("list", help="which groups there are, and where their engines serve")
+    up = actions.add_parser("up", help="start a group of engines on free nodes; it continues after this command ends")
+    down = actions.add_parser("down", help="end a group, after its requests")
+    listing = actions.add_parser("list", help="list the groups and the addresses of their engines")
     for each in (up, down):
         each.add_argument("name", metavar="GROUP")
     for each in (up, down, listing):
         each.add_argument(
             "--ray-address",
             metavar="ADDRESS",
-            help="such as 10.0.0.7:6379, or ray://10.0.0.7:10001 from outside of the cluster (default: what "
-            "RAY_ADDRESS says, or the cluster that this machine belongs to)",
+            help="such as 10.0.0.7:6379, or ray://10.0.0.7:10001 from outside of the cluster (default: "
+            "RAY_ADDRESS, or the cluster of this machine)",
         )
-    up.add_argument("--replicas", type=int, default=1, metavar="N", help="engines (default: 1)")
+    up.add_argument("--replicas", type=int, default=1, metavar="N", help="number of engines (default: 1)")
     up.add_argument(
         "--num-cpus",
         type=float,
         metavar="X",
-        help="CPUs of one engine, by which Ray places it, and its --threads (default: one for each rank)",
+        help="CPUs that Ray reserves for one engine, and its --threads (default: one for each rank)",
     )
     up.add_argument(
         "--num-gpus",
@@ -276,13 +278,17 @@ def _add_ray(subparsers: argparse._SubParsersAction[Parser]) -> None:
         "--placement",
         choices=("pack", "spread", "strict-pack", "strict-spread"),
         default="spread",
-        help="on few nodes, on many, all on one, or each on another; strict: or not at all (default: spread)",
+        help="how engines spread over nodes: few nodes, many, exactly one, or one engine each (default: spread)",
     )
     up.add_argument(
-        "--timeout", type=float, default=600.0, metavar="SECONDS", help="until all have to serve (default: 600)"
+        "--timeout",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="time until all engines must serve (default: 600)",
     )
     down.add_argument(
-        "--timeout", type=float, default=60.0, metavar="SECONDS", help="for requests to end, at most (default: 60)"
+        "--timeout", type=float, default=60.0, metavar="SECONDS", help="longest time for requests to end (default: 60)"
     )
     listing.add_argument("--json", action="store_true", help="for scripts (default: off)")
     add_arguments(up, only=PLACED_OPTIONS, groups=GROUPS)
@@ -290,7 +296,7 @@ def _add_ray(subparsers: argparse._SubParsersAction[Parser]) -> None:
 
 def _add_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--seeds", metavar="A:B", help="A to B - 1, a history each (default: 0:1000, with --routers N 0:3)"
+        "--seeds", metavar="A:B", help="seeds A to B - 1, one history each (default: 0:1000, with --routers N 0:3)"
     )
     parser.add_argument(
         "--steps",
@@ -299,48 +305,48 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
         help="events of each history (default: 100, with --router 150, with --pair 300), or clients with --stack (12)",
     )
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (default: 1)")
-    parser.add_argument("--replay", metavar="SEED|FILE", help="one seed or script once more, with a trace")
+    parser.add_argument("--replay", metavar="SEED|FILE", help="run one seed or script again, with a trace")
     parser.add_argument(
         "--stack",
         action="store_true",
-        help="the whole stack: clients over HTTP and of the engine, in a seeded order of tasks (default: off)",
+        help="simulate the whole stack: HTTP clients and direct ones, in a seeded order of tasks (default: off)",
     )
     parser.add_argument(
-        "--router", action="store_true", help="what the router decides: who waits, who goes where (default: off)"
+        "--router", action="store_true", help="simulate the router's decisions: queue and routing (default: off)"
     )
     parser.add_argument(
         "--pair",
         action="store_true",
-        help="an engine for prompts, one for responses, and KV on its way between them (default: off)",
+        help="simulate an engine for prompts, one for responses, and KV transfer between them (default: off)",
     )
     parser.add_argument(
         "--lasting",
         action="store_true",
-        help="streams and responses that go on without their clients, who come back (default: off)",
+        help="simulate streams and responses that continue without their clients, who reconnect (default: off)",
     )
     parser.add_argument(
         "--ranks",
         action="store_true",
-        help="an engine whose model is in ranks, which die, hang and break at every moment (default: off)",
+        help="simulate an engine with ranks that die, hang and break at any moment (default: off)",
     )
     parser.add_argument(
         "--iterative",
         action="store_true",
-        help="requests that take a known number of steps, as diffusion does: encode, denoise, decode (default: off)",
+        help="simulate requests with a known number of steps, as in diffusion: encode, denoise, decode (default: off)",
     )
     parser.add_argument(
         "--images",
         action="store_true",
-        help="an engine that makes pictures, with all that clients and operators do to it (default: off)",
+        help="simulate an engine for images, with everything that clients and operators do to it (default: off)",
     )
     parser.add_argument(
         "--routers",
         type=int,
         nargs="*",
         metavar="N",
-        help="several routers before the same endpoints, which die, come back and lose sight of each other; with "
-        "numbers, so many of them in steady traffic, and a table of what comes of it: without shares of the endpoints' "
-        "limits, with them, and with one that dies (default: off)",
+        help="simulate several routers before the same endpoints, which die, return and lose contact with each other. "
+        "With numbers: simulate steady traffic with so many routers, and print a table for routers without shares of "
+        "the endpoints' limits, with shares, and with one router that dies (default: off)",
     )
     parser.add_argument(
         "--endpoints", type=int, nargs="+", default=[32], metavar="N", help="with --routers N: endpoints (default: 32)"
@@ -352,15 +358,11 @@ def _add_random_checkpoint(parser: argparse.ArgumentParser) -> None:
     from trioserve.model.real_shapes import SHAPES
 
     parser.add_argument("shape", choices=SHAPES, help=", ".join(SHAPES), metavar="SHAPE")
+    parser.add_argument("path", type=Path, help="an empty or new directory, or a new file that ends in .gguf")
     parser.add_argument(
-        "path", type=Path, help="where to: a directory that is empty or not there yet, or a new file that ends in .gguf"
+        "--type", choices=("bf16", "q8_0", "q4_0"), help="data type of the matrices of a .gguf file (default: bf16)"
     )
-    parser.add_argument(
-        "--type", choices=("bf16", "q8_0", "q4_0"), help="of the matrices of a .gguf file (default: bf16)"
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="the same one gives the same weights (default: 0)"
-    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="equal seeds give equal weights (default: 0)")
 
 
 def _serve(arguments: argparse.Namespace) -> int:

@@ -1,8 +1,8 @@
-"""trioserve under Ray Serve: a replica is a process with an engine, behind the routes of `trioserve serve`.
+"""trioserve under Ray Serve: each replica is a process with an engine and the routes of `trioserve serve`.
 
-Settled here is what Ray Serve is told: how many requests a replica takes, how long it may drain, when it is broken. Ray
-places replicas, restarts them and spreads requests. What a request holds, and when that is given back, is settled in
-the replica, as in any other ASGI host. docs/ray.md shows it at work. Needs the extra `ray`.
+This module configures Ray Serve: how many requests a replica accepts, how long it may drain, when it is unhealthy. Ray
+places replicas, restarts them and spreads requests. The replica itself owns and releases everything that a request
+holds, as in any other ASGI host. docs/ray.md has examples. Needs the extra `ray`.
 """
 
 from __future__ import annotations
@@ -25,22 +25,24 @@ from trioserve.http.asgi.exchange import Receive, Send
 
 __all__ = ["app", "build"]
 
-HEALTH_PERIOD_SECONDS = 2.0  # Serve believes the third failure in a row; with its own 10 s after half a minute
-SPARE_REQUESTS = 32  # of a replica with a full queue: those that are refused with 429, and looks at /load and /metrics
-KILL_SPARE_SECONDS = 5.0  # behind the drain: for the step in flight, and for closing the engine
+# Serve replaces a replica after three failures in a row: after half a minute with Serve's default of 10 s.
+HEALTH_PERIOD_SECONDS = 2.0
+SPARE_REQUESTS = 32  # beyond a full queue: for requests that are refused with 429, and for /load and /metrics
+KILL_SPARE_SECONDS = 5.0  # after the drain, for the step in flight and for closing the engine
 PLACING = ("num_replicas", "num_cpus", "num_gpus")
 OPTIONS = API_OPTIONS | ENGINE_OPTIONS | {"model"}
 
 
 def app(args: Mapping[str, Any] | None = None) -> serve.Application:
-    """What `serve run trioserve.ray:app` runs; settings are environment variables, as of `trioserve serve`.
+    """Make the application for `serve run trioserve.ray:app`. Settings are environment variables, as of `trioserve
+    serve`.
 
     Args:
-        args: parameters of `build`, which go before the environment: `serve run trioserve.ray:app model=NAME`, or
-            `args` in a config file of Serve. Texts are read as in an environment variable.
+        args: parameters of `build`, which override the environment: `serve run trioserve.ray:app model=NAME`, or `args`
+            in a config file of Serve. Texts are read as in an environment variable.
 
     Raises:
-        StartupError: a setting is out of range, or nobody would heed it: Ray Serve listens, and not trioserve.
+        StartupError: a setting is out of range, or has no effect because Ray Serve listens instead of trioserve.
     """
     given = dict(args or {})
     placing: dict[str, Any] = {name: _count(name, given.pop(name)) for name in PLACING if name in given}
@@ -66,41 +68,42 @@ def build(
     deployment_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> serve.Application:
-    """An application for `ray.serve.run`: replicas that each have an engine, behind all routes of `trioserve serve`.
+    """Make an application for `ray.serve.run`: replicas with one engine each and all routes of `trioserve serve`.
 
-    A client that leaves gives back what its request held. A replica that is to go takes nothing new, lets its requests
-    end, and closes its engine. Nothing is opened here: that is done in the replicas.
+    A client that leaves frees everything that its request held. A replica that is removed accepts no new requests, lets
+    its requests end, and closes its engine. This function opens nothing. The replicas open their engines.
 
     Args:
-        model: what to serve, as each replica's node finds it.
-        num_replicas: how many engines; "auto" for Serve's own scaling. Default: one.
-        num_cpus, num_gpus: of one replica, by which Ray places it. With num_cpus and no `threads`, a forward pass has
-            so many threads. Default: Serve's, one CPU and no GPU.
-        drain_timeout: seconds that the requests of a replica that is to go may take to their end; then they break off.
-        deployment_options: what else `ray.serve.deployment` takes, such as autoscaling_config; goes before what is
-            chosen here.
-        options: those of trioserve.open_engine, and those of trioserve.asgi_app.
+        model: model to serve. Each replica's node must find it.
+        num_replicas: number of engines, or "auto" for Serve's own scaling. Default: one.
+        num_cpus: CPUs that Ray reserves for one replica. Without the option `threads`, also the threads of a forward
+            pass. Default: Serve's, one CPU.
+        num_gpus: GPUs that Ray reserves for one replica. Default: Serve's, none.
+        drain_timeout: seconds that requests of a replica that is removed may take to end. After that they are aborted.
+        deployment_options: further options of `ray.serve.deployment`, such as autoscaling_config. They override the
+            settings of this function.
+        options: options of trioserve.open_engine and of trioserve.asgi_app.
 
     Raises:
-        StartupError: there is no such option, it is out of range, it is of no use here, as `port`, or it does not fit
-            several replicas.
+        StartupError: an option is unknown or out of range, has no effect here, such as `port`, or does not fit several
+            replicas.
     """
     deployed = dict(deployment_options or {})
     config = make_config(model=model, drain_timeout=drain_timeout, **options)
     if strangers := sorted(options.keys() - OPTIONS):
         raise StartupError(
-            f"{', '.join(strangers)}: Ray Serve listens, logs and routes, so that is of no use here; leave it out"
+            f"{', '.join(strangers)}: Ray Serve listens, logs and routes, so this has no effect here; leave it out"
         )
     replicas = deployed.get("num_replicas", num_replicas)
     if config.data_dir is not None and (replicas not in (None, 1) or "autoscaling_config" in deployed):
-        raise StartupError("data_dir belongs to one engine: leave it out, or have one replica")
+        raise StartupError("data_dir belongs to one engine: leave it out, or use one replica")
     if num_cpus is not None and num_cpus >= 1:
         options.setdefault("threads", int(num_cpus))
 
     def make_app() -> ReplicaApp:
         return ReplicaApp(asgi_app(model, **options))
 
-    make_app()  # what is wrong with the options is said here, and not in the log of a replica
+    make_app()  # report wrong options here, and not in the log of a replica
     resources = {"num_cpus": num_cpus, "num_gpus": num_gpus}
     settings = {
         "name": "trioserve",
@@ -118,8 +121,14 @@ def build(
 
 
 class ReplicaApp:
-    """The ASGI application of one replica. Why its engine could not be opened, or is over, is kept in `failure`: Serve
-    itself would only say that the lifespan failed."""
+    """The ASGI application of one replica. It keeps the error of its engine, because Serve does not report the reason.
+
+    Args:
+        llm: the application of the engine.
+
+    Attributes:
+        failure: error with which the engine could not be opened, or ended. None: no error.
+    """
 
     def __init__(self, llm: AsgiApplication) -> None:
         self._llm = llm
@@ -134,7 +143,7 @@ class ReplicaApp:
             await self._llm(scope, receive, send)
 
     def check(self) -> None:
-        """Raises RuntimeError if the engine is over, or hangs in a step."""
+        """Raise RuntimeError if the engine has ended, or hangs in a step."""
         if self.failure is not None:
             raise RuntimeError(f"{type(self.failure).__name__}: {self.failure}")
         engine = self._llm.engine
@@ -155,13 +164,13 @@ class ReplicaApp:
         except Exception as error:
             self.failure = error
             if not has_begun:
-                # Serve asks for the replica's health before it takes a request, and so gets to know it with the reason.
+                # Serve checks the replica's health before it sends requests. The check then reports the reason.
                 await send({"type": "lifespan.startup.complete"})
             await receive()
         await send({"type": "lifespan.shutdown.complete"})
 
     async def _refuse(self, send: Send) -> None:
-        error = coded_response("engine_reopening", "the engine is over, its replica is being replaced")
+        error = coded_response("engine_reopening", "the engine has ended, and its replica is being replaced")
         body = json.dumps(error.body()).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": error.status, "headers": headers})
@@ -169,12 +178,12 @@ class ReplicaApp:
 
 
 class _Replica:
-    """What Serve calls. It gets `app` from serve.ingress."""
+    """The class that Serve calls. serve.ingress sets `app`."""
 
     app: ReplicaApp
 
     async def check_health(self) -> None:
-        """Serve replaces the replica after the third failure in a row."""
+        """Raise an error if the replica is unhealthy. Serve replaces the replica after three failures in a row."""
         self.app.check()
 
 
@@ -183,7 +192,7 @@ def _variable(name: str) -> str:
 
 
 def _count(name: str, value: object) -> object:
-    """Of a command line, where it is a text."""
+    """Return the number in a text of the command line. Other values stay unchanged."""
     if not isinstance(value, str) or value == "auto":
         return value
     try:

@@ -1,8 +1,8 @@
-"""A group of engines that Ray places: detached actors, each a whole `trioserve serve` at a port of its node.
+"""A group of engines that Ray places: detached actors, each with a whole `trioserve serve` at a port of its node.
 
-Settled here is what Ray is told: where the engines of a group may be, what each needs, and that one that dies is
-started anew. Ray places and restarts them, and carries no request: clients and routers speak HTTP with them. Which of
-them a router knows is for trioserve/proxy/discovery/ray.py. Needs the extra `ray`.
+This module tells Ray where the engines of a group may run, what each needs, and that a dead engine must be restarted.
+Ray transfers no requests: clients and routers use HTTP. trioserve/proxy/discovery/ray.py finds the engines for a
+router. Needs the extra `ray`.
 """
 
 from __future__ import annotations
@@ -50,20 +50,26 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-NAMESPACE = "trioserve"  # of Ray, in which the names of groups count
+NAMESPACE = "trioserve"  # Ray's namespace for the names of groups
 ORDERS_MAX = 8
-AGAIN_SECONDS = 5.0  # before an engine that failed is started anew: one that fails at once is not loaded all day long
-STATE_SECONDS_MAX = 10.0  # in which an actor that is well says how it is
+# Delay before a failed engine restarts, so that an engine that fails at once does not load the model all the time.
+AGAIN_SECONDS = 5.0
+STATE_SECONDS_MAX = 10.0  # longest time in which a healthy actor answers
 LOOK_SECONDS = 1.0
 CONNECT_SECONDS_MAX = 5.0
 
 Placement = Literal["pack", "spread", "strict-pack", "strict-spread"]
-"""Ray's: on few nodes, on many, on one alone, each on another."""
+"""Ray's placement strategies: few nodes, many nodes, exactly one node, one node per engine."""
 
 
 class EngineState(NamedTuple):
-    """url: at which it serves; None: it does not yet, or not any more. failure: why it never will, or stopped.
-    node: the address of the node that it is on."""
+    """State of one engine.
+
+    Attributes:
+        url: URL at which it serves. None: it does not serve yet, or has stopped.
+        failure: reason why it did not start, or stopped. None: no failure.
+        node: address of its node.
+    """
 
     url: str | None
     failure: str | None
@@ -71,8 +77,15 @@ class EngineState(NamedTuple):
 
 
 class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What Ray is to place. replicas: engines. cpus, gpus: of one of them, all on one node: what computes one model
-    together is never spread."""
+    """Description of a group that Ray must place.
+
+    Attributes:
+        name: name of the group.
+        replicas: number of engines.
+        cpus: CPUs of one engine, all on one node.
+        gpus: GPUs of one engine, all on one node. The ranks of one model are never spread over nodes.
+        placement: how engines spread over nodes.
+    """
 
     name: str
     replicas: int = 1
@@ -82,15 +95,17 @@ class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name:
-            raise StartupError(f'the name of a group is "{self.name}", it must not be empty, and have no "/"')
+            raise StartupError(f'the name of a group is "{self.name}", it must not be empty or contain "/"')
         if self.replicas < 1:
             raise StartupError(f"--replicas is {self.replicas}, allowed is a whole number of at least 1")
         if self.cpus <= 0 or self.gpus < 0:
-            raise StartupError(f"--num-cpus is {self.cpus:g} and --num-gpus {self.gpus:g}, both must be amounts")
+            raise StartupError(
+                f"--num-cpus is {self.cpus:g} and --num-gpus is {self.gpus:g}: CPUs must be above 0, GPUs 0 or more"
+            )
 
     @property
     def bundle(self) -> dict[str, float]:
-        """What one engine needs, in Ray's words."""
+        """Resources of one engine, in Ray's format."""
         return {"CPU": self.cpus} | ({"GPU": self.gpus} if self.gpus else {})
 
     def actor(self, index: int) -> str:
@@ -98,10 +113,13 @@ class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineActor:
-    """One engine, in a process that Ray has started. config: JSON. Its host and port are chosen here.
+    """One engine, in a process that Ray has started.
 
-    It serves in a thread with a Trio loop, since Ray's own is asyncio's. Every method is async: Ray can end a wait only
-    of those.
+    The engine serves in a thread with a Trio loop, because Ray's own loop is asyncio's. Every method is async, because
+    Ray can cancel only a wait in an async method.
+
+    Args:
+        config: a Config as JSON. The actor chooses host and port itself.
     """
 
     def __init__(self, config: bytes) -> None:
@@ -116,7 +134,12 @@ class EngineActor:
         threading.Thread(target=self._work, name="trioserve", daemon=True).start()
 
     async def state(self, known: EngineState | None, seconds: float) -> EngineState:
-        """As soon as it is another one than `known`, and when so much time is over."""
+        """Wait until the state differs from a known one, or the time is over. Return the state.
+
+        Args:
+            known: the known state. None: return at once.
+            seconds: longest time to wait.
+        """
         change = self._changes.add()
         if self._state == known:
             with contextlib.suppress(TimeoutError):
@@ -124,7 +147,7 @@ class EngineActor:
         return self._state
 
     async def stop(self) -> None:
-        """Drain: requests may end within the engine's --drain-timeout. Returns when nobody is served any more."""
+        """Drain the engine. Requests may end within `--drain-timeout`. Return when no request is served any more."""
         self._stops = True
         self._set(self._state._replace(url=None))
         if self._token is not None:
@@ -133,9 +156,9 @@ class EngineActor:
         await self._is_over.wait()
 
     def _work(self) -> None:
-        """In the thread, to the end of the engine."""
+        """Run the engine in its thread until it ends."""
         prepare_interpreter()
-        failure = "the server ended by itself"
+        failure = "the server ended without a request to stop"
         with logging_to(level=self._config.log_level, form=self._config.log_format):
             try:
                 trio.run(self._serve)
@@ -150,7 +173,7 @@ class EngineActor:
             return
         self._set(self._state._replace(url=None, failure=failure))
         time.sleep(AGAIN_SECONDS)
-        os._exit(EXIT_FAILED)  # which is what Ray restarts an actor for
+        os._exit(EXIT_FAILED)  # Ray restarts an actor that exits
 
     async def _serve(self) -> None:
         sender, orders = trio.open_memory_channel[object](ORDERS_MAX)
@@ -159,7 +182,8 @@ class EngineActor:
             self._token = trio.lowlevel.current_trio_token()
             if self._stops:
                 return
-            from trioserve.commands.serve import serve_configured  # who only asks for engines needs none
+            # Imported here, because programs that only look for engines do not need it.
+            from trioserve.commands.serve import serve_configured
 
             await serve_configured(self._config, orders, on_serving=lambda urls: self._announce(urls, sender))
 
@@ -178,9 +202,16 @@ class EngineActor:
 
 @contextmanager
 def connected(address: str | None) -> Iterator[None]:
-    """Inside of a connection to a cluster that runs already. address: as ray.init takes it; None: what RAY_ADDRESS
-    says, or this machine's. What Ray prints goes to stderr. Raises StartupError."""
-    with contextlib.redirect_stdout(sys.stderr):  # where it would tell of dead nodes, between the lines of a command
+    """Connect to a running Ray cluster while the context is entered. Ray's output goes to stderr.
+
+    Args:
+        address: address as for ray.init. None: RAY_ADDRESS, or this machine's cluster.
+
+    Raises:
+        StartupError: there is no cluster.
+    """
+    # Otherwise Ray's messages about dead nodes would mix with the output of a command.
+    with contextlib.redirect_stdout(sys.stderr):
         _connect(address)
         try:
             yield
@@ -192,7 +223,7 @@ def _connect(address: str | None) -> None:
     address = address or os.environ.get("RAY_ADDRESS") or "auto"
     try:
         if match := re.fullmatch(r"(?:ray://)?\[?([^\[\]/]+?)\]?:(\d+)", address):
-            # Ray itself goes on trying for minutes, and then ends the process.
+            # Check the port first, because Ray itself retries for minutes, and then ends the process.
             socket.create_connection((match[1], int(match[2])), CONNECT_SECONDS_MAX).close()
         ray.init(
             address=address,
@@ -203,13 +234,17 @@ def _connect(address: str | None) -> None:
     except (ConnectionError, OSError, RuntimeError, ValueError, RayError) as error:
         place = "this machine" if address == "auto" else address
         raise StartupError(
-            f"there is no Ray at {place}: start it with `ray start --head`, or name the cluster with --ray-address "
-            f"HOST:PORT ({_first_line(error)})"
+            f"there is no Ray at {place}: start it with `ray start --head`, or set --ray-address HOST:PORT to the "
+            f"cluster ({_first_line(error)})"
         ) from None
 
 
 def engines_of(group: str) -> list[str]:
-    """Names of the actors of a group that are there, or are to be again."""
+    """Return the names of a group's actors that run, or will be restarted.
+
+    Args:
+        group: name of the group.
+    """
     return sorted(name for name in ray.util.list_named_actors() if name.rpartition("/")[0] == group)
 
 
@@ -218,7 +253,14 @@ def groups() -> list[str]:
 
 
 def engine_states(group: str) -> dict[str, EngineState | None]:
-    """By the name of its actor, how each engine of a group is; None: Ray has not placed it, or is starting it anew."""
+    """Return the state of each engine of a group.
+
+    Args:
+        group: name of the group.
+
+    Returns:
+        States by the names of the actors. None: Ray has not placed the actor yet, or is restarting it.
+    """
     asked = {name: _ask(name, None) for name in engines_of(group)}
     deadline = time.monotonic() + STATE_SECONDS_MAX
     return {name: _answer(call, deadline - time.monotonic()) for name, call in asked.items()}
@@ -227,17 +269,26 @@ def engine_states(group: str) -> dict[str, EngineState | None]:
 def start_engines(
     plan: GroupPlan, config: Config, *, seconds_max: float, tell: Callable[[str], None] = lambda sentence: None
 ) -> dict[str, str]:
-    """The group, placed and serving: each engine's URL by the name of its actor. It outlives this program, until
-    stop_engines. Who leaves before all serve, by an error or by Ctrl-C, leaves none behind.
+    """Start a group of engines, and wait until all of them serve.
 
-    config: of each engine; what says where it listens is not heeded. tell: is given sentences for people, meanwhile.
+    The group outlives this program, until `stop_engines`. If this function fails or is interrupted, no engine remains.
 
-    Raises StartupError: there is such a group, Ray finds no room in time, or an engine does not start.
+    Args:
+        plan: description of the group.
+        config: options of each engine. Its host and port are ignored.
+        seconds_max: longest time until all engines serve.
+        tell: receives sentences about the progress, for people.
+
+    Returns:
+        URLs of the engines, by the names of their actors.
+
+    Raises:
+        StartupError: the group exists already, Ray has too few free nodes, or an engine does not start in time.
     """
     if config.data_dir is not None and plan.replicas > 1:
-        raise StartupError("data_dir belongs to one engine: leave it out, or have one replica")
+        raise StartupError("data_dir belongs to one engine: leave it out, or use one replica")
     if engines_of(plan.name) or _placement_group(plan.name) is not None:
-        raise StartupError(f'there is a group "{plan.name}" already: end it with `ray down {plan.name}`')
+        raise StartupError(f'the group "{plan.name}" exists already: end it with `ray down {plan.name}`')
     deadline = time.monotonic() + seconds_max
     try:
         return _started(plan, config, deadline, tell)
@@ -247,7 +298,15 @@ def start_engines(
 
 
 def stop_engines(group: str, *, seconds_max: float) -> int | None:
-    """Drain the engines of a group, for so long at most, and end them; how many there were. None: no such group."""
+    """Drain the engines of a group, and end them.
+
+    Args:
+        group: name of the group.
+        seconds_max: longest time for requests to end.
+
+    Returns:
+        Number of engines, or None if there is no such group.
+    """
     names = engines_of(group)
     handles = [handle for name in names if (handle := handle_of(name)) is not None]
     if handles and seconds_max > 0:
@@ -263,7 +322,7 @@ def stop_engines(group: str, *, seconds_max: float) -> int | None:
 
 def _started(plan: GroupPlan, config: Config, deadline: float, tell: Callable[[str], None]) -> dict[str, str]:
     needs = f"{engines_in_words(plan.replicas)} with {amounts(plan.bundle)} each, placed {plan.placement}"
-    tell(f"waiting for room for {needs}; free in the cluster: {amounts(ray.available_resources())}")
+    tell(f"waiting for free nodes for {needs}; free in the cluster: {amounts(ray.available_resources())}")
     group = ray.util.placement_group(
         [plan.bundle] * plan.replicas,
         strategy=plan.placement.replace("-", "_").upper(),
@@ -272,8 +331,8 @@ def _started(plan: GroupPlan, config: Config, deadline: float, tell: Callable[[s
     )
     if not group.wait(max(0.0, deadline - time.monotonic())):
         raise StartupError(
-            f"Ray has no room for {needs}: the nodes have {amounts(ray.cluster_resources())} together; ask for less "
-            "with --replicas, --num-cpus or --num-gpus, or for another --placement, or add nodes"
+            f"Ray has no free nodes for {needs}: the nodes have {amounts(ray.cluster_resources())} together; ask for "
+            "less with --replicas, --num-cpus or --num-gpus, choose another --placement, or add nodes"
         )
     encoded = msgspec.json.encode(config)
     for index in range(plan.replicas):
@@ -282,7 +341,7 @@ def _started(plan: GroupPlan, config: Config, deadline: float, tell: Callable[[s
     while len(urls) < plan.replicas:
         if time.monotonic() >= deadline:
             raise StartupError(
-                "the engines did not start in time: give them more with --timeout, or look at Ray's logs"
+                "the engines did not start in time: allow more time with --timeout, or look at Ray's logs"
             )
         for name, state in engine_states(plan.name).items():
             if state is not None and state.failure is not None:
@@ -319,7 +378,7 @@ def handle_of(name: str) -> Any | None:
     try:
         return ray.get_actor(name)
     except ValueError:
-        return None  # it has gone meanwhile
+        return None  # it has ended meanwhile
 
 
 def _ask(name: str, known: EngineState | None) -> Any:
@@ -342,7 +401,11 @@ def engines_in_words(count: int) -> str:
 
 
 def amounts(resources: Mapping[str, float]) -> str:
-    """Of processors, in words."""
+    """Return amounts of CPUs and GPUs, in words.
+
+    Args:
+        resources: amounts by Ray's names.
+    """
     return (
         " and ".join(f"{resources.get(name, 0.0):g} {name}" for name in ("CPU", "GPU") if resources.get(name)) or "none"
     )

@@ -1,8 +1,8 @@
-"""Ranks of one model that Ray places: an actor each, on few nodes, for as long as one engine is open.
+"""Ranks of one model that Ray places: one actor each, on few nodes, for as long as one engine is open.
 
-Settled here is what Ray is told: what each rank needs, and that all of them are placed or none. Ray places, and carries
-no plan: each rank comes to its server by a socket, as ranks of other machines do. What becomes of them there is for
-trioserve/ranks. Runs in the process of trioserve/commands/ray_place.py, and in the actors. Needs the extra `ray`.
+This module tells Ray what each rank needs, and that Ray must place all ranks or none. Ray transfers no plans: each rank
+connects to its server by a socket, as ranks of other machines do. trioserve/ranks handles them there. This module runs
+in the process of trioserve/commands/ray_place.py, and in the actors. Needs the extra `ray`.
 """
 
 from __future__ import annotations
@@ -30,15 +30,19 @@ from trioserve.trio_tools.errors_unwrapped import errors_unwrapped
 
 __all__ = ["RankActor", "RayPlaces"]
 
-REASON_CHARACTERS_MAX = 400  # of what Ray says of a death, which may be pages
+REASON_CHARACTERS_MAX = 400  # limit for Ray's reason of a death, which may have several pages
 
 
 class RankActor:
-    """One rank, in a process that Ray has started: a child of it, which ends with it. Its GPU is the one that Ray shows
-    to this process.
+    """One rank, in a child process of an actor. Its GPU is the one that Ray shows to the actor.
 
-    It is kept in a thread with a Trio loop, since Ray's own is asyncio's. Every method is async: Ray can end a wait
-    only of those.
+    The rank runs in a thread with a Trio loop, because Ray's own loop is asyncio's. Every method is async, because Ray
+    can cancel only a wait in an async method.
+
+    Args:
+        rank: number of the rank.
+        model: model to load.
+        revision: branch, tag or commit of a hub model.
     """
 
     def __init__(self, rank: int, model: str, revision: str | None) -> None:
@@ -47,12 +51,21 @@ class RankActor:
         self._why = ""
 
     async def node(self) -> RankNode:
-        """Where it is."""
+        """Return the node of this actor."""
         address = ray.util.get_node_ip_address()
         return RankNode(ray.get_runtime_context().get_node_id(), address, free_port(address))
 
     async def keep(self, host: str, port: int, key: str) -> str:
-        """The rank, for the server there, until that cannot be. Returns why."""
+        """Run the rank until it ends.
+
+        Args:
+            host: address of the server.
+            port: port of the server.
+            key: shared secret of ranks and server.
+
+        Returns:
+            The reason why the rank ended.
+        """
         threading.Thread(target=self._work, args=(host, port, key), name="trioserve", daemon=True).start()
         await self._is_over.wait()
         return self._why
@@ -73,7 +86,11 @@ class RankActor:
 
 
 class RayPlaces:
-    """See commands.ray_place.RankPlaces. To be made inside of a connection."""
+    """Places ranks with Ray. Implements `commands.ray_place.RankPlaces`. Make it inside of a connection to Ray.
+
+    Args:
+        wanted: number and needs of the ranks.
+    """
 
     def __init__(self, wanted: RanksWanted) -> None:
         self._wanted = wanted
@@ -91,8 +108,8 @@ class RayPlaces:
 
     def shortage(self) -> str:
         return (
-            f"waiting for Ray to have room for {self._wanted.count} ranks with {amounts(self._bundle)} each; free in "
-            f"the cluster: {amounts(ray.available_resources())}"
+            f"waiting until Ray has free nodes for {self._wanted.count} ranks with {amounts(self._bundle)} each; free "
+            f"in the cluster: {amounts(ray.available_resources())}"
         )
 
     def start(self) -> None:
@@ -121,7 +138,7 @@ class RayPlaces:
         ended, _ = ray.wait(self._kept, timeout=seconds_max)
         for rank, kept in enumerate(self._kept):
             if kept in ended:
-                raise StartupError(f"rank {rank} cannot be kept: {_answer(rank, kept)}")
+                raise StartupError(f"rank {rank} cannot run: {_answer(rank, kept)}")
 
     def remove(self) -> None:
         for actor in self._actors:
@@ -131,7 +148,7 @@ class RayPlaces:
 
 
 def _answer(rank: int, asked: Any) -> Any:
-    """Raises StartupError if the actor is gone."""
+    """Return the result of an actor's call. Raises StartupError if the actor is gone."""
     try:
         return ray.get(asked)
     except RayError as error:

@@ -1,4 +1,4 @@
-"""The trainer's side of replacing an engine's weights: for a program of its own, which needs nothing of an engine."""
+"""The trainer's side of weight updates. The trainer is a program of its own and needs no engine."""
 
 from __future__ import annotations
 
@@ -16,25 +16,32 @@ import numpy.typing as npt
 __all__ = ["PublishedWeights", "WeightsGroup", "described_weights", "publish_weights"]
 
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-"""What safetensors calls them."""
+"""Names of the data types in safetensors."""
 
 ALIGNED_BYTES = 64
 
 SEGMENTS = Path("/dev/shm")
-"""Where Linux shows the segments of POSIX shared memory as files."""
+"""Directory in which Linux shows segments of POSIX shared memory as files."""
 
 
 class PublishedWeights:
-    """Weights in shared memory, for engines on this machine. A segment holds what a safetensors file does: the length
-    of a header, the header, and the tensors one behind the other.
+    """Weights in shared memory, for engines on this machine.
 
-    name: what engines find them by. Leave the scope, or call close, when no engine is to read them any more. A process
-    that ends takes its segments along.
+    A segment has the format of a safetensors file: the length of the header, the header, and the tensors. Leave the
+    scope, or call `close`, when no engine has to read the weights any more. The segment is also removed when the
+    process ends.
+
+    Args:
+        tensors: tensors by the names of the model's checkpoint.
+        name: name of the segment. None: a new name.
+
+    Attributes:
+        name: name by which engines find the segment.
     """
 
     def __init__(self, tensors: Mapping[str, Any], name: str | None = None) -> None:
-        self._forms = {key: _form(key, tensor) for key, tensor in tensors.items()}
-        header, self._offsets, byte_count = _header(self._forms)
+        self._descriptions = {key: _description(key, tensor) for key, tensor in tensors.items()}
+        header, self._offsets, byte_count = _header(self._descriptions)
         self._memory: SharedMemory | None = SharedMemory(name, create=True, size=byte_count)
         self.name = self._memory.name
         try:
@@ -46,20 +53,26 @@ class PublishedWeights:
             raise
 
     def write(self, tensors: Mapping[str, Any]) -> None:
-        """Put other values in, of the same names, types and shapes; no engine may be reading them. Raises
-        ValueError."""
+        """Replace the values by tensors with equal names, types and shapes. No engine may read them meanwhile.
+
+        Args:
+            tensors: the new tensors.
+
+        Raises:
+            ValueError: the tensors differ in name, type or shape, or the segment was closed.
+        """
         if self._memory is None:
             raise ValueError(f"the segment {self.name} was closed")
-        forms = {key: _form(key, tensor) for key, tensor in tensors.items()}
-        if forms != self._forms:
-            raise ValueError(f"the tensors are not those that {self.name} was made for: publish them anew")
+        forms = {key: _description(key, tensor) for key, tensor in tensors.items()}
+        if forms != self._descriptions:
+            raise ValueError(f"the tensors differ in name, type or shape from those of {self.name}: publish them again")
         for key, tensor in tensors.items():
             values = _bytes_of(tensor)
             start = self._offsets[key]
             _buffer(self._memory)[start : start + values.nbytes] = values.data
 
     def close(self) -> None:
-        """The segment is gone when nobody has it open any more. A second call does nothing."""
+        """Remove the segment. Its memory is free when no process uses it any more. A second call has no effect."""
         memory, self._memory = self._memory, None
         if memory is not None:
             memory.close()
@@ -75,9 +88,11 @@ class PublishedWeights:
 
 
 class WeightsGroup:
-    """A group of torch.distributed in which this process, rank 0, sends engines weights. Making it waits until every
-    engine was told to join (POST /init_weights_update_group): tell them in another thread. It is gloo's, beside any
-    default group that the process has."""
+    """A group of torch.distributed in which this process, rank 0, sends weights to engines.
+
+    The constructor waits until every engine has joined. So send the requests to join (POST /init_weights_update_group)
+    from another thread. The group uses gloo, in addition to any default group of the process.
+    """
 
     def __init__(
         self,
@@ -88,8 +103,18 @@ class WeightsGroup:
         group_name: str = "weight_update_group",
         seconds_max: float = 60.0,
     ) -> None:
-        """This process listens at the address. seconds_max: how long the others may take to come, and each tensor.
-        Raises trioserve.contracts.errors.StartupError if they do not come."""
+        """Make the group, and wait for the engines. This process listens at the address.
+
+        Args:
+            master_address: address of this process for the engines.
+            master_port: TCP port.
+            world_size: number of members, including this process.
+            group_name: name of the group.
+            seconds_max: longest time for the engines to join, and for each tensor.
+
+        Raises:
+            StartupError: the engines did not join in time.
+        """
         from trioserve.model.parallel.trainer_group import TrainerGroup
 
         self._group = TrainerGroup(
@@ -102,21 +127,36 @@ class WeightsGroup:
         )
 
     def send(self, tensors: Mapping[str, Any]) -> None:
-        """Every tensor in its turn, to engines that were told of them (described_weights) by POST
-        /update_weights_from_distributed: tell them in another thread. Raises RuntimeError if one does not take it."""
+        """Send tensors to the engines, one after the other.
+
+        Before that, send their description (`described_weights`) to the engines with POST
+        /update_weights_from_distributed, from another thread.
+
+        Args:
+            tensors: tensors by the names of the model's checkpoint.
+
+        Raises:
+            RuntimeError: an engine did not receive a tensor.
+        """
         for tensor in tensors.values():
             self._group.broadcast(tensor.detach().cpu().contiguous())
 
     def close(self) -> None:
-        """Leave it."""
+        """Leave the group."""
         self._group.leave()
 
 
 def described_weights(tensors: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """What is going to be sent, as the fields of POST /update_weights_from_distributed. Raises ValueError for a type
-    that weights do not have."""
+    """Describe tensors as the fields of POST /update_weights_from_distributed.
+
+    Args:
+        tensors: the tensors that will be sent.
+
+    Raises:
+        ValueError: a tensor has a data type that weights cannot have.
+    """
     for key, tensor in tensors.items():
-        _form(key, tensor)
+        _description(key, tensor)
     return {
         "names": list(tensors),
         "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
@@ -125,36 +165,43 @@ def described_weights(tensors: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 def publish_weights(tensors: Mapping[str, Any], name: str | None = None) -> PublishedWeights:
-    """Copy a model's state_dict() into shared memory, for engine.update_weights(SharedWeights(name)) or POST
-    /update_weights_from_shared_memory on the same machine. On Linux.
+    """Copy a model's state_dict() into shared memory, for engines on this machine. Only on Linux.
 
-    tensors: of torch, or arrays of numpy, by the names of the model's checkpoint; bfloat16, float16 or float32. name:
-    default is a new one. Raises ValueError for others, and OSError if shared memory has no room for them.
+    Engines read them with engine.update_weights(SharedWeights(name)) or POST /update_weights_from_shared_memory.
+
+    Args:
+        tensors: torch tensors or numpy arrays by the names of the model's checkpoint, in bfloat16, float16 or float32.
+        name: name of the segment. None: a new name.
+
+    Raises:
+        ValueError: a tensor has another data type.
+        OSError: there is not enough shared memory.
     """
     return PublishedWeights(tensors, name)
 
 
 def _buffer(memory: SharedMemory) -> memoryview:
-    assert memory.buf is not None, "it was closed"
+    assert memory.buf is not None, "the segment was closed"
     return memory.buf
 
 
 def _claim(name: str, byte_count: int) -> None:
-    """Have all of a segment there before it is written to: where memory lacks by then, that ends the process. Raises
-    OSError."""
+    """Allocate all memory of a segment before it is written. Otherwise a lack of memory would kill the process. Raises
+    OSError.
+    """
     with SEGMENTS.joinpath(name).open("r+b") as file:
         try:
             os.posix_fallocate(file.fileno(), 0, byte_count)
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"shared memory ({SEGMENTS}) has no room for weights of {byte_count} bytes: give it more (docker run "
-                "--shm-size), or save them in a directory",
+                f"shared memory ({SEGMENTS}) is too small for weights of {byte_count} bytes: enlarge it (docker run "
+                "--shm-size), or save the weights in a directory",
             ) from error
 
 
 def _header(forms: Mapping[str, tuple[str, tuple[int, ...], int]]) -> tuple[bytes, dict[str, int], int]:
-    """The header with its length before it, where each tensor begins, and how many bytes all of it takes."""
+    """Return the header with its length before it, the offset of each tensor, and the size of the segment in bytes."""
     entries: dict[str, object] = {}
     places: dict[str, int] = {}
     end = 0
@@ -168,7 +215,7 @@ def _header(forms: Mapping[str, tuple[str, tuple[int, ...], int]]) -> tuple[byte
     return header, {key: len(header) + place for key, place in places.items()}, max(1, len(header) + end)
 
 
-def _form(key: str, tensor: Any) -> tuple[str, tuple[int, ...], int]:
+def _description(key: str, tensor: Any) -> tuple[str, tuple[int, ...], int]:
     dtype = DTYPES.get(str(tensor.dtype).removeprefix("torch."))
     if dtype is None:
         raise ValueError(f"{key} is of type {tensor.dtype}, allowed are {', '.join(DTYPES)}")
@@ -179,6 +226,6 @@ def _bytes_of(tensor: Any) -> npt.NDArray[np.uint8]:
     if not isinstance(tensor, np.ndarray):
         import torch
 
-        # numpy knows no bfloat16.
+        # numpy does not support bfloat16.
         tensor = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)

@@ -210,7 +210,7 @@ async def test_a_chat_template_that_is_none_is_told_before_the_model_is_loaded(
 
 async def test_a_model_that_makes_pictures_is_told_apart(runner_class, tmp_path):
     (tmp_path / "model_index.json").write_text("{}")
-    with pytest.raises(StartupError, match="makes pictures, and texts are asked for"):
+    with pytest.raises(StartupError, match="generates images, but an engine for text was requested"):
         async with assemble.open_engine(str(tmp_path)):
             pass
     assert runner_class.made == []

@@ -348,7 +348,7 @@ async def test_engine_serves_an_encoder(kind: str, encoders: Any) -> None:
         async with engine.embed("a " * 50, cut=Cut(engine.model.pooled_tokens_max(PoolingParams()))) as stream:
             assert await stream.results() == await engine.embed("a " * 38)
             assert stream.input_token_counts == (40,)
-    with pytest.raises(StartupError, match="keeps no KV to exchange"):
+    with pytest.raises(StartupError, match="has no KV to exchange"):
         async with open_engine(str(encoders("BertModel")), kv_transfer_config='{"kv_connector": "tcp"}'):
             pass
 

@@ -287,7 +287,7 @@ async def test_engine_refuses_options_that_states_do_not_support(tiny_checkpoint
     transfer = {"kv_connector": "tcp", "kv_role": "kv_both"}
     options: dict[str, Any]
     for options, message in (
-        ({"kv_transfer_config": json.dumps(transfer)}, "which connectors do not carry"),
+        ({"kv_transfer_config": json.dumps(transfer)}, "which connectors do not transfer"),
         ({"speculative_ngram": 3}, "the change by a wrong draft token cannot be undone"),
     ):
         with pytest.raises(StartupError, match=message):

@@ -354,7 +354,7 @@ async def test_weights_in_shared_memory(kernels: str, tiny_checkpoint: Callable[
             await engine.update_weights(SharedWeights(published.name), version="first")
             assert await said(engine) == await said_when_opened(first, **options)
             tensors = load_file(second / "model.safetensors")
-            with pytest.raises(ValueError, match="publish them anew"):
+            with pytest.raises(ValueError, match="publish them again"):
                 published.write(tensors)
             tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
             published.write(tensors)
@@ -379,7 +379,7 @@ def test_shared_memory_without_free_space_raises_an_error(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(os, "posix_fallocate", no_room)
     name = f"trioserve-test-{os.getpid()}"
-    with pytest.raises(OSError, match="has no room for weights of") as refusal:
+    with pytest.raises(OSError, match="is too small for weights of") as refusal:
         publish_weights({"w": torch.zeros(64)}, name)
     assert refusal.value.errno == errno.ENOSPC
     assert not (SEGMENTS / name).exists()

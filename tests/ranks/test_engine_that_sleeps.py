@@ -66,7 +66,7 @@ async def test_a_model_in_ranks_sleeps_at_level_2(
             str(tiny_model("llama")), tensor_parallel_size=2, dtype="float32", kv_cache_memory=0.01, threads=2
         ) as engine:
             expected = await generate(engine, "The sea")
-            with pytest.raises(InvalidRequest, match="a model in ranks cannot give its KV cache back alone"):
+            with pytest.raises(InvalidRequest, match="a model in ranks cannot release its KV cache alone"):
                 await engine.sleep(1)
             assert engine.ready
             children = set(rank_pids())

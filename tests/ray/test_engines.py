@@ -230,7 +230,7 @@ def test_a_group_that_is_there_is_not_started_again(group: Nodes):
     ran = group.run("up", "llm")
     assert (ran.returncode, ran.stderr) == (
         1,
-        'trioserve: there is a group "llm" already: end it with `ray down llm`\n',
+        'trioserve: the group "llm" exists already: end it with `ray down llm`\n',
     )
 
 
@@ -238,7 +238,7 @@ def test_a_group_that_is_there_is_not_started_again(group: Nodes):
     ("flags", "expect"),
     [
         (["--model", "/no/such/model"], "ModelLoadError: the model '/no/such/model' is not found"),
-        (["--num-cpus", "50", "--timeout", "2"], "Ray has no room for 1 engine with 50 CPU each"),
+        (["--num-cpus", "50", "--timeout", "2"], "Ray has no free nodes for 1 engine with 50 CPU each"),
     ],
 )
 def test_a_group_that_cannot_be_leaves_nothing(group: Nodes, flags: list[str], expect: str):
@@ -253,7 +253,7 @@ def test_a_group_that_cannot_be_leaves_nothing(group: Nodes, flags: list[str], e
 def test_ctrl_c_while_a_group_waits_for_room_leaves_nothing(group: Nodes):
     with group.begun("up", "late", "--num-cpus", "50") as process:
         assert process.stderr is not None
-        assert process.stderr.readline().startswith("waiting for room for 1 engine with 50 CPU each")
+        assert process.stderr.readline().startswith("waiting for free nodes for 1 engine with 50 CPU each")
         process.send_signal(signal.SIGINT)
         process.communicate()
     assert process.returncode == 130

@@ -143,7 +143,7 @@ async def test_the_stream_of_an_engine_that_loses_a_rank_goes_on_with_the_same_t
             assert await said(engine) == expected
     # Not the one that only says that it has lost another.
     assert re.search(r"RankLost: rank \d \(on [\d.]+\) (has closed its connection|cannot be reached)", caplog.text)
-    assert "the engine was opened anew" in caplog.text
+    assert "the engine was reopened" in caplog.text
     nodes.check_nothing_is_left()
 
 
@@ -178,7 +178,7 @@ async def test_whoever_waits_for_room_can_leave(nodes: Nodes, model: Path, caplo
         async with trio.open_nursery() as nursery:
 
             async def leave() -> None:
-                while "waiting for Ray to have room for 2 ranks with 50 CPU each" not in caplog.text:
+                while "waiting until Ray has free nodes for 2 ranks with 50 CPU each" not in caplog.text:
                     await trio.lowlevel.checkpoint()
                 scope.cancel()
 
@@ -207,7 +207,7 @@ async def test_an_actor_that_dies_before_its_rank_has_come_is_an_error_with_the_
 async def test_a_model_that_a_node_does_not_have_is_an_error(nodes: Nodes) -> None:
     with trio.fail_after(SECONDS_MAX):
         async with placed_ranks(wanted("/no/such/model")) as ranks:
-            with pytest.raises(StartupError, match=r"rank \d cannot be kept: ModelLoadError: "), errors_unwrapped():
+            with pytest.raises(StartupError, match=r"rank \d cannot run: ModelLoadError: "), errors_unwrapped():
                 await ranks.come(on_wait=lambda awaited: None)
     nodes.check_nothing_is_left()
 
