@@ -1,4 +1,4 @@
-"""A chat in a terminal: what lines mean, a server that answers, and a person with Ctrl-C at a real terminal."""
+"""A chat in a terminal: parsing of lines, answers of a server, and a user with Ctrl-C at a real terminal."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from trioserve.commands.chat.conversation import COMMANDS, Conversation, Line, l
 from trioserve.commands.remote import ServerFailed
 from trioserve.testing.memory_server import open_memory_server
 
-PROMPT = "\x1b[?2004h"  # with which editing begins
+PROMPT = "\x1b[?2004h"  # sent when editing begins
 AT_TERMINAL = (
     "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
 )
-WAIT_SECONDS_MAX = 20  # for what a terminal is to show; a shared machine
+WAIT_SECONDS_MAX = 20  # generous, because the machine may be busy
 
 
 @pytest.mark.parametrize(
@@ -41,11 +41,11 @@ WAIT_SECONDS_MAX = 20  # for what a terminal is to show; a shared machine
         ("/frobnicate", Line(None, "", "there is no /frobnicate: /help lists all commands")),
     ],
 )
-def test_a_line_is_a_message_or_a_command(typed: str, line: Line):
+def test_line_is_parsed_as_message_or_command(typed: str, line: Line):
     assert line_of(typed) == line
 
 
-def test_a_question_without_an_answer_is_forgotten():
+def test_question_without_an_answer_is_removed():
     conversation = Conversation("Be brief.")
     conversation.ask("Hi")
     conversation.answer("")
@@ -57,7 +57,7 @@ def test_a_question_without_an_answer_is_forgotten():
     assert len(conversation.messages) == 1
 
 
-async def test_leaving_an_answer_of_a_server_gives_its_blocks_back():
+async def test_cancelling_a_servers_answer_frees_its_blocks():
     async with open_memory_server(paused=True) as server, trio.open_nursery() as nursery:
         listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
         await nursery.start(server.server.serve, listeners)
@@ -81,7 +81,11 @@ async def test_leaving_an_answer_of_a_server_gives_its_blocks_back():
 
 
 class Answering:
-    """Says "Hi there", or to "hang" a word and nothing more until the client leaves; left: released then."""
+    """Server that answers "Hi there". For "hang", it sends a word and nothing more until the client leaves.
+
+    Attributes:
+        left: Released when the client leaves.
+    """
 
     def __init__(self) -> None:
         self.left = threading.Semaphore(0)
@@ -135,7 +139,7 @@ def answering() -> Iterator[Answering]:
 
 
 class Terminal:
-    """A program at a terminal of its own."""
+    """A program at its own terminal."""
 
     def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
         self._terminal, other_end = pty.openpty()
@@ -151,7 +155,7 @@ class Terminal:
         self._shown = ""
 
     def wait_for(self, *texts: str) -> None:
-        """Until each was shown, in this order, behind what was waited for before."""
+        """Wait until each text was shown, in this order, after earlier texts."""
         for text in texts:
             while text not in self._shown:
                 assert select.select([self._terminal], [], [], WAIT_SECONDS_MAX)[0], f"no {text!r} in {self._shown!r}"
@@ -162,18 +166,18 @@ class Terminal:
         os.write(self._terminal, text.encode())
 
     def end(self) -> int:
-        """Waits for it; returns its exit code."""
+        """Wait for the end of the program and return its exit code."""
         try:
             while os.read(self._terminal, 65536):
                 pass
-        except OSError:  # how Linux tells that the other end is closed
+        except OSError:  # on Linux, this means that the other end is closed
             pass
         os.close(self._terminal)
         return self.process.wait(WAIT_SECONDS_MAX)
 
 
 @pytest.mark.slow
-def test_a_person_at_a_terminal_stops_answers_and_not_the_program(answering: Answering, tmp_path: Path):
+def test_user_at_a_terminal_stops_answers_and_not_the_program(answering: Answering, tmp_path: Path):
     command = [sys.executable, "-m", "trioserve", "chat", "--url", answering.url, "--temperature", "0"]
     terminal = Terminal(command, {"XDG_STATE_HOME": str(tmp_path), "NO_COLOR": "1", "TERM": "xterm"})
     try:
@@ -190,7 +194,7 @@ def test_a_person_at_a_terminal_stops_answers_and_not_the_program(answering: Ans
         terminal.wait_for(*COMMANDS, PROMPT)
         terminal.type("two\x1b\rlines\r")
         terminal.wait_for("Hi there", PROMPT)
-        terminal.type("\x1b[A\x1b[A\x1b[A\x1b[A\x1b[A\r")  # five lines up, over what was typed here: Hello once more
+        terminal.type("\x1b[A\x1b[A\x1b[A\x1b[A\x1b[A\r")  # five entries up in the history: Hello
         terminal.wait_for("Hi there", PROMPT)
         terminal.type("\x04")
         assert terminal.end() == 0
@@ -201,16 +205,14 @@ def test_a_person_at_a_terminal_stops_answers_and_not_the_program(answering: Ans
     asked = [body["messages"][-1]["content"] for body in answering.bodies]
     assert asked == ["Hello", "hang", "hang", "two\nlines", "Hello"]
     assert answering.bodies[0]["temperature"] == 0
-    # What had come of a stopped answer is remembered.
+    # The partial text of a stopped answer stays in the conversation.
     assert {"role": "assistant", "content": "Wait"} in answering.bodies[-1]["messages"]
     assert "+Hello" in (tmp_path / "trioserve" / "chat_history").read_text()
     assert (tmp_path / "trioserve" / "chat_history").stat().st_mode & 0o077 == 0
 
 
 @pytest.mark.slow
-def test_a_signal_ends_a_chat_that_waits_for_a_line_and_leaves_the_terminal_in_order(
-    answering: Answering, tmp_path: Path
-):
+def test_signal_ends_a_waiting_chat_and_restores_the_terminal(answering: Answering, tmp_path: Path):
     command = [sys.executable, "-m", "trioserve", "chat", "--url", answering.url]
     terminal = Terminal(command, {"XDG_STATE_HOME": str(tmp_path), "TERM": "xterm"})
     terminal.wait_for("Type a message", PROMPT)

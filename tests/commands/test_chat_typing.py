@@ -1,4 +1,4 @@
-"""What is typed at the chat's prompt: one Ctrl-C only clears the line."""
+"""Typing at the chat's prompt: one Ctrl-C only clears the line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from trioserve.commands.chat import typing
 
 
-async def test_one_ctrl_c_does_not_end_the_chat(monkeypatch: pytest.MonkeyPatch):
+async def test_single_ctrl_c_does_not_end_the_chat(monkeypatch: pytest.MonkeyPatch):
     prompt = object.__new__(typing.TerminalTyping)
     prompt._session = SimpleNamespace(app=SimpleNamespace(is_running=False))
     prompt._waiting, prompt._was_interrupted, prompt._is_leaving = [], False, False

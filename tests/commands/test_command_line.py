@@ -1,5 +1,7 @@
-"""What a person types: vLLM's command lines work or are refused by name, and what is misspelt is told with what was
-meant. Nothing here loads a model."""
+"""Command lines: those for vLLM work or are refused by name, and misspelt words get a suggestion.
+
+No model is loaded.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from trioserve.contracts.errors import StartupError
 
 @pytest.fixture
 def served(monkeypatch: Any) -> list[Config]:
-    """The configurations with which a server would have started."""
+    """Return the configurations with which a server would have started."""
     configs: list[Config] = []
 
     def run_server(config: Config) -> int:
@@ -32,7 +34,7 @@ def served(monkeypatch: Any) -> list[Config]:
 
 
 def said(capsys: Any, *arguments: str) -> str:
-    """The sentence with which a command line is refused."""
+    """Return the sentence with which a command line is refused."""
     try:
         code = cli.main(arguments)
     except SystemExit as left:
@@ -44,7 +46,7 @@ def said(capsys: Any, *arguments: str) -> str:
     return written
 
 
-def test_a_command_line_for_vllm_is_taken(served: list[Config]):
+def test_vllm_command_line_is_accepted(served: list[Config]):
     line = (
         "serve org/model --tokenizer org/other --revision main --seed 3 --uds /tmp/s --root-path /llm "
         "--trust-remote-code --enable-auto-tool-choice --tool_call_parser hermes --tensor-parallel-size 1 "
@@ -58,7 +60,7 @@ def test_a_command_line_for_vllm_is_taken(served: list[Config]):
     assert config.tool_call_parser == "hermes"
 
 
-def test_the_model_is_a_word_or_a_flag_and_not_two_models(served: list[Config], capsys: Any):
+def test_model_is_given_once_as_word_or_flag(served: list[Config], capsys: Any):
     assert cli.main(["serve", "m", "--model", "m"]) == cli.main(["--model", "m"]) == 0
     assert [config.model for config in served] == ["m", "m"]
     assert "the model is named twice, m and --model n" in said(capsys, "serve", "m", "--model", "n")
@@ -97,7 +99,7 @@ def test_the_model_is_a_word_or_a_flag_and_not_two_models(served: list[Config], 
         ("serve --tensor-parallel-size 4 --nnodes 2 --node-rank 1", "--node-rank is 1, and --headless is not given"),
     ],
 )
-def test_what_cannot_be_is_one_sentence(line: str, words: str, served: list[Config], capsys: Any):
+def test_invalid_command_line_is_refused_with_one_sentence(line: str, words: str, served: list[Config], capsys: Any):
     assert words in said(capsys, *line.split())
     assert not served
 
@@ -146,18 +148,18 @@ def test_kv_cache_bytes_become_gibibytes(flag: str, gib: float, served: list[Con
         ("--max-num-se 4", "--max-num-se is no option of serve: did you mean --max-num-seqs?"),
     ],
 )
-def test_vllm_flag_that_cannot_be_honoured_says_what_to_do(line: str, words: str, served: list[Config], capsys: Any):
+def test_unsupported_vllm_flag_is_refused_with_advice(line: str, words: str, served: list[Config], capsys: Any):
     assert words in said(capsys, "serve", *line.split())
     assert not served
 
 
-def test_no_vllm_flag_hides_an_option_of_ours():
+def test_no_vllm_flag_hides_an_own_option():
     ours = {f"--{name.replace('_', '-')}" for name in Config.__struct_fields__}
     assert ours.isdisjoint(FLAGS.keys() | SWITCHES | REFUSED_SWITCHES.keys())
     assert {name for name, _convert in REWRITTEN.values()} <= ours
 
 
-def test_every_refusal_says_what_to_do():
+def test_every_refusal_gives_advice():
     for flag in [*REFUSED_SWITCHES, *(flag for flag, each in FLAGS.items() if each.accepted == ())]:
         with pytest.raises(StartupError, match=f"^{flag} cannot be honoured: .*[:,;a-z] "):
             without_vllm_flags([flag, "x"])
@@ -166,7 +168,7 @@ def test_every_refusal_says_what_to_do():
 
 @pytest.mark.parametrize("service", ["", "_KV", "_MASTER", "_SERVER", "_PREFILL", "_API_KEY", "_0"])
 def test_variables_of_kubernetes_services_are_ignored(service: str):
-    """A service called trioserve, trioserve-kv and so on in the same namespace."""
+    """Kubernetes sets them for services of the same namespace that are called trioserve, trioserve-kv and so on."""
     name = f"TRIOSERVE{service}"
     variables = {
         f"{name}_SERVICE_HOST": "10.0.0.1",
@@ -182,7 +184,7 @@ def test_variables_of_kubernetes_services_are_ignored(service: str):
     assert config == config_from(argparse.Namespace(config=None), {}, kind=Config)
 
 
-def test_a_variable_that_is_nearly_an_option_is_refused_and_somebody_elses_is_not():
+def test_misspelt_variable_is_refused_and_other_variables_are_ignored():
     def environment(**variables: str) -> None:
         from argparse import Namespace
 
@@ -206,7 +208,7 @@ def test_each_option_has_one_heading():
     assert set(grouped) <= set(Config.__struct_fields__)
 
 
-def test_without_arguments_it_says_what_people_do_and_flags_alone_serve(served: list[Config], capsys: Any):
+def test_no_arguments_print_help_and_only_flags_serve(served: list[Config], capsys: Any):
     assert cli.main([]) == 0
     shown = capsys.readouterr().out
     assert [f"trioserve {name}" in shown for name in ("serve", "chat", "route", "doctor")] == [True] * 4
@@ -215,7 +217,7 @@ def test_without_arguments_it_says_what_people_do_and_flags_alone_serve(served: 
     assert len(served) == 1
 
 
-def test_too_little_memory_is_one_sentence(served: list[Config], monkeypatch: Any, capsys: Any):
+def test_too_little_memory_is_reported_in_one_sentence(served: list[Config], monkeypatch: Any, capsys: Any):
     def run_server(config: Config) -> int:
         raise MemoryError
 
@@ -224,7 +226,7 @@ def test_too_little_memory_is_one_sentence(served: list[Config], monkeypatch: An
 
 
 @pytest.mark.parametrize("command", ["serve", "chat", "generate"])
-def test_the_help_shows_what_is_the_commands_own_under_headings(command: str, capsys: Any):
+def test_help_shows_the_options_of_a_command_under_headings(command: str, capsys: Any):
     with pytest.raises(SystemExit):
         cli.main([command, "--help"])
     shown = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""File, environment and flags become one Config; whatever is wrong is told by the name under which it was given."""
+"""File, environment and flags become one Config. Errors name the option as the user gave it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def config(*flags: str, environment: dict[str, str] | None = None) -> Config:
     return config_from(parser.parse_args(flags), environment or {}, kind=Config)
 
 
-def test_a_flag_goes_before_the_environment_and_that_before_the_file(tmp_path: Path):
+def test_flag_overrides_environment_and_environment_overrides_file(tmp_path: Path):
     file = tmp_path / "trioserve.toml"
     file.write_text('port = 1\nmax-num-seqs = 2\nblock_size = 8\napi_key = ["a"]\nenable_prefix_caching = false\n')
     environment = {"TRIOSERVE_PORT": "3", "TRIOSERVE_MAX_NUM_SEQS": "4", "TRIOSERVE_ENABLE_PREFIX_CACHING": "true"}
@@ -29,12 +29,12 @@ def test_a_flag_goes_before_the_environment_and_that_before_the_file(tmp_path: P
 
 
 @pytest.mark.parametrize("flags", [["--cors-origin", "a", "b"], ["--cors-origin", "a", "--cors-origin", "b"]])
-def test_a_list_may_be_one_flag_with_several_values_or_the_flag_several_times(flags):
+def test_list_is_one_flag_with_several_values_or_a_repeated_flag(flags):
     assert config(*flags).cors_origin == ("a", "b")
 
 
 @pytest.mark.parametrize("text", ["k1,k2", "k1 k2", " k1,  k2 "])
-def test_a_list_in_a_variable_is_separated_by_commas_or_blanks(text):
+def test_list_in_a_variable_is_separated_by_commas_or_blanks(text):
     assert config(environment={"TRIOSERVE_API_KEY": text}).api_key == ("k1", "k2")
 
 
@@ -48,7 +48,7 @@ def test_a_list_in_a_variable_is_separated_by_commas_or_blanks(text):
         (["--timeout", "0"], {}, None),
     ],
 )
-def test_a_value_out_of_range_is_told_with_what_is_allowed(flags, environment, sentence, capsys):
+def test_error_about_a_value_names_the_allowed_range(flags, environment, sentence, capsys):
     with pytest.raises((StartupError, SystemExit)) as caught:
         config(*flags, environment=environment)
     if sentence is not None:
@@ -67,18 +67,18 @@ def test_a_value_out_of_range_is_told_with_what_is_allowed(flags, environment, s
         ("-1", None),
     ],
 )
-def test_a_context_may_end_in_k_or_be_what_fits(text, count):
+def test_context_length_can_end_in_k_or_be_auto(text, count):
     assert config(f"--max-model-len={text}").max_model_len == count
     assert make_config(max_model_len=text if count != 4096 else count).max_model_len == count
 
 
 @pytest.mark.parametrize("text", ["32kk", "k", "1.k", "-2k", "0k"])
-def test_what_is_no_number_of_tokens_is_refused(text):
+def test_invalid_token_count_is_refused(text):
     with pytest.raises(StartupError, match=r"--max-model-len is .*, allowed is a whole number of at least 2"):
         config(f"--max-model-len={text}")
 
 
-def test_mistakes_in_a_file_are_told_with_its_name(tmp_path: Path):
+def test_error_in_a_file_names_the_file(tmp_path: Path):
     file = tmp_path / "trioserve.toml"
     for text, words in (
         ("prot = 1", f"prot in {file} is not an option: did you mean port?"),
@@ -100,7 +100,7 @@ def test_values_from_python_keep_their_types():
         make_config(port="1")
 
 
-def test_every_option_has_a_help_with_its_unit_or_choices_and_a_default():
+def test_help_of_every_option_has_unit_or_choices_and_default():
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     for action in parser._actions[1:]:
@@ -109,14 +109,14 @@ def test_every_option_has_a_help_with_its_unit_or_choices_and_a_default():
         assert action.metavar or action.choices or isinstance(action, argparse.BooleanOptionalAction), action.dest
 
 
-def test_what_excludes_each_other_is_told_before_a_model_is_loaded():
+def test_contradicting_options_are_refused_before_a_model_is_loaded():
     assert config("--overlap-steps").overlap_steps
     with pytest.raises(StartupError, match=r"^--overlap-steps .* --speculative-ngram 4 ") as caught:
         config("--overlap-steps", "--speculative-ngram", "4")
     assert str(caught.value).endswith("needs these results: use only one of the two options")
 
 
-def test_a_step_timeout_may_be_none_or_seconds_or_no_limit():
+def test_step_timeout_is_seconds_or_no_limit():
     assert make_config().step_timeout is None
     assert make_config(step_timeout=2.5).step_timeout == 2.5
     assert make_config(step_timeout=0.0).step_timeout == 0
@@ -124,7 +124,7 @@ def test_a_step_timeout_may_be_none_or_seconds_or_no_limit():
         make_config(step_timeout=-1.0)
 
 
-def test_a_draft_model_may_be_named_as_in_vllm_and_shorter():
+def test_draft_model_is_given_like_in_vllm_or_shorter():
     vllm = config("--speculative-config", '{"model": "small", "num_speculative_tokens": 5, "method": "draft_model"}')
     own = config("--speculative-model", "small", "--speculative-tokens", "5")
     assert drafts_of(vllm) == drafts_of(own) == DraftSettings(source="model", token_count=5, model="small")
@@ -140,7 +140,7 @@ def test_a_draft_model_may_be_named_as_in_vllm_and_shorter():
 
 
 @pytest.mark.parametrize("method", ["mtp", "deepseek_mtp", "glm4_moe_mtp"])
-def test_the_models_own_further_layer_may_draft(method):
+def test_mtp_layer_of_the_model_can_draft(method):
     drafts = DraftSettings(source="mtp", token_count=2)
     assert drafts_of(config("--speculative-model", "mtp", "--speculative-tokens", "2")) == drafts
     assert drafts_of(make_config(speculative_config={"method": method, "num_speculative_tokens": 2})) == drafts
@@ -163,12 +163,12 @@ def test_the_models_own_further_layer_may_draft(method):
         ('{"model": "small", "num_speculative_tokens": 4, "draft_tensor_parallel_size": 2}', "runs on one device"),
     ],
 )
-def test_a_wrong_speculative_config_is_told_before_a_model_is_loaded(given, sentence):
+def test_invalid_speculative_config_is_refused_before_a_model_is_loaded(given, sentence):
     with pytest.raises(StartupError, match=re.escape(sentence)):
         config("--speculative-config", given)
 
 
-def test_drafts_come_from_one_source():
+def test_only_one_source_of_drafts_is_allowed():
     for other in (["--speculative-model", "small"], ["--speculative-config", '{"num_speculative_tokens": 4}']):
         with pytest.raises(StartupError, match="--speculative-ngram"):
             config("--speculative-ngram", "4", *other)

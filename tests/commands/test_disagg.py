@@ -1,4 +1,4 @@
-"""When the router and the pair of servers of `disagg` begin and end, and what each of them is told."""
+"""Start and stop of the router and the two servers of `disagg`, and their command lines."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_signal_stops_the_router_first_and_then_both_servers():
     assert decides.exit_code == 0
 
 
-def test_a_second_signal_is_passed_on_and_a_third_one_kills():
+def test_second_signal_is_forwarded_and_third_kills():
     decides = ready()
     decides.note(Signalled())
     assert decides.note(Signalled()) == [Order("stop", "router")]
@@ -58,7 +58,7 @@ def test_a_second_signal_is_passed_on_and_a_third_one_kills():
     assert decides.exit_code == EXIT_FAILED
 
 
-def test_a_signal_before_all_serve_is_an_interruption():
+def test_signal_during_the_start_is_an_interruption():
     decides = begun()
     decides.note(Serving("prefill"))
     assert decides.note(Signalled()) == [Order("stop", "decode"), Order("stop", "prefill")]
@@ -69,7 +69,7 @@ def test_a_signal_before_all_serve_is_an_interruption():
     assert decides.exit_code == EXIT_INTERRUPTED
 
 
-def test_who_cannot_start_stops_the_others_and_its_code_is_ours():
+def test_process_that_cannot_start_stops_the_others_and_sets_the_exit_code():
     decides = begun()
     assert decides.note(Ended("decode", 3)) == [Order("stop", "prefill")]
     decides.note(Ended("prefill", 0))
@@ -78,7 +78,7 @@ def test_who_cannot_start_stops_the_others_and_its_code_is_ours():
 
 
 @pytest.mark.parametrize("lost", ["prefill", "decode"])
-def test_a_server_that_is_lost_leaves_the_rest_at_work(lost):
+def test_other_processes_continue_after_a_lost_server(lost):
     decides = ready()
     assert decides.note(Ended(lost, -9)) == []
     other = "decode" if lost == "prefill" else "prefill"
@@ -89,7 +89,7 @@ def test_a_server_that_is_lost_leaves_the_rest_at_work(lost):
     assert decides.exit_code == EXIT_FAILED
 
 
-def test_without_router_or_servers_all_is_over():
+def test_program_ends_without_router_or_servers():
     decides = ready()
     assert decides.note(Ended("router", 0)) == [Order("stop", "decode"), Order("stop", "prefill")]
     decides = ready()
@@ -100,7 +100,7 @@ def test_without_router_or_servers_all_is_over():
     assert decides.exit_code == 1
 
 
-def test_each_is_told_its_place_and_what_the_user_says_besides():
+def test_each_process_gets_its_role_and_the_users_flags():
     settings = DisaggSettings(router_args=("--port", "9000", "--policy", "prefix_aware"), server_args=("--seed-less",))
     with pytest.raises(StartupError, match="--server-args has --seed-less"):
         settings.commands(core_count=8)
@@ -116,7 +116,7 @@ def test_each_is_told_its_place_and_what_the_user_says_besides():
     ]
 
 
-def test_threads_that_the_user_gives_are_the_servers():
+def test_threads_flag_of_the_user_reaches_the_servers():
     commands = DisaggSettings(server_args=("--threads", "3")).commands(core_count=8)
     assert commands["decode"].count("--threads") == 1
     assert "3" in commands["decode"]
@@ -131,6 +131,6 @@ def test_threads_that_the_user_gives_are_the_servers():
         (DisaggSettings(prefill_port=8002), "need different ports"),
     ],
 )
-def test_what_cannot_be_started_is_said_before_anything_is(settings, words):
+def test_invalid_flags_are_refused_before_any_process_starts(settings, words):
     with pytest.raises(StartupError, match=words):
         settings.commands(core_count=2)

@@ -1,4 +1,4 @@
-"""What the machine can do is found out without loading torch, and what is missing comes with what to do."""
+"""`doctor` examines the machine without importing torch, and gives advice for missing parts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def found(name: str) -> doctor.Finding:
     return finding
 
 
-def test_what_is_not_there_is_told_with_what_to_do(monkeypatch: Any):
+def test_missing_part_is_reported_with_advice(monkeypatch: Any):
     monkeypatch.setattr(doctor, "find_default_model", lambda name: None)
     assert found("bundled model").mend == "trioserve pull smollm2"
     monkeypatch.setenv("CXX", "no-such-compiler")
@@ -34,7 +34,7 @@ def test_what_is_not_there_is_told_with_what_to_do(monkeypatch: Any):
     assert doctor.run_doctor(as_json=False) == 1
 
 
-def test_kernels_that_came_with_the_package_want_no_compiler(tmp_path: Path, monkeypatch: Any):
+def test_precompiled_kernels_need_no_compiler(tmp_path: Path, monkeypatch: Any):
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr(build, "supported_levels", lambda: ("avx2",))
     monkeypatch.setattr(build, "brought_library", lambda level: tmp_path)
@@ -42,7 +42,7 @@ def test_kernels_that_came_with_the_package_want_no_compiler(tmp_path: Path, mon
     assert "compiler" not in [finding.name for finding in doctor.findings()]
 
 
-def test_a_port_in_use_is_told(monkeypatch: Any):
+def test_port_in_use_is_reported(monkeypatch: Any):
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -50,7 +50,7 @@ def test_a_port_in_use_is_told(monkeypatch: Any):
         assert found("port").mend == "serve at another one: --port N"
 
 
-def test_the_page_is_for_people_and_for_scripts_and_loads_no_torch():
+def test_output_is_a_table_or_json_and_imports_no_torch():
     script = (
         "import sys; from trioserve.cli import main; code = main(['doctor', '--json']); "
         "assert not {'torch', 'trio'} & sys.modules.keys(); sys.exit(code)"
@@ -61,7 +61,7 @@ def test_the_page_is_for_people_and_for_scripts_and_loads_no_torch():
     assert {"processor", "compiler", "memory", "port"} <= set(names)
 
 
-def test_a_processor_is_named_as_the_system_names_it(tmp_path: Path):
+def test_processor_has_the_name_from_cpuinfo(tmp_path: Path):
     (tmp_path / "cpuinfo").write_text("processor : 0\nmodel name\t: Some  CPU @ 2 GHz\n")
     assert processor_name(tmp_path / "cpuinfo").startswith("Some CPU @ 2 GHz, ")
     assert " core" in processor_name(tmp_path / "none")

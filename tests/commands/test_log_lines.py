@@ -1,4 +1,4 @@
-"""What a line of the log looks like, and that nobody waits for it to be written."""
+"""Format of log lines, and that no caller waits for their writing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KEY, TRACE = "a-key-that-is-secret", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b
 
 @pytest.fixture
 def written():
-    """A log with this formatter; gives what was written so far, once the thread has written it."""
+    """Return a function with the lines that a log with this formatter has written so far."""
     made: list[tuple[LineThread, logging.Logger]] = []
 
     def open_log(formatter: logging.Formatter) -> io.StringIO:
@@ -55,7 +55,7 @@ def written():
     close()
 
 
-async def test_a_request_is_a_line_of_json_with_its_fields(written):
+async def test_request_is_logged_as_one_line_of_json(written):
     stream = written(JsonLines())
     async with open_memory_server(api_keys=(KEY,), logs_requests=True) as server:
         headers = {"authorization": f"Bearer {KEY}", "x-request-id": "mine"}
@@ -81,7 +81,7 @@ async def test_a_request_is_a_line_of_json_with_its_fields(written):
     assert "xyzzy" not in stream.getvalue()
 
 
-async def test_without_the_access_log_nothing_is_said_of_a_request(written):
+async def test_requests_are_not_logged_without_the_access_log(written):
     stream = written(TextLines())
     async with open_memory_server() as server:
         await server.client().post(PATH, {"prompt": "p", "max_tokens": 2})
@@ -89,7 +89,7 @@ async def test_without_the_access_log_nothing_is_said_of_a_request(written):
     assert stream.getvalue() == ""
 
 
-async def test_what_else_is_said_of_a_request_bears_its_id(written):
+async def test_other_log_lines_of_a_request_contain_its_id(written):
     stream = written(JsonLines())
     asked = {"prompt": "p", "max_tokens": 9, "stream": True}
     opened = open_memory_server(max_num_seqs=1, max_queued_requests=0, paused=True, logs_requests=True)
@@ -105,7 +105,7 @@ async def test_what_else_is_said_of_a_request_bears_its_id(written):
     )
 
 
-async def test_a_traced_request_has_its_trace_in_the_line(written):
+async def test_log_line_of_a_traced_request_contains_its_trace(written):
     otel = pytest.importorskip("trioserve.tracing.otel").OtelTracing(endpoint="http://127.0.0.1:1", sample=0.0)
     stream = written(TextLines())
     async with open_memory_server(logs_requests=True, tracer=otel.tracer) as server:
@@ -115,7 +115,7 @@ async def test_a_traced_request_has_its_trace_in_the_line(written):
     assert f" trace={TRACE[3:35]}" in stream.getvalue()
 
 
-def test_an_error_is_one_line():
+def test_error_is_logged_as_one_line():
     formatter = JsonLines()
     try:
         raise ValueError("two\nlines")
@@ -129,7 +129,7 @@ def test_an_error_is_one_line():
     assert "ValueError: two" in json.loads(line)["exception"]
 
 
-def test_a_stream_that_nobody_reads_holds_nobody_up():
+def test_unread_log_stream_blocks_no_caller():
     may_write = threading.Event()
     begun = threading.Event()
     got: list[str] = []
@@ -155,7 +155,7 @@ def test_a_stream_that_nobody_reads_holds_nobody_up():
     assert "3 lines of the log were dropped" in "".join(got)
 
 
-def test_log_goes_on_after_a_library_configures_logging():
+def test_log_continues_after_a_library_configures_logging():
     """nixl calls dictConfig when it is imported, and dictConfig closes every handler of the process."""
     stream, root = io.StringIO(), logging.getLogger()
     handlers, root.handlers = root.handlers, []
@@ -185,7 +185,7 @@ def test_message_and_its_line_break_are_one_write(monkeypatch):
     assert [text for text in written if text] == ["serving\n"]
 
 
-def test_lines_that_were_dropped_are_counted_at_every_scrape():
+def test_dropped_lines_are_counted_at_every_scrape():
     class Broken(io.StringIO):
         def write(self, text: str) -> int:
             raise OSError("no room on the disk")
@@ -198,7 +198,7 @@ def test_lines_that_were_dropped_are_counted_at_every_scrape():
         for _ in range(3):
             logging.getLogger("trioserve.x").warning("a line")
         assert metrics.total("log_lines_dropped_total") == 0
-        handler.end()  # it has tried all of them
+        handler.end()  # the thread has tried all lines
         for _ in range(2):
             metrics.refresh()
             assert metrics.total("log_lines_dropped_total") == 3
@@ -207,7 +207,7 @@ def test_lines_that_were_dropped_are_counted_at_every_scrape():
 
 
 def test_every_line_of_a_json_log_is_json(monkeypatch):
-    """Also progress and status messages, which are plain text otherwise."""
+    """Progress and status messages are plain text otherwise."""
     stream = io.StringIO()
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     with logging_to(stream, level="info", form="json"):

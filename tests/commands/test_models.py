@@ -1,4 +1,4 @@
-"""Getting a model, and which are here."""
+"""Downloading a model, and listing local models."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from trioserve.commands import models
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where models are kept, on a machine without any."""
+    """Return the cache of models on a machine without any model."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(models, "_of_hub", list)
     return tmp_path / "trioserve" / "models"
 
 
-def test_a_model_that_is_here_is_not_fetched(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_local_model_is_not_downloaded(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = cache / "smollm2" / "SmolLM2.gguf"
     path.parent.mkdir(parents=True)
     path.write_bytes(b"GGUF")
@@ -36,14 +36,14 @@ def test_a_model_that_is_here_is_not_fetched(cache: Path, capsys: pytest.Capture
         (["pull", "smollm2", "--revision", "main"], "smollm2 has no revisions"),
     ],
 )
-def test_what_cannot_be_fetched_is_one_sentence(
+def test_failed_download_is_reported_in_one_sentence(
     cache: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
 ) -> None:
     assert cli.main(arguments) != 0
     assert said in capsys.readouterr().err
 
 
-def test_the_list_says_what_is_here(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_shows_local_models(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["models"]) == 0
     assert "not here yet" in capsys.readouterr().out
     path = cache / "smollm2" / "SmolLM2.gguf"

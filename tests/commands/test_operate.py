@@ -1,4 +1,4 @@
-"""Commands that ask a running server: over a real socket, with a server that says what a test wants or the real one."""
+"""Commands that call a running server over a real socket: a server with scripted answers, or the real one."""
 
 from __future__ import annotations
 
@@ -42,7 +42,12 @@ CHANGE = {
 
 
 class Played:
-    """answers: status and body by method and path. asked: what came."""
+    """Server with scripted answers.
+
+    Attributes:
+        answers: Status and body by method and path.
+        asked: Received requests.
+    """
 
     def __init__(self) -> None:
         self.answers: dict[str, tuple[int, bytes]] = {}
@@ -89,7 +94,7 @@ def events(*pairs: tuple[str, object]) -> bytes:
     return b":\n\n" + b"".join(f"event: {name}\ndata: {json.dumps(data)}\n\n".encode() for name, data in pairs)
 
 
-def test_endpoints_are_listed_and_emptied_with_the_key(played: Played, capsys: Any, monkeypatch: Any):
+def test_endpoints_are_listed_and_drained_with_the_key(played: Played, capsys: Any, monkeypatch: Any):
     endpoint = {"id": "a", "url": "http://x", "health": "healthy", "leases": 3, "moved_from": 2, "moved_to": 0}
     played.says("GET /endpoints", {"data": [endpoint]})
     played.says("POST /endpoints/a%2Fb/drain?move=true", {"id": "a/b"})
@@ -105,7 +110,7 @@ def test_endpoints_are_listed_and_emptied_with_the_key(played: Played, capsys: A
     assert [key for _, key, _ in played.asked] == ["Bearer k", "Bearer k2"]
 
 
-def test_requests_for_pictures_are_listed_with_their_steps(played: Played, capsys: Any):
+def test_image_requests_are_listed_with_their_steps(played: Played, capsys: Any):
     view = {"id": "r", "state": "running", "age_seconds": 1.25, "pictures": 2, "steps_done": 3, "step_count": 8}
     played.says("GET /v1/requests", {"data": [view]})
     assert cli.main(["requests", "--url", played.url]) == 0
@@ -123,7 +128,7 @@ def test_requests_for_pictures_are_listed_with_their_steps(played: Played, capsy
         (200, b"<html>", "did not answer with JSON"),
     ],
 )
-def test_what_a_server_refuses_is_one_sentence(status: int, answer: object, words: str, played: Played, capsys: Any):
+def test_refusal_of_a_server_is_one_sentence(status: int, answer: object, words: str, played: Played, capsys: Any):
     played.says("GET /v1/requests", answer, status)
     assert cli.main(["requests", "--url", played.url]) == 1
     written = capsys.readouterr().err
@@ -131,14 +136,14 @@ def test_what_a_server_refuses_is_one_sentence(status: int, answer: object, word
     assert written.count("\n") == 1
 
 
-def test_no_server_and_no_url_are_told(capsys: Any):
+def test_missing_server_or_url_is_reported(capsys: Any):
     assert cli.main(["requests", "--url", "127.0.0.1:1"]) == 1
     assert "no server answers at http://127.0.0.1:1 (" in capsys.readouterr().err
     assert cli.main(["top", "ftp://x"]) == 1
     assert "is not the URL of a server" in capsys.readouterr().err
 
 
-def test_the_feed_is_put_together_from_a_snapshot_and_changes():
+def test_feed_state_is_a_snapshot_plus_changes():
     state = FeedState()
     state.take_snapshot(SNAPSHOT)
     assert state.blocks == bytes([0, 0, 0, 2, 2, 1])
@@ -151,7 +156,7 @@ def test_the_feed_is_put_together_from_a_snapshot_and_changes():
 
 
 @pytest.mark.parametrize("block_count", [4, 6, 9])
-def test_changes_as_a_server_makes_them_are_understood(block_count: int):
+def test_changes_of_a_real_server_are_applied(block_count: int):
     def snapshot(blocks: bytes, number: int, **fields: Any) -> PageSnapshot:
         values = tuple(float(point) for point in range(number + 1))
         history = HistoryShown(interval_seconds=5, at=number * 5.0, number=number, series={"queue": values})
@@ -171,7 +176,7 @@ def test_changes_as_a_server_makes_them_are_understood(block_count: int):
     assert followed.fields["server"] == anew.fields["server"]
 
 
-def test_the_view_shows_requests_blocks_and_what_a_cancel_freed(played: Played):
+def test_view_shows_requests_blocks_and_freed_blocks(played: Played):
     rich_console = pytest.importorskip("rich.console")
     played.says("GET /ui/events?interval=0.5", events(("snapshot", SNAPSHOT), ("change", CHANGE)))
     shown = []
@@ -187,16 +192,16 @@ def test_the_view_shows_requests_blocks_and_what_a_cancel_freed(played: Played):
     assert "2 used" in first
     assert "cancelled: 2 blocks free in 9 ms" in second
     assert "0 used" in second
-    assert second.index("r2") < second.index("r1")  # the newest first
+    assert second.index("r2") < second.index("r1")  # newest request first
 
 
-def test_for_scripts_top_prints_one_snapshot(played: Played, capsys: Any):
+def test_top_prints_one_snapshot_for_scripts(played: Played, capsys: Any):
     played.says("GET /ui/events?interval=0.5", events(("snapshot", SNAPSHOT), ("change", CHANGE)))
     assert cli.main(["top", played.url, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == SNAPSHOT
 
 
-async def test_a_live_request_is_listed_and_aborted_and_its_blocks_come_back(capsys: Any):
+async def test_running_request_is_listed_and_aborted_and_its_blocks_are_freed(capsys: Any):
     async with open_memory_server(paused=True) as server, trio.open_nursery() as nursery:
         listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
         await nursery.start(server.server.serve, listeners)

@@ -26,7 +26,7 @@ def test_signal_before_the_server_listens_is_kept():
         assert trio.run(first) == signal.SIGTERM
 
 
-def test_handlers_are_restored_in_a_process_that_goes_on():
+def test_handlers_are_restored_in_a_process_that_continues():
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with StopSignals():
         assert signal.getsignal(signal.SIGTERM) is not before[0]
@@ -35,7 +35,7 @@ def test_handlers_are_restored_in_a_process_that_goes_on():
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_after_the_stop_does_not_change_the_exit_code(number):
-    """Also while the interpreter ends, when Python has already removed its own handlers."""
+    """This also holds while the interpreter ends, when Python has already removed its own handlers."""
     program = f"""
 import os
 from trioserve.commands.program_end import StopSignals, end_program, prepare_program
@@ -72,7 +72,7 @@ end_program(7)
     assert ended.returncode == code
 
 
-def test_output_that_nobody_takes_does_not_change_the_exit_code():
+def test_closed_output_does_not_change_the_exit_code():
     program = """
 from trioserve.commands.program_end import end_program, prepare_program
 prepare_program()
@@ -100,7 +100,7 @@ def test_limit_of_the_machine_is_named(error, words):
     assert words in (limit_message(error) or "")
 
 
-def test_limit_is_found_behind_another_error():
+def test_limit_is_found_as_the_cause_of_another_error():
     error = RuntimeError("the thread was not started")
     error.__cause__ = OSError(errno.EMFILE, "Too many open files")
     assert "ulimit -n" in (limit_message(error) or "")

@@ -1,4 +1,4 @@
-"""The command: the directory can be served, or is not there."""
+"""Command `random-checkpoint`: writes a model that can be served, or nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LAYER = msgspec.structs.replace(
 TINY_MIXTURE = msgspec.structs.replace(_TINY, family="olmoe", layers=(_LAYER,) * 2)
 
 
-async def test_it_can_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_directory_can_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = tmp_path / "new" / "tiny"
     assert main(["random-checkpoint", "tiny", str(directory), "--seed", "3"]) == 0
     assert f"trioserve serve {directory}" in capsys.readouterr().out
@@ -46,7 +46,7 @@ async def test_it_can_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 @pytest.mark.parametrize("matrix_type", ["bf16", "q8_0", "q4_0"])
 @pytest.mark.parametrize("shape", ["tiny", "tiny-mixture"])
-async def test_so_can_a_gguf_file(
+async def test_gguf_file_can_be_served(
     shape: str, matrix_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "new" / "model.gguf"
@@ -74,7 +74,7 @@ async def test_so_can_a_gguf_file(
     assert "name a file that ends in .gguf" in capsys.readouterr().err
 
 
-def test_an_empty_directory_is_taken_and_a_full_one_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_an_empty_directory_is_accepted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = tmp_path / "there"
     directory.mkdir()
     assert main(["random-checkpoint", "tiny", str(directory)]) == 0
@@ -90,7 +90,7 @@ def test_an_empty_directory_is_taken_and_a_full_one_is_not(tmp_path: Path, capsy
     assert "--seed is -1; it must be at least 0" in capsys.readouterr().err
 
 
-def test_a_disk_without_room_is_told_before_anything_is_written(
+def test_too_little_disk_space_is_reported_before_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=10**9))
@@ -100,9 +100,7 @@ def test_a_disk_without_room_is_told_before_anything_is_written(
 
 
 @pytest.mark.parametrize("error", (KeyboardInterrupt(), OSError(28, "No space left on device")))
-def test_nothing_is_left_of_one_that_was_not_finished(
-    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_write_leaves_no_files(error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_weights = random_checkpoint_command.write_weights
 
     def write_some(config, directory, *, seed, progress):

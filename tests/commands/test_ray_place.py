@@ -1,4 +1,4 @@
-"""How ranks are placed and given back, from what Ray says; without Ray."""
+"""Placing and removing ranks by the answers of Ray, without Ray."""
 
 from __future__ import annotations
 
@@ -16,8 +16,14 @@ NODES = (RankNode("a", "10.0.0.1", 1), RankNode("b", "10.0.0.2", 2))
 
 
 class FakePlaces:
-    """room_after, started_after: looks. The server goes when it has been looked `looks_max` times, or when it has heard
-    of a failure."""
+    """Fake calls to Ray. The server leaves after `looks_max` checks, or after a reported failure.
+
+    Args:
+        room_after: Number of checks until the cluster has enough resources.
+        started_after: Number of checks until the ranks have started.
+        lost: Failure of a rank. Empty if there is none.
+        looks_max: Number of checks after which the server leaves.
+    """
 
     def __init__(self, *, room_after: int = 0, started_after: int = 0, lost: str = "", looks_max: int = 99) -> None:
         self.doors: queue.SimpleQueue[RankDoor | None] = queue.SimpleQueue()
@@ -27,7 +33,7 @@ class FakePlaces:
         self._looks_left = looks_max
 
     def keep(self) -> list[str]:
-        """Its calls, but for looks."""
+        """Run the placement and return its calls to Ray without checks."""
         keep_placed(self, self.doors, self._tell)
         return self.calls
 
@@ -80,13 +86,13 @@ class FakePlaces:
         self.calls.append("remove")
 
 
-def test_they_are_placed_sent_to_their_server_and_removed_when_it_goes():
+def test_ranks_are_placed_get_the_address_and_are_removed_with_the_server():
     places = FakePlaces(looks_max=6)
     assert places.keep() == ["reserve", "start", "send", "remove"]
     assert places.told == [RanksUpdate(nodes=NODES)]
 
 
-def test_that_there_is_no_room_is_told_once_and_they_are_placed_when_there_is():
+def test_missing_resources_are_reported_once_and_ranks_are_placed_later():
     places = FakePlaces(room_after=3 * LOOKS_UNREPORTED)
     assert places.keep() == ["reserve", "start", "send", "remove"]
     assert places.told == [RanksUpdate(waits="waiting for room"), RanksUpdate(nodes=NODES)]
@@ -99,19 +105,19 @@ def test_that_there_is_no_room_is_told_once_and_they_are_placed_when_there_is():
         (FakePlaces(started_after=99, looks_max=5), ["reserve", "start", "remove"]),
     ],
 )
-def test_a_server_that_goes_meanwhile_leaves_nothing(places, expect):
+def test_server_that_leaves_during_placement_leaves_no_ranks(places, expect):
     assert places.keep() == expect
     assert places.told == []
 
 
 @pytest.mark.parametrize(("lost", "sent"), [("starting", []), ("kept", ["send"])])
-def test_one_that_is_lost_is_told_and_the_others_stay_until_the_server_goes(lost, sent):
+def test_lost_rank_is_reported_and_the_others_stay_until_the_server_leaves(lost, sent):
     places = FakePlaces(lost=lost)
     assert places.keep() == ["reserve", "start", *sent, "remove"]
     assert places.told[-1] == RanksUpdate(failure="the actor of rank 1 is gone")
 
 
-def test_a_bug_leaves_nothing_either():
+def test_unexpected_error_leaves_no_ranks():
     places = FakePlaces(lost="bug")
     with pytest.raises(ZeroDivisionError):
         places.keep()

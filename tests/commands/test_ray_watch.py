@@ -1,4 +1,4 @@
-"""Which engines of a group serve, from what Ray says of its actors; without Ray."""
+"""Reports about the engines of a group, from the answers of Ray, without Ray."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from trioserve.commands.ray_watch import AGAIN_SECONDS, GroupWatch, Lost
 
 
 class FakeEngines:
-    """urls: of each actor that is there; None: it does not serve. lost: those that Ray starts anew."""
+    """Fake calls to Ray about a group.
+
+    Attributes:
+        urls: Addresses of the existing actors. None: the actor does not accept requests.
+        lost: Actors that Ray restarts.
+    """
 
     def __init__(self, **urls: str | None) -> None:
         self.urls: dict[str, str | None] = dict(urls)
@@ -53,18 +58,18 @@ def looked(watch: GroupWatch, now: float = 0.0, times: int = 2) -> tuple[str, ..
     return watch.urls
 
 
-def test_those_that_serve_are_named_and_each_is_asked_once_until_something_changes():
+def test_serving_engines_are_reported_and_each_is_asked_once_per_change():
     engines = FakeEngines(a="http://a:1", b=None)
     watch = GroupWatch(engines)
     assert looked(watch, times=5) == ("http://a:1",)
     assert sorted(engines.questions) == ["a", "a", "b", "b"], "the second one waits for a change"
     engines.urls["b"] = "http://b:1"
     assert looked(watch) == ("http://a:1", "http://b:1")
-    engines.urls["a"] = None  # it drains
+    engines.urls["a"] = None  # the engine drains
     assert looked(watch) == ("http://b:1",)
 
 
-def test_one_that_dies_is_gone_at_once_and_back_at_another_place():
+def test_dead_engine_is_dropped_at_once_and_returns_at_another_url():
     engines = FakeEngines(a="http://a:1", b="http://b:1")
     watch = GroupWatch(engines)
     looked(watch)
@@ -77,7 +82,7 @@ def test_one_that_dies_is_gone_at_once_and_back_at_another_place():
     assert looked(watch, now=1.0 + AGAIN_SECONDS) == ("http://b:1", "http://c:7")
 
 
-def test_one_that_comes_back_at_the_same_place_is_back():
+def test_restarted_engine_returns_at_the_same_url():
     engines = FakeEngines(a="http://a:1")
     watch = GroupWatch(engines)
     looked(watch)
@@ -88,7 +93,7 @@ def test_one_that_comes_back_at_the_same_place_is_back():
     assert looked(watch, now=2.0) == ("http://a:1",)
 
 
-def test_one_that_is_removed_is_gone_and_one_of_the_same_name_is_another():
+def test_removed_engine_is_dropped_and_a_new_one_may_have_its_name():
     engines = FakeEngines(a="http://a:1", b="http://b:1")
     watch = GroupWatch(engines)
     looked(watch)
@@ -99,7 +104,7 @@ def test_one_that_is_removed_is_gone_and_one_of_the_same_name_is_another():
 
 
 @pytest.mark.parametrize("way", ["answers", "is lost", "is removed"])
-def test_not_all_are_known_before_each_has_been_heard_of(way):
+def test_first_report_waits_for_every_engine(way):
     engines = FakeEngines(a="http://a:1", b="http://b:1")
     engines.silent.add("b")
     watch = GroupWatch(engines)
@@ -116,7 +121,7 @@ def test_not_all_are_known_before_each_has_been_heard_of(way):
     assert ("http://b:1" in watch.urls) == (way == "answers")
 
 
-def test_a_group_that_is_not_there_is_known_to_be_empty():
+def test_unknown_group_is_reported_as_empty():
     watch = GroupWatch(FakeEngines())
     looked(watch)
     assert watch.knows_all

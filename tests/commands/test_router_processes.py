@@ -56,7 +56,7 @@ def test_only_processes_that_serve_are_asked_to_reload():
     assert states.serving == [3]
 
 
-def test_a_process_that_fails_while_it_drains_is_a_failure():
+def test_process_that_fails_during_its_drain_is_a_failure():
     states = serving()
     states.note(Signalled())
     states.note(Ended(1, -11))
@@ -64,12 +64,12 @@ def test_a_process_that_fails_while_it_drains_is_a_failure():
     assert (states.failures, states.exit_code) == (["process 1 of this router was killed by SIGSEGV"], 1)
 
 
-def test_a_signal_before_all_serve_ends_the_start():
+def test_signal_during_the_start_ends_all_processes():
     states = ProcessStates(2)
     states.note(Serving(1))
     assert states.note(Signalled()) == [Order("stop", 1), Order("stop", 2)]
     states.note(Ended(1, 0))
-    states.note(Ended(2, -15))  # it had no signal handlers yet
+    states.note(Ended(2, -15))  # the process had no signal handlers yet
     assert (states.is_over, states.exit_code, states.failures) == (True, 130, [])
 
 
@@ -108,7 +108,7 @@ def test_several_processes_need_linux(monkeypatch):
         check_processes(configured("--router-processes", "2"))
 
 
-def test_a_server_with_an_engine_is_one_process():
+def test_server_with_an_engine_runs_in_one_process():
     assert configured("--router-processes", "1", kind=Config).router_processes == 1
     with pytest.raises(StartupError, match="the engine of serve runs in one process"):
         configured("--router-processes", "2", kind=Config)

@@ -22,7 +22,7 @@ CAT = {"prompt": "a cat", "steps": 3}
 SECONDS_MAX = 60
 
 
-def test_every_option_has_a_meaning_here_or_is_named() -> None:
+def test_every_option_is_used_refused_or_ignored_explicitly() -> None:
     of_every_server = {*GROUPS["server"], *GROUPS["keys and TLS"], *GROUPS["queue and deadlines"]}
     taken = {"model", "dtype", "device", "threads", "max_num_seqs", *GROUPS["pictures"], *GROUPS["faults"]}
     taken.add("image_decode_timeout")
@@ -70,7 +70,7 @@ class Served:
 
     @asynccontextmanager
     async def client(self) -> AsyncIterator[httpx.AsyncClient]:
-        """Once it serves."""
+        """Return a client once the server accepts requests."""
         with trio.fail_after(SECONDS_MAX):
             await self._is_serving.wait()
         headers = {"x-api-key": "k"}
@@ -93,7 +93,7 @@ async def until(condition: Callable[[], object]) -> None:
             await trio.lowlevel.checkpoint()
 
 
-async def test_it_serves_and_drains() -> None:
+async def test_server_accepts_requests_and_drains() -> None:
     served = Served()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(served.run)
@@ -112,7 +112,7 @@ async def test_it_serves_and_drains() -> None:
     served.engine.assert_all_free()
 
 
-async def test_a_fault_is_told_to_clients_and_ends_the_server() -> None:
+async def test_engine_fault_is_reported_to_clients_and_ends_the_server() -> None:
     served = Served()
     said: list[str] = []
 

@@ -1,4 +1,4 @@
-"""The parts of every server program: its limits, and certificates that change while it serves."""
+"""Parts of every server program: limits, and certificates that change while the server runs."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ async def respond(exchange):
 
 
 class NotingServer(FrontendServer):
-    """Sets an event when it gets a certificate. The first one is that of its start, read again."""
+    """Server that sets an event when it gets a certificate. At its start, it reads the first certificate again."""
 
     def __init__(self, config) -> None:
         super().__init__(self._respond, ssl_context=server_tls(config))
-        self.waits = trio.Event()  # a request to /wait
+        self.waits = trio.Event()  # set by a request to /wait
         self.go_on = trio.Event()
         self.begun = trio.Event()
         self.changed = trio.Event()
@@ -52,7 +52,7 @@ def authority() -> trustme.CA:
 
 @pytest.fixture
 def issue(authority, tmp_path):
-    """Write a certificate, and its key, where the server reads them."""
+    """Write a certificate and its key where the server reads them."""
 
     def write(*, with_key: bool = True) -> None:
         issued = authority.issue_cert("test")
@@ -65,7 +65,7 @@ def issue(authority, tmp_path):
 
 @contextmanager
 def noted_errors() -> Iterator[trio.Event]:
-    """An event that is set by the next error in the log."""
+    """Return an event that the next error in the log sets."""
     event = trio.Event()
     handler = logging.Handler(logging.ERROR)
     handler.emit = lambda record: event.set()  # type: ignore[method-assign]
@@ -150,7 +150,7 @@ def put_bytes_there(path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [empty_the_file, put_a_folder_there, put_bytes_there, Path.unlink])
 @pytest.mark.parametrize("option", ["ssl_certfile", "ssl_keyfile", "ssl_ca_certs"])
-async def test_file_that_cannot_be_used_keeps_the_earlier_certificate_and_is_one_line_in_the_log(
+async def test_invalid_file_keeps_the_earlier_certificate_and_is_logged_once(
     autojump_clock, authority, issue, tmp_path, caplog, option, damage
 ):
     issue()
@@ -174,9 +174,7 @@ async def test_file_that_cannot_be_used_keeps_the_earlier_certificate_and_is_one
         nursery.cancel_scope.cancel()
 
 
-async def test_certificate_without_its_key_changes_nothing_until_the_key_comes(
-    autojump_clock, authority, issue, tmp_path, caplog
-):
+async def test_new_certificate_is_used_only_with_its_key(autojump_clock, authority, issue, tmp_path, caplog):
     issue()
     config = make_config(ssl_certfile=str(tmp_path / "certificate.pem"), ssl_keyfile=str(tmp_path / "key.pem"))
     server = NotingServer(config)

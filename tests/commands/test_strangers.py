@@ -1,4 +1,4 @@
-"""What the options of a server say about callers without a key."""
+"""Options of a server about callers without a key."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ OTHERS_REACH = ("0.0.0.0", "::", "10.0.0.7", "gpubox", "[::]")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "[::1]"])
-def test_only_this_machine_reaches_a_server_at_loopback_so_it_may_be_operated(host):
+def test_server_on_loopback_allows_operations_without_a_key(host):
     config = make_config(host=host)
     assert access_rules(config).operates_without_key
     assert strangers_warning(config) is None
 
 
 @pytest.mark.parametrize("host", OTHERS_REACH)
-def test_what_operates_a_server_that_others_reach_is_off_until_it_is_allowed(host):
+def test_operations_are_disabled_on_a_public_server_by_default(host):
     config = make_config(host=host)
     assert not access_rules(config).operates_without_key
     warning = strangers_warning(config)
@@ -34,11 +34,11 @@ def test_what_operates_a_server_that_others_reach_is_off_until_it_is_allowed(hos
 
 
 @pytest.mark.parametrize("keys", [{"api_key": ("a",)}, {"gateway_api_key": ("a",)}, {"uds": "/run/x"}])
-def test_nothing_is_said_of_strangers_where_keys_or_files_keep_them_out(keys: dict[str, Any]):
+def test_no_warning_if_keys_or_file_permissions_exclude_strangers(keys: dict[str, Any]):
     assert strangers_warning(make_config(host="0.0.0.0", **keys)) is None
 
 
-def test_a_server_answers_to_its_host_its_machines_name_and_the_names_that_it_is_given(monkeypatch):
+def test_server_accepts_its_host_machine_and_configured_names(monkeypatch):
     assert access_rules(make_config()).host_names == ()
     assert not access_rules(make_config()).has_network_names
     monkeypatch.setattr("socket.gethostname", lambda: "Box7.lab.example")
@@ -51,7 +51,7 @@ def test_a_server_answers_to_its_host_its_machines_name_and_the_names_that_it_is
 
 
 @pytest.mark.parametrize("kind", [Config, RouteConfig])
-def test_the_warning_comes_with_the_address_at_which_is_served(kind, capsys):
+def test_warning_follows_the_announced_address(kind, capsys):
     for host, is_told in (("0.0.0.0", True), ("127.0.0.1", False)):
         announce_serving("x", [f"http://{host}:8000"], kind(host=host))
         told = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The conformance suite can fail: connectors that break one promise each are run through it, too."""
+"""The conformance suite finds broken connectors: each connector here violates one rule of the contract."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class TestNone(ConnectorConformance):
     def factory(setup: ConnectorSetup) -> NoConnector:
         return NoConnector()
 
-    test_an_option_that_it_does_not_know_is_refused = None  # it takes none, and nobody asks it
+    test_an_option_that_it_does_not_know_is_refused = None  # the connector has no options
 
 
 @pytest.mark.parametrize("suite", [TestLoopback, TestNone])
-def test_one_that_only_ever_sees_aborts_ends_each_of_them(suite):
-    """S06: whatever the requests wanted, and also those that never ran."""
+def test_connector_that_only_sees_aborts_ends_each_request(suite):
+    """S06: with any kind of request, also one that never ran."""
     suite().test_one_that_only_ever_sees_aborts()
 
 
-# --- connectors that break a promise ---
+# --- connectors that violate a rule ---
 
 
 class ReleasesTooEarly(LoopbackConnector):
@@ -78,7 +78,7 @@ class TalksOfALoadThatExpired(LoopbackConnector):
 
 
 class WritesOn(LoopbackConnector):
-    """It reports the end of an abandoned load, and the task does not hear of it."""
+    """Reports the end of an abandoned load, although its task continues."""
 
     def end(self, reading: Reading, event: Loaded | LoadFailed | None) -> None:
         super().end(reading, event)
@@ -162,7 +162,7 @@ class MatchesWithAPromise(LoopbackConnector):
 
 
 class AssertsOnAborts(LoopbackConnector):
-    """As in S06: it expects to have seen a request before its end."""
+    """S06: asserts that it has seen a request before its end."""
 
     def request_finished(self, request, block_table, tokens, reason) -> bool:
         assert reason is not FinishReason.ABORT or block_table, f"{request.id} is unknown"
@@ -241,11 +241,11 @@ BROKEN = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
-def test_a_broken_connector_is_found(broken):
+def test_broken_connector_fails_the_suite(broken):
     failures = failures_of(broken)
     assert BROKEN[broken] in failures, f"not found, only {failures}"
 
 
 @pytest.mark.slow
-def test_nothing_is_found_in_one_that_is_whole():
+def test_correct_connector_passes_the_suite():
     assert failures_of(make_loopback) == {}

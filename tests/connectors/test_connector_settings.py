@@ -1,4 +1,4 @@
-"""Which connector an engine gets: what --kv-transfer-config and --role say together, and what they cannot say."""
+"""Connector and role of an engine from --kv-transfer-config and --role, and refused combinations."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def settings_of(role: str = "both", **fields: object):
     return connector_settings(json.dumps(fields), role)
 
 
-def test_without_a_word_there_is_no_connector():
+def test_engine_has_no_connector_by_default():
     assert connector_settings(None, "both") is None
     assert settings_of(kv_connector="none") is None
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_role_alone_takes_tcp(role):
+def test_role_without_connector_selects_tcp(role):
     settings = connector_settings(None, role)
     assert (settings.connector, settings.role, settings.shown_role) == ("tcp", role, role)
     assert settings.options == {}
@@ -35,11 +35,11 @@ def test_a_role_alone_takes_tcp(role):
 @pytest.mark.parametrize(
     ("given", "role"), [("kv_producer", "prefill"), ("kv_consumer", "decode"), ("kv_both", "both")]
 )
-def test_the_roles_of_vllm_are_understood(given, role):
+def test_roles_of_vllm_are_accepted(given, role):
     assert settings_of(kv_connector="tcp", kv_role=given).role == role
 
 
-def test_a_configuration_made_for_vllm_is_understood():
+def test_configuration_for_vllm_is_accepted():
     settings = settings_of(
         kv_connector="NixlConnector",
         kv_role="kv_both",
@@ -52,11 +52,11 @@ def test_a_configuration_made_for_vllm_is_understood():
     assert settings.ignored == ("kv_buffer_device",)
 
 
-def test_an_object_will_do_as_well_as_its_json():
+def test_configuration_can_be_an_object_or_json():
     assert connector_settings({"kv_connector": "tcp"}, "decode").role == "decode"
 
 
-def test_a_connector_that_stays_at_home_has_no_role_to_show():
+def test_connector_within_one_engine_shows_no_role():
     assert settings_of(kv_connector="host").shown_role is None
     assert settings_of(kv_connector="mine").shown_role == "both"
 
@@ -79,30 +79,30 @@ def test_a_connector_that_stays_at_home_has_no_role_to_show():
         ("both", {"kv_connector": "tcp", "kv_connector_module_path": "a.b"}, "entry point"),
     ],
 )
-def test_what_cannot_be_is_refused_with_a_sentence_before_a_model_is_loaded(role, given, says):
+def test_invalid_configuration_is_refused_before_a_model_is_loaded(role, given, says):
     with pytest.raises(StartupError, match=says):
         connector_settings(given, role)
     with pytest.raises(StartupError, match=says):
         make_config(kv_transfer_config=given, role=role)
 
 
-def test_a_name_that_nobody_registered_is_refused_with_those_that_are_there():
+def test_unknown_connector_is_refused_with_a_list_of_connectors():
     with pytest.raises(StartupError, match='no connector "carrier-pigeon"; there are: none, host, loopback, nixl, tcp'):
         find_connector("carrier-pigeon")
 
 
-def test_an_installation_registers_what_a_source_tree_has():
+def test_entry_points_match_the_connectors_of_the_source_tree():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["entry-points"]["trioserve.connectors"] == registry.OWN_CONNECTORS
 
 
-def test_a_connector_of_ones_own_is_an_entry_point(monkeypatch):
+def test_connector_of_another_package_is_found_by_its_entry_point(monkeypatch):
     entry = EntryPoint(name="mine", value="trioserve.connectors.none:NoConnector", group="trioserve.connectors")
     monkeypatch.setattr(registry, "entry_points", lambda group: [entry] if group == "trioserve.connectors" else [])
     assert find_connector("mine").__name__ == "NoConnector"
 
 
-def test_an_entry_point_does_not_take_the_place_of_an_own_one(monkeypatch):
+def test_entry_point_does_not_replace_an_included_connector(monkeypatch):
     entry = EntryPoint(name="tcp", value="trioserve.connectors.none:NoConnector", group="trioserve.connectors")
     monkeypatch.setattr(registry, "entry_points", lambda group: [entry])
     monkeypatch.setattr(registry, "OWN_CONNECTORS", {"tcp": "trioserve.connectors.registry:find_connector"})
@@ -117,7 +117,7 @@ def test_an_entry_point_does_not_take_the_place_of_an_own_one(monkeypatch):
         ("mine", "trioserve.connectors.none:make_nothing", "which does not exist"),
     ],
 )
-def test_a_connector_that_cannot_be_imported_says_what_to_do(monkeypatch, name, place, says):
+def test_connector_that_cannot_be_imported_is_refused_with_advice(monkeypatch, name, place, says):
     monkeypatch.setattr(registry, "OWN_CONNECTORS", {name: place})
     with pytest.raises(StartupError, match=says):
         find_connector(name)

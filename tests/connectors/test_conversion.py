@@ -1,4 +1,4 @@
-"""What another engine's KV becomes here, number for number; and which KV means nothing here."""
+"""Conversion of another engine's KV, value for value, and refusal of KV that cannot be used."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FORMATS = ("float32", "bfloat16", "float16")
 
 
 def singles() -> np.ndarray:
-    """Every 65,536th float32, those beside the middle between two bfloat16 numbers, and the odd ones."""
+    """Every 65,536th float32, the values beside the middle between two bfloat16 values, and special values."""
     high = np.arange(0x10000, dtype=np.uint32) << 16
     bits = np.concatenate([high | low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)])
     return bits.view(np.float32)
@@ -30,7 +30,7 @@ def stored(dtype: str) -> np.ndarray:
 
 @pytest.mark.parametrize("wanted", FORMATS)
 @pytest.mark.parametrize("dtype", FORMATS)
-def test_numbers_are_rounded_as_the_model_room_rounds_them(dtype, wanted):
+def test_numbers_are_rounded_like_in_the_model_package(dtype, wanted):
     values = stored(dtype)
     expected = number_formats.empty_values(values.shape, wanted)
     number_formats.convert(values, expected)
@@ -39,23 +39,23 @@ def test_numbers_are_rounded_as_the_model_room_rounds_them(dtype, wanted):
         as_numbers = [(each.astype(np.uint32) << 16).view(np.float32) for each in (converted, expected)]
     else:
         as_numbers = [converted, expected]
-    np.testing.assert_array_equal(*as_numbers)  # NaN where NaN is
+    np.testing.assert_array_equal(*as_numbers)  # NaN stays NaN
     assert dtype == wanted or len(values) > 60_000
 
 
-def test_what_needs_no_conversion_is_not_copied():
+def test_equal_dtypes_are_not_copied():
     content = bytearray(b"12345678")
     view = convert(content, "float32", "float32")
     content[0] = ord("9")
     assert bytes(view) == b"92345678"
 
 
-def test_the_same_model_is_taken_whatever_its_blocks_and_numbers_are():
+def test_same_model_is_accepted_with_other_block_size_and_dtype():
     for change in ({}, {"block_size": 1}, {"block_size": 1000}, {"dtype": "float32"}, {"dtype": "float16"}):
         assert objection_to(msgspec.structs.replace(LAYOUT, **change), LAYOUT) is None
 
 
-def test_what_is_kept_in_eight_bits_goes_to_its_like_with_its_scales():
+def test_8_bit_kv_is_accepted_only_with_the_same_dtype():
     layout = msgspec.structs.replace(LAYOUT, dtype="int8")
     assert layout.token_bytes == 2 * 3 * (64 + 2)
     assert objection_to(msgspec.structs.replace(layout, block_size=5), layout) is None
@@ -77,7 +77,7 @@ def test_what_is_kept_in_eight_bits_goes_to_its_like_with_its_scales():
         ({"block_size": 0}, "have 0 tokens"),
     ],
 )
-def test_what_means_nothing_here_is_refused_in_a_sentence(change, expect):
+def test_kv_of_another_layout_is_refused_with_a_sentence(change, expect):
     objection = objection_to(msgspec.structs.replace(LAYOUT, **change), LAYOUT)
     assert objection is not None
     assert expect in objection

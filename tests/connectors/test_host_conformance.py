@@ -1,4 +1,4 @@
-"""The host connector keeps every promise of the contract, with blocks in memory and with blocks in files."""
+"""The host connector obeys the contract, with blocks in memory and with blocks in files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trioserve.testing import connector_conformance as suite
 
 
 async def at_once(work):
-    """In the place of a thread, so that the clock may jump."""
+    """Run work without a thread, so that the clock can jump."""
     await trio.lowlevel.checkpoint()
     return work()
 
@@ -35,7 +35,10 @@ class TestInMemory(suite.StoreConformance):
     async def offer(
         self, stage: suite.Stage, tokens: Sequence[int] = suite.TOKENS, salt: str | None = None
     ) -> suite.Offered:
-        """Equal tokens under equal salts have equal KV; in the suite they differ, so most get salts of their own."""
+        """Offer tokens, mostly with their own salt.
+
+        Equal tokens with equal salts must have equal KV. In the suite, their KV differs.
+        """
         if salt is None and stage.sender.reports:
             salt = stage.name()
         return await super().offer(stage, tokens, salt)
@@ -49,8 +52,10 @@ class TestInFiles(TestInMemory):
     async def offer(
         self, stage: suite.Stage, tokens: Sequence[int] = suite.TOKENS, salt: str | None = None
     ) -> suite.Offered:
-        """Once it is in files, too, since most of it leaves memory soon; and once what went on before has ended, since
-        files are not counted on while a load from them lasts that nobody waits for."""
+        """Offer tokens after earlier work has ended, and wait for their files.
+
+        Most blocks leave memory soon, and files do not count while an abandoned load reads them.
+        """
         await trio.testing.wait_all_tasks_blocked()
         offered = await super().offer(stage, tokens, salt)
         await trio.testing.wait_all_tasks_blocked()

@@ -1,4 +1,4 @@
-"""The host store beside a real core: what was evicted comes back, and no response ever changes for it."""
+"""The host store with a real core: evicted blocks are loaded again, and no response changes."""
 
 from __future__ import annotations
 
@@ -65,8 +65,10 @@ def _work_once(host: HostPolicy, lane: Lane) -> bool:
 
 
 class SlotPages:
-    """The slots of a FakeExecutor as bytes: a digest and a salt for each token, in both layers. A token counts as
-    written when its last layer agrees with its first."""
+    """Slots of a FakeExecutor as bytes: a digest and a salt for each token, in both layers.
+
+    A token counts as written when its last layer equals its first.
+    """
 
     layout = SMALL_LAYOUT
 
@@ -105,8 +107,10 @@ SALTS = (None, "x")
 
 
 class History:
-    """A core with a small pool, a store beside it, and requests that come, leave and share prefixes, from a seed. The
-    store's threads are as slow as it pleases the seed."""
+    """History from a seed: a core with a small pool, a store, and requests that come, leave and share prefixes.
+
+    The seed also decides how slow the store's threads are.
+    """
 
     def __init__(self, seed: int, directory: Path | None) -> None:
         self.chance = random.Random(seed)
@@ -181,7 +185,7 @@ class History:
         self.take(self.core.update_from_output(plan, result, self.now))
 
     def thread(self) -> None:
-        """One lane's thread goes one step: it begins, works, or gives back what it has done."""
+        """Advance one lane by one step: begin a job, run a piece of work, or return its result."""
         lane = self.chance.choice(tuple(Lane))
         if lane not in self.jobs:
             job = self.host.begin_job(lane)
@@ -232,8 +236,8 @@ class History:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("in_files", [False, True], ids=["memory", "files"])
-def test_any_history_gives_the_responses_that_there_are_without_a_store(tmp_path, in_files):
-    """The executor looks at every slot that it reads, so a foreign byte that came back is found at once."""
+def test_responses_are_the_same_with_and_without_a_store(tmp_path, in_files):
+    """The executor checks every slot that it reads, so it detects any wrong byte that is loaded."""
     loaded = faults = 0
     for seed in range(70):
         history = History(seed, tmp_path / str(seed) if in_files else None)
@@ -247,11 +251,11 @@ def test_any_history_gives_the_responses_that_there_are_without_a_store(tmp_path
     assert faults > 10, faults
 
 
-# --- real numbers -----------------------------------------------------------------------------------------------------
+# --- with a real model ------------------------------------------------------------------------------------------------
 
 
 class Engine:
-    """A real model behind a core with few blocks, and perhaps a store."""
+    """A real model with a core that has few blocks, and optionally a store."""
 
     def __init__(self, runner: ModelRunner, block_count: int, make: Callable[[KVPages], HostPolicy] | None) -> None:
         self.runner = runner
@@ -298,7 +302,11 @@ def tiny_checkpoints() -> ModuleType:
 
 @pytest.fixture(scope="module", params=["auto", "int8", "latents"])
 def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
-    """latents: a tiny model whose KV they are."""
+    """Runner of a tiny model.
+
+    Args:
+        latents: Whether the model's KV consists of latents.
+    """
     kv_cache_dtype = "auto" if request.param == "latents" else request.param
     path = find_default_model("smollm2")
     if request.param == "latents":
@@ -316,7 +324,7 @@ def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.slow
 @pytest.mark.parametrize("in_files", [False, True], ids=["memory", "files"])
-def test_a_prompt_whose_blocks_were_evicted_is_loaded_and_answered_as_before(runner, tmp_path, in_files):
+def test_evicted_prompt_is_loaded_and_gives_the_same_response(runner, tmp_path, in_files):
     vocab = min(40_000, runner.config.vocab_size)
     prompts = [[(7919 * (number + 1) * (position + 1)) % vocab for position in range(52)] for number in range(3)]
     plain = Engine(runner, 6, None)
@@ -324,7 +332,7 @@ def test_a_prompt_whose_blocks_were_evicted_is_loaded_and_answered_as_before(run
 
     def make(pages: KVPages) -> HostPolicy:
         files = BlockFiles(tmp_path, pages.layout) if in_files else None
-        # With files, memory is too small for two prompts, so that the first one has to be read.
+        # With files, memory is too small for two prompts, so the first prompt must be read from its files.
         memory = (4 if in_files else 100) * block_bytes(pages.layout)
         settings = HostSettings(memory_bytes=memory, directory_bytes=2**30 if in_files else 0)
         if files is not None:

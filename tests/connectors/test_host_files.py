@@ -1,4 +1,4 @@
-"""Blocks in a directory: who may use it, what is found there at a start, and what is left alone."""
+"""Files of blocks in a directory: locking, the files at a start, and files of other programs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ PLENTY = 10**9
 
 @pytest.fixture
 def open_files(tmp_path) -> Iterator[Callable[..., BlockFiles]]:
-    """open_files(layout=..., bytes_max=...): as an engine does; `found` is what it found. Closed at the end."""
+    """Return a function that opens files like an engine. `found` has the keys of existing files.
+
+    Closed after the test.
+    """
     opened: list[BlockFiles] = []
 
     def make(layout=SMALL_LAYOUT, bytes_max: int = PLENTY) -> BlockFiles:
@@ -51,7 +54,7 @@ def name_of(number: int) -> BlockHash:
     return BlockHash(number.to_bytes(16, "big"))
 
 
-def test_what_was_written_is_read(open_files, tmp_path):
+def test_written_block_is_read(open_files, tmp_path):
     files = open_files()
     files.write(NAME, PROOF, content_of(7))
     into = np.empty(block_bytes(SMALL_LAYOUT), np.uint8)
@@ -63,7 +66,7 @@ def test_what_was_written_is_read(open_files, tmp_path):
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
 
-def test_a_file_is_believed_by_whoever_knows_its_tokens(open_files):
+def test_file_is_read_only_with_the_right_proof(open_files):
     files = open_files()
     files.write(NAME, PROOF, content_of(7))
     for other in (
@@ -75,7 +78,7 @@ def test_a_file_is_believed_by_whoever_knows_its_tokens(open_files):
             files.read(NAME, other, np.empty(block_bytes(SMALL_LAYOUT), np.uint8))
 
 
-def test_no_byte_of_a_file_can_change_unnoticed(open_files, tmp_path):
+def test_any_changed_byte_of_a_file_is_detected(open_files, tmp_path):
     files = open_files()
     files.write(NAME, PROOF, content_of(7))
     path = tmp_path / "kv" / files.key(NAME)
@@ -90,7 +93,7 @@ def test_no_byte_of_a_file_can_change_unnoticed(open_files, tmp_path):
             files.read(NAME, PROOF, np.empty(block_bytes(SMALL_LAYOUT), np.uint8))
 
 
-def test_a_directory_has_one_user_at_a_time(open_files, tmp_path):
+def test_directory_is_used_by_one_engine_at_a_time(open_files, tmp_path):
     files = open_files()
     with pytest.raises(StartupError, match="is used by another engine: give each one a directory of its own"):
         open_files()
@@ -100,13 +103,13 @@ def test_a_directory_has_one_user_at_a_time(open_files, tmp_path):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_a_directory_that_cannot_be_one_is_refused(tmp_path):
+def test_path_that_cannot_be_a_directory_is_refused(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(StartupError, match="the host connector cannot use the directory"):
         BlockFiles(tmp_path / "file", SMALL_LAYOUT).open(PLENTY)
 
 
-def test_a_directory_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
+def test_unwritable_directory_is_refused(tmp_path, monkeypatch):
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
@@ -115,11 +118,11 @@ def test_a_directory_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
     with pytest.raises(StartupError, match="Permission denied"):
         files.open(PLENTY)
     monkeypatch.undo()
-    files.open(PLENTY)  # the lock was let go
+    files.open(PLENTY)  # the lock was released
     files.close()
 
 
-def test_a_start_finds_the_files_oldest_first_and_keeps_the_limit(open_files, tmp_path):
+def test_start_lists_files_oldest_first_within_the_limit(open_files, tmp_path):
     files = open_files()
     for number, age in enumerate((3, 1, 2)):
         files.write(name_of(number), PROOF, content_of(number))
@@ -133,7 +136,7 @@ def test_a_start_finds_the_files_oldest_first_and_keeps_the_limit(open_files, tm
     assert len(list((tmp_path / "kv").rglob("*.kv"))) == 2
 
 
-def test_reading_makes_a_file_young(open_files, tmp_path):
+def test_reading_updates_the_time_of_a_file(open_files, tmp_path):
     files = open_files()
     for number in range(2):
         files.write(name_of(number), PROOF, content_of(number))
@@ -144,7 +147,7 @@ def test_reading_makes_a_file_young(open_files, tmp_path):
     assert files.found == [files.key(name_of(1)), files.key(name_of(0))]
 
 
-def test_no_more_files_are_kept_than_can_be_remembered(open_files, tmp_path, monkeypatch):
+def test_number_of_files_is_limited(open_files, tmp_path, monkeypatch):
     monkeypatch.setattr(block_files, "FILES_MAX", 2)
     files = open_files()
     for number in range(3):
@@ -154,7 +157,7 @@ def test_no_more_files_are_kept_than_can_be_remembered(open_files, tmp_path, mon
     assert len(list((tmp_path / "kv").rglob("*.kv"))) == 2
 
 
-def test_half_written_and_truncated_files_are_tidied_up_and_strangers_left_alone(open_files, tmp_path):
+def test_incomplete_files_are_removed_and_other_files_are_kept(open_files, tmp_path):
     files = open_files()
     files.write(NAME, PROOF, content_of(7))
     files.close()
@@ -177,7 +180,7 @@ def test_half_written_and_truncated_files_are_tidied_up_and_strangers_left_alone
     assert not (folder / "00ff.kv").exists()
 
 
-def test_files_of_another_layout_count_and_are_not_read(open_files, tmp_path):
+def test_files_of_another_layout_count_for_the_limit_and_are_not_read(open_files, tmp_path):
     other = open_files(msgspec.structs.replace(SMALL_LAYOUT, model="other"))
     other.write(NAME, PROOF, content_of(1))
     os.utime(tmp_path / "kv" / other.key(NAME), (1, 1))
@@ -192,7 +195,7 @@ def test_files_of_another_layout_count_and_are_not_read(open_files, tmp_path):
     assert open_files(bytes_max=files.file_bytes).found == [files.key(NAME)], "and the oldest goes, whoever's it is"
 
 
-def test_what_cannot_be_written_whole_is_not_there(open_files, tmp_path, monkeypatch):
+def test_failed_write_leaves_no_file(open_files, tmp_path, monkeypatch):
     files = open_files()
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space left"):
@@ -200,7 +203,7 @@ def test_what_cannot_be_written_whole_is_not_there(open_files, tmp_path, monkeyp
     assert [path.name for path in (tmp_path / "kv").rglob("*") if path.is_file()] == ["lock"]
 
 
-def test_a_directory_that_somebody_tidied_up_is_made_again(open_files, tmp_path):
+def test_removed_directory_is_created_again(open_files, tmp_path):
     files = open_files()
     (tmp_path / "kv" / files.key(NAME)).parent.rmdir()
     files.write(NAME, PROOF, content_of(7))

@@ -1,4 +1,4 @@
-"""The host store is asked, told and driven by hand: what is kept, what comes back, and what must not be touched."""
+"""Policy of the host store, driven by hand: saved blocks, loaded blocks, and memory that must stay unchanged."""
 
 from __future__ import annotations
 
@@ -29,18 +29,21 @@ from trioserve.testing.memory_pages import SMALL_LAYOUT, MemoryPages
 
 SIZE = SMALL_LAYOUT.block_size
 BLOCK_BYTES = block_bytes(SMALL_LAYOUT)
-FOREIGN = 999  # a seed: what another request would write
+FOREIGN = 999  # seed of the content that another request would write
 
 
 def tokens_of(name: str, count: int) -> tuple[int, ...]:
-    """Tokens that no other letter has."""
+    """Return tokens that differ for each letter."""
     return tuple(ord(name[0]) * 1000 + position for position in range(count))
 
 
 class Stage:
-    """An engine's cache of 32 blocks and a store beside it, which does its work when it is told to.
+    """An engine's cache of 32 blocks and a store whose work runs on demand.
 
-    memory_blocks, directory_blocks: the limits."""
+    Args:
+        memory_blocks: Limit of blocks in memory.
+        directory_blocks: Limit of blocks in files.
+    """
 
     def __init__(self, *, memory_blocks=16, tmp_path=None, directory_blocks=16, has_views=True, hash_block=None):
         self.pages = MemoryPages(32, has_views=has_views)
@@ -60,7 +63,7 @@ class Stage:
         self.wakes += 1
 
     def request(self, tokens: Sequence[int], salt: str | None = None) -> EngineRequest:
-        """With a name of its own."""
+        """Make a request with a unique id."""
         self.requests += 1
         return EngineRequest(
             id=RequestId(f"r{self.requests}"),
@@ -73,7 +76,7 @@ class Stage:
         )
 
     def fill(self, tokens: Sequence[int], blocks: Sequence[int], salt: str | None = None) -> None:
-        """As if these tokens had been computed in these blocks."""
+        """Fill blocks as if these tokens had been computed in them."""
         for index, block in enumerate(blocks):
             prefix = tuple(tokens[: (index + 1) * SIZE])
             for layer in range(SMALL_LAYOUT.layer_count):
@@ -82,13 +85,13 @@ class Stage:
     def finish(
         self, tokens: Sequence[int], blocks: Sequence[int], salt: str | None = None, reason=FinishReason.STOP
     ) -> EngineRequest | None:
-        """A request over these tokens ends in these blocks; None: it is not held."""
+        """End a request over these tokens in these blocks. Returns None if the blocks are not held."""
         request = self.request(tokens, salt)
         self.fill(tokens, blocks, salt)
         return request if self.host.request_finished(request, blocks, tokens, reason) else None
 
     def save(self, tokens: Sequence[int], first: int = 0, salt: str | None = None) -> None:
-        """All the way, from blocks that are given to others then."""
+        """Save a request completely. Its blocks then belong to other requests."""
         blocks = range(first, first - (-len(tokens) // SIZE))
         request = self.finish(tokens, blocks, salt)
         self.work()
@@ -97,13 +100,13 @@ class Stage:
         self.pages.fill(blocks, FOREIGN)
 
     def matched(self, tokens: Sequence[int], computed_count: int = 0, salt: str | None = None) -> int:
-        """As of a prompt that has one token more."""
+        """Return the matched tokens of a prompt that has one more token."""
         return self.host.num_matched_tokens(self.request([*tokens, 7], salt), computed_count)
 
     def start(
         self, tokens: Sequence[int], first: int = 16, computed_count: int = 0, token_count=None, salt=None
     ) -> EngineRequest:
-        """Of a prompt with one token more, to blocks from `first` on."""
+        """Start the load of a prompt that has one more token, to blocks from `first` on."""
         request = self.request([*tokens, 7], salt)
         blocks = [BlockIndex(block) for block in range(first, first + len(tokens) // SIZE + 1)]
         self.pages.fill(blocks, FOREIGN)
@@ -112,7 +115,7 @@ class Stage:
         return request
 
     def work(self, *lanes: Lane) -> None:
-        """Do what there is to do, in the given lanes or in all of them."""
+        """Run all waiting work of the given lanes, or of all lanes."""
         while any(self.work_once(lane) for lane in lanes or Lane):
             pass
 
@@ -134,7 +137,7 @@ class Stage:
         return list(self.host.progress())
 
     def load(self, tokens: Sequence[int], computed_count: int = 0, salt: str | None = None) -> int:
-        """All the way; how many tokens came, each with its KV, and what was not asked for is untouched."""
+        """Load a prompt completely, check every byte of the blocks, and return the number of loaded tokens."""
         request = self.start(tokens, computed_count=computed_count, salt=salt)
         self.work(Lane.LOAD, Lane.LOAD_FILES)
         (event,) = self.events()
@@ -157,7 +160,7 @@ class Stage:
                 assert content == foreign.content(first + index)
 
     def check(self) -> None:
-        """Nothing is out: nothing is reserved or pinned."""
+        """Check that nothing is reserved or pinned."""
         store = self.host.store
         store.memory.check(reserved_bytes=0)
         store.files.check(reserved_bytes=0)
@@ -169,14 +172,14 @@ class Stage:
 
 
 def kv_of(prefix: tuple[int, ...], layer: int, salt: str | None) -> bytes:
-    """What stands in one layer of the block at the end of a prefix, wherever that is."""
+    """Return the content of one layer of the block at the end of a prefix."""
     size = SIZE * SMALL_LAYOUT.token_bytes
     return random.Random(f"{prefix} {salt} {layer}").randbytes(size)
 
 
 @pytest.fixture
 def make(tmp_path) -> Iterator[Callable[..., Stage]]:
-    """make(in_files=False, **more)."""
+    """Return a function that makes stages: make(in_files=False, **more)."""
     stages: list[Stage] = []
 
     def stage(*, in_files: bool = False, **more) -> Stage:
@@ -190,7 +193,7 @@ def make(tmp_path) -> Iterator[Callable[..., Stage]]:
 
 
 class HookLock:
-    """A lock that calls `hook` after it has been let go of for the n-th time."""
+    """Lock that calls `hook` after its n-th release."""
 
     def __init__(self, count: int, hook: Callable[[], None]) -> None:
         self._lock = threading.Lock()
@@ -207,16 +210,16 @@ class HookLock:
             self._hook()
 
 
-# --- what is kept comes back -----------------------------------------------------------------------------------------
+# --- saving and loading ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("in_files", [False, True], ids=["memory", "files"])
 @pytest.mark.parametrize("has_views", [True, False], ids=["host", "device"])
-def test_what_was_saved_is_loaded_into_other_blocks(make, in_files, has_views):
+def test_saved_blocks_are_loaded_into_other_blocks(make, in_files, has_views):
     stage = make(in_files=in_files, has_views=has_views)
     tokens = tokens_of("a", 12)
     stage.save(tokens)
-    if in_files:  # a new start, with nothing in memory
+    if in_files:  # a restart, with empty memory
         stage.files.close()
         stage = make(in_files=True, has_views=has_views)
     assert stage.matched(tokens) == 12
@@ -253,7 +256,7 @@ def test_the_last_token_of_a_prompt_is_never_matched(make):
     assert stage.host.num_matched_tokens(stage.request(tokens_of("a", 12)), 0) == 8
 
 
-def test_asking_changes_nothing(make):
+def test_matching_changes_nothing(make):
     stage = make(memory_blocks=2)
     stage.save(tokens_of("a", 4))
     stage.save(tokens_of("b", 4))
@@ -265,7 +268,7 @@ def test_asking_changes_nothing(make):
     assert before["host_loaded"] == before["host_evicted"] == 0
 
 
-def test_a_prompt_is_named_once_however_often_it_is_asked_about(make):
+def test_block_names_of_a_prompt_are_computed_once(make):
     named = []
 
     def counting(parent, token_ids):
@@ -297,7 +300,7 @@ def test_salts_keep_blocks_apart(make):
     assert stage.load(tokens_of("a", 8), salt="x") == 8
 
 
-def test_a_load_of_less_than_a_block_writes_no_more(make):
+def test_load_of_a_partial_block_writes_only_its_tokens(make):
     stage = make()
     tokens = tokens_of("a", 8)
     stage.save(tokens)
@@ -313,7 +316,7 @@ def test_a_load_of_less_than_a_block_writes_no_more(make):
 
 
 @pytest.mark.parametrize("in_files", [False, True], ids=["memory", "files"])
-def test_names_that_collide_cost_a_miss_and_never_a_response(make, in_files):
+def test_name_collision_causes_a_miss(make, in_files):
     stage = make(in_files=in_files, hash_block=poor_hash)
     salts = (None, "x", "y")
     prompts = [(name, salt) for name in "abcdef" for salt in salts]
@@ -329,7 +332,7 @@ def test_names_that_collide_cost_a_miss_and_never_a_response(make, in_files):
     assert stage.count("dropped") > 0
 
 
-def test_a_proof_says_everything_before_the_block():
+def test_proof_covers_all_tokens_before_the_block():
     def proofs(tokens, salt=None):
         made = Proofs(salt, tokens, 4)
         return [made.of(index) for index in range(3)]
@@ -342,10 +345,10 @@ def test_a_proof_says_everything_before_the_block():
     assert Proofs(None, tokens_of("a", 12), 4).of(2) == base[2], "also when the ones before were not asked for"
 
 
-# --- room ------------------------------------------------------------------------------------------------------------
+# --- limits ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_least_recently_used_goes_and_a_prefix_from_its_end(make):
+def test_least_recently_used_blocks_are_evicted_from_the_end_of_a_prefix(make):
     stage = make(memory_blocks=4)
     stage.save(tokens_of("a", 12))
     stage.save(tokens_of("b", 4))
@@ -359,7 +362,7 @@ def test_the_least_recently_used_goes_and_a_prefix_from_its_end(make):
     stage.check()
 
 
-def test_what_the_prefix_cache_still_had_was_used_as_well(make):
+def test_blocks_served_by_the_prefix_cache_count_as_used(make):
     stage = make(memory_blocks=2)
     stage.save(tokens_of("a", 4))
     stage.save(tokens_of("b", 4))
@@ -368,7 +371,7 @@ def test_what_the_prefix_cache_still_had_was_used_as_well(make):
     assert [stage.matched(tokens_of(name, 4)) for name in "abc"] == [4, 0, 4]
 
 
-def test_of_what_is_larger_than_memory_the_beginning_is_kept(make):
+def test_beginning_of_a_prompt_larger_than_memory_is_kept(make):
     stage = make(memory_blocks=3)
     stage.save(tokens_of("a", 20))
     assert stage.matched(tokens_of("a", 20)) == 12
@@ -377,7 +380,7 @@ def test_of_what_is_larger_than_memory_the_beginning_is_kept(make):
     assert stage.matched(tokens_of("a", 20)) == 12, "and not pushed out by its own end"
 
 
-def test_what_is_being_loaded_does_not_go(make):
+def test_blocks_being_loaded_are_not_evicted(make):
     stage = make(memory_blocks=3)
     stage.save(tokens_of("a", 12))
     request = stage.start(tokens_of("a", 12))
@@ -391,7 +394,7 @@ def test_what_is_being_loaded_does_not_go(make):
     stage.check()
 
 
-def test_only_half_of_the_pool_is_held_at_a_time(make):
+def test_at_most_half_of_the_pool_is_held(make):
     stage = make(memory_blocks=64)
     first = stage.finish(tokens_of("a", 40), range(10))
     second = stage.finish(tokens_of("b", 40), range(10, 20))
@@ -405,7 +408,7 @@ def test_only_half_of_the_pool_is_held_at_a_time(make):
     stage.check()
 
 
-def test_what_is_stored_or_on_its_way_is_not_copied_again(make):
+def test_stored_or_saving_blocks_are_not_copied_again(make):
     stage = make()
     first = stage.finish(tokens_of("a", 8), [0, 1])
     assert stage.finish(tokens_of("a", 8), [2, 3]) is None
@@ -423,19 +426,19 @@ def test_a_request_without_a_full_block_is_not_held(make, count):
     assert make().finish(tokens_of("a", count), range(-(-count // SIZE))) is None
 
 
-def test_what_failed_is_not_kept(make):
+def test_blocks_of_a_failed_request_are_not_saved(make):
     stage = make()
     assert stage.finish(tokens_of("a", 8), [0, 1], reason=FinishReason.ERROR) is None
     assert stage.finish(tokens_of("a", 8), [0, 1], reason=FinishReason.ABORT) is not None
 
 
-def test_nobody_has_to_know_where_held_blocks_are(make):
+def test_held_blocks_have_no_transfer_params(make):
     stage = make()
     request = stage.finish(tokens_of("a", 8), [0, 1])
     assert stage.host.transfer_params(request.id) is None
 
 
-def test_memory_comes_back_when_nobody_looks_at_it_any_more(monkeypatch):
+def test_memory_is_reused_after_its_last_reference(monkeypatch):
     monkeypatch.setattr(block_memory, "SLAB_BYTES", 3 * 100)
     memory = BlockMemory(100, 1000)
     taken = [memory.take() for _ in range(5)]
@@ -452,7 +455,7 @@ def test_memory_comes_back_when_nobody_looks_at_it_any_more(monkeypatch):
     assert set(kept.tolist()) == {4}, "somebody still had it"
 
 
-def test_what_was_evicted_makes_room_for_others_in_place(make):
+def test_memory_of_evicted_blocks_is_reused_in_place(make):
     stage = make(memory_blocks=4)
     for name in "abcdef":
         stage.save(tokens_of(name, 12))
@@ -463,7 +466,7 @@ def test_what_was_evicted_makes_room_for_others_in_place(make):
 
 
 def begin(stage: Stage, lane: Lane, hook: Callable[[], None], pieces: int = 1):
-    """A job of this lane in the middle: `hook` is called in the thread after so many pieces."""
+    """Begin a job of this lane. Its thread calls `hook` after a number of pieces."""
     job = stage.host.begin_job(lane)
     job.gate = Gate(HookLock(pieces, hook))
     return job
@@ -476,7 +479,7 @@ def run(stage: Stage, job) -> None:
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 3])
-def test_a_copy_whose_hold_expires_meanwhile_is_not_kept(make, pieces):
+def test_copy_is_dropped_if_its_hold_expires(make, pieces):
     stage = make()
     request = stage.finish(tokens_of("a", 8), [0, 1])
     reads = []
@@ -495,7 +498,7 @@ def test_a_copy_whose_hold_expires_meanwhile_is_not_kept(make, pieces):
     stage.check()
 
 
-def test_what_was_copied_in_an_earlier_batch_is_kept_when_the_hold_expires(make, monkeypatch):
+def test_earlier_batches_are_kept_if_the_hold_expires(make, monkeypatch):
     monkeypatch.setattr("trioserve.connectors.host.jobs.BATCH_BYTES", BLOCK_BYTES)
     stage = make()
     request = stage.finish(tokens_of("a", 12), [0, 1, 2])
@@ -511,7 +514,7 @@ def test_what_was_copied_in_an_earlier_batch_is_kept_when_the_hold_expires(make,
     assert stage.events() == []
 
 
-def test_a_hold_that_expires_before_its_copy_has_begun_leaves_nothing(make):
+def test_hold_that_expires_before_its_copy_saves_nothing(make):
     stage = make()
     request = stage.finish(tokens_of("a", 8), [0, 1])
     stage.host.hold_expired(request.id, HoldKind.SEND)
@@ -522,7 +525,7 @@ def test_a_hold_that_expires_before_its_copy_has_begun_leaves_nothing(make):
     assert stage.matched(tokens_of("a", 8)) == 8
 
 
-def test_a_report_that_was_not_asked_for_in_time_is_not_made_any_more(make):
+def test_expired_hold_drops_its_waiting_report(make):
     stage = make()
     stage.save(tokens_of("a", 8))
     send = stage.finish(tokens_of("b", 8), [0, 1])
@@ -534,7 +537,7 @@ def test_a_report_that_was_not_asked_for_in_time_is_not_made_any_more(make):
     assert stage.events() == []
 
 
-def test_an_abort_after_the_end_stops_the_copy_and_keeps_what_there_is(make, monkeypatch):
+def test_abort_after_the_end_stops_the_copy_and_keeps_copied_blocks(make, monkeypatch):
     monkeypatch.setattr("trioserve.connectors.host.jobs.BATCH_BYTES", BLOCK_BYTES)
     stage = make()
     request = stage.finish(tokens_of("a", 12), [0, 1, 2])
@@ -554,7 +557,7 @@ def test_an_abort_after_the_end_stops_the_copy_and_keeps_what_there_is(make, mon
 
 
 @pytest.mark.parametrize("in_files", [False, True], ids=["memory", "files"])
-def test_nothing_is_written_after_an_expired_load(make, in_files):
+def test_expired_load_writes_nothing_more(make, in_files):
     stage = make(in_files=in_files)
     tokens = tokens_of("a", 12)
     stage.save(tokens)
@@ -577,7 +580,7 @@ def test_nothing_is_written_after_an_expired_load(make, in_files):
     stage.check()
 
 
-def test_an_abandoned_load_stops_at_its_next_piece_and_is_reported_once(make):
+def test_abandoned_load_stops_at_its_next_piece_and_is_reported_once(make):
     stage = make()
     stage.save(tokens_of("a", 12))
     request = stage.start(tokens_of("a", 12))
@@ -597,7 +600,7 @@ def test_an_abandoned_load_stops_at_its_next_piece_and_is_reported_once(make):
     stage.check()
 
 
-def test_an_abandoned_load_that_has_not_begun_is_over_at_once(make):
+def test_abandoned_load_that_has_not_begun_ends_at_once(make):
     stage = make()
     stage.save(tokens_of("a", 8))
     request = stage.start(tokens_of("a", 8))
@@ -606,14 +609,14 @@ def test_an_abandoned_load_that_has_not_begun_is_over_at_once(make):
     stage.check()
 
 
-def test_a_load_of_what_went_meanwhile_fails(make):
+def test_load_of_evicted_blocks_fails(make):
     stage = make()
     request = stage.start(tokens_of("a", 8))
     stage.work()
     assert stage.events() == [LoadFailed(request.id, "no block of it is stored any more")]
 
 
-def test_closing_a_gate_waits_for_the_piece_at_hand():
+def test_closing_a_gate_waits_for_the_current_piece():
     order = []
 
     class Recording:
@@ -666,7 +669,7 @@ def test_a_large_block_is_copied_in_pieces(monkeypatch):
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-def test_what_left_memory_is_in_its_file_and_comes_back_to_memory(make):
+def test_evicted_block_is_read_from_its_file_into_memory(make):
     stage = make(in_files=True, memory_blocks=2)
     stage.save(tokens_of("a", 8))
     stage.save(tokens_of("b", 8))
@@ -679,14 +682,14 @@ def test_what_left_memory_is_in_its_file_and_comes_back_to_memory(make):
     assert stage.count("loaded_from_files") == 4
 
 
-def test_a_load_takes_what_is_in_memory_and_what_is_in_files(make):
+def test_load_combines_memory_and_files(make):
     stage = make(in_files=True, memory_blocks=2)
     stage.save(tokens_of("a", 8))
     stage.save((*tokens_of("a", 8), *tokens_of("b", 8))[:12])
     assert stage.load((*tokens_of("a", 8), *tokens_of("b", 4))) == 12
 
 
-def test_the_directory_has_its_own_limit_and_the_least_recently_used_goes(make, tmp_path):
+def test_least_recently_used_files_are_evicted_above_the_limit(make, tmp_path):
     stage = make(in_files=True, memory_blocks=2, directory_blocks=4)
     for name in "abc":
         stage.save(tokens_of(name, 8))
@@ -698,7 +701,7 @@ def test_the_directory_has_its_own_limit_and_the_least_recently_used_goes(make, 
     assert sum(file.stat().st_size for file in files) == stage.count("directory_bytes_used")
 
 
-def test_what_leaves_memory_before_it_is_written_is_counted(make):
+def test_blocks_evicted_before_they_are_written_are_counted(make):
     stage = make(in_files=True, memory_blocks=2)
     for name in "ab":
         stage.finish(tokens_of(name, 8), [0, 1])
@@ -742,7 +745,7 @@ def path_of(stage: Stage, tokens, index: int = 0):
     ],
 )
 @pytest.mark.parametrize("index", [0, 1])
-def test_a_damaged_file_costs_what_comes_from_it_on(make, damage, files_left, index):
+def test_damaged_file_ends_the_load_at_its_block(make, damage, files_left, index):
     stage = make(in_files=True, memory_blocks=2)
     tokens = tokens_of("a", 8)
     stage.save(tokens)
@@ -766,7 +769,7 @@ def test_a_damaged_file_costs_what_comes_from_it_on(make, damage, files_left, in
     assert stage.load(tokens) == 8, "it is stored again when it is computed again"
 
 
-def test_two_loads_that_find_the_same_damage_drop_it_once(make):
+def test_same_damage_found_by_two_loads_is_dropped_once(make):
     stage = make(in_files=True, memory_blocks=1)
     tokens = tokens_of("a", 4)
     stage.save(tokens)
@@ -780,7 +783,7 @@ def test_two_loads_that_find_the_same_damage_drop_it_once(make):
     stage.check()
 
 
-def test_a_directory_that_cannot_be_written_is_said_once_and_memory_goes_on(make, monkeypatch, caplog):
+def test_unwritable_directory_is_logged_once_and_memory_still_works(make, monkeypatch, caplog):
     stage = make(in_files=True)
 
     def refuse(*_: object) -> None:
@@ -799,7 +802,7 @@ def test_a_directory_that_cannot_be_written_is_said_once_and_memory_goes_on(make
     stage.check()
 
 
-def test_while_a_load_hangs_on_the_disk_nothing_more_is_promised_of_it(make):
+def test_no_loads_from_files_are_promised_while_one_hangs(make):
     stage = make(in_files=True, memory_blocks=2)
     stage.save(tokens_of("a", 8))
     stage.save(tokens_of("b", 8))
@@ -820,7 +823,7 @@ def test_while_a_load_hangs_on_the_disk_nothing_more_is_promised_of_it(make):
     stage.check()
 
 
-def test_blocks_of_another_layout_are_not_mistaken(make, tmp_path):
+def test_blocks_of_another_layout_are_not_loaded(make, tmp_path):
     stage = make(in_files=True)
     stage.save(tokens_of("a", 4))
     files = set(tmp_path.rglob("*.kv"))
@@ -836,7 +839,7 @@ def test_blocks_of_another_layout_are_not_mistaken(make, tmp_path):
 # --- the end ---------------------------------------------------------------------------------------------------------
 
 
-def test_when_it_is_left_nothing_is_touched_or_told_any_more(make):
+def test_closed_policy_touches_and_reports_nothing(make):
     stage = make()
     stage.save(tokens_of("a", 12))
     load, send = stage.start(tokens_of("a", 12)), stage.finish(tokens_of("b", 8), [0, 1])

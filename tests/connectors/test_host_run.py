@@ -1,4 +1,4 @@
-"""The host store as a task of an engine: threads do its work, in lanes, and are left to themselves when it ends."""
+"""The host store as a task of an engine: threads run its work by lanes, and are abandoned at its end."""
 
 from __future__ import annotations
 
@@ -42,7 +42,11 @@ def request(name: str, prompt: tuple[int, ...]) -> EngineRequest:
 
 
 class HeldThreads:
-    """Threads that do nothing until they are told to. waiting: what was handed over and is not done."""
+    """Threads that wait until the test lets them run.
+
+    Attributes:
+        waiting: Work that was passed to a thread and is not done.
+    """
 
     def __init__(self) -> None:
         self.waiting: list[tuple[Callable[[], Any], trio.Event, list[Any]]] = []
@@ -58,14 +62,14 @@ class HeldThreads:
         return entry[2][0]
 
     def go_on(self, index: int = 0) -> None:
-        """One of them does its work, whether or not anybody still waits for it."""
+        """Run the work of one thread, even if its caller has been cancelled."""
         work, done, results = self.waiting.pop(index)
         results.append(work())
         done.set()
 
 
 class Here:
-    """A connector that runs, over a cache of 16 blocks."""
+    """A running connector with a cache of 16 blocks."""
 
     def __init__(self, *, threads: HeldThreads | None, options: dict[str, Any]) -> None:
         self.pages = MemoryPages(16)
@@ -92,7 +96,7 @@ class Here:
         return self.host.request_finished(request(name, tokens), blocks, tokens, FinishReason.STOP)
 
     async def save(self, name: str, tokens: tuple[int, ...]) -> list[bytes]:
-        """What was saved of each block, which another request has by now."""
+        """Save blocks and return their content. The blocks then belong to another request."""
         assert self.finish(name, tokens)
         kept = [self.pages.content(index) for index in range(len(tokens) // SIZE)]
         assert await self.reports() == [Released(RequestId(name))]
@@ -100,7 +104,7 @@ class Here:
         return kept
 
     def start_load(self, name: str, tokens: tuple[int, ...]) -> None:
-        """Into blocks from 8 on."""
+        """Start a load to blocks from 8 on."""
         asked = request(name, (*tokens, 7))
         assert self.host.num_matched_tokens(asked, 0) == len(tokens)
         table = [BlockIndex(8 + index) for index in range(len(tokens) // SIZE + 1)]
@@ -128,7 +132,7 @@ async def all_settled() -> None:
     await trio.testing.wait_all_tasks_blocked()
 
 
-async def test_what_ends_is_saved_and_loaded_again(autojump_clock):
+async def test_finished_request_is_saved_and_loaded_again(autojump_clock):
     async with running() as here:
         kept = await here.save("a", A)
         here.start_load("b", A)
@@ -137,7 +141,7 @@ async def test_what_ends_is_saved_and_loaded_again(autojump_clock):
         assert list(here.host.progress()) == []
 
 
-async def test_real_threads_do_the_work_and_the_event_loop_none_of_it(tmp_path):
+async def test_worker_threads_copy_and_the_event_loop_does_not(tmp_path):
     options = {"memory_bytes": 10_000, "directory": str(tmp_path), "directory_gib": 1}
     threads: set[int] = set()
     async with running(threads=None, options=options) as here:
@@ -155,7 +159,7 @@ async def test_real_threads_do_the_work_and_the_event_loop_none_of_it(tmp_path):
     assert threading.get_ident() not in threads
 
 
-async def test_a_directory_that_is_in_use_is_a_sentence(tmp_path):
+async def test_directory_in_use_is_refused_with_a_sentence(tmp_path):
     files = BlockFiles(tmp_path, SMALL_LAYOUT)
     files.open(10**9)
     options = {"memory_bytes": 10_000, "directory": str(tmp_path), "directory_gib": 1}
@@ -165,7 +169,7 @@ async def test_a_directory_that_is_in_use_is_a_sentence(tmp_path):
     files.close()
 
 
-async def test_files_are_there_after_a_restart(autojump_clock, tmp_path):
+async def test_files_survive_a_restart(autojump_clock, tmp_path):
     options = {"memory_bytes": 10_000, "directory": str(tmp_path), "directory_gib": 1}
     async with running(options=options) as here:
         kept = await here.save("a", A)
@@ -178,14 +182,14 @@ async def test_files_are_there_after_a_restart(autojump_clock, tmp_path):
         assert here.host.counts()["host_loaded_from_files"] == 2
 
 
-async def test_a_disk_that_hangs_does_not_hold_up_what_is_in_memory(autojump_clock, tmp_path):
+async def test_hanging_disk_does_not_block_loads_from_memory(autojump_clock, tmp_path):
     options = {
         "memory_bytes": 4 * block_bytes(SMALL_LAYOUT),
         "directory": str(tmp_path),
         "directory_gib": 1,
     }
     async with running(options=options) as here:
-        for name, tokens in (("a", A), ("b", B), ("c", C)):  # a leaves memory
+        for name, tokens in (("a", A), ("b", B), ("c", C)):  # a is evicted from memory
             await here.save(name, tokens)
             await all_settled()
         here.threads.is_held = True
@@ -198,7 +202,7 @@ async def test_a_disk_that_hangs_does_not_hold_up_what_is_in_memory(autojump_clo
         assert await here.reports() == [Loaded(RequestId("a2"), 8)]
 
 
-async def test_when_it_is_cancelled_its_threads_touch_nothing_any_more(autojump_clock, tmp_path):
+async def test_threads_of_a_cancelled_connector_touch_nothing(autojump_clock, tmp_path):
     options = {"memory_bytes": 10_000, "directory": str(tmp_path), "directory_gib": 1}
     async with running(options=options) as here:
         await here.save("a", A)
@@ -218,11 +222,11 @@ async def test_when_it_is_cancelled_its_threads_touch_nothing_any_more(autojump_
     assert not reads
     assert list(here.host.progress()) == []
     files = BlockFiles(tmp_path, SMALL_LAYOUT)
-    files.open(10**9)  # the lock is free
+    files.open(10**9)  # the lock was released
     files.close()
 
 
-async def test_a_fault_in_a_thread_ends_one_transfer_and_not_the_engine(autojump_clock, caplog):
+async def test_error_in_a_thread_ends_one_transfer_and_not_the_engine(autojump_clock, caplog):
     async with running() as here:
         kept = await here.save("a", A)
 
@@ -248,8 +252,8 @@ async def test_a_fault_in_a_thread_ends_one_transfer_and_not_the_engine(autojump
         here.host.store.memory.check(reserved_bytes=0)
 
 
-async def test_a_long_load_lets_others_in_between(autojump_clock, monkeypatch):
-    """Work comes in batches, and an abandoned load ends behind the one at hand."""
+async def test_long_load_runs_in_batches(autojump_clock, monkeypatch):
+    """An abandoned load ends after its current batch."""
     monkeypatch.setattr("trioserve.connectors.host.jobs.BATCH_BYTES", block_bytes(SMALL_LAYOUT))
     async with running() as here:
         kept = await here.save("a", A)
@@ -266,7 +270,7 @@ async def test_a_long_load_lets_others_in_between(autojump_clock, monkeypatch):
         assert here.pages.content(9) == before
 
 
-# --- a directory that others change ---
+# --- a directory that other programs change ---
 
 
 def bytes_on_disk(directory) -> int:
@@ -285,12 +289,12 @@ DAMAGES: dict[str, Callable[[Any], None]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-async def test_one_surprise_has_all_files_counted_again(autojump_clock, tmp_path, damage):
+async def test_one_surprise_triggers_a_count_of_all_files(autojump_clock, tmp_path, damage):
     options = {"memory_bytes": 10_000, "directory": str(tmp_path), "directory_gib": 1}
     async with running(options=options) as here:
         kept = {tokens: await here.save(name, tokens) for name, tokens in (("a", A), ("b", B), ("c", C))}
         await all_settled()
-    async with running(options=options) as here:  # nothing is in memory
+    async with running(options=options) as here:  # memory is empty
         assert used(here) == bytes_on_disk(tmp_path) > 0
         files = sorted(tmp_path.glob("kv-*/*.kv"))
         for path in files:
@@ -308,7 +312,7 @@ async def test_one_surprise_has_all_files_counted_again(autojump_clock, tmp_path
         assert here.loaded(2) == kept[B]
 
 
-async def test_a_directory_that_vanished_is_noticed_by_the_next_write(autojump_clock, tmp_path):
+async def test_next_write_detects_a_removed_directory(autojump_clock, tmp_path):
     options = {"memory_bytes": 10_000, "directory": str(tmp_path / "kv"), "directory_gib": 1}
     async with running(options=options) as here:
         await here.save("a", A)
@@ -319,9 +323,7 @@ async def test_a_directory_that_vanished_is_noticed_by_the_next_write(autojump_c
         assert used(here) == bytes_on_disk(tmp_path / "kv") > 0
 
 
-async def test_a_disk_that_refuses_changes_is_counted_right_and_has_two_log_lines(
-    autojump_clock, tmp_path, monkeypatch, caplog
-):
+async def test_failed_writes_are_counted_and_logged_as_two_lines(autojump_clock, tmp_path, monkeypatch, caplog):
     caplog.set_level("INFO", "trioserve.connectors.host")
     options = {"memory_bytes": 10_000, "directory": str(tmp_path), "directory_gib": 1}
     async with running(options=options) as here:

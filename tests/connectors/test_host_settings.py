@@ -1,4 +1,4 @@
-"""The options of the host connector: what is taken, and with which sentence the rest is refused."""
+"""Options of the host connector, and the messages about invalid options."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def test_limits_are_bytes_or_gib(options, expect):
         ({"memory_gib": 1, "memory_mib": 1}, "has no option 'memory_mib': it has memory_gib, memory_bytes"),
     ],
 )
-def test_what_cannot_be_is_refused_with_a_sentence(options, sentence):
+def test_invalid_options_are_refused_with_a_sentence(options, sentence):
     with pytest.raises(StartupError, match=re.escape(sentence)):
         host_settings_from(options, SMALL_LAYOUT)
 
 
-def test_the_smallest_directory_that_is_taken_has_room_for_a_block(tmp_path):
+def test_directory_limit_must_allow_one_block(tmp_path):
     needed = 0
     with pytest.raises(StartupError) as refused:
         host_settings_from({"memory_gib": 1, "directory": "/kv", "directory_bytes": 1}, SMALL_LAYOUT)

@@ -1,4 +1,4 @@
-"""The loopback connector beyond what every connector promises: its hub, its signs of life, whom it holds for."""
+"""The loopback connector, beyond the contract: its hub, its reports of active readers, and its holds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WANTED = KVTransferParams(do_remote_decode=True)
 
 
 class SlowPages(MemoryPages):
-    """Each block takes so many seconds to write, of a clock that is told."""
+    """Cache whose writes take a number of seconds of a manual clock."""
 
     def __init__(self, clock: trio.testing.MockClock, seconds: float) -> None:
         super().__init__(32)
@@ -76,7 +76,7 @@ async def reports_of(
     return seen
 
 
-async def test_what_the_other_side_has_to_know():
+async def test_transfer_params_of_a_hold():
     async with running(setup("p")) as (sender,):
         params = hold(sender)
         assert params == KVTransferParams(
@@ -103,13 +103,13 @@ async def test_what_the_other_side_has_to_know():
         (KVTransferParams(), TOKENS, FinishReason.LENGTH, False),
     ],
 )
-async def test_blocks_are_held_for_who_asked_and_ended_by_itself(params, tokens, reason, holds):
+async def test_blocks_are_held_if_the_request_asks_and_ends_normally(params, tokens, reason, holds):
     async with running(setup("p")) as (sender,):
         blocks = tuple(range(-(-len(tokens) // 4)))
         assert sender.request_finished(make_request("a", TOKENS, params), blocks, tokens, reason) is holds
 
 
-async def test_engines_of_different_hubs_do_not_meet():
+async def test_engines_of_different_hubs_do_not_find_each_other():
     async with running(setup("p"), setup("d", options={"hub": "another"})) as (sender, reader):
         request = make_request("b", TOKENS, hold(sender))
         reader.start_load(request, (9, 10, 11, 12, 13), 0, 19)
@@ -117,20 +117,20 @@ async def test_engines_of_different_hubs_do_not_meet():
         assert list(sender.progress()) == []
 
 
-async def test_an_engine_is_in_a_hub_once():
+async def test_engine_id_is_unique_in_a_hub():
     async with running(setup("p")):
         with pytest.raises(StartupError, match="the hub default already has an engine p"):
             await make_connector(setup("p")).run(task_status=trio.TASK_STATUS_IGNORED)
 
 
-async def test_the_hub_is_of_one_trio_program_and_forgets_who_has_left():
+async def test_hub_belongs_to_one_trio_program_and_forgets_ended_engines():
     async with running(setup("p")):
         pass
     async with running(setup("p")) as (sender,):
         assert hold(sender).remote_engine_id == "p"
 
 
-async def test_the_kv_of_another_prompt_is_not_read():
+async def test_kv_of_another_prompt_is_not_read():
     async with running(setup("p"), setup("d")) as (sender, reader):
         request = make_request("b", (*TOKENS[:-2], 99, 99), hold(sender))
         reader.start_load(request, (9, 10, 11, 12, 13), 0, 19)
@@ -138,7 +138,7 @@ async def test_the_kv_of_another_prompt_is_not_read():
         assert list(sender.progress()) == [Released("a")], "nobody else will read it"
 
 
-async def test_more_tokens_than_are_held_are_not_read():
+async def test_load_of_more_tokens_than_held_fails():
     async with running(setup("p"), setup("d")) as (sender, reader):
         params = msgspec.structs.replace(hold(sender), remote_num_tokens=1000)
         request = make_request("b", (*TOKENS, 20, 21, 22), params)
@@ -147,8 +147,8 @@ async def test_more_tokens_than_are_held_are_not_read():
         assert isinstance(next(iter(reader.progress())), LoadFailed)
 
 
-async def test_a_reader_gives_signs_of_life_while_it_waits_and_while_it_reads(autojump_clock):
-    slow = SlowPages(autojump_clock, 0.75)  # and so a block of two layers takes 1.5 s
+async def test_reader_extends_the_hold_while_it_waits_and_reads(autojump_clock):
+    slow = SlowPages(autojump_clock, 0.75)  # a block of two layers takes 1.5 s
     async with running(setup("p"), setup("d", slow)) as (sender, reader):
         for index, name in enumerate(("a", "b")):
             params = hold(sender, name, tuple(range(index * 5, index * 5 + 5)))
@@ -169,7 +169,7 @@ async def test_a_reader_gives_signs_of_life_while_it_waits_and_while_it_reads(au
             assert max(after - before for before, after in itertools.pairwise(moments)) < 10.0
 
 
-async def test_signs_of_life_that_nobody_asks_for_do_not_pile_up(autojump_clock):
+async def test_repeated_reader_reports_do_not_accumulate(autojump_clock):
     async with running(setup("p"), setup("d", SlowPages(autojump_clock, 60.0))) as (sender, reader):
         reader.start_load(make_request("b", TOKENS, hold(sender)), (9, 10, 11, 12, 13), 0, 19)
         await reports_of(reader)
@@ -177,7 +177,7 @@ async def test_signs_of_life_that_nobody_asks_for_do_not_pile_up(autojump_clock)
 
 
 @pytest.mark.parametrize("change", [{"block_size": 3}, {"block_size": 8, "dtype": "bfloat16"}, {"dtype": "float16"}])
-async def test_blocks_and_numbers_become_those_of_the_reader(change):
+async def test_blocks_and_dtype_are_converted_for_the_reader(change):
     there = MemoryPages(32, msgspec.structs.replace(SMALL_LAYOUT, **change))
     async with running(setup("p"), setup("d", there)) as (sender, reader):
         request, size = make_request("b", TOKENS, hold(sender)), there.layout.block_size
@@ -189,7 +189,7 @@ async def test_blocks_and_numbers_become_those_of_the_reader(change):
         assert any(byte for layer in expected for token in layer for byte in token)
 
 
-async def test_counts_are_of_both_sides():
+async def test_counts_include_both_sides():
     async with running(setup("p"), setup("d")) as (sender, reader):
         reader.start_load(make_request("b", TOKENS, hold(sender)), (9, 10, 11, 12, 13), 0, 18)
         assert await reports_of(reader) == [Loaded("b", 18)]
@@ -210,7 +210,7 @@ async def test_every_end_is_counted_once():
         request = make_request("d-there", TOKENS, hold(sender, "d"))
         reader.start_load(request, there, 0, 19)
         reader.load_abandoned(request.id)
-        reader.start_load(request, there, 0, 19)  # by now nobody holds it
+        reader.start_load(request, there, 0, 19)  # the hold has ended
         sends = {
             name: sender.counts()[f"sends_{name}_total"] for name in ("completed", "unwanted", "aborted", "expired")
         }
@@ -219,7 +219,7 @@ async def test_every_end_is_counted_once():
         assert loads == {"completed": 0, "failed": 1, "abandoned": 1}
 
 
-async def test_a_cache_that_cannot_be_written_fails_one_load():
+async def test_unwritable_cache_fails_one_load():
     class Broken(MemoryPages):
         def write(self, layer: int, block: BlockIndex, start: int, content: memoryview) -> None:
             raise OSError("the device is gone")

@@ -1,4 +1,4 @@
-"""READs that go on when nobody waits for them any more, played by an agent that reads when it is told to."""
+"""NIXL transfer with a fake agent whose READs complete on demand, also after their loads have ended."""
 
 from __future__ import annotations
 
@@ -41,15 +41,20 @@ class FakeRead:
         self.is_done = False
 
     def land(self) -> None:
-        """What lies there now arrives here now."""
+        """Copy the current content of the source to the target."""
         for here, there in zip(self.here, self.there, strict=True):
             ctypes.memmove(here.address, there.address, here.byte_count)
         self.is_done = True
 
 
 class FakeAgent:
-    """Both sides are this process, so an address there is one here. Class-wide: reads, all that were begun, in order;
-    is_held, whether they wait to be told to land; failures, how many of the next ones fail at once."""
+    """Agent for both sides of a transfer. Both sides are this process, so addresses are valid on both.
+
+    Attributes:
+        reads: All reads of the class, in order.
+        is_held: True if reads wait for `land`.
+        failures: Number of next reads that fail at once.
+    """
 
     reads: list[FakeRead]
     is_held: bool
@@ -94,7 +99,7 @@ def fake_agent(monkeypatch):
     monkeypatch.setattr(nixl_transport, "Agent", FakeAgent)
     monkeypatch.setattr(nixl_transport, "_never_freed", [])
     monkeypatch.setattr(nixl_connector, "find_spec", lambda name: object())
-    monkeypatch.setattr(loads, "RETRY_SECONDS", (0.0,) * 5)  # how long it waits is tested with the books
+    monkeypatch.setattr(loads, "RETRY_SECONDS", (0.0,) * 5)  # test_policy.py tests the delays
 
 
 class Engine:
@@ -109,13 +114,13 @@ class Engine:
         )
 
     async def until(self, is_so: Callable[[], object]) -> None:
-        """Reports are taken until it is so."""
+        """Take reports until the condition holds."""
         with trio.fail_after(60):
             while not is_so():
                 self.woken = trio.Event()
                 self.reports += self.connector.progress()
                 if not is_so():
-                    with trio.move_on_after(0.01):  # also for what nobody reports
+                    with trio.move_on_after(0.01):  # some changes cause no report
                         await self.woken.wait()
 
     def ends(self) -> list[object]:
@@ -172,7 +177,7 @@ def is_equal(there: Engine, here: Engine) -> bool:
 
 
 @pytest.mark.parametrize("options", [{}, {"chunk_bytes": 40}, {"landing_bytes": 4_096, "reads_max": 1}])
-async def test_what_is_held_is_read_and_confirmed(options):
+async def test_held_blocks_are_read_and_confirmed(options):
     async with engines(**options) as (there, here):
         begin(there, here)
         await here.until(here.ends)
@@ -186,7 +191,7 @@ async def test_what_is_held_is_read_and_confirmed(options):
         assert sent["sends_completed_total"] == 1
 
 
-async def test_other_numbers_and_blocks_are_converted_on_their_way():
+async def test_other_dtype_and_block_size_are_converted():
     layout = msgspec.structs.replace(SMALL_LAYOUT, dtype="bfloat16", block_size=8)
     async with engines(layout) as (there, here):
         begin(there, here)
@@ -197,14 +202,14 @@ async def test_other_numbers_and_blocks_are_converted_on_their_way():
         assert ours in (theirs[2:], (int.from_bytes(theirs[2:], "little") + 1).to_bytes(2, "little"))
 
 
-async def test_a_hold_that_ends_while_it_is_read_fails_the_load_and_no_byte_gets_into_a_block():
+async def test_hold_that_ends_during_a_read_fails_the_load_without_writing():
     FakeAgent.is_held = True
     async with engines() as (there, here):
         begin(there, here)
         before = contents(here, BLOCKS_HERE)
         await here.until(lambda: FakeAgent.reads)
         there.connector.hold_expired(RequestId("r"), HoldKind.SEND)
-        there.pages.fill(BLOCKS_THERE, seed=2)  # of another request, from now on
+        there.pages.fill(BLOCKS_THERE, seed=2)  # the blocks now belong to another request
         for read in FakeAgent.reads:
             read.land()
         await here.until(here.ends)
@@ -216,7 +221,7 @@ async def test_a_hold_that_ends_while_it_is_read_fails_the_load_and_no_byte_gets
 
 
 @pytest.mark.parametrize("expires", [False, True])
-async def test_a_load_that_ends_while_it_is_read_leaves_its_window_to_the_read(expires):
+async def test_window_of_an_ended_load_stays_reserved_for_its_read(expires):
     FakeAgent.is_held = True
     async with engines(reads_max=1) as (there, here):
         begin(there, here)
@@ -226,10 +231,10 @@ async def test_a_load_that_ends_while_it_is_read_leaves_its_window_to_the_read(e
             here.connector.hold_expired(RequestId("r"), HoldKind.LOAD)
         here.pages.fill(BLOCKS_HERE, seed=7)
         before = contents(here, BLOCKS_HERE)
-        await there.until(there.ends)  # the holder is told at once
+        await there.until(there.ends)  # the holder is notified at once
         begin(there, here, "next", seed=3)
         await here.until(lambda: here.connector.counts()["heartbeats_sent_total"] >= 2)
-        assert len(FakeAgent.reads) == 1  # the next one waits for the only window
+        assert len(FakeAgent.reads) == 1  # the next read waits for the only window
         FakeAgent.is_held = False
         FakeAgent.reads[0].land()
         assert contents(here, BLOCKS_HERE) == before
@@ -239,7 +244,7 @@ async def test_a_load_that_ends_while_it_is_read_leaves_its_window_to_the_read(e
         assert [type(report) for report in ends] == ([] if expires else [LoadFailed])
 
 
-async def test_a_read_that_fails_is_tried_again_with_an_agent_met_anew(caplog):
+async def test_failed_read_is_retried_with_a_new_connection_to_the_agent(caplog):
     FakeAgent.failures = 2
     async with engines() as (there, here):
         begin(there, here)
@@ -256,18 +261,18 @@ async def test_a_read_that_fails_is_tried_again_with_an_agent_met_anew(caplog):
         assert "nixl READ: no" in caplog.text
 
 
-async def test_a_read_that_never_ends_fails_its_load_and_its_buffer_is_never_freed(monkeypatch):
+async def test_read_that_never_ends_fails_its_load_and_keeps_its_buffer(monkeypatch):
     monkeypatch.setattr(nixl_transport, "READ_SECONDS_MAX", 0.01)
     FakeAgent.is_held = True
     async with engines(reads_max=2) as (there, here):
         begin(there, here)
         await here.until(here.ends)
         assert isinstance(here.ends()[0], LoadFailed)
-        assert len(FakeAgent.reads) == 2  # there were no more windows
+        assert len(FakeAgent.reads) == 2  # no window was left
     assert len(nixl_transport._never_freed) == 1
 
 
-async def test_where_nothing_has_an_address_the_bytes_go_over_the_connection(monkeypatch):
+async def test_blocks_without_address_are_sent_over_the_connection(monkeypatch):
     monkeypatch.setattr(nixl_transport, "regions_of", lambda pages: ("DRAM", []))
     async with engines() as (there, here):
         begin(there, here)
@@ -286,7 +291,7 @@ async def test_where_nothing_has_an_address_the_bytes_go_over_the_connection(mon
         Places(b"trioserve-there", "DRAM", (Region(0, 100),) * 2, (0, 1, 2, 3)),
     ],
 )
-async def test_places_that_cannot_be_are_not_read(monkeypatch, places):
+async def test_invalid_places_are_not_read(monkeypatch, places):
     async with engines() as (there, here):
         monkeypatch.setattr(nixl_transport, "Places", lambda *arguments: places)
         monkeypatch.setattr(nixl_transport, "receive_body", _receive_body_as(Places))
@@ -305,7 +310,7 @@ def _receive_body_as(kind: type) -> Any:
     return receive
 
 
-def test_where_the_blocks_lie():
+def test_regions_of_the_blocks():
     kind, regions = regions_of(MemoryPages(8))
     block_bytes = SMALL_LAYOUT.block_size * SMALL_LAYOUT.token_bytes
     assert kind == "DRAM"
@@ -320,12 +325,12 @@ def test_where_the_blocks_lie():
 
 
 @pytest.mark.parametrize("options", [{"landing_bytes": 100}, {"landing_bytes": 2**35}, {"landing": 1}, {"port": -1}])
-def test_an_option_that_cannot_be_is_refused(options):
+def test_invalid_option_is_refused(options):
     with pytest.raises(StartupError):
         read_options(NixlOptions, options)
 
 
-async def test_what_keeps_it_from_starting_is_said_in_a_sentence(monkeypatch):
+async def test_failed_start_is_reported_in_one_sentence(monkeypatch):
     taken = socket.create_server(("127.0.0.1", 0))
     with taken, pytest.raises(StartupError, match="cannot be listened on"):
         await Engine("there", port=taken.getsockname()[1]).connector.run(task_status=trio.TASK_STATUS_IGNORED)
@@ -338,7 +343,7 @@ async def test_what_keeps_it_from_starting_is_said_in_a_sentence(monkeypatch):
         await Engine("there").connector.run(task_status=trio.TASK_STATUS_IGNORED)
 
 
-def test_without_the_package_it_says_what_to_install(monkeypatch):
+def test_missing_package_is_reported_with_the_install_command(monkeypatch):
     monkeypatch.setattr(nixl_connector, "find_spec", lambda name: None)
     with pytest.raises(StartupError, match=r"trioserve\[nixl\]"):
         Engine("there")
@@ -346,8 +351,8 @@ def test_without_the_package_it_says_what_to_install(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
-def test_the_package_has_what_is_asked_of_it():
-    """The one file that knows nixl, alone with it: a landing buffer is read by its own agent."""
+def test_agent_reads_memory_with_the_real_package():
+    """Only this test uses nixl itself: an agent reads memory of another agent into its landing buffer."""
     from trioserve.connectors.nixl_agent import Agent
 
     pages = MemoryPages(4)

@@ -1,4 +1,4 @@
-"""Every promise of the connector contract, kept by `nixl` in the host's memory."""
+"""The connector `nixl` obeys the contract, in host memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The connector that carries nothing leaves every step as it would be without one."""
+"""With the connector `none`, every step is the same as without a connector."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def request(name: str, prompt_count: int = 9) -> EngineRequest:
 
 
 def history(connector: KVConnector | None) -> tuple[list[object], EngineCore]:
-    """Plans and events of four requests in a small pool, one of which is aborted."""
+    """Return plans and events of four requests in a small pool, one of which is aborted."""
     core = EngineCore(
         CoreSettings(block_count=8, block_size=2, context_tokens_max=16, max_num_seqs=2, step_tokens_max=8),
         connector=connector,
@@ -66,7 +66,7 @@ def test_steps_are_the_same_as_without_a_connector():
     assert core.next_deadline() is None
 
 
-def test_nothing_is_matched_and_nothing_held():
+def test_no_tokens_match_and_no_blocks_are_held():
     connector = NoConnector()
     assert connector.num_matched_tokens(request("a"), 0) == 0
     assert not connector.request_finished(request("a"), [0, 1], [1, 2, 3], FinishReason.STOP)
@@ -82,13 +82,13 @@ def test_nothing_is_matched_and_nothing_held():
         ("hold_expired", ("a", HoldKind.SEND)),
     ],
 )
-def test_what_the_core_must_not_ask_of_it_is_a_bug(call, arguments):
+def test_calls_that_the_core_must_not_make_raise(call, arguments):
     with pytest.raises(AssertionError, match=r"^a: |^a: no "):
         getattr(NoConnector(), call)(*arguments)
 
 
 @pytest.mark.parametrize("connector", [NoConnector, FakeConnector])
-def test_every_call_of_the_contract_is_there_with_its_parameters(connector):
+def test_connector_has_every_method_of_the_contract(connector):
     assert len(CALLS) == 8
     for call in CALLS:
         assert inspect.signature(getattr(connector, call)) == inspect.signature(getattr(KVConnector, call)), call

@@ -1,4 +1,4 @@
-"""Who owns what while KV travels between two processes: both sides' books, driven by hand."""
+"""Records of both sides of a KV transfer between two processes, driven by hand."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ NINE = proof_of(None, range(9))
 
 
 class Books:
-    """A policy that listens; how often it woke its core and its transport."""
+    """A listening policy that counts how often it woke its core and its transport."""
 
     def __init__(self, **options: object) -> None:
         self.wakes = self.works = 0
@@ -103,16 +103,16 @@ def blocks(count: int) -> list[BlockIndex]:
     return [BlockIndex(index) for index in range(count)]
 
 
-def test_every_call_of_the_contract_is_there_with_its_parameters():
+def test_connector_has_every_method_of_the_contract():
     for call in (name for name in vars(KVConnector) if not name.startswith("_")):
         assert inspect.signature(getattr(StreamPolicy, call)) == inspect.signature(getattr(KVConnector, call)), call
 
 
-# --- what others may read here ---
+# --- holds for other engines ---
 
 
 @pytest.mark.parametrize("reason", list(FinishReason))
-def test_blocks_are_held_for_somebody_else_when_the_request_ended_by_itself(reason):
+def test_blocks_are_held_if_the_request_ended_normally(reason):
     books = Books()
     ends_well = reason in (FinishReason.STOP, FinishReason.LENGTH)
     for params in (None, KVTransferParams(), FROM_THERE):
@@ -123,13 +123,13 @@ def test_blocks_are_held_for_somebody_else_when_the_request_ended_by_itself(reas
     assert books.policy.transfer_params(RequestId("n")) is None
 
 
-def test_nothing_is_held_where_nobody_can_come_for_it():
+def test_no_blocks_are_held_without_a_listening_transport():
     books = Books()
     books.policy.address = None
     assert not books.hold()
 
 
-def test_what_is_told_of_a_hold_is_what_a_reader_needs():
+def test_transfer_params_contain_what_a_reader_needs():
     books = Books()
     assert books.hold("a", 9)
     params = KVTransferParams(
@@ -145,7 +145,7 @@ def test_what_is_told_of_a_hold_is_what_a_reader_needs():
     assert books.policy.transfer_params(RequestId("a")) == signed(params, KEY)
 
 
-def test_a_reader_that_asks_or_waits_is_a_sign_of_life_once_a_second():
+def test_active_reader_extends_a_hold_once_a_second():
     books = Books()
     books.hold("a")
     sends = books.policy.sends
@@ -158,7 +158,7 @@ def test_a_reader_that_asks_or_waits_is_a_sign_of_life_once_a_second():
 
 
 @pytest.mark.parametrize(("start", "count"), [(0, 10), (9, 1), (-1, 2), (0, 0), (0, -5), (2**31, 2**31)])
-def test_positions_that_are_not_held_are_refused(start, count):
+def test_read_of_positions_that_are_not_held_is_refused(start, count):
     books = Books()
     books.hold("a", 9)
     response = books.policy.sends.asked("a", start, count, NINE, 0.0)
@@ -176,7 +176,7 @@ def end_by_abort(books: Books) -> None:
 
 
 @pytest.mark.parametrize("end", [end_by_release, end_by_abort, lambda books: books.policy.stop()])
-def test_the_end_of_a_hold_is_reported_once_and_stops_its_readers(end):
+def test_end_of_a_hold_is_reported_once_and_stops_its_readers(end):
     books = Books()
     books.hold("a")
     send = books.policy.sends.asked("a", 0, 9, NINE, 0.0)
@@ -187,13 +187,13 @@ def test_the_end_of_a_hold_is_reported_once_and_stops_its_readers(end):
     end(books)
     assert stopped == [1]
     assert not send.is_alive
-    assert books.reports() == [Released(RequestId("a"))]  # and no sign of life of one that is dead
+    assert books.reports() == [Released(RequestId("a"))]  # an ended hold reports no active reader
     assert isinstance(books.policy.sends.asked("a", 0, 9, NINE, 0.0), str)
     assert books.policy.transfer_params(RequestId("a")) is None
 
 
 @pytest.mark.parametrize("end", [None, end_by_release, end_by_abort])
-def test_a_hold_that_expired_is_not_spoken_of(end):
+def test_expired_hold_is_not_reported(end):
     books = Books()
     books.hold("a")
     send = books.policy.sends.asked("a", 0, 9, NINE, 0.0)
@@ -208,7 +208,7 @@ def test_a_hold_that_expired_is_not_spoken_of(end):
     assert books.reports() == []
 
 
-def test_whoever_is_told_something_is_woken():
+def test_reports_wake_the_core_and_orders_wake_the_transport():
     books = Books()
     books.hold("a")
     books.policy.sends.released(["a"])
@@ -219,7 +219,7 @@ def test_whoever_is_told_something_is_woken():
     assert (books.wakes, books.works) == (2, 2)
 
 
-def test_how_sends_ended_is_counted():
+def test_ends_of_sends_are_counted():
     books = Books()
     for name in "abcd":
         books.hold(name)
@@ -240,14 +240,14 @@ def test_every_count_has_its_metric():
     assert {f"kv_transfer_{name}" for name in Books().policy.counts()} <= names
 
 
-# --- what is read elsewhere ---
+# --- loads from other engines ---
 
 
 @pytest.mark.parametrize(
     ("prompt_count", "computed_count", "expect"),
     [(11, 0, 10), (100, 0, 10), (100, 4, 6), (8, 0, 7), (1, 0, 0), (5, 8, 0)],
 )
-def test_what_matches_is_what_is_held_there_and_the_prompt_needs(prompt_count, computed_count, expect):
+def test_matched_tokens_are_held_and_needed_by_the_prompt(prompt_count, computed_count, expect):
     books = Books()
     for _ in range(2):
         assert books.policy.num_matched_tokens(request("a", FROM_THERE, prompt_count), computed_count) == expect
@@ -256,7 +256,7 @@ def test_what_matches_is_what_is_held_there_and_the_prompt_needs(prompt_count, c
     assert (books.wakes, books.works, books.reports()) == (0, 0, [])
 
 
-def test_without_a_number_of_tokens_the_blocks_say_how_many_there_are():
+def test_token_count_defaults_to_the_held_blocks():
     params = msgspec.structs.replace(FROM_THERE, remote_num_tokens=None)
     books = Books()
     assert books.policy.num_matched_tokens(request("a", params, 100), 0) == 12
@@ -294,7 +294,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize(("change", "expect"), HOSTILE)
-def test_what_cannot_be_believed_becomes_a_load_that_fails(change, expect):
+def test_invalid_transfer_params_fail_the_load(change, expect):
     books = Books()
     params = msgspec.structs.replace(FROM_THERE, **change)
     assert books.policy.num_matched_tokens(request("a", params), 0) == 10
@@ -308,7 +308,7 @@ def test_what_cannot_be_believed_becomes_a_load_that_fails(change, expect):
     assert books.policy.loads.take_urgent() == ()
 
 
-def test_one_group_of_blocks_is_as_good_as_none():
+def test_one_group_of_blocks_is_accepted_like_a_plain_list():
     books = Books()
     assert books.load("a", msgspec.structs.replace(FROM_THERE, remote_block_ids=((4, 2, 0),))) is not None
 
@@ -325,10 +325,10 @@ def test_one_group_of_blocks_is_as_good_as_none():
         ({"key": "k" * 16, "peers": ["10.1.0.0/16"]}, "node.example", False),
         ({"key": "k" * 16, "peers": ["node.example"]}, "node.example", True),
         ({"key": "k" * 16, "peers": ["*"]}, "198.51.100.7", True),
-        ({"peers": ["*"]}, "198.51.100.7", False),  # without a key there is only this machine
+        ({"peers": ["*"]}, "198.51.100.7", False),  # without a key, only this machine is allowed
     ],
 )
-def test_a_request_cannot_choose_any_host_to_connect_to(options, host, may):
+def test_request_cannot_choose_an_arbitrary_host(options, host, may):
     books = Books(**options)
     load = books.load("a", signed(msgspec.structs.replace(FROM_THERE, remote_host=host), KEY))
     assert (load is not None) == may
@@ -348,7 +348,7 @@ def test_a_request_cannot_choose_any_host_to_connect_to(options, host, may):
     ],
 )
 @pytest.mark.parametrize("options", [{}, {"key": "k" * 16, "peers": ["*"]}])
-def test_nothing_is_connected_to_that_no_engine_of_the_group_has_named(options, change):
+def test_connections_go_only_to_addresses_signed_by_an_engine_of_the_group(options, change):
     books = Books(**options)
     params = msgspec.structs.replace(FROM_THERE, **change)
     assert books.load("a", params) is None
@@ -359,7 +359,7 @@ def test_nothing_is_connected_to_that_no_engine_of_the_group_has_named(options, 
     assert books.load("c", FROM_THERE) is not None
 
 
-def test_a_load_that_came_is_reported_and_its_holder_told():
+def test_complete_load_is_reported_to_core_and_holder():
     books = Books()
     load = books.load()
     assert load is not None
@@ -377,7 +377,7 @@ def test_a_load_that_came_is_reported_and_its_holder_told():
     assert books.policy.loads.tells(HERE) == []
 
 
-def test_a_load_that_is_abandoned_ends_in_that_call_and_its_holder_is_told():
+def test_abandoned_load_ends_at_once_and_is_reported_to_the_holder():
     books = Books()
     load = books.load()
     assert load is not None
@@ -394,7 +394,7 @@ def test_a_load_that_is_abandoned_ends_in_that_call_and_its_holder_is_told():
 
 
 @pytest.mark.parametrize("is_abandoned", [False, True])
-def test_a_load_that_expired_is_not_spoken_of(is_abandoned):
+def test_expired_load_is_not_reported(is_abandoned):
     books = Books()
     load = books.load()
     assert load is not None
@@ -407,21 +407,21 @@ def test_a_load_that_expired_is_not_spoken_of(is_abandoned):
     assert books.releases() == ["theirs"]
 
 
-def test_one_that_was_abandoned_before_anybody_brought_it_is_never_brought():
+def test_load_abandoned_before_its_start_is_never_started():
     books = Books()
     books.policy.start_load(request("a", FROM_THERE), blocks(3), 0, 10)
     books.policy.load_abandoned(RequestId("a"))
     assert books.policy.loads.take_new() == ()
 
 
-def test_a_holder_is_told_when_the_last_of_several_loads_has_ended():
+def test_holder_is_notified_after_the_last_of_several_loads():
     books = Books()
     first, second = books.load("a"), books.load("b")
     assert first is not None
     assert second is not None
     books.policy.loads.complete(first)
     assert (books.kept(), books.releases()) == (["theirs"], [])
-    # a third choice of the same request never needed its own load, and the second still reads
+    # A third choice of the same request never needed its own load. The second choice still reads.
     assert not books.policy.request_finished(request("c", FROM_THERE), [], [], FinishReason.ABORT)
     assert books.releases() == []
     books.policy.loads.failed(second, "no")
@@ -429,7 +429,7 @@ def test_a_holder_is_told_when_the_last_of_several_loads_has_ended():
 
 
 @pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.STOP])
-def test_one_that_never_needed_its_load_tells_the_holder(reason):
+def test_request_without_a_needed_load_notifies_the_holder(reason):
     books = Books()
     assert not books.policy.request_finished(request("a", FROM_THERE), blocks(3), range(11), reason)
     assert books.releases() == ["theirs"]
@@ -437,7 +437,7 @@ def test_one_that_never_needed_its_load_tells_the_holder(reason):
     assert books.policy.loads.take_urgent() == ()
 
 
-def test_what_a_holder_does_not_hold_any_more_fails_its_loads():
+def test_ended_hold_fails_its_loads():
     books = Books()
     load = books.load()
     assert load is not None
@@ -449,7 +449,7 @@ def test_what_a_holder_does_not_hold_any_more_fails_its_loads():
     assert "127.0.0.1:7000: it does not hold the blocks any more" in report.message
 
 
-def test_one_that_breaks_goes_on_a_few_times_and_longer_where_something_came():
+def test_broken_load_is_retried_more_often_after_progress():
     books = Books()
     load = books.load()
     assert load is not None
@@ -468,7 +468,7 @@ def test_one_that_breaks_goes_on_a_few_times_and_longer_where_something_came():
     assert books.policy.counts()["transfers_resumed_total"] == RETRIES_MAX
 
 
-def test_a_holder_that_is_quiet_for_as_long_as_a_hold_lasts_has_let_go():
+def test_holder_silent_for_the_duration_of_a_hold_counts_as_released():
     books = Books()
     load = books.load()
     assert load is not None
@@ -478,7 +478,7 @@ def test_a_holder_that_is_quiet_for_as_long_as_a_hold_lasts_has_let_go():
     assert not load.is_alive
 
 
-def test_a_holder_that_listens_no_more_is_given_up_soon():
+def test_holder_that_refuses_connections_is_given_up_soon():
     books = Books()
     load = books.load()
     assert load is not None
@@ -486,7 +486,7 @@ def test_a_holder_that_listens_no_more_is_given_up_soon():
     assert delays == [0.0, 0.05, 0.2, None]
 
 
-def test_what_a_holder_has_to_be_told_is_bounded_and_told_in_pieces():
+def test_reports_to_a_holder_are_limited_and_sent_in_pieces():
     books = Books()
     for index in range(1_200):
         params = signed(msgspec.structs.replace(FROM_THERE, remote_request_id=f"r{index}"), KEY)
@@ -498,7 +498,7 @@ def test_what_a_holder_has_to_be_told_is_bounded_and_told_in_pieces():
     assert books.policy.loads.tells(HERE) == []
 
 
-def test_a_connector_that_ends_ends_everything():
+def test_ended_connector_ends_all_holds_and_loads():
     books = Books()
     books.hold("a")
     load = books.load("b")
@@ -510,20 +510,20 @@ def test_a_connector_that_ends_ends_everything():
 
 
 @pytest.mark.parametrize("proof", [proof_of("salt", range(9)), proof_of(None, range(1, 10)), proof_of(None, range(8))])
-def test_blocks_of_another_prompt_are_nobody_elses(proof):
+def test_blocks_of_another_prompt_are_refused(proof):
     books = Books()
     books.hold("a", 9)
     assert "another prompt" in str(books.policy.sends.asked("a", 0, 9, proof, 0.0))
     assert not isinstance(books.policy.sends.asked("a", 2, 5, proof_of(None, range(7)), 0.0), str)
 
 
-def test_a_load_shows_the_tokens_that_it_is_for():
+def test_load_sends_a_proof_of_its_tokens():
     books = Books()
     load = books.load("a")
     assert load is not None
     assert load.proof == proof_of(None, request("a", FROM_THERE).prompt_token_ids[:10])
 
 
-def test_so_many_blocks_are_not_even_looked_at():
+def test_too_many_blocks_are_refused_unread():
     params = msgspec.structs.replace(FROM_THERE, remote_block_ids=(1,) * 100_001)
     assert "100000 are allowed" in str(origin_of(params, StreamOptions(), KEY))

@@ -1,4 +1,4 @@
-"""What cannot be is refused at the start, in a sentence."""
+"""Options of the stream connectors. Invalid ones are refused at the start with one sentence."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def make(options):
         ({"chunk_bytes": 10**9}, "chunk_bytes"),
     ],
 )
-def test_an_option_that_cannot_be_is_refused(options, expect):
+def test_invalid_option_is_refused(options, expect):
     with pytest.raises(StartupError, match=expect):
         make(options)
 
 
-def test_a_key_file_is_read_without_white_space(tmp_path):
+def test_white_space_around_a_key_is_ignored(tmp_path):
     path = tmp_path / "key"
     path.write_bytes(b"  0123456789abcdef\n")
     options = read_options(StreamOptions, {"key_file": str(path), "host": "0.0.0.0"})
@@ -56,7 +56,7 @@ def test_a_key_file_is_read_without_white_space(tmp_path):
     assert read_options(StreamOptions, {}).read_key() == b""
 
 
-def test_what_readers_are_told():
+def test_address_that_readers_get():
     assert read_options(StreamOptions, {}).advertised == "127.0.0.1"
     options = read_options(StreamOptions, {"key": "k" * 16, "host": "0.0.0.0", "advertised_host": "node1"})
     assert options.advertised == "node1"
@@ -66,5 +66,5 @@ def test_what_readers_are_told():
     ("host", "expect"),
     [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True), ("10.0.0.1", False), ("x", False)],
 )
-def test_loopback_is_known(host, expect):
+def test_loopback_addresses_are_recognized(host, expect):
     assert is_loopback(host) == expect

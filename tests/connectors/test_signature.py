@@ -1,4 +1,4 @@
-"""The keys with which engines sign where they hold KV."""
+"""Keys with which engines sign the location of held KV."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def place(tmp_path, monkeypatch) -> Path:
     return tmp_path / "trioserve" / "kv-key"
 
 
-def test_engines_of_one_user_on_one_machine_have_one_key_that_nobody_else_reads(place):
+def test_engines_of_one_user_on_one_machine_share_a_private_key(place):
     first = machine_key()
     assert len(first) == 32
     assert machine_key() == first
@@ -46,7 +46,7 @@ def test_tests_write_no_key_into_cache_of_user():
     assert Path.home() not in directory.parents
 
 
-def test_a_shared_key_goes_before_that_of_the_machine(place):
+def test_configured_key_overrides_the_key_of_the_machine(place):
     one, other = (signing_key(StreamOptions(key=letter * 16)) for letter in "ab")
     assert not place.exists()
     assert is_signed(signed(PLACE, one), signing_key(StreamOptions(key="a" * 16)))
@@ -54,7 +54,7 @@ def test_a_shared_key_goes_before_that_of_the_machine(place):
 
 
 @pytest.mark.parametrize("wrong", ["mode", "short", "long", "link", "directory", "pipe"])
-def test_a_file_that_others_could_have_made_is_no_key(place, wrong, caplog):
+def test_key_file_that_others_can_write_is_refused(place, wrong, caplog):
     place.parent.mkdir()
     if wrong == "directory":
         place.mkdir()
@@ -72,7 +72,7 @@ def test_a_file_that_others_could_have_made_is_no_key(place, wrong, caplog):
     assert "give all engines a key or key_file" in caplog.text
 
 
-def test_an_engine_that_can_write_nowhere_has_a_key_of_its_own(tmp_path, caplog):
+def test_engine_without_a_writable_directory_has_its_own_key(tmp_path, caplog):
     (tmp_path / "file").write_bytes(b"")
     assert len(machine_key({"XDG_CACHE_HOME": str(tmp_path / "file")})) == 32
     assert "kv of other engines is not read" in caplog.text

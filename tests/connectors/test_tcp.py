@@ -1,4 +1,4 @@
-"""The whole connector over sockets of this machine, plain and with TLS."""
+"""The connector `tcp` over sockets of this machine, with and without TLS."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ KEY = "a key that nobody knows"
 
 
 class Engine:
-    """One side, as its core sees it."""
+    """One side of a transfer, as its core sees it."""
 
     def __init__(self, name: str, options: Mapping[str, Any], layout: KVLayout = SMALL_LAYOUT) -> None:
         self.pages = MemoryPages(40, layout)
@@ -92,7 +92,7 @@ def request(name: str, token_count: int, params: KVTransferParams) -> EngineRequ
 
 
 def begin(there: Engine, here: Engine, name: str = "r", **change: object) -> None:
-    """Half of the blocks there are held and loaded into the other half here, in another order."""
+    """Hold half of the blocks of one engine, and load them into the other half of the other engine, reordered."""
     count = 20 * there.pages.layout.block_size
     blocks = [BlockIndex(index) for index in range(20)]
     there.pages.fill(blocks, seed=5)
@@ -110,7 +110,7 @@ def is_equal(there: Engine, here: Engine) -> bool:
 
 @pytest.fixture(autouse=True)
 def _retries_at_once(monkeypatch):
-    monkeypatch.setattr(loads, "RETRY_SECONDS", (0.0,) * 5)  # how long it waits is tested with the books
+    monkeypatch.setattr(loads, "RETRY_SECONDS", (0.0,) * 5)  # test_policy.py tests the delays
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def certificates(tmp_path):
 
 @pytest.mark.parametrize("layout", [SMALL_LAYOUT, WIDE, EIGHT_BITS])
 @pytest.mark.parametrize("kind", ["plain", "key", "tls"])
-async def test_a_transfer_over_sockets(certificates, kind, layout):
+async def test_transfer_over_sockets(certificates, kind, layout):
     options = {
         "plain": ({}, {}),
         "key": ({"key": KEY}, {"key": KEY}),
@@ -146,7 +146,7 @@ async def test_a_transfer_over_sockets(certificates, kind, layout):
         )
 
 
-async def test_several_transfers_at_a_time():
+async def test_several_concurrent_transfers():
     async with engines({}, {"reads_max": 3, "chunk_bytes": 50}) as (there, here):
         for index in range(10):
             begin(there, here, f"r{index}")
@@ -164,7 +164,7 @@ async def test_several_transfers_at_a_time():
         ({}, "tls"),
     ],
 )
-async def test_whoever_does_not_belong_to_the_group_gets_nothing(certificates, there, here):
+async def test_peer_without_the_key_gets_nothing(certificates, there, here):
     options = [certificates[name] if side == "tls" else side for name, side in (("there", there), ("here", here))]
     async with engines(*options) as sides:
         begin(*sides)
@@ -176,14 +176,14 @@ async def test_whoever_does_not_belong_to_the_group_gets_nothing(certificates, t
         assert sides[0].connector.counts()["bytes_sent_total"] == 0
 
 
-async def test_a_certificate_of_somebody_else_is_none(certificates):
+async def test_untrusted_certificate_is_refused(certificates):
     for there, here in (("stranger", "here"), ("there", "stranger")):
         async with engines(certificates[there], certificates[here]) as sides:
             begin(*sides)
             assert isinstance(await sides[1].next_report(), LoadFailed)
 
 
-async def test_a_holder_that_was_restarted_is_not_read_from():
+async def test_restarted_holder_is_not_read():
     async with engines({}, {}) as (there, here):
         begin(there, here, remote_engine_id="before")
         report = await here.next_report()
@@ -191,7 +191,7 @@ async def test_a_holder_that_was_restarted_is_not_read_from():
         assert "it was restarted" in report.message
 
 
-async def test_nobody_listens_there():
+async def test_load_from_a_closed_port_fails():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     async with engines({}, {}) as (there, here):
@@ -199,7 +199,7 @@ async def test_nobody_listens_there():
         assert await here.next_report() == LoadFailed(RequestId("r"), f"127.0.0.1:{port}: {BROKE_OFF}")
 
 
-async def test_a_port_that_is_taken_is_said_in_a_sentence():
+async def test_used_port_is_reported_in_one_sentence():
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,
         pytest.raises(StartupError, match=r"127\.0\.0\.1:\d+ cannot be listened on"),
@@ -208,7 +208,7 @@ async def test_a_port_that_is_taken_is_said_in_a_sentence():
             raise AssertionError("it started")
 
 
-async def test_garbage_over_a_socket_leaves_the_others_alone():
+async def test_garbage_on_one_socket_does_not_affect_others():
     async with engines({"key": KEY}, {"key": KEY}) as (there, here):
         assert there.connector.address is not None
         stranger = await trio.open_tcp_stream(*there.connector.address)
@@ -222,7 +222,7 @@ async def test_garbage_over_a_socket_leaves_the_others_alone():
         assert isinstance(await here.next_report(), Loaded)
 
 
-async def test_what_has_ended_listens_no_more_and_holds_nothing():
+async def test_ended_connector_does_not_listen_and_holds_nothing():
     async with engines({}, {}) as (there, here):
         begin(there, here)
         address = there.connector.address
@@ -244,12 +244,12 @@ async def wires() -> tuple[SocketWire, SocketWire]:
         return SocketWire(await listener.accept(), 5.0), SocketWire(theirs, 5.0)
 
 
-async def test_pieces_arrive_in_order_however_they_are_cut():
+async def test_pieces_cut_anywhere_arrive_in_order():
     sender, receiver = await wires()
     content = bytes(range(256)) * 20_000
     cuts = [0, 1, 1, 5_000, 70_000, 70_001, 3_000_000, len(content)]
     pieces = [memoryview(content)[a:b] for a, b in itertools.pairwise(cuts)]
-    many = [memoryview(content)[at : at + 100] for at in range(0, 120_000, 100)]  # more than one call takes
+    many = [memoryview(content)[at : at + 100] for at in range(0, 120_000, 100)]  # more than one system call accepts
     target = bytearray(len(content))
     second = bytearray(120_000)
     async with trio.open_nursery() as nursery:
@@ -266,7 +266,7 @@ async def test_pieces_arrive_in_order_however_they_are_cut():
     receiver.close()
 
 
-async def test_nothing_is_a_number_of_bytes_like_any_other():
+async def test_empty_pieces_are_sent_and_received():
     sender, receiver = await wires()
     assert await receiver.receive(0) == b""
     await sender.send([b"", b"ab", memoryview(b"")])
@@ -277,7 +277,7 @@ async def test_nothing_is_a_number_of_bytes_like_any_other():
     receiver.close()
 
 
-async def test_nothing_is_read_into_what_may_not_be_written_though_it_is_there():
+async def test_waiting_bytes_are_not_read_into_forbidden_memory():
     sender, receiver = await wires()
     target = bytearray(8)
     await sender.send([b"12345678"])
@@ -289,7 +289,7 @@ async def test_nothing_is_read_into_what_may_not_be_written_though_it_is_there()
     receiver.close()
 
 
-async def test_what_is_taken_away_in_the_middle_is_neither_sent_nor_written_further():
+async def test_transfer_stops_when_its_memory_is_withdrawn():
     sender, receiver = await wires()
     may_write = may_read = True
     target = bytearray(100)
@@ -331,7 +331,7 @@ async def test_what_is_taken_away_in_the_middle_is_neither_sent_nor_written_furt
 
 
 @pytest.mark.parametrize("direction", ["send", "receive"])
-async def test_silence_ends_a_wait(autojump_clock, direction):
+async def test_silence_ends_a_wait_for_bytes(autojump_clock, direction):
     sender, receiver = await wires()
     with pytest.raises(trio.TooSlowError):
         await (sender.send([bytes(50_000_000)]) if direction == "send" else receiver.receive(1))
@@ -341,7 +341,7 @@ async def test_silence_ends_a_wait(autojump_clock, direction):
 
 
 @pytest.mark.parametrize("host", ["a..b", "x" * 70])
-async def test_a_host_that_cannot_be_a_name_fails_its_load_alone(host):
+async def test_invalid_host_name_fails_only_its_load(host):
     options = {"key": KEY, "peers": ["*"]}
     async with engines(options, options) as (there, here):
         begin(there, here, remote_host=host)
@@ -350,7 +350,7 @@ async def test_a_host_that_cannot_be_a_name_fails_its_load_alone(host):
         assert isinstance(await here.next_report(), Loaded)
 
 
-async def test_who_tells_nothing_any_more_makes_room_for_others():
+async def test_reports_to_unreachable_holders_do_not_block_others():
     async with engines({}, {}) as (there, here):
         nobody = KVTransferParams(
             do_remote_prefill=True, remote_request_id="x", remote_host="127.0.0.1", remote_port=1, remote_num_tokens=80
@@ -363,10 +363,10 @@ async def test_who_tells_nothing_any_more_makes_room_for_others():
             assert isinstance(await here.next_report(), LoadFailed)
         begin(there, here)
         assert isinstance(await here.next_report(), Loaded)
-        assert isinstance(await there.next_report(), Released)  # or the deadline of the hold would have to do it
+        assert isinstance(await there.next_report(), Released)  # otherwise the hold would last until its deadline
 
 
-async def test_who_asks_without_end_lets_others_run():
+async def test_peer_that_asks_without_pause_does_not_block_other_tasks():
     questions, turns = 100, 0
     async with engines({}, {}) as (there, _here), trio.open_nursery() as nursery:
         stream = await trio.open_tcp_stream(*there.connector.address)
@@ -379,7 +379,7 @@ async def test_who_asks_without_end_lets_others_run():
                 turns += 1
 
         nursery.start_soon(take_turns)
-        while not turns:  # a task that has yet to begin would miss the first turns
+        while not turns:  # a task that has not begun would miss the first turns
             await trio.lowlevel.checkpoint()
         try:
             await connection.wire.send([frame(Kind.TELL, Tell(("x",), ())) * questions])
@@ -392,7 +392,7 @@ async def test_who_asks_without_end_lets_others_run():
             nursery.cancel_scope.cancel()
 
 
-async def test_all_addresses_of_ipv6_are_those_of_ipv4_too():
+async def test_listening_on_all_ipv6_addresses_includes_ipv4():
     try:
         listener = dual_listener(0)
     except OSError:

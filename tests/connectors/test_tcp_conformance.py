@@ -1,4 +1,4 @@
-"""Every promise of the connector contract, kept by `tcp` over sockets."""
+"""The connector `tcp` obeys the contract over sockets."""
 
 from __future__ import annotations
 

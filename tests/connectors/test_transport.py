@@ -1,4 +1,4 @@
-"""Both halves of the transport over streams in memory: what a peer may do to us, and what breaks in between."""
+"""Both sides of the stream transport over streams in memory: malicious peers, and failures at any moment."""
 
 from __future__ import annotations
 
@@ -67,7 +67,11 @@ def table(blocks: tuple[int, ...]) -> list[BlockIndex]:
 
 
 class WatchedPages(MemoryPages):
-    """Blocks that somebody else has by now must not be looked at: touched, those that were."""
+    """Cache that records accesses to blocks of other requests.
+
+    Attributes:
+        touched: Blocks that were accessed although they now belong to another request.
+    """
 
     def __init__(self, block_count: int) -> None:
         super().__init__(block_count)
@@ -92,7 +96,11 @@ class WatchedPages(MemoryPages):
 
 
 class Side:
-    """The books and the halves of an engine's transport, without sockets. reports: all that its core was told."""
+    """One engine's records and transport, without sockets.
+
+    Attributes:
+        reports: All events that the core received.
+    """
 
     def __init__(
         self,
@@ -131,7 +139,7 @@ class Side:
             self.reader.tell_now(source, self.nursery)
 
     async def until(self, kind: type | UnionType) -> object:
-        """The first report of this kind."""
+        """Return the first report of this kind."""
         while True:
             self.woken = trio.Event()
             self.reports += self.policy.progress()
@@ -157,9 +165,14 @@ class Side:
 
 
 class Between(trio.abc.Stream):
-    """An end of a connection to which something can happen. cut_after: sends so many bytes, and breaks. stuck_after:
-    sends so many bytes, and then nothing more goes. held: sends nothing more until it is set. damage: the n-th byte
-    that is sent is another one."""
+    """End of a connection with faults.
+
+    Attributes:
+        cut_after: Number of bytes after which the connection breaks.
+        stuck_after: Number of bytes after which nothing more is sent.
+        held: Event before which nothing more is sent.
+        damage: Index of a sent byte that is changed.
+    """
 
     def __init__(self, stream: trio.StapledStream) -> None:
         self.stream = stream
@@ -205,8 +218,11 @@ class Between(trio.abc.Stream):
 
 
 class Pair:
-    """A holder and a reader that reaches it. connections: the holder's ends, in the order in which they were opened;
-    before each opening `prepare` may do something to it."""
+    """A holder and a reader that can connect to it.
+
+    Attributes:
+        connections: The holder's ends, in the order of opening. `prepare` may change each before it is opened.
+    """
 
     def __init__(self, nursery: trio.Nursery, **options: object) -> None:
         self.nursery = nursery
@@ -253,12 +269,12 @@ async def pair(**options: object) -> AsyncIterator[Pair]:
         nursery.cancel_scope.cancel()
 
 
-# --- a transfer ---
+# --- transfers without faults ---
 
 
 @pytest.mark.parametrize("start", [0, 4, 10])
 @pytest.mark.parametrize("has_views", [True, False])
-async def test_a_transfer_brings_every_byte_and_both_sides_are_told(autojump_clock, start, has_views):
+async def test_transfer_copies_every_byte_and_notifies_both_sides(autojump_clock, start, has_views):
     async with pair() as both:
         both.here.pages.has_views = both.there.pages.has_views = has_views
         before = both.here.pages.content(5)
@@ -274,13 +290,13 @@ async def test_a_transfer_brings_every_byte_and_both_sides_are_told(autojump_clo
         assert counts["loads_completed_total"] == there["sends_completed_total"] == 1
 
 
-async def test_connections_are_used_again_and_closed_when_nobody_needs_them(autojump_clock):
+async def test_connections_are_reused_and_closed_when_idle(autojump_clock):
     async with pair() as both:
         for name in "abc":
             both.here.load(both.there.hold(name), name)
             await both.here.until(Loaded)
             both.here.reports.clear()
-        assert len(both.connections) == 2  # one for data, one for what holders are told
+        assert len(both.connections) == 2  # one for data, one for reports to holders
         assert both.here.reader.has_idle
         both.here.reader.close_idle(trio.current_time() + 29)
         assert both.here.reader.has_idle
@@ -288,7 +304,7 @@ async def test_connections_are_used_again_and_closed_when_nobody_needs_them(auto
         assert not both.here.reader.has_idle
 
 
-async def test_many_loads_use_few_connections_and_those_that_wait_say_so(autojump_clock):
+async def test_many_loads_use_few_connections_and_waiting_loads_send_heartbeats(autojump_clock):
     async with pair() as both:
         params = [both.there.hold(f"h{index}") for index in range(12)]
         for index, each in enumerate(params):
@@ -301,8 +317,8 @@ async def test_many_loads_use_few_connections_and_those_that_wait_say_so(autojum
         assert len(both.connections) <= 5
 
 
-async def test_a_slow_holder_is_told_that_its_reader_still_waits(autojump_clock):
-    """Heartbeats go on over a connection of their own while the data stands still."""
+async def test_slow_holder_gets_heartbeats_of_its_waiting_reader(autojump_clock):
+    """Heartbeats use a separate connection while the data stands still."""
     async with pair() as both:
         stuck = trio.Event()
         params = both.there.hold()
@@ -324,15 +340,15 @@ async def test_a_slow_holder_is_told_that_its_reader_still_waits(autojump_clock)
         assert both.is_equal()
 
 
-# --- what breaks ---
+# --- broken connections ---
 
 
 @pytest.mark.parametrize("cut_after", range(0, 900, 23))
-async def test_a_connection_that_breaks_anywhere_is_taken_up_where_it_broke(autojump_clock, cut_after):
+async def test_load_resumes_after_a_connection_breaks_anywhere(autojump_clock, cut_after):
     async with pair() as both:
 
         def prepare(index: int, connection: Between) -> None:
-            if index < 2:  # both of them: what holders are told, and the data
+            if index < 2:  # both connections: reports to holders, and data
                 connection.cut_after = cut_after
 
         both.prepare = prepare
@@ -342,10 +358,10 @@ async def test_a_connection_that_breaks_anywhere_is_taken_up_where_it_broke(auto
         await both.there.until(Released)
         total = TOKENS * 2 * SMALL_LAYOUT.token_bytes
         sent = both.there.policy.counts()["bytes_sent_total"]
-        assert total <= sent <= total + 40  # of what had come nothing is sent again
+        assert total <= sent <= total + 40  # received data is not sent again
 
 
-async def test_one_that_breaks_again_and_again_fails(autojump_clock):
+async def test_load_fails_if_its_connections_always_break(autojump_clock):
     async with pair() as both:
 
         def prepare(index: int, connection: Between) -> None:
@@ -359,7 +375,7 @@ async def test_one_that_breaks_again_and_again_fails(autojump_clock):
         assert both.here.policy.counts()["transfers_resumed_total"] > 0
 
 
-async def test_nobody_there_fails_soon(autojump_clock):
+async def test_unreachable_holder_fails_soon(autojump_clock):
     async with trio.open_nursery() as nursery:
         here = Side("here")
         here.nursery = nursery
@@ -372,7 +388,7 @@ async def test_nobody_there_fails_soon(autojump_clock):
         nursery.cancel_scope.cancel()
 
 
-async def test_a_holder_that_falls_silent_fails_within_what_a_hold_lasts(autojump_clock):
+async def test_silent_holder_fails_within_the_duration_of_a_hold(autojump_clock):
     async with pair() as both:
 
         def prepare(index: int, connection: Between) -> None:
@@ -388,8 +404,8 @@ async def test_a_holder_that_falls_silent_fails_within_what_a_hold_lasts(autojum
 
 
 @pytest.mark.parametrize("place", [*range(0, 280, 31), *range(280, 420), *range(420, 800, 17)])
-async def test_a_byte_that_changed_on_its_way_is_never_loaded(autojump_clock, place):
-    """place: in what the holder sends, the handshake included."""
+async def test_changed_byte_is_detected_and_never_loaded(autojump_clock, place):
+    """`place` is a position in the holder's bytes, including the handshake."""
     async with pair() as both:
 
         def prepare(index: int, connection: Between) -> None:
@@ -406,11 +422,15 @@ async def test_a_byte_that_changed_on_its_way_is_never_loaded(autojump_clock, pl
         assert LoadFailed in map(type, both.here.reports) or both.is_equal()
 
 
-# --- holds that end in the middle ---
+# --- holds and loads that end during a transfer ---
 
 
 async def act_at_each_moment(act: Callable[[Pair], None]) -> int:
-    """act after every number of passes, up to the end of the load. Returns in how many of them it did not come."""
+    """Call `act` after each number of scheduler turns, up to the end of the load.
+
+    Returns:
+        Number of moments at which the load failed.
+    """
     failures = 0
     for moment in range(200):
         async with pair() as both:
@@ -421,7 +441,7 @@ async def act_at_each_moment(act: Callable[[Pair], None]) -> int:
             if any(isinstance(report, Loaded) for report in both.here.reports):
                 return failures
             act(both)
-            with trio.fail_after(1):  # it is told, and need not find out by silence
+            with trio.fail_after(1):  # the reader is notified, and need not wait for a silence
                 await both.here.until(Loaded | LoadFailed)
             await trio.sleep(30)
             both.here.reports += both.here.policy.progress()
@@ -430,17 +450,17 @@ async def act_at_each_moment(act: Callable[[Pair], None]) -> int:
             kinds = [type(report) for report in both.here.reports]
             assert kinds in ([Loaded], [LoadFailed])
             if kinds == [Loaded]:
-                both.there.pages.fill(BLOCKS_THERE, seed=1)  # what was held
+                both.there.pages.fill(BLOCKS_THERE, seed=1)  # the held KV
                 assert both.is_equal()
             failures += Loaded not in kinds
     raise AssertionError("the load never ended")
 
 
 @pytest.mark.slow
-async def test_a_hold_that_expires_at_any_moment_gives_no_foreign_byte(autojump_clock):
+async def test_hold_that_expires_at_any_moment_sends_no_foreign_bytes(autojump_clock):
     def expire(both: Pair) -> None:
         both.there.policy.hold_expired(RequestId("held"), HoldKind.SEND)
-        both.there.pages.fill(BLOCKS_THERE, seed=2)  # another request's, from now on
+        both.there.pages.fill(BLOCKS_THERE, seed=2)  # the blocks now belong to another request
         both.there.pages.foreign = BLOCKS_THERE
 
     failures = await act_at_each_moment(expire)
@@ -448,7 +468,7 @@ async def test_a_hold_that_expires_at_any_moment_gives_no_foreign_byte(autojump_
 
 
 @pytest.mark.parametrize("has_views", [True, False])
-async def test_a_load_that_expires_at_any_moment_writes_no_byte_after_it(autojump_clock, has_views):
+async def test_load_that_expires_at_any_moment_writes_nothing_afterwards(autojump_clock, has_views):
     written = []
 
     for moment in range(200):
@@ -474,8 +494,8 @@ async def test_a_load_that_expires_at_any_moment_writes_no_byte_after_it(autojum
 
 
 @pytest.mark.parametrize("end", ["expired", "aborted"])
-async def test_a_hold_that_ends_while_nothing_goes_over_the_connection_ends_the_read_at_once(autojump_clock, end):
-    """In the middle of a chunk: there is no frame that could say so, so the connection ends."""
+async def test_hold_that_ends_during_a_stall_ends_the_read_at_once(autojump_clock, end):
+    """In the middle of a chunk, no frame can report the end, so the connection is closed."""
     async with pair(chunk_bytes=10_000) as both:
 
         def prepare(index: int, connection: Between) -> None:
@@ -496,8 +516,10 @@ async def test_a_hold_that_ends_while_nothing_goes_over_the_connection_ends_the_
 
 
 class DirectWire:
-    """Takes at once what is sent, without letting anybody else run; then calls `after` with the frames so far. A reader
-    has asked for everything that is held, and nothing more comes of it."""
+    """Wire that accepts sent frames at once, without running other tasks, and then calls `after` with all frames.
+
+    A reader has asked for all held blocks, and sends nothing more.
+    """
 
     silence_seconds = 5.0
 
@@ -532,8 +554,8 @@ class DirectWire:
 
 
 @pytest.mark.parametrize("data_count", range(1, 13))
-async def test_the_end_is_not_said_of_a_hold_that_ended_with_the_last_byte(autojump_clock, data_count):
-    """However connection it came, and though the connection never lets anybody else run in between."""
+async def test_end_is_not_confirmed_if_the_hold_ended_with_the_last_byte(autojump_clock, data_count):
+    """In any order of frames, and although the wire never runs other tasks in between."""
     there = Side("there")
     there.hold()
 
@@ -552,7 +574,7 @@ async def test_the_end_is_not_said_of_a_hold_that_ended_with_the_last_byte(autoj
     assert there.pages.touched == []
 
 
-async def test_what_has_landed_is_not_put_into_the_blocks_of_a_load_that_has_ended():
+async def test_received_bytes_are_not_written_to_blocks_of_an_ended_load():
     here = Side("here")
     here.load(Side("there").hold())
     (load,) = here.policy.loads.take_new()
@@ -569,7 +591,7 @@ async def test_what_has_landed_is_not_put_into_the_blocks_of_a_load_that_has_end
 
 
 async def meet(send: bytes, *, key: bytes = KEY, ends: bool = False) -> tuple[Side, bytes]:
-    """A stranger says this to a holder. Returns what it answered until it closed the connection."""
+    """Connect a stranger that sends bytes to a holder. Returns the answer up to the end of the connection."""
     side = Side("there", key=key)
     ours, theirs = memory_stream_pair()
     received = b""
@@ -613,7 +635,7 @@ async def meet(send: bytes, *, key: bytes = KEY, ends: bool = False) -> tuple[Si
     ids=lambda content: f"{len(content)}_bytes",
 )
 @pytest.mark.parametrize("ends", [False, True])
-async def test_a_stranger_gets_nothing_and_is_counted(autojump_clock, content, ends):
+async def test_stranger_gets_nothing_and_is_counted(autojump_clock, content, ends):
     side, received = await meet(content, ends=ends)
     assert side.policy.counts()["peers_refused_total"] == 1
     assert len(side.troubles) == 1
@@ -630,7 +652,7 @@ def heads(content: bytes) -> list[frames.Head]:
     return found
 
 
-async def test_silent_strangers_end_after_a_while_or_when_others_come(autojump_clock):
+async def test_silent_strangers_are_disconnected_after_a_time_or_for_new_peers(autojump_clock):
     side = Side("there")
     count = GREETINGS_OF_ADDRESS_MAX + 3
     async with trio.open_nursery() as nursery:
@@ -656,7 +678,7 @@ async def test_silent_strangers_end_after_a_while_or_when_others_come(autojump_c
 
 
 @pytest.mark.parametrize("address_count", [1, 5, 100])
-async def test_silent_strangers_keep_no_reader_out(autojump_clock, address_count):
+async def test_silent_strangers_do_not_block_readers(autojump_clock, address_count):
     side = Side("there")
     side.hold()
     async with trio.open_nursery() as nursery:
@@ -675,7 +697,7 @@ async def test_silent_strangers_keep_no_reader_out(autojump_clock, address_count
     assert side.holder.strangers.count == 0
 
 
-async def test_readers_have_places_that_strangers_do_not_take(autojump_clock):
+async def test_strangers_cannot_use_connection_places_of_readers(autojump_clock):
     side = Side("there")
     async with trio.open_nursery() as nursery:
         wires = [(await greeted(side, nursery))[1] for _ in range(GREETINGS_OF_ADDRESS_MAX + 4)]
@@ -710,7 +732,7 @@ CONVERSATIONS = [
     length=st.floats(0, 1),
     hangs_up=st.booleans(),
 )
-def test_any_bytes_of_a_stranger_end_without_a_fault(conversation, changes, length, hangs_up):
+def test_any_bytes_of_a_stranger_cause_no_error(conversation, changes, length, hangs_up):
     content = bytearray(conversation)
     for where, new in changes:
         start = int(where * len(content))
@@ -738,7 +760,7 @@ def test_any_bytes_of_a_stranger_end_without_a_fault(conversation, changes, leng
 
 
 async def greeted(there: Side, nursery: trio.Nursery) -> tuple[PeerConnection, Wire]:
-    """A reader that has shown the key."""
+    """Connect a reader that has proved that it knows the key."""
     ours, theirs = memory_stream_pair()
     between, end = Between(theirs), Between(ours)
 
@@ -766,7 +788,7 @@ async def greeted(there: Side, nursery: trio.Nursery) -> tuple[PeerConnection, W
     ],
     ids=lambda content: f"{len(content)}_bytes",
 )
-async def test_a_reader_that_talks_nonsense_loses_its_connection_and_nothing_else(autojump_clock, content):
+async def test_reader_with_invalid_frames_loses_only_its_connection(autojump_clock, content):
     there = Side("there")
     there.hold()
     async with trio.open_nursery() as nursery:
@@ -784,7 +806,7 @@ async def test_a_reader_that_talks_nonsense_loses_its_connection_and_nothing_els
 
 
 @pytest.mark.parametrize(("start", "count", "name"), [(0, 12, "held"), (5, 7, "held"), (-1, 3, "held"), (0, 11, "x")])
-async def test_what_is_not_held_is_refused_in_a_sentence_and_the_connection_goes_on(autojump_clock, start, count, name):
+async def test_read_without_a_hold_is_refused_and_the_connection_stays_open(autojump_clock, start, count, name):
     there = Side("there")
     there.hold()
     async with trio.open_nursery() as nursery:
@@ -799,7 +821,7 @@ async def test_what_is_not_held_is_refused_in_a_sentence_and_the_connection_goes
         wire.close()
 
 
-async def test_a_reader_that_takes_nothing_loses_its_connection(autojump_clock):
+async def test_reader_that_receives_nothing_loses_its_connection(autojump_clock):
     there = Side("there")
     there.hold()
     async with trio.open_nursery() as nursery:
@@ -819,7 +841,7 @@ async def test_a_reader_that_takes_nothing_loses_its_connection(autojump_clock):
     assert there.policy.sends.get("held") is not None
 
 
-# --- holders that are not what they should be ---
+# --- misbehaving holders ---
 
 
 async def impostor(response: Callable[[Wire], Awaitable[None]], params: KVTransferParams) -> tuple[Side, LoadFailed]:
@@ -854,7 +876,7 @@ async def impostor(response: Callable[[Wire], Awaitable[None]], params: KVTransf
 
 
 def responses(*content: bytes, engine_id: str = "there", key: bytes = KEY, layout=SMALL_LAYOUT):
-    """A holder that greets as it should and answers whatever it is asked with this."""
+    """Return a holder that greets correctly and answers every request with these bytes."""
 
     async def play(wire: Wire) -> None:
         await greet_reader(wire, Identity(engine_id, layout, key))
@@ -881,7 +903,7 @@ def data(layer: int, start: int, count: int, body: bytes, *, transfer: int = 1, 
         (responses(frame(Kind.ABORT, Abort("one line\nlog expired\x1b" + "x" * 9_000))), "one line?log expired?xxx"),
         (responses(frame(Kind.ABORT, b"\xff")), "cannot be read"),
         (responses(b"garbage" * 10), "this is not the protocol of an engine"),
-        (responses(frame(Kind.END, transfer=1)), "is due"),  # before anything came
+        (responses(frame(Kind.END, transfer=1)), "is due"),  # before any data
         (responses(frame(Kind.TELL_REPLY, TellReply())), "is due"),
         (responses(data(0, 0, 2, bytes(32), transfer=2)), "of transfer 2"),
         (responses(data(1, 0, 2, bytes(32))), "is due"),
@@ -892,7 +914,7 @@ def data(layer: int, start: int, count: int, body: bytes, *, transfer: int = 1, 
         (responses(bytes(frames.data_head(1, 0, 0, 2, 2**32 - 1, 0))), "is due"),
     ],
 )
-async def test_a_holder_that_is_not_what_it_should_be_fails_one_load_and_is_logged(autojump_clock, response, expect):
+async def test_misbehaving_holder_fails_one_load_and_is_logged(autojump_clock, response, expect):
     params = Side("there").hold()
     here, failed = await impostor(response, params)
     said = here.troubles if BROKE_OFF in failed.message else [failed.message]
@@ -928,7 +950,7 @@ async def shake(reader_key: bytes, holder_key: bytes) -> tuple[object, object]:
     return results["reader"], results["holder"]
 
 
-async def test_both_sides_know_the_other_after_a_handshake(autojump_clock):
+async def test_handshake_identifies_both_sides(autojump_clock):
     for key in (KEY, b""):
         reader, holder = await shake(key, key)
         assert isinstance(reader, PeerConnection)
@@ -938,14 +960,14 @@ async def test_both_sides_know_the_other_after_a_handshake(autojump_clock):
 
 
 @pytest.mark.parametrize(("reader_key", "holder_key"), [(KEY, b"x" * 16), (b"", KEY), (KEY, b"")])
-async def test_another_key_is_no_key(autojump_clock, reader_key, holder_key):
+async def test_other_key_is_refused(autojump_clock, reader_key, holder_key):
     reader, holder = await shake(reader_key, holder_key)
     assert isinstance(reader, Refused)
     assert isinstance(holder, Refused)
 
 
-async def test_a_holder_without_the_key_cannot_pass_for_one(autojump_clock):
-    """It hands the reader's own proof back, or one that it has overheard."""
+async def test_holder_without_the_key_is_detected(autojump_clock):
+    """The holder repeats the reader's own proof, or a proof of another connection."""
     for stolen in ("same", "overheard"):
         ours, theirs = memory_stream_pair()
         end, between = Between(ours), Between(theirs)
@@ -959,7 +981,7 @@ async def test_a_holder_without_the_key_cannot_pass_for_one(autojump_clock):
             head = await receive_head(wire)
             proof = frames.body_of(Proof, await wire.receive(head.body_bytes)).proof
             assert is_proof(proof, KEY, "reader", hello, challenge)
-            if stolen == "overheard":  # a right one, from another connection
+            if stolen == "overheard":  # a valid proof of another connection
                 proof = make_proof(KEY, "holder", hello, GREETING)
             await wire.send([frame(Kind.WELCOME, Proof(proof))])
 
@@ -977,7 +999,7 @@ def test_proofs_are_compared_in_constant_time():
 # --- frames ---
 
 
-def test_any_bytes_are_a_frame_or_a_bad_one():
+def test_any_bytes_are_a_frame_or_raise_bad_frame():
     import random
 
     source = random.Random(7)
@@ -992,7 +1014,7 @@ def test_any_bytes_are_a_frame_or_a_bad_one():
                 frames.body_of(kind, source.randbytes(source.randrange(60)))
 
 
-async def test_a_wire_moves_nothing_that_may_not_be_touched(autojump_clock):
+async def test_wire_moves_nothing_without_permission(autojump_clock):
     ours, theirs = memory_stream_pair()
     a, b = Between(ours), Between(theirs)
     sender, receiver = StreamWire(a, 5.0, a.close), StreamWire(b, 5.0, b.close)

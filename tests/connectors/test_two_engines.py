@@ -1,4 +1,4 @@
-"""Two engines with a real model in one program: one computes the prompt, the other goes on from its KV."""
+"""Two engines with a real model in one program: one computes the prompt, the other continues from its KV."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ FIRST = SamplingParams(max_tokens=1, temperature=0.0)
 HELD = KVTransferParams(do_remote_decode=True)
 
 
-WINDOW = 8  # of every layer of the Mistral
+WINDOW = 8  # sliding window of every layer of the Mistral model
 
 
 @pytest.fixture(scope="module", params=("llama", "deepseek-v3", "mistral"))
 def checkpoint(request, tmp_path_factory) -> str:
-    """The second one's KV are latents, and all layers of the third one have a sliding window."""
+    """Write a model. The KV of the second one are latents, and all layers of the third one have a sliding window."""
     return written(request.param, tmp_path_factory)
 
 
@@ -57,7 +57,7 @@ async def text_of(engine, sampling=GREEDY, **more) -> str:
 
 
 @pytest.mark.parametrize("block_size", [16, 8, 48])
-async def test_a_response_goes_on_from_what_another_engine_has_computed(checkpoint, block_size):
+async def test_response_continues_from_the_kv_of_another_engine(checkpoint, block_size):
     async with opened(checkpoint) as prefill, opened(checkpoint, block_size=block_size) as decode:
         async with prefill.generate(PROMPT, FIRST, kv_transfer=HELD) as stream:
             params = [delta async for delta in stream][-1].kv_transfer
@@ -70,7 +70,7 @@ async def test_a_response_goes_on_from_what_another_engine_has_computed(checkpoi
             if "mistral" in checkpoint:
                 held_from = (token_count - WINDOW) // 16 * 16
                 if (token_count - WINDOW) // block_size * block_size < held_from:
-                    expected = 0  # the reader's longer block begins where the sender has given back: it computes
+                    expected = 0  # the reader's longer block begins in a released block, so it is computed
             assert decode.stats().loaded_tokens_total == expected
             await stream.wait_until_released()
             assert prefill.stats().blocks_held == 0
@@ -78,7 +78,7 @@ async def test_a_response_goes_on_from_what_another_engine_has_computed(checkpoi
 
 
 @pytest.mark.parametrize(("prefill_ranks", "decode_ranks"), [(2, 1), (1, 2), (2, 2)])
-async def test_engines_exchange_kv_whatever_their_numbers_of_ranks_are(checkpoint, prefill_ranks, decode_ranks):
+async def test_engines_with_different_rank_counts_exchange_kv(checkpoint, prefill_ranks, decode_ranks):
     def opened_in(ranks):
         return opened(checkpoint, tensor_parallel_size=ranks, threads=2, kv_cache_memory=0.05)
 
@@ -92,7 +92,7 @@ async def test_engines_exchange_kv_whatever_their_numbers_of_ranks_are(checkpoin
         assert response == await text_of(prefill)
 
 
-async def test_what_was_let_go_is_computed_again(checkpoint):
+async def test_released_blocks_are_computed_again(checkpoint):
     async with opened(checkpoint) as prefill, opened(checkpoint) as decode:
         async with prefill.generate(PROMPT, FIRST, kv_transfer=HELD) as stream:
             params = [delta async for delta in stream][-1].kv_transfer
@@ -104,7 +104,7 @@ async def test_what_was_let_go_is_computed_again(checkpoint):
         assert response == await text_of(prefill)
 
 
-async def test_a_context_behind_a_window_is_longer_than_the_whole_cache(windowed):
+async def test_context_with_a_window_can_exceed_the_cache(windowed):
     small = {"kv_cache_memory": 8 * 16 * 1024 / 2**30, "max_num_batched_tokens": 64}  # 8 blocks of 16 tokens
     long = SamplingParams(max_tokens=250, temperature=0.0, ignore_eos=True)
     async with (
@@ -118,7 +118,7 @@ async def test_a_context_behind_a_window_is_longer_than_the_whole_cache(windowed
         assert response == await text_of(roomy, long)
 
 
-async def test_a_connector_that_does_not_know_windows_is_refused(windowed, monkeypatch):
+async def test_connector_without_window_support_is_refused(windowed, monkeypatch):
     monkeypatch.setattr(LoopbackConnector, "knows_windows", False)
     with pytest.raises(StartupError, match="knows_windows"):
         async with opened(windowed):

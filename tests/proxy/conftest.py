@@ -1,4 +1,4 @@
-"""A router before two servers without weights, or before scripted endpoints, all in memory."""
+"""Fixtures: a router in front of two servers without weights, or of scripted endpoints, all in memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ from trioserve.testing.scripted_endpoints import open_scripted_endpoints
 
 
 class Setup:
-    """router, and servers by id. cut: makes connections to an endpoint fail from now on, or not any more."""
+    """A router and its servers.
+
+    Attributes:
+        router: Router under test.
+        servers: Servers by endpoint id.
+        unreachable: Endpoints whose connections fail.
+    """
 
     def __init__(self) -> None:
         self.router: MemoryRouter
@@ -45,8 +51,10 @@ class Setup:
 
 @pytest.fixture
 def read_cut() -> Callable[..., Any]:
-    """Reads the response to a request whose endpoint, one of two that are paused, goes behind this step: what it is,
-    and whether it had ended by then."""
+    """Return a function that reads a response whose endpoint breaks after a number of steps.
+
+    The function returns the response, and whether it had ended by then.
+    """
 
     async def read(setup: Setup, path: str, body: object, *, step: int) -> tuple[Any, bool]:
         async with setup.client().ask(path, body, headers={"x-request-id": "mine"}) as response:

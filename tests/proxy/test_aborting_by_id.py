@@ -1,4 +1,4 @@
-"""Requests at the router that are seen and aborted by their ids, wherever they are."""
+"""Requests at a router are listed and aborted by id: in the queue, at an endpoint, or in another process."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ async def test_request_aborted_while_its_endpoint_fails_is_not_retried(autojump_
 
 async def test_abort_in_the_queue_returns_the_place_at_once():
     dispatch = Dispatch(RouterSettings(), RoundRobin)
-    dispatch.core.add_endpoint(EndpointId("a"), ("m",), trio.current_time())  # nobody has asked it yet: it gets nothing
+    dispatch.core.add_endpoint(EndpointId("a"), ("m",), trio.current_time())  # not checked yet, so it gets no requests
     with dispatch.enter(RoutedRequest(model="m"), id="mine") as admission:
         assert dispatch.core.stats().waiting == 1
         assert dispatch.abort(["mine"]) == {"mine": AbortOutcome.ABORTED}

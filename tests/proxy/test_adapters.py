@@ -1,4 +1,4 @@
-"""A router before engines with different LoRA adapters: a request goes to where the adapter of its model is."""
+"""A router in front of engines with different LoRA adapters sends a request to an endpoint with its adapter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trioserve.testing.byte_tokenizer import byte_tokenizer
 PATH = "/v1/completions"
 LONG = "a prompt of several blocks, the same for all"
 ASKED = WatchSettings(health_seconds=2.0)
-HEALTH_SECONDS = 2.5  # in which an endpoint is asked again what it serves
+HEALTH_SECONDS = 2.5  # time in which the router asks an endpoint for its models again
 
 
 async def ask(setup, model: str | None, **body: object) -> tuple[int, str | None, str]:
@@ -45,7 +45,7 @@ async def test_request_goes_to_an_endpoint_with_its_adapter(open_setup, autojump
         assert (await ask(setup, "only-a"))[0] == 404
         await setup.router.assert_all_free()
         for server in setup.servers.values():
-            server.engine.assert_all_free()  # the router goes on listening to its load
+            server.engine.assert_all_free()  # the router still reads the load stream
 
 
 @pytest.mark.parametrize("home", ["a", "b"])

@@ -1,5 +1,4 @@
-"""LoRA adapters are loaded and unloaded through a router: at all endpoints, or at those that are named, and what became
-of it is said for each."""
+"""LoRA adapters are loaded and unloaded through a router, at all or named endpoints, with a result for each."""
 
 from __future__ import annotations
 
@@ -121,7 +120,7 @@ async def test_unload_reports_a_result_for_an_endpoint_that_leaves_meanwhile(ope
 
         async with engine.generate("x", SamplingParams(max_tokens=1), adapter="sql") as stream:
             nursery.start_soon(unload)
-            await wait_all_tasks_blocked()  # a has said that it has no such adapter, and b waits for its request
+            await wait_all_tasks_blocked()  # a has no such adapter, and b waits for its running request
             setup.router.fleet.drain(EndpointId("a"))
             assert "a" not in setup.router.fleet.specs()
             await engine.step()

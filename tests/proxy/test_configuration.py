@@ -1,4 +1,4 @@
-"""What cannot be routed is said in a sentence before anything is served."""
+"""An invalid router configuration is refused with one sentence before the router accepts requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may be passed on of a stream, and what another endpoint is to go on from, wherever the first one stops."""
+"""Parser of resumable streams: which events are forwarded, and from which tokens another endpoint resumes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ TEXTS = st.text(alphabet='a\n"é\u2028: id:error', max_size=6)
 
 @st.composite
 def groups(draw) -> list[tuple[bytes, int, list[int], bool]]:
-    """Bytes, choice, token ids, whether the choice ends; the choices are two. Comments stand between groups."""
+    """Return event groups of two choices, with comments between them.
+
+    Each group has its bytes, the choice, the token ids, and whether the choice ends.
+    """
     made = []
     for _ in range(draw(st.integers(1, 6))):
         choice = draw(st.integers(0, 1))
@@ -67,7 +70,7 @@ def test_stream_cut_anywhere_gives_whole_groups_and_a_matching_resume_field(grou
     count = next(n for n in range(len(groups), -1, -1) if len(b"".join(group for group, *_ in groups[:n])) <= stop)
     whole = b"".join(group for group, *_ in groups[:count])
     is_over = stop == len(said)
-    # A comment between two groups may go out as soon as it is there.
+    # A comment between two groups may be forwarded at once.
     expected = whole + END * is_over
     shown = expected if shows_ids else without_ids(expected)
     assert sent in (shown, shown + COMMENT)
@@ -92,7 +95,7 @@ def _plain(field):
 
 @given(groups=groups(), data=st.data())
 def test_two_endpoints_in_a_row_give_each_group_once(groups, data):
-    """The second one begins behind the last whole group, as it would be told to."""
+    """The second endpoint begins after the last complete group, as its request tells it."""
     said = [group for group, *_ in groups]
     stop = data.draw(st.integers(0, len(b"".join(said))))
     kept = stream(choice_count=2)
@@ -196,7 +199,7 @@ def test_tokens_from_an_earlier_request_count():
     assert (field["token_ids"], field["finished"], field["state"]) == ([[1, 2, 3], []], [False, True], "9")
 
 
-def test_partial_group_of_a_lost_endpoint_is_forgotten():
+def test_second_endpoint_can_send_groups_if_the_first_sent_no_event():
     kept = ContinuedStream(choice_count=1, bytes_max=1000)
     kept.begin(None)
     kept.begin(TOLD)

@@ -1,5 +1,4 @@
-"""A request whose prompt is computed at one endpoint and whose response is made at another: what each of them is asked,
-what the client gets, and that nothing is left anywhere, whoever leaves or fails, and when."""
+"""Disaggregated requests: the requests to both endpoints, the response, and that failures and cancels leave nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ def body(**fields: object) -> dict[str, object]:
     return {"model": "fake", "prompt": PROMPT, "max_tokens": 5, **fields}
 
 
-# --- the way it goes ---
+# --- the normal case ---
 
 
 @pytest.mark.parametrize("http", [1, 2])
@@ -144,7 +143,7 @@ async def test_chat_is_disaggregated_and_its_response_arrives_whole(open_pair, n
             prefill.hold()
             decode = await pair.ask_of("d")
             assert decode.body == {**chat, "kv_transfer_params": pair["p"].params}
-            # The other side has read everything, and so the blocks are kept no longer.
+            # The decode endpoint has read everything, so the blocks are no longer held.
             prefill.finish()
             await wait_all_tasks_blocked()
             decode.respond(RESPONSE)
@@ -240,11 +239,11 @@ async def test_configured_role_overrides_the_reported_role(open_pair):
         assert {each["id"]: each["role"] for each in listed} == {"d1": "prefill", "d2": "decode"}
 
 
-# --- falling back ---
+# --- fallbacks ---
 
 
 async def responded_whole(pair: ScriptedEndpoints, response: Any, id: str, outcome: str) -> None:
-    """The endpoint gets the client's own body, and answers it, streamed if the client asked for that."""
+    """Check that the endpoint gets the client's own body, and answer it, streamed if the client asked for that."""
     ask = await pair.ask_of(id)
     assert "kv_transfer_params" not in ask.body
     assert ask.body["max_tokens"] == 5
@@ -278,7 +277,7 @@ async def test_response_of_one_token_is_finished_at_the_prefill_endpoint(open_pa
 
 
 async def test_request_refused_by_a_prefill_endpoint_is_sent_again_as_the_client_sent_it(open_pair):
-    """So that the client reads of its own request, and not of what was made of it."""
+    """The client then reads an error about its own request, not about the prefill request of the router."""
     async with open_pair() as pair:
         async with pair.client().ask(TEXT, body(temperature=-1)) as response:
             (await pair.ask_of("p")).refuse(400)
@@ -360,7 +359,7 @@ async def test_unreachable_prefill_endpoint_is_replaced(open_pair):
     ],
 )
 async def test_prefill_endpoint_computes_all_if_the_decode_endpoint_fails(open_pair, failure, outcome):
-    """S07: the decode side refuses, and nothing of the prefill stays."""
+    """S07: the decode endpoint refuses, and no blocks of the prefill stay."""
     async with open_pair() as pair, pair.client().ask(TEXT, body(stream=True)) as response:
         prefill = await pair.ask_of("p")
         prefill.hold()
@@ -518,7 +517,7 @@ async def test_attempts_of_both_stages_have_one_limit(open_pair):
         await pair.assert_all_free()
 
 
-# --- leaving ---
+# --- cancels and deadlines ---
 
 
 async def queued_for_prefill(pair: ScriptedEndpoints) -> None:
@@ -576,7 +575,10 @@ IN_THE_WAY = {queued_for_prefill: body(), queued_for_decode: body(n=2)}
 
 @asynccontextmanager
 async def at(pair: ScriptedEndpoints, moment: Any, *, http: int = 1, **fields: object) -> AsyncIterator[Any]:
-    """A request with the id "mine" that has come so far. Beside it is the one it waits for, if it waits."""
+    """Open a request with the id "mine" and bring it to a moment.
+
+    Another request occupies what it waits for, if it waits.
+    """
     async with pair.client().ask(TEXT, IN_THE_WAY.get(moment, body()), headers={"x-request-id": "other"}) as other:
         if moment not in IN_THE_WAY:
             (await pair.ask_of("p")).refuse(400)
@@ -601,7 +603,7 @@ async def at(pair: ScriptedEndpoints, moment: Any, *, http: int = 1, **fields: o
 @pytest.mark.parametrize("http", [1, 2])
 @pytest.mark.parametrize("moment", MOMENTS)
 async def test_client_that_leaves_ends_both_stages(open_pair, moment, http):
-    """S07, S10: whenever it leaves, both connections are closed and both leases are back."""
+    """S07, S10: at any moment, both connections are closed and both leases are returned."""
     async with open_pair(leases_max=1) as pair:
         async with at(pair, moment, http=http):
             pass
@@ -827,6 +829,6 @@ async def test_too_long_prefill_response_is_not_read_completely(open_pair):
 
 @pytest.mark.parametrize(("characters", "first"), [(122, "p"), (121, "d")])
 async def test_only_prompts_above_a_length_are_disaggregated(open_pair, characters, first):
-    """Of 4 bytes a token, with its quotation marks."""
+    """The length is estimated as 4 bytes per token, including quotation marks."""
     async with open_pair() as pair, pair.client().ask(TEXT, body(prompt="x" * characters)):
         await pair.ask_of(first)

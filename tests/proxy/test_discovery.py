@@ -1,4 +1,4 @@
-"""Where endpoints come from: files, DNS and Kubernetes, each against the real thing or a small server of its own."""
+"""Sources of endpoints: files, DNS and Kubernetes, each with the real thing or a small server of the test."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def known(fleet: Fleet) -> list[str]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """What happens in threads and sockets has no event to wait for; the deadline is of the test run."""
+    """Wait for a result of threads and sockets, which has no event. The test run limits the time."""
     while not condition():
         await trio.lowlevel.checkpoint()
 
 
-# --- a fleet that is told again and again ---
+# --- repeated reports to a fleet ---
 
 
 async def test_a_source_replaces_its_own_endpoints_and_no_others(fleet):
@@ -144,7 +144,7 @@ async def test_changed_file_is_read_again_and_an_invalid_file_changes_nothing(fl
 
 
 class NameServer:
-    """Answers what its records say, over UDP on a free port. Names that it does not know do not exist."""
+    """DNS server for a table of records, over UDP on a free port. Other names do not exist."""
 
     def __init__(self) -> None:
         self.records: dict[tuple[str, str], list[str]] = {}
@@ -192,7 +192,7 @@ async def test_every_address_of_a_name_is_an_endpoint_and_changes_are_applied(fl
         assert all(spec.api_key == "secret" for spec in fleet.specs().values())
         server.records = {("llm.test", "A"): ["10.0.0.2", "10.0.0.3"]}
         await wait_all_tasks_blocked()
-        mock_clock.jump(5)  # as long as the first answer holds
+        mock_clock.jump(5)  # lifetime of the first answer
         await until(lambda: known(fleet) == ["http://10.0.0.2:8000", "http://10.0.0.3:8000"])
         server.records = {}
         with caplog.at_level(logging.WARNING):
@@ -241,7 +241,7 @@ def endpoint_slice(name: str, *addresses: str, version: int = 1, ready: bool | N
 
 
 class ApiServer:
-    """Lists and watches as Kubernetes' API server does, as far as the client needs it."""
+    """Server that lists and watches like the Kubernetes API server, as far as the source needs it."""
 
     def __init__(self, nursery: trio.Nursery) -> None:
         self.slices: list[dict] = []

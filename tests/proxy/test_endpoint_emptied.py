@@ -1,4 +1,4 @@
-"""An endpoint is emptied on purpose: what runs there goes on elsewhere, and no client notices."""
+"""Draining an endpoint with `move`: its requests continue at other endpoints, and no client notices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BODY = {"model": "fake", "prompt": "hello", "max_tokens": 5, "stream": True}
 
 
 async def asks_of(pair, count: int = 1):
-    """The requests that are open anywhere, and where, by the order of the endpoints."""
+    """Return the open requests of all endpoints with their endpoint ids, in the order of the endpoints."""
     await wait_all_tasks_blocked()
     found = [(id, ask) for id, each in pair.endpoints.items() for ask in each.open]
     assert len(found) == count
@@ -65,7 +65,7 @@ async def test_stream_moves_to_another_endpoint_and_the_drained_one_is_removed(o
 
 
 async def test_endpoint_hands_over_a_stream_with_its_kv(open_pair):
-    """It is asked in the client's name."""
+    """The router asks for the hand-over with the client's key."""
     key = {"authorization": "Bearer mine"}
     async with open_pair("w1 w2") as pair, pair.client().ask(TEXT, BODY, headers=key) as response:
         [(first, ask)] = await asks_of(pair)

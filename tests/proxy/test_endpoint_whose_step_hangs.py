@@ -1,5 +1,7 @@
-"""An endpoint that answers its checks, and whose step does not end: it gets nothing until then, and what it has not
-begun is done elsewhere."""
+"""An endpoint with a hanging step answers its checks.
+
+It gets no new requests, and waiting ones are served elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ async def test_endpoint_with_a_hanging_step_is_ejected_until_the_step_ends(open_
     async with open_setup(watch=WATCH, failures_max=2, policy="round_robin", engine=ENGINE) as setup:
         engine = setup.servers["a"].engine
         engine.steps.hold()
-        # Whoever asks it directly is one that the router knows nothing of.
+        # The router does not know of requests that are sent to the endpoint directly.
         async with setup.servers["a"].client().ask(CHAT, body()) as stuck, trio.open_nursery() as nursery:
             await engine.steps.entered()
             responses = []
@@ -41,7 +43,7 @@ async def test_endpoint_with_a_hanging_step_is_ejected_until_the_step_ends(open_
             assert health(setup, "a") is EndpointHealth.HEALTHY
             await trio.sleep(5)
             assert health(setup, "a") is EndpointHealth.EJECTED
-            assert [response.status for response in responses] == [200] * 4  # taken from it: it had not begun to answer
+            assert [response.status for response in responses] == [200] * 4  # moved before any output
             assert {response.headers["x-trioserve-endpoint"] for response in responses} == {"b"}
             assert (await setup.client().post(CHAT, body())).headers["x-trioserve-endpoint"] == "b"
             engine.steps.release()
@@ -54,7 +56,7 @@ async def test_endpoint_with_a_hanging_step_is_ejected_until_the_step_ends(open_
 
 
 async def test_request_refused_before_the_ejection_is_served_elsewhere(open_setup, autojump_clock):
-    """The step is too old, and no check has seen it yet."""
+    """The step is overdue, but no check has detected it yet."""
     seldom = WatchSettings(health_seconds=3600, load_seconds=3600, listens=False)
     async with open_setup(watch=seldom, policy="round_robin", engine=ENGINE) as setup:
         engine = setup.servers["a"].engine

@@ -1,4 +1,4 @@
-"""Events out of bytes that are cut anywhere."""
+"""Splitter of server-sent events for pieces that are cut anywhere."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_too_long_event_counts_as_a_lost_endpoint(monkeypatch):
 
 
 def test_event_can_contain_the_largest_image():
-    """Of noise, which no format makes smaller, in base64."""
+    """The image is noise, which no format compresses, in base64."""
     pixels = ImageRequestLimits().pixels_max
     whole = EventSplitter()
     assert whole.feed(b'data: {"b64_json": "') == b""

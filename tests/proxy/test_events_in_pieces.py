@@ -1,5 +1,4 @@
-"""Streams of servers that others have written: their events reach the client whole and as they came, and an error of
-the router's own is an event of its own, wherever the endpoint stopped."""
+"""Streams of other servers: their events are forwarded unchanged, and an error of the router is an event of its own."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A stream of vLLM's goes on by /v1/completions with its token ids, and its client reads one response. The endpoints
-are scripted: they say what such servers say."""
+"""A stream of vLLM resumes by token ids through /v1/completions. Scripted endpoints send events like vLLM."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ async def the_ask(pair):
 
 
 def chunk(path: str, text: str | None, token_ids: list[int], *, finish: str | None = None, **fields: Any) -> str:
-    """As vLLM writes it. text: None: the first one of a chat, with the role."""
+    """Make an event like vLLM's. If text is None, it is the first event of a chat, with the role."""
     choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": finish, "token_ids": token_ids or None}
     if path == CHAT:
         choice["delta"] = {"role": "assistant", "content": ""} if text is None else {"content": text}
@@ -64,7 +63,7 @@ async def test_text_resumes_and_the_client_reads_one_response(open_pair, autojum
             begin(ask, path)
             ask.say(chunk(path, " one", [10]))
             ask.say(chunk(path, " and", [20]))
-            ask.say(chunk(path, "", [21]))  # a part of a character: nobody has seen it
+            ask.say(chunk(path, "", [21]))  # a part of a character, which the client does not get
             await trio.sleep(0.1)
             ask.hang_up()
             second, again = await the_ask(pair)

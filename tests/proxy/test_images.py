@@ -1,4 +1,4 @@
-"""Chats with images through a router: bodies pass as they came, and bounds, affinity and leaving are as of texts."""
+"""Chats with images through a router: bodies stay unchanged, and limits, affinity and cancels work as for text."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ async def test_router_forwards_responses_about_images(open_setup, policy):
         assert len(texts) == 2, "it does not see which image it is"
         await setup.router.assert_all_free()
         for server in setup.servers.values():
-            server.engine.assert_all_free()  # the router goes on listening to what is in its cache
+            server.engine.assert_all_free()  # the router still reads the cache events
 
 
 async def test_same_image_goes_to_the_same_endpoint_and_is_not_encoded_again(open_setup):
     async with open_setup("ab", engine=SEES, policy="prefix_aware") as setup:
-        large = png(90) + bytes(64 * 1024)  # as a photograph would be; what is behind its end counts for nothing
+        large = png(90) + bytes(64 * 1024)  # the size of a photograph; bytes after the end of the PNG are ignored
         _status, first, said = await ask(setup.client(), chat(large))
         for _ in range(3):
             status, where, again = await ask(setup.client(), chat(large))

@@ -1,4 +1,4 @@
-"""Endpoints that answer what no inference server answers: clients never see it, and traffic goes elsewhere."""
+"""Endpoints that send responses like no inference server: clients never get them, and requests go elsewhere."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ BLACK_HOLES = {
 
 
 class BlackHole:
-    """An endpoint whose checks are good, and that answers every POST with the same bytes and closes."""
+    """Endpoint with successful checks that answers every POST with the same bytes and closes the connection."""
 
     def __init__(self, nursery: trio.Nursery, answer: bytes) -> None:
         self.answer = answer
@@ -95,7 +95,7 @@ class BlackHole:
             answer = response(b'{"object":"list","data":[{"id":"fake","object":"model"}]}')
         else:
             answer = response(b'{"ready":true}')
-        with suppress(trio.BrokenResourceError):  # the router may read no further than it needs
+        with suppress(trio.BrokenResourceError):  # the router stops reading when it has enough
             if answer:
                 await end.send_all(answer)
         end.close()
@@ -106,7 +106,7 @@ def body(**fields: object) -> dict[str, object]:
 
 
 class Opened:
-    """A router before one endpoint that is none, "a", and two servers, "b" and "c"."""
+    """A router in front of a broken endpoint "a" and two servers "b" and "c"."""
 
     def __init__(self, router: MemoryRouter, hole: BlackHole) -> None:
         self.router = router

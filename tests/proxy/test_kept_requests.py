@@ -1,4 +1,4 @@
-"""All the paths of an endpoint through a router: what is computed, and what an endpoint keeps and only it can give."""
+"""Every route of an endpoint through a router: computed responses, and stored objects that only one endpoint has."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def test_errors_have_the_format_of_the_requested_api(open_setup: Any) -> N
 
 
 async def test_messages_refused_by_a_leaving_endpoint_go_to_another(open_setup: Any) -> None:
-    """It says 529, as that API does."""
+    """The endpoint refuses with status 529, as Anthropic's API does."""
     body = {"model": "fake", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 30}
     async with open_setup(engine=ENGINE) as setup:
         setup.servers["a"].engine.drain()
@@ -80,7 +80,7 @@ async def test_client_that_leaves_a_messages_stream_frees_the_endpoint(open_setu
         await setup.assert_all_free()
 
 
-# --- what is kept ---
+# --- stored objects ---
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -144,14 +144,14 @@ async def test_error_response_does_not_locate_an_object(open_setup: Any) -> None
     async with open_setup(engine=ENGINE) as setup:
         made = await (await setup.servers["b"].client().post(RESPONSES, asked())).json()
         path = f"{RESPONSES}/{made['id']}"
-        assert (await setup.client().get(f"{path}?stream=true&starting_after=x")).status == 400  # says "a"
+        assert (await setup.client().get(f"{path}?stream=true&starting_after=x")).status == 400  # the endpoint is "a"
         kept = await setup.client().get(path)
         assert (kept.status, kept.headers["x-trioserve-endpoint"]) == (200, "b")
         await setup.assert_all_free()
 
 
 async def test_object_of_another_key_is_not_found(open_setup: Any) -> None:
-    """The endpoints have no keys: to them all callers are one."""
+    """The endpoints have no keys, so they cannot distinguish callers."""
     keys = {"api_keys": ("one", "two"), "admin_api_key": "admin"}
     async with open_setup(engine=ENGINE, **keys) as setup:
 
@@ -168,11 +168,11 @@ async def test_object_of_another_key_is_not_found(open_setup: Any) -> None:
         assert (await client("two").post(RESPONSES, asked(previous_response_id=id))).status == 404
         async with client("two").ask(f"{RESPONSES}/{id}", method="DELETE") as refused:
             assert await refused.head() == 404
-        # The lines of a batch are read by the endpoint alone.
+        # Only the endpoint reads the lines of a batch.
         batch = {"input_file_id": "file-x", "endpoint": RESPONSES, "completion_window": "24h"}
         refused = await client("two").post("/v1/batches", batch)
         assert (refused.status, (await refused.json())["error"]["param"]) == (400, "endpoint")
-        # Nor what nobody has seen being made here: the router cannot say whose it is.
+        # Objects that were not created through this router are hidden too: it does not know their owners.
         direct = await (await setup.servers["b"].client().post(RESPONSES, asked())).json()
         assert (await client("one").get(f"{RESPONSES}/{direct['id']}")).status == 404
         assert (await client("admin").get(f"{RESPONSES}/{direct['id']}")).status == 200
@@ -200,7 +200,7 @@ async def test_sessions_of_two_keys_have_different_names_at_endpoints(open_pair:
         assert seen[0] == seen[2] != seen[1]
 
 
-# --- about requests and models ---
+# --- requests and models ---
 
 
 async def test_tokenizer_info_is_forwarded_to_an_endpoint(open_setup: Any) -> None:

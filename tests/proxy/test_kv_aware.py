@@ -1,4 +1,4 @@
-"""The policy kv_aware with real engines: a request goes to where the beginning of its prompt is in the cache."""
+"""Policy kv_aware with real engines: a request goes to the endpoint that cached the beginning of its prompt."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ def open_routed(open_setup):
 
 
 async def known(setup, *ids: str) -> None:
-    """Wait until the router knows what these endpoints have."""
+    """Wait until the router knows the caches of these endpoints."""
     policy = setup.router.dispatch.core.policy
     for _ in range(100):
         await wait_all_tasks_blocked()
         if all(policy.resident_count(id) is not None for id in ids or setup.servers):
             return
-        await trio.sleep(0.1)  # until it asks them again
+        await trio.sleep(0.1)  # until the router asks for the caches again
     raise AssertionError("they do not tell")
 
 
 async def ask(setup, body: dict[str, object], *, at: str | None = None, key: str | None = None) -> str:
-    """Where it went."""
+    """Send a request and return its endpoint."""
     headers = None if key is None else {"authorization": f"Bearer {key}"}
     path = (CHAT if "messages" in body else COMPLETIONS) + (f"?id={at}" if at else "")
     response = await setup.client(headers=headers).post(path, {"max_tokens": 1, **body})
@@ -68,13 +68,13 @@ async def ask(setup, body: dict[str, object], *, at: str | None = None, key: str
 
 
 async def cold_and_warm(setup, *, key: str | None = None) -> tuple[str, str]:
-    """Where a request goes that finds nothing anywhere, and the other one of "a" and "b"."""
+    """Return the endpoint of a request without cached blocks, and the other one of "a" and "b"."""
     cold = await ask(setup, text_body("nobody has this"), key=key)
     return cold, "b" if cold == "a" else "a"
 
 
 async def assert_all_free(setup) -> None:
-    """The router goes on reading what the engines tell; else nothing is left."""
+    """Check that nothing is left. The router still reads the cache events of the engines."""
     await setup.router.assert_all_free()
     for server in setup.servers.values():
         server.engine.assert_all_free()
@@ -95,7 +95,7 @@ async def test_prompt_goes_to_the_endpoint_that_cached_its_beginning(open_routed
 
 
 async def test_block_names_of_the_router_match_those_of_the_engine(open_routed, autojump_clock):
-    """The names made at the router are the resident ones, and no hit is expected that the engine cannot have."""
+    """The names of the router are resident, and no hit is expected that the engine cannot have."""
     async with open_routed("ab") as setup:
         await known(setup)
         for length in range(1, 40):
@@ -122,8 +122,9 @@ async def test_request_with_a_salt_matches_no_blocks_of_others(open_routed, auto
 async def test_prompt_goes_to_the_endpoint_with_blocks_of_the_same_key(
     open_routed, endpoint_keys, salt, autojump_clock
 ):
-    """The salt of the caller's key is known to the router, and is what the engine names the blocks by: also at
-    endpoints that have keys, which the router reads as their admin."""
+    """The router derives the salt from the caller's key, and the engine names blocks with this salt. This also works at
+    endpoints with keys, which the router reads as their admin.
+    """
     engine, options = {}, {}
     if endpoint_keys:
         engine = {"api_keys": ("e-key",), "admin_api_key": "e-admin", "access": AccessRules(load_needs_key=True)}
@@ -173,7 +174,7 @@ async def test_cache_of_a_restarted_engine_counts_as_unknown(open_routed, autoju
 
 async def test_endpoint_without_cache_events_gets_prompts_it_got_before(open_routed, autojump_clock):
     async with open_routed(engine={"kv_events_max": 0, "block_count": 64, "max_model_len": 256}) as setup:
-        long_text = BEGINNING * 5  # a guess is made in blocks of 128 bytes
+        long_text = BEGINNING * 5  # the router guesses in blocks of 128 bytes
         await ask(setup, text_body(long_text), at="b")
         assert await ask(setup, text_body(long_text + "a king")) == "b"
         assert setup.router.dispatch.block_sizes(RoutedRequest(model="fake")) == frozenset()
@@ -194,7 +195,7 @@ async def test_removed_endpoint_is_no_longer_read(open_routed, autojump_clock):
 
 @pytest.fixture
 def held_naming(monkeypatch):
-    """Naming begins, and does not end before this is set."""
+    """Return an event. Naming begins, but does not end before the event is set."""
     event = trio.Event()
     names = PromptBlocks.names
 
@@ -207,7 +208,7 @@ def held_naming(monkeypatch):
 
 
 async def test_request_whose_prompt_is_being_named_is_counted_and_can_leave(open_routed, held_naming, autojump_clock):
-    """S32: of one that left meanwhile nothing is sent anywhere."""
+    """S32: the request of a client that left meanwhile is never sent."""
     async with open_routed() as setup:
         await known(setup)
         async with setup.client().ask(COMPLETIONS, text_body(BEGINNING)):
@@ -223,7 +224,7 @@ async def test_request_whose_prompt_is_being_named_is_counted_and_can_leave(open
 async def test_requests_being_named_count_for_the_queue_limit(open_routed, held_naming, autojump_clock):
     async with open_routed(leases_max=1, queue_requests_max=1) as setup, trio.open_nursery() as nursery:
         await known(setup)
-        for _ in range(3):  # a seat at each, and a place in the queue
+        for _ in range(3):  # one lease at each endpoint, and one place in the queue
             nursery.start_soon(ask, setup, text_body(BEGINNING))
         await wait_all_tasks_blocked()
         refused = await setup.client().post(COMPLETIONS, text_body(BEGINNING))

@@ -1,4 +1,4 @@
-"""Ollama's API through a router: its client gets lines, and they go on at another endpoint where their own stopped."""
+"""Ollama's API through a router: the client gets lines, and its stream resumes at another endpoint."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def lines(response: Any) -> list[dict[str, Any]]:
 
 
 def said(values: list[dict[str, Any]]) -> tuple[str, str, list[Any], dict[str, Any]]:
-    """All of the text, the thought and the calls, and the last line without what is told by a clock."""
+    """Return text, reasoning, tool calls, and the last line without times."""
     messages = [value.get("message", value) for value in values]
     text = "".join(message.get("content", message.get("response")) for message in messages)
     thought = "".join(message.get("thinking", "") for message in messages)
@@ -127,7 +127,7 @@ async def first_piece(response) -> bytes:
 
 @pytest.mark.parametrize("has_peers", [False, True])
 async def test_callers_have_separate_blocks(open_setup, has_peers):
-    """By their keys, as on any other path; and a router with peers serves lines as one without."""
+    """Keys separate callers, as on any other path. A router with peers sends the same lines as one without."""
     options = {"api_keys": ("x", "y"), "endpoint_api_key": None, "has_peers": has_peers}
     async with open_setup("a", engine={"response": "Hello!", **LARGE}, **options) as setup:
         async with setup.client().ask(CHAT, BODY) as response:
@@ -171,7 +171,7 @@ async def test_events_of_the_endpoint_become_lines_for_the_client(open_pair, aut
         assert await first_piece(response) == b'{"a":1}\n'
         ask.say(": keep-alive\n\n")
         ask.hang_up()
-        await trio.sleep(40)  # the client hears of it while another endpoint does not say anything
+        await trio.sleep(40)  # the client gets blanks while the endpoint sends nothing
         _, again = await the_ask(pair)
         again.begin_resumable()
         again.say('data: {"a":2}\nid: 0:2\n\n')
@@ -213,7 +213,7 @@ async def test_lines_of_another_server_are_forwarded_unchanged(open_pair):
     async with open_pair("w1 w2") as pair, pair.client().ask(CHAT, BODY) as response:
         _, lost = await the_ask(pair)
         lost.begin(content_type=LINES)
-        lost.hang_up()  # before its first line: another one begins
+        lost.hang_up()  # before the first line, so another endpoint starts the response
         _, ask = await the_ask(pair)
         assert "resume" not in ask.body
         ask.begin(content_type=LINES)

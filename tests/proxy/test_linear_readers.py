@@ -1,4 +1,4 @@
-"""Bytes of another server or of a client that come in tiny pieces are read in time linear in their number."""
+"""Bytes in tiny pieces, from a server or client, are read in time linear in their number."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from trioserve.proxy.response_reader import BadResponse, ResponseReader
 
 SHORT, GROWTH = 10_000, 4
 SECONDS_MIN = 0.15
-GROWTH_MAX = 9.0  # linear is 4, quadratic 16
+GROWTH_MAX = 9.0  # linear time gives 4, quadratic time 16
 
 
 def growth(work: Callable[[int], object]) -> float:
-    """How many times as long it takes for GROWTH times as many bytes; 0 where it takes no time at all."""
+    """Return the ratio of the times for GROWTH times as many bytes. 0 if the time is too short to measure."""
 
     def seconds(size: int) -> float:
         began_at = time.process_time()

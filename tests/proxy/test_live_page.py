@@ -1,4 +1,4 @@
-"""The router's live page, in memory: its endpoints, where each request is, and what is left of a reader."""
+"""Live page of a router, in memory: endpoints, the position of each request, and that readers leave nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trioserve.testing.memory_server import MemoryServer, open_memory_server
 
 
 async def shown(response: MemoryResponse) -> dict[str, Any]:
-    """After all that has come by itself."""
+    """Return the page's state after all waiting events."""
     with trio.CancelScope() as scope:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(response.read)

@@ -1,4 +1,4 @@
-"""What other servers' pages for Prometheus say of their load, and what is no number is no load."""
+"""Load of other servers from their Prometheus pages. Invalid numbers give no load."""
 
 from __future__ import annotations
 

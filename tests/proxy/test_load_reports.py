@@ -1,4 +1,4 @@
-"""What an endpoint tells of its load, beside what the router itself sees of its requests."""
+"""Load reports of an endpoint, combined with the requests that the router itself knows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHAT = "/v1/completions"
 
 
 class Endpoint:
-    """Answers health checks, and the first question for its load; all else waits for the test."""
+    """Endpoint that answers health checks and the first load request. The test answers everything else."""
 
     def __init__(self, nursery: trio.Nursery) -> None:
         self._nursery = nursery
@@ -49,7 +49,7 @@ def respond(end: MemoryEnd, content: object) -> None:
 
 
 async def test_response_that_arrives_with_a_load_report_frees_capacity_once(nursery, autojump_clock):
-    """The endpoint had ended the request when it told its load, and the router reads the report first."""
+    """The endpoint had ended the request before its report, and the router reads the report before the response."""
     endpoint = Endpoint(nursery)
     watch = WatchSettings(health_seconds=100, load_seconds=1)
     async with open_memory_router({"a": endpoint.connect}, models={"fake": "fake"}, watch=watch) as router:
@@ -63,4 +63,4 @@ async def test_response_that_arrives_with_a_load_report_frees_capacity_once(nurs
             await first.read()
             await wait_all_tasks_blocked()
             assert state.in_flight == 1
-            assert state.waiting_depth(trio.current_time(), more=1) == 1  # the second one has the only seat
+            assert state.waiting_depth(trio.current_time(), more=1) == 1  # the second request has the only lease

@@ -1,4 +1,4 @@
-"""Requests that are cut off through a router: their clients, and whoever cuts them off, get what there is of them."""
+"""Aborts with partial results through a router: the aborting caller and the client get the output so far."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def rows_of(setup: Any, path: str, body: Any, **headers: str) -> list[Any]
 )
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_abort_returns_the_partial_result(open_setup, path, order, is_streamed):
-    """Its own client is told that it was aborted, as ever."""
+    """The client of the request gets the usual error about the abort."""
     async with open_setup("ab", engine={"paused": True}) as setup:
         answers: list[Any] = []
         async with trio.open_nursery() as nursery:
@@ -94,7 +94,7 @@ async def test_client_gets_the_partial_result_and_can_resume(autojump_clock, ope
 
 
 async def test_request_ends_without_partial_result_if_the_endpoint_does_not_answer(autojump_clock, open_setup):
-    """The request is over all the same, a second later, and nobody knows what there was."""
+    """The request still ends, a second later."""
     async with open_setup("a", engine={"paused": True}) as setup:
         answers: list[Any] = []
         async with trio.open_nursery() as nursery:
@@ -102,7 +102,7 @@ async def test_request_ends_without_partial_result_if_the_endpoint_does_not_answ
             await setup.servers["a"].engine.step(2)
             await wait_all_tasks_blocked()
             setup.servers["a"].connect = SilentConnect()
-            setup.router.fleet.remote("a").close()  # the idle connections
+            setup.router.fleet.remote("a").close()  # closes idle connections
             began_at = trio.current_time()
             [row] = await rows_of(setup, "/v1/requests/abort", {"ids": ["r"], "return_partial": True})
             assert trio.current_time() - began_at == pytest.approx(1)
@@ -149,7 +149,11 @@ async def test_request_is_aborted_although_the_aborting_caller_leaves(autojump_c
 
 
 class SilentConnect:
-    """Connections at which nobody answers. asked: there is one."""
+    """Connections to an endpoint that never answers.
+
+    Attributes:
+        asked: Set when a connection was requested.
+    """
 
     def __init__(self) -> None:
         self.asked = trio.Event()
@@ -182,7 +186,7 @@ async def test_request_of_another_key_is_not_aborted(open_setup):
 
 @pytest.mark.parametrize("order", [{"request_ids": ["r", "nobody"]}, {}, {"request_ids": []}])
 async def test_vllms_name_counts_what_was_aborted(open_setup, order):
-    """At the router, and at the endpoint itself."""
+    """The route works at the router, and at the endpoint itself."""
     async with open_setup("a", engine={"paused": True}) as setup:
         for place in (setup, setup.servers["a"]):
             answers: list[Any] = []

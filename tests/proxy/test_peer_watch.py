@@ -1,4 +1,4 @@
-"""Routers that share endpoints: each gives its share of the leases, whoever dies, comes back or cannot be seen."""
+"""Routers that share endpoints: each gets its share of the leases, even if routers die, return or are unreachable."""
 
 from __future__ import annotations
 
@@ -21,11 +21,15 @@ from trioserve.testing.memory_server import MemoryServer, open_memory_server
 LIMIT = 8
 BODY = {"model": "fake", "prompt": "hello", "max_tokens": 100, "stream": True}
 NAMES = ("one", "two")
-LOST_SECONDS = 5 + 3 * 1.7 + 1  # as the documents promise: not heard by the endpoint, and three questions
+LOST_SECONDS = 5 + 3 * 1.7 + 1  # as documented: time without reports of the endpoint, and three checks
 
 
 class Setup:
-    """One endpoint that takes LIMIT sequences, and routers by name. is_parted: routers do not see each other."""
+    """One endpoint with a limit of LIMIT sequences, and routers by name.
+
+    Attributes:
+        is_parted: True if routers cannot reach each other.
+    """
 
     def __init__(self, nursery: trio.Nursery, server: MemoryServer) -> None:
         self.server = server
@@ -59,7 +63,7 @@ class Setup:
         await wait_all_tasks_blocked()
 
     async def ask(self, name: str, count: int) -> None:
-        """So many streams, for good."""
+        """Open streams and keep them open."""
         for index in range(count):
             self._nursery.start_soon(self._ask, self.routers[name], f"{name}-{index}-{trio.current_time()}")
         await trio.sleep(0.1)
@@ -97,7 +101,7 @@ async def opened(*names: str, **options: Any) -> AsyncIterator[Setup]:
 
 async def test_two_routers_share_the_limit(autojump_clock):
     async with opened() as setup:
-        assert setup.share("one") == setup.share("two") == 1  # nobody has heard of them yet
+        assert setup.share("one") == setup.share("two") == 1  # the endpoint has not reported the routers yet
         await trio.sleep(3)
         assert setup.share("one") + setup.share("two") == LIMIT
         await setup.ask("one", LIMIT)
@@ -111,7 +115,7 @@ async def test_share_of_a_dead_router_goes_to_the_others_in_time(autojump_clock)
         await setup.ask("one", LIMIT)
         await setup.kill("two")
         await trio.sleep(2.5)
-        assert setup.leases("one") == LIMIT // 2  # it may only have stalled
+        assert setup.leases("one") == LIMIT // 2  # the router may only be slow
         await trio.sleep(LOST_SECONDS - 2.5)
         assert setup.share("one") == setup.leases("one") == LIMIT
 
@@ -127,9 +131,9 @@ async def test_returning_router_takes_its_share_without_exceeding_the_limit(auto
             await trio.sleep(0.25)
             assert setup.leases("one") + setup.leases("two") <= LIMIT
         assert setup.share("one") + setup.share("two") == LIMIT
-        setup.server.engine.resume()  # those of the first end
+        setup.server.engine.resume()  # the requests of the first router end
         await trio.sleep(1)
-        assert setup.leases("two") == 0  # and so do all others
+        assert setup.leases("two") == 0  # all other requests end, too
         setup.server.engine.pause()
         await setup.ask("one", LIMIT)
         await setup.ask("two", LIMIT)
@@ -171,14 +175,16 @@ async def test_stream_of_a_dead_router_is_found_without_a_retry_header(autojump_
         await trio.sleep(2)
         assert len(setup.server.engine.live_requests()) == 1
         async with setup.routers["one"].client().ask("/v1/completions", BODY, headers=headers) as second:
-            with trio.fail_after(5):  # a request that began anew would wait for a step
+            with trio.fail_after(5):  # a new request would wait for a step
                 await second.head()
             assert len(setup.server.engine.live_requests()) == 1
 
 
 async def is_taken_for_a_retry(setup: Setup) -> bool:
-    """A router drains, which leaves its stream unread, and answers its peers still. The same request comes to the other
-    one, and does not say that it comes again. Returns whether it gets that stream."""
+    """Send the same request to another router without a retry header. Returns True if it gets the existing stream.
+
+    The first router drains, which leaves its stream unread, and still answers checks.
+    """
     headers, draining = {"x-request-id": "mine"}, setup.routers["two"]
     async with draining.client().ask("/v1/completions", BODY, headers=headers) as first:
         await setup.server.engine.step(3)
@@ -214,7 +220,7 @@ async def test_streams_are_searched_after_one_failed_check_of_a_router(autojump_
         await trio.sleep(3)
         assert not setup.routers["one"].peer_watch.is_lost_lately()
         await setup.kill("two")
-        await trio.sleep(0.7)  # one question; three have to fail before its share is anybody's
+        await trio.sleep(0.7)  # one check; three must fail before its share is distributed
         assert setup.routers["one"].peer_watch.is_lost_lately()
         assert setup.routers["one"].peer_watch.well_count == 1
 

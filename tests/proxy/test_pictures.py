@@ -1,4 +1,4 @@
-"""A router before servers that make pictures: requests go there and back, and a client that leaves frees its slots."""
+"""A router in front of image servers: requests and responses are forwarded, and a client that leaves frees slots."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def test_client_that_leaves_frees_its_image_slots() -> None:
 
 
 def form(*parts: tuple[str, str], image: bytes | None = None) -> tuple[bytes, dict[str, str]]:
-    """The body and headers that ask for a changed image."""
+    """Return the body and headers of an image edit."""
     body, content_type = multipart(*parts, ("image", image or red_png(), "a.png"))
     return body, {"content-type": content_type}
 
@@ -86,7 +86,7 @@ def red_png(size: int = 16) -> bytes:
 DOG = (("prompt", "a dog"), ("seed", "5"), ("n", "2"))
 
 
-@pytest.mark.parametrize("size", [16, 200])  # the second one is read in a thread
+@pytest.mark.parametrize("size", [16, 200])  # the second form is parsed in a thread
 async def test_image_edit_is_forwarded(size: int) -> None:
     async with opened() as (router, server):
         body, headers = form(*DOG, ("model", "fake"), ("size", "16x16"), image=red_png(size))

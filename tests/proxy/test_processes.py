@@ -1,4 +1,4 @@
-"""The door between the processes of one router: what it tells, and to whom."""
+"""Internal port between the processes of one router: what it answers, and to whom."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def app(exchange):
 
 @asynccontextmanager
 async def opened(secret: str = "s"):
-    """The door of process 2, and what process 1 asks with."""
+    """Open the port of process 2, and the connections of process 1 to it."""
     kept = KeptObjects()
     kept.remember("resp_1", KEPT)
     [listener] = await open_listeners("127.0.0.1", 0)

@@ -1,4 +1,4 @@
-"""The router's tokenizer is the engine's, and comes without what only computing needs."""
+"""The router's tokenizer equals the engine's, and needs no weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request through the router: what reaches the endpoint, what comes back, and what is left when somebody leaves."""
+"""A request through the router: the endpoint's request, the client's response, and that cancels leave nothing."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ async def test_alias_is_replaced_by_the_endpoints_model_name(open_setup):
 @pytest.mark.parametrize("http", [1, 2])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_during_decode_frees_everything_at_both_ends(open_setup, http, stream):
-    """S28, S29, S31, S47: it is the same scope whether the response is streamed or not."""
+    """S28, S29, S31, S47: the scope is the same for streamed and whole responses."""
     async with open_setup("a", engine={"paused": True}) as setup:
         engine = setup.servers["a"].engine
         free = engine.stats().blocks_free
@@ -161,7 +161,7 @@ async def test_client_gets_an_error_if_no_endpoint_can_be_reached(open_setup, au
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_all_requests_without_a_token_survive_the_end_of_their_endpoint(open_setup, stream):
-    """There are more of them than the retry budget has tries."""
+    """There are more requests than the retry budget allows retries."""
     engine = {"paused": True, "response": "abc", "max_queued_requests": 100}
     async with open_setup(engine=engine, leases_max=100, waiting_depth_max=100) as setup:
         statuses = []
@@ -290,7 +290,7 @@ async def test_broken_stream_ends_with_an_error_if_resuming_is_disabled(open_set
 
 async def test_broken_engine_ends_streams_with_an_error_and_other_requests_move(open_setup):
     async with open_setup("a", engine={"max_queued_requests": 0, "max_num_seqs": 1, "paused": True}) as setup:
-        # The endpoint itself refuses: its 429 is the client's when nobody else can take it.
+        # The endpoint itself refuses. The client gets its 429 if no other endpoint can serve the request.
         async with setup.client().ask(CHAT, body()):
             await wait_all_tasks_blocked()
             response = await setup.client().post(CHAT, body())
@@ -328,7 +328,7 @@ async def test_endpoint_gets_the_remaining_deadline(open_setup, autojump_clock):
 
 
 async def test_requests_leave_a_hanging_endpoint_when_its_checks_fail(open_setup, autojump_clock):
-    """S30: one dead backend does not hang the requests of the others."""
+    """S30: a dead endpoint does not block requests at other endpoints."""
     from trioserve.proxy.endpoint_watch import WatchSettings
 
     watch = WatchSettings(health_seconds=1, load_seconds=1, response_seconds_max=1, listens=False)
@@ -454,12 +454,13 @@ async def test_prefix_names_are_computed_only_for_policies_that_use_them(open_se
         monkeypatch.setattr(
             setup.router.dispatch.core.policy, "note_sent", lambda request, endpoint: sent.append(request.prefix)
         )
-        await setup.client().post(CHAT, body(prompt="a long beginning " * 10))  # too long for such a server: no matter
+        # The prompt is too long for this server, which does not matter here.
+        await setup.client().post(CHAT, body(prompt="a long beginning " * 10))
         assert [bool(prefix) for prefix in sent] == [is_named]
 
 
 async def test_full_tokenizer_queue_of_one_key_does_not_mark_the_endpoint_busy(open_pair):
-    """Whoever fills its room for that would otherwise keep it from all requests."""
+    """Otherwise one caller could keep the endpoint from all requests."""
     async with open_pair("w1") as routed:
         async with routed.client().ask("/tokenize", {"model": "fake", "prompt": "x"}) as response:
             ask = await routed.ask_of("w1")
@@ -505,7 +506,7 @@ def test_prompts_are_counted_in_any_json_layout(prompt, count):
 
 @pytest.mark.parametrize("headers", [{}, {"origin": "https://chat.example", "sec-fetch-site": "cross-site"}])
 async def test_router_reaches_engines_by_any_name_and_checks_web_pages_itself(open_setup, headers):
-    """Neither has keys, other machines reach both, and the engine knows no name of its own."""
+    """Router and engine have no keys, other machines reach both, and the engine knows no name of its own."""
     strangers = AccessRules(host_names=(), operates_without_key=False)
     own = AccessRules(host_names=("memory",), page_origins=("https://chat.example",), operates_without_key=False)
     async with open_setup("a", engine={"access": strangers}, access=own) as setup:

@@ -1,4 +1,4 @@
-"""Endpoints that send their load by themselves: what is believed of it, and when they are asked all the same."""
+"""Endpoints that push their load: how the router uses it, and when it still asks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def told(at: float, *, clock: str = "c", running: int = 0) -> EndpointLoad:
     return EndpointLoad(running=running, waiting=0, clock=clock, told_at=at)
 
 
-# --- when it would have been asked for ---
+# --- times of pushed loads ---
 
 
 def test_time_of_a_pushed_load_is_computed_from_the_endpoints_clock():
@@ -69,7 +69,7 @@ async def test_load_stream_sends_changes_at_once_and_heartbeats_between_them(aut
         first = await anext(events)
         assert (first["type"], first["load"]["running"]) == ("load", 0)
         server.engine.pause()
-        await trio.sleep(0.3)  # until it waits for a change
+        await trio.sleep(0.3)  # until the stream waits for a change
         began = trio.current_time()
         async with server.client().ask("/v1/completions", {"prompt": "hello", "max_tokens": 4}):
             busy = await anext(events)
@@ -112,7 +112,7 @@ async def test_router_asks_again_while_the_load_stream_is_silent(open_setup, aut
 
 
 async def test_silent_load_stream_is_reopened(open_setup, autojump_clock, monkeypatch):
-    """Nothing is closed. Until then the endpoint is asked for its load."""
+    """The connection stays open. The router asks for the load meanwhile."""
     ends = []
     connect = MemoryServer.connect
 

@@ -1,4 +1,4 @@
-"""Endpoints that a process of its own tells, which asks Ray: here it is one that writes what the test says."""
+"""Endpoints from Ray. The process that asks Ray is replaced by one that writes the lines of the test."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def fleet() -> Fleet:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """What happens in processes has no event to wait for; the deadline is of the test run."""
+    """Wait for a result of processes, which has no event. The test run limits the time."""
     while not condition():
         await trio.lowlevel.checkpoint()
 
 
 class Teller:
-    """Whoever starts `command` gets what `say` writes, until `end`."""
+    """Process `command` that writes what `say` gets, until `end`."""
 
     def __init__(self, tmp_path: Path) -> None:
         self._path = tmp_path / "lines"
@@ -127,7 +127,7 @@ async def test_silent_process_is_killed_and_replaced(fleet, teller, nursery, moc
     nursery.start_soon(RaySource("llm", template=template, command=teller.command).run, fleet)
     await until(lambda: len(teller.processes()) == 1)
     with caplog.at_level(logging.WARNING):
-        while "Ray does not answer" not in caplog.text:  # it may write its id before anybody begins to listen
+        while "Ray does not answer" not in caplog.text:  # the process may write its id before the source begins to read
             mock_clock.jump(FIRST_SECONDS_MAX)
             await wait_all_tasks_blocked()
     await until(lambda: not lives(teller.processes()[0]))
@@ -153,7 +153,7 @@ async def test_endpoint_drained_by_an_operator_stays_drained_while_nothing_chang
     await until(lambda: set(fleet.specs()) == {A, B})
     fleet.drain(EndpointId(A))
     await teller.say(A, B)
-    await teller.say(line='{"failure": "seen"}')  # behind the line that says the same again
+    await teller.say(line='{"failure": "seen"}')  # after the line that repeats the last report
     await until(lambda: not lives(teller.processes()[0]))
     assert set(fleet.specs()) == {B}
 

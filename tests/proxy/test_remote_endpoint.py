@@ -1,4 +1,4 @@
-"""One server and the connections to it: what goes out, and which connection is used again."""
+"""HTTP client of one endpoint: the bytes of requests, and the reuse of connections."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 
 
 class Server:
-    """Takes connections; a test answers on them by hand."""
+    """Server that accepts connections. The test answers on them."""
 
     def __init__(self) -> None:
         self.ends: list[MemoryEnd] = []
@@ -34,7 +34,7 @@ class Server:
         return client
 
     async def ask(self, response: bytes, *, closes: bool = False) -> bytes:
-        """The body that a request gets; the newest connection answers it."""
+        """Send a request and return the body of its response. The newest connection answers."""
         body: list[bytes | None] = []
 
         async def request() -> None:
@@ -44,7 +44,7 @@ class Server:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(request)
             await wait_all_tasks_blocked()
-            with contextlib.suppress(trio.BrokenResourceError):  # who has what it wants may be gone
+            with contextlib.suppress(trio.BrokenResourceError):  # the client may have closed the connection
                 await self.ends[-1].send_all(response)
                 if closes:
                     await self.ends[-1].send_eof()
@@ -83,7 +83,7 @@ async def test_early_response_is_read_and_its_connection_not_reused():
     async def connect() -> trio.abc.Stream:
         client, end = memory_connection()
         await end.send_all(b"HTTP/1.1 413 Too Large\r\ncontent-length: 0\r\n\r\n")
-        await client.send_eof()  # nothing can be sent any more
+        await client.send_eof()  # the server cannot receive more
         return client
 
     server.remote._open_stream = connect

@@ -1,4 +1,4 @@
-"""How the log and the metrics of a router, and of its endpoints, say that a deadline passed."""
+"""Log and metrics of a router and its endpoints about passed deadlines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def lines(caplog: pytest.LogCaptureFixture):
 
 
 def ends_of(lines: list[str]) -> list[dict[str, str]]:
-    """The fields of each request that ended at this path, the endpoint's before the router's."""
+    """Return the log fields of each ended request with this path, the endpoint's before the router's."""
     return [
         dict(re.findall(r"(\w+)=(\S+)", line))
         for line in lines
@@ -29,7 +29,7 @@ def ends_of(lines: list[str]) -> list[dict[str, str]]:
 
 
 def finished(server: Any) -> dict[str, float]:
-    """request_success_total by reason, without those that are 0."""
+    """Return request_success_total by reason, without zeros."""
     return {
         sample.labels["finished_reason"]: sample.value
         for family in server.engine.metrics.registry.collect()
@@ -43,7 +43,7 @@ def finished(server: Any) -> dict[str, float]:
 async def test_deadline_after_some_tokens_is_an_outcome_and_not_a_refusal(
     open_setup, lines, autojump_clock, whose, stream
 ):
-    """A deadline of the request passes at the router and at the endpoint, a default of the endpoint only there."""
+    """A deadline in the request applies at router and endpoint, a default of the endpoint only there."""
     options: dict[str, Any] = {"step_seconds": 1.0}
     fields: dict[str, Any] = {}
     if whose == "endpoint":

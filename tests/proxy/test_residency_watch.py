@@ -1,4 +1,4 @@
-"""What is believed of an endpoint's cache: whatever its stream says, for as long as it says it, and not a bit more."""
+"""The router uses the content of an endpoint's cache exactly as long as the event stream describes it."""
 
 from __future__ import annotations
 
@@ -46,9 +46,12 @@ def removed(sequence: int, text: str) -> bytes:
 
 
 class Endpoint:
-    """Plays a script on each connection: bytes of events, seconds of silence, or a response of its own (raw).
+    """Endpoint that plays a script on each connection: event bytes, seconds of silence, or a raw response.
 
-    connected_at: when. Without a script left nobody can connect.
+    Without a script, connections fail.
+
+    Attributes:
+        connected_at: Times of the connections.
     """
 
     def __init__(self, *scripts: Sequence[bytes | float]) -> None:
@@ -83,7 +86,7 @@ class Endpoint:
             pass
 
     def known(self) -> str | None:
-        """What the policy believes, in letters."""
+        """Return the blocks that the policy knows, as letters."""
         residency = self.policy._resident._by_endpoint.get(A)
         return None if residency is None else b"".join(sorted(residency.hashes)).decode()
 
@@ -108,7 +111,7 @@ async def watched(*scripts: Sequence[bytes | float]) -> AsyncIterator[Endpoint]:
         endpoint.nursery.cancel_scope.cancel()
 
 
-# --- what is told ---
+# --- valid streams ---
 
 
 async def test_snapshot_and_its_changes_are_used(autojump_clock):
@@ -142,7 +145,7 @@ async def test_events_can_be_cut_anywhere(autojump_clock):
         assert endpoint.known() == "abc"
 
 
-# --- what is not believed ---
+# --- invalid or silent streams ---
 
 
 @pytest.mark.parametrize(

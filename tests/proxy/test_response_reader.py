@@ -1,4 +1,4 @@
-"""A response ends where its server meant it to, however its bytes are cut; h11 says the same."""
+"""The parser of HTTP/1.1 responses finds the same end as h11, for bytes that are cut anywhere."""
 
 from __future__ import annotations
 
@@ -20,8 +20,15 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 def read(data: bytes, *, cuts: tuple[int, ...] = (), closes: bool = False) -> tuple[int, dict[str, str], bytes, bool]:
-    """Status, headers, body, and whether the connection goes on. Raises BadResponse, or AssertionError if more is to
-    come."""
+    """Parse a response.
+
+    Returns:
+        Status, headers, body, and whether the connection can be reused.
+
+    Raises:
+        BadResponse: The bytes are invalid.
+        AssertionError: The response is not complete.
+    """
     reader = ResponseReader()
     reader.begin()
     head, body, has_ended = None, b"", False
@@ -87,7 +94,7 @@ def test_response_cut_anywhere_is_read_like_by_h11(name):
 
 @pytest.mark.parametrize("seed", range(200))
 def test_damaged_bytes_are_refused_or_read_like_by_h11(seed):
-    """This reader refuses more, and accepts nothing else."""
+    """This parser refuses more than h11, but reads nothing differently."""
     chance = random.Random(seed)
     data, closes = chance.choice(list(GOOD.values()))
     damaged = bytearray(data)

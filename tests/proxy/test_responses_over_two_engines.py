@@ -1,5 +1,4 @@
-"""Whole engines behind a router, one of which goes in the middle: what a client makes of the stream is the same as of
-one that nobody disturbed, wherever that happens, and nothing is left at either end."""
+"""Two real engines behind a router, one of which breaks: the client's response is the same as an undisturbed one."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ WEATHER = {
     },
 }
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
-NOT_COMPARED = {"prompt_tokens_details"}  # what was cached is another thing
+NOT_COMPARED = {"prompt_tokens_details"}  # the cached tokens differ
 
 CASES: dict[str, tuple[str, str | None, dict[str, Any]]] = {
     "text": (TEXT, "good morning", {"prompt": "hello", "max_tokens": 8}),
@@ -36,7 +35,7 @@ CASES: dict[str, tuple[str, str | None, dict[str, Any]]] = {
 
 
 def said(body: bytes) -> dict[str, Any]:
-    """All that a client makes of the events, however they were split."""
+    """Return the content of the events, independent of their grouping."""
     made: dict[str, Any] = {"heads": set(), "choices": {}, "usage": None, "ends": 0}
     for line in body.splitlines():
         if line == b"data: [DONE]":
@@ -67,7 +66,7 @@ def _add(whole: dict[str, Any], part: dict[str, Any]) -> None:
         elif isinstance(value, list):
             whole[name] = whole.get(name, []) + value
         elif value is not None:
-            whole.setdefault(name, []).append(value)  # said once, or the lists differ
+            whole.setdefault(name, []).append(value)  # a repeated value would make the lists differ
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -82,7 +81,7 @@ async def test_response_is_the_same_wherever_its_endpoint_breaks(open_setup, rea
         "max_num_batched_tokens": 2048,
     }
     async with open_setup(engine=engine, failures_max=1_000_000, continuations_per_second_max=1e6) as setup:
-        step, undisturbed, is_over = 1, None, False  # before a token it would be another story
+        step, undisturbed, is_over = 1, None, False  # before the first token, the response may differ
         while not is_over:
             answer, is_over = await read_cut(setup, path, body, step=step)
             made = said(answer.body)

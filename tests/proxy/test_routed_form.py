@@ -1,4 +1,4 @@
-"""A form on its way through a router: what is read of it, and that all else stays as it came."""
+"""Forms at a router: the fields that it reads, and that all other bytes stay unchanged."""
 
 from __future__ import annotations
 

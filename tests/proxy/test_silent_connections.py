@@ -1,4 +1,4 @@
-"""A connection to an endpoint goes silent without a close: a NAT forgot it, or another machine took the address."""
+"""Connections that go silent without a close: a NAT has forgotten them, or another machine took the address."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def body(**fields):
 
 @pytest.fixture
 def go_silent(monkeypatch):
-    """Makes all connections to a server silent that there are by now."""
+    """Make all current connections to a server silent."""
     ends: dict[object, list[MemoryEnd]] = {}
     connect = MemoryServer.connect
 
@@ -61,7 +61,10 @@ def silent_total(setup) -> dict[str, float]:
 
 @pytest.mark.parametrize("ids", ["ab", "a"])
 async def test_stream_resumes_over_another_connection(open_setup, go_silent, autojump_clock, ids):
-    """At another endpoint or, if there is none, at the same one; its blocks there are free, though no close arrives."""
+    """It resumes at another endpoint or, if there is none, at the same one.
+
+    Its old blocks are freed although no close arrives.
+    """
     async with open_setup(ids, **OPTIONS) as setup:
         async with setup.client().ask(CHAT, body(stream=True)) as response:
             assert await response.head() == 200
@@ -105,7 +108,7 @@ async def test_whole_response_is_requested_elsewhere(open_setup, go_silent, auto
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_router_waits_for_a_long_prompt(open_setup, autojump_clock, stream):
-    """Steps of far more than the bound, of which the engine says nothing but that it is alive."""
+    """Steps take far longer than the time limit. The engine only sends heartbeats meanwhile."""
     engine = {**ENGINE, "step_seconds": 90.0, "step_timeout": 3600.0}
     async with open_setup(**{**OPTIONS, "engine": engine}) as setup:
         response = await setup.client().post(CHAT, body(max_tokens=2, stream=stream))

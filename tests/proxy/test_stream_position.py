@@ -1,4 +1,4 @@
-"""Where a client is in a stream: the ids that it gets, and what it gets when it comes back with one."""
+"""Positions in streams: the ids that a client gets, and the rest that it gets for an id."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A stream goes on at another endpoint where its own stopped, and its client sees a pause. The endpoints are scripted:
-what they are asked, and what of their bytes comes through, is all there is to see."""
+"""Streams resume at another endpoint, and the client only sees a pause. The endpoints are scripted."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ IDS = ("a", "b", "c")
 
 
 def counted(pair, name: str) -> dict[str, float]:
-    """A family of the router's metrics by its label, those above zero."""
+    """Return the values of a router metric by label, without zeros."""
     found = {}
     for line in pair.router.metrics.expose().decode().splitlines():
         if line.startswith(f"trioserve_router:{name}{{") and float(line.rsplit(" ", 1)[1]):
@@ -26,7 +25,7 @@ def counted(pair, name: str) -> dict[str, float]:
 
 
 async def the_ask(pair, *, without=()):
-    """The one request that is open anywhere, and where that is."""
+    """Return the only open request of all endpoints, and its endpoint id."""
     await wait_all_tasks_blocked()
     [(id, ask)] = [(id, ask) for id, each in pair.endpoints.items() for ask in each.open if ask not in without]
     return id, ask
@@ -49,7 +48,7 @@ async def test_stream_resumes_at_another_endpoint_and_each_token_arrives_once(op
         ask.hang_up()
         second, again = await the_ask(pair)
         assert second != first
-        assert pair.leases() == {first: 0, second: 2}  # sequences
+        assert pair.leases() == {first: 0, second: 2}  # a lease per sequence
         assert again.body == {
             **BODY,
             "n": 2,
@@ -213,7 +212,7 @@ async def test_comment_names_an_endpoint_that_may_compute_other_tokens(open_pair
 
 @pytest.mark.parametrize("status", [409, 400])
 async def test_stream_with_a_changed_prompt_ends_with_an_error(open_pair, status):
-    """Never with another text."""
+    """The client never gets a different text."""
     async with open_pair("w1 w2 w3") as pair, pair.client().ask(TEXT, BODY) as response:
         _, ask = await the_ask(pair)
         ask.begin_resumable()
@@ -286,7 +285,11 @@ async def test_request_that_crashes_engines_is_stopped_after_two(open_pair, capl
 
 
 async def on_trial(pair, *, code=None):
-    """Two endpoints in a row stop in the middle of a stream, which waits then. code: the second one says why."""
+    """Break two endpoints in a row in the middle of a stream, which then waits.
+
+    Args:
+        code: Error code with which the second endpoint ends. None: its connection breaks.
+    """
     dispatch = pair.router.dispatch
     for id in pair.endpoints:
         load = EndpointLoad(running=0, waiting=0, clock=id)
@@ -469,7 +472,7 @@ async def test_first_token_deadlines_do_not_apply_to_a_resumed_stream(open_pair,
 
 
 async def test_streams_of_a_hanging_endpoint_resume_at_another(open_pair, autojump_clock):
-    """It takes connections, and nothing comes back: it is stopped, or the network is cut."""
+    """The endpoint accepts connections but never answers: it is stopped, or the network is cut."""
     watch = WatchSettings(health_seconds=1, load_seconds=1, response_seconds_max=1)
     async with open_pair("w1 w2", watch=watch, failures_max=2) as pair, pair.client().ask(TEXT, BODY) as response:
         first, ask = await the_ask_now(pair)
@@ -563,7 +566,7 @@ async def test_stream_with_too_many_ids_does_not_resume(open_pair):
 
 
 @pytest.mark.parametrize("fields", [{"stream": False}, {"pinned": True}, {"off": True}])
-async def test_pinned_request_does_not_ask_for_ids(open_pair, fields):
+async def test_request_that_cannot_resume_does_not_ask_for_ids(open_pair, fields):
     rules = RoutingRules(continuation_bytes_max=0 if "off" in fields else 1000)
     path = f"{TEXT}?id=w1" if "pinned" in fields else TEXT
     body = {**BODY, "stream": fields.get("stream", True)}

@@ -1,4 +1,4 @@
-"""An endpoint behind TLS: trusted or not, and left in the middle of a response."""
+"""An endpoint behind TLS: trusted or not, and a cancel in the middle of a response."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def test_cancel_reaches_an_endpoint_behind_tls_at_once(authority):
     authority.configure_trust(trusting)
     async with served(authority) as (fake, address):
         remote = RemoteEndpoint(EndpointId("a"), address, ssl_context=trusting)
-        for _ in range(2):  # the second one over a connection of its own: the first one was closed
+        for _ in range(2):  # the second request opens a new connection, since the first one was closed
             async with remote.request(
                 "POST", "/v1/completions", [("content-type", "application/json")], BODY
             ) as response:
@@ -51,7 +51,7 @@ async def test_cancel_reaches_an_endpoint_behind_tls_at_once(authority):
                 assert b"data: " in (await response.next_piece() or b"")
                 assert fake.stats().blocks_used > 0
             with trio.fail_after(10):
-                while fake.stats().blocks_used:  # by the step in flight
+                while fake.stats().blocks_used:  # until the running step ends
                     await trio.lowlevel.checkpoint()
             fake.assert_all_free()
         remote.close()

@@ -1,4 +1,4 @@
-"""Two routers before the same endpoints: one dies, and its clients go on at the other; or the client leaves."""
+"""Two routers in front of the same endpoints: one dies and its clients resume at the other, or a client leaves."""
 
 from __future__ import annotations
 
@@ -26,7 +26,12 @@ TEXT = "Hello, all of you, and good morning!"
 
 
 class Setup:
-    """servers: the endpoints, by id. routers: by name, those that live."""
+    """Endpoints and routers.
+
+    Attributes:
+        servers: Endpoints by id.
+        routers: Living routers by name.
+    """
 
     def __init__(self, nursery: trio.Nursery, servers: dict[str, MemoryServer]) -> None:
         self.servers = servers
@@ -49,7 +54,7 @@ class Setup:
         await self._nursery.start(run)
 
     async def kill(self, name: str) -> None:
-        """All that it has ends at once, and it says nothing to anybody."""
+        """End a router at once, without any notice to others."""
         del self.routers[name]
         scope, over = self._lives.pop(name)
         scope.cancel()
@@ -58,8 +63,8 @@ class Setup:
 
     def ask(self, router: str, *, id: str = "mine", last: str | None = None, headers: Any = None, **fields: Any):
         body = {"model": "fake", "prompt": "hello", "max_tokens": 100, "stream": True, **fields}
-        told = {"x-request-id": id, **({} if last is None else {"last-event-id": last}), **(headers or {})}
-        return self.routers[router].client().ask(PATH, body, headers=told)
+        content_of = {"x-request-id": id, **({} if last is None else {"last-event-id": last}), **(headers or {})}
+        return self.routers[router].client().ask(PATH, body, headers=content_of)
 
     async def step(self, count: int) -> None:
         await wait_all_tasks_blocked()
@@ -73,7 +78,7 @@ class Setup:
 
     @property
     def live_count(self) -> int:
-        """Requests at all endpoints."""
+        """Number of requests at all endpoints."""
         return sum(len(server.engine.live_requests()) for server in self.servers.values())
 
     @property
@@ -252,7 +257,7 @@ async def test_retry_of_a_client_library_finds_an_unread_stream(autojump_clock):
             await first.head()
             async with setup.ask("two", headers=retry):
                 await wait_all_tasks_blocked()
-                assert setup.live_count == 2  # the first is read
+                assert setup.live_count == 2  # the first stream is being read
             await wait_all_tasks_blocked()
             await setup.kill("one")
         async with setup.ask("two", headers=retry) as second:
@@ -276,13 +281,13 @@ async def test_concurrent_searches_are_limited(open_pair, autojump_clock, monkey
             headers = {"x-request-id": f"r{number}", "x-stainless-retry-count": "1"}
             await asked.enter_async_context(pair.client().ask(PATH, body, headers=headers))
         await wait_all_tasks_blocked()
-        assert open_count() == 2  # those that were not looked for
+        assert open_count() == 2  # the streams that were not searched
         again = {"x-request-id": "r4", "last-event-id": ""}
         await asked.enter_async_context(pair.client().ask(PATH, body, headers=again))
         await trio.sleep(1.5)
         assert open_count() == 4
         await trio.sleep(1)
-        assert open_count() == 5  # it was looked for, in its turn
+        assert open_count() == 5  # the search ran after the others
     await pair.assert_all_free()
 
 
@@ -347,9 +352,11 @@ def asked(setup, router, api, *, id="mine", last=None, **fields):
     return setup.routers[router].client().ask(path, body, headers=headers)
 
 
-def told(raw: bytes) -> tuple[dict[int, str], list[str]]:
-    """What the events of a response say: the text of each choice, and how it ends. How texts are cut into events is a
-    matter of time."""
+def content_of(raw: bytes) -> tuple[dict[int, str], list[str]]:
+    """Return the text of each choice and its end, from the events of a response.
+
+    The grouping of events depends on timing.
+    """
     texts: dict[int, str] = {}
     ends: list[object] = []
     for line in raw.splitlines():
@@ -369,18 +376,18 @@ def told(raw: bytes) -> tuple[dict[int, str], list[str]]:
         if str(event.get("type")).endswith((".done", "_start", "_stop", ".created", ".completed", ".added")):
             ends.append(event["type"])
     ends += re.findall(rb"data: \[DONE\]", raw)
-    return texts, sorted(map(str, ends))  # which choice is first is a matter of time, too
+    return texts, sorted(map(str, ends))  # the order of choices depends on timing, too
 
 
 def last_id(raw: bytes) -> str:
-    """Of the last event that is whole."""
+    """Return the id of the last complete event."""
     whole = raw[: raw.rfind(b"\n\n") + 2]
     return (re.findall(rb"^id: ?(.*)$", whole, re.MULTILINE) or [b""])[-1].decode()
 
 
 async def undisturbed(api):
     async with opened("a", engine={"paused": False}) as setup, asked(setup, "one", api) as response:
-        return told(await response.read())
+        return content_of(await response.read())
 
 
 async def read_for_a_while(response) -> None:
@@ -403,7 +410,7 @@ async def test_client_of_a_dead_router_gets_each_event_once(autojump_clock, api,
             assert sum(setup.routers["two"].dispatch.core.stats().leases.values()) > 0
             setup.resume()
             await second.read()
-        assert told(first.body + second.body) == expected
+        assert content_of(first.body + second.body) == expected
 
 
 @pytest.mark.parametrize("steps", [2, 7])
@@ -420,7 +427,7 @@ async def test_stream_that_is_no_longer_kept_is_computed_again(autojump_clock, a
         setup.resume()
         async with asked(setup, "two", api, last=last_id(first.body)) as second:
             await second.read()
-        assert told(first.body + second.body) == expected
+        assert content_of(first.body + second.body) == expected
 
 
 async def test_resumed_stream_is_computed_again_after_its_known_part(autojump_clock):
@@ -430,7 +437,7 @@ async def test_resumed_stream_is_computed_again_after_its_known_part(autojump_cl
         setup.resume()
         async with setup.ask("one", id="whole", **body, resume=resume) as whole:
             await whole.read()
-        expected = told(whole.body)
+        expected = content_of(whole.body)
     async with opened() as setup:
         async with setup.ask("one", **body, resume=resume) as first:
             await setup.step(5)
@@ -440,7 +447,7 @@ async def test_resumed_stream_is_computed_again_after_its_known_part(autojump_cl
         setup.resume()
         async with setup.ask("two", last=last_id(first.body), **body, resume=resume) as second:
             await second.read()
-        assert told(first.body + second.body) == expected
+        assert content_of(first.body + second.body) == expected
 
 
 async def test_different_text_is_never_sent_as_the_rest(autojump_clock):
@@ -474,7 +481,7 @@ async def test_both_routers_choose_the_same_seed_if_the_request_has_none(autojum
 
 
 async def test_the_second_router_can_lose_the_endpoint_too(autojump_clock):
-    """It has followed the stream from its first event on, so that it can go on elsewhere."""
+    """The second router reads the stream from its first event, so it can resume it elsewhere."""
     expected = await undisturbed("chat")
     async with opened() as setup:
         async with asked(setup, "one", "chat") as first:
@@ -489,7 +496,7 @@ async def test_the_second_router_can_lose_the_endpoint_too(autojump_clock):
             await wait_all_tasks_blocked()
             setup.resume()
             await second.read()
-        assert told(first.body + second.body) == expected
+        assert content_of(first.body + second.body) == expected
         await trio.sleep(6)
 
 
@@ -498,7 +505,7 @@ async def test_clients_of_a_single_router_get_no_ids(autojump_clock):
         assert b"id: " not in await response.read()
 
 
-def test_found_stream_without_its_beginning_is_ended():
+def test_unused_found_stream_is_ended_with_its_reader_number():
     said: list[ClientLeftNotice] = []
 
     class Heard(ClientLeftNotices):

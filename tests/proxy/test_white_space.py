@@ -1,4 +1,4 @@
-"""A router's whole JSON responses: the head and white space go out while the request waits and while it is served."""
+"""Whole JSON responses of a router: head and white space are sent while the request waits and is served."""
 
 from __future__ import annotations
 
