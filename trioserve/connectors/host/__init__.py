@@ -1,1 +1,1 @@
-"""The connector that keeps what leaves the prefix cache: in host memory, and on request in a directory."""
+"""Connector that keeps evicted blocks of the prefix cache in host memory, and optionally in a directory."""
