@@ -30,7 +30,7 @@ def checked(batch):
     return batch
 
 
-async def made(owner, *requests):
+async def create(owner, *requests):
     return checked(await owner.ok(PATH, {"requests": requests}))
 
 
@@ -53,7 +53,7 @@ async def test_every_request_of_a_message_batch_has_a_result(owner_of, autojump_
     async with open_memory_server(step_seconds=0.01) as server:
         owner = owner_of(server)
         pretty = json.dumps({"requests": [request("pretty")]}, indent=4).encode()
-        batch = await made(owner, *(request(f"r{index}") for index in range(10)), request("bad", temperature=-1))
+        batch = await create(owner, *(request(f"r{index}") for index in range(10)), request("bad", temperature=-1))
         assert (batch["processing_status"], batch["request_counts"]["processing"]) == ("in_progress", 11)
         assert batch["results_url"] is None
         batch = await ended(owner, batch)
@@ -81,8 +81,8 @@ async def test_cancelled_message_batch_reports_every_request(owner_of, running_m
     settings = BatchSettings(running_max=running_max)
     async with open_memory_server(step_seconds=0.1, max_num_seqs=2, batches=settings) as server:
         owner = owner_of(server)
-        first = await made(owner, *(request(f"r{index}") for index in range(10)))
-        second = await made(owner, request("x", max_tokens=50))
+        first = await create(owner, *(request(f"r{index}") for index in range(10)))
+        second = await create(owner, request("x", max_tokens=50))
         await trio.sleep(1.25)
         for batch, count in ((second, 1), (first, 10)):
             with trio.fail_after(5):
@@ -104,7 +104,7 @@ async def test_message_batch_that_fails_during_cancelling_is_cancelled(owner_of,
 
     async with open_memory_server(step_seconds=0.1, max_num_seqs=2) as server:
         owner = owner_of(server)
-        batch = await made(owner, *(request(f"r{index}") for index in range(10)))
+        batch = await create(owner, *(request(f"r{index}") for index in range(10)))
         await trio.sleep(1.25)
         monkeypatch.setattr(BatchBook, "is_done", broken)
         cancelled = checked(await owner.ok(f"{PATH}/{batch['id']}/cancel", b"", method="POST"))
@@ -116,7 +116,7 @@ async def test_message_batch_that_fails_during_cancelling_is_cancelled(owner_of,
 async def test_expired_message_batch_reports_every_request(owner_of, autojump_clock):
     async with open_memory_server(step_seconds=300, step_timeout=1000, max_num_seqs=2) as server:
         owner = owner_of(server)
-        batch = await made(owner, *(request(f"r{index}", max_tokens=30) for index in range(20)))
+        batch = await create(owner, *(request(f"r{index}", max_tokens=30) for index in range(20)))
         await trio.sleep(86_399)
         batch = await ended(owner, batch)
         kinds = [one["type"] for one in (await results(owner, batch)).values()]
@@ -127,7 +127,7 @@ async def test_expired_message_batch_reports_every_request(owner_of, autojump_cl
 async def test_message_batch_resumes_after_a_restart(owner_of, tmp_path, autojump_clock):
     options = {"store_directory": tmp_path, "step_seconds": 0.1, "max_num_seqs": 4}
     async with open_memory_server(**options) as server:
-        batch = await made(owner_of(server), *(request(f"r{index}") for index in range(12)))
+        batch = await create(owner_of(server), *(request(f"r{index}") for index in range(12)))
         await trio.sleep(1.25)
     async with open_memory_server(**options) as server:
         owner = owner_of(server)
@@ -138,7 +138,7 @@ async def test_message_batch_resumes_after_a_restart(owner_of, tmp_path, autojum
 async def test_message_batches_can_be_listed_and_deleted(owner_of, autojump_clock):
     async with open_memory_server() as server:
         owner = owner_of(server)
-        ids = [(await made(owner, request("a")))["id"] for _ in range(5)][::-1]
+        ids = [(await create(owner, request("a")))["id"] for _ in range(5)][::-1]
         page = await owner.ok(f"{PATH}?limit=2")
         msgspec.convert(page, descriptions.MessageBatches)
         assert ([one["id"] for one in page["data"]], page["has_more"]) == (ids[:2], True)
@@ -158,7 +158,7 @@ async def test_message_batches_can_be_listed_and_deleted(owner_of, autojump_cloc
 async def test_unfinished_message_batch_has_no_results_and_cannot_be_deleted(owner_of, autojump_clock):
     async with open_memory_server(step_seconds=1, api_keys=KEYS) as server:
         alice, bob = (owner_of(server, key) for key in KEYS)
-        batch = await made(alice, request("a", max_tokens=20))
+        batch = await create(alice, request("a", max_tokens=20))
         for method, path in (("GET", f"{PATH}/{batch['id']}/results"), ("DELETE", f"{PATH}/{batch['id']}")):
             status, said = await alice.ask(path, method=method)
             assert (status, said["error"]["type"]) == (400, "invalid_request_error")

@@ -17,7 +17,7 @@ from trioserve.testing.memory_server import open_memory_server
 from .conftest import PATH, Asker, text_of
 
 
-async def begun(api, **fields):
+async def begin(api, **fields):
     return await api.ask(input="Hi", background=True, **fields)
 
 
@@ -29,7 +29,7 @@ async def ended(api, response_id):
 
 async def test_background_response_is_queued_then_in_progress_then_completed(opened, autojump_clock):
     async with opened(paused=True) as api:
-        response = await begun(api)
+        response = await begin(api)
         msgspec.convert(response, ResponseObject)
         assert (response["status"], response["output"], response["background"]) == ("queued", [], True)
         await api.server.engine.step(3)
@@ -59,7 +59,7 @@ async def test_cancelling_a_background_response_frees_all_blocks_with_the_next_s
     opened, autojump_clock, steps, method
 ):
     async with opened(response=None, paused=True) as api:
-        response_id = (await begun(api))["id"]
+        response_id = (await begin(api))["id"]
         await api.server.engine.step(steps)
         async with trio.open_nursery() as nursery:
             results = []
@@ -84,7 +84,7 @@ async def test_cancelling_a_background_response_frees_all_blocks_with_the_next_s
 
 async def test_cancelling_during_a_step_frees_blocks_right_after_it(opened, autojump_clock):
     async with opened(response=None, paused=True) as api:
-        response_id = (await begun(api))["id"]
+        response_id = (await begin(api))["id"]
         await api.server.engine.step()
         async with api.server.engine.held_step():
             assert (await api.call(f"{response_id}/cancel", method="POST"))["status"] == "cancelled"
@@ -111,7 +111,7 @@ async def test_bug_at_the_end_of_one_response_does_not_affect_others(opened, aut
         raise InjectedFault
 
     async with opened(paused=True) as api:
-        response_id = (await begun(api))["id"]
+        response_id = (await begin(api))["id"]
         monkeypatch.setattr(background, "stored_bytes", broken)
         api.server.engine.resume()
         assert (await ended(api, response_id))["status"] == "failed"
@@ -120,7 +120,7 @@ async def test_bug_at_the_end_of_one_response_does_not_affect_others(opened, aut
 
 async def test_time_limit_ends_a_background_response(opened, autojump_clock):
     async with opened(response=None, step_seconds=10, background=BackgroundSettings(seconds_max=25)) as api:
-        last = await ended(api, (await begun(api, timeout=1000))["id"])
+        last = await ended(api, (await begin(api, timeout=1000))["id"])
         assert last["status"] == "failed"
         assert "25 s" in last["error"]["message"]
         assert last["output"]
@@ -130,20 +130,20 @@ async def test_time_limit_ends_a_background_response(opened, autojump_clock):
 async def test_number_of_background_responses_is_limited_in_total_and_per_caller(opened, autojump_clock):
     settings = BackgroundSettings(responses_max=3, responses_of_one_max=2)
     async with opened(keys=("a", "b"), response=None, paused=True, background=settings) as (first, second):
-        ids = [(await begun(first))["id"] for _ in range(2)]
+        ids = [(await begin(first))["id"] for _ in range(2)]
         error = await first.ask(input="Hi", background=True, status=429)
         assert (error["code"], "for this caller (allowed: 2)" in error["message"]) == ("overloaded", True)
-        ids.append((await begun(second))["id"])
+        ids.append((await begin(second))["id"])
         await second.ask(input="Hi", background=True, status=429)
         await first.call(f"{ids[0]}/cancel", method="POST")
-        ids.append((await begun(second))["id"])
+        ids.append((await begin(second))["id"])
         for api, response_id in ((first, ids[1]), (second, ids[2]), (second, ids[3])):
             await api.call(f"{response_id}/cancel", method="POST")
 
 
 async def test_another_caller_cannot_find_a_background_response(opened, autojump_clock):
     async with opened(keys=("a", "b"), paused=True) as (mine, other):
-        response_id = (await begun(mine))["id"]
+        response_id = (await begin(mine))["id"]
         for _when in ("while it lives", "when it is over"):
             for call in (
                 {"path": response_id},
@@ -201,7 +201,7 @@ async def test_several_readers_get_events_from_any_number_on(opened, autojump_cl
 
 async def test_response_without_stored_events_refuses_to_stream(opened, autojump_clock):
     async with opened() as api:
-        response_id = (await begun(api))["id"]
+        response_id = (await begin(api))["id"]
         await api.server.app.wait_until_idle()
         assert (await api.call(f"{response_id}?stream=true", status=400))["param"] == "stream"
 
@@ -218,8 +218,8 @@ async def test_events_beyond_the_size_limit_fail_the_response(opened, autojump_c
 async def test_unfinished_response_has_failed_after_a_restart(opened, autojump_clock, tmp_path):
     async with open_memory_server(store_directory=tmp_path, paused=True) as server:
         api = Asker(server)
-        response_id = (await begun(api))["id"]
-        cancelled_id = (await begun(api))["id"]
+        response_id = (await begin(api))["id"]
+        cancelled_id = (await begin(api))["id"]
         await server.engine.step()
         await api.call(f"{cancelled_id}/cancel", method="POST")
         # The server stops at once, as after a second Ctrl-C.
@@ -233,7 +233,7 @@ async def test_unfinished_response_has_failed_after_a_restart(opened, autojump_c
 
 async def test_drain_fails_queued_responses_and_finishes_running_ones(opened, autojump_clock, tmp_path):
     async with opened(store_directory=tmp_path, max_num_seqs=1, paused=True) as api:
-        running, waiting = (await begun(api))["id"], (await begun(api))["id"]
+        running, waiting = (await begin(api))["id"], (await begin(api))["id"]
         await api.server.engine.step(2)
         client = api.client()
         async with client.ask(f"{PATH}/{running}") as response:  # a connection that is open when draining begins
@@ -250,7 +250,7 @@ async def test_drain_fails_queued_responses_and_finishes_running_ones(opened, au
 
 async def test_drain_cancels_responses_that_no_durable_store_keeps(opened, autojump_clock):
     async with opened(paused=True, response=None) as api:
-        await begun(api)
+        await begin(api)
         await api.server.engine.step(2)
         api.server.app.drain()
         await wait_all_tasks_blocked()
@@ -261,7 +261,7 @@ async def test_drain_cancels_responses_that_no_durable_store_keeps(opened, autoj
 async def test_engine_fault_fails_a_background_response(opened, autojump_clock):
     with pytest.raises((EngineFault, BaseExceptionGroup)):
         async with opened(paused=True, response=None) as api:
-            response_id = (await begun(api))["id"]
+            response_id = (await begin(api))["id"]
             await api.server.engine.step()
             api.server.engine.break_next_step()
             api.server.engine.on_fault = api.server.app.wait_until_idle
@@ -277,7 +277,7 @@ async def test_engine_fault_fails_a_background_response(opened, autojump_clock):
 
 async def test_response_on_a_full_disk_ends_at_once_and_is_stored_later(opened, tmp_path, autojump_clock):
     async with opened(step_seconds=0.1, store_directory=tmp_path) as api:
-        responses = [await begun(api, metadata={"n": "x" * 500}, stream=False) for _ in range(3)]
+        responses = [await begin(api, metadata={"n": "x" * 500}, stream=False) for _ in range(3)]
         api.server.store.set_disk_full(True)
         told = []
         for response in responses:
@@ -296,7 +296,7 @@ async def test_response_on_a_full_disk_ends_at_once_and_is_stored_later(opened, 
 
 async def test_response_that_cannot_be_stored_is_reported_as_failed(opened, monkeypatch, autojump_clock):
     async with opened(step_seconds=0.1) as api:
-        response = await begun(api)
+        response = await begin(api)
         settle = api.server.store.settle
         sizes = []
 

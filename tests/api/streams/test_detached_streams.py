@@ -35,7 +35,7 @@ async def opened(*, settings=SETTINGS, **options):
         await server.assert_all_free()
 
 
-def asked(server, *, api="chat", session="s1", seconds="30", key=None, **fields):
+def request_stream(server, *, api="chat", session="s1", seconds="30", key=None, **fields):
     path, body = APIS[api]
     headers = {"x-session-id": session, "x-detach-timeout": seconds, **authorization(key)}
     return server.client().ask(path, {"model": "fake", "stream": True, **body, **fields}, headers=headers)
@@ -45,7 +45,7 @@ def authorization(key):
     return {} if key is None else {"authorization": f"Bearer {key}"}
 
 
-def resumed(server, after=0, *, session="s1", key=None, **headers):
+def resume_stream(server, after=0, *, session="s1", key=None, **headers):
     query = f"?after={after}" if after is not None else ""
     return server.client().ask(f"/v1/streams/{session}{query}", headers={**authorization(key), **headers})
 
@@ -66,7 +66,7 @@ def numbered(raw):
 
 async def whole_of(api):
     """Return the events of the same request in an uninterrupted stream."""
-    async with opened(paused=False) as server, asked(server, api=api, seconds="1") as response:
+    async with opened(paused=False) as server, request_stream(server, api=api, seconds="1") as response:
         await response.read()
         await trio.sleep(2)
         return numbered(response.body)
@@ -89,7 +89,7 @@ def ollama_text(events):
 async def test_returning_client_gets_each_event_once(autojump_clock, api, steps):
     expected = await whole_of(api)
     async with opened() as server:
-        async with asked(server, api=api) as response:
+        async with request_stream(server, api=api) as response:
             await server.engine.step(steps)
             await response.head()
             await wait_all_tasks_blocked()
@@ -98,7 +98,7 @@ async def test_returning_client_gets_each_event_once(autojump_clock, api, steps)
             events = numbered(response.body)
         await server.engine.step(3)  # no client is connected
         assert server.app.detached.detached_count == 1
-        async with resumed(server, max(events, default=0)) as response:
+        async with resume_stream(server, max(events, default=0)) as response:
             server.engine.resume()
             await response.read()
         later = numbered(response.body)
@@ -126,15 +126,15 @@ async def test_leaving_cancels_a_stream_without_the_headers(autojump_clock):
 @pytest.mark.parametrize("steps", [0, 1])
 async def test_leaving_before_the_stream_begins_cancels_it(autojump_clock, steps):
     async with opened(response=None, max_num_seqs=1) as server:
-        async with asked(server, session="first"):
+        async with request_stream(server, session="first"):
             await server.engine.step(2)
-            async with asked(server):
+            async with request_stream(server):
                 await wait_all_tasks_blocked()
-                async with resumed(server) as early:
+                async with resume_stream(server) as early:
                     assert await early.head() == 409
                 await server.engine.step(steps)
             await wait_all_tasks_blocked()
-            async with resumed(server) as response:
+            async with resume_stream(server) as response:
                 assert await response.head() == 404
         async with server.client().ask("/v1/streams/first", method="DELETE") as response:
             await server.engine.step()
@@ -143,7 +143,7 @@ async def test_leaving_before_the_stream_begins_cancels_it(autojump_clock, steps
 
 async def test_whole_response_is_never_kept(autojump_clock):
     async with opened(response=None) as server:
-        async with asked(server, stream=False):
+        async with request_stream(server, stream=False):
             await server.engine.step(3)
         await server.engine.step()
         await server.assert_all_free()
@@ -152,7 +152,7 @@ async def test_whole_response_is_never_kept(autojump_clock):
 
 async def test_error_before_the_stream_begins_has_its_own_status(autojump_clock):
     async with opened() as server:
-        async with asked(server, temperature=-1) as response:
+        async with request_stream(server, temperature=-1) as response:
             assert await response.head() == 400
             assert (await response.json())["error"]["param"] == "temperature"
         assert server.app.detached.kept_count == 0
@@ -160,12 +160,12 @@ async def test_error_before_the_stream_begins_has_its_own_status(autojump_clock)
 
 async def test_stream_ends_after_its_time_without_a_reader(autojump_clock):
     async with opened(response=None, paused=False, step_seconds=1) as server:
-        async with asked(server, seconds="10") as response:
+        async with request_stream(server, seconds="10") as response:
             await response.head()
             await trio.sleep(5)
         await trio.sleep(9)
         assert server.app.detached.detached_count == 1
-        async with resumed(server, 2) as response:  # the time limit restarts when this reader leaves
+        async with resume_stream(server, 2) as response:  # the time limit restarts when this reader leaves
             await response.head()
             await trio.sleep(20)
         await trio.sleep(9)
@@ -173,20 +173,20 @@ async def test_stream_ends_after_its_time_without_a_reader(autojump_clock):
         await trio.sleep(3)
         assert server.app.detached.kept_count == 0
         await server.assert_all_free()
-        async with resumed(server, 2) as response:
+        async with resume_stream(server, 2) as response:
             assert await response.head() == 404
 
 
 async def test_complete_stream_can_be_read_again_until_its_time_has_passed(autojump_clock):
     async with opened(paused=False) as server:
-        async with asked(server) as response:
+        async with request_stream(server) as response:
             await response.read()
         events = numbered(response.body)
         assert events[max(events)] == b"data: [DONE]"
-        async with resumed(server, max(events) - 2) as response:
+        async with resume_stream(server, max(events) - 2) as response:
             await response.read()
         assert list(numbered(response.body)) == [max(events) - 1, max(events)]
-        async with resumed(server, None, **{"last-event-id": str(max(events) - 1)}) as response:
+        async with resume_stream(server, None, **{"last-event-id": str(max(events) - 1)}) as response:
             await response.read()
         assert list(numbered(response.body)) == [max(events)]
         await trio.sleep(29)
@@ -197,10 +197,10 @@ async def test_complete_stream_can_be_read_again_until_its_time_has_passed(autoj
 
 async def test_second_reader_takes_over(autojump_clock):
     async with opened() as server:
-        async with asked(server) as first:
+        async with request_stream(server) as first:
             await server.engine.step(3)
             await first.head()
-            async with resumed(server) as second:
+            async with resume_stream(server) as second:
                 await wait_all_tasks_blocked()
                 server.engine.resume()
                 await second.read()
@@ -215,7 +215,7 @@ async def test_second_reader_takes_over(autojump_clock):
 @pytest.mark.parametrize("api", APIS)
 async def test_deleting_a_stream_frees_all_blocks_and_ends_the_reader(autojump_clock, api):
     async with opened(response=None) as server:
-        async with asked(server, api=api) as reader:
+        async with request_stream(server, api=api) as reader:
             await server.engine.step(3)
             await reader.head()
             async with trio.open_nursery() as nursery:
@@ -235,15 +235,15 @@ async def test_deleting_a_stream_frees_all_blocks_and_ends_the_reader(autojump_c
 
 async def test_another_caller_can_neither_read_nor_delete_a_stream(autojump_clock):
     async with opened(api_keys=("a", "b"), response=None) as server:
-        async with asked(server, key="a") as response:
+        async with request_stream(server, key="a") as response:
             await server.engine.step(3)
             await response.head()
-        async with resumed(server, key="b") as response:
+        async with resume_stream(server, key="b") as response:
             assert await response.head() == 404
         async with server.client().ask("/v1/streams/s1", method="DELETE", headers=authorization("b")) as response:
             assert await response.head() == 404
         assert server.app.detached.detached_count == 1
-        async with asked(server, key="b") as response:  # the same name is another stream for another key
+        async with request_stream(server, key="b") as response:  # the same name is another stream for another key
             await server.engine.step(3)
             assert await response.head() == 200
         await wait_all_tasks_blocked()
@@ -254,15 +254,15 @@ async def test_another_caller_can_neither_read_nor_delete_a_stream(autojump_cloc
 
 async def test_name_of_a_running_stream_is_refused_and_of_a_finished_stream_reused(autojump_clock):
     async with opened() as server:
-        async with asked(server) as response:
+        async with request_stream(server) as response:
             await server.engine.step(2)
             await response.head()
-        async with asked(server) as response:
+        async with request_stream(server) as response:
             assert await response.head() == 409
             assert (await response.json())["error"]["code"] == "stream_exists"
         server.engine.resume()
         await wait_all_tasks_blocked()
-        async with asked(server) as response:
+        async with request_stream(server) as response:
             assert await response.head() == 200
             await response.read()
         await trio.sleep(31)
@@ -271,11 +271,11 @@ async def test_name_of_a_running_stream_is_refused_and_of_a_finished_stream_reus
 async def test_number_of_detached_streams_is_limited_in_total_and_per_caller(autojump_clock):
     async with opened(api_keys=("a", "b", "c"), response=None, max_num_seqs=8) as server:
         for number, key in enumerate("aabb"):
-            async with asked(server, session=f"s{number}", key=key) as response:
+            async with request_stream(server, session=f"s{number}", key=key) as response:
                 await server.engine.step(2)
                 assert await response.head() == 200
             for other in "abc" if number == 3 else key if number == 1 else "":
-                async with asked(server, session="more", key=other) as response:
+                async with request_stream(server, session="more", key=other) as response:
                     assert await response.head() == 429
                     assert response.headers["x-trioserve-reason"] == "detached_full"
         await trio.sleep(31)
@@ -285,7 +285,7 @@ async def test_number_of_detached_streams_is_limited_in_total_and_per_caller(aut
 async def test_finished_streams_are_removed_for_new_streams(autojump_clock):
     async with opened(paused=False) as server:
         for number in range(5):
-            async with asked(server, session=f"s{number}") as response:
+            async with request_stream(server, session=f"s{number}") as response:
                 assert await response.head() == 200
                 await response.read()
         assert server.app.detached.kept_count == 2
@@ -295,13 +295,13 @@ async def test_finished_streams_are_removed_for_new_streams(autojump_clock):
 async def test_unread_events_beyond_the_limit_end_the_request(autojump_clock):
     settings = DetachSettings(seconds_max=60, bytes_max=4000)
     async with opened(settings=settings, response=None, paused=False, step_seconds=0.01) as server:
-        async with asked(server) as response:
+        async with request_stream(server) as response:
             await response.head()
             await trio.sleep(0.05)
         await trio.sleep(20)
         await server.assert_all_free()
         assert server.app.detached.kept_bytes < 5000
-        async with resumed(server, server.app.detached.find("s1", None).log.first_kept - 1) as response:
+        async with resume_stream(server, server.app.detached.find("s1", None).log.first_kept - 1) as response:
             await response.read()
         events = numbered(response.body)
         assert b"stream_buffer_full" in events[max(events)]
@@ -314,15 +314,15 @@ async def test_unread_events_beyond_the_limit_end_the_request(autojump_clock):
 async def test_fast_reader_can_read_more_than_the_size_limit(autojump_clock):
     settings = DetachSettings(seconds_max=60, bytes_max=4000)
     async with opened(settings=settings, response=None, paused=False, step_seconds=0.01) as server:
-        async with asked(server, max_tokens=200) as response:
+        async with request_stream(server, max_tokens=200) as response:
             await response.read()
         events = numbered(response.body)
         assert events[max(events)] == b"data: [DONE]"
         assert len(response.body) > 8000
-        async with resumed(server, 1) as response:
+        async with resume_stream(server, 1) as response:
             assert await response.head() == 410
             assert (await response.json())["error"]["code"] == "events_gone"
-        async with resumed(server, max(events) + 1) as response:
+        async with resume_stream(server, max(events) + 1) as response:
             assert await response.head() == 400
         await trio.sleep(31)
 
@@ -333,7 +333,7 @@ async def test_stream_waits_for_a_slow_reader_until_it_counts_as_gone(autojump_c
     limits = FrontendLimits(stall_seconds_max=5, stream_buffer_bytes_max=2048)
     options = {"step_seconds": 0.01, "max_model_len": 1000, "limits": limits}
     async with opened(settings=settings, response=None, paused=False, **options) as server:
-        async with asked(server) as response:
+        async with request_stream(server) as response:
             await response.head()
             await trio.sleep(6)  # the client reads nothing
             stream = server.app.detached.find("s1", None)
@@ -344,7 +344,7 @@ async def test_stream_waits_for_a_slow_reader_until_it_counts_as_gone(autojump_c
             assert not stream.has_reader
             with pytest.raises(ConnectionLost):
                 await response.read()
-        async with resumed(server, stream.log.first_kept - 1) as response:
+        async with resume_stream(server, stream.log.first_kept - 1) as response:
             await response.read()
         assert b"stream_buffer_full" in response.body
         await trio.sleep(61)
@@ -353,10 +353,10 @@ async def test_stream_waits_for_a_slow_reader_until_it_counts_as_gone(autojump_c
 
 async def test_drain_ends_unread_streams_and_finishes_read_streams(autojump_clock):
     async with opened(api_keys=("a", "b")) as server:
-        async with asked(server, key="a") as response:
+        async with request_stream(server, key="a") as response:
             await server.engine.step(2)
             await response.head()
-        async with asked(server, key="b") as reader:
+        async with request_stream(server, key="b") as reader:
             await server.engine.step(2)
             await reader.head()
             server.drain()
@@ -390,6 +390,6 @@ async def test_invalid_detach_headers_are_refused(autojump_clock, headers, param
 
 
 async def test_detaching_is_refused_by_default(autojump_clock):
-    async with opened(settings=DetachSettings()) as server, asked(server) as response:
+    async with opened(settings=DetachSettings()) as server, request_stream(server) as response:
         assert await response.head() == 400
         assert "--detach-timeout-max" in (await response.json())["error"]["message"]

@@ -23,16 +23,16 @@ async def opened(*, settings=SETTINGS, **options):
         await server.assert_all_free()
 
 
-def asked(server, name="n1", *, stream=True, **headers):
+def request_stream(server, name="n1", *, stream=True, **headers):
     body = {"model": "fake", "prompt": "Hi", "stream": stream, "max_tokens": 100}
     return server.client().ask("/v1/completions", body, headers={"x-trioserve-keep": name, **headers})
 
 
-def kept(server, name="n1", **headers):
+def take_over(server, name="n1", **headers):
     return server.client().ask(f"/v1/kept_streams/{name}", headers=headers)
 
 
-async def ended(server, name="n1", *, reader=1, **headers):
+async def end_stream(server, name="n1", *, reader=1, **headers):
     async with server.client().ask(
         f"/v1/kept_streams/{name}?reader={reader}", method="DELETE", headers=headers
     ) as response:
@@ -43,7 +43,7 @@ async def text_of(response):
     return "".join([event["choices"][0]["text"] async for event in response])
 
 
-async def begun(server, response, steps=3):
+async def begin(server, response, steps=3):
     await server.engine.step(steps)
     await response.head()
     await wait_all_tasks_blocked()
@@ -51,12 +51,12 @@ async def begun(server, response, steps=3):
 
 async def test_another_router_gets_the_whole_stream_of_a_dead_router(autojump_clock):
     async with opened() as server:
-        async with asked(server) as first:
-            await begun(server, first)
+        async with request_stream(server) as first:
+            await begin(server, first)
             assert first.headers["x-trioserve-kept"] == "5;reader=1"
         await wait_all_tasks_blocked()
         assert server.app.router_streams.detached_count == 1
-        async with kept(server) as second:
+        async with take_over(server) as second:
             await second.head()
             assert second.headers["x-trioserve-kept"] == "5;reader=2"
             assert second.headers["x-request-id"] == first.headers["x-request-id"]
@@ -69,43 +69,43 @@ async def test_another_router_gets_the_whole_stream_of_a_dead_router(autojump_cl
 
 async def test_events_for_routers_are_not_numbered(autojump_clock):
     async with opened(paused=False) as server:
-        async with asked(server) as response:
+        async with request_stream(server) as response:
             await response.read()
         assert b"id: 1\n" not in response.body
 
 
 async def test_stream_of_a_dead_router_ends_after_its_time_limit(autojump_clock):
     async with opened() as server:
-        async with asked(server) as response:
-            await begun(server, response)
+        async with request_stream(server) as response:
+            await begin(server, response)
         await trio.sleep(4.9)
         assert server.engine.stats().blocks_used > 0
         await trio.sleep(0.2)
         await wait_all_tasks_blocked()
         assert server.engine.stats().blocks_used == 0
         assert server.app.router_streams.expired_total == 1
-        async with kept(server) as late:
+        async with take_over(server) as late:
             assert await late.head() == 404
 
 
 async def test_router_ends_the_stream_of_a_client_that_left_at_once(autojump_clock):
     async with opened() as server:
         began_at = trio.current_time()
-        async with asked(server) as response:
-            await begun(server, response)
-        assert await ended(server)
+        async with request_stream(server) as response:
+            await begin(server, response)
+        assert await end_stream(server)
         assert server.engine.stats().blocks_used == 0
         assert trio.current_time() == began_at
 
 
 async def test_replaced_reader_cannot_end_the_stream(autojump_clock):
-    async with opened() as server, asked(server) as first:
-        await begun(server, first)
-        async with kept(server) as second:
+    async with opened() as server, request_stream(server) as first:
+        await begin(server, first)
+        async with take_over(server) as second:
             await second.head()
             await first.read()
             assert b"stream_taken_over" in first.body
-            assert await ended(server, reader=1) is False
+            assert await end_stream(server, reader=1) is False
             server.engine.resume()
             assert await text_of(second) == TEXT
 
@@ -113,7 +113,7 @@ async def test_replaced_reader_cannot_end_the_stream(autojump_clock):
 async def test_leaving_cancels_before_the_stream_begins_or_without_a_stream(autojump_clock):
     for stream in (True, False):
         async with opened() as server:
-            async with asked(server, stream=stream):
+            async with request_stream(server, stream=stream):
                 await wait_all_tasks_blocked()
                 assert server.engine.live_requests()
             await server.assert_all_free()
@@ -121,8 +121,8 @@ async def test_leaving_cancels_before_the_stream_begins_or_without_a_stream(auto
 
 
 async def test_duplicate_of_a_running_request_is_served_and_not_kept(autojump_clock):
-    async with opened() as server, asked(server) as first, asked(server) as second:
-        await begun(server, first)
+    async with opened() as server, request_stream(server) as first, request_stream(server) as second:
+        await begin(server, first)
         await second.head()
         assert "x-trioserve-kept" not in second.headers
         server.engine.resume()
@@ -131,10 +131,10 @@ async def test_duplicate_of_a_running_request_is_served_and_not_kept(autojump_cl
 
 async def test_restarted_request_replaces_an_unread_stream(autojump_clock):
     async with opened() as server:
-        async with asked(server) as first:
-            await begun(server, first)
+        async with request_stream(server) as first:
+            await begin(server, first)
         await wait_all_tasks_blocked()
-        async with asked(server) as second:
+        async with request_stream(server) as second:
             await wait_all_tasks_blocked()
             assert len(server.engine.live_requests()) == 1
             server.engine.resume()
@@ -143,8 +143,13 @@ async def test_restarted_request_replaces_an_unread_stream(autojump_clock):
 
 
 async def test_streams_beyond_the_limit_are_served_and_not_kept(autojump_clock):
-    async with opened() as server, asked(server, "n1") as first, asked(server, "n2"), asked(server, "n3") as third:
-        await begun(server, first)
+    async with (
+        opened() as server,
+        request_stream(server, "n1") as first,
+        request_stream(server, "n2"),
+        request_stream(server, "n3") as third,
+    ):
+        await begin(server, first)
         await third.head()
         assert "x-trioserve-kept" not in third.headers
         server.engine.resume()
@@ -154,7 +159,7 @@ async def test_streams_beyond_the_limit_are_served_and_not_kept(autojump_clock):
 async def test_finished_stream_is_removed_for_a_new_stream(autojump_clock):
     async with opened(paused=False) as server:
         for name in ("n1", "n2", "n3", "n4"):
-            async with asked(server, name) as response:
+            async with request_stream(server, name) as response:
                 assert await text_of(response) == TEXT
                 assert "x-trioserve-kept" in response.headers
         assert server.app.router_streams.kept_count == 2
@@ -163,26 +168,26 @@ async def test_finished_stream_is_removed_for_a_new_stream(autojump_clock):
 async def test_another_key_cannot_find_a_kept_stream(autojump_clock):
     mine, other = {"authorization": "Bearer one"}, {"authorization": "Bearer two"}
     async with opened(api_keys=("one", "two")) as server:
-        async with asked(server, **mine) as response:
-            await begun(server, response)
-        async with kept(server, **other) as refused:
+        async with request_stream(server, **mine) as response:
+            await begin(server, response)
+        async with take_over(server, **other) as refused:
             assert await refused.head() == 404
-        assert await ended(server, **other) is None
+        assert await end_stream(server, **other) is None
         assert server.engine.stats().blocks_used > 0
-        assert await ended(server, **mine)
+        assert await end_stream(server, **mine)
 
 
 @pytest.mark.parametrize("header", ["", "a b", "x" * 129])
 async def test_invalid_stream_name_is_refused(header):
-    async with opened(paused=False) as server, asked(server, header) as response:
+    async with opened(paused=False) as server, request_stream(server, header) as response:
         assert await response.head() == 400
         assert "X-Trioserve-Keep" in (await response.json())["error"]["message"]
 
 
 async def test_leaving_cancels_if_the_grace_time_is_zero(autojump_clock):
     async with opened(settings=DetachSettings(seconds_max=0)) as server:
-        async with asked(server) as response:
-            await begun(server, response)
+        async with request_stream(server) as response:
+            await begin(server, response)
             assert "x-trioserve-kept" not in response.headers
         await server.assert_all_free()
 
@@ -190,24 +195,24 @@ async def test_leaving_cancels_if_the_grace_time_is_zero(autojump_clock):
 async def test_reader_is_refused_if_events_were_dropped(autojump_clock):
     settings = DetachSettings(seconds_max=5, streams_max=2, streams_of_one_max=2, bytes_max=1000)
     async with opened(settings=settings, paused=False) as server:
-        async with asked(server) as response:
+        async with request_stream(server) as response:
             await response.read()
-        async with kept(server) as late:
+        async with take_over(server) as late:
             assert await late.head() == 410
 
 
 async def test_draining_server_ends_unread_streams(autojump_clock):
     async with opened() as server:
-        async with asked(server) as response:
-            await begun(server, response)
+        async with request_stream(server) as response:
+            await begin(server, response)
         server.app.drain()
         await server.assert_all_free()
 
 
 async def test_reader_with_unread_is_refused_while_the_stream_has_a_reader(autojump_clock):
     async with opened() as server:
-        async with asked(server) as first:
-            await begun(server, first)
+        async with request_stream(server) as first:
+            await begin(server, first)
             async with server.client().ask("/v1/kept_streams/n1?unread=1") as refused:
                 assert await refused.head() == 409
         await wait_all_tasks_blocked()
