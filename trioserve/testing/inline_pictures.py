@@ -11,7 +11,7 @@ from typing import TypeVar
 import trio
 
 from trioserve.admission.image_decoder import ImageDecoder
-from trioserve.api.images.picture_threads import PictureThreads
+from trioserve.api.images.encoding_threads import EncodingThreads
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.images import ImageLimits
 from trioserve.metrics.registry import Metrics
@@ -57,7 +57,7 @@ class JobGate:
         self.run_count += 1
 
 
-class InlinePictures(PictureThreads):
+class InlinePictures(EncodingThreads):
     """Encodes images in the event loop."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from trioserve.api.batches.settings import BatchSettings
 from trioserve.api.caller import AccessRules
 from trioserve.api.images.edit_places import EditPlaces
 from trioserve.api.images.image_routes import ImageApp
-from trioserve.api.images.unsent_pictures import UnsentPictures
+from trioserve.api.images.unsent_images import UnsentImages
 from trioserve.api.page.settings import PageSettings
 from trioserve.api.responses.settings import BackgroundSettings
 from trioserve.api.routes import App
@@ -200,7 +200,7 @@ async def open_memory_image_server(
     page: PageSettings | None = None,
     uploads: ImageLimits | None = None,
     edits: EditPlaces | None = None,
-    unsent: UnsentPictures | None = None,
+    unsent: UnsentImages | None = None,
     logs_requests: bool = False,
     request_limits: ImageRequestLimits | None = None,
     **engine_options: Any,

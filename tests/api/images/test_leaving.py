@@ -12,7 +12,7 @@ from PIL import Image
 from trio.testing import wait_all_tasks_blocked
 
 from trioserve.api.images.edit_places import EditPlaces
-from trioserve.api.images.unsent_pictures import UnsentPictures
+from trioserve.api.images.unsent_images import UnsentImages
 from trioserve.contracts.image_generation import ImageRequestLimits, Picture
 from trioserve.contracts.iterative import IterativeRequest
 from trioserve.testing.fake_image_engine import FAKE_IMAGE_MODEL
@@ -155,7 +155,7 @@ async def test_unread_whole_response_holds_no_slot() -> None:
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
 async def test_memory_of_unread_images_is_limited(is_streamed: bool) -> None:
     model = msgspec.structs.replace(FAKE_IMAGE_MODEL, side_max=1024, pixels_per_work=512 * 512)
-    unsent = UnsentPictures(1_000_000)
+    unsent = UnsentImages(1_000_000)
     async with open_memory_image_server(model=model, new_executor=Noise, unsent=unsent) as server:
         body = {**BODY, "size": "512x512", "stream": is_streamed}
         async with server.client().ask(GENERATIONS, body):

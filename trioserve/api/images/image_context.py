@@ -12,8 +12,8 @@ from trioserve.http.clock_and_ids import ClockAndIds
 if TYPE_CHECKING:
     from trioserve.admission.image_decoder import ImageDecoder
     from trioserve.api.images.edit_places import EditPlaces
-    from trioserve.api.images.picture_threads import PictureThreads
-    from trioserve.api.images.unsent_pictures import UnsentPictures
+    from trioserve.api.images.encoding_threads import EncodingThreads
+    from trioserve.api.images.unsent_images import UnsentImages
     from trioserve.api.operations.routers_heard import RoutersHeard
     from trioserve.contracts.deadlines import Deadlines
     from trioserve.contracts.image_generation import ImageParams
@@ -63,10 +63,10 @@ class ImageContext(EngineContext):
         engine: ImageEngine,
         clock_and_ids: ClockAndIds,
         *,
-        threads: PictureThreads,
+        threads: EncodingThreads,
         decoder: ImageDecoder,
         edits: EditPlaces,
-        unsent: UnsentPictures,
+        unsent: UnsentImages,
         rules: AccessRules,
         routers_heard: RoutersHeard,
         tenant_header: str,

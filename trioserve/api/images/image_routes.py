@@ -14,11 +14,11 @@ from trioserve.api.caller import AccessRules
 from trioserve.api.error_responses import Refusal, refusal
 from trioserve.api.images.descriptions import OPERATIONS
 from trioserve.api.images.edit_places import EditPlaces
+from trioserve.api.images.encoding_threads import EncodingThreads
+from trioserve.api.images.handlers import EDITS_PATH, GENERATIONS_PATH, create_images, edit_images
 from trioserve.api.images.image_context import ImageContext
 from trioserve.api.images.image_models import list_image_models, read_image_model
-from trioserve.api.images.picture_threads import PictureThreads
-from trioserve.api.images.pictures import EDITS_PATH, GENERATIONS_PATH, create_images, edit_images
-from trioserve.api.images.unsent_pictures import UnsentPictures
+from trioserve.api.images.unsent_images import UnsentImages
 from trioserve.api.openai.models import MODEL_PATH
 from trioserve.api.openapi import openapi_document
 from trioserve.api.operations.debug import TASKS_PATH, read_tasks
@@ -159,8 +159,8 @@ class ImageApp(BaseApp[ImageContext]):
         tenant_header: str = TENANT_HEADER,
         clock_and_ids: ClockAndIds | None = None,
         edits: EditPlaces | None = None,
-        unsent: UnsentPictures | None = None,
-        threads: PictureThreads | None = None,
+        unsent: UnsentImages | None = None,
+        threads: EncodingThreads | None = None,
         page: PageSettings | None = None,
         tracer: Tracer = NO_TRACER,
         logs_requests: bool = False,
@@ -176,8 +176,8 @@ class ImageApp(BaseApp[ImageContext]):
         self._clock_and_ids = clock_and_ids or ClockAndIds()
         self._decoder = decoder
         self._edits = edits or EditPlaces()
-        self._unsent = unsent or UnsentPictures()
-        self._threads = threads or PictureThreads()
+        self._unsent = unsent or UnsentImages()
+        self._threads = threads or EncodingThreads()
         self._routers_heard = RoutersHeard(trio.current_time)
         self._page = page or PageSettings()
 

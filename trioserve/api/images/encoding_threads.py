@@ -10,14 +10,14 @@ from typing import TypeVar
 
 from trioserve.trio_tools.fair_places import FairPlaces
 
-__all__ = ["PictureThreads"]
+__all__ = ["EncodingThreads"]
 
 T = TypeVar("T")
 
 THREADS_MAX = 2  # the other cores are needed to compute images
 
 
-class PictureThreads:
+class EncodingThreads:
     """Threads that encode images. Tenants take turns.
 
     A cancelled caller leaves at once. Its thread keeps its place until the function returns.

@@ -10,13 +10,13 @@ from trioserve.api.sse import encode, one_line_json
 from trioserve.contracts.image_generation import ImageDelta, ImageModelDescription, Picture
 from trioserve.vision.picture_file import PictureFormat, encoded_picture
 
-__all__ = ["EventKind", "PictureWriter"]
+__all__ = ["EventKind", "ImageWriter"]
 
 EventKind = Literal["image_generation", "image_edit"]
 """First part of the names of events."""
 
 
-class PictureWriter:
+class ImageWriter:
     """Writes the events or the response of one request.
 
     Args:

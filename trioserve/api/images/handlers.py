@@ -17,9 +17,9 @@ from trioserve.api.error_responses import foreign_end
 from trioserve.api.form import INLINE_BYTES_MAX
 from trioserve.api.images.edit_form import parsed_edit
 from trioserve.api.images.image_context import ImageContext
-from trioserve.api.images.picture_writer import EventKind, PictureWriter
+from trioserve.api.images.image_writer import EventKind, ImageWriter
 from trioserve.api.images.request_types import ImageBody, ImageGenerationBody
-from trioserve.api.images.unsent_pictures import UnsentShare
+from trioserve.api.images.unsent_images import UnsentShare
 from trioserve.api.sse import KEEP_ALIVE
 from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.image_generation import ImageDelta, ImageParams
@@ -113,7 +113,7 @@ async def _made(
     entries: list[bytes] = []
     try:
         async with context.generate_image(body, params, deadlines) as stream:
-            writer = PictureWriter(
+            writer = ImageWriter(
                 context.engine.model,
                 kind,
                 picture_format,
@@ -146,9 +146,7 @@ async def _finish(context: ImageContext, made: WholeResponse | None) -> None:
         await _send_whole(context, made)
 
 
-async def _collect(
-    context: ImageContext, stream: ImageStream, writer: PictureWriter, share: UnsentShare
-) -> list[bytes]:
+async def _collect(context: ImageContext, stream: ImageStream, writer: ImageWriter, share: UnsentShare) -> list[bytes]:
     """Return the images as objects of a whole response, in order.
 
     Encodes an image while the engine computes the others.
@@ -171,7 +169,7 @@ async def _send_whole(context: ImageContext, made: WholeResponse) -> None:
 
 
 async def _stream(
-    context: ImageContext, stream: ImageStream, writer: PictureWriter, share: UnsentShare, *, sends_progress: bool
+    context: ImageContext, stream: ImageStream, writer: ImageWriter, share: UnsentShare, *, sends_progress: bool
 ) -> None:
     """Send events until the last image is sent. Send KEEP_ALIVE after each long silence."""
 

@@ -10,13 +10,13 @@ from contextlib import contextmanager
 
 from trioserve.contracts.errors import Overloaded
 
-__all__ = ["UnsentPictures", "UnsentShare"]
+__all__ = ["UnsentImages", "UnsentShare"]
 
 UNSENT_BYTES_MAX = 2**30  # some hundred images of a megapixel
 RETRY_SECONDS = 5.0
 
 
-class UnsentPictures:
+class UnsentImages:
     """Counts the bytes of images that clients have not received.
 
     Args:
@@ -51,7 +51,7 @@ class UnsentPictures:
 class UnsentShare:
     """Counts the unsent bytes of one response."""
 
-    def __init__(self, unsent: UnsentPictures) -> None:
+    def __init__(self, unsent: UnsentImages) -> None:
         self._unsent = unsent
         self.byte_count = 0
 
