@@ -1,8 +1,8 @@
-// What LoRA adapters (arXiv 2106.09685) add to a step's products: y += B (A x), for each row the A and B of its own adapter.
+// LoRA adapters (arXiv 2106.09685) of a step's products: y += B (A x), with A and B of each row's own adapter.
 //
-// A x of all rows is computed before the product itself, in float32, and kept in the model's dtype; B of it is added to the
-// product's sums on their way to results. Rows of one adapter read its A together. A row's numbers are added up in the same
-// order in whatever company.
+// A x of all rows is computed before the product, in float32, and stored in the model's dtype. B of it is added to the
+// product's sums on their way to results. Rows with the same adapter read its A together. A row is summed in the same order
+// in every batch.
 #pragma once
 
 #include <vector>
@@ -13,22 +13,22 @@
 
 namespace trioserve {
 
-// Some of a matrix's outputs: blocks first_block, first_block + block_step, ... of 16. b: for each block [rank / DEPTH][16]
-// [DEPTH] numbers, DEPTH being that of a Unit; the scale is in them. first: of the part's numbers among those of A x. Without
-// blocks it is not there.
+// Some of a matrix's outputs: blocks first_block, first_block + block_step, ... of 16. b: [rank / DEPTH][16][DEPTH] numbers
+// per block, where DEPTH is that of a Unit. They include the adapter's scale. first: index of the part's numbers in A x.
+// A part with block_count 0 is absent.
 struct AdapterPart {
     const void* b;
     int32_t first_block, block_step, block_count, rank, first;
 };
 
-// a: packed (see product.h), as many outputs as `rank` says, a multiple of 16, in the order of the parts; 0: nothing is added.
+// a: packed (see product.h), with `rank` outputs, a multiple of 16, in the order of the parts. rank 0 adds nothing.
 struct AdapterMatrix {
     const void* a;
     AdapterPart parts[3];
     int32_t rank;
 };
 
-// Of one layer of the model.
+// Adapter matrices of one layer of the model.
 struct AdapterLayer {
     AdapterMatrix qkv, output, gate_up, down;
 };
@@ -37,8 +37,8 @@ using AdapterOf = AdapterMatrix AdapterLayer::*;
 
 class StepAdapters {
 public:
-    // To be called before the threads begin, which must not find that there is no memory. adapters: of each chunk its layers, or
-    // null; null: nobody has one. depth_max: the longest row of a product, padded.
+    // Allocates memory before the threads start, because a thread cannot report a failure. adapters: for each chunk its layers,
+    // or null. Null if no chunk has an adapter. depth_max: longest padded row of a product.
     template <class T>
     void plan(const AdapterLayer* const* adapters, const std::vector<int32_t>& chunk_of_row, int32_t layer_count, int threads,
               int64_t depth_max) {
@@ -67,7 +67,7 @@ public:
 
     bool are_there() const { return !groups_.empty(); }
 
-    // A x of all rows that have an adapter; a meeting has to follow. x: the product's rows.
+    // Computes A x of all rows with an adapter. A meeting must follow. x: the product's rows.
     template <class T>
     void lower(Team& team, int thread, const Rows<const T>& x, AdapterOf which, int32_t layer) {
         int64_t count = 0;
@@ -83,7 +83,7 @@ public:
         }
     }
 
-    // B of it, to the sums of some outputs of some rows (see Finishing).
+    // Adds B of it to the sums of some outputs of some rows (see Finishing).
     template <class T>
     void add_to(AdapterOf which, int32_t layer, int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
         for (int row = 0; row < count; row++) {
@@ -106,7 +106,7 @@ public:
 private:
     struct Group {
         const AdapterLayer* layers;
-        int32_t first, count;  // of rows_
+        int32_t first, count;  // range of rows_
     };
 
     bool knows(const AdapterLayer* layers) const {
@@ -134,7 +134,7 @@ private:
         const int blocks = int(std::min<int64_t>(PANEL_BLOCKS, matrix.rank / LANES - first_block));
         const int64_t block_stride = depth * LANES;
         const T* weights = static_cast<const T*>(matrix.a) + first_block * block_stride;
-        constexpr int64_t AHEAD = 32 * 64 / int64_t(sizeof(T));  // numbers
+        constexpr int64_t AHEAD = 32 * 64 / int64_t(sizeof(T));  // numbers to prefetch ahead
         const T* fetch[2] = {weights + AHEAD, weights + (blocks - 1) * block_stride + AHEAD};
         alignas(64) float sums[TILE_ROWS * PANEL];
         const Tile<T> run = blocks == PANEL_BLOCKS ? tile_of<T, PANEL_BLOCKS>(count) : tile_of<T, 1>(count);
@@ -145,20 +145,20 @@ private:
                       load(sums + row * PANEL + block * LANES));
     }
 
-    // 16 outputs of one row: B's numbers for them, and those of A x that these are multiplied with. rank 0: nothing is added.
+    // 16 outputs of one row: B's numbers for them, and the numbers of A x to multiply them with. rank 0 adds nothing.
     template <class T>
     struct Block {
         const T* b = nullptr;
         const T* lowered = nullptr;
         int32_t rank = 0;
-        int32_t apart = 0;  // to the block that this thread adds next, in bytes
+        int32_t apart = 0;  // distance to the block that this thread adds next, in bytes
     };
 
     template <class T>
     static Block<T> block_of(const AdapterMatrix& matrix, const T* lowered, int64_t block) {
         for (const AdapterPart& part : matrix.parts) {
             if (part.block_count == 0) continue;
-            const int32_t behind = int32_t(block) - part.first_block, step_bits = part.block_step - 1;  // steps are 1 or 2
+            const int32_t behind = int32_t(block) - part.first_block, step_bits = part.block_step - 1;  // block_step is 1 or 2
             if (behind < 0 || (behind & step_bits) != 0 || behind >> step_bits >= part.block_count) continue;
             const int32_t numbers = part.rank * LANES;
             return {static_cast<const T*>(part.b) + int64_t(behind >> step_bits) * numbers, lowered + part.first, part.rank,
@@ -167,7 +167,7 @@ private:
         return {};
     }
 
-    // To sums of blocks of the same rank, side by side.
+    // Adds to the sums of blocks of equal rank, side by side.
     template <class T, int BLOCKS>
     static void add_block(const Block<T> (&blocks)[BLOCKS], float* sums) {
         using U = Unit<T>;
@@ -184,10 +184,10 @@ private:
     }
 
     std::vector<Group> groups_;
-    std::vector<int32_t> rows_;                 // by group
+    std::vector<int32_t> rows_;                 // sorted by group
     std::vector<const AdapterLayer*> of_row_;
     Buffer lowered_, gathered_;
-    int32_t stride_ = 0;                        // numbers of A x that a row has room for
+    int32_t stride_ = 0;                        // space for numbers of A x per row
     int64_t depth_max_ = 0;
 };
 

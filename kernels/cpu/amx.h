@@ -8,40 +8,40 @@
 namespace trioserve {
 
 #if defined(__AMX_BF16__)
-// The compiler does not know that a tile is loaded from memory, and must not write there later.
+// The compiler does not know that a tile is loaded from memory, so it must not move writes before the load.
 inline void finish_writes() { std::atomic_signal_fence(std::memory_order_seq_cst); }
 
-// As the CPU reads it. Constant, since the compiler does not know that the CPU does.
+// Layout that the CPU reads. Constant, because the compiler does not know that the CPU reads it.
 struct TileConfiguration {
     uint8_t palette, start_row, nothing[14];
     uint16_t row_bytes[16];
     uint8_t rows[16];
 };
 
-// One tile configuration for every product: 16 rows of 64 bytes. oneDNN changes it, so every thread sets it anew when a
-// step begins.
+// One tile configuration for all products: 16 rows of 64 bytes. oneDNN changes it, so every thread sets it at the start of a
+// step.
 inline void configure_tiles() {
     alignas(64) static constexpr TileConfiguration CONFIGURATION{
         1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
     _tile_loadconfig(&CONFIGURATION);
 }
 
-// What is read from the second cache once, and passes by the first; or what stays there.
+// For data that is read from the L2 cache once and should bypass the L1 cache, or that should stay there.
 enum class Reading { ONCE, AGAIN };
 
-// A macro, since the number of a tile becomes part of an instruction's text.
+// A macro, because the number of a tile is part of the instruction's text.
 #define TRIOSERVE_LOAD_TILE(tile, reading, from, bytes) \
     if constexpr (reading == Reading::ONCE)             \
         _tile_stream_loadd(tile, from, bytes);          \
     else                                                \
         _tile_loadd(tile, from, bytes)
 
-// How often memory is asked for something at every 32 of K: rows that read a weight once wait for memory, and what is
-// asked at once, their tiles wait for; where more rows share it, tiles wait for each other.
+// How many prefetches run for every 32 numbers of K. Rows that read a weight once wait for memory, and tiles wait for requests
+// made at once. If several rows share the weight, tiles wait for each other.
 constexpr int fetches(Reading weights) { return weights == Reading::ONCE ? 4 : 1; }
 
-// As add_products; x has rows to read up to the next 16, sums to write. ARE_TILES: so x lies, see Rows. At every 32 of K
-// meanwhile() is called, and fetch() fetches(WEIGHTS) times.
+// Like add_products. x is readable, and sums writable, up to the next multiple of 16 rows. ARE_TILES: x consists of tiles, see
+// Rows. For every 32 numbers of K, it calls meanwhile(), and fetch() fetches(WEIGHTS) times.
 template <bool ARE_TILES, Reading ROWS, Reading WEIGHTS, class Fetch, class Meanwhile>
 inline void add_products_amx(const bf16* x, int64_t x_stride, int rows, const bf16* w, int64_t block_stride, int blocks,
                              int64_t depth, float* sums, int64_t sums_stride, bool is_first, const Fetch& fetch,

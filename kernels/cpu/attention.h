@@ -1,6 +1,6 @@
-// Attention of a step's rows over the pages of one layer. A page is one KV block, [page tokens][2][K heads][D], keys
-// before values; a sequence's pages are named by its block table. Of 8 bits, each head has its scale behind it. Of latent
-// attention (latent_attention.h) a page is [page tokens][D], a key for all heads, whose first numbers are its value, too.
+// Attention of a step's rows over the pages of one layer. A page is one KV block, [page tokens][2][K heads][D], keys before
+// values. A sequence's block table names its pages. In 8 bits, each head is followed by its scale. In latent attention
+// (latent_attention.h) a page is [page tokens][D]: one key for all heads, whose first numbers are also its value.
 #pragma once
 
 #include <atomic>
@@ -17,27 +17,28 @@ namespace trioserve {
 struct AttentionShape {
     int heads, kv_heads, head_dim, page_tokens;
     float score_cap = 0;  // see ScoreCap
-    const float* sinks = nullptr;  // by head, up to a multiple of LANES; or null
-    int latent_dim = 0;            // of a key's numbers, those that are its value; 0: values lie behind the keys
-    int32_t kv_format = KV_PLAIN;  // of latents it is plain
+    const float* sinks = nullptr;  // one per head, padded to a multiple of LANES, or null
+    int latent_dim = 0;            // numbers of a key that are also its value. 0: values follow the keys
+    int32_t kv_format = KV_PLAIN;  // always plain for latents
     int64_t group() const { return heads / kv_heads; }
     int64_t query_stride() const { return padded_depth(head_dim); }
     bool is_coded() const { return kv_format != KV_PLAIN; }
-    int64_t record_bytes() const { return head_dim + KV_SCALE_BYTES; }  // of a head of 8 bits
+    int64_t record_bytes() const { return head_dim + KV_SCALE_BYTES; }  // bytes of a head in 8 bits
     int64_t plain_stride() const { return (latent_dim > 0 ? 1 : int64_t(2) * kv_heads) * head_dim; }
-    // From a token to the next one in a page: numbers, or bytes.
+    // Distance from a token to the next one in a page: numbers, or bytes in 8 bits.
     int64_t token_stride() const { return is_coded() ? 2 * kv_heads * record_bytes() : plain_stride(); }
     int64_t value_dim() const { return latent_dim > 0 ? latent_dim : head_dim; }
-    // Where a kv head's value begins in a token's numbers.
+    // Offset of a kv head's value within a token's numbers.
     int64_t value_at(int64_t kv_head) const { return latent_dim > 0 ? 0 : (kv_heads + kv_head) * int64_t(head_dim); }
 };
 
-// Rows of every head: side by side, or, to be the rows of products of their own, one head's behind the other's.
+// Rows of all heads. The heads of a row are side by side, or the rows of each head follow those of the previous head, to be
+// the rows of separate products.
 template <class T>
 struct HeadRows {
-    Rows<T> rows;       // of the first head, or of all
-    int64_t dim;        // of a head
-    int64_t apart = 0;  // numbers from a head's rows to the next one's; 0: they lie side by side
+    Rows<T> rows;       // rows of the first head, or of all heads
+    int64_t dim;        // numbers of a head
+    int64_t apart = 0;  // distance from a head's rows to the next head's. 0: heads are side by side
 
     operator HeadRows<const T>() const { return {rows, dim, apart}; }
     Rows<T> of(int64_t head) const { return {rows.numbers + head * apart, rows.depth, rows.are_tiles}; }
@@ -46,37 +47,37 @@ struct HeadRows {
     }
 };
 
-// Consecutive tokens of one sequence: rows first_row .. first_row + count - 1 are its positions start .. and so on.
+// Consecutive tokens of one sequence: rows first_row to first_row + count - 1 have the positions from start on.
 struct Chunk {
     int64_t first_row, count, start;
     const int32_t* table;
 };
 
 constexpr int PIECE_TOKENS_MIN = 32;
-constexpr int DIRECT_TOKENS_MAX = 3;  // chunks up to this length read keys and values where they lie
-constexpr int SHARERS_MIN = 2;        // with fewer rows, packing what they share costs more than reading it again
+constexpr int DIRECT_TOKENS_MAX = 3;  // chunks up to this length read keys and values in place
+constexpr int SHARERS_MIN = 2;        // for fewer rows, packing shared tokens costs more than reading them again
 
-// One piece of a step's attention: a kv head and some tokens of a prompt; a kv head, some rows and a part of the context
-// that they share; of one row, a part of the context that it has for itself.
+// One piece of a step's attention. PROMPT: a kv head and some tokens of a prompt. SHARED: a kv head, some rows, and a part of
+// the context that they share. DIRECT: one row, and a part of its own context.
 struct AttentionPiece {
     enum Kind { PROMPT, SHARED, DIRECT } kind;
-    int32_t chunk, token, tokens;         // not SHARED
-    int32_t kv_head;                      // not DIRECT
-    int32_t from, to;                     // not PROMPT: positions; both where parts end, or where what a row sees does
-    int32_t sharers_first, sharer_count;  // SHARED
+    int32_t chunk, token, tokens;         // unused if SHARED
+    int32_t kv_head;                      // unused if DIRECT
+    int32_t from, to;                     // positions, at borders of parts or of what a row sees. Unused if PROMPT
+    int32_t sharers_first, sharer_count;  // used if SHARED
 };
 
 inline int64_t first_seen(int64_t position, int64_t window) {
     return window > 0 && position >= window ? position - window + 1 : 0;
 }
 
-// Where a token's numbers begin in a layer's pages.
+// Returns the address of a token's numbers in a layer's pages.
 inline int64_t slot_of(const AttentionShape& shape, const Chunk& chunk, int64_t position) {
     const int64_t page = chunk.table[position / shape.page_tokens];
     return (page * shape.page_tokens + position % shape.page_tokens) * shape.token_stride();
 }
 
-// Where the tokens at positions from .. from + count - 1 lie, page by page: a division for each would take longer than
+// Finds the tokens at positions from .. from + count - 1, page by page, because a division per token would take longer than
 // some of the computing.
 template <class T>
 inline void find_tokens(const T* pages, const AttentionShape& shape, const Chunk& chunk, int64_t from, int64_t count,
@@ -89,7 +90,7 @@ inline void find_tokens(const T* pages, const AttentionShape& shape, const Chunk
     }
 }
 
-// A kv head's keys and values of 8 bits become numbers, [count][2][D].
+// Decodes a kv head's keys and values from 8 bits to numbers, [count][2][D].
 template <class T>
 inline void decode_tokens(const AttentionShape& shape, const uint8_t* const* tokens, int64_t count, int64_t kv_head,
                           T* decoded) {
@@ -100,38 +101,38 @@ inline void decode_tokens(const AttentionShape& shape, const uint8_t* const* tok
     }
 }
 
-// Where a kv head's keys and values lie behind the tokens' beginnings.
+// Offsets of a kv head's keys and values within a token's numbers.
 struct HeadPlace {
     int64_t key, value;
 };
 
 inline HeadPlace place_of_head(const AttentionShape& shape, int64_t kv_head) {
-    if (shape.is_coded()) return {0, shape.head_dim};  // in what decode_tokens gives
+    if (shape.is_coded()) return {0, shape.head_dim};  // offsets in the result of decode_tokens
     return {kv_head * shape.head_dim, shape.value_at(kv_head)};
 }
 
-// The positions that a row sees.
+// The range of positions that a row sees.
 struct Seen {
     int64_t begin, end;
 };
 
-// --- a decode's row: every head over a part of the context, keys and values read where they lie ---------------------------
+// --- a decode's row: all heads over a part of the context, with keys and values read in place -----------------------------
 
-// What a piece of a row's context leaves: for each head the largest score, the sum of weights, and the weighted values.
+// Result of a part of a row's context: for each head the largest score, the sum of weights, and the weighted sum of values.
 inline int64_t partial_count(const AttentionShape& shape) {
     return int64_t(shape.heads) * (shape.value_dim() + 2);
 }
 
-// Brings a thread's next tokens into the second cache, in the order in which they lie in their pages: so memory gives
-// them fastest. It is called often, for a few lines each time, since memory takes only so many at once.
+// Prefetches a thread's next tokens into the L2 cache, in their order in the pages, in which memory is fastest. It is called
+// often for a few lines each, because memory accepts only a limited number of requests at once.
 class Fetch {
 public:
-    // pages, token_bytes: of the layer. after: what is read behind the last token, or null.
+    // pages, token_bytes: of the layer. after: address that is read after the last token, or null.
     Fetch(const AttentionShape& shape, const void* pages, int64_t token_bytes, const void* after)
         : page_tokens_(shape.page_tokens), token_bytes_(token_bytes), pages_(static_cast<const char*>(pages)),
           after_(static_cast<const char*>(after)) {}
 
-    // A piece begins; behind it comes `next`, if it is not null.
+    // Begins a piece. `next` is the piece after it, or null.
     void begin_piece(const Chunk& chunk, const AttentionPiece& piece, const Chunk* next_chunk,
                      const AttentionPiece* next) {
         if (ahead_ <= 0) {
@@ -142,7 +143,7 @@ public:
         then_ = next == nullptr ? Range{} : Range{next_chunk->table, next->from, next->to};
     }
 
-    // `tokens` will be read, in which time some() is called `calls` times.
+    // Announces that `tokens` will be read, and that some() is called `calls` times meanwhile.
     void begin_span(int64_t tokens, int64_t calls) {
         const int64_t steps = (tokens + TOKENS_AHEAD - ahead_) * token_bytes_ / BYTES;
         wanted_ = std::max<int64_t>(steps, 0) * BYTES;
@@ -151,7 +152,7 @@ public:
         ahead_ -= tokens;
     }
 
-    // Stands where sums fill the registers: what is rare in it must be a call, and nothing else may be one.
+    // Called where sums fill the registers. So rare work must be a call, and frequent work must not be one.
     __attribute__((always_inline)) inline void some() {
         const int steps = steps_of_call_;
         for (int step = 0; step < steps; step++) {
@@ -167,7 +168,7 @@ private:
     static constexpr int64_t TOKENS_AHEAD = 64, BYTES = 256;
 #else
     static constexpr int64_t TOKENS_AHEAD = 96;
-    static constexpr int64_t BYTES = 64;  // more than some dozen lines at once are not fetched at all
+    static constexpr int64_t BYTES = 64;  // the CPU drops prefetches beyond some dozen lines at once
 #endif
 
     struct Range {
@@ -175,7 +176,7 @@ private:
         int64_t from = 0, to = 0;
     };
 
-    // Up to stop_ all was fetched. False: nothing more is wanted in this span.
+    // Called when everything up to stop_ was prefetched. Returns false if this span needs no more.
     __attribute__((noinline, cold)) bool go_on() {
         if (wanted_ > 0 && (at_ < end_ || begin_page())) {
             const int64_t bytes = std::min<int64_t>(rounded_up(end_ - at_, BYTES), wanted_);
@@ -212,21 +213,21 @@ private:
 
     int64_t page_tokens_, token_bytes_;
     const char *pages_, *after_;
-    const char *at_ = nullptr, *end_ = nullptr, *stop_ = nullptr;  // end_: of the page; stop_: how far to go without a look
-    int64_t wanted_ = 0;  // bytes in this span, behind stop_
+    const char *at_ = nullptr, *end_ = nullptr, *stop_ = nullptr;  // end_: of the page. stop_: next check
+    int64_t wanted_ = 0;  // bytes of this span after stop_
     int steps_of_call_ = 0;
-    int64_t ahead_ = 0;  // tokens that were begun to be fetched, less those that were read
+    int64_t ahead_ = 0;  // prefetched tokens minus read tokens
     Range now_, then_;
 };
 
-// What sixteen rows have at `at`, one number of float32 or a pair of bfloat16 each, becomes 16 rows of columns.
+// Transposes numbers at `at` of sixteen rows, one float32 or a pair of bfloat16 each, to 16 rows of columns.
 template <class T>
 inline void transpose_rows(const T* const* rows, int64_t at, Lanes* columns) {
     for (int row = 0; row < LANES; row++) columns[row] = load(reinterpret_cast<const float*>(rows[row] + at));
     transpose(columns);
 }
 
-// The same for the numbers of the tokens of one vector: columns[i] has number `at + i` of 16 tokens, or of 32.
+// The same for the tokens of one vector: columns[i] has number `at + i` of 16 tokens, or of 32 in bfloat16.
 inline void transpose_tokens(const float* const* tokens, int64_t at, Lanes* columns) {
     transpose_rows(tokens, at, columns);
 }
@@ -235,16 +236,16 @@ inline void transpose_tokens(const bf16* const* tokens, int64_t at, Lanes* colum
     transpose(columns);
 }
 
-// What a decode's row sees of a span: tokens begin .. end - 1 of it. Those before and behind have a neighbour's place.
+// Tokens begin .. end - 1 of a span that a decode's row sees. Other tokens use the address of a neighbour.
 struct RowSpan {
     int begin, end;
     int first_block() const { return begin / LANES; }
     int end_block() const { return (end + LANES - 1) / LANES; }
 };
 
-constexpr int UNITS_TOGETHER = 4;  // of a key: numbers of float32, pairs of bfloat16
+constexpr int UNITS_TOGETHER = 4;  // float32 numbers or pairs of bfloat16 of a key
 
-// Keys become a packed weight of 16 tokens a block, so that a score adds up in the order in which a prompt's does.
+// Packs keys as a weight with 16 tokens per block, so that a score is summed in the same order as in a prompt.
 template <class T>
 inline void pack_keys(const T* const* tokens, const RowSpan& span, int64_t key, int64_t dim, int64_t stride, T* packed,
                       Fetch& fetch) {
@@ -264,7 +265,7 @@ inline void pack_keys(const T* const* tokens, const RowSpan& span, int64_t key, 
     }
 }
 
-// The dot products of each head's query with 16 * BLOCKS packed keys.
+// Dot products of each head's query with 16 * BLOCKS packed keys.
 template <int HEADS, int BLOCKS, class T>
 inline void score_blocks(const T* queries, int64_t stride, const T* keys, int64_t dim, float* scores, Fetch& fetch) {
     using U = Unit<T>;
@@ -285,7 +286,7 @@ inline void score_blocks(const T* queries, int64_t stride, const T* keys, int64_
         for (int block = 0; block < BLOCKS; block++) store(scores + head * SPAN + block * LANES, sums[head][block]);
 }
 
-// Weights of a span's tokens, as they are multiplied with values.
+// Weights of a span's tokens, in the format in which they multiply values.
 template <class T>
 struct SpanOfWeights {
     float numbers[SPAN];
@@ -295,10 +296,10 @@ struct SpanOfWeights {
 template <>
 struct SpanOfWeights<bf16> {
     bf16 numbers[SPAN];
-    void set(int block, Lanes weights) { store(numbers + block * LANES, weights); }  // exact: they were cut
+    void set(int block, Lanes weights) { store(numbers + block * LANES, weights); }  // exact, because they are rounded already
 };
 
-// Sixteen numbers of two tokens in turn, from 32 of each.
+// Interleaves sixteen numbers of two tokens, from 32 of each.
 inline void in_turn(const bf16* even, const bf16* odd, __m512bh* pairs) {
     const __m512i places = _mm512_or_si512(
         _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), _mm512_set1_epi32(32 << 16));
@@ -309,8 +310,8 @@ inline void in_turn(const bf16* even, const bf16* odd, __m512bh* pairs) {
 }
 #endif
 
-// sums[head] += weights of the tokens times 16 * VECTORS numbers that lie `value_at` behind the tokens' beginnings. As a
-// product of a prompt does: bfloat16 in pairs of tokens, where the CPU adds up pairs.
+// sums[head] += weights of the tokens times 16 * VECTORS numbers at offset `value_at` of the tokens. The order is that of a
+// prompt's product: pairs of tokens in bfloat16 if the CPU sums pairs.
 template <class T, int HEADS, int VECTORS>
 inline void add_values(const SpanOfWeights<T>* weights, const T* const* tokens, int64_t value_at, const RowSpan& span,
                        float* sums, int64_t sums_stride, Fetch& fetch) {
@@ -353,7 +354,7 @@ inline void add_values(const SpanOfWeights<T>* weights, const T* const* tokens, 
             store(sums + head * sums_stride + vector * LANES, sum[head][vector]);
 }
 
-// How often fetch.some() is called, at least, while the keys of a kv head are packed and while some heads meet them.
+// Lower bounds of calls of fetch.some() while the keys of a kv head are packed, and while some heads use them.
 template <class T>
 inline int64_t fetches_of_keys(const RowSpan& span, int64_t dim) {
     return (span.end_block() - span.first_block()) * (dim / (2 * UNITS_TOGETHER * Unit<T>::DEPTH));
@@ -362,14 +363,14 @@ inline int64_t fetches_of_heads(const RowSpan& span, int64_t dim) {
     return (span.end - span.begin) / 2 * (dim / (4 * LANES) + dim % (4 * LANES) / LANES) + dim / 4 + 4;
 }
 
-// Some heads of one kv head meet a span; value: where its values lie behind the tokens' beginnings. best, totals: [HEADS];
+// Adds a span to the softmax of some heads of one kv head. value: offset of its values within a token. best, totals: [HEADS].
 // sums: [HEADS][value dim].
 template <class T, int HEADS>
 void attend_heads(const AttentionShape& shape, const T* query, const T* const* tokens_at, int64_t value, const RowSpan& span,
                   const T* keys, float* best, float* totals, float* sums, Fetch& fetch) {
     constexpr float INFINITE = std::numeric_limits<float>::infinity();
 #if defined(__AVX512F__)
-    constexpr int TOGETHER = HEADS < 4 ? 4 : 2;  // blocks of keys
+    constexpr int TOGETHER = HEADS < 4 ? 4 : 2;  // blocks of keys at a time
 #else
     constexpr int TOGETHER = 1;
 #endif
@@ -395,8 +396,8 @@ void attend_heads(const AttentionShape& shape, const T* query, const T* const* t
         for (int token = span.end; token < span.end_block() * LANES; token++) scores[head][token] = -INFINITE;
         Lanes largest = set(-INFINITE);
         for (int block = span.first_block(); block < span.end_block(); block++)
-            largest = max(load(scores[head] + block * LANES), largest);  // in this order no NaN is taken
-        // As SpanWeights does for sixteen rows of a prompt.
+            largest = max(load(scores[head] + block * LANES), largest);  // this order of arguments ignores NaN
+        // The same arithmetic as SpanWeights for sixteen rows of a prompt.
         const Lanes before = set(best[head]), most = Weighing<T>::base(mul(set(max_of(largest)), scale));
         const Lanes limit = add(before, set(GROWTH_MAX)), now = where_at_least(most, limit, most, before);
         best[head] = first_lane(now);
@@ -427,8 +428,8 @@ void attend_heads(const AttentionShape& shape, const T* query, const T* const* t
     }
 }
 
-// Of one part of a context. partial: best [H], total [H], sums [H][value dim]. keys: memory for a span's, [SPAN, query stride],
-// and what is decoded of one, [SPAN][2][D].
+// Attention of one row over a part of its context. partial: best [H], total [H], sums [H][value dim]. keys: memory for the
+// keys of a span, [SPAN, query stride], and for its decoded tokens, [SPAN][2][D].
 template <class T>
 void attend_direct(const AttentionShape& shape, const Chunk& chunk, const AttentionPiece& piece, const T* queries,
                    int64_t rows, const T* pages, float* partial, Fetch& fetch, T* keys) {
@@ -454,7 +455,7 @@ void attend_direct(const AttentionShape& shape, const Chunk& chunk, const Attent
         } else {
             find_tokens(pages, shape, chunk, from + span.begin, span.end - span.begin, tokens_at + span.begin);
         }
-        // What is not seen has a score that is overwritten, and a weight of 0.
+        // Tokens out of sight get a score that is overwritten, and a weight of 0.
         for (int index = 0; index < span.begin; index++) tokens_at[index] = tokens_at[span.begin];
         for (int index = span.end; index < SPAN; index++) tokens_at[index] = tokens_at[span.end - 1];
         for (int64_t kv_head = 0; kv_head < shape.kv_heads; kv_head++) {
@@ -479,13 +480,13 @@ void attend_direct(const AttentionShape& shape, const Chunk& chunk, const Attent
     }
 }
 
-// Joins the parts of a row's context, one after the other. What a part has as its largest scores and its totals becomes what
-// the parts before and it are multiplied with.
+// Joins the parts of a row's context in order. The largest scores and totals of a part are replaced by the factors of the
+// earlier parts and of this part.
 template <class T>
 void join_parts(const AttentionShape& shape, float* partials, int parts, const HeadRows<T>& attended, int64_t row) {
     const int64_t dim = shape.value_dim(), stride = partial_count(shape);
     for (int64_t first = 0; first < shape.heads; first += LANES) {
-        // Lanes of the last heads' vector that have none hold something else, and are not stored.
+        // Unused lanes of the last heads' vector have undefined content, and are not stored.
         const size_t bytes = sizeof(float) * std::min<int64_t>(LANES, shape.heads - first);
         alignas(64) float lanes[LANES];
         const auto keep = [&](float* to, Lanes numbers) {

@@ -1,9 +1,9 @@
-// Attention of a decode's row with AMX, in bfloat16: keys and values are tiles where they lie in their pages.
+// Attention of a decode's row with AMX, in bfloat16. Keys and values are tiles in place in their pages.
 //
-// Of 16 tokens, 32 numbers of each key are a tile A; with the queries as B it gives their scores. The values' tile B is
-// 32 numbers of each of 16 tokens: what AMX takes for pairs to be added up are neighbours in one value. So a head has
-// two rows in A, one with a weight and a 0 for each token, which adds up the even numbers, and one with a 0 and a
-// weight. Half of the products are for nothing, but no number has to be moved.
+// 32 numbers of each of 16 keys are a tile A. With the queries as B it gives their scores. 32 numbers of each of 16 values are
+// a tile B. AMX sums pairs of adjacent numbers, which belong to one value here. So a head has two rows in A: one with a weight
+// and a 0 for each token, which sums the even numbers, and one with a 0 and a weight. Half of the products are wasted, but no
+// number has to be moved.
 #pragma once
 
 #include "attention.h"
@@ -12,12 +12,12 @@ namespace trioserve {
 
 #if defined(__AMX_BF16__)
 
-constexpr int TILE_HEADS = 4;         // of one kv head; two rows each
-constexpr int BLOCKS = SPAN / LANES;  // of 16 tokens
-constexpr int64_t NARROW_TILE = 16 * TILE_HEADS, FLAT_TILE = 2 * TILE_HEADS * LANES;  // numbers of 32 bits
+constexpr int TILE_HEADS = 4;         // heads of one kv head, two rows each
+constexpr int BLOCKS = SPAN / LANES;  // blocks of 16 tokens
+constexpr int64_t NARROW_TILE = 16 * TILE_HEADS, FLAT_TILE = 2 * TILE_HEADS * LANES;  // 32-bit numbers in a tile
 
-// Tiles 0 to 2 are narrow: scores, [token][head], and queries. 3 and 4 are keys or values. 5 to 7 are flat: weights
-// and sums.
+// Tiles 0 to 2 are narrow: scores, [token][head], and queries. Tiles 3 and 4 are keys or values. Tiles 5 to 7 are flat:
+// weights and sums.
 inline void configure_row_tiles() {
     alignas(64) static constexpr TileConfiguration CONFIGURATION{
         1, 0, {}, {16, 16, 16, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 8, 8, 8}};
@@ -26,15 +26,15 @@ inline void configure_row_tiles() {
 
 inline int64_t units_of_group(const AttentionShape& shape) { return (shape.group() + TILE_HEADS - 1) / TILE_HEADS; }
 
-// One thread's memory for a row. A unit is a kv head and up to TILE_HEADS of its heads.
+// Memory of one thread for a row. A unit is a kv head with up to TILE_HEADS of its heads.
 struct TileScratch {
     float* queries;  // [units][D / 32] narrow tiles
     float* scores;   // [2][BLOCKS] narrow tiles
     float* weights;  // [BLOCKS] flat tiles
-    float* sums;     // [units][D / 32] flat tiles: of a head the even numbers, then the odd ones
-    float* totals;   // [units][TILE_HEADS][LANES], to be added up
+    float* sums;     // [units][D / 32] flat tiles: even numbers of a head, then odd ones
+    float* totals;   // [units][TILE_HEADS][LANES], still to be summed
     float* best;     // [units][TILE_HEADS]
-    bf16* tokens;    // [2][SPAN] tokens, copied from blocks that are not seen whole
+    bf16* tokens;    // [2][SPAN] tokens, copied from blocks that are only partly visible
 
     static int64_t float_count(const AttentionShape& shape) {
         const int64_t units = shape.kv_heads * units_of_group(shape), tiles = units * (shape.head_dim / 32);
@@ -53,10 +53,10 @@ struct TileScratch {
     }
 };
 
-// Where a number is after transpose_quarters of a narrow tile, and where it was: quarter and place in it are exchanged.
+// Position of a number after transpose_quarters of a narrow tile, and before: quarter and index in it are exchanged.
 inline __m512i exchanged_places() { return _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15); }
 
-// Four queries become a narrow tile.
+// Builds a narrow tile from four queries.
 inline void pack_queries(const bf16* queries, int64_t stride, float* tile) {
     Lanes columns[4];
     for (int head = 0; head < 4; head++) {
@@ -67,7 +67,7 @@ inline void pack_queries(const bf16* queries, int64_t stride, float* tile) {
     for (int row = 0; row < 4; row++) store(tile + row * LANES, columns[row]);
 }
 
-// The largest lane of each of four vectors.
+// Returns the largest lane of each of four vectors.
 inline __m128 largest_of(const Lanes* rows) {
     Lanes four[4] = {rows[0], rows[1], rows[2], rows[3]};
     transpose_quarters(four);
@@ -76,15 +76,15 @@ inline __m128 largest_of(const Lanes* rows) {
     return _mm_max_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1));
 }
 
-// A span's blocks of 16 tokens.
+// The blocks of 16 tokens of a span.
 struct TileSpan {
-    const bf16* blocks[BLOCKS];  // behind the last one it is repeated
+    const bf16* blocks[BLOCKS];  // after the last one, it is repeated
     int count;
     Seen seen;
 };
 
-// base: a multiple of 16; tokens outside from .. to - 1 are not seen. They may hold anything, a NaN, too, and then even a
-// weight of 0 would not do: so they are zeros, in a copy, and what is of 8 bits is numbers in one. copies: [SPAN] tokens.
+// base: a multiple of 16. Tokens outside of from .. to - 1 are invisible. They may hold NaN, for which a weight of 0 would not
+// help. So they are zeros in a copy, and 8-bit tokens are decoded to a copy. copies: [SPAN] tokens.
 inline TileSpan find_span(const AttentionShape& shape, const bf16* pages, const Chunk& chunk, int64_t base, int64_t from,
                           int64_t to, bf16* copies) {
     const int64_t stride = shape.plain_stride();
@@ -122,7 +122,7 @@ inline TileSpan find_span(const AttentionShape& shape, const bf16* pages, const 
     return span;
 }
 
-// queries: the tiles of one unit. key: where keys lie behind the tokens' beginnings.
+// queries: tiles of one unit. key: offset of keys within a token.
 inline void score_blocks(const float* queries, const TileSpan& span, int64_t stride, int64_t key, int64_t dim,
                          float* scores, Fetch& fetch) {
     const int64_t bytes = stride * 2;
@@ -143,14 +143,14 @@ inline void score_blocks(const float* queries, const TileSpan& span, int64_t str
     }
 }
 
-// One unit's scores become weights: one softmax over all spans so far.
+// Turns one unit's scores into weights, in one softmax over all spans so far.
 inline void weigh_blocks(const float* scores, const TileSpan& span, int heads, int64_t dim, float score_cap,
                          bool is_first, float* weights, float* best, float* totals, float* sums, Fetch& fetch) {
     constexpr float INFINITE = std::numeric_limits<float>::infinity();
     const float scale = 1.0f / std::sqrt(float(dim));
     const ScoreCap cap(score_cap, scale);
     const __m512i places = exchanged_places();
-    Lanes columns[BLOCKS][4];  // of each head; tokens in exchanged places
+    Lanes columns[BLOCKS][4];  // for each head. The order of tokens is exchanged, see above.
     for (int block = 0; block < BLOCKS; block++) {
         for (int row = 0; row < 4; row++) columns[block][row] = load(scores + block * NARROW_TILE + row * LANES);
         transpose_quarters(columns[block]);
@@ -166,12 +166,12 @@ inline void weigh_blocks(const float* scores, const TileSpan& span, int heads, i
     for (int head = 0; head < 4; head++)
         largest[head] = max(max(columns[0][head], columns[1][head]), max(columns[2][head], columns[3][head]));
     const __m128 old_best = _mm_load_ps(best);
-    // As a part's largest score has to be, so that parts can be joined.
+    // Rounded like the largest score of a part, so that parts can be joined.
     const Lanes rough = Weighing<bf16>::base(mul(_mm512_castps128_ps512(largest_of(largest)), set(scale)));
     const __m128 new_best = _mm_max_ps(_mm512_castps512_ps128(rough), old_best);
     alignas(64) float starts[LANES], kept[LANES];
     store(starts, mul(_mm512_castps128_ps512(new_best), set(-LOG2_E)));
-    // 1 where nothing has grown.
+    // 1 for heads whose largest score has not grown.
     store(kept, Weighing<bf16>::kept(_mm512_castps128_ps512(_mm_sub_ps(new_best, old_best))));
     _mm_store_ps(best, new_best);
     for (int head = 0; head < heads; head++) {
@@ -189,7 +189,7 @@ inline void weigh_blocks(const float* scores, const TileSpan& span, int heads, i
             _mm512_store_si512(to + LANES, odd);
         }
         store(totals + head * LANES, total);
-        // Most spans bring no new largest score.
+        // In most spans, no largest score grows.
         if (is_first || kept[head] == 1.0f) continue;
         for (int64_t d = 0; d < dim; d += 32) {
             float* even = sums + d / 32 * FLAT_TILE + 2 * head * LANES;
@@ -199,7 +199,7 @@ inline void weigh_blocks(const float* scores, const TileSpan& span, int heads, i
     }
 }
 
-// sums += weights times values, of one unit.
+// sums += weights times values, for one unit.
 inline void add_blocks(const float* weights, const TileSpan& span, int64_t stride, int64_t value, int64_t dim,
                        bool is_first, float* sums, Fetch& fetch) {
     const int64_t bytes = stride * 2;
@@ -229,7 +229,7 @@ inline void add_blocks(const float* weights, const TileSpan& span, int64_t strid
     }
 }
 
-// As attend_direct; D is a multiple of 32.
+// Like attend_direct, for D a multiple of 32.
 inline void attend_tiles(const AttentionShape& shape, const Chunk& chunk, const AttentionPiece& piece,
                          const bf16* queries, int64_t rows, const bf16* pages, float* partial, Fetch& fetch,
                          const TileScratch& scratch) {
@@ -242,14 +242,14 @@ inline void attend_tiles(const AttentionShape& shape, const Chunk& chunk, const 
     };
     for (int64_t unit = 0; unit < units; unit++)
         for (int64_t d = 0; d < dim; d += 32) {
-            // Behind the last head come others' queries, whose scores nobody takes.
+            // After the last head follow queries of other heads. Their scores are not used.
             const int64_t kv_head = unit / in_group, head = first_head(unit) - kv_head * group;
             const bf16* query = queries + ((kv_head * rows + row) * group + head) * shape.query_stride();
             pack_queries(query + d, shape.query_stride(),
                          scratch.queries + (unit * tiles + d / 32) * NARROW_TILE);
         }
     std::fill(scratch.best, scratch.best + units * TILE_HEADS, NOTHING_SEEN);
-    // While one unit's scores become weights, the next one's are computed.
+    // While one unit's scores become weights, the next unit's scores are computed.
     float *scores = scratch.scores, *next_scores = scores + BLOCKS * NARROW_TILE;
     bf16 *copies = scratch.tokens, *next_copies = copies + SPAN * stride;
     const auto score = [&](int64_t unit, const TileSpan& span, float* to) {
@@ -303,7 +303,7 @@ inline void attend_tiles(const AttentionShape& shape, const Chunk& chunk, const 
 inline void configure_row_tiles() {}
 #endif
 
-// As attend_direct, in the way that suits the shape; memory: the thread's for it.
+// Like attend_direct, choosing the implementation by the shape. memory: the thread's memory for it.
 template <class T>
 void attend_part(const AttentionShape& shape, const Chunk& chunk, const AttentionPiece& piece, const T* queries,
                  int64_t rows, const T* pages, float* partial, Fetch& fetch, Buffer& memory) {

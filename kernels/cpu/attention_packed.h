@@ -1,5 +1,5 @@
-// Attention with keys and values packed for many rows: those of a prompt, and decodes that share blocks. With AMX also
-// decodes whose bits must be those of a prompt's row.
+// Attention with keys and values packed for many rows: rows of a prompt, and decodes that share blocks. With AMX also decodes
+// that must have the same bits as rows of a prompt.
 #pragma once
 
 #include <cmath>
@@ -9,7 +9,7 @@
 
 namespace trioserve {
 
-// (token, head) rows of a prompt's piece; the packed keys and values serve them all
+// (token, head) rows of a prompt's piece, which all use the same packed keys and values
 #if defined(__AMX_BF16__)
 constexpr int PACKED_ROWS = 1536;
 #else
@@ -22,8 +22,8 @@ inline int64_t piece_tokens_max(const AttentionShape& shape) {
 
 // --- a prompt's rows: two products with a softmax between them ---------------------------------------------------------
 
-// Keys are the rows of the first product and queries its weight, so that 16 queries lie side by side in vectors: a softmax
-// over tokens then has no sums across lanes. Its weights are the second product's weight, and the values' numbers its rows.
+// Keys are the rows of the first product, and queries are its weight. So 16 queries are side by side in vectors, and a softmax
+// over tokens needs no sums across lanes. Its weights are the weight of the second product, and values are its rows.
 
 #if defined(__AMX_BF16__)
 template <class T>
@@ -33,31 +33,31 @@ template <class T>
 constexpr bool IN_TILES = false;
 #endif
 
-// One thread's memory for the (token, head) rows that meet packed keys, PACKED_ROWS or one group; they are computed in
-// strips, side by side.
+// Memory of one thread for the (token, head) rows that use packed keys: PACKED_ROWS, or one group. They are computed in
+// strips, whose rows are side by side.
 template <class T>
 struct PackedScratch {
     static constexpr int STRIP = IN_TILES<T> ? LANES : PANEL_BLOCKS * LANES;
-    static constexpr int TOKENS = IN_TILES<T> ? PART_TOKENS : SPAN;  // packed at a time, at most
+    static constexpr int TOKENS = IN_TILES<T> ? PART_TOKENS : SPAN;  // largest number of tokens packed at a time
 
-    // For so many rows: few meet tokens that are in the first cache still.
+    // Number of tokens for this many rows. Few rows use tokens that are still in the L1 cache.
     static int64_t tokens_for(int64_t rows) { return rows < 96 ? SPAN : TOKENS; }
 
-    T *keys, *values;      // [TOKENS, query stride] and, 32 tokens at a time or a span, [value dim, tokens]
-    T *queries, *weights;  // packed, of [width, query stride] and of [STRIP, TOKENS]
-    T* nothing;            // a token that is absent, a query that is absent
-    T* decoded;            // [TOKENS][2][D], where keys and values are of 8 bits
+    T *keys, *values;      // [TOKENS, query stride], and [value dim, tokens] per 32 tokens or per span
+    T *queries, *weights;  // packed [width, query stride] and [STRIP, TOKENS]
+    T* nothing;            // zeros for a missing token or query
+    T* decoded;            // [TOKENS][2][D], for keys and values in 8 bits
     float* scores;         // [2][SPAN, STRIP]
-    float* sums;           // a strip's [value dim, STRIP], strip by strip; of the part that is met
-    float* totals;         // [width], of weights
-    float* best;           // [width], about the largest score so far
-    float *joined_sums, *joined_totals, *joined_best;  // of the parts before
-    float *first, *last;   // [width], what a row sees
+    float* sums;           // [value dim, STRIP] of each strip, for the current part
+    float* totals;         // [width], sums of weights
+    float* best;           // [width], approximate largest score so far
+    float *joined_sums, *joined_totals, *joined_best;  // of earlier parts
+    float *first, *last;   // [width], the range that a row sees
 
     static int64_t width_max(const AttentionShape& shape) {
         return rounded_up(piece_tokens_max(shape) * shape.group(), STRIP);
     }
-    // In elements of T and of float.
+    // Sizes in elements of T and of float.
     static int64_t packed_count(const AttentionShape& shape) {
         return (TOKENS + 1) * shape.query_stride() + TOKENS * (shape.value_dim() + STRIP) +
                width_max(shape) * shape.query_stride() + (shape.is_coded() ? TOKENS * 2 * shape.head_dim : 0);
@@ -84,13 +84,13 @@ struct PackedScratch {
         last = first + width_max(shape);
     }
 
-    // 16 numbers of a key, or 32.
+    // Address of 16 numbers of a key, or of 32 in bfloat16.
     T* key_at(const AttentionShape& shape, int64_t token, int64_t d) const {
         if constexpr (IN_TILES<T>)
             return keys + token / 32 * 32 * shape.query_stride() + d / 32 * 32 * 32 + token % 32 * 32 + d % 32;
         return keys + token * shape.query_stride() + d;
     }
-    // Number d of 16 tokens' values, or of 32.
+    // Address of number d of 16 tokens' values, or of 32 in bfloat16.
     T* values_at(const AttentionShape& shape, int64_t token, int64_t d) const {
         if constexpr (IN_TILES<T>) return values + (token / 32 * shape.value_dim() + d) * 32;
         return values + d * SPAN + token;
@@ -99,7 +99,7 @@ struct PackedScratch {
         return sums + row / STRIP * STRIP * shape.value_dim() + row % STRIP;
     }
 
-    // For `count` rows; query_of(row) is where one's query lies, seen_of(row) what it sees.
+    // Prepares `count` rows. query_of(row) returns the address of a query, and seen_of(row) the range that it sees.
     template <class QueryOf, class SeenOf>
     void begin(const AttentionShape& shape, int64_t count, const QueryOf& query_of, const SeenOf& seen_of) const {
         constexpr int64_t DEPTH = Unit<T>::DEPTH;
@@ -109,7 +109,7 @@ struct PackedScratch {
             first[row] = float(seen.begin);
             last[row] = float(seen.end - 1);
         }
-        // One model's padding stays; here nobody knows what was computed before.
+        // The padding of one model stays valid. Here, earlier calls may have had other shapes.
         std::memset(nothing, 0, sizeof(T) * stride);
         if (stride > shape.head_dim) std::memset(keys, 0, sizeof(T) * TOKENS * stride);
         for (int64_t row = 0; row < width; row += LANES) {
@@ -129,17 +129,17 @@ struct PackedScratch {
         std::fill(best, best + width, NOTHING_SEEN);
         std::fill(totals, totals + width, 0.0f);
     }
-    // Of what sixteen rows see there is nothing between these positions.
+    // Returns true if sixteen rows see nothing between these positions.
     bool is_blind(int64_t row, int64_t from, int64_t to) const {
         return int64_t(last[row + LANES - 1]) < from || int64_t(first[row]) >= to;
     }
-    // The first part's sums of rows that see nothing of it, and so have met nothing.
+    // Sets the first part's sums for rows that see nothing of it.
     void clear_blind(const AttentionShape& shape, int64_t count, int64_t from, int64_t to) const {
         for (int64_t row = 0; row < count; row += LANES)
             for (int64_t d = 0; is_blind(row, from, to) && d < shape.value_dim(); d++)
                 store(sums_of(shape, row) + d * STRIP, zero());
     }
-    // The part at positions from .. to - 1 is met: it is joined with those before.
+    // Ends the part at positions from .. to - 1, and joins it with earlier parts.
     void join(const AttentionShape& shape, int64_t count, int64_t from, int64_t to) const {
         for (int64_t row = 0; row < count; row += LANES) {
             if (is_blind(row, from, to)) continue;
@@ -153,7 +153,7 @@ struct PackedScratch {
         }
     }
 
-    // The scratch in which the first part of a context is met: it has nothing to be joined with.
+    // A view for the first part of a context, which has no earlier part to join.
     PackedScratch first_part() const {
         PackedScratch first = *this;
         first.sums = joined_sums;
@@ -162,7 +162,7 @@ struct PackedScratch {
         return first;
     }
 
-    // To the totals of rows that have met all they see. Row i is of head i % group.
+    // Adds sinks to the totals of rows after their last part. Row i has head i % group.
     void add_sinks(const AttentionShape& shape, int64_t kv_head, int64_t count) const {
         const float* sinks = shape.sinks + kv_head * shape.group();
         for (int64_t row = 0; row < count; row += LANES) {
@@ -172,7 +172,7 @@ struct PackedScratch {
         }
     }
 
-    // finish(row, d, Lanes) gets the sums of each row's numbers d .. d + 15; is_share: divided by its total.
+    // Calls finish(row, d, Lanes) with the sums of numbers d .. d + 15 of each row. is_share: divides by the row's total.
     template <class Finish>
     void end(const AttentionShape& shape, int64_t count, bool is_share, const Finish& finish) const {
         for (int64_t first = 0; first < count; first += LANES) {
@@ -188,8 +188,8 @@ struct PackedScratch {
     }
 };
 
-// Brings tokens first .. end - 1 to where they are multiplied. Other tokens' keys are anything, their values
-// zeros as far as a product may reach.
+// Packs tokens first .. end - 1. Keys of other tokens are undefined, and their values are zeros wherever a product may read
+// them.
 template <class T>
 inline void pack_tokens(const AttentionShape& shape, const T* const* tokens_at, const HeadPlace& place, int64_t first,
                         int64_t end, const PackedScratch<T>& scratch) {
@@ -213,17 +213,17 @@ inline void pack_tokens(const AttentionShape& shape, const T* const* tokens_at, 
     }
 }
 
-// Of a span's packed tokens, what one strip meets: from .. end - 1, both multiples of 32.
+// Tokens of a span's packed tokens that one strip uses: from .. end - 1, both multiples of 32.
 struct Met {
     int64_t from, end;
 };
 
-// Sixteen rows' scores of a span become weights. grow() is called before sums are scaled anew, and says whether there are
-// any; it is called by the constructor and by end() alone.
+// Turns sixteen rows' scores of a span into weights. Only the constructor and end() call grow(), before sums are rescaled. It
+// returns whether there are any sums.
 template <class T, class Grow>
 class SpanWeights {
 public:
-    // The span begins at position `from`.
+    // from: position of the span's first token.
     SpanWeights(const AttentionShape& shape, int64_t row, int64_t from, int64_t present, const Met& met,
                 const PackedScratch<T>& scratch, float* scores, T* weights, const Grow& grow)
         : shape_(shape), scratch_(scratch), row_(row), from_(from), met_(met),
@@ -236,7 +236,7 @@ public:
         if (!all_see_all || scratch.best[row] == NOTHING_SEEN || Weighing<T>::NEEDS_BEST) find_best();
     }
 
-    // So many fours of tokens.
+    // Computes this many groups of four tokens.
     void some(int fours) {
         for (; fours > 0 && at_ < end_; fours--, at_ += 4) {
             const float* scores = scores_ + at_ * STRIP;
@@ -260,15 +260,15 @@ public:
 
 private:
     static constexpr int STRIP = PackedScratch<T>::STRIP;
-    // Of the span's tokens, which all rows see.
+    // Tokens of the span that all rows see.
     int64_t first_of_all() const { return int64_t(scratch_.first[row_ + LANES - 1]) - from_; }
     int64_t last_of_all() const { return int64_t(scratch_.last[row_]) - from_; }
 
-    // Hides what is not seen, and begins with what is to be subtracted from now on.
+    // Hides invisible tokens, and sets the number to subtract from scores.
     void find_best() {
         constexpr float INFINITE = std::numeric_limits<float>::infinity();
         const Lanes first_seen = load(scratch_.first + row_), last_seen = load(scratch_.last + row_);
-        // The first one of max() may be a NaN, and is left out; its row becomes one by its weights.
+        // The first argument of max() may be NaN, which is ignored. The row's weights become NaN later.
         Lanes largest[4] = {set(-INFINITE), set(-INFINITE), set(-INFINITE), set(-INFINITE)};
         const auto hide = [&](int64_t token, int64_t end) {
             for (; token < end; token++) {
@@ -291,7 +291,7 @@ private:
         const Lanes all = max(max(largest[0], largest[1]), max(largest[2], largest[3]));
         Lanes best = load(scratch_.best + row_);
         const Lanes limit = add(best, set(GROWTH_MAX)), most = Weighing<T>::base(mul(all, scale_));
-        // Of two infinite scores the difference would be a NaN, and hide what other lanes have.
+        // The difference of two infinite scores would be NaN, and hide the growth of other lanes.
         if (max_of(where_at_least(most, limit, set(1.0f), zero())) > 0.0f) {
             const Lanes new_best = where_at_least(most, limit, most, best), kept = Weighing<T>::kept(sub(new_best, best));
             best = new_best;
@@ -325,7 +325,7 @@ private:
 };
 
 #if defined(__AMX_BF16__)
-// Scores of 16 * BLOCKS keys and 16 queries: [keys, 16]. meanwhile() is called after every product of tiles.
+// Scores of 16 * BLOCKS keys and 16 queries: [keys, 16]. Calls meanwhile() after every product of tiles.
 template <int BLOCKS, class Meanwhile>
 inline void score_tiles(const bf16* keys, const bf16* queries, int64_t stride, float* scores, const Meanwhile& meanwhile) {
     _tile_zero(0);
@@ -355,8 +355,8 @@ inline void score_tiles(const bf16* keys, const bf16* queries, int64_t stride, f
     if (BLOCKS == 4) _tile_stored(3, scores + 48 * LANES, 64);
 }
 
-// sums [16 * TILES, 16] (+)= 16 * TILES numbers of the values of 32 * steps tokens, times weights. value_step: from 32
-// tokens' to the next ones'.
+// Computes or adds sums [16 * TILES, 16] = 16 * TILES numbers of the values of 32 * steps tokens, times weights. value_step:
+// distance from 32 tokens' values to the next 32 tokens'.
 template <int TILES>
 inline void add_value_tiles(const bf16* values, int64_t value_step, const bf16* weights, int64_t steps, float* sums,
                             bool is_first) {
@@ -394,8 +394,8 @@ inline void add_value_tiles(const bf16* values, int64_t value_step, const bf16* 
     if (TILES > 3) _tile_stored(3, sums + 48 * LANES, 64);
 }
 
-// A strip of 16 rows meets the packed tokens: their scores and weights a span at a time, and then the values of all of them,
-// whose sums stay in tiles.
+// Computes a strip of 16 rows over the packed tokens: scores and weights span by span, then the values of all tokens, whose
+// sums stay in tiles.
 inline void meet_strip(const AttentionShape& shape, int64_t row, int64_t from, int64_t present,
                        const PackedScratch<bf16>& scratch) {
     const int64_t stride = shape.query_stride();
@@ -404,7 +404,7 @@ inline void meet_strip(const AttentionShape& shape, int64_t row, int64_t from, i
     if (first >= end || end <= 0) return;
     const int64_t begin = std::max<int64_t>(first, 0) / 32 * 32;
     bool is_first = first >= 0 || from % PART_TOKENS == 0;
-    int64_t met_from = begin;  // weights from here on wait for their values
+    int64_t met_from = begin;  // weights from here on are not yet multiplied by their values
     const auto add_values = [&](int64_t met_end) {
         const int64_t steps = (met_end - met_from) / 32;
         if (steps == 0) return;
@@ -440,7 +440,7 @@ inline void meet_strip(const AttentionShape& shape, int64_t row, int64_t from, i
             score_tiles<2>(keys, scratch.queries + row * stride, stride, scores, meanwhile);
         finish_writes();
     };
-    // While a span's scores are computed, those of the one before become weights.
+    // While a span's scores are computed, the previous span's scores become weights.
     const int fours = int(std::max<int64_t>(SPAN / 4 / (SPAN / LANES * (stride / 32)), 1));
     const int64_t first_span = begin / SPAN * SPAN;
     score(first_span, [] {});
@@ -459,7 +459,7 @@ inline void meet_strip(const AttentionShape& shape, int64_t row, int64_t from, i
 }
 #endif
 
-// The scratch's `count` rows meet packed tokens, from .. from + present - 1.
+// Computes the `count` rows of the scratch over packed tokens, from .. from + present - 1.
 template <class T>
 inline void meet_tokens(const AttentionShape& shape, int64_t count, int64_t from, int64_t present,
                         const PackedScratch<T>& scratch) {
@@ -472,7 +472,7 @@ inline void meet_tokens(const AttentionShape& shape, int64_t count, int64_t from
             continue;
         }
 #endif
-        // Later rows see neither less at the end nor more at the beginning.
+        // Later rows see at least as far at the end, and not further at the start.
         const int64_t first = int64_t(scratch.first[row]) - from;
         const int64_t end = std::min(int64_t(scratch.last[row + STRIP - 1]) + 1 - from, present);
         if (first >= SPAN || end <= 0) continue;
@@ -491,8 +491,8 @@ inline void meet_tokens(const AttentionShape& shape, int64_t count, int64_t from
     }
 }
 
-// `count` rows of the scratch meet what they see of positions from .. to - 1 of a kv head, part by part: end_part(part, scratch)
-// is called when one is met, and the scratch has its sums.
+// Computes `count` rows of the scratch over positions from .. to - 1 of a kv head, part by part. Calls end_part(part, scratch)
+// after each part, when the scratch has its sums.
 template <class T, class EndPart>
 inline void meet_parts(const AttentionShape& shape, const Chunk& chunk, int64_t kv_head, int64_t count, int64_t from,
                        int64_t to, const T* pages, const PackedScratch<T>& scratch, const EndPart& end_part) {
@@ -504,7 +504,7 @@ inline void meet_parts(const AttentionShape& shape, const Chunk& chunk, int64_t 
         of_part.begin_part(count);
         for (int64_t at = std::max(part * PART_TOKENS, from / together * together); at < end; at += together) {
             const int64_t present = std::min(together, end - at);
-            // Behind a window lie pages that may be somebody else's by now.
+            // Pages before a window may already belong to another sequence.
             const int64_t hidden = std::max<int64_t>(from - at, 0);
             const T* tokens_at[PackedScratch<T>::TOKENS];
             if (shape.is_coded()) {
@@ -523,7 +523,7 @@ inline void meet_parts(const AttentionShape& shape, const Chunk& chunk, int64_t 
     }
 }
 
-// queries: [K][rows][G][query_stride], turned.
+// queries: [K][rows][G][query_stride], rotated.
 template <class T>
 void attend_prompt(const AttentionShape& shape, const Chunk& chunk, const AttentionPiece& piece, int64_t window,
                    const T* queries, int64_t rows, const T* pages, const HeadRows<T>& attended,
@@ -552,9 +552,9 @@ void attend_prompt(const AttentionShape& shape, const Chunk& chunk, const Attent
     });
 }
 
-// --- decodes that share the beginning of their contexts: each span is packed once for all of them -----------------------
+// --- decodes that share the start of their contexts: each span is packed once for all of them ------------------------------
 
-// Blocks are found through `chunk`, the first sharer's. partial_of(sharer, part) is where its part goes.
+// Blocks are those of `chunk`, the first sharer. partial_of(sharer, part) returns the destination of its part.
 template <class T, class PartialOf>
 void attend_shared(const AttentionShape& shape, const Chunk& chunk, const AttentionPiece& piece, const int32_t* sharers,
                    const T* queries, int64_t rows, const T* pages, const PackedScratch<T>& scratch,

@@ -1,9 +1,9 @@
-// How scores become weights, and how parts of a context are joined: the same arithmetic in the same order for a decode's
-// row and for a prompt's, so that a row's bits do not depend on which of them it is.
+// Turning scores into weights, and joining parts of a context. A decode's row and a prompt's row use the same arithmetic in
+// the same order, so a row has the same bits in both.
 //
-// A context is cut into parts at multiples of PART_TOKENS, and each has a softmax of its own. A part is met span by span,
-// by an online softmax (Milakov, Gimelshein: Online normalizer calculation, arXiv 1805.02867): what was added up is scaled
-// anew when a score has grown by GROWTH_MAX. Weights are added up by fours, these by sixteens, and these one by one.
+// A context is split into parts at multiples of PART_TOKENS, each with its own softmax. A part is computed span by span with
+// an online softmax (Milakov, Gimelshein: Online normalizer calculation, arXiv 1805.02867): sums are rescaled when a score
+// has grown by GROWTH_MAX. Weights are summed in groups of four, these sums in groups of sixteen, and those one by one.
 #pragma once
 
 #include <limits>
@@ -12,26 +12,26 @@
 
 namespace trioserve {
 
-constexpr int SPAN = 64;  // context tokens that rows meet at a time
+constexpr int SPAN = 64;  // context tokens that are computed at a time
 #if defined(__AMX_BF16__)
-constexpr int PART_TOKENS = 256;  // a multiple of SPAN; where a part ends, a prompt's tiles have to be added up
+constexpr int PART_TOKENS = 256;  // a multiple of SPAN. At the end of a part, a prompt's tiles are summed
 #else
 constexpr int PART_TOKENS = 128;
 #endif
 
 constexpr float LOG2_E = 1.44269504f;
-constexpr float NOTHING_SEEN = -1e30f;  // as the largest score; no infinity: two of them have no difference
-constexpr float GROWTH_MAX = 5.0f;      // of a score, before what was added up is scaled anew
+constexpr float NOTHING_SEEN = -1e30f;  // largest score before any token. Not infinite: infinity - infinity is NaN
+constexpr float GROWTH_MAX = 5.0f;      // growth of a score from which on sums are rescaled
 
-// What scores have to be, so that the scale that follows makes cap * tanh(score * scale / cap) of them.
+// Prepares scores so that the scaling that follows gives cap * tanh(score * scale / cap).
 class ScoreCap {
 public:
-    // cap: 0 leaves scores as they are.
+    // cap: 0 does not change scores.
     ScoreCap(float cap, float scale) : is_there_(cap > 0), factor_(set(2 * scale / cap)), cap_(set(cap / scale)) {}
     bool is_there() const { return is_there_; }
     Lanes of(Lanes score) const {
         const Lanes power = exp(mul(score, factor_));
-        return mul(cap_, sub(set(1.0f), div(set(2.0f), add(set(1.0f), power))));  // a NaN stays one
+        return mul(cap_, sub(set(1.0f), div(set(2.0f), add(set(1.0f), power))));  // keeps NaN
     }
 
 private:
@@ -39,13 +39,13 @@ private:
     Lanes factor_, cap_;
 };
 
-// Weights are 2 ** ((score * scale - best) * LOG2_E), as exactly as they are kept: in T.
+// Weights are 2 ** ((score * scale - best) * LOG2_E), with the precision of their type T.
 template <class T>
 class Weighing {
 public:
-    static constexpr bool NEEDS_BEST = true;          // else are_good() says whether `best` was good enough
-    static Lanes base(Lanes score) { return score; }  // what `best` may be, about as large
-    static Lanes kept(Lanes growth) { return exp(sub(zero(), growth)); }  // of weights, when `best` grows so much
+    static constexpr bool NEEDS_BEST = true;          // if false, are_good() checks that `best` was suitable
+    static Lanes base(Lanes score) { return score; }  // a valid `best` of about this size
+    static Lanes kept(Lanes growth) { return exp(sub(zero(), growth)); }  // factor on weights when `best` grows this much
 
     Weighing(Lanes scale, Lanes best) : step_(mul(scale, set(LOG2_E))), start_(mul(best, set(-LOG2_E))) {}
     Lanes weight(Lanes score) const {
@@ -53,7 +53,7 @@ public:
         if constexpr (sizeof(T) == sizeof(float)) return power_of_two(score);
         return cut(power_of_two_to_cut(score));
     }
-    // Those of four tokens, for sixteen rows: one token behind the other, or two side by side. Their sum.
+    // Computes the weights of four tokens for sixteen rows: one token after the other, or two side by side. Returns their sum.
     Lanes write(T* to, Lanes a, Lanes b, Lanes c, Lanes d) {
         a = weight(a), b = weight(b), c = weight(c), d = weight(d);
         if constexpr (sizeof(T) == sizeof(float)) {
@@ -67,7 +67,7 @@ public:
         }
         return add(add(a, b), add(c, d));
     }
-    // total: of all that were written. A NaN, if a score was no number.
+    // total: sum of all weights so far. It is NaN if a score was not finite.
     Lanes checked(Lanes total) const { return total; }
     bool are_good(Lanes) const { return true; }
 
@@ -76,15 +76,16 @@ private:
 };
 
 #if defined(__AVX512VBMI__) && defined(__AVX512BF16__)
-// Logarithms as numbers of fixed point, 7 bits behind the point, and bfloat16 have the same bits but for what 2 ** a - 1 is
-// less than a between whole numbers: a table has it, in units of 1 / 128. (As N. Schraudolph, A fast, compact approximation
-// of the exponential function, Neural Computation 11, 1999, without a table.) It takes a third of the multiplications and
-// comparisons of floats, of which AMX leaves one a cycle. The weights are off by 0.24 %, where rounding takes 0.16.
+// A fixed-point logarithm with 7 fractional bits has almost the same bits as the bfloat16 of its power. They differ by how much
+// 2 ** a - 1 is less than a between whole numbers, which a table contains in units of 1 / 128. (Like N. Schraudolph, A fast,
+// compact approximation of the exponential function, Neural Computation 11, 1999, which has no table.) It needs a third of
+// the floating-point multiplications and comparisons, of which AMX leaves one per cycle. The error of a weight is 0.24 %,
+// compared with 0.16 % by rounding.
 template <>
 class Weighing<bf16> {
 public:
     static constexpr bool NEEDS_BEST = false;
-    // The logarithm of a power of 2: so the digits of weights and sums are the same whatever is subtracted.
+    // The logarithm of a power of 2. So the digits of weights and sums do not depend on the subtracted number.
     static Lanes base(Lanes score) { return mul(round_whole(mul(score, set(LOG2_E))), set(1.0f / LOG2_E)); }
     static Lanes kept(Lanes growth) { return scale_by_power(set(1.0f), round_whole(mul(growth, set(-LOG2_E)))); }
 
@@ -112,21 +113,21 @@ public:
 
 private:
     static constexpr float UNITS = 128 * LOG2_E;
-    static constexpr float ZERO = 8388608.0f;  // 2 ** 23: what is added to it lies in its lower bits, as a whole number
-    static constexpr float TOTAL_MAX = 1e4f;   // far from all that float32 or the bits of a weight cannot hold
-    // By the upper 6 bits of the fraction.
+    static constexpr float ZERO = 8388608.0f;  // 2 ** 23. A number added to it is in the lower bits, as a whole number
+    static constexpr float TOTAL_MAX = 1e4f;   // far below the limits of float32 and of a weight's bits
+    // Indexed by the upper 6 bits of the fraction.
     alignas(64) static constexpr uint8_t LESS[64] = {
         0, 1, 1, 2, 2, 3, 4, 4, 5, 5, 5, 6, 6, 7, 7, 8, 8, 8, 9, 9, 9, 9, 10, 10, 10, 10, 10, 11, 11, 11,
         11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 11, 10, 10, 10, 10, 10, 9, 9, 9, 8, 8, 8, 7, 7, 6, 6, 5, 5,
         4, 3, 3, 2, 1, 1};
 
-    // Where something else than ZERO and 15 bits was written: a score that is no number, or 90 and more above `best`.
+    // Bits outside of ZERO and its 15 lower bits: a NaN score, or a score of 90 or more above `best`.
     static __mmask16 strange(__m512i bits) { return _mm512_test_epi32_mask(bits, _mm512_set1_epi32(~0x4b007fff)); }
     static Lanes sum_of_pairs(__m512i pairs) {
         return _mm512_dpbf16_ps(zero(), (__m512bh)pairs, (__m512bh)_mm512_set1_epi16(0x3f80));
     }
     __m512i pair(Lanes even, Lanes odd) {
-        even = max(set(ZERO), fma(even, step_, start_));  // in this order a NaN stays one
+        even = max(set(ZERO), fma(even, step_, start_));  // this order of arguments keeps NaN
         odd = max(set(ZERO), fma(odd, step_, start_));
         const __m512i even_bits = _mm512_castps_si512(even), odd_bits = _mm512_castps_si512(odd);
         bits_ = _mm512_ternarylogic_epi32(bits_, even_bits, odd_bits, 0xfe);  // or
@@ -142,7 +143,7 @@ private:
 };
 #endif
 
-// The sum of a span's weights, sixteen tokens a vector, in the order that is said above.
+// Sums a span's weights, sixteen tokens per vector, in the order that is described above.
 inline float sum_of_span(const Lanes* weights) {
     Lanes fours[4] = {weights[0], weights[1], weights[2], weights[3]};
     transpose_quarters(fours);
@@ -153,10 +154,10 @@ inline float sum_of_span(const Lanes* weights) {
     return ((sixteens[0] + sixteens[1]) + sixteens[2]) + sixteens[3];
 }
 
-// What sinks add to the totals of all parts. Far above all scores it is infinite, and what comes of them 0.
+// The term that sinks add to the totals of all parts. If it is far above all scores, it is infinite, and the result is 0.
 inline Lanes weight_of_sink(Lanes sink, Lanes best) { return exp(sub(sink, best)); }
 
-// Two parts of a context become one: what each part's weights and sums are multiplied with.
+// Joins two parts of a context: the factors on each part's weights and sums.
 template <class T>
 struct Joint {
     Lanes best, first, second;

@@ -1,4 +1,4 @@
-// The C functions that native.py calls. ctypes lets the GIL go for as long as one runs.
+// The C functions that native.py calls. ctypes releases the GIL during each call.
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -15,7 +15,7 @@ using namespace trioserve;
 
 namespace {
 
-// Of the pages that lie wholly in this memory.
+// For the pages that are completely inside this memory.
 int advise(void* memory, int64_t bytes, int advice) {
     constexpr uintptr_t PAGE = 4096;
     const uintptr_t first = (uintptr_t(memory) + PAGE - 1) / PAGE * PAGE, end = (uintptr_t(memory) + bytes) / PAGE * PAGE;
@@ -26,7 +26,7 @@ int advise(void* memory, int64_t bytes, int advice) {
 
 extern "C" {
 
-// What the CPU must have been asked for before this library's instructions may be used: 0 if it is granted.
+// Requests the CPU features that need the system's permission. Returns 0 if they are granted.
 int32_t trioserve_prepare() {
 #if defined(__AMX_BF16__)
     constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
@@ -36,13 +36,13 @@ int32_t trioserve_prepare() {
 #endif
 }
 
-// For memory that nobody has written yet; where it is refused nothing changes.
+// For memory that has not been written yet. If the system refuses, nothing changes.
 void trioserve_use_large_pages(void* memory, int64_t bytes) { advise(memory, bytes, MADV_HUGEPAGE); }
 
-// Has the system give the memory now that it would give when it is first written; what was written stays. 0: the system
-// cannot, or has none left.
+// Makes the system provide the memory now instead of at the first write. Written content stays. Returns 0 if the system cannot
+// do so or has no memory left.
 int32_t trioserve_claim(void* memory, int64_t bytes) {
-    constexpr int POPULATE_WRITE = 23;  // Linux 5.14; older headers do not name it
+    constexpr int POPULATE_WRITE = 23;  // since Linux 5.14. Older headers do not define it
     return advise(memory, bytes, POPULATE_WRITE) == 0;
 }
 
@@ -56,8 +56,8 @@ Engine* trioserve_make_engine(int32_t thread_count) {
 
 void trioserve_close_engine(Engine* engine) { close_engine(engine); }
 
-// Zeroed memory in large pages where the system has them: weights are read from end to end in every step, and the walk
-// through small pages' tables takes a part of that time. Null if there is none.
+// Returns zeroed memory in large pages if the system has them, or null. Each step reads all weights, and walking the tables of
+// small pages takes a part of that time.
 void* trioserve_allocate(int64_t bytes) {
     void* memory = mmap(nullptr, size_t(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) return nullptr;
@@ -67,7 +67,7 @@ void* trioserve_allocate(int64_t bytes) {
 
 void trioserve_release(void* memory, int64_t bytes) { munmap(memory, size_t(bytes)); }
 
-// Elements of a packed weight [n, k].
+// Returns the number of elements of a packed weight [n, k].
 int64_t trioserve_packed_count(int64_t n, int64_t k) { return block_count(n) * LANES * padded_depth(k); }
 
 void trioserve_pack(int32_t dtype, const void* weight, int64_t n, int64_t k, void* to, int64_t first_block,
@@ -75,16 +75,16 @@ void trioserve_pack(int32_t dtype, const void* weight, int64_t n, int64_t k, voi
     pack_dense(dtype, weight, n, k, to, first_block, block_step);
 }
 
-// Bytes of a quantized weight [n, k].
+// Returns the bytes of a quantized weight [n, k].
 int64_t trioserve_quantized_bytes(int32_t format, int64_t n, int64_t k) { return quantized_bytes(format, n, k); }
 
-// As trioserve_pack. blocks: a GGUF file's, of ggml's type `storage`; their format is format_of(storage).
+// Like trioserve_pack. blocks: blocks of a GGUF file, of ggml's type `storage`. Their format is format_of(storage).
 void trioserve_pack_blocks(int32_t storage, const void* blocks, int64_t n, int64_t k, void* to, int64_t first_block,
                            int64_t block_step) {
     pack_blocks(storage, static_cast<const uint8_t*>(blocks), n, k, static_cast<uint8_t*>(to), first_block, block_step);
 }
 
-// As trioserve_pack. values: float32, quantized to Q8 or Q4_MIN.
+// Like trioserve_pack. values: float32, quantized to Q8 or Q4_MIN.
 void trioserve_pack_values(int32_t format, const float* values, int64_t n, int64_t k, void* to, int64_t first_block,
                            int64_t block_step) {
     pack_values(format, values, n, k, static_cast<uint8_t*>(to), first_block, block_step);
@@ -94,7 +94,7 @@ int64_t trioserve_load_files(Loading* loading, const int32_t* files, int32_t* er
     return load_files(*loading, files, *error);
 }
 
-// 0: finished; 1: abandoned; 2: out of memory.
+// Returns 0: finished, 1: abandoned, 2: out of memory.
 int32_t trioserve_step(Engine* engine, const Model* model, const Step* step) {
     try {
         return run_step(*engine, *model, *step) ? 0 : 1;
@@ -103,7 +103,7 @@ int32_t trioserve_step(Engine* engine, const Model* model, const Step* step) {
     }
 }
 
-// 0: done; 1: a row was not finite; 2: out of memory.
+// Returns 0: done, 1: a row was not finite, 2: out of memory.
 int32_t trioserve_logprobs(Engine* engine, const Model* model, const float* hidden, int64_t rows, const int32_t* targets,
                            int32_t top_count, float* logprobs, int32_t* top_ids) {
     try {
@@ -115,7 +115,7 @@ int32_t trioserve_logprobs(Engine* engine, const Model* model, const float* hidd
 
 int64_t trioserve_shared_memory_bytes(int32_t size) { return SharedMemory::byte_count(size); }
 
-// memory: so many bytes, zeros before the first rank comes. Null if there is no memory for what this rank keeps.
+// memory: byte_count(size) bytes, zeros before the first rank joins. Returns null if there is no memory for this rank's object.
 SharedMemory* trioserve_join_shared_memory(void* memory, int32_t rank, int32_t size) {
     return new (std::nothrow) SharedMemory(memory, rank, size);
 }
@@ -134,7 +134,7 @@ void trioserve_shared_gather(SharedMemory* shared, const void* own, int64_t byte
     shared->gather(own, bytes, all);
 }
 
-// The following are for tests and measurements.
+// The functions below are for tests and measurements.
 void trioserve_dequantize(int32_t format, const void* packed, int64_t n, int64_t k, float* to) {
     for (int64_t row = 0; row < n; row++)
         dequantize_row(format, static_cast<const uint8_t*>(packed), row, k, to + row * k);

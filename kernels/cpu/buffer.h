@@ -1,4 +1,4 @@
-// Memory that grows to what the largest step needs and is then used again.
+// Memory that grows to the size of the largest step and is reused.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace trioserve {
 
-// What is not written stays zero: rows are padded by nobody touching their ends.
+// Memory that is never written stays zero, so ends of rows that are not written are zero padding.
 class Buffer {
 public:
     Buffer() = default;

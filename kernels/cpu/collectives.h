@@ -1,16 +1,16 @@
-// What the ranks of a group do together in a step. The struct is that of native.py, field by field.
+// Collective operations of the ranks of a group during a step. native.py mirrors the struct field by field.
 #pragma once
 
 #include <cstdint>
 
 namespace trioserve {
 
-// One rank's door to the others: every rank calls the same in the same order, with as many numbers.
+// A rank's access to the others. All ranks make the same calls in the same order, with equal numbers of values.
 //
-// sum: total becomes the sum of what all ranks have as their own, and has the same bits in each; not 0: one of them said
-// is_abandoned. own may be total. There may be no numbers: that is a vote. room: where the numbers of the sum that is called
-// next may be written, and then given as own, which spares a copy; null: there is no room for as many. gather: all becomes
-// what each rank gave, `bytes` of each, in the order of the ranks; null: this rank gives alone.
+// sum: sets total to the sum of all ranks' own values, with the same bits in each rank. own may be total. A sum without values
+// is a vote. Returns nonzero if a rank reported is_abandoned.
+// room: returns memory for the values of the next sum, to be passed as own, which saves a copy. Null if there is no space.
+// gather: sets all to the `bytes` of each rank, in the order of the ranks. A rank with null for all only contributes.
 struct Collectives {
     void* context;
     int32_t rank, size;

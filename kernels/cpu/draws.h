@@ -1,4 +1,4 @@
-// The race of exponential clocks that draws a token, and its random numbers: gumbel.py says what both are.
+// The race of exponential clocks that draws a token, and its random numbers. gumbel.py describes both.
 #pragma once
 
 #include <cmath>
@@ -7,7 +7,7 @@
 
 namespace trioserve {
 
-constexpr int DRAW_TILES = 512;  // as in trioserve/model/gumbel.py
+constexpr int DRAW_TILES = 512;  // same as in trioserve/model/gumbel.py
 
 constexpr uint64_t GAMMA = 0x9E3779B97F4A7C15;
 
@@ -25,7 +25,7 @@ inline double exponential(uint64_t word, int64_t index) {
     return -std::log((double(mixed(word + uint64_t(index + 1) * GAMMA) >> 12) + 0.5) / 4503599627370496.0);
 }
 
-// The first half of the race of gumbel.py: which of the tiles wins, by their sums.
+// First half of the race in gumbel.py: returns the winning tile, by the tiles' sums.
 inline int winning_tile(const double* tiles, uint64_t word) {
     int tile = 0;
     double best = -1;
@@ -40,7 +40,7 @@ inline int winning_tile(const double* tiles, uint64_t word) {
     return tile;
 }
 
-// The race of gumbel.py: between the tiles by their sums, then inside the one that won. weights: padded with zeros.
+// The race in gumbel.py: between tiles by their sums, then between tokens of the winner. weights: padded with zeros.
 inline int32_t draw(const float* weights, int64_t vocab, float threshold, uint64_t word) {
     alignas(64) double tiles[DRAW_TILES] = {};
     for (int64_t first = 0; first < vocab; first += LANES) {
@@ -61,7 +61,7 @@ inline int32_t draw(const float* weights, int64_t vocab, float threshold, uint64
     return int32_t(id);
 }
 
-// The same race among `count` tokens, the lowest id first, with the weights of these alone: the same token wins.
+// The same race among `count` tokens, lowest id first, with their weights only. The same token wins.
 inline int32_t draw_among(const float* weights, const int32_t* ids, int64_t count, float threshold, uint64_t word) {
     double tiles[DRAW_TILES] = {};
     for (int64_t index = 0; index < count; index++)

@@ -1,6 +1,6 @@
-// Keys and values of 8 bits: how a head's numbers become them, and numbers again. Behind a head's numbers lies their scale, in
-// bfloat16, so that it is near to the largest one's 127th (INT8) or 448th (FP8, e4m3: https://arxiv.org/abs/2209.05433).
-// What a head is rounded to depends on its own numbers alone.
+// Keys and values in 8 bits: encoding and decoding of a head's numbers. The head's scale follows its numbers, in bfloat16. It
+// is about the largest number divided by 127 (INT8) or 448 (FP8, e4m3: https://arxiv.org/abs/2209.05433). The encoding of a
+// head depends only on its own numbers.
 #pragma once
 
 #include "quantized.h"
@@ -11,7 +11,7 @@ enum KvFormat : int32_t { KV_PLAIN = 0, KV_INT8 = 1, KV_FP8 = 2 };
 
 constexpr int64_t KV_SCALE_BYTES = 2;
 
-// e4m3 as float16 has the same bits, one place after the other, and is 2 ** -8 of it, also where it is subnormal.
+// The bits of e4m3, shifted by one place, are a float16 that is 2 ** -8 of the number, also for subnormal numbers.
 inline Lanes lanes_of_e4m3(__m128i bytes) {
     const __m256i wide = _mm256_cvtepu8_epi16(bytes);
     const __m256i sizes = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x7f)), 7);
@@ -23,7 +23,7 @@ inline Lanes lanes_of_e4m3(__m128i bytes) {
 #endif
 }
 
-// record: a head's D numbers and their scale.
+// record: D numbers of a head, and their scale.
 template <class T>
 inline void decode_head(int32_t format, const uint8_t* record, int64_t dim, T* to) {
     bf16 stored;
@@ -36,18 +36,18 @@ inline void decode_head(int32_t format, const uint8_t* record, int64_t dim, T* t
     }
 }
 
-// To the nearest, to the even one of two; at most 448 in size.
+// Rounds to the nearest, ties to even, and clamps to -448 .. 448.
 inline uint8_t e4m3_of(float value) {
     uint32_t bits, small_bits;
     std::memcpy(&bits, &value, sizeof bits);
     const uint32_t sign = bits >> 24 & 0x80, size = bits & 0x7fffffff;
     const uint32_t normal = ((size + 0x7ffff + (size >> 20 & 1)) >> 20) - (120 << 3);
-    const float small = std::fabs(value) + 16384.0f;  // whose last place is the smallest number
+    const float small = std::fabs(value) + 16384.0f;  // its last place has the value of the smallest number
     std::memcpy(&small_bits, &small, sizeof small_bits);
     return uint8_t(sign | (size < 0x3c800000 ? small_bits - 0x46800000 : normal));
 }
 
-// values: D numbers. What is not finite gives a scale that is none.
+// values: D numbers. NaN or infinity gives a scale of NaN.
 inline void encode_head(int32_t format, const float* values, int64_t dim, uint8_t* record) {
     constexpr float TINY = 1e-30f;
     Lanes most_lanes = zero(), doubt_lanes = zero();
@@ -63,7 +63,7 @@ inline void encode_head(int32_t format, const float* values, int64_t dim, uint8_
     } else if (most > TINY) {
         const float exact = most / (format == KV_INT8 ? 127.0f : 448.0f);
         std::memcpy(&bits, &exact, sizeof bits);
-        bits = (bits + 0xffff) & 0xffff0000;  // up, so that the largest number fits
+        bits = (bits + 0xffff) & 0xffff0000;  // rounds up, so that the largest number does not overflow
     }
     const bf16 stored{uint16_t(bits >> 16)};
     std::memcpy(record + dim, &stored, sizeof stored);

@@ -1,6 +1,6 @@
-// Multi-head latent attention (arXiv 2405.04434), around what attention.h does. Of a token the cache has a latent and one key
-// that is turned, for all heads. A head's query is brought to the latents by the head's projection of keys, and what it
-// attends to is brought to its values: so no head's keys and values are ever computed.
+// Multi-head latent attention (arXiv 2405.04434) around attention.h. Per token, the cache has a latent and one rotated key for
+// all heads. The head's key projection maps a head's query to latents. The head's value projection maps the attention's result
+// to values. So keys and values of single heads are never computed.
 #pragma once
 
 #include "attention.h"
@@ -9,12 +9,12 @@
 
 namespace trioserve {
 
-// Of what the layer's first product gives of a row, the part that queries are made of; behind it come the latent and the key.
+// The part of the first product's row that queries are made of. The latent and the key follow it.
 inline int64_t queries_size(const Latent& latent, int64_t heads) {
     return latent.query_rank > 0 ? latent.query_rank : heads * (latent.plain_dim + latent.turned_dim);
 }
 
-// to: sixteen-fold. angles: cosines, then sines, of the pairs (j, j + half).
+// to: padded to a multiple of 16. angles: cosines, then sines, of the pairs (j, j + half).
 template <class T>
 inline void turn(const float* from, const float* angles, int64_t dim, float factor, T* to) {
     constexpr int64_t DIM_MAX = 512;
@@ -28,14 +28,14 @@ inline void turn(const float* from, const float* angles, int64_t dim, float fact
     for (int64_t d = 0; d < dim; d += LANES) store(to + d, load(turned + d));
 }
 
-// from: a row's latent and key.
+// from: latent and key of a row.
 template <class T>
 inline void store_latent(const Latent& latent, const AttentionShape& shape, const float* from, const float* angles, T* slot) {
     norm_row(from, latent.latent_norm, shape.latent_dim, {RMS_NORM, latent.norm_eps}, [=](int64_t n) { return slot + n; });
     turn(from + shape.latent_dim, angles, latent.turned_dim, 1.0f, slot + shape.latent_dim);
 }
 
-// from: one head's query of a row. plain: the head's rows, of what is brought to the latents. to: of what is turned.
+// from: one head's query of a row. plain: the head's rows that are mapped to latents. to: the rotated part.
 template <class T>
 inline void split_query(const Latent& latent, const float* from, const float* angles, float factor, const Rows<T>& plain,
                         int64_t row, T* to) {
@@ -44,8 +44,8 @@ inline void split_query(const Latent& latent, const float* from, const float* an
     turn(from + latent.plain_dim, angles, latent.turned_dim, factor, to);
 }
 
-// y = x W^T for each head by itself. weights: packed [outputs, x.dim] of each head, one behind the other. finish(head, first
-// row, count, first output block, block count, sums) as of a product.
+// y = x W^T for each head separately. weights: packed [outputs, x.dim], one per head. finish(head, first row, count, first
+// output block, block count, sums) gets results like that of a product.
 template <class T, class Finish>
 inline void multiply_heads(Team& team, int thread, const HeadRows<const T>& x, int64_t rows, int64_t heads,
                            const T* weights, int64_t outputs, const Finish& finish) {

@@ -1,5 +1,5 @@
-// How weights get into their packed form: from memory, or rows of a file one piece after the other. A piece is read to a
-// buffer that stays in the second cache, and packed from there; any number of threads share the work.
+// Packing of weights from memory, or from rows of a file in pieces. A piece is read to a buffer that stays in the L2 cache,
+// and packed from there. Any number of threads share the work.
 #pragma once
 
 #include <errno.h>
@@ -18,7 +18,7 @@ namespace trioserve {
 
 constexpr int64_t PIECE_BYTES = 1 << 18;
 
-// `Number` is what a unit holds for one output: a float32 or a pair of bfloat16. Half a pair at the end gets a zero.
+// `Number` is the content of a unit for one output: a float32 or a pair of bfloat16. An odd last bfloat16 is paired with zero.
 template <class T, class Number>
 void pack_rows(const T* from, int64_t rows, int64_t k, int64_t first_unit, Number* block) {
     constexpr int DEPTH = sizeof(Number) / sizeof(T);
@@ -38,7 +38,7 @@ void pack(const T* from, int64_t n, int64_t k, void* to, int64_t first_block, in
         Number* block = static_cast<Number*>(to) + (first_block + row / LANES * block_step) * units * LANES;
         const int64_t rows = std::min<int64_t>(LANES, n - row);
         int64_t unit = 0;
-        // Sixteen units of sixteen rows at a time: whole cache lines are read, and whole ones written.
+        // Sixteen units of sixteen rows at a time: reads and writes whole cache lines.
         for (; rows == LANES && unit + LANES <= k / DEPTH; unit += LANES) {
             Lanes lines[LANES];
             for (int line = 0; line < LANES; line++)
@@ -51,8 +51,8 @@ void pack(const T* from, int64_t n, int64_t k, void* to, int64_t first_block, in
     }
 }
 
-// weight: [n, k] in the model's dtype. Its blocks become blocks first_block, first_block + block_step, ... of `to`, which
-// was all zeros.
+// weight: [n, k] in the model's dtype. Its blocks become blocks first_block, first_block + block_step, ... of `to`, which must
+// be zero before.
 inline void pack_dense(int32_t dtype, const void* weight, int64_t n, int64_t k, void* to, int64_t first_block,
                        int64_t block_step) {
     if (dtype == BFLOAT16)
@@ -63,10 +63,10 @@ inline void pack_dense(int32_t dtype, const void* weight, int64_t n, int64_t k, 
 
 enum RowsKind : int32_t { COPIED = 0, DENSE_ROWS = 1, BLOCK_ROWS = 2 };
 
-// Rows of a matrix [*, columns] as they lie in a file from `offset` on. type: their dtype, or of BLOCK_ROWS their storage
-// type. COPIED, they come to `to` as they are; otherwise their blocks become blocks first_block, first_block + block_step,
-// ... of the packed weight there. pairs_of: of these, the two halves of each so many rows come in turn, block by block; 0:
-// they stay. counts_as: what is added to bytes_done.
+// Rows of a matrix [*, columns] in a file, from `offset` on. type: their dtype, or their storage type for BLOCK_ROWS. COPIED
+// rows are copied to `to`. Other rows become blocks first_block, first_block + block_step, ... of the packed weight there.
+// pairs_of: interleaves the two halves of every pairs_of rows, block by block. 0 keeps the order. counts_as: added to
+// bytes_done.
 struct FileRows {
     int64_t offset, rows, columns, row_bytes;
     void* to;
@@ -74,7 +74,7 @@ struct FileRows {
     int32_t file, kind, type, pairs_of;
 };
 
-// What the threads share.
+// Work that threads share.
 struct Loading {
     const FileRows* rows;
     int64_t count;
@@ -84,7 +84,7 @@ struct Loading {
 
 constexpr int32_t FILE_ENDED = -1;
 
-// 0, or what went wrong.
+// 0, or an error.
 inline int32_t read_all(int file, uint8_t* to, int64_t bytes, int64_t offset) {
     while (bytes) {
         const ssize_t count = pread(file, to, size_t(bytes), off_t(offset));
@@ -124,8 +124,8 @@ inline int32_t load_rows(const FileRows& of, int file, std::vector<uint8_t>& buf
     return 0;
 }
 
-// files: descriptors of this thread's own, by FileRows.file. Returns the index of the rows that it could not read, and why,
-// and the others stop; -1: there were none.
+// files: this thread's own descriptors, indexed by FileRows.file. Returns -1, or the index of the rows that could not be read,
+// with the error. Then the other threads stop.
 inline int64_t load_files(Loading& loading, const int32_t* files, int32_t& error) {
     std::vector<uint8_t> buffer;
     while (!loading.is_stopped) {

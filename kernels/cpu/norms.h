@@ -13,7 +13,7 @@ struct Norm {
     float eps;
 };
 
-// to(n): where numbers n .. n + 15 go. weight: null copies.
+// to(n): destination of numbers n .. n + 15. A null weight copies.
 template <class To>
 inline void norm_row(const float* from, const float* weight, int64_t size, const Norm& norm, const To& to) {
     if (weight == nullptr) {

@@ -1,8 +1,8 @@
-// Products of few or many rows with a packed weight: y = x W^T.
+// Products of rows with a packed weight: y = x W^T.
 //
-// A packed weight [N, K] lies in blocks of 16 outputs, one behind the other. A block has K units; in float32 a unit is
-// one k for 16 outputs, in bfloat16 a pair of neighbouring k for 16 outputs, the two side by side. N is padded to 16
-// and K to 32 with zeros. 16 units of bfloat16 are what AMX calls a tile of B, and one unit is an operand of vdpbf16ps.
+// A packed weight [N, K] consists of blocks of 16 outputs. A block has K units. In float32 a unit is one k of 16 outputs. In
+// bfloat16 it is two adjacent k of 16 outputs, side by side. N is padded with zeros to a multiple of 16, and K to a multiple
+// of 32. 16 bfloat16 units are a tile of B for AMX, and one unit is an operand of vdpbf16ps.
 #pragma once
 
 #include <algorithm>
@@ -11,27 +11,27 @@
 
 namespace trioserve {
 
-constexpr int PANEL_BLOCKS = 2;                   // blocks of a piece of work
-constexpr int PANEL = PANEL_BLOCKS * LANES;       // outputs of a piece of work
-constexpr int TILE_ROWS = 8;                      // 16 sums; more rows need more addresses than there are registers
+constexpr int PANEL_BLOCKS = 2;                   // blocks in a piece of work
+constexpr int PANEL = PANEL_BLOCKS * LANES;       // outputs in a piece of work
+constexpr int TILE_ROWS = 8;                      // 16 sums. More rows need more address registers than there are.
 #if defined(__AMX_BF16__)
-constexpr int64_t CHUNK_NUMBERS = 512 * 768;      // of x in a piece of work: they stay in the second cache
+constexpr int64_t CHUNK_NUMBERS = 512 * 768;      // numbers of x in a piece of work, which stay in the L2 cache
 #else
 constexpr int64_t CHUNK_NUMBERS = 512 * 576;
 #endif
-constexpr int64_t ROWS_TOGETHER = 32;             // two of AMX's tiles; pieces end at multiples of them, but the last one
-constexpr int64_t OWN_ROWS_MIN = 128;             // with fewer, threads share rows rather than weights
+constexpr int64_t ROWS_TOGETHER = 32;             // two AMX tiles. All pieces but the last end at multiples of this.
+constexpr int64_t OWN_ROWS_MIN = 128;             // with fewer rows, threads share rows instead of weights
 constexpr int SUM_ROWS = 128;                     // rows whose sums are finished at a time
-constexpr int64_t MANY_NUMBERS_MIN = 1 << 19;     // of a weight, for each thread
-constexpr int PIECES_OF_THREAD = 4;               // so many at least, that one late thread leaves little behind
-constexpr int64_t DEPTH = 384;                    // of K at a time, if tiles share it: the panel stays in the first cache
+constexpr int64_t MANY_NUMBERS_MIN = 1 << 19;     // numbers of a weight per thread
+constexpr int PIECES_OF_THREAD = 4;               // at least, so that a late thread delays little work
+constexpr int64_t DEPTH = 384;                    // part of K that tiles use in turn: the panel stays in the L1 cache
 
 inline int64_t rounded_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 inline int64_t padded_depth(int64_t k) { return rounded_up(k, 32); }
 inline int64_t block_count(int64_t n) { return (n + LANES - 1) / LANES; }
 
-// The rows of a product, padded to `depth` numbers with zeros. They lie one behind the other; or as tiles of AMX, 16 rows
-// of 32 numbers, behind which come the tiles with the next numbers of these rows.
+// The rows of a product, padded with zeros to `depth` numbers. They are contiguous, or AMX tiles of 16 rows of 32 numbers.
+// After the tiles of some rows come the tiles with their next numbers.
 template <class T>
 struct Rows {
     T* numbers;
@@ -39,21 +39,21 @@ struct Rows {
     bool are_tiles;
 
     operator Rows<const T>() const { return {numbers, depth, are_tiles}; }
-    // 16 numbers lie side by side, for k a multiple of 16.
+    // Address of 16 adjacent numbers, for k a multiple of 16.
     T* at(int64_t row, int64_t k) const {
         if (!are_tiles) return numbers + row * depth + k;
         return numbers + (row & -16) * depth + (k & -32) * 16 + (row & 15) * 32 + (k & 31);
     }
-    // Zeros behind a row's first k numbers, a multiple of 16.
+    // Writes zeros after a row's first k numbers. k is a multiple of 16.
     void pad(int64_t row, int64_t k) const {
         for (; k < depth; k += LANES) store(at(row, k), zero());
     }
 };
 
 #if defined(__AMX_BF16__)
-constexpr int64_t AMX_ROWS_MIN = 5;  // below, others read the weights as fast as memory gives them
+constexpr int64_t AMX_ROWS_MIN = 5;  // with fewer rows, other code reads weights at the speed of memory
 
-// is_invariant: a row's sums are added up in the same way in whatever company.
+// is_invariant: a row's sums are added in the same order for any number of rows.
 template <class T>
 constexpr bool uses_amx(int64_t rows, bool is_invariant) {
     return sizeof(T) == sizeof(bf16) && (is_invariant || rows >= AMX_ROWS_MIN);
@@ -123,8 +123,8 @@ struct Unit<bf16> {
 };
 #endif
 
-// sums[row][16 * block ...] (+)= rows of x times `BLOCKS` blocks of w, over `depth` of K. is_first: the sums begin at 0.
-// fetch: two addresses from which as much is brought into the caches as one block of w has.
+// Computes or adds sums[row][16 * block ...] = rows of x times `BLOCKS` blocks of w, over `depth` numbers of K. is_first: the
+// sums start at 0. fetch: two addresses. From each, as many bytes as one block of w has are prefetched.
 template <class T, int ROWS, int BLOCKS>
 inline void tile(const T* x, int64_t x_stride, const T* w, int64_t block_stride, int64_t depth, float* sums,
                  int64_t sums_stride, bool is_first, const T* const* fetch) {
@@ -154,7 +154,7 @@ inline void tile(const T* x, int64_t x_stride, const T* w, int64_t block_stride,
 template <class T>
 using Tile = void (*)(const T*, int64_t, const T*, int64_t, int64_t, float*, int64_t, bool, const T* const*);
 
-// No table: loaders join tables of the same name, and another level's library, if it is loaded too, has other tiles.
+    // No table: loaders merge tables of equal names, and the library of another level, if loaded, has other tiles.
 template <class T, int BLOCKS, int ROWS = TILE_ROWS>
 inline Tile<T> tile_of(int rows) {
     if constexpr (ROWS > 1) {
@@ -163,17 +163,17 @@ inline Tile<T> tile_of(int rows) {
     return tile<T, ROWS, BLOCKS>;
 }
 
-// The sums of a product on their way to results: finish(first row, row count, first output block, block count, sums) gets
-// them in parts; the sums' stride is PANEL. Those before wait while new ones are computed, and are finished a few rows at a
-// time between the tiles of AMX, when vectors have nothing else to do.
+// Passes the sums of a product on: finish(first row, row count, first output block, block count, sums) gets them in parts,
+// with stride PANEL. While new sums are computed, earlier ones wait. They are finished a few rows at a time between AMX
+// tiles, when the vector units are idle.
 template <class Finish>
 class Finishing {
 public:
     explicit Finishing(const Finish& finish) : finish_(finish) {}
 
-    // Where the next ones go: [up to SUM_ROWS and the 16 next, PANEL].
+    // Memory for the next sums: [SUM_ROWS and the next multiple of 16, PANEL].
     float* sums() { return sums_[next_]; }
-    // They are complete.
+    // Marks the sums as complete.
     void add(int64_t first_row, int count, int64_t first_block, int blocks) {
         end();
         first_row_ = first_row;
@@ -183,7 +183,7 @@ public:
         done_ = 0;
         next_ = 1 - next_;
     }
-    // some() will be called so often.
+    // Announces how often some() will be called.
     void share_out(int64_t calls) {
         const int parts = (count_ - done_ + ROWS_OF_PART - 1) / ROWS_OF_PART;
         calls_of_part_ = parts > 0 ? std::max(int(calls) / parts, 1) : int(calls) + 1;
@@ -213,15 +213,15 @@ private:
 };
 
 #if defined(__AMX_BF16__)
-// What a product brings into the caches meanwhile: at each call `lines` of 64 bytes at each of `places` that lie `apart`
-// bytes from each other. From one place memory gives most, but only after some hundred KB in a row, and only if it is not
-// asked faster than it answers; else from four.
+// Prefetches during a product: each call fetches `lines` of 64 bytes at each of `places`, which are `apart` bytes apart.
+// Memory is fastest for one sequential stream, but only after some hundred KB, and only if it is not asked faster than it
+// responds. Otherwise four streams are faster.
 struct WeightFetch {
     const char* next;
     int64_t apart;
     int places, lines;
 
-    // All `bytes` at `from`, evenly over so many calls.
+    // Fetches `bytes` at `from`, evenly spread over a number of calls.
     static WeightFetch over(const void* from, int64_t bytes, int places, int64_t calls) {
         const int64_t lines = bytes / 64 / places;
         return {static_cast<const char*>(from), bytes / places, places, int((lines + calls - 1) / calls)};
@@ -236,20 +236,20 @@ struct WeightFetch {
     }
 
 private:
-    // An address, some cycles later.
+    // Returns an address some cycles later.
     static const char* known_later(const char* address) {
         asm volatile("imul $1, %0, %0\n\timul $1, %0, %0" : "+r"(address));
         return address;
     }
 };
 
-// Of K at a time, so that what is read again stays in the first cache: where up to 128 rows share a panel, and where more.
+    // Part of K at a time, so that repeated reads hit the L1 cache: for up to 128 rows per panel, and for more rows.
 constexpr int64_t AMX_DEPTH = 320, AMX_DEPTH_OF_MANY = 576;
-constexpr int64_t AMX_SUM_ROWS = SUM_ROWS;  // whose sums wait for each other, where K is divided
+constexpr int64_t AMX_SUM_ROWS = SUM_ROWS;  // rows whose sums are kept while K is computed in parts
 #endif
 
-// sums [rows, 16 * blocks] (+)= x [rows, depth] times blocks of w. Rows of x and of sums are there up to the next 16.
-// next: the weights that this thread will need after these, as many; or null.
+// Computes or adds sums [rows, 16 * blocks] = x [rows, depth] times blocks of w. Rows of x and of sums must be accessible up
+// to the next multiple of 16. next: weights of the same size that this thread needs afterwards, or null.
 template <class T>
 inline void add_products(const T* x, int64_t x_stride, int rows, const T* w, int64_t block_stride, int blocks,
                          int64_t depth, float* sums, int64_t sums_stride, bool is_first, const T* next) {
@@ -269,7 +269,7 @@ inline void add_products(const T* x, int64_t x_stride, int rows, const T* w, int
             const bool is_whole = blocks - block >= PANEL_BLOCKS;
             const Tile<T> run = is_whole ? tile_of<T, PANEL_BLOCKS>(height) : tile_of<T, 1>(height);
             const T* weights = w + block * block_stride;
-            // One row reads its weights only once, and as fast as they come; of several, each fetches a part.
+            // A single group of rows reads its weights once, at the speed of memory. Several groups each fetch a part.
             const T* fetch[2] = {weights, weights};
             if (next != nullptr && tiles == 1) {
                 fetch[0] = next;
@@ -284,7 +284,7 @@ inline void add_products(const T* x, int64_t x_stride, int rows, const T* w, int
     }
 }
 
-// A piece of a product: some of the rows times one panel. is_of_many: its thread reads much of this weight.
+// A piece of a product: some rows times one panel. is_of_many: its thread reads much of this weight.
 struct Piece {
     int64_t first_row, end_row, panel;
     bool is_of_many;
@@ -292,8 +292,8 @@ struct Piece {
 
 inline int64_t panel_count(int64_t blocks) { return (blocks + PANEL_BLOCKS - 1) / PANEL_BLOCKS; }
 
-// How a product of m rows is divided into pieces: first by panels, then by rows. Neighbouring pieces share their rows. Many
-// rows are divided so that each thread has rows of its own (see Team::take_share).
+// Divides a product of m rows into pieces, first by panels, then by rows. Adjacent pieces share their rows. Many rows are
+// divided so that each thread has its own rows (see Team::take_share).
 struct Pieces {
     int64_t m, panels, chunks;
 
@@ -317,7 +317,7 @@ private:
 };
 
 #if defined(__AMX_BF16__)
-// As compute_piece. The sums before these are finished meanwhile.
+// Like compute_piece, but finishes earlier sums at the same time.
 template <class Finish>
 inline void compute_piece_amx(const Piece& piece, const Rows<const bf16>& x, const bf16* w, int64_t first_block, int blocks,
                               int64_t output_block, const void* next, Finishing<Finish>& finishing) {
@@ -354,8 +354,8 @@ inline void compute_piece_amx(const Piece& piece, const Rows<const bf16>& x, con
 }
 #endif
 
-// One piece of y = x W^T. x: with rows to read up to the next 16. outputs: the block that the first one of w is to
-// `finishing`. next: what this thread reads after this panel; as much as this is brought into the caches meanwhile.
+// Computes one piece of y = x W^T. x: readable up to the next multiple of 16 rows. outputs: index of the first block of w
+// for `finishing`. next: what this thread reads after this panel. As many bytes as the panel has are prefetched from it.
 template <class T, class Finish>
 inline void compute_piece(const Piece& piece, const Rows<const T>& x, const T* w, int64_t all_blocks, int64_t outputs,
                           const void* next, Finishing<Finish>& finishing) {
@@ -375,7 +375,7 @@ inline void compute_piece(const Piece& piece, const Rows<const T>& x, const T* w
         const int64_t depth_max = rows <= TILE_ROWS ? depth : DEPTH;
         for (int64_t start = 0; start < depth; start += depth_max) {
             const T* weights = w + first_block * block_stride + start * LANES;
-            // Few rows take the weights as fast as they come: what is fetched is read at once.
+            // Few rows use weights at the speed of memory, so prefetched lines are read soon.
             const T* fetched = rows <= 4 ? weights + 32 * 64 / int64_t(sizeof(T))
                                          : static_cast<const T*>(next) + start * LANES;
             add_products(x.at(row, start), depth, rows, weights, block_stride, blocks, std::min(depth_max, depth - start),

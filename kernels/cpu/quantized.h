@@ -1,10 +1,11 @@
-// Quantized weights: how they lie, and how they are made of numbers or of a file's blocks.
+// Quantized weights: their layout, and how they are made from numbers or from the blocks of a file.
 //
-// A packed weight lies in panels of 32 outputs. A panel has a record for each 32 of K: the scales of its outputs, their
-// mins, and the values. A weight is scale * value + min. Values lie in units of 64 bytes, 4 neighbouring k of 16 outputs,
-// the two blocks of the panel in turn; of 4 bits, unit 2i is in the low halves and unit 2i + 1 in the high ones, of 2 bits
-// four units share their bytes in the same way. Of 3 bits the lower two lie so, and the third of unit i is bit i of 64 bytes
-// behind them. Scales of scales and of mins, float16, stand before each 8 records.
+// A packed weight consists of panels of 32 outputs. A panel has a record for each 32 numbers of K: the scales of its outputs,
+// their mins, and the values. A weight is scale * value + min. Values are in units of 64 bytes, 4 adjacent k of 16 outputs,
+// and the units of the panel's two blocks alternate. With 4 bits, unit 2i is in the low halves of the bytes and unit 2i + 1
+// in the high halves. With 2 bits, four units share their bytes in this way. With 3 bits, the lower two bits are stored in
+// this way, followed by 64 bytes in which bit i is the third bit of unit i. Scales of scales and of mins, in float16, come
+// before each 8 records.
 #pragma once
 
 #include <cmath>
@@ -16,14 +17,14 @@ namespace trioserve {
 
 constexpr int64_t RECORD_DEPTH = 32;
 
-// 8 bits stand for -128 to 127; 4 bits for 0 to 15 with a min and for -8 to 7 without, or for one of a table's 16 numbers;
-// 3 bits for -4 to 3; 2 bits for 0 to 3.
+// 8 bits mean -128 to 127. 4 bits mean 0 to 15 with a min, -8 to 7 without, or one of a table's 16 numbers. 3 bits mean -4 to
+// 3. 2 bits mean 0 to 3.
 enum WeightFormat : int32_t {
     DENSE = 0, Q8 = 1, Q4 = 2, Q4_MIN = 3, Q4_WIDE = 4, Q8_FINE = 5, Q8_WIDE = 6, Q2_FINE = 7, Q3_FINE = 8, Q4_CURVE = 9,
     Q4_CURVE_WIDE = 10, Q4_FLOAT = 11
 };
 
-// ggml's numbers, and two of our own: a float32 scale and a float32 min of 32 numbers, which are stored as in Q4_0 and Q8_0.
+// ggml's numbers, and two types of our own: 32 values with a float32 scale and min, stored as in Q4_0 and Q8_0.
 enum StorageType : int32_t {
     Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14, IQ4_NL = 20,
     IQ4_XS = 23, MXFP4 = 39, Q4_F32 = 1000, Q8_F32 = 1001
@@ -64,16 +65,16 @@ inline void store(int8_t* to, Lanes whole) {
 }
 #endif
 
-// What 4 bits stand for where that is no row of whole numbers, plus 128.
+// Tables of 4-bit values that are not consecutive whole numbers. Entries are increased by 128.
 struct NoTable {};
-struct Iq4Table {  // of IQ4_NL and IQ4_XS
+struct Iq4Table {  // for IQ4_NL and IQ4_XS
     static constexpr uint8_t NUMBERS[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
 };
-struct Fp4Table {  // of MXFP4: twice the numbers of FP4
+struct Fp4Table {  // for MXFP4: twice the numbers of FP4
     static constexpr uint8_t NUMBERS[16] = {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116};
 };
 
-// Scale: of what is stored. A scale of 8 bits is multiplied with one for 8 records; unsigned, its upper half is the min.
+// Scale: type of stored scales. An 8-bit scale is multiplied by a scale for 8 records. If unsigned, its upper half is the min.
 template <int BITS_, class Scale_, int GROUP, bool HAS_MIN_, class Table_ = NoTable>
 struct Format {
     using Scale = Scale_;
@@ -81,9 +82,9 @@ struct Format {
     static constexpr int BITS = BITS_;
     static constexpr bool HAS_MIN = HAS_MIN_, HAS_TABLE = !std::is_same_v<Table, NoTable>;
     static constexpr bool IS_NESTED = sizeof(Scale) == 1;
-    static constexpr bool HAS_BYTES = BITS == 8 || HAS_TABLE;  // of what is multiplied
+    static constexpr bool HAS_BYTES = BITS == 8 || HAS_TABLE;  // True if products use one byte per value
     static constexpr int OFFSET = HAS_BYTES ? 128 : HAS_MIN ? 0 : 1 << (BITS - 1);
-    static constexpr int PARTS = int(RECORD_DEPTH) / GROUP;  // with a scale of their own
+    static constexpr int PARTS = int(RECORD_DEPTH) / GROUP;  // parts of a record with their own scales
     static constexpr int64_t MINS = PARTS * PANEL * int64_t(sizeof(Scale));
     static constexpr int64_t VALUES = HAS_MIN && !IS_NESTED ? 2 * MINS : MINS;
     static constexpr int64_t THIRD_BITS = VALUES + PANEL * RECORD_DEPTH / 4;
@@ -91,7 +92,7 @@ struct Format {
     static constexpr int64_t OUTER = IS_NESTED ? (HAS_MIN ? 2 : 1) * PANEL * int64_t(sizeof(f16)) : 0;
     static constexpr int64_t OUTER_RECORDS = 8;
 
-    // Before a record, from its panel's beginning, or from another record that outer scales stand before.
+    // Bytes before a record, from the start of its panel, or from another record that is preceded by outer scales.
     static constexpr int64_t start(int64_t record) {
         return record * BYTES + (IS_NESTED ? (record / OUTER_RECORDS + 1) * OUTER : 0);
     }
@@ -100,7 +101,7 @@ struct Format {
         return records * BYTES + (IS_NESTED ? rounded_up(records, OUTER_RECORDS) / OUTER_RECORDS * OUTER : 0);
     }
 
-    // Of the 16 outputs of a block.
+    // For the 16 outputs of a block.
     static Lanes scale(const uint8_t* record, [[maybe_unused]] const uint8_t* outer, int part, int block) {
         const int64_t place = part * PANEL + block * LANES;
         if constexpr (!IS_NESTED) return load(reinterpret_cast<const Scale*>(record) + place);
@@ -119,7 +120,7 @@ private:
     }
 };
 
-// use(Format<...>()) for a quantized format.
+// Calls use(Format<...>()) for a quantized format.
 template <class Use>
 inline auto with_format(int32_t format, const Use& use) {
     switch (format) {
@@ -132,7 +133,7 @@ inline auto with_format(int32_t format, const Use& use) {
         case Q3_FINE: return use(Format<3, int8_t, 16, false>());
         case Q4_CURVE: return use(Format<4, f16, 32, false, Iq4Table>());
         case Q4_CURVE_WIDE: return use(Format<4, float, 32, false, Iq4Table>());
-        case Q4_FLOAT: return use(Format<4, bf16, 32, false, Fp4Table>());  // which holds every power of 2
+        case Q4_FLOAT: return use(Format<4, bf16, 32, false, Fp4Table>());  // bfloat16 holds every power of 2
         default: return use(Format<8, float, 32, true>());
     }
 }
@@ -147,8 +148,8 @@ inline int64_t quantized_bytes(int32_t format, int64_t n, int64_t k) {
 
 // --- one row's 32 numbers of K ---------------------------------------------------------------------------------------
 
-// values: as they are stored, before some share a byte. Of scales and mins the second is for the upper 16. inner, outer:
-// instead of them, where scales have scales; outer's second is of the mins.
+// Values are as stored, before several share a byte. The second scale and min belong to the upper 16 values. If scales have
+// scales, inner and outer replace scales. The second outer is for mins.
 struct Group {
     uint8_t values[RECORD_DEPTH];
     float scales[2], mins[2];
@@ -170,7 +171,7 @@ inline f16 f16_at(const uint8_t* from) {
 
 inline float half_at(const uint8_t* from) { return to_float(f16_at(from)); }
 
-// Q4_K and Q5_K: the scale and the min of one of 8 groups have 6 bits each, in 12 bytes.
+// In Q4_K and Q5_K, scale and min of each of 8 groups have 6 bits, in 12 bytes.
 inline void read_six_bits(const uint8_t* from, int64_t group, float& scale, float& min) {
     if (group < 4) {
         scale = float(from[group] & 63);
@@ -181,7 +182,7 @@ inline void read_six_bits(const uint8_t* from, int64_t group, float& scale, floa
     }
 }
 
-// Q3_K: the scales of 16 groups have 6 bits each, in 12 bytes.
+// In Q3_K, the scales of 16 groups have 6 bits each, in 12 bytes.
 inline int signed_six_bits(const uint8_t* from, int64_t group) {
     return ((from[group % 8] >> (group / 8 * 4) & 15) | (from[8 + group % 4] >> (group / 4 * 2) & 3) << 4) - 32;
 }
@@ -205,7 +206,7 @@ inline int64_t storage_row_bytes(int32_t storage, int64_t k) {
     }
 }
 
-// The format that holds a type's blocks without loss.
+// Returns the format that stores a type's blocks without loss.
 inline int32_t format_of(int32_t storage) {
     switch (storage) {
         case Q4_0: return Q4;
@@ -222,7 +223,7 @@ inline int32_t format_of(int32_t storage) {
     }
 }
 
-// Of ggml's types as in its dequantize_row_*; row: a row's blocks.
+// Unpacks ggml's types as its dequantize_row_* functions do. row: the blocks of a row.
 template <int STORAGE>
 inline void read_group(const uint8_t* row, int64_t group, Group& to) {
     if constexpr (STORAGE == Q8_0) {
@@ -315,7 +316,7 @@ inline float rounded_to_half(float value) {
     return to_float(half);
 }
 
-// 32 numbers rounded to 8 bits, or with a min to 4. What is not finite gives a scale that is not.
+// Quantizes 32 numbers to 8 bits, or to 4 bits with a min. NaN or infinity gives a scale that is not finite.
 template <class F>
 inline void quantize_group(const float* from, int64_t count, Group& to) {
     float low = from[0], high = from[0], doubt = 0.0f;
@@ -337,13 +338,13 @@ inline void quantize_group(const float* from, int64_t count, Group& to) {
     to.mins[0] = start;
 }
 
-// The panel of one of a matrix's blocks of outputs.
+// Returns the panel of one of a matrix's blocks of outputs.
 template <class F, class Byte>
 inline Byte* panel_of(Byte* packed, int64_t block, int64_t records) {
     return packed + block / PANEL_BLOCKS * F::panel_bytes(records);
 }
 
-// place: which of the panel's 32 outputs it is.
+// place: index of the output among the panel's 32.
 template <class F>
 inline void write_group(const Group& from, uint8_t* panel, int64_t index, int64_t place) {
     using Scale = typename F::Scale;
@@ -357,7 +358,7 @@ inline void write_group(const Group& from, uint8_t* panel, int64_t index, int64_
             store(reinterpret_cast<Scale*>(record) + part * PANEL + place, from.scales[part]);
         if constexpr (F::HAS_MIN) store(reinterpret_cast<Scale*>(record + F::MINS) + place, from.mins[0]);
     }
-    // Bytes 4 * place and so on of each unit; a block's unit is 16 outputs of 4 bytes, and the next one's follows.
+    // Bytes 4 * place to 4 * place + 3 of each unit. A unit of a block is 16 outputs of 4 bytes, followed by the next unit.
     constexpr int LOW_BITS = F::BITS == 3 ? 2 : F::BITS, SHARERS = 8 / LOW_BITS;
     uint8_t* to = record + F::VALUES + place * 4;
     for (int unit = 0; unit < 8; unit += SHARERS)
@@ -375,7 +376,7 @@ inline void write_group(const Group& from, uint8_t* panel, int64_t index, int64_
         }
 }
 
-// Number n of an output's 32, as products have it.
+// Returns value n of an output's 32, as products use it.
 template <class F>
 inline int stored_value(const uint8_t* record, int64_t place, int64_t n) {
     constexpr int LOW_BITS = F::BITS == 3 ? 2 : F::BITS, SHARERS = 8 / LOW_BITS;
@@ -387,7 +388,7 @@ inline int stored_value(const uint8_t* record, int64_t place, int64_t n) {
     return value;
 }
 
-// fill(row, record, group) gives what is written to blocks first_block, first_block + block_step, ... of `to`.
+// Packs what fill(row, record, group) returns into blocks first_block, first_block + block_step, ... of `to`.
 template <class F, class Fill>
 inline void pack_groups(int64_t n, int64_t k, uint8_t* to, int64_t first_block, int64_t block_step, const Fill& fill) {
     const int64_t records = record_count(k);
@@ -402,7 +403,7 @@ inline void pack_groups(int64_t n, int64_t k, uint8_t* to, int64_t first_block, 
     }
 }
 
-// blocks: [n, k] of a storage type, whose k is a whole number of blocks; `to` gets them in format_of(storage).
+// Packs blocks [n, k] of a storage type in format_of(storage). k is a multiple of the block's length.
 inline void pack_blocks(int32_t storage, const uint8_t* blocks, int64_t n, int64_t k, uint8_t* to, int64_t first_block,
                         int64_t block_step) {
     const int64_t row_bytes = storage_row_bytes(storage, k);
@@ -432,7 +433,7 @@ inline void pack_blocks(int32_t storage, const uint8_t* blocks, int64_t n, int64
     });
 }
 
-// values: float32 [n, k]; format: Q8 or Q4_MIN.
+// Quantizes and packs values, float32 [n, k]. format: Q8 or Q4_MIN.
 inline void pack_values(int32_t format, const float* values, int64_t n, int64_t k, uint8_t* to, int64_t first_block,
                         int64_t block_step) {
     const auto pack = [&](auto f) {
@@ -447,7 +448,7 @@ inline void pack_values(int32_t format, const float* values, int64_t n, int64_t 
         pack(Format<4, f16, 32, true>());
 }
 
-// One output's k weights as numbers.
+// Unpacks the k weights of one output.
 inline void dequantize_row(int32_t format, const uint8_t* packed, int64_t output, int64_t k, float* to) {
     with_format(format, [=](auto f) {
         using F = decltype(f);

@@ -1,29 +1,29 @@
 // Products of few or many rows with a quantized weight.
 //
-// Rows are quantized to 8 bits, with a scale for each 32 numbers. Sums over 32 of K are whole numbers and exact; they are
-// added up in float32, always in the same order: a row's results do not depend on the rows beside it.
+// Rows are quantized to 8 bits, with a scale for each 32 numbers. Sums over 32 numbers of K are exact whole numbers. They are
+// summed in float32, always in the same order, so a row's results do not depend on the other rows.
 //
-// With AMX, several rows in bfloat16 stay as they are, and weights are rounded to bfloat16, 32 of K at a time, while
-// those before them are multiplied.
+// With AMX, several bfloat16 rows are not quantized. Instead, weights are rounded to bfloat16, 32 numbers of K at a time,
+// while earlier ones are multiplied.
 #pragma once
 
 #include "quantized.h"
 
 namespace trioserve {
 
-// What 32 numbers of a row are multiplied with, and sums of their whole numbers.
+// Scale of 32 numbers of a row, and sums of their whole numbers.
 struct RowGroup {
     float scale, scaled_sum;
-    int32_t starts[2];  // -128 times the sum of the lower 16 and of the upper 16
+    int32_t starts[2];  // -128 times the sum of the lower 16 numbers, and of the upper 16
 };
 
-// [rows, padded k] and [rows, padded k / 32].
+// Quantized rows: [rows, padded k] and [rows, padded k / 32].
 struct QuantizedRows {
     const int8_t* values;
     const RowGroup* groups;
 };
 
-// With rows to read up to the next 16.
+// Readable up to the next multiple of 16 rows.
 inline int64_t quantized_rows_bytes(int64_t rows, int64_t k) {
     return rounded_up(rows, 16) * (padded_depth(k) + record_count(k) * int64_t(sizeof(RowGroup)));
 }
@@ -34,7 +34,7 @@ inline QuantizedRows rows_at(const int8_t* memory, int64_t rows, int64_t k) {
 
 template <class T>
 inline void quantize_row(const Rows<const T>& x, int64_t k, int64_t row, const QuantizedRows& to) {
-    constexpr float TINY = 1e-30f;  // below, 127 / most is no number, and nothing is lost
+    constexpr float TINY = 1e-30f;  // below it, 127 / most would be infinite, and zeros are exact enough
     const int64_t records = record_count(k);
     const T* from = x.at(row, 0);
     int8_t* values = const_cast<int8_t*>(to.values) + row * padded_depth(k);
@@ -42,7 +42,7 @@ inline void quantize_row(const Rows<const T>& x, int64_t k, int64_t row, const Q
     for (int64_t record = 0; record < records; record++, from += RECORD_DEPTH, values += RECORD_DEPTH) {
         Lanes low = load(from), high = load(from + LANES);
         const float most = max_of(max(max(low, sub(zero(), low)), max(high, sub(zero(), high))));
-        const float doubt = sum_of(mul(add(low, high), zero()));  // nothing but a NaN or an infinity times 0 is a NaN
+        const float doubt = sum_of(mul(add(low, high), zero()));  // only NaN or infinity times 0 is NaN
         if (doubt != doubt) {
             std::memset(values, 0, RECORD_DEPTH);
             groups[record] = {doubt, doubt, {0, 0}};
@@ -124,14 +124,14 @@ inline Bytes looked_up(const uint8_t* table, Bytes places) {
 
 template <class F>
 struct Dot {
-    // Of few bits in 16 bit lanes: 32 products of at most 15 * 127 in two lanes fit.
+    // For values of few bits in 16-bit lanes: 32 products of at most 15 * 127 fit two lanes.
     __m256i low, high;
     int part_;
 
     static __m256i pairs(__m256i a) { return _mm256_madd_epi16(a, _mm256_set1_epi16(1)); }
     static __m256i product(__m256i weights, __m256i values) {
         if constexpr (!F::HAS_BYTES) return _mm256_maddubs_epi16(weights, values);
-        // Of signed weights the sign goes to the values: 2 * 128 * 127 fits 16 bits, 2 * 255 * 127 does not.
+        // For signed weights, the sign moves to the row's values: 2 * 128 * 127 fits 16 bits, 2 * 255 * 127 does not.
         const __m256i signed_ = _mm256_xor_si256(weights, _mm256_set1_epi8(char(0x80)));
         return pairs(_mm256_maddubs_epi16(_mm256_abs_epi8(signed_), _mm256_sign_epi8(values, signed_)));
     }
@@ -165,7 +165,7 @@ struct Dot {
 };
 #endif
 
-// The units of a block's record, one after the other.
+// The units of a block's record in order.
 template <class F>
 struct Units {
     static constexpr int LOW_BITS = F::BITS == 3 ? 2 : F::BITS, SHARERS = 8 / LOW_BITS;
@@ -186,7 +186,7 @@ struct Units {
     }
 };
 
-// sums [ROWS, 32] = rows times one panel. fetch: an address from which as much is brought into the caches as is read.
+// sums [ROWS, 32] = rows times one panel. fetch: address from which as many bytes are prefetched as are read.
 template <class F, int ROWS>
 inline void quantized_tile(const int8_t* x, const RowGroup* groups, int64_t records, const uint8_t* panel, float* sums,
                            const uint8_t* fetch) {
@@ -211,7 +211,7 @@ inline void quantized_tile(const int8_t* x, const RowGroup* groups, int64_t reco
             for (int row = 0; row < ROWS; row++)
                 for (int block = 0; block < PANEL_BLOCKS; block++)
                     dot[row][block].start(groups[row * records + record], part);
-// Without it compilers give up on tiles of many rows, and keep the sums in memory.
+// Without it, compilers keep the sums of tiles with many rows in memory.
 #pragma GCC unroll 8
             for (int index = 0; index < UNITS; index++) {
                 const int unit = part * UNITS + index;
@@ -245,7 +245,7 @@ inline void quantized_tile(const int8_t* x, const RowGroup* groups, int64_t reco
         for (int block = 0; block < PANEL_BLOCKS; block++) store(sums + row * PANEL + block * LANES, sum[row][block]);
 }
 
-// For `rows` of at most QUANTIZED_TILE_ROWS.
+// Computes `rows` rows, at most QUANTIZED_TILE_ROWS.
 template <class F, int ROWS = QUANTIZED_TILE_ROWS>
 inline void run_quantized_tile(int rows, const int8_t* x, const RowGroup* groups, int64_t records, const uint8_t* panel,
                                float* sums, const uint8_t* fetch) {
@@ -256,20 +256,20 @@ inline void run_quantized_tile(int rows, const int8_t* x, const RowGroup* groups
 }
 
 #if defined(__AMX_BF16__)
-// A record's weights in bfloat16, in the order of packed weights. Inlined, the constants stay in registers.
+// A record's weights in bfloat16, in the order of packed weights. It is inlined, so constants stay in registers.
 template <class F>
 __attribute__((always_inline)) inline void dequantize_record(const uint8_t* record, const uint8_t* outer, bf16* to, int64_t block_stride) {
-    // A stored value is shuffled into the bits of a power of two: what a lane then has is the sum of both.
+    // A stored value is shuffled to the bits of a power of two. Then a lane has the sum of both.
     constexpr int BYTE = F::HAS_BYTES ? 1 : 2;
     constexpr float POWER = F::HAS_BYTES ? 32768.0f : 128.0f;
     constexpr __mmask64 VALUE_BYTES = 0x1111111111111111u << BYTE, LOW_WORDS = 0x3333333333333333u;
     const __m512i power = _mm512_castps_si512(set(POWER));
     const __m512i firsts = _mm512_broadcast_i32x4(_mm_setr_epi32(0, 4, 8, 12));
     const __m512i high_words = _mm512_broadcast_i32x4(_mm_setr_epi32(0x0302, 0x0706, 0x0b0a, 0x0f0e));
-    // The lower half of a float32 is cut off. Before that all are made larger, by 0.35 to 0.7 of the last bit that
-    // stays: by half of it in the mean, while what bfloat16 holds exactly stays what it is.
+    // The lower half of a float32 is truncated. Before that, all weights are enlarged by 0.35 to 0.7 of the last remaining
+    // bit, by half of it on average. Numbers that bfloat16 holds exactly stay unchanged.
     const Lanes raised = set(1.0f + 0.6931472f / 256.0f);
-    const __m512i fifteen_bits = _mm512_set1_epi32(int(0xfffffe00u));  // so that a weight of 0 is 0
+    const __m512i fifteen_bits = _mm512_set1_epi32(int(0xfffffe00u));  // so that a weight of 0 stays 0
     Units<F> units;
     for (int index = 0; index < PANEL_BLOCKS * F::PARTS; index++) {
         const int block = index / F::PARTS, part = index % F::PARTS;
@@ -294,9 +294,9 @@ __attribute__((always_inline)) inline void dequantize_record(const uint8_t* reco
     }
 }
 
-// sums [rows, 32] (+)= at most 32 rows, tiles with `depth` numbers a row, times some records. While one is multiplied, the
-// next is dequantized. is_kept: all are left in `numbers`; else its beginning is written again and again, and stays in the
-// first cache. fetch: an address from which as much is brought into the caches as is read.
+// Computes or adds sums [rows, 32] = at most 32 rows (tiles with `depth` numbers per row) times some records. While one record
+// is multiplied, the next one is dequantized. is_kept: all stay in `numbers`. Otherwise the start of `numbers` is overwritten
+// again and again, and stays in the L1 cache. fetch: address from which as many bytes are prefetched as are read.
 template <class F>
 inline void dequantize_and_multiply(const bf16* x, int64_t depth, int rows, const uint8_t* from, int64_t records,
                                     bf16* numbers, int64_t block_stride, bool is_kept, float* sums, bool is_first,
@@ -347,8 +347,8 @@ inline void dequantize_and_multiply(const bf16* x, int64_t depth, int rows, cons
 
 inline int64_t panel_numbers(int64_t k) { return padded_depth(k) * PANEL; }
 
-// compute_piece for a quantized weight and rows in bfloat16. The first 32 rows are multiplied with what is just being
-// dequantized, the others with what that leaves.
+// compute_piece for a quantized weight and bfloat16 rows. The first 32 rows are multiplied with records as they are
+// dequantized, the others with the records that this leaves in memory.
 template <class F, class Finish>
 inline void compute_dequantized_piece(const Piece& piece, const Rows<const bf16>& x, const uint8_t* w, int64_t all_blocks,
                                       bf16* numbers, int64_t outputs, const uint8_t* next,
@@ -358,7 +358,7 @@ inline void compute_dequantized_piece(const Piece& piece, const Rows<const bf16>
     const int blocks = int(std::min<int64_t>(PANEL_BLOCKS, all_blocks - first_block));
     const uint8_t* panel = w + piece.panel * F::panel_bytes(records);
     const bool is_kept = end_row - first_row > ROWS_TOGETHER;
-    // Where scales have scales, parts begin where these do.
+    // If scales have scales, parts begin where the outer scales do.
     const int64_t depth_max = !is_kept ? depth : F::IS_NESTED ? F::OUTER_RECORDS * RECORD_DEPTH : AMX_DEPTH;
     const auto meanwhile = [&] { finishing.some(); };
     for (int64_t row = first_row; row < end_row; row += AMX_SUM_ROWS) {
@@ -387,7 +387,7 @@ inline void compute_dequantized_piece(const Piece& piece, const Rows<const bf16>
 inline int64_t panel_numbers(int64_t) { return 0; }
 #endif
 
-// compute_piece for a quantized weight. quantized: the rows x, if they are no tiles. numbers: panel_numbers of memory.
+// compute_piece for a quantized weight. quantized: the rows x, unless they are tiles. numbers: memory of panel_numbers.
 template <class T, class Finish>
 inline void compute_quantized_piece(const Piece& piece, const Rows<const T>& x, const QuantizedRows& quantized,
                                     int32_t format, const uint8_t* w, int64_t all_blocks, T* numbers, int64_t outputs,

@@ -1,4 +1,4 @@
-// Passes over a row of numbers, and the selection among them that filters are made of.
+// Passes over a row of numbers, and the selection that filters use.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +27,7 @@ inline int32_t first_of(const float* values, float value) {
     return index;
 }
 
-// exp((score - best) / temperature), padded with zeros to LANES. A score of minus infinity gives 0.
+// exp((score - best) / temperature), padded with zeros to a multiple of LANES. A score of minus infinity gives 0.
 inline void weigh(const float* scores, int64_t count, float temperature, float best, float* weights) {
     const Lanes divisor = set(temperature), highest = set(best / temperature);
     int64_t index = 0;
@@ -39,7 +39,7 @@ inline void weigh(const float* scores, int64_t count, float temperature, float b
     store(weights + index, exp(sub(div(load(rest), divisor), highest)));
 }
 
-// Of values that are at least `limit`: their sum, and how many they are.
+// Sum and number of the values that are at least `limit`.
 inline double sum_at_least(const float* values, int64_t count, float limit) {
     alignas(64) double lanes[LANES] = {};
     WideLanes sums = load(lanes);
@@ -58,8 +58,8 @@ inline double count_at_least(const float* values, int64_t count, float limit) {
     return found;
 }
 
-// Copies the values that are at least `limit`, or with IS_UPPER false those below; `kept` may be `values`. Returns how
-// many they are.
+// Copies the values that are at least `limit`, or with IS_UPPER false those below. `kept` may be `values`. Returns their
+// number.
 template <bool IS_UPPER>
 inline int64_t keep(const float* values, int64_t count, float limit, float* kept) {
     int64_t kept_count = 0, index = 0;
@@ -79,14 +79,14 @@ inline float float_of(uint32_t bits) {
     return value;
 }
 
-// The least of the values for which all larger ones together measure less than `wanted`: by count_at_least the wanted-th
-// largest, by sum_at_least the least of a nucleus. values: 0 to 1, at least one; they are changed.
+// Returns the smallest of the values for which all larger values together measure less than `wanted`. With count_at_least it
+// is the wanted-th largest value, with sum_at_least the smallest value of a nucleus. values: 0 to 1, at least one. They are
+// changed.
 //
-// Radix selection (Knuth, The Art of Computer Programming 3, 5.2.2) with a bit for a digit, the highest first: floats of
-// 0 and more are in the order of their bits. What a bit has ruled out is not looked at again, so all bits together cost
-// a few passes over the row.
+// Radix selection (Knuth, The Art of Computer Programming 3, 5.2.2) with one bit per digit, highest first. Floats from 0 on
+// have the order of their bits. Values that a bit rules out are not read again, so all bits together cost a few passes.
 inline float select(float* values, int64_t count, double wanted, double (*measure)(const float*, int64_t, float)) {
-    constexpr int HIGHEST_BIT = 29;  // of 1.0
+    constexpr int HIGHEST_BIT = 29;  // highest bit of 1.0
     uint32_t prefix = 0;
     double above = 0;
     for (int bit = HIGHEST_BIT; bit >= 0 && count > 1; bit--) {

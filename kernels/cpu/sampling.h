@@ -1,8 +1,8 @@
-// The next token of a row of logits: what trioserve/model/sampler.py says, in the same order, for one row at a time.
+// Samples the next token of a row of logits: the steps of trioserve/model/sampler.py in the same order, one row at a time.
 //
-// Where the two may differ: weights are not divided by their sum here and `exp` is another, so a weight's last bit or
-// two (about 1e-7 of it) may, and with it a token whose weight lies as near to a filter's border, or whose clock rings
-// as near to the first one's. The random bits of the clocks are the same; the logarithm is the C library's (1e-16).
+// Differences: weights are not divided by their sum, and `exp` is another implementation. So the last bit or two of a weight
+// may differ (about 1e-7 of it). The chosen token only differs if a weight is that close to a filter's border, or two clocks
+// are that close. The random bits of the clocks are equal. Their logarithm is the C library's (1e-16).
 #pragma once
 
 #include "draws.h"
@@ -11,28 +11,28 @@
 
 namespace trioserve {
 
-// Where a mask leaves one of so many tokens, or fewer, each is looked at by itself, and the rest of the row not at all.
+// If a mask allows at most this many tokens, each is read individually, and the rest of the row is not read.
 constexpr int64_t FEW_SHARE = 4;
 
-// Of one row. Fields are those of native.py. Its lists lie one behind the other in Step's sampling_ids: the tokens of
-// logit_bias (their biases lie in sampling_biases), tokens that may not be sampled, and the request's known tokens, the
-// output last, as far as penalties need them.
+// Sampling options of one row, mirrored in native.py. Its lists follow each other in Step's sampling_ids: tokens of logit_bias
+// (with their biases in sampling_biases), hidden tokens, which must not be sampled, and the request's known tokens, output
+// last, if penalties need them.
 struct Sampling {
     uint64_t seed;
     double top_p;
     int64_t position;
-    const uint32_t* mask;  // of token_masks.h; null: every token may be sampled
+    const uint32_t* mask;  // see token_masks.h. Null allows all tokens
     float temperature, min_p, repetition_penalty, presence_penalty, frequency_penalty;
-    int32_t top_k;  // 0: off
+    int32_t top_k;  // 0 is off
     int32_t ids_first, biases_first, bias_count, hidden_count, seen_count, output_count;
-    int32_t top_count;       // of the most probable tokens, for wants_logprobs
+    int32_t top_count;       // number of most probable tokens, if wants_logprobs
     int32_t wants_logprobs;
-    int32_t needs_logits;    // 0: the largest logit and nothing else, which is found while logits are computed
+    int32_t needs_logits;    // 0: only the largest logit, found while logits are computed
 };
 
 enum Flaw : int32_t { NO_FLAW = 0, NOT_FINITE = 1, NOTHING_LEFT = 2, NOTHING_ALLOWED = 3 };
 
-// What a weight must reach to pass min_p, top_k and top_p. weights: padded with zeros, the largest is 1. work: as long.
+// Returns the smallest weight that passes min_p, top_k and top_p. weights: padded with zeros, the largest is 1. work: as long.
 inline float threshold_of(const Sampling& sampling, const float* weights, int64_t padded, int64_t vocab, float* work) {
     float threshold = sampling.min_p;
     if (sampling.top_k > 0 && sampling.top_k < vocab) {
@@ -42,13 +42,13 @@ inline float threshold_of(const Sampling& sampling, const float* weights, int64_
     }
     if (sampling.top_p >= 1.0) return threshold;
     const double left = sum_at_least(weights, padded, threshold);
-    // All weights below this one together hold less than 1 - top_p: the nucleus ends above.
+    // All weights below this one have less than 1 - top_p together, so the nucleus ends above it.
     const float least = float((1.0 - sampling.top_p) * left / double(vocab)) * 0.999f;
     const int64_t count = keep<true>(weights, padded, std::max(threshold, least), work);
     return std::max(threshold, select(work, count, sampling.top_p * left, sum_at_least));
 }
 
-// One thread's memory for a row. marks are zeros between two rows.
+// Memory of one thread for a row. marks are zeros between two rows.
 struct SamplingScratch {
     float *scores, *weights, *work;
     int32_t *marks, *allowed;
@@ -58,13 +58,13 @@ inline bool is_adjusted(const Sampling& sampling) {
     return sampling.bias_count + sampling.hidden_count + sampling.seen_count > 0;
 }
 
-// Whether the largest logit wins if its token is allowed, and nothing else is asked.
+// Returns true if the token with the largest logit is the result, provided that it is allowed, and nothing else is needed.
 inline bool is_largest_wanted(const Sampling& sampling) {
     return sampling.temperature == 0.0f && !is_adjusted(sampling) && !sampling.wants_logprobs;
 }
 
-// Bias, hidden tokens, penalties; roundings are those of float32 operations one by one. Ids outside the vocabulary are
-// nobody's. Only scores of the ids are read and written. hides: false leaves hidden tokens as they are.
+// Applies biases, hidden tokens and penalties. Each float32 operation is rounded on its own. Ids outside of the vocabulary are
+// ignored. Only scores of the listed ids are read and written. hides: false does not apply hidden tokens.
 inline void adjust(const Sampling& sampling, const int32_t* ids, const float* biases, int64_t vocab, bool hides,
                    float* scores, int32_t* marks) {
     const auto is_there = [=](int32_t id) { return id >= 0 && id < vocab; };
@@ -93,7 +93,7 @@ inline void adjust(const Sampling& sampling, const int32_t* ids, const float* bi
     for (int32_t index = 0; index < sampling.output_count; index++) {
         const int32_t id = output[index];
         if (!is_there(id) || marks[id] == 0) continue;
-        // Through double, so that no multiplication is joined to an addition; the results are those of float32.
+        // Computed in double, so that no multiplication is fused with an addition. The results are those of float32.
         const float frequency = float(double(sampling.frequency_penalty) * marks[id]);
         const float penalty = float(double(frequency) + double(sampling.presence_penalty));
         scores[id] = float(double(scores[id]) - double(penalty));
@@ -101,14 +101,14 @@ inline void adjust(const Sampling& sampling, const int32_t* ids, const float* bi
     }
 }
 
-// Of finite logits: what the logarithms of probabilities are below them.
+// Returns the number to subtract from finite logits to get log-probabilities.
 inline float log_of_sum(const float* logits, int64_t vocab, float* weights) {
     const float best = largest_of(logits, vocab);
     weigh(logits, vocab, 1.0f, best, weights);
     return best + float(std::log(sum_at_least(weights, (vocab + LANES - 1) / LANES * LANES, 0.0f)));
 }
 
-// The `count` largest logits, best first, of equals the lowest ids; beyond the vocabulary nothing is written.
+// Finds the `count` largest logits, best first, the lowest id first among equals. Beyond the vocabulary nothing is written.
 inline void find_largest(const float* logits, int64_t vocab, int32_t count, float* values, int32_t* ids) {
     int32_t found = 0;
     const auto insert = [&](int64_t id) {
@@ -129,7 +129,7 @@ inline void find_largest(const float* logits, int64_t vocab, int32_t count, floa
     }
 }
 
-// logprobs: that of token, then those of the best top_count; top_ids: theirs.
+// logprobs: of the token, then of the top_count best tokens. top_ids: ids of the latter.
 inline void write_logprobs(const float* logits, int64_t vocab, int32_t token, int32_t top_count, float* weights,
                            float* logprobs, int32_t* top_ids) {
     const float below = log_of_sum(logits, vocab, weights);
@@ -138,7 +138,7 @@ inline void write_logprobs(const float* logits, int64_t vocab, int32_t token, in
     for (int64_t index = 1; index <= std::min<int64_t>(top_count, vocab); index++) logprobs[index] -= below;
 }
 
-// The next token of `count` scores, which may lie in scratch.scores or scratch.work. ids: theirs, ascending; null: each
+// Samples from `count` scores, which may be in scratch.scores or scratch.work. ids: their ascending ids. Null: the index.
 // one's place.
 inline Flaw choose_token(const Sampling& sampling, const float* scores, const int32_t* ids, int64_t count,
                          const SamplingScratch& scratch, int32_t* token) {
@@ -158,7 +158,7 @@ inline Flaw choose_token(const Sampling& sampling, const float* scores, const in
     return NO_FLAW;
 }
 
-// As sample_row, of the tokens that the row's mask allows, and of nothing else. hides: whether hidden tokens are hidden.
+// Like sample_row, but reads only tokens that the row's mask allows. hides: true to apply hidden tokens.
 inline Flaw sample_allowed(const Sampling& sampling, const float* logits, int64_t vocab, const int32_t* ids,
                            const float* biases, bool hides, const SamplingScratch& scratch, int32_t* token) {
     const int64_t count = allowed_count(sampling.mask, vocab);
@@ -188,9 +188,9 @@ inline Flaw sample_allowed(const Sampling& sampling, const float* logits, int64_
     return choose_token(sampling, scratch.work, scratch.allowed, count, scratch, token);
 }
 
-// The next token; logits are finite, and stay as they are. ids: the row's lists. NOTHING_LEFT: no token may be sampled.
-// NOTHING_ALLOWED: the row's mask has none. Hidden tokens come if a mask leaves no other one: a response that is complete
-// cannot go on for min_tokens' sake.
+// Samples the next token of finite logits, which are not changed. ids: the row's lists. Returns NOTHING_LEFT if no token may be
+// sampled, and NOTHING_ALLOWED if the row's mask is empty. If the mask allows only hidden tokens, they are sampled: a complete
+// response cannot continue just to reach min_tokens.
 inline Flaw sample_row(const Sampling& sampling, const float* logits, int64_t vocab, const int32_t* ids,
                        const float* biases, const SamplingScratch& scratch, int32_t* token) {
     if (sampling.mask != nullptr) {

@@ -23,7 +23,7 @@ inline void store(f16* to, Lanes a) {
 #endif
 }
 
-// Adds the time for which it lives.
+// Adds the time of its existence to a total.
 class Stopwatch {
 public:
     explicit Stopwatch(double& seconds) : seconds_(seconds) {}
@@ -43,7 +43,7 @@ std::vector<int> allowed_cpus() {
     return cpus;
 }
 
-// The calling thread. False: the system does not let it.
+// Moves the calling thread. Returns false if the system refuses.
 bool run_on(const int* cpus, size_t count) {
     cpu_set_t set;
     CPU_ZERO(&set);
@@ -72,7 +72,7 @@ SharedMemory::SharedMemory(void* memory, int32_t rank, int32_t size)
     if (int32_t(cpus_.size()) < size) cpus_.clear();
 }
 
-// From a CPU that a rank before this one has, to one that none has.
+// Moves from a CPU that an earlier rank uses to a CPU that no rank uses.
 void SharedMemory::move_apart() {
     const auto is_taken = [&](int cpu, int32_t count) {
         return std::any_of(arrivals_, arrivals_ + count, [=](const Arrivals& other) { return other.cpu == cpu; });
@@ -83,7 +83,7 @@ void SharedMemory::move_apart() {
     if (!run_on(&*free, 1) || !run_on(cpus_.data(), cpus_.size())) cpus_.clear();
 }
 
-// Until all have written their slots of this turn. True: one of them said is_abandoned.
+// Waits until all ranks have written their slots of this turn. Returns true if one of them reported is_abandoned.
 bool SharedMemory::meet(bool is_abandoned) {
     Arrivals& own = arrivals_[rank_];
     own.votes[turn()] = is_abandoned;
@@ -91,7 +91,7 @@ bool SharedMemory::meet(bool is_abandoned) {
     change<Among::PROCESSES>(own.arrived, meetings_ + 1, own.asleep);
     for (int32_t rank = 0; rank < size_; rank++) {
         Arrivals& other = arrivals_[rank];
-        // Nobody is more than one meeting ahead of anybody.
+        // No rank is more than one meeting ahead of another.
         if (rank != rank_) wait_while<Among::PROCESSES>(other.arrived, meetings_, other.asleep, patience_);
         is_abandoned |= other.votes[turn()] != 0;
     }
@@ -99,7 +99,7 @@ bool SharedMemory::meet(bool is_abandoned) {
     return is_abandoned;
 }
 
-// Of this turn's slots.
+// Sums the slots of this turn.
 template <class T>
 void SharedMemory::add_up(int64_t count, T* total) const {
     const auto sum_at = [&](int64_t n) {

@@ -1,5 +1,5 @@
-// Sixteen float32 lanes and what is done with them, in AVX-512 or as two halves in AVX2. Every other file is written in
-// these words; which instructions they become is settled by the flags that this library is compiled with.
+// Sixteen float32 lanes and their operations, in AVX-512 or as two halves in AVX2. All other files use these functions. The
+// compiler flags of this library decide which instructions they become.
 #pragma once
 
 #include <immintrin.h>
@@ -37,7 +37,7 @@ inline Lanes sub(Lanes a, Lanes b) { return _mm512_sub_ps(a, b); }
 inline Lanes mul(Lanes a, Lanes b) { return _mm512_mul_ps(a, b); }
 inline Lanes div(Lanes a, Lanes b) { return _mm512_div_ps(a, b); }
 inline Lanes fma(Lanes a, Lanes b, Lanes c) { return _mm512_fmadd_ps(a, b, c); }
-// a / b, to 7e-5 of it.
+// a / b, with a relative error of 7e-5.
 inline Lanes div_roughly(Lanes a, Lanes b) { return mul(a, _mm512_rcp14_ps(b)); }
 inline Lanes max(Lanes a, Lanes b) { return _mm512_max_ps(a, b); }
 inline Lanes min(Lanes a, Lanes b) { return _mm512_min_ps(a, b); }
@@ -65,14 +65,14 @@ inline void store(bf16* to, Lanes a) {
 #endif
 }
 
-// Rows become columns. Lanes are moved as they are, whatever their bits mean.
+// Transposes rows and columns. Lanes are moved without interpreting their bits.
 inline void transpose(Lanes* rows) {
     __m512 pairs[LANES];
     for (int row = 0; row < LANES; row += 2) {
         pairs[row] = _mm512_unpacklo_ps(rows[row], rows[row + 1]);
         pairs[row + 1] = _mm512_unpackhi_ps(rows[row], rows[row + 1]);
     }
-    __m512 quads[LANES];  // quads[4 * i + c] has column 4 * k + c of rows 4 * i .. 4 * i + 3 in its quarter k
+    __m512 quads[LANES];  // quarter k of quads[4 * i + c] has column 4 * k + c of rows 4 * i to 4 * i + 3
     for (int row = 0; row < LANES; row += 4) {
         for (int half = 0; half < 2; half++) {
             const __m512d a = _mm512_castps_pd(pairs[row + half]), b = _mm512_castps_pd(pairs[row + half + 2]);
@@ -91,7 +91,7 @@ inline void transpose(Lanes* rows) {
     }
 }
 
-// In each quarter of four vectors rows become columns.
+// Transposes rows and columns in each quarter of four vectors.
 inline void transpose_quarters(Lanes* rows) {
     const __m512d low_first = _mm512_castps_pd(_mm512_unpacklo_ps(rows[0], rows[1]));
     const __m512d low_last = _mm512_castps_pd(_mm512_unpacklo_ps(rows[2], rows[3]));
@@ -106,7 +106,7 @@ template <int QUARTER>
 inline __m128 quarter(Lanes a) {
     return _mm512_extractf32x4_ps(a, QUARTER);
 }
-// Four numbers from each place. A load into a mask shuffles nothing.
+// Loads four numbers from each address. A masked load needs no shuffle.
 inline Lanes load_quarters(const float* a, const float* b, const float* c, const float* d) {
     Lanes quarters = _mm512_castps128_ps512(_mm_loadu_ps(a));
     quarters = _mm512_mask_broadcast_f32x4(quarters, 0x00f0, _mm_loadu_ps(b));
@@ -114,24 +114,24 @@ inline Lanes load_quarters(const float* a, const float* b, const float* c, const
     return _mm512_mask_broadcast_f32x4(quarters, 0xf000, _mm_loadu_ps(d));
 }
 
-// Sixteen of `even` and sixteen of `odd` in turn: a pair is a lane.
+// Interleaves sixteen of `even` and sixteen of `odd`. A pair is a lane.
 inline Lanes load_in_turn(const bf16* even, const bf16* odd) {
     const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(even)));
     const __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(odd)));
     return _mm512_castsi512_ps(_mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
 }
 
-// Lanes below `limit` become 0.
+// Sets lanes below `limit` to 0.
 inline Lanes cut_below(Lanes a, Lanes limit) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, limit, _CMP_GE_OQ), a);
 }
 
-// Lanes of `a` where `at` is at least `limit`, of `other` elsewhere.
+// Lanes of `a` where `at` is at least `limit`, and of `other` elsewhere.
 inline Lanes where_at_least(Lanes at, Lanes limit, Lanes a, Lanes other) {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(at, limit, _CMP_GE_OQ), other, a);
 }
 
-// Lane i of `a` where bit i of the lowest sixteen is set, of `other` elsewhere.
+// Lane i of `a` where bit i of the lowest sixteen bits is set, and of `other` elsewhere.
 inline Lanes where_bits(uint32_t bits, Lanes a, Lanes other) { return _mm512_mask_blend_ps(__mmask16(bits), other, a); }
 
 // Sixteen sums in float64.
@@ -148,8 +148,8 @@ inline WideLanes add(WideLanes a, Lanes b) {
             _mm512_add_pd(a.high, _mm512_cvtps_pd(_mm512_extractf32x8_ps(b, 1)))};
 }
 
-// Stores the lanes that are at least `limit`, or with IS_UPPER false those below, one behind the other, and something in
-// the rest of the sixteen. Returns how many they are.
+// Stores the lanes that are at least `limit`, or with IS_UPPER false those below, without gaps. The rest of the sixteen
+// places gets undefined numbers. Returns the number of stored lanes.
 template <bool IS_UPPER>
 inline int store_kept(float* to, Lanes a, Lanes limit) {
     const __mmask16 kept = _mm512_cmp_ps_mask(a, limit, IS_UPPER ? _CMP_GE_OQ : _CMP_LT_OQ);
@@ -157,21 +157,21 @@ inline int store_kept(float* to, Lanes a, Lanes limit) {
     return __builtin_popcount(kept);
 }
 
-// 2 ** whole * a; whole holds whole numbers.
+// 2 ** whole * a. `whole` contains whole numbers.
 inline Lanes scale_by_power(Lanes a, Lanes whole) { return _mm512_scalef_ps(a, whole); }
 inline Lanes round_whole(Lanes a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 
-// How far a is above the whole number next below, and p times 2 to the power of that number; below -126 it need not be
-// exact.
+// above_floor returns a minus the next lower whole number. scale_by_floor returns p times 2 to that whole number. Below -126
+// the result may be inexact.
 inline Lanes above_floor(Lanes a) { return _mm512_reduce_ps(a, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
 inline Lanes scale_by_floor(Lanes p, Lanes a) { return _mm512_scalef_ps(p, a); }
 
-// What bfloat16 can hold of it, nearer to 0.
+// Rounds to bfloat16, towards 0.
 inline Lanes cut(Lanes a) {
     return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(int(0xffff0000u))));
 }
 
-// The upper halves of `even` and of `odd` in turn.
+// Interleaves the upper halves of `even` and of `odd`.
 inline void store_cut_in_turn(bf16* to, Lanes even, Lanes odd) {
     const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(even), 16);
     _mm512_storeu_si512(to, _mm512_mask_blend_epi16(0xaaaaaaaa, low, _mm512_castps_si512(odd)));
@@ -237,7 +237,7 @@ inline void store(bf16* to, Lanes a) {
 }
 
 inline __m256 half_scaled(__m256 a, __m256 whole) {
-    // In two factors, since 2 ** -149 is no normal number. whole is -160 to 128.
+    // Two factors, because 2 ** -149 is not a normal number. `whole` is -160 to 128.
     const __m256i power = _mm256_cvtps_epi32(whole);
     const __m256i first = _mm256_srai_epi32(power, 1);
     const __m256i second = _mm256_sub_epi32(power, first);
@@ -253,7 +253,7 @@ inline Lanes round_whole(Lanes a) {
     return {_mm256_round_ps(a.low, nearest), _mm256_round_ps(a.high, nearest)};
 }
 
-// a with the lowest bits of `whole` added to its exponent.
+// Returns a with the lowest bits of `whole` added to its exponent.
 inline __m256 half_raised(__m256 a, __m256 whole) {
     const __m256i exponents = _mm256_slli_epi32(_mm256_castps_si256(whole), 23);
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), exponents));
@@ -268,7 +268,7 @@ inline Lanes floor_kept(Lanes a) {
 }
 inline Lanes above_floor(Lanes a) { return sub(max(set(-126.0f), a), floor_kept(a)); }
 inline Lanes scale_by_floor(Lanes p, Lanes a) {
-    return raise_exponent(p, add(floor_kept(a), set(12582912.0f)));  // 1.5 * 2 ** 23: the lowest bits are the number
+    return raise_exponent(p, add(floor_kept(a), set(12582912.0f)));  // 1.5 * 2 ** 23 puts the number into the lowest bits
 }
 
 inline Lanes cut(Lanes a) {
@@ -303,7 +303,7 @@ inline void transpose_quarter(const __m256* from, __m256* to) {
     }
 }
 inline void transpose(Lanes* rows) {
-    __m256 from[8], parts[2][2][8];  // by half of the rows, half of the columns
+    __m256 from[8], parts[2][2][8];  // indexed by half of the rows and half of the columns
     for (int half = 0; half < 2; half++) {
         for (int row = 0; row < 8; row++) from[row] = rows[8 * half + row].low;
         transpose_quarter(from, parts[half][0]);
@@ -399,13 +399,13 @@ inline void store(bf16* to, float value) {
 }
 inline void store(float* to, float value) { *to = value; }
 
-// e ** a to about two units in the last place; 0 below -110, infinity above 89.
+// e ** a, with an error of about two units in the last place. 0 below -110, infinity above 89.
 inline Lanes exp(Lanes a) {
-    a = max(set(-110.0f), min(set(89.0f), a));  // in this order a NaN stays one
+    a = max(set(-110.0f), min(set(89.0f), a));  // this order of arguments keeps NaN
     const Lanes whole = round_whole(mul(a, set(1.44269504088896341f)));
     Lanes rest = fma(whole, set(-0.693359375f), a);
     rest = fma(whole, set(2.12194440e-4f), rest);
-    // Cephes' expf polynomial.
+    // Polynomial of Cephes' expf.
     Lanes p = set(1.9875691500e-4f);
     p = fma(p, rest, set(1.3981999507e-3f));
     p = fma(p, rest, set(8.3334519073e-3f));
@@ -416,10 +416,10 @@ inline Lanes exp(Lanes a) {
     return scale_by_power(p, whole);
 }
 
-// 2 ** a, to 3e-7 of it, for a from -126 up to 127; for less 2 ** -126. In half of the operations of exp.
+// 2 ** a with a relative error of 3e-7, for a from -126 to 127. Smaller a give 2 ** -126. Half as many operations as exp.
 inline Lanes power_of_two(Lanes a) {
-    const Lanes shift = set(12582912.0f);  // 1.5 * 2 ** 23: what is added to it is rounded to a whole number
-    a = max(set(-126.0f), a);              // in this order a NaN stays one
+    const Lanes shift = set(12582912.0f);  // adding 1.5 * 2 ** 23 rounds to a whole number
+    a = max(set(-126.0f), a);              // this order of arguments keeps NaN
     const Lanes whole = sub(add(a, shift), shift), rest = sub(a, whole);
     Lanes p = set(1.327647129e-03f);
     p = fma(p, rest, set(9.675540961e-03f));
@@ -430,7 +430,7 @@ inline Lanes power_of_two(Lanes a) {
     return scale_by_power(p, whole);
 }
 
-// 2 ** a to 8e-5 of it, for a up to 127; `more` is added to its significand. In a quarter of the operations of exp.
+// 2 ** a with a relative error of 8e-5, for a up to 127. `more` is added to its significand. A quarter of exp's operations.
 inline Lanes power_of_two_roughly(Lanes a, float more = 0.0f) {
     const Lanes rest = above_floor(a);
     Lanes p = set(7.802452e-02f);
@@ -440,10 +440,10 @@ inline Lanes power_of_two_roughly(Lanes a, float more = 0.0f) {
     return scale_by_floor(p, a);
 }
 
-// Half a unit of bfloat16's last place more: what is left without its lower half is rounded.
+// Adds half a unit of bfloat16's last place. Truncating the lower half afterwards rounds the number.
 inline Lanes power_of_two_to_cut(Lanes a) { return power_of_two_roughly(a, 1.0f / 256); }
 
-// As long as it is there, this thread's results below 2 ** -126 are zeros: others can take a hundred times as long.
+// While it exists, this thread's results below 2 ** -126 are zeros. Denormal numbers can take a hundred times as long.
 class TinyAreZero {
 public:
     TinyAreZero() { _mm_setcsr(before_ | _MM_FLUSH_ZERO_ON); }

@@ -1,10 +1,10 @@
-// Layers that keep a state for a whole sequence: convolutions over its last tokens, selective state spaces (Mamba-2, arXiv
-// 2405.21060), and the gated delta rule (arXiv 2412.06464).
+// Layers with a state per sequence: convolutions over its last tokens, selective state spaces (Mamba-2, arXiv 2405.21060),
+// and the gated delta rule (arXiv 2412.06464).
 //
-// A state is float32, one slot of a layer's memory: [kernel - 1][channels], what was convolved last, oldest first, and then,
-// of the latter two, [heads][vectors][head_dim]. The rows of one chunk come one after the other, whatever else is in the
-// step; so the bits of a row depend neither on that nor on how its prompt was cut into chunks. Chunks, channels and heads
-// are independent pieces of work.
+// A state is float32, in one slot of a layer's memory: [kernel - 1][channels], the last inputs of the convolution, oldest
+// first. The latter two also have [heads][vectors][head_dim]. The rows of a chunk are computed in order, whatever else is in
+// the step. So the bits of a row depend neither on the step nor on how its prompt was split into chunks. Chunks, channels and
+// heads are independent pieces of work.
 #pragma once
 
 #include <cmath>
@@ -26,10 +26,10 @@ inline int64_t conv_size(const Recurrent& layer) { return int64_t(layer.kernel -
 
 inline int64_t state_size(const Recurrent& layer) { return conv_size(layer) + layer.heads * head_size(layer); }
 
-// Numbers between a row's projections and the next one's.
+// Distance from a row's projections to the next row's.
 inline int64_t projected_stride(const Recurrent& layer) { return (int64_t(layer.projected) + LANES - 1) / LANES * LANES; }
 
-// What the layer's last projection takes of a row.
+// Numbers per row that the layer's last projection reads.
 inline int64_t inner_size(const Recurrent& layer) {
     return layer.heads > 0 ? int64_t(layer.heads) * layer.head_dim : layer.channels;
 }
@@ -38,8 +38,8 @@ inline Lanes silu_of(Lanes x) { return div(x, add(set(1.0f), exp(sub(zero(), x))
 
 inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
-// Makes the state behind a span of what lies before it, `size` numbers at `offset` in their slots, and returns where it is
-// to be changed.
+// Copies `size` numbers at `offset` of the state before a span to the slot of the state after it. Returns their address there,
+// where they are updated.
 inline float* begun_state(const Recurrent& layer, float* memory, const StateSpan& span, int64_t offset, int64_t size) {
     const int64_t stride = state_size(layer);
     float* to = memory + span.writes * stride + offset;
@@ -50,7 +50,7 @@ inline float* begun_state(const Recurrent& layer, float* memory, const StateSpan
     return to;
 }
 
-// 16 channels of a chunk's rows, from `channel` on. input(row): of these channels. output(row, sum).
+// Convolves 16 channels of a chunk's rows, from `channel` on. input(row): these channels of a row. output(row, sum).
 template <class Input, class Output>
 void convolve(const Recurrent& layer, float* memory, const StateSpan* spans, int32_t span_count, int64_t channel,
               const Input& input, const Output& output) {
@@ -75,7 +75,7 @@ void convolve(const Recurrent& layer, float* memory, const StateSpan* spans, int
     }
 }
 
-// BLOCKS * 16 numbers of a head, from `first` on, of one row. state: [vectors][head_dim].
+// Updates BLOCKS * 16 numbers of a head, from `first` on, with one row. state: [vectors][head_dim].
 template <int BLOCKS>
 inline void scan_row(const Recurrent& layer, float* state, int64_t first, float decay, float time_step, float skip,
                      const float* x, const float* b, const float* c, float* to) {
@@ -98,7 +98,7 @@ inline void scan_row(const Recurrent& layer, float* state, int64_t first, float 
     for (int block = 0; block < BLOCKS; block++) store(to + first + block * LANES, sums[block]);
 }
 
-// One head of a chunk's rows. convolved: [rows][channels], x, b and c; projected: the rows' first projections.
+// Computes one head of a chunk's rows. convolved: [rows][channels], x, b and c. projected: first projections of the rows.
 inline void scan(const Recurrent& layer, float* memory, const StateSpan* spans, int32_t span_count, int64_t head,
                  const float* projected, const float* convolved, float* scanned) {
     const int64_t dim = layer.head_dim, inner = layer.heads * dim, group = head / (layer.heads / layer.groups);
@@ -122,8 +122,8 @@ inline void scan(const Recurrent& layer, float* memory, const StateSpan* spans, 
     }
 }
 
-// BLOCKS * 16 numbers of a head's state, from `first` on, of one row: what it says of the key is brought nearer to the value.
-// key, query: of these lengths already.
+// Updates BLOCKS * 16 numbers of a head's state, from `first` on, with one row: moves the state's value for the key towards
+// the row's value. key, query: already scaled to their lengths.
 template <int BLOCKS>
 inline void correct_row(const Recurrent& layer, float* state, int64_t first, float decay, float share, const float* key,
                         const float* query, const float* value, float* to) {
@@ -149,7 +149,7 @@ inline void correct_row(const Recurrent& layer, float* state, int64_t first, flo
     for (int block = 0; block < BLOCKS; block++) store(to + first + block * LANES, sums[block]);
 }
 
-// values, multiplied so that they have this length.
+// Scales values to this length.
 inline void with_length(const float* values, int64_t size, float length, float* to) {
     float square = 1e-6f;
     for (int64_t n = 0; n < size; n++) square += values[n] * values[n];
@@ -157,7 +157,7 @@ inline void with_length(const float* values, int64_t size, float length, float* 
     for (int64_t n = 0; n < size; n++) to[n] = values[n] * factor;
 }
 
-// As scan, of the delta rule. convolved: q, k and v. lengths: memory for two vectors.
+// Like scan, for the delta rule. convolved: q, k and v. lengths: memory for two vectors.
 inline void scan_delta(const Recurrent& layer, float* memory, const StateSpan* spans, int32_t span_count, int64_t head,
                        const float* projected, const float* convolved, float* scanned, float* lengths) {
     const int64_t dim = layer.head_dim, inner = layer.heads * dim, vectors = layer.vectors;
@@ -183,7 +183,7 @@ inline void scan_delta(const Recurrent& layer, float* memory, const StateSpan* s
     }
 }
 
-// numbers, so many of a group, divided by the root of the mean of their squares, and weighed.
+// Divides the numbers of each group by the root of their mean square, and multiplies by weights.
 inline void norm_group(float* numbers, const float* weights, int64_t size, float eps) {
     Lanes squares = zero();
     for (int64_t n = 0; n < size; n += LANES) squares = fma(load(numbers + n), load(numbers + n), squares);
@@ -191,8 +191,8 @@ inline void norm_group(float* numbers, const float* weights, int64_t size, float
     for (int64_t n = 0; n < size; n += LANES) store(numbers + n, mul(mul(load(numbers + n), share), load(weights + n)));
 }
 
-// What the scan gave of a row, with its gate, and normed by groups where the layer has a norm. numbers: [inner], which is
-// changed.
+// Applies the gate to a row's result of the scan, and the norm by groups if the layer has one. numbers: [inner], changed in
+// place.
 template <class T>
 void gate_and_norm(const Recurrent& layer, float eps, const float* gate, float* numbers, const Rows<T>& to, int64_t row) {
     const int64_t inner = int64_t(layer.heads) * layer.head_dim, size = inner / layer.norm_groups;

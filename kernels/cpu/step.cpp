@@ -19,15 +19,15 @@
 namespace trioserve {
 namespace {
 
-// Up to this many rows every thread norms all of them for itself: one meeting less.
+// Up to this many rows, every thread normalizes all rows for itself, which saves a meeting.
 constexpr int64_t OWN_NORM_ROWS_MAX = 4;
 constexpr int64_t ROWS_OF_PIECE = 4;
 
-// gate / (1 + e ** -slope), as exactly as T holds it: silu, if the slope is the gate.
+// gate / (1 + e ** -slope) with the precision of T. It is silu if the slope is the gate.
 template <class T>
 inline Lanes gated(Lanes gate, Lanes slope) {
     if constexpr (sizeof(T) == sizeof(float)) return div(gate, add(set(1.0f), exp(sub(zero(), slope))));
-    const Lanes power = min(set(126.0f), mul(slope, set(-1.44269504f)));  // in this order a NaN stays one
+    const Lanes power = min(set(126.0f), mul(slope, set(-1.44269504f)));  // this order of arguments keeps NaN
     return div_roughly(gate, add(set(1.0f), power_of_two_roughly(power)));
 }
 
@@ -38,33 +38,33 @@ inline Lanes activate(int32_t activation, Lanes gate) {
     return gated<T>(gate, mul(set(1.59576912f), fma(cube, set(0.044715f), gate)));
 }
 
-// The activation of the gate times up.
+// Multiplies the activation of the gate by up.
 template <class T>
 inline Lanes activate(int32_t activation, Lanes gate, Lanes up) {
     if (activation == CLAMPED_SWIGLU) {
-        const Lanes limit = set(7.0f), below = min(limit, gate);  // in this order a NaN stays one
+        const Lanes limit = set(7.0f), below = min(limit, gate);  // this order of arguments keeps NaN
         up = max(sub(zero(), limit), min(limit, up));
         return mul(gated<T>(below, mul(set(1.702f), below)), add(up, set(1.0f)));
     }
     return mul(activate<T>(activation, gate), up);
 }
 
-// The places of the `count` largest of these numbers, the largest first; of equals the first one. What `skips` has comes
-// never.
+// Finds the indexes of the `count` largest numbers, largest first, the lower index first among equals. Numbers for which
+// skips(index) is true are left out.
 template <class Skips>
 void largest_of(const float* numbers, int32_t size, int32_t count, int32_t* places, const Skips& skips) {
     for (int32_t place = 0; place < count; place++) {
         int32_t best = -1;
         for (int32_t index = 0; index < size; index++) {
             if (skips(index) || std::find(places, places + place, index) != places + place) continue;
-            if (best < 0 || numbers[index] > numbers[best]) best = index;  // a NaN is passed on by its weight
+            if (best < 0 || numbers[index] > numbers[best]) best = index;  // a NaN spoils the row through its weight
         }
         places[place] = best;
     }
 }
 
-// Of a row's products with the router, which become scores, the indices and weights of the experts that it is sent to.
-// ranks: memory for as many numbers.
+// Turns a row's products with the router into scores, and chooses the indexes and weights of its experts. ranks: memory for as
+// many numbers as there are scores.
 void choose_experts(const Experts& experts, float* scores, float* ranks, int32_t* chosen, float* weights) {
     const int32_t count = experts.count, groups = experts.group_count, size = count / groups;
     if (experts.scoring == SOFTMAX) {
@@ -93,7 +93,7 @@ void choose_experts(const Experts& experts, float* scores, float* ranks, int32_t
         for (int32_t place = 0; place < experts.groups_per_token; place++) is_open[best[place]] = true;
     }
     largest_of(ranks, count, experts.per_token, chosen, [&](int32_t expert) { return !is_open[expert / size]; });
-    float chosen_total = 1e-20f;  // sigmoids may all be zeros
+    float chosen_total = 1e-20f;  // above 0, because all sigmoids may be 0
     for (int32_t place = 0; place < experts.per_token; place++) chosen_total += weights[place] = scores[chosen[place]];
     for (int32_t place = 0; place < experts.per_token; place++)
         weights[place] = experts.scale * (experts.normalizes ? weights[place] / chosen_total : weights[place]);
@@ -119,12 +119,12 @@ AttentionShape shape_of(const Model& model, const Layer& layer) {
     return shape;
 }
 
-// How many numbers of a head are turned by angles.
+// Numbers of a head that are rotated.
 int64_t turned_dim(const Model& model) { return model.head_dim - model.latent_dim; }
 
 bool is_first_rank(const Model& model) { return model.collectives == nullptr || model.collectives->rank == 0; }
 
-// Whether this rank samples a row whose logits are kept; the others learn from it what came of that.
+// Returns true if this rank samples a row whose logits are kept. The other ranks get the result from it.
 bool is_own_row(const Model& model, int64_t row) {
     return model.collectives == nullptr || row % model.collectives->size == model.collectives->rank;
 }
@@ -133,17 +133,17 @@ bool has_mlp(const Layer& layer) { return layer.experts != nullptr || layer.gate
 
 bool attends(const Layer& layer) { return layer.recurrent == nullptr || layer.qkv.parts[0].block_count > 0; }
 
-// That a layer's rows are multiplied with first.
+// The first matrix that multiplies a layer's rows.
 const Matrix& first_matrix(const Layer& layer) { return layer.recurrent != nullptr ? layer.recurrent->input : layer.qkv; }
 
-// What attention's first product gives of a row.
+// Numbers per row that attention's first product computes.
 int64_t qkv_size(const Model& model, const Layer& layer) {
     if (layer.latent != nullptr) return queries_size(*layer.latent, model.head_count) + model.head_dim;
     if (layer.shares_kv) return int64_t(model.head_count) * model.head_dim;
     return (model.head_count + int64_t(2) * model.kv_head_count) * model.head_dim;
 }
 
-// What a row of gates becomes that are cut off, times up, at to(n).
+// Sets gates below a cutoff to 0, and writes their activation times up to to(n).
 template <class T, class To>
 void cut_and_gate(int32_t activation, float cutoff, const float* gates, const float* ups, int64_t size, const To& to) {
     Lanes sum = zero(), squares = zero();
@@ -155,12 +155,12 @@ void cut_and_gate(int32_t activation, float cutoff, const float* gates, const fl
     }
     const Lanes least = add(mean, set(cutoff * std::sqrt(sum_of(squares) / float(size))));
     for (int64_t n = 0; n < size; n += LANES) {
-        const Lanes gate = max(zero(), sub(load(gates + n), least));  // in this order a NaN stays one
+        const Lanes gate = max(zero(), sub(load(gates + n), least));  // this order of arguments keeps NaN
         store(to(n), activate<T>(activation, gate, load(ups + n)));
     }
 }
 
-// The end of a product whose sums are the rows of `to`, `stride` numbers each.
+// Returns a callback that stores a product's sums as rows of `to`, `stride` numbers each.
 auto kept_in(float* to, int64_t stride) {
     return [=](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
         for (int row = 0; row < count; row++)
@@ -169,7 +169,7 @@ auto kept_in(float* to, int64_t stride) {
     };
 }
 
-// A row of a packed matrix.
+// Reads one row of a packed matrix.
 template <class T>
 void read_row(const WeightPart& part, int64_t row, float* to) {
     const int64_t size = part.inputs;
@@ -183,14 +183,14 @@ void read_row(const WeightPart& part, int64_t row, float* to) {
         to[n] = to_float(from[n / DEPTH * DEPTH * LANES + row % LANES * DEPTH + n % DEPTH]);
 }
 
-// The parts of one row's context: where the first one's sums lie, in parts; which part of the context that is; how many they
-// are; how many pieces write them.
+// The parts of one row's context. place: index of the first part's sums. first: index of that part in the context. count:
+// number of parts. writes: number of pieces that write them.
 struct RowParts {
     int64_t place = 0;
     int32_t first = 0, count = 0, writes = 0;
 };
 
-// A decode's row while it is found out which others have the same blocks: those that it sees whole are pages_seen.
+// A decode's row while rows with equal blocks are searched. pages_seen: number of pages that the row sees completely.
 struct DecodeRow {
     const int32_t* table;
     int64_t pages_seen, shared_tokens;
@@ -202,7 +202,7 @@ int64_t common_pages(const DecodeRow& a, const DecodeRow& b) {
     return std::mismatch(a.table, a.table + limit, b.table).first - a.table;
 }
 
-// What rows see: a sliding window, or sections; 0 is none.
+// The range that rows see: a sliding window, or sections. 0 is none.
 struct Reach {
     int64_t window, section;
     bool operator<(const Reach& other) const {
@@ -210,13 +210,13 @@ struct Reach {
     }
 };
 
-// Which thread computes which attention, for one reach. chunks: the step's, or their parts in each section, as of sequences
-// that begin with it.
+// How attention is divided into pieces, for one reach. chunks: the chunks of the step, or their parts in each section, which
+// count as sequences that begin with the section.
 struct AttentionPlan {
     std::vector<Chunk> chunks;
     std::vector<AttentionPiece> pieces;
-    std::vector<int32_t> sharers;  // rows
-    std::vector<RowParts> parts;  // by row; those of prompts have none
+    std::vector<int32_t> sharers;  // row indexes
+    std::vector<RowParts> parts;  // for each row, without parts for rows of prompts
     int64_t part_count = 0;
 };
 
@@ -238,11 +238,11 @@ public:
     template <class T>
     void compute_product(const T* x, int64_t m, const Matrix& weight, int64_t n, float* y);
 
-    // Until the next change, as Model.batch_invariant says.
+    // Valid until the next call. See Model.batch_invariant.
     void make_invariant(bool is_invariant) { is_invariant_ = is_invariant; }
 
 private:
-    struct Own {  // one thread's
+    struct Own {  // memory of one thread
         Buffer normed, quantized, dequantized, packed, floats, memory, table_row, vectors;
         Buffer best_values, best_ids, doubts, scores, weights, work, marks, allowed;
     };
@@ -250,7 +250,7 @@ private:
     void plan_rows(const Model& model, const Step& step);
     AttentionPlan plan_attention(const AttentionShape& shape, const Reach& reach) const;
     void share(const AttentionShape& shape, DecodeRow* first, DecodeRow* end, int64_t from, AttentionPlan& plan) const;
-    // Rows as a product of so many wants them.
+    // Rows in the layout that a product of this many rows needs.
     template <class T>
     Rows<T> rows_for(T* memory, int64_t count, int64_t k) const {
         return {memory, padded_depth(k), uses_amx<T>(count, is_invariant_)};
@@ -319,7 +319,7 @@ private:
     Rows<const T> raise_values(int thread, const Model& model, const Layer& layer, const HeadRows<const T>& attended);
     template <class T>
     void choose(int thread, const Model& model, const Rows<const T>& normed, int64_t rows);
-    // Of a row's logits the largest one and its token, of equals the lowest; and whether all are finite.
+    // The largest logit of a row and its token, the lowest id among equals, and whether all logits are finite.
     struct Choice {
         float value;
         int32_t token, is_finite;
@@ -336,7 +336,7 @@ private:
     Choice own_choice(int64_t row);
     void prepare_choices(const Model& model, int64_t rows, int64_t kept);
     void settle_choices(const Model& model, int64_t rows);
-    struct Column {  // numbers of 4 bytes of each row
+    struct Column {  // an array with `width` 4-byte numbers per row
         void* numbers;
         int64_t width;
     };
@@ -350,31 +350,31 @@ private:
     std::vector<Own> own_;
     std::vector<Chunk> chunks_;
     std::vector<int32_t> chunk_of_row_;
-    std::vector<const float*> given_of_row_;  // empty where all embeddings are those of tokens
-    std::vector<int64_t> slot_of_row_;    // where a row's keys begin in the pages of any layer
-    std::vector<float*> logits_of_row_;  // of each sampled row; null: its logits are not kept
-    std::vector<Choice> choices_, all_choices_;  // of each sampled row; and of each rank's rows
-    std::vector<int32_t> vocab_counts_;  // of each rank
+    std::vector<const float*> given_of_row_;  // empty if all rows use embeddings of tokens
+    std::vector<int64_t> slot_of_row_;    // offset of a row's keys in the pages of every layer
+    std::vector<float*> logits_of_row_;  // for each sampled row, or null if its logits are not kept
+    std::vector<Choice> choices_, all_choices_;  // for each sampled row, and for each rank's rows
+    std::vector<int32_t> vocab_counts_;  // for each rank
     std::map<Reach, AttentionPlan> plans_;
-    std::vector<float> temperatures_;  // of each row
+    std::vector<float> temperatures_;  // for each row
     std::unique_ptr<std::atomic<int>[]> parts_done_;
     int64_t rows_ = 0, parts_done_count_ = 0;
     std::atomic<bool> is_abandoned_{false};
     int64_t room_count_ = 0;
-    float* room_ = nullptr;  // for this rank's part of the next sum; null: it is added up where its total is to be
-    std::vector<int32_t> chosen_, expert_firsts_, expert_nexts_, expert_rows_;  // of a mixture
+    float* room_ = nullptr;  // memory for this rank's part of the next sum. Null: the part is written where its total will be
+    std::vector<int32_t> chosen_, expert_firsts_, expert_nexts_, expert_rows_;  // for mixtures of experts
     std::vector<float> chosen_weights_, expert_weights_, shared_weights_, ones_;
     bool is_invariant_ = false;
-    bool packs_decodes_ = false;  // where a decode's own way to add up is not that of a prompt, and has to be
+    bool packs_decodes_ = false;  // true if decodes must sum like prompts but usually do not
     Buffer hidden_, normed_, quantized_, qkv_, product_, queries_, attended_, activated_, angles_, partials_, sampled_, logits_;
     Buffer chances_, gathered_, mixed_;
-    Buffer projected_, convolved_, scanned_, recurrent_;  // of layers that keep a state
-    Buffer compressed_, raised_, plain_, values_;  // of latent attention
+    Buffer projected_, convolved_, scanned_, recurrent_;  // for layers with a state
+    Buffer compressed_, raised_, plain_, values_;  // for latent attention
     Buffer streams_, layer_inputs_, low_rank_, laurel_, gates_, attention_gates_, logits_of_ranks_, exchanged_;
     StepAdapters adapters_;
 };
 
-// Rows that the products may read beyond the last one.
+// Number of rows, including those after the last one that products may read.
 static int64_t readable(int64_t rows) { return rounded_up(rows, 16) + 16; }
 
 void Engine::plan_rows(const Model& model, const Step& step) {
@@ -416,8 +416,8 @@ void Engine::plan_rows(const Model& model, const Step& step) {
     }
 }
 
-// Pieces for the parts that the rows first .. end - 1, which are in the order of their tables, have in common behind position
-// `from`, and then for the groups among them that have more in common.
+// Makes pieces for the parts that rows first .. end - 1 share after position `from`, and then for groups of these rows that
+// share more. The rows are sorted by their block tables.
 void Engine::share(const AttentionShape& shape, DecodeRow* first, DecodeRow* end, int64_t from, AttentionPlan& plan) const {
     if (end - first < SHARERS_MIN) return;
     const int64_t common = common_pages(*first, end[-1]);
@@ -425,7 +425,7 @@ void Engine::share(const AttentionShape& shape, DecodeRow* first, DecodeRow* end
     if (to > from) {
         const int64_t batch = piece_tokens_max(shape), batches = (end - first + batch - 1) / batch;
         const int64_t wanted = int64_t(team.thread_count()) * PIECES_OF_THREAD / (shape.kv_heads * batches) + 1;
-        const int64_t tokens = rounded_up((to - from + wanted - 1) / wanted, PART_TOKENS);  // of a piece
+        const int64_t tokens = rounded_up((to - from + wanted - 1) / wanted, PART_TOKENS);  // tokens of a piece
         const int32_t sharers_first = int32_t(plan.sharers.size());
         for (DecodeRow* decode = first; decode < end; decode++) {
             plan.sharers.push_back(decode->row);
@@ -450,7 +450,7 @@ void Engine::share(const AttentionShape& shape, DecodeRow* first, DecodeRow* end
             }
         from = to;
     }
-    // Those that end here come first.
+    // Rows that end here come first.
     while (first < end && first->pages_seen == common) first++;
     while (first < end) {
         DecodeRow* next = first;
@@ -480,7 +480,7 @@ AttentionPlan Engine::plan_attention(const AttentionShape& shape, const Reach& r
     int64_t prompt_tokens = 0;
     for (const Chunk& chunk : plan.chunks)
         if (chunk.count > DIRECT_TOKENS_MAX) prompt_tokens += chunk.count;
-    // Large pieces pack less often, smaller ones share the work better.
+    // Large pieces pack less often. Small pieces divide the work better.
     const int64_t pieces = team.thread_count() > 1 ? int64_t(team.thread_count()) * PIECES_OF_THREAD : 1;
     const int64_t wanted_tokens = std::max<int64_t>(prompt_tokens * shape.kv_heads / pieces, PIECE_TOKENS_MIN);
     const int64_t size = std::min(piece_tokens_max(shape), rounded_up(wanted_tokens, 16));
@@ -489,13 +489,13 @@ AttentionPlan Engine::plan_attention(const AttentionShape& shape, const Reach& r
         if (chunk.count <= DIRECT_TOKENS_MAX) {
             for (int64_t token = 0; token < chunk.count; token++) {
                 const int64_t position = chunk.start + token;
-                // What a window has left behind may be somebody else's by now: nothing to share there.
+                // Pages before a window may already belong to another sequence, so they are not shared.
                 const int64_t pages_seen = first_seen(position, window) > 0 ? 0 : (position + 1) / shape.page_tokens;
                 decodes.push_back({chunk.table, pages_seen, 0, int32_t(chunk.first_row + token), int32_t(index)});
             }
             continue;
         }
-        // The last tokens see most: they come first, so that the threads end together.
+        // The last tokens see most. They come first, so that the threads end at the same time.
         for (int64_t token = (chunk.count - 1) / size * size; token >= 0; token -= size)
             for (int kv_head = 0; kv_head < shape.kv_heads; kv_head++) {
                 AttentionPiece piece{};
@@ -507,7 +507,7 @@ AttentionPlan Engine::plan_attention(const AttentionShape& shape, const Reach& r
                 plan.pieces.push_back(piece);
             }
     }
-    // Rows with the same first blocks become neighbours; where none have, a comparison is one of two numbers.
+    // Rows with equal first blocks become neighbours. If no blocks are equal, a comparison reads one number of each.
     std::stable_sort(decodes.begin(), decodes.end(), [](const DecodeRow& a, const DecodeRow& b) {
         return std::lexicographical_compare(a.table, a.table + a.pages_seen, b.table, b.table + b.pages_seen);
     });
@@ -520,7 +520,7 @@ AttentionPlan Engine::plan_attention(const AttentionShape& shape, const Reach& r
     int64_t direct_tokens = 0;
     for (const DecodeRow& decode : decodes) direct_tokens += own_tokens(decode).end - own_tokens(decode).begin;
     const int64_t wanted = direct_tokens / (int64_t(team.thread_count()) * PIECES_OF_THREAD) + 1;
-    const int64_t part_count = (wanted + PART_TOKENS - 1) / PART_TOKENS;  // of a piece
+    const int64_t part_count = (wanted + PART_TOKENS - 1) / PART_TOKENS;  // parts of a piece
     for (const DecodeRow& decode : decodes) {
         const Seen own = own_tokens(decode);
         const int64_t end = (own.end + PART_TOKENS - 1) / PART_TOKENS;
@@ -571,10 +571,10 @@ QuantizedRows Engine::quantize_rows(int thread, const Rows<const T>& x, int64_t 
     return shared;
 }
 
-// Where a panel lies that a thread reads.
+// The panel that a thread reads.
 struct PanelPlace {
     const WeightPart* part;
-    int64_t panel;  // of the part
+    int64_t panel;  // index in the part
 
     PanelPlace(const Matrix& weight, int64_t panel) : part(weight.parts), panel(panel) {
         for (; this->panel >= panel_count(part->block_count); part++) this->panel -= panel_count(part->block_count);
@@ -593,7 +593,7 @@ static Pieces pieces_of(const Matrix& weight, int64_t rows, int threads) {
     return Pieces(rows, panels, weight.parts[0].inputs, threads);
 }
 
-// What a thread reads first of a weight; null of one that is not there.
+// Returns what a thread reads first of a weight, or null if the weight is absent.
 template <class T>
 const uint8_t* Engine::first_read(int thread, const Matrix& weight, int64_t rows) const {
     if (weight.parts[0].block_count == 0) return nullptr;
@@ -618,7 +618,7 @@ void Engine::product(int thread, const Rows<const T>& x, int64_t rows, const Mat
         const WeightPart* part = place.part;
         piece.panel = place.panel;
         const uint8_t* after = next != nullptr ? static_cast<const uint8_t*>(next) : place.data<T>();
-        // A thread that helps others does not know what it will find.
+        // A thread that helps others does not know its next panel in advance.
         if (index < last) after = PanelPlace(weight, pieces.at(index + 1).panel).template data<T>();
         if (part->format == DENSE)
             compute_piece(piece, x, static_cast<const T*>(part->data), part->block_count, part->first_block, after,
@@ -640,7 +640,7 @@ void Engine::embed(int thread, const Model& model, const Step& step, float* hidd
         const int64_t token = step.token_ids[row] - model.vocab_first;
         float* to = hidden + row * size;
         if (token < 0 || token >= model.vocab_count) {
-            std::fill(to, to + size, 0.0f);  // another rank has it
+            std::fill(to, to + size, 0.0f);  // another rank has this token
         } else if (model.embedding != nullptr) {
             const T* from = static_cast<const T*>(model.embedding) + token * size;
             for (int64_t n = 0; n < size; n += LANES) store(to + n, load(from + n));
@@ -656,8 +656,8 @@ void Engine::embed(int thread, const Model& model, const Step& step, float* hidd
         for (int64_t rotary = 0; rotary < model.rotary_count; rotary++) {
             float* cosines = angles + (rotary * rows_ + row) * 2 * half;
             for (int64_t pair = 0; pair < half; pair++) {
-                // Those of float32 are off by as much as a C library pleases, those of float64 by nothing that rounding
-                // leaves.
+                // float32 functions of C libraries differ in their results. float64 functions differ too little to matter
+                // after rounding.
                 const double angle = position * model.frequencies[rotary * half + pair];
                 const float magnitude = model.magnitudes[rotary * half + pair];
                 cosines[pair] = float(std::cos(angle)) * magnitude;
@@ -688,7 +688,7 @@ Rows<const T> Engine::norm_rows(int thread, const float* hidden, int64_t rows, i
     return normed;
 }
 
-// hidden += scale * the norm of product, which is changed.
+// hidden += scale * norm of product. product is overwritten.
 void Engine::add_normed(int thread, float* product, int64_t rows, int64_t size, const float* weight, const Norm& norm,
                         float scale, float* hidden) {
     for (int64_t row; (row = team.take_share(thread, rows)) >= 0;) {
@@ -699,12 +699,12 @@ void Engine::add_normed(int thread, float* product, int64_t rows, int64_t size, 
     team.meet();
 }
 
-// activated = activation(gate) * up of x. adapted_layer: whose adapters add to it, or -1.
+// activated = activation(gate) * up of x. adapted_layer: layer whose adapters add to it, or -1.
 template <class T>
 void Engine::gate(int thread, const Rows<const T>& x, int64_t rows, const Matrix& gate_up, const float* bias,
                   const Layer& layer, const Rows<T>& activated, const void* next, int32_t adapted_layer) {
     const int64_t middle = gate_up.parts[0].block_count / 2 * LANES;
-    float* raw = gates_.of<float>(0);  // [rows][2][middle], where gates are cut off
+    float* raw = gates_.of<float>(0);  // [rows][2][middle], if gates have a cutoff
     product(thread, x, rows, gate_up, next, [&](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
         if (adapted_layer >= 0)
             adapters_.add_to<T>(&AdapterLayer::gate_up, adapted_layer, first_row, count, first_block, blocks, sums);
@@ -734,7 +734,7 @@ void Engine::gate(int thread, const Rows<const T>& x, int64_t rows, const Matrix
     }
 }
 
-// A thread of the team must not find that there is no memory.
+// Allocates memory before the threads start, because a thread cannot report a failure.
 template <class T>
 void Engine::make_room_for_streams(const Model& model) {
     int64_t rank = 0, cut = 0;
@@ -755,7 +755,7 @@ void Engine::make_room_for_streams(const Model& model) {
     low_rank_.of<T>(rank > 0 ? readable(rows_) * padded_depth(rank) : 0);
 }
 
-// hidden: the embeddings, which become the first stream.
+// hidden: embeddings, which become the first stream.
 template <class T>
 void Engine::begin_streams(int thread, const Model& model, const Step& step, const float* hidden, T* normed) {
     const Streams& streams = *model.streams;
@@ -794,7 +794,7 @@ void Engine::begin_streams(int thread, const Model& model, const Step& step, con
     team.meet();
 }
 
-// hidden: gets what the layer computes.
+// hidden: receives the stream that the layer computes.
 void Engine::predict_streams(int thread, const Model& model, const Layer& layer, float* hidden) {
     const int64_t size = model.hidden_size;
     for (int64_t row; (row = team.take_share(thread, rows_)) >= 0;)
@@ -803,7 +803,7 @@ void Engine::predict_streams(int thread, const Model& model, const Layer& layer,
     team.meet();
 }
 
-// hidden: what the layer made of it.
+// hidden: result of the layer.
 template <class T>
 void Engine::correct_streams(int thread, const Model& model, int32_t index, float* hidden, float* outputs, T* normed) {
     const Streams& streams = *model.streams;
@@ -842,7 +842,7 @@ void Engine::correct_streams(int thread, const Model& model, int32_t index, floa
     team.meet();
 }
 
-// hidden: gets what comes behind the last layer.
+// hidden: receives the hidden state after the last layer.
 template <class T>
 void Engine::end_streams(int thread, const Model& model, float* hidden, float* outputs, T* normed) {
     const Streams& streams = *model.streams;
@@ -866,7 +866,7 @@ void Engine::end_streams(int thread, const Model& model, float* hidden, float* o
     }
 }
 
-// Of what attention reads, into laurel_.
+// Computes LAuReL from the input of attention, into laurel_.
 template <class T>
 void Engine::make_laurel(int thread, const Laurel& laurel, const Rows<const T>& x, int64_t size) {
     const auto lowered = rows_for<T>(low_rank_.of<T>(0), rows_, laurel.rank);
@@ -884,7 +884,7 @@ void Engine::make_laurel(int thread, const Laurel& laurel, const Rows<const T>& 
     team.meet();
 }
 
-// hidden: has what attention made of x.
+// hidden: the input x plus the result of attention.
 template <class T>
 void Engine::add_laurel(int thread, const Laurel& laurel, const Rows<const T>& x, int64_t size, const Norm& norm,
                         float* hidden) {
@@ -900,7 +900,7 @@ void Engine::add_laurel(int thread, const Laurel& laurel, const Rows<const T>& x
     team.meet();
 }
 
-// A thread of the team must not find that there is no memory.
+// Allocates memory before the threads start, because a thread cannot report a failure.
 template <class T>
 void Engine::make_room_for_experts(const Model& model) {
     int64_t count = 0, places = 0;
@@ -920,7 +920,7 @@ void Engine::make_room_for_experts(const Model& model) {
     mixed_.of<T>(readable(rows_) * padded_depth(model.intermediate_size));
 }
 
-// Rows by the experts that they are sent to, in their order.
+// Sorts rows by their experts, in the order of the experts.
 void Engine::sort_by_expert(const Experts& experts) {
     const int64_t count = rows_ * experts.per_token;
     std::fill(expert_firsts_.begin(), expert_firsts_.end(), 0);
@@ -934,8 +934,8 @@ void Engine::sort_by_expert(const Experts& experts) {
     }
 }
 
-// to = base + a mixture of experts of x; base: null is zeros, and it may be the same as to. One expert after the other: so a
-// row's sum has the same order in any company.
+// to = base + mixture of experts of x. A null base is zeros. base may be `to`. Experts are computed one after the other, so a
+// row is summed in the same order in every batch.
 template <class T>
 void Engine::mix(int thread, const Model& model, const Layer& layer, const Rows<const T>& x, const float* base, float* to) {
     const Experts& experts = *layer.experts;
@@ -969,7 +969,7 @@ void Engine::mix(int thread, const Model& model, const Layer& layer, const Rows<
     team.meet();
     if (thread == 0) sort_by_expert(experts);
     team.meet();
-    // rows_at: where the rows are added; null: to the same rows.
+    // rows_at: destination rows. Null: the same rows.
     const auto go_through = [&](const Rows<const T>& some, int64_t count, int64_t middle, const Matrix& gate_up,
                                 const float* gate_up_bias, const Matrix& down, const float* down_bias,
                                 const int32_t* rows_at, const float* weights) {
@@ -1026,7 +1026,7 @@ T* Engine::query_at(const AttentionShape& shape, int64_t row, int64_t head, T* q
     return queries + ((head / group * rows_ + row) * group + head % group) * shape.query_stride();
 }
 
-// Where numbers n .. n + 15 of a product belong that is turned only when it is whole.
+// Position of numbers n .. n + 15 of a product whose heads are rotated only when they are complete.
 static int64_t place_in_qkv(const AttentionShape& shape, const Layer& layer, int64_t n) {
     const int64_t dim = shape.head_dim, d = n % dim;
     if (!layer.pairs_together || n >= (shape.heads + shape.kv_heads) * dim) return n;
@@ -1088,7 +1088,8 @@ void Engine::turn_and_store(const Model& model, const Layer& layer, float* qkv, 
     for (int64_t d = 0; d < shape.kv_heads * dim; d += LANES) store(values + d, load(from + d));
 }
 
-// As soon as some rows' sums of one panel are there: 16 pairs of a head with pairs_together, or up to 32 numbers of values.
+// Rotates and stores as soon as some rows' sums of one panel are complete: 16 pairs of a head with pairs_together, or up to 32
+// numbers of values.
 template <class T>
 void Engine::turn_and_store(const Model& model, const Layer& layer, const float* sums, int64_t first_row, int count,
                             int64_t first_block, int blocks, T* queries, T* pages) {
@@ -1133,7 +1134,7 @@ void Engine::gate_attended(int thread, const Layer& layer, const Rows<T>& attend
     }
 }
 
-// A thread of the team must not find that there is no memory.
+// Allocates memory before the threads start, because a thread cannot report a failure.
 void Engine::make_room_for_states(const Model& model) {
     for (int32_t index = 0; index < model.layer_count; index++) {
         const Recurrent* layer = model.layers[index].recurrent;
@@ -1145,7 +1146,8 @@ void Engine::make_room_for_states(const Model& model) {
     }
 }
 
-// mixed: what the layer's last projection takes, of its first one, which is there already. Writes the states.
+// Computes a recurrent layer from its first projection, which is complete. mixed: receives the input of the last projection.
+// Writes the states.
 template <class T>
 void Engine::recur(int thread, const Step& step, const Recurrent& layer, float eps, float* memory, const Rows<T>& mixed) {
     const float* projected = projected_.of<float>(0);
@@ -1212,7 +1214,7 @@ void Engine::make_room_for_latents(const Model& model) {
     }
 }
 
-// Writes the rows' latents and turned keys into their slots, and makes queries that meet them.
+// Writes the rows' latents and rotated keys into their slots, and computes queries in the space of latents.
 template <class T>
 void Engine::make_latents(int thread, const Model& model, const Layer& layer, const float* qkv, T* queries, T* pages) {
     const Latent& latent = *layer.latent;
@@ -1261,7 +1263,7 @@ void Engine::make_latents(int thread, const Model& model, const Layer& layer, co
                       });
 }
 
-// What the heads attended to of latents becomes their values, side by side.
+// Maps the attention's result from latents to values of all heads, side by side.
 template <class T>
 Rows<const T> Engine::raise_values(int thread, const Model& model, const Layer& layer,
                                    const HeadRows<const T>& attended) {
@@ -1279,7 +1281,7 @@ Rows<const T> Engine::raise_values(int thread, const Model& model, const Layer& 
     return values;
 }
 
-// after: what the thread reads after this.
+// after: what the thread reads after attention.
 template <class T>
 void Engine::attend(int thread, const AttentionShape& shape, const AttentionPlan& plan, int64_t window,
                     const T* queries, const T* pages, const HeadRows<T>& attended, const void* after) {
@@ -1290,7 +1292,7 @@ void Engine::attend(int thread, const AttentionShape& shape, const AttentionPlan
     const auto partial_at = [&](int64_t row, int64_t part) {
         return partials + (plan.parts[row].place + part - plan.parts[row].first) * partial_count(shape);
     };
-    // Whoever writes the last part of a row joins them.
+    // The thread that writes the last part of a row joins all parts.
     const auto count_write = [&](int64_t row) {
         if (parts_done_[row].fetch_add(1) + 1 != plan.parts[row].writes) return;
         parts_done_[row].store(0);
@@ -1298,7 +1300,7 @@ void Engine::attend(int thread, const AttentionShape& shape, const AttentionPlan
     };
     const int64_t count = int64_t(plan.pieces.size());
     int64_t index = team.take();
-    // Pieces that are direct come last.
+    // DIRECT pieces come last.
     for (; index < count && plan.pieces[index].kind != AttentionPiece::DIRECT; index = team.take()) {
         const AttentionPiece& piece = plan.pieces[index];
         const Chunk& chunk = plan.chunks[piece.chunk];
@@ -1316,7 +1318,7 @@ void Engine::attend(int thread, const AttentionShape& shape, const AttentionPlan
     for (int64_t next; index < count; index = next) {
         const AttentionPiece& piece = plan.pieces[index];
         const Chunk& chunk = plan.chunks[piece.chunk];
-        next = team.take();  // so early that it can be fetched
+        next = team.take();  // taken early, so that it can be prefetched
         if (next < count)
             fetch.begin_piece(chunk, piece, &plan.chunks[plan.pieces[next].chunk], &plan.pieces[next]);
         else
@@ -1333,8 +1335,8 @@ void Engine::attend(int thread, const AttentionShape& shape, const AttentionPlan
     configure_tiles();
 }
 
-// The head's product: of each row the best id of this thread's pieces, a doubt whether all were finite, and the logits
-// where they are kept.
+// The product of the model's head: for each row the best id of this thread's pieces, a doubt about non-finite logits, and the
+// logits of rows that keep them.
 template <class T>
 void Engine::choose(int thread, const Model& model, const Rows<const T>& normed, int64_t rows) {
     Own& own = own_[thread];
@@ -1346,7 +1348,7 @@ void Engine::choose(int thread, const Model& model, const Rows<const T>& normed,
     std::fill(doubts, doubts + rows * LANES, 0.0f);
     const int64_t vocab = model.vocab_count, vocab_first = model.vocab_first;
     const bool changes_logits = model.logit_scale != 1.0f || model.logit_cap > 0;
-    // The cap of a score, whose scale is 1 then.
+    // Same as the cap of a score with scale 1.
     const ScoreCap cap(model.logit_cap, 1.0f);
     product(thread, normed, rows, model.head, nullptr,
             [&](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
@@ -1364,7 +1366,7 @@ void Engine::choose(int thread, const Model& model, const Rows<const T>& normed,
                     Lanes best = set(-std::numeric_limits<float>::infinity());
                     for (int block = 0; block < blocks; block++) {
                         float* part = values + block * LANES;
-                        // Nothing but a NaN or an infinity times 0 is a NaN; padding is 0.
+                        // Only NaN or infinity times 0 is NaN. Padding is 0.
                         store(doubt, fma(load(part), zero(), load(doubt)));
                         for (int id = std::max(ids - block * LANES, 0); id < LANES; id++)
                             part[id] = -std::numeric_limits<float>::infinity();
@@ -1385,13 +1387,13 @@ void Engine::choose(int thread, const Model& model, const Rows<const T>& normed,
             });
 }
 
-// By one thread: the sum of all ranks' parts, and a vote whether the step is abandoned. Without numbers it is a vote alone.
+// Called by one thread. Sums all ranks' parts, and votes whether the step is abandoned. Without numbers it is only a vote.
 void Engine::add_up_ranks(const Collectives& ranks, const float* part, int64_t count, bool is_abandoned, float* total) {
     if (ranks.sum(ranks.context, part, count, is_abandoned, total) != 0) is_abandoned_ = true;
     if (room_ != nullptr) room_ = ranks.room(ranks.context, room_count_);
 }
 
-// Of a row, what all threads have chosen.
+// Returns the best choice of all threads for a row.
 Engine::Choice Engine::own_choice(int64_t row) {
     Choice choice{MINUS_INFINITY, std::numeric_limits<int32_t>::max(), 1};
     float doubt = 0;
@@ -1403,7 +1405,7 @@ Engine::Choice Engine::own_choice(int64_t row) {
     return choice;
 }
 
-// Before the team runs: what it takes to learn of the other ranks' choices and logits. kept: how many rows' are kept.
+// Called before the threads start. Allocates memory for other ranks' choices and logits. kept: number of rows with logits.
 void Engine::prepare_choices(const Model& model, int64_t rows, int64_t kept) {
     choices_.resize(rows);
     if (model.collectives == nullptr) return;
@@ -1417,8 +1419,7 @@ void Engine::prepare_choices(const Model& model, int64_t rows, int64_t kept) {
     logits_of_ranks_.of<float>(ranks.size * int64_t(*std::max_element(vocab_counts_.begin(), vocab_counts_.end())));
 }
 
-// By one thread, when all have chosen: from then on choices_ are those of the whole vocabulary, and logits of own rows are
-// whole.
+// Called by one thread after all have chosen. Then choices_ cover the whole vocabulary, and own rows have all logits.
 void Engine::settle_choices(const Model& model, int64_t rows) {
     for (int64_t row = 0; row < rows; row++) choices_[row] = own_choice(row);
     if (model.collectives == nullptr) return;
@@ -1438,17 +1439,17 @@ void Engine::settle_choices(const Model& model, int64_t rows) {
     }
 }
 
-// Memory for exchange_rows(): a thread of the team must not find that there is none. width: of all columns.
+// Allocates memory for exchange_rows(), because a thread cannot report a failure. width: numbers of all columns.
 void Engine::prepare_exchange(const Collectives* ranks, int64_t rows, int64_t width) {
     if (ranks != nullptr) exchanged_.of<char>((ranks->size + 1) * rows * width * sizeof(int32_t));
 }
 
-// By one thread: each rank gets the rows that are the others' own.
+// Called by one thread. Each row gets the columns of the rank that owns it.
 void Engine::exchange_rows(const Collectives& ranks, int64_t rows, std::initializer_list<Column> columns) {
     int64_t row_bytes = 0;
     for (const Column& column : columns) row_bytes += column.width * sizeof(int32_t);
     char *own = exchanged_.of<char>(0), *all = own + rows * row_bytes;
-    // copy(place of the row here, place in the exchanged row, bytes)
+    // copy(address of the row here, address in the exchanged row, bytes)
     const auto go_through = [&](int64_t row, char* place, const auto& copy) {
         for (const Column& column : columns) {
             const int64_t bytes = column.width * sizeof(int32_t);
@@ -1464,7 +1465,7 @@ void Engine::exchange_rows(const Collectives& ranks, int64_t rows, std::initiali
                    [](char* here, char* there, int64_t bytes) { std::memcpy(here, there, bytes); });
 }
 
-// Memory for sample(): a thread of the team must not find that there is none.
+// Allocates memory for sample(), because a thread cannot report a failure.
 void Engine::prepare_sampling(int64_t vocab) {
     const int64_t padded = rounded_up(vocab, LANES);
     for (Own& own : own_) {
@@ -1476,16 +1477,16 @@ void Engine::prepare_sampling(int64_t vocab) {
     }
 }
 
-// Waits for the masks if the row has one. False: the step is abandoned.
+// Waits for the masks if the row has one. Returns false if the step is abandoned.
 bool Engine::can_sample(const Step& step, int64_t row) {
     if (step.samplings[row].mask == nullptr || wait_for_masks(step.masks_filled, step.waited_for)) return true;
     is_abandoned_ = true;
     return false;
 }
 
-// logits: the row's, finite.
+// logits: finite logits of the row.
 void Engine::sample(int thread, const Step& step, int64_t row, int64_t vocab, const float* logits) {
-    const TinyAreZero tiny_are_zero;  // weights so far below the best one's 1 are no token's chance
+    const TinyAreZero tiny_are_zero;  // weights that far below the best one's 1 do not affect the draw
     const Sampling& sampling = step.samplings[row];
     Own& own = own_[thread];
     const SamplingScratch scratch{own.scores.of<float>(0), own.weights.of<float>(0), own.work.of<float>(0),
@@ -1505,7 +1506,7 @@ bool Engine::compute(const Model& model, const Step& step) {
     const AttentionShape shape = shape_of(model);
     const int64_t rows = rows_, hidden_size = model.hidden_size, middle = model.intermediate_size;
     const int64_t query_size = int64_t(shape.heads) * shape.head_dim;
-    int64_t qkv_size_max = 0, input_size_max = std::max({hidden_size, query_size, middle});  // of products
+    int64_t qkv_size_max = 0, input_size_max = std::max({hidden_size, query_size, middle});  // largest inputs of products
     for (int32_t index = 0; index < model.layer_count; index++) {
         const Layer& layer = model.layers[index];
         if (attends(layer)) qkv_size_max = std::max(qkv_size_max, qkv_size(model, layer));
@@ -1556,7 +1557,7 @@ bool Engine::compute(const Model& model, const Step& step) {
     if (kept_count > 0) prepare_sampling(model.vocab_size);
     prepare_choices(model, sampled, kept_count);
     prepare_exchange(model.collectives, kept_count > 0 ? sampled : 0, 3 + 2 * int64_t(step.top_count_max));
-    float* logits = logits_.of<float>((kept_count + 1) * model.vocab_size);  // ranks read beyond the end of a row
+    float* logits = logits_.of<float>((kept_count + 1) * model.vocab_size);  // one more: ranks read beyond a row's end
     logits_of_row_.assign(sampled, nullptr);
     for (int64_t row = 0; row < sampled; row++) {
         if (!step.samplings[row].needs_logits) continue;
@@ -1574,7 +1575,7 @@ bool Engine::compute(const Model& model, const Step& step) {
         const auto is_given_up = [&] {
             return step.waited_for != nullptr && __atomic_load_n(step.waited_for, __ATOMIC_RELAXED) == 0;
         };
-        // Where this rank's part of a total is to be written.
+        // Where this rank's part of a total is written.
         const auto place_of_part = [&](float* total) { return room_ != nullptr ? room_ : total; };
         const auto add_up = [&](const float* part, float* total) {
             if (thread == 0) add_up_ranks(*ranks, part, rows * hidden_size, is_given_up(), total);
@@ -1585,7 +1586,7 @@ bool Engine::compute(const Model& model, const Step& step) {
         team.meet();
         if (ranks != nullptr) add_up(embedded, hidden);
         if (model.streams != nullptr) begin_streams(thread, model, step, hidden, normed);
-        // to = base + scale * sums; base: null is zeros, and it may be the same as to.
+        // to = base + scale * sums. A null base is zeros. base may be `to`.
         const auto add_scaled = [&](const float* bias, float scale, const float* base, float* to) {
             return [=](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
                 for (int row = 0; row < count; row++) {
@@ -1593,7 +1594,7 @@ bool Engine::compute(const Model& model, const Step& step) {
                         const int64_t n = (first_block + block) * LANES, place = (first_row + row) * hidden_size + n;
                         Lanes value = load(sums + row * PANEL + block * LANES);
                         if (bias != nullptr) value = add(value, load(bias + n));
-                        _mm_prefetch(to + place + 4 * hidden_size, _MM_HINT_T0);  // what comes with the next rows
+                        _mm_prefetch(to + place + 4 * hidden_size, _MM_HINT_T0);  // used with the next rows
                         store(to + place, fma(value, set(scale), base == nullptr ? zero() : load(base + place)));
                     }
                 }
@@ -1614,8 +1615,9 @@ bool Engine::compute(const Model& model, const Step& step) {
         for (int32_t index = 0; index < model.layer_count; index++) {
             const Layer& layer = model.layers[index];
             T* pages = static_cast<T*>(step.pages[index]);
-            // Parts of both that are added at once need one sum. Where a norm comes behind them, it is of the sum of parts;
-            // else the first rank adds its part to the hidden states, and the others theirs to nothing.
+            // If the parts of attention and MLP are added at the same time, one sum of ranks is enough. If a norm follows, it
+            // applies to the sum of the parts. Otherwise the first rank adds its part to the hidden state, and the other
+            // ranks add theirs to zeros.
             const bool sums_mlp = layer.sums_mlp && has_mlp(layer);
             const bool sums_later = layer.sums_attention && sums_mlp && layer.is_parallel && layer.mlp_output_norm == nullptr;
             if (thread == 0 && ranks == nullptr) is_abandoned_ = is_given_up();
@@ -1663,7 +1665,7 @@ bool Engine::compute(const Model& model, const Step& step) {
                 team.meet();
             }
             if (!attends(layer)) {
-                // The sum is there.
+                // Nothing to do: the sum is complete.
             } else if (layer.pairs_together && !shape.is_coded()) {
                 lower(x, &AdapterLayer::qkv, index);
                 const auto turn = [&](int64_t first_row, int count, int64_t first_block, int blocks, float* sums) {
@@ -1801,7 +1803,7 @@ bool Engine::compute_logprobs(const Model& model, const float* hidden, int64_t r
     T* normed = normed_.of<T>(readable(rows) * padded_depth(model.hidden_size));
     prepare_choices(model, rows, rows);
     prepare_exchange(model.collectives, rows, 1 + 2 * int64_t(top_count));
-    float* logits = logits_.of<float>((rows + 1) * vocab);  // ranks read beyond the end of a row
+    float* logits = logits_.of<float>((rows + 1) * vocab);  // one more: ranks read beyond a row's end
     logits_of_row_.resize(rows);
     for (int64_t row = 0; row < rows; row++) logits_of_row_[row] = logits + row * vocab;
     prepare_sampling(vocab);
@@ -1849,7 +1851,7 @@ void Engine::compute_attention(const Model& model, const Step& step, const T* qu
         found = head_rows<T>(attended_, shape.heads, value_dim);
     else
         found.rows = rows_for<T>(attended_.of<T>(readable(rows_) * padded_depth(size)), rows_, size);
-    // One model keeps its padding; here every call may have another shape.
+    // In a model, padding stays valid. Here, every call may have another shape.
     std::memset(ordered, 0, sizeof(T) * (rows_ * shape.heads + 32) * shape.query_stride());
     for (int64_t row = 0; row < rows_; row++)
         for (int64_t head = 0; head < shape.heads; head++)

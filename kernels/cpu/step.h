@@ -1,5 +1,5 @@
-// One forward pass of a decoder-only model over the paged KV cache, and what it needs to know. The structs are those of
-// native.py, field by field.
+// One forward pass of a decoder-only model over the paged KV cache, and its inputs. native.py mirrors these structs field
+// by field.
 #pragma once
 
 #include <cstdint>
@@ -16,26 +16,29 @@ enum NormKind : int32_t { RMS_NORM = 0, LAYER_NORM = 1 };
 enum QkNorm : int32_t { NO_QK_NORM = 0, HEAD_NORM = 1, HEADS_NORM = 2, ROW_NORM = 3 };
 enum Activation : int32_t { SILU = 0, GELU_TANH = 1, CLAMPED_SWIGLU = 2 };
 
-// Some of a matrix's outputs, 16 to a block. format: a WeightFormat of quantized.h; DENSE is the model's dtype.
+// Some of a matrix's outputs, in blocks of 16. format: a WeightFormat of quantized.h. DENSE is the model's dtype.
 struct WeightPart {
     const void* data;
     int32_t first_block, block_count, format, inputs;
 };
 
-// A part without blocks is not there.
+// A part with block_count 0 is absent.
 struct Matrix {
     WeightPart parts[4];
 };
 
 enum Scoring : int32_t { SOFTMAX = 0, SIGMOID = 1 };
 
-// A mixture of experts: each row is sent to the per_token best ones. normalizes: their scores are divided by their sum; then
-// they are multiplied with scale. score_bias: [count], added to what chooses, or null. They are chosen from the
-// groups_per_token best of group_count groups, which count by the sum of their group_leaders best. gate_up, down:
-// [own_count], as of a layer; middle: an expert's intermediate size. shared_gate_up, shared_down: of what all rows go through; without
-// blocks there is none. shared_gate: [hidden_size], or null. Of the experts, own_count are here from own_first on, and gate_up,
-// down and their biases are theirs; the others are other ranks'. Biases, which may be null: router_bias [count], gate_up_bias
-// [own_count][2 * middle], each as of a layer, down_bias [own_count][hidden_size].
+// A mixture of experts. Each row uses its per_token best experts of the groups_per_token best of group_count groups. A
+// group counts by the sum of its group_leaders best scores.
+// router: the projection that scores the experts. router_bias: [count], or null.
+// score_bias: [count], added to the scores for choosing only, or null.
+// normalizes: nonzero divides the weights of a row's experts by their sum. scale: multiplies the weights afterwards.
+// own_first, own_count: the experts of this rank. Other ranks have the rest. The arrays of experts have own_count entries:
+// gate_up, down: [own_count], each like a layer's. gate_up_bias: [own_count][2 * middle], down_bias: [own_count]
+// [hidden_size], or null. middle: intermediate size of an expert.
+// shared_gate_up, shared_down: the shared expert that every row uses, absent without blocks. shared_gate: [hidden_size], or
+// null.
 constexpr int EXPERT_GROUPS_MAX = 64;
 struct Experts {
     Matrix router, shared_gate_up, shared_down;
@@ -46,29 +49,33 @@ struct Experts {
     float scale;
 };
 
-// In state_space.h.
+// How the output of a recurrent layer is normalized, see state_space.h.
 enum StateNorm : int32_t { NORM_OF_GATED = 0, NORM_BEFORE_GATE = 1, NO_STATE_NORM = 2 };
 
-// What a layer has in the place of attention or beside it that keeps a state for a whole sequence (see state_space.h); input
-// is its first projection, `projected` numbers of a row, and output its last. heads: 0 is a short convolution: three times `channels`
-// are projected, b, c and x, and b * x is convolved and multiplied with c. Else z, x, b, c and time steps are, of
-// which x, b and c are the convolution's channels: x has heads * head_dim, b and c groups * vectors each. conv_weights:
-// [kernel][channels]; conv_bias: [channels] or null; gate_norm: [heads * head_dim], or null without a norm, which norms so many
-// groups of them; the others: [heads]. input_bias, output_bias: or null. is_delta: the gated delta rule: z, q, k, v, decays
-// and shares are projected, q, k and v are the convolution's channels, and groups are those of keys and queries, each for
+// A recurrent layer: instead of attention or beside it, with a state per sequence (see state_space.h).
+// input: the first projection, with `projected` outputs per row. output: the last projection. input_bias, output_bias: or null.
+// Short convolution (heads is 0): the projection gives b, c and x, each with `channels` numbers. b * x is convolved and
+// multiplied by c.
+// State space: the projection gives z, x, b, c and time steps. x, b and c are the channels of the convolution: x has heads
+// * head_dim numbers, b and c have groups * vectors numbers each.
+// Gated delta rule (is_delta): the projection gives z, q, k, v, decays and shares. q, k and v are the channels of the
+// convolution. A group of keys and queries serves adjacent heads, or with in_turn every (heads / groups)-th head.
+// conv_weights: [kernel][channels]. conv_bias: [channels], or null. gate_norm: [heads * head_dim], or null without a norm.
+// It normalizes norm_groups groups. rates, skips, time_step_bias: [heads].
 // neighbouring heads, or with in_turn for every heads / groups-th one.
 struct Recurrent {
     Matrix input, output;
     const float *input_bias, *output_bias;
     const float *conv_weights, *conv_bias, *rates, *skips, *time_step_bias, *gate_norm;
     int32_t channels, kernel, projected, heads, head_dim, groups, vectors;
-    int32_t norm, norm_groups, is_delta, in_turn;  // norm: a StateNorm
+    int32_t norm, norm_groups, is_delta, in_turn;  // norm is a StateNorm
     float time_step_min, time_step_max;
 };
 
-// What stands in the place of query and key heads in latent attention (latent_attention.h). query_up: [heads * (plain +
-// turned), query_rank] from queries' latents, which the layer's qkv gives then in the place of queries; query_rank: 0: there
-// are none. key_up, value_up: packed in the model's dtype, one head behind the other, [latent, plain] and [value, latent] each.
+// Latent attention (latent_attention.h), instead of query and key heads.
+// query_up: [heads * (plain + rotated), query_rank] computes queries from the queries' latents, which the layer's qkv gives
+// instead of queries. If query_rank is 0, queries have no latents.
+// key_up, value_up: packed in the model's dtype, one matrix per head: [latent, plain] and [value, latent].
 struct Latent {
     Matrix query_up;
     const void *key_up, *value_up;
@@ -77,15 +84,15 @@ struct Latent {
     float norm_eps;
 };
 
-// What comes in besides behind attention (LAuReL, arXiv 2411.07501): the norm of a product with two matrices of this rank.
+// LAuReL (arXiv 2411.07501): the norm of a low-rank product, which is added after attention.
 struct Laurel {
     Matrix inwards, outwards;
     const float* norm;
     int32_t rank;
 };
 
-// Of a model whose hidden state has several streams; see StreamsConfig. ins, outs: [count - 1], of all but the first.
-// input_table: [input_vocab_size, layers * input_size], whose rows are multiplied with table_scale; input_norm: [input_size].
+// A model whose hidden state has several streams, see StreamsConfig. ins, outs: [count - 1], for all streams but the first.
+// input_table: [input_vocab_size, layers * input_size]. table_scale multiplies its rows. input_norm: [input_size].
 constexpr int STREAMS_MAX = 8;
 struct Streams {
     Matrix input_table, input_projection;
@@ -95,28 +102,32 @@ struct Streams {
     float table_scale;
 };
 
-// Of a layer of such a model. router_norm, input_norm: [hidden_size]; scale: the same, or null. router: [count]
-// [hidden_size]; prediction: [count * count][count]; correction: [count][count].
+// A layer of a model with streams. router_norm, input_norm: [hidden_size]. scale: [hidden_size], or null. router:
+// [count][hidden_size]. prediction: [count * count][count]. correction: [count][count].
 struct LayerStreams {
     Matrix input_gate, input_projection;
     const float *router_norm, *router, *prediction, *correction, *scale, *input_norm;
 };
 
-// Rows of one chunk, and the slots in which the layers' states before and behind them lie. reads: -1 is zeros.
+// The rows of one chunk, and the slots of the layers' states before and after them. reads: -1 starts with zeros.
 struct StateSpan {
     int32_t first_row, count, reads, writes;
 };
 
-// Weights are packed (see product.h and quantized.h); biases, norms: float32; absent ones are null. gate_up has blocks of 16 gate
-// outputs and 16 up outputs in turn, its bias, too. With pairs_together the heads of queries and keys have 16 of their first
-// half and 16 of their second half in turn, their bias, too: what is turned together is computed together. window: 0 sees
-// everything. section: not 0: each position sees those of its own section of so many. has_temperature: queries are multiplied
-// as Model says. rotary: which of the model's. qk_norm: query_norm and key_norm have a number for each of a head's (HEAD), or
-// for each of a row's, and norm each head (HEADS) or all heads together (ROW). is_parallel: the MLP reads what attention
-// reads. sinks: of each head what stands in its softmax as one score more, with 0 up to a multiple of 16. query_factor: of
-// queries. score_cap: 0 is none. residual_scale: of what is added to the hidden states. experts: in the place of gate_up and
-// down, or null; without either the layer has no MLP. recurrent: in the place of attention, whose qkv has no blocks then, or beside it, or null. latent: attention is latent, and qkv gives queries, or their
-// latents, and then the token's own latent and its key that is turned; or null.
+// A layer. Weights are packed (see product.h and quantized.h). Biases and norms are float32. Absent ones are null.
+// gate_up: blocks of 16 gate outputs and of 16 up outputs alternate, also in its bias.
+// pairs_together: in query and key heads, 16 outputs of the first half and 16 of the second half alternate, also in the
+// bias. So numbers that are rotated together are computed together.
+// window: tokens that a position sees. 0 is all. section: if not 0, a position sees only its own section of this length.
+// has_temperature: nonzero scales queries by their position, see Model. rotary: index of the model's rotary embedding.
+// qk_norm: query_norm and key_norm have one number per number of a head (HEAD), or per number of a row. The latter
+// normalize each head (HEADS) or all heads together (ROW).
+// is_parallel: nonzero if the MLP reads the input of attention. sinks: an extra score of each head in its softmax, padded
+// with 0 to a multiple of 16. query_factor: multiplies queries. score_cap: 0 is none. residual_scale: multiplies what is
+// added to the hidden state.
+// experts: instead of gate_up and down, or null. Without either, the layer has no MLP. recurrent: beside attention, or
+// instead of it if qkv has no blocks, or null. latent: latent attention, or null. Then qkv gives queries or their latents,
+// followed by the token's own latent and its rotated key.
 struct Layer {
     Matrix qkv, output, gate_up, down;
     const float *qkv_bias, *output_bias, *gate_up_bias, *down_bias;
@@ -128,65 +139,67 @@ struct Layer {
     const Latent* latent;
     const Laurel* laurel;
     const LayerStreams* streams;
-    const float* value_norm;  // [head_dim], of each head's values; or null
-    int32_t shares_kv;        // its pages are another layer's, and qkv gives queries alone
-    const Matrix* attention_gate;   // whose sigmoid what the heads attended to is multiplied with; or null
+    const float* value_norm;  // [head_dim], normalizes each head's values, or null
+    int32_t shares_kv;        // nonzero: the pages belong to an earlier layer, and qkv gives only queries
+    const Matrix* attention_gate;   // its sigmoid multiplies the output of the heads, or null
     const float* attention_gate_bias;
     int32_t has_cutoff;
-    float cutoff;  // a gate becomes what it is above its row's mean and so many standard deviations, or 0
-    // What attention, or what is in its place or beside it, gives is a part, and the sum of all ranks' is meant; as is what
-    // the MLP gives, or the mixture.
+    float cutoff;  // subtracts mean + cutoff * deviation of the row from each gate, at least 0
+    // Nonzero if this rank computes only a part of the output of attention (and recurrent part), or of the MLP. Then the
+    // parts of all ranks are summed.
     int32_t sums_attention, sums_mlp;
 };
 
-// intermediate_size: the largest. latent_dim: of latent attention, whose head_dim is that of the cache's keys; 0 is none.
-// temperature_interval, temperature_scale: queries at a position of some layers are multiplied by 1 + scale * ln(1 + (position
-// + temperature_first) / interval), a whole number. batch_invariant: not 0: the bits of a row's logits depend on its tokens and the weights
-// alone. Without AMX they always do. Of embedding and head the rows of vocab_count tokens from vocab_first on are here.
+// A model, or the part of a rank. intermediate_size: the largest of all layers. latent_dim: numbers of a value in latent
+// attention, where head_dim is that of the cache's keys. 0 is ordinary attention.
+// temperature_*: layers with a temperature multiply queries by 1 + scale * ln(1 + floor((position + first) / interval)).
+// batch_invariant: nonzero makes the bits of a row's logits depend only on its tokens and the weights. Without AMX they
+// always do. vocab_first, vocab_count: the tokens whose rows of embedding and head are here.
 struct Model {
     int32_t dtype, layer_count, hidden_size, intermediate_size, head_count, kv_head_count, head_dim, vocab_size;
     int32_t page_tokens, batch_invariant, norm_kind, rotary_count, latent_dim;
-    int32_t kv_format, temperature_interval, temperature_first;  // a KvFormat
-    float norm_eps, embedding_scale, logit_scale, logit_cap, temperature_scale;  // a cap of 0 is none
-    const float* frequencies;  // [rotaries][D / 2], radians a token; D: of what is turned
-    const float* magnitudes;   // the same, of cosine and sine
+    int32_t kv_format, temperature_interval, temperature_first;  // kv_format is a KvFormat
+    float norm_eps, embedding_scale, logit_scale, logit_cap, temperature_scale;  // a logit_cap of 0 is none
+    const float* frequencies;  // [rotaries][D / 2], radians per token, for D rotated numbers
+    const float* magnitudes;   // [rotaries][D / 2], factors of cosine and sine
     const Layer* layers;
-    const void* embedding;  // [vocab_count, hidden]; null: the head has the same numbers
+    const void* embedding;  // [vocab_count, hidden_size], or null if the head has the same numbers
     Matrix head;
     const float* norm;
     const Streams* streams;  // or null
-    const Collectives* collectives;  // of the ranks that have the other parts; null: this is the whole model
+    const Collectives* collectives;  // of the ranks with the other parts, or null for a whole model
     int32_t vocab_first, vocab_count;
 };
 
-// All counts int32. tables: block tables one behind the other; chunk i's begins at table_firsts[i]. spans: the same, and
-// span_firsts has one more; all three null where no layer keeps a state.
+// Inputs and outputs of one step. Counts are int32. tables: all block tables, that of chunk i from table_firsts[i] on.
+// spans: all spans, those of chunk i from span_firsts[i] to span_firsts[i + 1] - 1. states, span_firsts and spans are null
+// if no layer has a state.
 struct Step {
     int32_t row_count, chunk_count, sampled_count;
-    int32_t top_count_max;  // of all samplings that want logprobs
+    int32_t top_count_max;  // the largest top_count of samplings that want logprobs
     const int32_t* token_ids;     // [rows]
     const int32_t* chunk_starts;  // [chunks], position of the first token
     const int32_t* chunk_counts;
     const int32_t* table_firsts;
     const int32_t* tables;
     void* const* pages;            // [layers]
-    const int32_t* sampled_rows;   // rows whose next tokens are wanted
+    const int32_t* sampled_rows;   // [sampled], rows whose next tokens are sampled
     const Sampling* samplings;     // [sampled]
     const int32_t* sampling_ids;
     const float* sampling_biases;
     int32_t* next_ids;             // [sampled]
-    int32_t* flaws;                // [sampled]; a row with one has no next id
-    float* logprobs;               // [sampled][1 + top_count_max]: the next token's, then the most probable ones'
+    int32_t* flaws;                // [sampled], a Flaw, or 0. A row with a flaw has no next id.
+    float* logprobs;               // [sampled][1 + top_count_max]: of the next token, then of the most probable tokens
     int32_t* top_ids;              // [sampled][top_count_max]
     float* hidden;                 // [rows, hidden_size] after the last layer, or null
-    const int32_t* waited_for;     // 0, from any moment on: the step is abandoned; or null
-    float* const* states;          // [layers]; null for layers without
+    const int32_t* waited_for;     // becomes 0 when the step is abandoned. Or null.
+    float* const* states;          // [layers], null for layers without a state
     const int32_t* span_firsts;    // [chunks + 1]
     const StateSpan* spans;
-    float* const* tapped;          // [layers]: gets a layer's input [rows, hidden_size], where not null; or null
-    const AdapterLayer* const* adapters;  // [chunks], of each its adapter's layers, or null; null if none has one
-    const int32_t* masks_filled;   // 0 until the masks of all samplings can be read; null if none has one
-    const int32_t* given_rows;     // [given], whose embeddings are not their tokens', in any order, none twice
+    float* const* tapped;          // [layers], receives a layer's input [rows, hidden_size] unless null. Or null.
+    const AdapterLayer* const* adapters;  // [chunks], the layers of each chunk's adapter, or null. Null without adapters.
+    const int32_t* masks_filled;   // 0 until all masks may be read. Null without masks.
+    const int32_t* given_rows;     // [given], rows with given values instead of embeddings, in any order, without duplicates
     const float* given_values;     // [given, hidden_size]
     int32_t given_count;
 };
@@ -195,18 +208,18 @@ class Engine;
 
 Engine* make_engine(int thread_count);
 void close_engine(Engine* engine);
-// True: finished. False: abandoned.
+// Returns true if the step was finished, false if it was abandoned.
 bool run_step(Engine& engine, const Model& model, const Step& step);
-// hidden: float32 [rows, hidden_size] as a step gives it. Of each row's logits the logprobs of targets[row] and of the
-// top_count best, as in a Step. False: there was one that is not finite.
+// Computes log-probabilities of targets[row] and of the top_count best tokens of each row, as in a Step. hidden: float32
+// [rows, hidden_size], as a step returns it. Returns false if a row has NaN or infinity.
 bool run_logprobs(Engine& engine, const Model& model, const float* hidden, int64_t rows, const int32_t* targets,
                   int32_t top_count, float* logprobs, int32_t* top_ids);
-// The sampling of a step alone. logits: float32 [sampled, vocab].
+// Runs only the sampling of a step. logits: float32 [sampled, vocab].
 void run_sampling(Engine& engine, const Step& step, int64_t vocab, const float* logits);
-// The attention of a model's first layer alone. queries, attended: [rows, H * D] in the model's dtype, or attended [rows, H *
-// latent_dim]; the step's keys and values are in its pages already.
+// Computes only the attention of a model's first layer. The step's keys and values must be in its pages. queries: [rows, H
+// * D] in the model's dtype. attended: [rows, H * D] or [rows, H * latent_dim].
 void run_attention(Engine& engine, const Model& model, const Step& step, const void* queries, void* attended);
-// y [m, n] = x W^T alone. x: [m, padded k] with rows to read up to the next 16. batch_invariant: as a model's.
+// Computes only y [m, n] = x W^T. x: [m, padded k], readable up to the next multiple of 16 rows. batch_invariant: see Model.
 void run_product(Engine& engine, DtypeName dtype, bool batch_invariant, const void* x, int64_t m, const Matrix& weight,
                  int64_t n, float* y);
 

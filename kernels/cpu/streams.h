@@ -1,4 +1,4 @@
-// Rows of a hidden state that has several streams, of which a layer computes one (AltUp, arXiv 2301.13310).
+// Operations on rows of a hidden state with several streams, of which a layer computes one (AltUp, arXiv 2301.13310).
 #pragma once
 
 #include <cmath>
@@ -9,7 +9,7 @@
 
 namespace trioserve {
 
-constexpr float LEAST_SQUARE = 1e-5f;  // of a stream's numbers on the average, so that it can be brought to another magnitude
+constexpr float LEAST_SQUARE = 1e-5f;  // lower bound of a stream's mean square, so that it can be scaled
 
 inline float mean_square(const float* values, int64_t size) {
     Lanes squares = zero();
@@ -17,12 +17,12 @@ inline float mean_square(const float* values, int64_t size) {
     return sum_of(squares) / float(size);
 }
 
-// What a stream is multiplied with to have the magnitude of another, whose mean square this is.
+// Returns the factor that gives a stream the magnitude of another one with this mean square.
 inline float share_for_magnitude(const float* values, int64_t size, float wanted) {
     return std::sqrt(wanted / std::max(mean_square(values, size), LEAST_SQUARE));
 }
 
-// How much a row is of each of the router's kinds, as many as there are streams.
+// Returns the router's values of a row, one per stream.
 inline void route(const LayerStreams& layer, const float* values, int64_t size, int count, float eps, float* kinds) {
     Lanes squares = zero(), sums[STREAMS_MAX];
     for (int kind = 0; kind < count; kind++) sums[kind] = zero();
@@ -43,7 +43,7 @@ inline void mix_kinds(const float* weights, const float* kinds, int outputs, int
     }
 }
 
-// Each stream becomes a mixture of all; to: gets the active one. at(stream): where a stream's row lies.
+// Replaces each stream by a mixture of all streams. to: receives the active one. at(stream): address of a stream's row.
 template <class At>
 inline void predict_row(const Streams& streams, const LayerStreams& layer, int64_t size, float eps, const At& at, float* to) {
     const int count = streams.count;
@@ -63,8 +63,8 @@ inline void predict_row(const Streams& streams, const LayerStreams& layer, int64
     }
 }
 
-// Each stream is corrected by how far the layer went from the active one. computed: what it made of that; it becomes what
-// gates the layer's own inputs.
+// Corrects each stream by the difference between the layer's result and the active stream. computed: the layer's result.
+// It is replaced by the value that gates the layer's own inputs.
 template <class At>
 inline void correct_row(const Streams& streams, const LayerStreams& layer, int64_t size, float eps, const At& at,
                         float* computed) {

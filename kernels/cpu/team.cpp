@@ -46,7 +46,7 @@ void Team::renew() {
     for (int thread = 0; thread < thread_count_; thread++) shares_[thread].taken.store(0, std::memory_order_relaxed);
 }
 
-// Every other thread will wake on a CPU of its own: on its last one, if nobody has taken that.
+// Assigns a CPU to every other thread before it wakes: its last one, unless another thread has taken it.
 void Team::place() {
     std::vector<int> taken{sched_getcpu()};
     const auto is_free = [&](int cpu) { return std::find(taken.begin(), taken.end(), cpu) == taken.end(); };

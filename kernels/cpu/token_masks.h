@@ -1,5 +1,5 @@
-// Which tokens of a row may be sampled, as bits: token i if bit i % 32 of word i / 32 is set. Words are looked at, not
-// bits, wherever a whole word says enough.
+// The tokens that a row may sample, as bits: token i if bit i % 32 of word i / 32 is set. Loops read whole words where that is
+// enough.
 #pragma once
 
 #include <immintrin.h>
@@ -14,7 +14,7 @@ namespace trioserve {
 
 constexpr int MASK_BITS = 32;
 
-// Word `index` without the bits beyond the vocabulary.
+// Word `index` without bits beyond the vocabulary.
 inline uint32_t mask_word(const uint32_t* mask, int64_t index, int64_t vocab) {
     const int64_t left = vocab - index * MASK_BITS;
     return left >= MASK_BITS ? mask[index] : mask[index] & ((uint32_t(1) << left) - 1);
@@ -29,14 +29,14 @@ inline int64_t allowed_count(const uint32_t* mask, int64_t vocab) {
     return whole * MASK_BITS == vocab ? count : count + __builtin_popcount(mask_word(mask, whole, vocab));
 }
 
-// Writes the tokens that are allowed, the lowest first.
+// Writes the allowed tokens, lowest first.
 inline void write_allowed(const uint32_t* mask, int64_t vocab, int32_t* ids) {
     for (int64_t index = 0; index * MASK_BITS < vocab; index++)
         for (uint32_t word = mask_word(mask, index, vocab); word != 0; word &= word - 1)
             *ids++ = int32_t(index * MASK_BITS) + __builtin_ctz(word);
 }
 
-// scores[i], where i is allowed, and `other` elsewhere; `to` may be `scores`.
+// scores[i] if i is allowed, and `other` if not. `to` may be `scores`.
 inline void keep_allowed(const uint32_t* mask, const float* scores, int64_t vocab, float other, float* to) {
     static_assert(MASK_BITS == 2 * LANES, "two vectors to a word");
     const Lanes others = set(other);
@@ -49,10 +49,10 @@ inline void keep_allowed(const uint32_t* mask, const float* scores, int64_t voca
     for (; first < vocab; first++) to[first] = is_allowed(mask, first) ? scores[first] : other;
 }
 
-// Until *filled is not 0. False: *waited_for was 0 before. The masks are filled by a thread that may need this very
-// core, so spinning soon gives way: to whoever is ready to run, and where nobody is, for a moment to nobody.
+// Waits until *filled is not 0. Returns false if *waited_for became 0 before. The thread that fills the masks may need this
+// core. So after a short spin, this thread yields to threads that are ready, and then sleeps briefly.
 inline bool wait_for_masks(const int32_t* filled, const int32_t* waited_for) {
-    constexpr int SPINS = 200, YIELDS = 50;  // some microseconds each
+    constexpr int SPINS = 200, YIELDS = 50;  // each phase takes some microseconds
     for (int64_t turn = 0;; turn++) {
         if (__atomic_load_n(filled, __ATOMIC_ACQUIRE) != 0) return true;
         if (waited_for != nullptr && __atomic_load_n(waited_for, __ATOMIC_RELAXED) == 0) return false;

@@ -1,4 +1,4 @@
-// How a thread waits until a word of memory changes: it spins for a moment, and then the system lets it sleep.
+// Waiting until a word of memory changes: the thread spins for a moment, then sleeps.
 #pragma once
 
 #include <immintrin.h>
@@ -13,13 +13,13 @@
 
 namespace trioserve {
 
-// Who shares the word: threads of this process, or other processes, too.
+// Who shares the word: threads of this process, or also other processes.
 enum class Among { THREADS, PROCESSES };
 
-// How long to spin: learned by one thread from how it went. Between two pieces of a step the others arrive within
-// microseconds, and waking a sleeper costs about ten. Whoever spins longer takes the core from the event loop. Where
-// somebody else computes on one of our cores, the one we wait for often cannot run before we sleep: spinning is given up
-// quickly then, and tried again now and then.
+// How long to spin, which one thread learns from experience. Between two pieces of a step, the other threads arrive within
+// microseconds, and waking a sleeping thread costs about ten. Longer spinning takes the core from the event loop. If
+// another program computes on one of our cores, the awaited thread often cannot run before we sleep. Then spinning stops
+// soon, and is tried again from time to time.
 class Patience {
 public:
     explicit Patience(int spins_max = 1000) : spins_max_(spins_max) {}
@@ -41,7 +41,7 @@ constexpr int futex_operation(int operation) {
     return AMONG == Among::THREADS ? operation | FUTEX_PRIVATE_FLAG : operation;
 }
 
-// asleep: how many sleep until the word changes.
+// asleep: number of threads that sleep until the word changes.
 template <Among AMONG>
 void wait_while(std::atomic<uint32_t>& word, uint32_t value, std::atomic<int>& asleep, Patience& patience) {
     const int limit = patience.spins();
@@ -50,7 +50,7 @@ void wait_while(std::atomic<uint32_t>& word, uint32_t value, std::atomic<int>& a
         _mm_pause();
     }
     patience.was_in_vain();
-    // Counted before the word is looked at again, and whoever changes the word looks at the count afterwards.
+    // The count goes up before the word is checked again. The thread that changes the word reads the count afterwards.
     asleep.fetch_add(1);
     while (word.load() == value)
         syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), futex_operation<AMONG>(FUTEX_WAIT), value, nullptr, nullptr, 0);
