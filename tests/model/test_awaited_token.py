@@ -16,7 +16,7 @@ from trioserve.contracts.sampling import SamplingParams
 from trioserve.contracts.step import ScheduledChunk, StepPlan, StepResult
 from trioserve.core.engine import EngineCore
 from trioserve.core.settings import CoreSettings
-from trioserve.model.awaited_token import fill_in
+from trioserve.model.awaited_token import fill_awaited_tokens
 from trioserve.model.begun_step import BegunStep
 from trioserve.model.runner import ModelRunner
 
@@ -57,7 +57,7 @@ def test_awaited_token_follows_the_known_tokens():
     before = begun(plan_of(0, chunk("a", tokens, 0, count=3)), StepResult((7,)))
     plan = plan_of(1, chunk("a", tokens, 3, awaits_token=True), chunk("b", (5, 6), 0, count=2))
     for _ in range(2):  # first before, then after the core has processed the result
-        (place, filled), (other_place, other) = fill_in(plan, before)
+        (place, filled), (other_place, other) = fill_awaited_tokens(plan, before)
         assert (place, other_place, other) == (0, 1, plan.chunks[1])
         assert list(filled.row_tokens) == [7]
         assert list(filled.tokens) == list(filled.tokens[:]) == [1, 2, 3, 7]
@@ -77,7 +77,7 @@ def test_awaited_token_follows_the_known_tokens():
 def test_request_without_a_result_in_the_previous_step_is_left_out(result):
     before = begun(plan_of(0, chunk("a", [1, 2, 3], 0, count=3), chunk("b", [1, 2, 3], 0, count=3)), result)
     ahead = [chunk(name, [1, 2, 3], 3, awaits_token=True) for name in "ab"]
-    filled = fill_in(plan_of(1, *ahead, chunk("c", [4], 0)), before)
+    filled = fill_awaited_tokens(plan_of(1, *ahead, chunk("c", [4], 0)), before)
     expected = ["c"] if result is None else ["b", "c"]
     assert [filled_chunk.request.id for _place, filled_chunk in filled] == expected
 
@@ -85,7 +85,7 @@ def test_request_without_a_result_in_the_previous_step_is_left_out(result):
 def test_unfinished_prompt_is_left_out_only_if_it_failed():
     for errors, expected in (({}, ["a"]), ({RequestId("a"): "broken"}, [])):
         before = begun(plan_of(0, chunk("a", [1, 2, 3], 0)), StepResult((None,), errors=errors))
-        filled = fill_in(plan_of(1, chunk("a", [1, 2, 3], 1)), before)
+        filled = fill_awaited_tokens(plan_of(1, chunk("a", [1, 2, 3], 1)), before)
         assert [filled_chunk.request.id for _place, filled_chunk in filled] == expected
 
 

@@ -39,7 +39,9 @@ def load(path: Path) -> None:
 @given(
     flips=st.lists(st.tuples(st.integers(0, HEADER_BYTES), INTERESTING | st.integers(0, 255)), min_size=1, max_size=4)
 )
-def test_gguf_with_flipped_bytes(tiny_gguf: Callable[..., Path], tmp_path: Path, flips: list[tuple[int, int]]) -> None:
+def test_gguf_with_flipped_bytes_opens_or_is_refused(
+    tiny_gguf: Callable[..., Path], tmp_path: Path, flips: list[tuple[int, int]]
+) -> None:
     content = bytearray(tiny_gguf("llama", "Q4_0").read_bytes())
     for position, value in flips:
         content[position] = value
@@ -51,7 +53,9 @@ def test_gguf_with_flipped_bytes(tiny_gguf: Callable[..., Path], tmp_path: Path,
 @pytest.mark.slow
 @settings_here
 @given(share=st.floats(0.0, 1.0), in_header=st.booleans())
-def test_truncated_gguf(tiny_gguf: Callable[..., Path], tmp_path: Path, share: float, in_header: bool) -> None:
+def test_truncated_gguf_is_refused(
+    tiny_gguf: Callable[..., Path], tmp_path: Path, share: float, in_header: bool
+) -> None:
     content = tiny_gguf("llama", "Q4_0").read_bytes()
     length = int(share * (HEADER_BYTES if in_header else len(content)))
     path = tmp_path / "cut.gguf"
@@ -66,7 +70,7 @@ def test_truncated_gguf(tiny_gguf: Callable[..., Path], tmp_path: Path, share: f
 @pytest.mark.slow
 @settings_here
 @given(flips=st.lists(st.tuples(st.integers(0, 2_700), INTERESTING | st.integers(0, 255)), min_size=1, max_size=4))
-def test_safetensors_with_flipped_bytes(
+def test_safetensors_with_flipped_bytes_opens_or_is_refused(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, flips: list[tuple[int, int]]
 ) -> None:
     directory = tmp_path / "model"
@@ -86,7 +90,7 @@ def test_safetensors_with_flipped_bytes(
     flips=st.lists(st.tuples(st.integers(0, 4_000), INTERESTING | st.integers(0, 255)), max_size=3),
     changes=st.lists(st.tuples(st.integers(0, 2_000), INTERESTING | st.integers(32, 126)), max_size=2),
 )
-def test_quantized_safetensors_with_flipped_bytes(
+def test_quantized_safetensors_with_flipped_bytes_opens_or_is_refused(
     tiny_checkpoint: Callable[..., Path],
     tiny_quantized: ModuleType,
     tmp_path: Path,
@@ -108,7 +112,7 @@ def test_quantized_safetensors_with_flipped_bytes(
 
 @settings_here
 @given(length=st.integers(0, 400_000))
-def test_truncated_safetensors(tiny_checkpoint: Callable[..., Path], tmp_path: Path, length: int) -> None:
+def test_truncated_safetensors_is_refused(tiny_checkpoint: Callable[..., Path], tmp_path: Path, length: int) -> None:
     directory = tmp_path / "model"
     if not directory.exists():
         shutil.copytree(tiny_checkpoint("qwen2"), directory)
@@ -128,7 +132,7 @@ def test_truncated_safetensors(tiny_checkpoint: Callable[..., Path], tmp_path: P
     position=st.integers(0, 800),
     value=INTERESTING | st.integers(32, 126),
 )
-def test_configs_with_flipped_bytes(
+def test_configs_with_flipped_bytes_open_or_are_refused(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, name: str, position: int, value: int
 ) -> None:
     directory = tmp_path / "model"

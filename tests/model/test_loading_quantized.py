@@ -116,7 +116,7 @@ def test_blocks_encode_equal_numbers(variant: str, written: Callable[..., Writte
 
 @pytest.mark.parametrize("variant", ("awq-32", "gptq-4", "packed-4-asym", "fp8-block"))
 @pytest.mark.parametrize("kind", ("phi3", "cohere", "qwen2"))
-def test_joint_matrices_reordered_rows_and_biases(
+def test_quantized_joint_matrices_reordered_rows_and_biases_are_read(
     kind: str, variant: str, tiny_quantized: ModuleType, tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     if kind != "phi3" and variant == "gptq-4":

@@ -32,7 +32,7 @@ def test_files_of_a_directory(tmp_path: Path, files: tuple[str, ...], expected: 
     check(tmp_path, files, expected)
 
 
-def test_single_file(tmp_path: Path) -> None:
+def test_gguf_file_is_its_own_weight_file(tmp_path: Path) -> None:
     for name in ("a.gguf", "a.bin"):
         (tmp_path / name).write_bytes(b"")
     assert weight_files(tmp_path / "a.gguf") == [tmp_path / "a.gguf"]

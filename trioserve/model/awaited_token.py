@@ -12,10 +12,10 @@ from typing import overload
 from trioserve.contracts.step import ScheduledChunk, StepPlan
 from trioserve.model.begun_step import BegunStep
 
-__all__ = ["fill_in"]
+__all__ = ["fill_awaited_tokens"]
 
 
-def fill_in(plan: StepPlan, before: BegunStep) -> list[tuple[int, ScheduledChunk]]:
+def fill_awaited_tokens(plan: StepPlan, before: BegunStep) -> list[tuple[int, ScheduledChunk]]:
     """Wait for the previous step, and fill its tokens into a plan that was made ahead of it.
 
     Requests of the previous step without a result are left out: they failed, or that step was abandoned, and their
@@ -28,14 +28,14 @@ def fill_in(plan: StepPlan, before: BegunStep) -> list[tuple[int, ScheduledChunk
     Returns:
         Index in the plan and chunk, for each chunk that can be computed.
     """
-    given, missing = before.given(), before.missing()
+    sampled, failed = before.sampled_tokens(), before.failed_requests()
     filled: list[tuple[int, ScheduledChunk]] = []
     for place, chunk in enumerate(plan.chunks):
         request_id = chunk.request.id
-        if request_id in missing:
+        if request_id in failed:
             continue
         if chunk.awaits_token:
-            tokens = _TokensAndOne(chunk.tokens, chunk.start, given[request_id])
+            tokens = _TokensAndOne(chunk.tokens, chunk.start, sampled[request_id])
             chunk = ScheduledChunk(
                 chunk.request,
                 tokens,

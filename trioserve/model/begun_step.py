@@ -41,7 +41,7 @@ class BegunStep:
             self._result = finish()
         return self._result
 
-    def given(self) -> dict[RequestId, int]:
+    def sampled_tokens(self) -> dict[RequestId, int]:
         """Wait for the step, and return its sampled tokens by request."""
         result = self.result()
         if result is None:
@@ -52,7 +52,7 @@ class BegunStep:
             if token_id is not None
         }
 
-    def missing(self) -> set[RequestId]:
+    def failed_requests(self) -> set[RequestId]:
         """Wait for the step, and return requests without a result: they failed, or the step was abandoned."""
         result = self.result()
         if result is None:

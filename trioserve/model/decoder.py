@@ -77,13 +77,14 @@ class _Mlp:
     def __call__(self, values: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         gate_up = self._gate_up(values, adapters)
         if self._cutoff is not None:
-            _cut(gate_up[:, : self._middle], self._cutoff)
+            _apply_cutoff(gate_up[:, : self._middle], self._cutoff)
         return self._down(self._kernels.activate_and_mul(gate_up, self._activation), adapters)
 
 
-def _cut(gates: Tensor, cutoff: float) -> None:
+def _apply_cutoff(gates: Tensor, cutoff: float) -> None:
     """Replace gates by their excess over mean + cutoff * standard deviation of their row, or 0, in place."""
-    # Compute in float64: torch's results depend on a number's place, but by less than rounding removes.
+    # In float64 a number's place in a tensor changes torch's result by less than the later rounding removes. So rows do
+    # not depend on the batch.
     exact = gates.double()
     mean = exact.mean(-1, keepdim=True)
     deviation = (exact - mean).square().mean(-1, keepdim=True).sqrt()
@@ -179,7 +180,8 @@ class _Experts:
         """
         mlp = self._mlp
         products = self._router(values).float()
-        # Compute in float64: torch's results depend on a number's place, but by less than rounding removes.
+        # In float64 a number's place in a tensor changes torch's result by less than the later rounding removes. So
+        # rows do not depend on the batch.
         scores = products.softmax(-1) if mlp.scoring == "softmax" else products.double().sigmoid().float()
         ranked = scores if self._score_bias is None else scores + self._score_bias
         if mlp.groups_per_token < mlp.group_count:
@@ -299,7 +301,8 @@ class _Attention:
         sinks = None if self._sinks is None else self._sinks.values
         rows = attend(kernels, queries, keys_values, pages, tensors, attention.score_cap, sinks)
         if self._gate is not None:
-            # Compute in float64: torch's results depend on a number's place, but by less than rounding removes.
+            # In float64 a number's place in a tensor changes torch's result by less than the later rounding removes. So
+            # rows do not depend on the batch.
             rows.mul_(self._gate(normed).double().sigmoid())
         return self._output(rows, step.adapters), keys_values
 
@@ -326,7 +329,7 @@ class _Layer:
         # A parallel MLP and attention are parts of one sum.
         assert not layer.is_parallel or self._part.sums_attention == self._part.sums_mlp, "ranks divide both alike"
         # layers whose keys and values other layers share
-        self._shown = {source for place, source in enumerate(config.kv_layers) if place != source}
+        self._shared = {source for place, source in enumerate(config.kv_layers) if place != source}
         attention, mlp = layer.attention, layer.mlp
         self.rotary = attention.rotary if isinstance(attention, KVAttention) else None
         hidden = config.hidden_size
@@ -447,15 +450,15 @@ class _Layer:
             source = self._layer.attention.kv_from if isinstance(self._layer.attention, AttentionConfig) else None
             shared = None if source is None else keys_values[source]
             attended, found = self._attention(normed, step, angles, pages, slots_of_layer, shared)
-            if self._index in self._shown:
+            if self._index in self._shared:
                 keys_values[self._index] = found
         elif isinstance(self._attention, LatentAttention):
             assert angles is not None
             attended = self._attention(normed, step, angles, pages, slots_of_layer)
         else:
-            attended = _recurred(self._attention, normed, step, states)
+            attended = _compute_recurrent(self._attention, normed, step, states)
         if self._beside is not None:
-            attended += _recurred(self._beside, normed, step, states)
+            attended += _compute_recurrent(self._beside, normed, step, states)
         if self._mlp is not None and self._layer.is_parallel:
             attended += self._mlp(normed, step.adapters)
         if self._part.sums_attention:
@@ -480,7 +483,7 @@ class _Layer:
         return product if scale == 1.0 else product.mul_(scale)
 
 
-def _recurred(
+def _compute_recurrent(
     layer: ShortConv | StateSpace | DeltaNet, normed: Tensor, step: StepTensors, states: Tensor | None
 ) -> Tensor:
     assert states is not None, "a layer that keeps states needs their buffer"
@@ -567,7 +570,7 @@ class Decoder:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """One linear layer of each shape."""
+        """One linear layer of each shape, for a check of torch's products."""
         streams = () if self._streams is None else self._streams.linears
         head = () if self._head is None else (self._head,)
         linears = [*(linear for layer in self._layers for linear in layer.linears), *streams, *head]
@@ -672,7 +675,7 @@ class Decoder:
             hidden: [n, hidden_size], rows of forward's result.
 
         Returns:
-            None if there is only one rank.
+            Token ids and finiteness of each row, or None if there is only one rank.
         """
         return None if self._vocabulary is None else self._vocabulary.largest(self._own_logits(hidden))
 

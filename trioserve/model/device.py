@@ -42,9 +42,9 @@ logger = logging.getLogger(__name__)
 
 DeviceType = Literal["cpu", "cuda"]
 
-KV_CACHE_BYTES_MAX_CPU = 4 * 2**30  # do not take more of the host's memory without being asked
+KV_CACHE_BYTES_MAX_CPU = 4 * 2**30  # limit unless kv_cache_bytes is set, to leave memory for other programs
 KV_CACHE_SHARE_CPU = 0.25  # of the free memory
-SNAPSHOTS_MAX = 1_024  # of states; more copies of small states would take memory that blocks use better
+SNAPSHOTS_MAX = 1_024  # copies of states; more copies would take memory that blocks use better
 BFLOAT16_FEATURES = frozenset(("avx512_bf16", "amx_bf16", "bf16"))  # names in Linux, on x86-64 and on ARM
 # tokens of blocks that need no KV memory; bookkeeping of blocks takes some
 FREE_BLOCKS_TOKENS, FREE_BLOCKS_TOKENS_MAX = 2**20, 2**24

@@ -35,7 +35,7 @@ def given_rows(chunks: Sequence[ScheduledChunk], first_rows: Sequence[int], hidd
         hidden_size: numbers of one embedding.
 
     Returns:
-        None if every row uses the embedding of its token.
+        The given rows, or None if every row uses the embedding of its token.
     """
     rows: list[npt.NDArray[np.int32]] = []
     values: list[Float32Array] = []

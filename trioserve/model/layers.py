@@ -47,7 +47,7 @@ class Linear:
         bias: the layer has biases.
         dtype: number format of weights, inputs and outputs.
         device: device of the weights.
-        kernels: None multiplies with plain torch.
+        kernels: kernels that multiply. None is plain torch.
         block_type: block type of all projections in the checkpoint, if W stays in 4 bits, see four_bits.py. None: W has
             the dtype.
     """
@@ -220,7 +220,7 @@ class Norm:
         kernels: kernels that compute the norm.
         dtype: number format of the weight.
         device: device of the weight.
-        eps: None is the model's epsilon.
+        eps: epsilon of the norm. None is the model's epsilon.
     """
 
     def __init__(
@@ -358,7 +358,7 @@ class RotaryAngles:
     eight.
 
     Args:
-        rotary: None: no rotation.
+        rotary: rotary config of some layers. None: angles are 0.
         config: model, for its head size and its longest context.
         dtype: number format of the results.
         device: device of the table.
@@ -414,7 +414,8 @@ def temperature_factors(positions: Tensor, temperature: Temperature) -> Tensor:
     Returns:
         float32 [T].
     """
-    # Compute in float64: torch's results depend on a number's place, but by less than rounding removes.
+    # In float64 a number's place in a tensor changes torch's result by less than the later rounding removes. So rows do
+    # not depend on the batch.
     steps = ((positions + temperature.first) // temperature.interval).double()
     return (steps.log1p() * temperature.scale + 1.0).float()
 

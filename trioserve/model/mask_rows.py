@@ -55,7 +55,7 @@ def masked_rows(chunks: Sequence[ScheduledChunk], masks: TokenMasks | None, voca
         vocab_size: tokens in the vocabulary.
 
     Returns:
-        None if no row has a mask.
+        Copies of the masks, or None if no row has a mask.
     """
     mask_rows = {row: chunk.mask_row for row, chunk in enumerate(chunks) if chunk.mask_row is not None}
     if not mask_rows:

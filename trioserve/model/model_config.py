@@ -54,7 +54,7 @@ StateNorm = Literal["gated", "ungated", "none"]
 LAYERS_MAX = 1_024
 HEADS_MAX = 4_096
 EXPERTS_MAX = 1_024
-CONV_KERNEL_MIN, CONV_KERNEL_MAX = 2, 64  # A kernel of size 1 would keep no state, which no implementation supports.
+CONV_KERNEL_MIN, CONV_KERNEL_MAX = 2, 64  # No implementation supports a kernel of size 1, which would keep no state.
 STATE_NUMBERS_MAX = 2**28  # numbers in the state of one layer
 EXPERT_GROUPS_MAX = 64
 STREAMS_MAX = 8
@@ -206,7 +206,7 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="attention"
     """Attention of one layer.
 
     Attributes:
-        rotary: None makes attention ignore positions.
+        rotary: rotation of queries and keys by their positions. None: attention ignores positions.
         window: a token sees the last `window` positions, its own included. None: it sees every earlier position.
         section: positions are divided into sections of this many. A token sees the positions of its own section up to
             itself. None: there are no sections.
@@ -283,7 +283,9 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="attention"
 
     @property
     def query_factor(self) -> float:
-        """Factor of queries that gives scores divided by sqrt(head_dim) the layer's scale."""
+        """Factor of queries for kernels that always divide scores by sqrt(head_dim). It gives scores the layer's
+        scale.
+        """
         return 1.0 if self.scale is None else self.scale * math.sqrt(self.head_dim)
 
     @property
@@ -367,7 +369,9 @@ class LatentAttentionConfig(msgspec.Struct, frozen=True, kw_only=True, tag="late
 
     @property
     def query_factor(self) -> float:
-        """Factor of queries that gives scores divided by sqrt(entry_dim) the layer's scale."""
+        """Factor of queries for kernels that always divide scores by sqrt(entry_dim). It gives scores the layer's
+        scale.
+        """
         return self.scale * math.sqrt(self.entry_dim)
 
 
@@ -578,10 +582,12 @@ class DeltaNetConfig(msgspec.Struct, frozen=True, kw_only=True, tag="delta_net")
     Projections q, k and v of a token are convolved, each channel with its own weights, and pass through silu. q and k
     are scaled to length 1, and q is divided by sqrt(vector_size).
 
-    Each head keeps a state of [vector_size, head_dim] numbers. A token first multiplies the state by exp(rate *
-    softplus(decay + bias)). decay is a projection of the token, and rate (negative) and bias belong to the head. The
-    state's answer to k is then moved towards v by a share, the sigmoid of another projection. The output is the state's
-    answer to q. The output of each head is normed and multiplied by silu(z).
+    Each head keeps a state S of [vector_size, head_dim] numbers. For each token:
+
+    1. S is multiplied by exp(rate * softplus(decay + bias)). decay is a projection of the token. rate (negative) and
+    bias belong to the head.
+    2. S is changed so that S^T k moves towards v by a share, which is the sigmoid of another projection.
+    3. The output of the head is S^T q, normed and multiplied by silu(z).
 
     Attributes:
         head_count: heads of values.
@@ -646,7 +652,7 @@ class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
     hidden state.
 
     Attributes:
-        mlp: None ends the layer after the first sum.
+        mlp: second part of the layer. None: the layer ends after the first sum.
         is_parallel: the MLP reads the input of attention, and both results are added at once. The MLP then has no norm
             before it.
         residual_scale: factor of each result before it is added.
@@ -748,7 +754,7 @@ class LayerPart(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         sums_attention: the rank's result of attention is a part, and the sum over all ranks is the result. False: each
             rank computes the whole result.
-        sums_mlp: the same for the MLP.
+        sums_mlp: the rank's result of the MLP is a part. False: each rank computes the whole result.
         first_expert: first expert of a mixture that this rank has.
         expert_count: number of experts that this rank has. None: it has a part of each expert.
     """
@@ -806,7 +812,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         dtype_name: number format of the checkpoint. For a quantized checkpoint it is the format of its embeddings, and
             "bfloat16" for a GGUF file.
         row_factors: factors of tensors when they are read. Loaded weights already contain them.
-        streams: None: the hidden state is one vector.
+        streams: streams of the hidden state. None: the hidden state is one vector.
         part: part of the model that one rank has. None: this is the whole model.
         stage: layers that one stage has. None: all layers are here.
 

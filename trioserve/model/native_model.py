@@ -109,7 +109,7 @@ def why_not_native(config: ModelConfig, dtype: Dtype) -> str | None:
             sizes.extend(_attention_sizes(layer.attention))
         if layer.recurrent is not None and (reason := why_not_recurrent(layer.recurrent)):
             return reason
-        sizes.extend(("intermediate_size", size) for size in _middles(layer.mlp))
+        sizes.extend(("intermediate_size", size) for size in _intermediate_sizes(layer.mlp))
         if layer.has_output_norms and isinstance(layer.mlp, ExpertsConfig):
             return "experts are followed by a norm"
     if reason := why_not_streams(config):
@@ -138,7 +138,7 @@ def _attention_sizes(attention: AttentionConfig | LatentAttentionConfig) -> tupl
     )
 
 
-def _middles(mlp: MlpConfig | ExpertsConfig | None) -> tuple[int, ...]:
+def _intermediate_sizes(mlp: MlpConfig | ExpertsConfig | None) -> tuple[int, ...]:
     if mlp is None:
         return ()
     if isinstance(mlp, MlpConfig) or not mlp.shared_size:
@@ -211,7 +211,7 @@ class NativeModel:
         if config.streams is not None:
             table_scale = _rounded(config.streams.input_size**0.5, dtype)
             self._streams = NativeStreams(config, config.streams, self._weights, table_scale)
-        self._norm = _singles(config.hidden_size)
+        self._norm = _empty_float32(config.hidden_size)
         self._embedding: Values | None = None
         if config.has_embedding and not config.tie_word_embeddings:
             self._embedding = empty_array((config.vocab_count, config.hidden_size), dtype)
@@ -228,7 +228,9 @@ class NativeModel:
             dtype=DTYPES[dtype],
             layer_count=config.layer_count,
             hidden_size=config.hidden_size,
-            intermediate_size=max((size for layer in config.layers for size in _middles(layer.mlp)), default=0),
+            intermediate_size=max(
+                (size for layer in config.layers for size in _intermediate_sizes(layer.mlp)), default=0
+            ),
             head_count=0 if attention is None else attention.head_count,
             kv_head_count=entry.head_count,
             head_dim=entry.head_dim,
@@ -531,29 +533,29 @@ class _Layer:
             self._make_attention(attention, hidden)
         elif isinstance(attention, LatentAttentionConfig):
             # norms of the latents from which queries, and keys and values, are projected
-            self.query_norm = None if attention.query_rank is None else _singles(attention.query_rank)
-            self.key_norm = _singles(attention.latent_dim)
-        self.attention_norm = _singles(hidden) if layer.has_input_norms else None
+            self.query_norm = None if attention.query_rank is None else _empty_float32(attention.query_rank)
+            self.key_norm = _empty_float32(attention.latent_dim)
+        self.attention_norm = _empty_float32(hidden) if layer.has_input_norms else None
         has_mlp_norm = layer.has_input_norms and not layer.is_parallel and mlp is not None
-        self.mlp_norm = _singles(hidden) if has_mlp_norm else None
-        self.attention_output_norm = _singles(hidden) if layer.has_output_norms else None
-        self.mlp_output_norm = _singles(hidden) if layer.has_output_norms else None
+        self.mlp_norm = _empty_float32(hidden) if has_mlp_norm else None
+        self.attention_output_norm = _empty_float32(hidden) if layer.has_output_norms else None
+        self.mlp_output_norm = _empty_float32(hidden) if layer.has_output_norms else None
         self._latent: LatentStruct | None = None
         has_bias = isinstance(mlp, MlpConfig) and mlp.has_bias
-        self.gate_up_bias = _singles(2 * _middles(mlp)[0]) if has_bias else None
-        self.down_bias = _singles(hidden) if has_bias else None
+        self.gate_up_bias = _empty_float32(2 * _intermediate_sizes(mlp)[0]) if has_bias else None
+        self.down_bias = _empty_float32(hidden) if has_bias else None
         has_gate = isinstance(mlp, ExpertsConfig) and mlp.has_shared_gate
-        self.shared_gate = _singles(hidden) if has_gate else None
+        self.shared_gate = _empty_float32(hidden) if has_gate else None
         self.score_bias: Float32Array | None = None
         if isinstance(mlp, ExpertsConfig) and mlp.has_score_bias:
-            self.score_bias = _singles(mlp.expert_count)
+            self.score_bias = _empty_float32(mlp.expert_count)
         self.router_bias: Float32Array | None = None
         if isinstance(mlp, ExpertsConfig) and mlp.has_router_bias:
             self.router_bias = _padded(mlp.expert_count)
         self.expert_biases: tuple[Float32Array, Float32Array] | None = None
         if isinstance(mlp, ExpertsConfig) and mlp.has_bias:
             count = len(self._own_experts)
-            self.expert_biases = _singles(count * 2 * mlp.intermediate_size), _singles(count * hidden)
+            self.expert_biases = _empty_float32(count * 2 * mlp.intermediate_size), _empty_float32(count * hidden)
         self._experts: ExpertsStruct | None = None
         self._expert_matrices: tuple[ctypes.Array[MatrixStruct], ...] = ()
 
@@ -566,10 +568,10 @@ class _Layer:
         if attention.has_value_norm:
             self.value_norm = _ones(attention.head_dim)
         if attention.has_bias:
-            self.qkv_bias = _singles(attention.projected_size)
-            self.attention_gate_bias = _singles(heads) if attention.has_gate else None
+            self.qkv_bias = _empty_float32(attention.projected_size)
+            self.attention_gate_bias = _empty_float32(heads) if attention.has_gate else None
         if attention.has_output_bias:
-            self.output_bias = _singles(hidden)
+            self.output_bias = _empty_float32(hidden)
         if attention.has_sinks:
             self.sinks = _padded(attention.head_count)
 
@@ -788,7 +790,7 @@ def _ones(count: int) -> Float32Array:
     return np.ones(count, dtype=np.float32)
 
 
-def _singles(count: int) -> Float32Array:
+def _empty_float32(count: int) -> Float32Array:
     return np.empty(count, dtype=np.float32)
 
 
@@ -796,7 +798,7 @@ class _StepArrays:
     """A step's chunks as arrays that the kernels read. Rows have the order of the chunks.
 
     Args:
-        samples: False: no row is sampled here.
+        samples: True if rows are sampled here. False for a stage without the head.
     """
 
     def __init__(self, chunks: Sequence[ScheduledChunk], block_size: int, *, samples: bool) -> None:

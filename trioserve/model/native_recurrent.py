@@ -46,19 +46,19 @@ class NativeRecurrent:
         padded = math.ceil(layer.projected_size / BLOCK_OUTPUTS) * BLOCK_OUTPUTS
         # biases of both projections; zeros pad the first one to a whole block
         self._input_bias = np.zeros(padded, dtype=np.float32) if layer.has_bias else None
-        self._output_bias = _singles(hidden) if layer.has_bias else None
-        self._conv_weights = _singles(layer.kernel_size, layer.convolved_size)
-        self._conv_bias = _singles(layer.convolved_size) if has_conv_bias else None
+        self._output_bias = _empty_float32(hidden) if layer.has_bias else None
+        self._conv_weights = _empty_float32(layer.kernel_size, layer.convolved_size)
+        self._conv_bias = _empty_float32(layer.convolved_size) if has_conv_bias else None
         self._vectors: dict[str, Float32Array] = {}
         self._limits = (0.0, 0.0)
         if isinstance(layer, StateSpaceConfig):
-            self._vectors = {name: _singles(layer.head_count) for name in ("rates", "skips", "time_step_bias")}
+            self._vectors = {name: _empty_float32(layer.head_count) for name in ("rates", "skips", "time_step_bias")}
             if layer.norm != "none":
-                self._vectors["gate_norm"] = _singles(layer.inner_size)
+                self._vectors["gate_norm"] = _empty_float32(layer.inner_size)
             self._limits = (layer.time_step_min, layer.time_step_max)
         elif isinstance(layer, DeltaNetConfig):
-            self._vectors = {name: _singles(layer.head_count) for name in ("rates", "time_step_bias")}
-            self._vectors["gate_norm"] = _singles(layer.head_count, layer.head_dim)
+            self._vectors = {name: _empty_float32(layer.head_count) for name in ("rates", "time_step_bias")}
+            self._vectors["gate_norm"] = _empty_float32(layer.head_count, layer.head_dim)
         self._struct = RecurrentStruct(
             input_bias=None if self._input_bias is None else address(self._input_bias),
             output_bias=None if self._output_bias is None else address(self._output_bias),
@@ -116,5 +116,5 @@ def _fill(place: Float32Array, values: Values) -> None:
     place[:] = values if values.size < place.size else values.reshape(place.shape)
 
 
-def _singles(*shape: int) -> Float32Array:
+def _empty_float32(*shape: int) -> Float32Array:
     return np.empty(shape, dtype=np.float32)

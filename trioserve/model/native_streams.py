@@ -62,7 +62,7 @@ class NativeStreams:
             (MatrixStruct * len(others))(*(weights.matrix(f"streams.{index}.{way}") for index in others))
             for way in ("in", "out")
         )
-        self._norm = _singles(streams.input_size)
+        self._norm = _empty_float32(streams.input_size)
         self.struct = StreamsStruct(
             input_table=weights.matrix("layer_inputs.embed"),
             input_projection=weights.matrix("layer_inputs.proj"),
@@ -86,12 +86,12 @@ class NativeLayerStreams:
     def __init__(self, streams: StreamsConfig, hidden: int) -> None:
         self._has_scale = streams.has_scale
         self._places = {
-            "stream_router_norm.weight": _singles(hidden),
-            "stream_router.weight": _singles(streams.count, hidden),
-            "stream_prediction.weight": _singles(streams.count**2, streams.count),
-            "stream_correction.weight": _singles(streams.count, streams.count),
-            "input_norm.weight": _singles(hidden),
-            "streams.scale": _singles(hidden),
+            "stream_router_norm.weight": _empty_float32(hidden),
+            "stream_router.weight": _empty_float32(streams.count, hidden),
+            "stream_prediction.weight": _empty_float32(streams.count**2, streams.count),
+            "stream_correction.weight": _empty_float32(streams.count, streams.count),
+            "input_norm.weight": _empty_float32(hidden),
+            "streams.scale": _empty_float32(hidden),
         }
 
     def struct(self, name: str, weights: PackedWeights) -> LayerStreamsStruct:
@@ -127,7 +127,7 @@ class NativeLaurel:
     """Weights of one layer's Laurel path."""
 
     def __init__(self, rank: int, hidden: int) -> None:
-        self._rank, self._norm = rank, _singles(hidden)
+        self._rank, self._norm = rank, _empty_float32(hidden)
 
     def struct(self, name: str, weights: PackedWeights) -> LaurelStruct:
         """Return the kernels' description. It has addresses of arrays that this object owns.
@@ -156,5 +156,5 @@ def _fill(place: Float32Array, values: Values) -> None:
     place[:] = values.reshape(place.shape)
 
 
-def _singles(*shape: int) -> Float32Array:
+def _empty_float32(*shape: int) -> Float32Array:
     return np.empty(shape, dtype=np.float32)

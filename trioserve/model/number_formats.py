@@ -60,7 +60,7 @@ def convert(values: Values, result: Values) -> None:
     if values.dtype == result.dtype:
         result[...] = cast(Any, values)
         return
-    singles = _singles(values)
+    singles = _as_float32(values)
     if result.dtype == np.uint16:
         _round_to_bfloat16(singles, cast("npt.NDArray[np.uint16]", result))
     else:
@@ -68,7 +68,7 @@ def convert(values: Values, result: Values) -> None:
             result[...] = cast(Any, singles)
 
 
-def _singles(values: Values) -> Float32Array:
+def _as_float32(values: Values) -> Float32Array:
     """Return the values as float32, which represents the numbers of every format exactly."""
     if values.dtype == np.uint16:
         return (values.astype(np.uint32) << 16).view(np.float32)

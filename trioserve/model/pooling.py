@@ -32,7 +32,7 @@ def pooled_vector(rows: Float32Array, pooling: Pooling) -> Pooled | None:
         pooling: the request's pooling parameters.
 
     Returns:
-        None if the vector has NaN or infinity.
+        The vector, or None if it has NaN or infinity.
     """
     vector = rows.mean(axis=0, dtype=np.float64) if pooling.method == "mean" else rows[0].astype(np.float64)
     vector = vector[: pooling.dimensions]

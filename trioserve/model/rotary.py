@@ -19,7 +19,7 @@ def rotary_frequencies(rotary: RotaryConfig | None, head_dim: int) -> tuple[Floa
     """Return the rotary frequencies of one head (RoFormer, arXiv 2104.09864).
 
     Args:
-        rotary: None: no pair is rotated.
+        rotary: rotary config. None: no pair is rotated.
         head_dim: numbers of one head.
 
     Returns:

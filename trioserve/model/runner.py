@@ -18,7 +18,7 @@ from trioserve.contracts.pooling import Pooled
 from trioserve.contracts.step import IsAbandoned, ScheduledChunk, StepPlan, StepResult, never_abandoned
 from trioserve.contracts.version import VERSION
 from trioserve.model.adapter_weights import AdapterWeights
-from trioserve.model.awaited_token import fill_in
+from trioserve.model.awaited_token import fill_awaited_tokens
 from trioserve.model.begun_step import BegunStep
 from trioserve.model.device import (
     DeviceType,
@@ -152,7 +152,7 @@ class ModelRunner:
         """True if a step uses all CPUs of this process."""
         self._batch_invariant = settings.batch_invariant
         self._kv_format = kv_format_of(settings)
-        self._before: BegunStep | None = None  # most recently begun step
+        self._previous: BegunStep | None = None  # most recently begun step
         self._tapped: dict[RequestId, Any] = {}  # inputs of the tapped layers in the last step
 
     @classmethod
@@ -372,9 +372,9 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Compute a few steps, so that libraries choose and cache their kernels before the first request.
 
-        The steps have common shapes. If kernels are compiled at their first launch, the steps cover every shape that
-        compiles one. If nothing is chosen or compiled, one step of one token is computed, which claims first memory. A
-        stage warms up without the other stages.
+        If kernels are compiled at their first launch, the steps have every shape that compiles one. Otherwise they have
+        common shapes. If nothing is chosen or compiled, one step of one token is computed, which claims the first
+        memory. A stage warms up without the other stages.
 
         The steps write KV blocks, so call it before the first request.
         """
@@ -474,11 +474,11 @@ class ModelRunner:
         Returns:
             A function that waits for the step and returns what execute returns.
         """
-        before = self._before
+        before = self._previous
         begun = self._begin(plan, before, is_abandoned)
         if begun is None:
             begun = BegunStep(plan, lambda: self._compute(plan, before, is_abandoned))
-        self._before = begun
+        self._previous = begun
         return begun.result
 
     def _begin(self, plan: StepPlan, before: BegunStep | None, is_abandoned: IsAbandoned) -> BegunStep | None:
@@ -486,9 +486,10 @@ class ModelRunner:
         model = self._model
         assert model is not None, "launch after close"
         rows_before = {} if before is None else before.chosen_rows
-        # Ranks agree while they compute a step whether to abandon it, and a launched step is never abandoned.
-        is_left = self._is_alone and is_abandoned()
-        if not model.launches or is_left or (plan.is_ahead and rows_before is None):
+        # Several ranks decide together, during the computation, if they abandon a step. So only a single rank checks
+        # here. A launched step is never abandoned.
+        is_abandoned_already = self._is_alone and is_abandoned()
+        if not model.launches or is_abandoned_already or (plan.is_ahead and rows_before is None):
             return None
         rows_before = rows_before or {}
         known = (
@@ -509,7 +510,7 @@ class ModelRunner:
         sampled = (chunk.request.id for chunk in step.chunks if chunk.samples)
         return BegunStep(
             plan,
-            lambda: step.result(ComputedStep(read()), before.missing() if plan.is_ahead and before else ()),
+            lambda: step.result(ComputedStep(read()), before.failed_requests() if plan.is_ahead and before else ()),
             {request_id: row for row, request_id in enumerate(sampled)},
         )
 
@@ -518,7 +519,7 @@ class ModelRunner:
         assert model is not None, "execute after close"
         if plan.is_ahead:
             assert before is not None, "a plan ahead of its first step"
-            step = _Step(plan, fill_in(plan, before), self.config.vocab_size, model.has_adapter)
+            step = _Step(plan, fill_awaited_tokens(plan, before), self.config.vocab_size, model.has_adapter)
         else:
             step = _Step(plan, enumerate(plan.chunks), self.config.vocab_size, model.has_adapter)
         if not step.chunks:
@@ -722,8 +723,8 @@ class _Step:
             if row in samples.logprobs:
                 logprobs[request_id] = samples.logprobs[row]
             if chunk.draft:
-                # A row after a draft token that has no token becomes an error in a later step, if that draft token is
-                # accepted.
+                # If a row after a draft token has no token, the error is reported in a later step, if that draft token
+                # is accepted.
                 after = tuple(takewhile(lambda token: token is not None, samples.token_ids[row + 1 : next_row]))
                 draft_token_ids[request_id] = cast(tuple[int, ...], after)
                 if row in samples.logprobs:

@@ -1,4 +1,4 @@
-"""Samples of a computed step, and the sampling requests of chunks. Independent of the tensor library."""
+"""Samples of a computed step, and sampling options of chunks. Independent of the tensor library."""
 
 from __future__ import annotations
 

@@ -167,11 +167,12 @@ class StaticDecode:
     ) -> ReadSamples:
         """Start a step: write the KV of every chunk's token, attend, and choose tokens. Return at once.
 
+        The samples of the previous step may still be unread, but those of the step before it must have been read.
+
         Args:
             chunks: at least one chunk that `takes` accepts.
             awaited: for each chunk whose token the previous step chose, by its index, the token's row in that step.
-            masks: masks of chunks with a mask_row. The function waits for them. At most the samples of the previous
-                step may still be unread.
+            masks: masks of chunks with a mask_row. The function waits for them.
         """
         rows = self.sizes[bisect.bisect_left(self.sizes, len(chunks))]
         masked = masked_rows(chunks, masks, self._model.config.vocab_size)

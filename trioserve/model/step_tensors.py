@@ -183,7 +183,7 @@ class AttentionTensors:
 
     decode_groups: tuple[DecodeGroup, ...]
     prompt_parts: tuple[PromptPart, ...]
-    walk: TableWalk | None = None  # in the place of both
+    walk: TableWalk | None = None  # replaces both
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +229,7 @@ class StepTensors:
             None if there are none, or if the kernels never read them.
         attention: by window.
         first_rows: first row of each chunk, in the order of the given chunks.
-        states: None for a model without states.
+        states: state slots to read and write. None for a model without states.
         given: rows with given embeddings: int64 [n], and float32 [n, hidden_size].
         adapters: rows that use an adapter. None if no row does.
         sections: by section.

@@ -183,7 +183,8 @@ class LayerStreams:
     def _routed(self, values: Tensor) -> Tensor:
         """Return the router's output for each row, [T, count]. It decides how streams are mixed."""
         products = self._router(self._router_norm(values).mul_(self._router_scale))
-        # Compute in float64: torch's results depend on a number's place, but by less than rounding removes.
+        # In float64 a number's place in a tensor changes torch's result by less than the later rounding removes. So
+        # rows do not depend on the batch.
         return products.double().tanh().to(values.dtype)
 
 

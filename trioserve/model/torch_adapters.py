@@ -79,7 +79,7 @@ def adapter_rows(
         sending: transfer to which row indexes are added. They are defined after `sending.send`.
 
     Returns:
-        None if no chunk has an adapter.
+        The rows by adapter, or None if no chunk has an adapter.
     """
     rows: dict[AdapterId, list[int]] = {}
     for chunk, first in zip(chunks, first_rows, strict=True):

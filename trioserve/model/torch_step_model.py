@@ -65,7 +65,7 @@ class TorchStepModel:
         settings: settings of the model.
         dtype: number format.
         device: device that computes.
-        kernels: None uses the kernels that the settings select.
+        kernels: kernels that compute. None uses those that the settings select.
         block_types: block types of the checkpoint's quantized matrices, by name. Matrices of 4 bits stay in 4 bits if
             the kernels can multiply with them.
         collectives: connection to the other ranks, if config has a part. Each rank must compute the same steps.
@@ -144,7 +144,7 @@ class TorchStepModel:
 
     @property
     def arithmetic(self) -> str:
-        place = f"torch {torch.__version__}, {_processor(self._shape.device)}, {self.dtype}{self._kept}"
+        place = f"torch {torch.__version__}, {_processor(self._shape.device)}, {self.dtype}{self._formats_kept}"
         return f"Triton kernels, {place}" if self._kernel_name.startswith("triton") else place
 
     @property
@@ -155,15 +155,15 @@ class TorchStepModel:
     def computed_by(self) -> str:
         invariant = ", batch-invariant" if self._settings.batch_invariant else ""
         if not self._kernel_name.startswith("triton"):
-            return f"plain torch{self._kept}{invariant}"
+            return f"plain torch{self._formats_kept}{invariant}"
         return (
-            f"Triton kernels, decodes in CUDA graphs{self._kept}{invariant}"
+            f"Triton kernels, decodes in CUDA graphs{self._formats_kept}{invariant}"
             if self._has_static_steps
-            else f"Triton kernels{self._kept}{invariant}"
+            else f"Triton kernels{self._formats_kept}{invariant}"
         )
 
     @property
-    def _kept(self) -> str:
+    def _formats_kept(self) -> str:
         kv_format = kv_format_of(self._settings)
         weights = ", weights kept as file" if self._keeps_weights else ""
         return weights if kv_format == "plain" else f"{weights}, KV kept as {kv_format}"

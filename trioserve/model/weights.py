@@ -163,8 +163,8 @@ def _is_for_library(slot: Slot, tensor: StoredTensor) -> bool:
 def _filled(
     by_library: list[tuple[Slot, StoredTensor]], others: list[tuple[Slot, StoredTensor]], thread_count: int
 ) -> Generator[int, None, None]:
-    """Fill all parts, and yield byte counts of filled parts. The first yield is 0, when reading has begun or is about
-    to begin.
+    """Fill all parts, and yield the byte count of each filled part. The first yield is 0, when reading has begun or is
+    about to begin.
     """
     if thread_count == 1 or not by_library:
         yield 0

@@ -207,7 +207,7 @@ def _key_of(module: str, pattern: Mapping[str, float]) -> str:
 
 
 def _factors(stored: Mapping[str, FileTensor]) -> dict[str, _Factors]:
-    """Pair the factors, by the module's name in the file."""
+    """Pair the factors A and B of each module, by the module's name in the file."""
     parts: dict[str, dict[str, FileTensor]] = {}
     for name, tensor in stored.items():
         match = _FACTOR.fullmatch(name)
@@ -231,7 +231,7 @@ def _factors(stored: Mapping[str, FileTensor]) -> dict[str, _Factors]:
 
 
 def _matched(factors: Mapping[str, _Factors], modules: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, _Factors]]:
-    """Yield the factors by the module's name in a checkpoint of the model."""
+    """Yield each pair of factors with the module's name in a checkpoint of the model."""
     by_layer = {match["layer"]: name for name in modules if (match := _LAYERS.fullmatch(name))}
     taken: set[str] = set()
     for written, pair in factors.items():
@@ -289,7 +289,7 @@ def _check_complete(
 
 
 def _can_be_adapted(name: str, model: ModelConfig) -> bool:
-    """Return True if a tensor with this name of ours can have an adapter."""
+    """Return True if the tensor with our name `name` can have an adapter."""
     layers, index, *path = name.split(".")
     if layers != "layers" or len(path) != 2 or path[0] not in PROJECTIONS:
         return False

@@ -79,7 +79,7 @@ def opened_encoder(path: Path) -> EncoderDirectory | None:
         path: any path.
 
     Returns:
-        None if the path is not a directory with an encoder.
+        The encoder, or None if the path is not a directory with an encoder.
 
     Raises:
         ModelLoadError: the encoder is damaged or not supported. The message is one sentence that begins with the path.

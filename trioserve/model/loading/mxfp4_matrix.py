@@ -127,8 +127,9 @@ class Mxfp4Matrix:
         return result
 
     def _read_blocks(self, expert: int, place: TensorPlace) -> Bytes:
-        """Return ggml's blocks, uint8 [rows, bytes of a row]. A block has its scale, then bytes with the numbers i and
-        i + 16.
+        """Return ggml's blocks, uint8 [rows, bytes of a row].
+
+        A block has a byte with the scale, and then 16 bytes. Byte i of these holds the numbers i and i + 16.
         """
         blocks, scales = self._rows(expert, place)
         codes = _codes(blocks)

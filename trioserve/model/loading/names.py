@@ -336,7 +336,7 @@ class FurtherLayers:
 
     @property
     def first_prefix(self) -> str | None:
-        """Prefix in the file of the first further layer's tensors. None: there is no such layer."""
+        """Prefix, in the file, of the tensors of the first further layer. None: there is no such layer."""
         return self._prefixes[0] if self._prefixes else None
 
     def has(self, name: str) -> bool:
@@ -593,8 +593,8 @@ def match_tensors(
         ignored: returns True for a superfluous tensor that does no harm.
 
     Raises:
-        ModelLoadError: a tensor is missing, has another shape than the config says, or is unknown. A model without an
-            unknown tensor would compute nonsense.
+        ModelLoadError: a tensor is missing, has another shape than the config says, or is unknown. If an unknown tensor
+            were ignored, the model would probably compute nonsense.
     """
     places, shapes = tensor_places(config, format, found)
     missing = [name for name in shapes if name not in found]
@@ -637,7 +637,7 @@ def _mixed_place(
         found: see tensor_places.
 
     Returns:
-        None if the tensor is not mixed with another one.
+        The place, or None if the tensor is not mixed with another one.
     """
     module = name.split(".")[-2]
     outside, naming = outside_name(name, config.family, format), format.naming_of(config.family)

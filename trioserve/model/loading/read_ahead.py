@@ -23,7 +23,7 @@ def start_reading_ahead(model: str) -> threading.Thread | None:
         model: path or name of the model.
 
     Returns:
-        None if the model is not on disk, or if its files are larger than half of the memory.
+        The thread, or None if the model is not on disk, or if its files are larger than half of the memory.
     """
     files = weight_files(Path(model))
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
