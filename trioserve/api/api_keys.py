@@ -1,5 +1,7 @@
-"""Who may use the API: whoever sends one of the configured keys, as a bearer token (RFC 6750) or, as clients of
-Anthropic's API do, in a header of its own."""
+"""API keys: find the caller for the key in a request.
+
+Clients send a key as a bearer token (RFC 6750) or, as clients of Anthropic's API do, in the header X-Api-Key.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,19 @@ from trioserve.contracts.errors import StartupError
 __all__ = ["ApiKeys"]
 
 
-PRIORITY_MIN_WITH_KEYS = 0  # the one that requests have which ask for none
+PRIORITY_MIN_WITH_KEYS = 0  # the priority of requests that set none
 
 
 class ApiKeys:
-    """The configured keys, as digests, and what those who send them may do. Without any, everybody may do everything.
+    """Digests of the configured keys, and the rights of each key's owner. Without keys, everyone may do everything.
 
-    Raises StartupError for a key that no header could carry, and for rules that need keys which are not there.
+    Args:
+        keys: keys of ordinary callers.
+        admin_key: key of the administrator. None: there is none.
+        rules: access rules, including the keys of gateways.
+
+    Raises:
+        StartupError: a header cannot carry the key, or a rule needs keys that are not set.
     """
 
     def __init__(
@@ -35,7 +43,9 @@ class ApiKeys:
                 self._add(key, kind)
         if admin_key is not None:
             if not self._callers:
-                raise StartupError("an admin key is set, but no API key: without those, everybody sees every request")
+                raise StartupError(
+                    "an admin key is set, but no API key: without API keys, everybody sees every request"
+                )
             self._add(admin_key, CallerKind.ADMIN)
         self._check_rules(has_admin=admin_key is not None)
         self._nobody = msgspec.structs.replace(
@@ -44,12 +54,19 @@ class ApiKeys:
 
     @property
     def are_set(self) -> bool:
-        """Whether callers are told apart by keys."""
+        """True if there are keys, so callers are told apart by them."""
         return bool(self._callers)
 
     def caller(self, authorization: str | None, own_header: str | None = None) -> Caller:
-        """Who sends these values of the Authorization and of the X-Api-Key header. If both hold a key, the former
-        counts. Raises Refusal (401) unless one does, or there are none."""
+        """Find the caller for the headers of a request. If both headers have a valid key, Authorization counts.
+
+        Args:
+            authorization: value of the header Authorization. None: not sent.
+            own_header: value of the header X-Api-Key. None: not sent.
+
+        Raises:
+            Refusal: there are keys, and the request has none of them (401).
+        """
         if not self._callers:
             return self._nobody
         scheme, _, token = (authorization or "").partition(" ")
@@ -58,7 +75,7 @@ class ApiKeys:
         caller = by_token or by_header
         if caller is None:
             came = authorization is not None or own_header is not None
-            what = "the API key is wrong" if came else "no API key came"
+            what = "the API key is wrong" if came else "the request has no API key"
             raise refusal(
                 "invalid_api_key",
                 f'{what}: send it as "Authorization: Bearer KEY" or "X-Api-Key: KEY"',
@@ -67,19 +84,26 @@ class ApiKeys:
         return caller
 
     def caller_of(self, owner: str | None) -> Caller | None:
-        """Who makes requests under this owner's name; None: no key does any more."""
+        """Find the caller with this owner's name.
+
+        Args:
+            owner: name of an owner. None: the administrator, or anybody if there are no keys.
+
+        Returns:
+            None if the owner's key no longer exists.
+        """
         if owner is None:
             return next((caller for caller in self._callers.values() if caller.owner is None), self._nobody)
         return self._callers.get(bytes.fromhex(owner))
 
     def _known(self, key: str) -> Caller | None:
         given = _digest(key.strip())
-        # Every key is compared, and in constant time: how long a refusal takes tells nothing about any of them.
+        # All keys are compared in constant time, so the duration of a refusal reveals nothing about a key.
         matches = [hmac.compare_digest(given, digest) for digest in self._callers]
         return self._callers[given] if any(matches) else None
 
     def _add(self, key: str, kind: CallerKind) -> None:
-        """The last kind counts of a key that is given as several: what is trusted more comes later."""
+        """Add a key. If it was added before with another kind, the new kind counts. So add trusted kinds last."""
         digest = _checked_digest(key)
         if kind is CallerKind.ADMIN:
             self._callers[digest] = Caller(kind=kind)
@@ -97,18 +121,18 @@ class ApiKeys:
     def _check_rules(self, *, has_admin: bool) -> None:
         rules = self.rules
         if rules.metrics_need_key and not has_admin:
-            raise StartupError("--metrics-need-key is set, but no --admin-api-key, with which they are read then")
+            raise StartupError("--metrics-need-key is set, but no --admin-api-key, which is needed to read them")
         if rules.load_needs_key and not self._callers:
             raise StartupError("--load-needs-key is set, but no API key: see --api-key")
 
 
 def _salt_key(digest: bytes) -> bytes:
-    """Equal on every server that has the key, so that those which exchange blocks name them alike."""
+    """Derive the salt key. Servers with the same API key derive the same salt key, and so name shared blocks alike."""
     return hashlib.blake2b(digest, digest_size=32, person=b"trioserve salt").digest()
 
 
 def _checked_digest(key: str) -> bytes:
-    """Raises StartupError for a key that no header could carry."""
+    """Return the key's digest. Raise StartupError if a header cannot carry the key."""
     if not key or not all("!" <= character <= "~" for character in key):
         raise StartupError("an API key must be 1 or more printable ASCII characters without blanks")
     return _digest(key)

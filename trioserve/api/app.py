@@ -1,4 +1,4 @@
-"""What goes for every path of every API here: request ids, API keys, errors, counting, one line in the log."""
+"""Base of all apps, for tasks on every path: request ids, API keys, errors, counts, and one log line per request."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ METRICS_PATH = "/metrics"
 LOAD_PATH = "/load"
 JSON = "application/json"
 READS = ("GET", "HEAD")
-NEAREST_CHARACTERS_MAX = 64  # of a path for which a similar one is looked up: a comparison takes the product of both
+NEAREST_CHARACTERS_MAX = 64  # limit for suggesting a similar path: a comparison costs the product of both lengths
 
 Operation = Callable[[ContextType], Awaitable[None]]
 
@@ -53,17 +53,16 @@ Operation = Callable[[ContextType], Awaitable[None]]
 class Route(msgspec.Struct, Generic[ContextType], frozen=True, kw_only=True):
     """One path of the API.
 
-    An operation of GET never changes anything: a link or an image of any web page can send one.
+    An operation of GET never changes anything, since a link or an image of any web page can send a GET.
 
-    Args:
-        path: also its name in metrics.
-        operations: by method.
-        needs_key: whether API keys, if there are any, guard it. The operator may close others, too (see AccessRules).
-        is_polled: machines ask it again and again, so it has no trace, and a line in the log at the level of debugging
-            unless it fails.
-        is_operators: it changes how the server works for everybody, or shows what only the operator needs. Strangers
-            may not use it (see check_may_operate), and without keys its bodies are JSON and say so.
-        has_open_reads: of such a route, GET is for everybody all the same.
+    Attributes:
+        path: path of the route, which is also its name in metrics. A segment in braces matches any id.
+        operations: handlers by method.
+        needs_key: True: callers need an API key if there are any. Rules of the operator may close other routes too.
+        is_polled: True: machines poll the route, so it has no trace, and its log line has level DEBUG unless it fails.
+        is_operators: True: the route changes the server for everybody, or shows details for the operator. Strangers may
+            not use it (see check_may_operate). If there are no keys, its bodies must be declared as JSON.
+        has_open_reads: True: GET of an operator's route is open to everybody.
     """
 
     path: str
@@ -74,11 +73,22 @@ class Route(msgspec.Struct, Generic[ContextType], frozen=True, kw_only=True):
     has_open_reads: bool = False
 
     def operates(self, method: str) -> bool:
-        """Whether a request of this method is the operator's."""
+        """Return True if a request with this method needs the operator's rights.
+
+        Args:
+            method: HTTP method.
+        """
         return self.is_operators and not (self.has_open_reads and method in READS)
 
     def operation(self, method: str) -> Operation[ContextType]:
-        """Raises Refusal (405)."""
+        """Return the handler of a method.
+
+        Args:
+            method: HTTP method.
+
+        Raises:
+            Refusal: the path does not accept the method (405).
+        """
         # The exchange drops the body of a response to HEAD.
         operation = self.operations.get("GET" if method == "HEAD" else method)
         if operation is None:
@@ -92,7 +102,12 @@ class Route(msgspec.Struct, Generic[ContextType], frozen=True, kw_only=True):
 
 
 def find_templated(templates: Iterable[Route[ContextType]], path: str) -> Route[ContextType] | None:
-    """The route of a path with ids in it. In a template each segment in braces stands for any text but an empty one."""
+    """Find the route of a path with ids. In a template, each segment in braces matches any text that is not empty.
+
+    Args:
+        templates: routes with braces.
+        path: path of a request.
+    """
     parts = path.split("/")
     for route in templates:
         wanted = route.path.split("/")
@@ -104,10 +119,13 @@ def find_templated(templates: Iterable[Route[ContextType]], path: str) -> Route[
 
 
 class BaseApp(abc.ABC, Generic[ContextType]):
-    """A handler of exchanges: answers every one, and turns every error into a response while there is still time.
+    """Handler of exchanges, which answers every request, and turns an error into a response if none has begun.
 
-    tracer: begins the span of each request. logs_requests: each has its line in the log at the level of information;
-    otherwise at that of debugging.
+    Args:
+        keys: API keys and access rules.
+        metrics: counts requests.
+        tracer: begins the span of each request.
+        logs_requests: True: log each request at level INFO. False: at level DEBUG.
     """
 
     def __init__(
@@ -127,15 +145,28 @@ class BaseApp(abc.ABC, Generic[ContextType]):
 
     @abc.abstractmethod
     def route(self, path: str) -> Route[ContextType] | None:
-        """What is at this path, if anything."""
+        """Find the route of a path.
+
+        Args:
+            path: path of a request.
+
+        Returns:
+            None if the path does not exist.
+        """
 
     @abc.abstractmethod
     def paths(self) -> Iterable[str]:
-        """What there is, for those who ask for something else."""
+        """List all paths, from which the error for an unknown path suggests one."""
 
     def not_found(self, path: str) -> Refusal:
-        """What is said of a path where there is nothing."""
-        ollama = other_path(path) if path.startswith(OLLAMA_PATH) else None  # at routers and servers of images, too
+        """Make the error for an unknown path.
+
+        Args:
+            path: path of a request.
+        """
+        ollama = (
+            other_path(path) if path.startswith(OLLAMA_PATH) else None
+        )  # for all apps, also of routers and image servers
         return ollama or _not_found(path, self.paths())
 
     @abc.abstractmethod
@@ -143,14 +174,21 @@ class BaseApp(abc.ABC, Generic[ContextType]):
 
     @abc.abstractmethod
     def end_fields(self, context: ContextType) -> dict[str, object]:
-        """What the log says of the request's work besides what it says of every request."""
+        """Return further fields for the log line at the end of a request.
+
+        Args:
+            context: the request.
+        """
 
     def __call__(self, exchange: Exchange) -> Awaitable[None]:
-        """Answer a request. Each frame below is entered again for every event of a stream, so there are few."""
+        """Answer a request.
+
+        Each frame below is entered again for every event of a stream. So there are few frames.
+        """
         return self._serve(self.new_context(exchange))
 
     async def _serve(self, context: ContextType, *, is_own: bool = False) -> None:
-        """is_own: the server asks itself, and the context has its caller already."""
+        """Answer a request. If is_own is True, the server itself sent it, and the context already has its caller."""
         exchange = context.exchange
         route = self.route(exchange.path)
         self._counts.begin()
@@ -207,7 +245,7 @@ class BaseApp(abc.ABC, Generic[ContextType]):
 
     @property
     def knows_caller(self) -> Callable[[Headers], bool] | None:
-        """Tells whether the head of a request holds a key; None: there are no keys, and all callers are strangers."""
+        """Function that tells if the headers have a valid key. None: the server has no keys, so all are strangers."""
         return self._has_key if self._keys.are_set else None
 
     def _has_key(self, headers: Headers) -> bool:
@@ -218,7 +256,12 @@ class BaseApp(abc.ABC, Generic[ContextType]):
         return True
 
     def note_preflight(self, exchange: Exchange, status: int) -> None:
-        """Count a response that was given in the app's stead."""
+        """Count and log a preflight response, which was sent without this app.
+
+        Args:
+            exchange: the request.
+            status: status of the response.
+        """
         route = self.route(exchange.path)
         self._counts.note(_name(route), exchange.method, status, is_left_out=_is_polled(route))
         level = self._line_level(None, status)
@@ -237,7 +280,7 @@ class BaseApp(abc.ABC, Generic[ContextType]):
         return operation(context)
 
     def _may_send_white_space(self, exchange: Exchange, route: Route[ContextType]) -> bool:
-        """Whether a whole response may have its head early. A router that asks for heartbeats gets the true status."""
+        """Return True if a whole response may send its head early. A router with heartbeats gets the true status."""
         return (
             self._keys.rules.keep_alive_json
             and exchange.method == "POST"
@@ -289,11 +332,11 @@ class BaseApp(abc.ABC, Generic[ContextType]):
 
         Args:
             context: the request.
-            operation: answers it.
+            operation: answers the request.
 
         Raises:
             TrioserveError: the handler failed after its response had begun.
-            Exception: the same, for a fault of this program.
+            Exception: a fault of this program occurred after the response had begun.
         """
         try:
             with panics_become_failures():
@@ -301,7 +344,7 @@ class BaseApp(abc.ABC, Generic[ContextType]):
                     await operation(context)
                 except HandedOver as handed:
                     await context.finish(hand_over_event(handed))
-            if context.outcome is Outcome.LEFT:  # else the handler has passed an error on
+            if context.outcome is Outcome.LEFT:  # otherwise the handler has sent an error
                 context.outcome = Outcome.FINISHED
         except TrioserveError as error:
             if not await context.fail(error_response(error)):
@@ -312,14 +355,14 @@ class BaseApp(abc.ABC, Generic[ContextType]):
                 raise
 
     def _is_closed(self, path: str) -> bool:
-        """Whether the operator has closed a path that is open otherwise."""
+        """Return True if the operator has closed a path that is open by default."""
         rules = self._keys.rules
         return (rules.metrics_need_key and path == METRICS_PATH) or (rules.load_needs_key and path == LOAD_PATH)
 
     def _check_may_read(self, context: ContextType, path: str) -> None:
-        """Metrics count what everybody does; where they are closed, they are the admin's. Raises Refusal (403)."""
+        """Raise Refusal (403) if metrics are closed and the caller is not the admin, since they count all requests."""
         if path == METRICS_PATH and self._is_closed(path):
-            check_is_admin(context.caller, "metrics are read with the admin's API key: see --admin-api-key")
+            check_is_admin(context.caller, "metrics need the admin's API key: see --admin-api-key")
 
     def _log_end(self, context: ContextType, level: int, *, seconds: float) -> None:
         fields = {
@@ -347,8 +390,11 @@ def _is_polled(route: Route[ContextType] | None) -> bool:
 
 
 async def _check_is_json(exchange: Exchange) -> None:
-    """Raise Refusal (415) for a body that does not say it is JSON. A browser asks the server first whether a page of
-    another site may send JSON; other bodies it sends at once, and an old one does not say from where."""
+    """Raise Refusal (415) for a body that is not declared as JSON.
+
+    Before a page of another site may send JSON, a browser asks the server for permission. Other bodies are sent without
+    this question, and an old browser does not name the page's origin.
+    """
     if exchange.method in READS:
         return
     content_type = exchange.headers.get("content-type") or ""
@@ -357,7 +403,7 @@ async def _check_is_json(exchange: Exchange) -> None:
     raise refusal(
         "not_json",
         f'the body has the content-type "{content_type[:80]}": send JSON to this path with the header '
-        f'"Content-Type: {JSON}", or no body where none is needed',
+        f'"Content-Type: {JSON}", or send no body if none is needed',
     )
 
 
@@ -365,5 +411,5 @@ def _not_found(path: str, paths: Iterable[str]) -> Refusal:
     nearest: list[str] = []
     if len(path) <= NEAREST_CHARACTERS_MAX:
         nearest = difflib.get_close_matches(path.lower().rstrip("/"), list(paths), n=1)
-    hint = f": did you mean {nearest[0]}?" if nearest else "; docs/http-api.md lists what there is"
+    hint = f": did you mean {nearest[0]}?" if nearest else "; docs/http-api.md lists all paths"
     return refusal("not_found", f"there is nothing at {path}{hint}")

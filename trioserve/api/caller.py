@@ -1,9 +1,8 @@
-"""Who a request is from, as its API key tells, and what that lets it choose: its tenant, its priority, its cache salt.
+"""Caller of a request: the owner of its API key, and the tenant, priority and cache salt that the caller may use.
 
-With keys, a caller is its key. Whatever else it says of itself counts within its own share only: a key that invents
-tenants has one turn in the queue all the same, and its prompts hit the cached blocks of its own prompts alone. What
-stands in the request counts for a caller that the operator trusts, and where there are no keys: there nobody can be
-told from anybody else.
+With keys, each key is one caller. Names that a caller invents divide only its own share: it still has one turn in the
+queue, and its prompts hit only the cached blocks of its own prompts. A request's own names count in two cases: the
+operator trusts the caller, or there are no keys, so that callers cannot be distinguished.
 """
 
 from __future__ import annotations
@@ -21,29 +20,30 @@ from trioserve.http.limits import KEEP_ALIVE_SECONDS, RESPONSE_BYTES_MAX, RESPON
 
 __all__ = ["ANYBODY", "AccessRules", "Caller", "CallerKind", "check_is_admin", "check_may_operate", "check_model"]
 
-NOBODY = ""  # an owner that no key is
-SALT_BYTES = 16  # as many as a block's name has
+NOBODY = ""  # an owner that no key has
+SALT_BYTES = 16  # the length of a block's name
 
 
 class AccessRules(msgspec.Struct, frozen=True, kw_only=True):
-    """What the operator has decided beside the keys themselves.
+    """Decisions of the operator, besides the keys.
 
-    gateway_api_keys: of callers that are trusted to say whose a request is, and how urgent.
-    priority_min: the best that an ordinary caller may ask for; None: 0 where there are keys, otherwise any.
-    shares_prefix_cache: a key's prompts may hit the blocks of other keys' prompts.
-    metrics_need_key, load_needs_key: these pages are closed to callers without a key.
-    model_is_required: a request that names no model is refused.
-    loads_adapters: LoRA adapters may be loaded and unloaded while the server runs.
-    response_bytes_max: of a whole response, estimated from the request. See ResponseBound.
-    responses_bytes_max: of all whole responses together. See ResponseBudget.
-    keep_alive_seconds: a stream that is silent for so long gets a comment.
-    keep_alive_json: whole JSON responses get white space as often, and so status 200 before they are known.
-
-    These count where there are no keys:
-    host_names: what the Host header may be; None: anything. See PageGate.
-    has_network_names: the Host header may also be a name that only the local network defines. See PageGate.
-    page_origins: of web pages that may use the API.
-    operates_without_key: anybody may use the routes that operate the server.
+    Attributes:
+        gateway_api_keys: keys of callers that the operator trusts to name the tenant and the priority of a request.
+        priority_min: lowest priority number that an ordinary caller may use. None: 0 if there are keys, otherwise any.
+        shares_prefix_cache: True: a key's prompts may hit the blocks of other keys' prompts.
+        metrics_need_key: True: /metrics is closed to callers without a key.
+        load_needs_key: True: /load is closed to callers without a key.
+        model_is_required: True: a request that names no model is refused.
+        loads_adapters: True: LoRA adapters may be loaded and unloaded while the server runs.
+        response_bytes_max: limit of one whole response, estimated from the request. See ResponseBound.
+        responses_bytes_max: limit of all whole responses together. See ResponseBudget.
+        keep_alive_seconds: silence after which a stream sends a comment.
+        keep_alive_json: True: silent whole JSON responses send white space, after an early head with status 200.
+        host_names: names that the Host header may have. None: any. Unused if there are keys. See PageGate.
+        has_network_names: True: the Host header may also have a name that only the local network defines. Unused if
+            there are keys. See PageGate.
+        page_origins: origins of web pages that may use the API. Unused if there are keys.
+        operates_without_key: True: if there are no keys, anybody may use the routes that operate the server.
     """
 
     gateway_api_keys: tuple[str, ...] = ()
@@ -64,17 +64,25 @@ class AccessRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CallerKind(enum.Enum):
-    ANYBODY = "anybody"  # there are no keys, or this route needs none
+    ANYBODY = "anybody"  # there are no keys, or the route needs none
     ORDINARY = "ordinary"
     GATEWAY = "gateway"
     ADMIN = "admin"
 
 
 class Caller(msgspec.Struct, frozen=True, kw_only=True):
-    """owner: whose requests it may see and abort, and to whom its own belong; None: all, and nobody's. priority_min:
-    the best that it may ask for; None: any. salt_key: what its cache salts are derived with; None: they count as they
-    are. It is derived from the API key and shown to nobody. may_operate: False for a stranger, who has no key at a
-    server that other machines reach: see check_may_operate."""
+    """Identity and rights of the sender of a request.
+
+    Attributes:
+        kind: how far the operator trusts the caller.
+        owner: owner of the requests that the caller may see and abort, and of its new requests. None: the caller sees
+            all
+            requests, and its own have no owner.
+        priority_min: lowest priority number that the caller may use. None: any.
+        salt_key: secret from which cache salts are derived, itself derived from the API key. None: a request's salt is
+            used unchanged.
+        may_operate: False for a caller without a key, if other machines reach the server. See check_may_operate.
+    """
 
     kind: CallerKind = CallerKind.ANYBODY
     owner: str | None = None
@@ -84,27 +92,49 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def lists(self) -> str | None:
-        """Whose live requests it may list; None: all. A stranger lists none: who knows an id can abort its request."""
+        """Owner whose running requests the caller may list. None: all.
+
+        A stranger may list none, because whoever knows a request's id can abort the request.
+        """
         return self.owner if self.may_operate else NOBODY
 
     def tenant(self, named: str | None) -> str:
-        """With whom it shares one turn in the queue. named: in the request's tenant header."""
+        """Return the tenant that shares one turn in the queue with the caller's other requests.
+
+        Args:
+            named: tenant in the request's header. None: none.
+        """
         if self.owner is None:
             return named or ""
         if self.kind is CallerKind.GATEWAY and named:
             return f"{self.owner}/{named}"
         return self.owner
 
-    def tenant_told(self, named: str | None) -> str | None:
-        """What a router tells endpoints in the tenant header, so that they are fair between its callers, too: a name
-        that tells nothing of the key. named: as above."""
+    def tenant_for_endpoint(self, named: str | None) -> str | None:
+        """Return the tenant name that a router sends to endpoints, so that they too share fairly among callers.
+
+        Args:
+            named: tenant in the request's header. None: none.
+
+        Returns:
+            A name that reveals nothing of the key. None: no tenant.
+        """
         if self.owner is None:
             return named
         return blake2b(self.tenant(named).encode("utf-8", "surrogatepass"), digest_size=SALT_BYTES).hexdigest()
 
     def cache_salt(self, own: str | None, named: str | None) -> str | None:
-        """The salt of its prompts' blocks: equal only for the same key, the same tenant of a gateway's, and the same
-        salt of the request's own. named: as above. Raises InvalidRequest."""
+        """Return the salt for the names of the prompt's blocks.
+
+        Two requests have equal salts only if the key, the gateway's tenant and the request's own salt are equal.
+
+        Args:
+            own: salt in the request. None: none.
+            named: tenant in the request's header. None: none.
+
+        Raises:
+            InvalidRequest: the request's salt has a bad value.
+        """
         if self.salt_key is None:
             return own
         check_cache_salt(own)
@@ -113,12 +143,19 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
         return blake2b(parts, key=self.salt_key, digest_size=SALT_BYTES).hexdigest()
 
     def check_priority(self, priority: int | None) -> None:
-        """Raises InvalidRequest for a better one than the caller may ask for."""
+        """Check a request's priority.
+
+        Args:
+            priority: priority in the request. None: the default.
+
+        Raises:
+            InvalidRequest: the number is lower than the caller may use.
+        """
         least = self.priority_min
         if least is not None and priority is not None and priority < least:
             raise InvalidRequest(
-                f"priority is {priority}, and the best that this server gives its callers is {least} (a lower number "
-                "is sooner): ask for that or a higher number, or leave it out; --priority-min sets it",
+                f"priority is {priority}, and the lowest number that this server allows is {least} (lower is sooner): "
+                f"send {least} or a higher number, or leave it out; --priority-min sets the limit",
                 param="priority",
             )
 
@@ -127,15 +164,24 @@ ANYBODY = Caller()
 
 
 def check_model(rules: AccessRules, asked: str | None, served: Iterable[str]) -> None:
-    """Raises InvalidRequest where none is asked for, and one has to be."""
+    """Check that the request names a model if it must.
+
+    Args:
+        rules: access rules of the operator.
+        asked: model name in the request. None: none.
+        served: names for the error message.
+
+    Raises:
+        InvalidRequest: the request must name a model, and names none.
+    """
     if asked is None and rules.model_is_required:
         raise InvalidRequest(
-            f"the request names no model, and here it has to: served are {', '.join(served)}", param="model"
+            f"the request names no model, and this server needs one: served are {', '.join(served)}", param="model"
         )
 
 
 def _framed(part: str | None) -> bytes:
-    """So that no two pairs of parts look alike."""
+    """Encode a part so that different pairs of parts never have equal concatenations."""
     if part is None:
         return b"\x00"
     encoded = part.encode("utf-8", "surrogatepass")
@@ -143,17 +189,32 @@ def _framed(part: str | None) -> bytes:
 
 
 def check_is_admin(caller: Caller, message: str) -> None:
-    """Raises Refusal (403) for an owner of some requests only. message: what is the admin's, in a sentence."""
+    """Check that the caller sees the requests of all owners.
+
+    Args:
+        caller: sender of the request.
+        message: sentence for the error.
+
+    Raises:
+        Refusal: the caller has an ordinary key or a gateway's key (403).
+    """
     if caller.owner is not None:
         raise refusal("not_admin", message)
 
 
 def check_may_operate(caller: Caller) -> None:
-    """Raise Refusal (403) for a caller without a key, where a stranger may be one."""
+    """Check that the caller may operate the server.
+
+    Args:
+        caller: sender of the request.
+
+    Raises:
+        Refusal: the caller has no key, and other machines reach the server (403).
+    """
     if not caller.may_operate:
         raise refusal(
             "operator_routes_off",
-            "this is for the operator of the server, and it is off: other machines reach the server, and "
-            "no API key says who asks. Start it with --api-key and --admin-api-key, or with "
+            "this path is for the operator of the server, and it is off: other machines reach the server, and "
+            "there are no API keys. Start the server with --api-key and --admin-api-key, or with "
             "--allow-operator-without-key if everybody who reaches it may operate it",
         )

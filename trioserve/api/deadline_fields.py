@@ -1,4 +1,4 @@
-"""A request's deadlines, as fields of its body or as headers; the body goes first."""
+"""Reads the deadlines of a request from its body or its headers. The body takes precedence."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ HEADERS = {
     Deadline.FIRST_TOKEN: "X-TTFT-Timeout",
     Deadline.TOTAL: "X-Request-Timeout",
 }
-_NAMES = tuple((deadline.value, header) for deadline, header in HEADERS.items())  # an enum's value is slow to come by
+_NAMES = tuple((deadline.value, header) for deadline, header in HEADERS.items())  # reading an enum's value is slow
 
 
 class HasDeadlines(Protocol):
-    """A body that may hold them, in seconds."""
+    """A body that may have deadlines, in seconds."""
 
     @property
     def queue_timeout(self) -> float | None: ...
@@ -30,7 +30,15 @@ class HasDeadlines(Protocol):
 
 
 def deadlines_of(body: HasDeadlines, headers: Headers) -> Deadlines:
-    """Raises InvalidRequest that names the field or the header."""
+    """Read the deadlines of a request.
+
+    Args:
+        body: body of the request.
+        headers: header fields of the request.
+
+    Raises:
+        InvalidRequest: a value is not valid. The error names the field or the header.
+    """
     values: dict[str, float | None] = {}
     for name, header in _NAMES:
         value: float | None = getattr(body, name)

@@ -1,4 +1,4 @@
-"""What a method on a path takes and gives, as a value. Each API has a table of them, beside its handlers."""
+"""Descriptions of API operations, from which the OpenAPI document is made. Each API has a table beside its handlers."""
 
 from __future__ import annotations
 
@@ -14,15 +14,26 @@ __all__ = ["GENERATES", "READS_BODY", "DescribedOperation"]
 
 
 class DescribedOperation(msgspec.Struct, frozen=True, kw_only=True):
-    """What a method on a path takes and gives.
+    """Description of one method on a path: its input and its output.
 
-    response: type of the JSON with status 200, or the media type of what is no JSON. event: the type of a stream's
-    events when the body has `"stream": true`; named_events: the types of those of such a stream where each event has a
-    name; kinds: the types of those of a stream that is the whole response; line: the type of the lines of a stream that
-    comes unless the body has `"stream": false`. errors: statuses that come with an `error`.
-    ranges: of the numbers of the body, by field, or by "Type.field" of a type inside of it. refused: its fields that
-    must be empty, and why. body_media: media type of the body. path_parameter: what it is. query: what each parameter
-    means, and its schema.
+    Attributes:
+        summary: one line.
+        response: type of the JSON with status 200, or the media type of a response that is not JSON.
+        description: further sentences.
+        body: type of the request's body. None: no body.
+        body_media: media type of the request's body.
+        event: type of a stream's events if the body has `"stream": true`.
+        named_events: types of a stream's events if the body has `"stream": true` and each event has a name.
+        kinds: types of the events of a response that is always a stream.
+        line: type of the lines of a stream, which is sent unless the body has `"stream": false`.
+        errors: statuses of responses with an error.
+        error: type of an error.
+        ranges: allowed numbers, by field of the body, or by "Type.field" for a type inside the body.
+        refused: fields of the body that must be empty, with the reason.
+        not_ready: type of the response with status 503, if it is not an error.
+        path_parameter: meaning of the parameter in the path.
+        query: meaning and schema of each query parameter.
+        takes_deadlines: True: the operation reads the deadline headers.
     """
 
     summary: str
@@ -46,4 +57,4 @@ class DescribedOperation(msgspec.Struct, frozen=True, kw_only=True):
 
 READS_BODY = (400, 408, 413, 415, 429, 503)
 GENERATES = (*READS_BODY, 404, 500, 504)
-"""Statuses of errors that come from any operation with a body, and from any that asks the engine."""
+"""Error statuses of all operations that use the engine. READS_BODY has those of all operations with a body."""

@@ -1,4 +1,4 @@
-"""One request to a server with an engine, whatever that makes: what operators and routers ask is the same of all."""
+"""Context of one request to a server with an engine, for operators' and routers' routes of every kind of engine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PauseMode = Literal["abort", "wait", "keep", "retract"]
 
 
 class ServedEngine(Protocol):
-    """What is asked of every engine, as Engine has it."""
+    """Part of Engine that every kind of engine has."""
 
     @property
     def metrics(self) -> Metrics: ...
@@ -75,8 +75,18 @@ class ServedEngine(Protocol):
 
 
 class EngineContext(Responder):
-    """rules: what the operator has decided. routers_heard: which routers ask for its load. tenant_header: whose values
-    tell tenants apart. priority_least: no request of this one runs with a better priority, whatever its body says."""
+    """Context of one request to a server with an engine of any kind.
+
+    Args:
+        exchange: the request, and the way to its client.
+        clock_and_ids: the time of day, and new ids.
+        rules: access rules of the operator.
+        routers_heard: routers that ask for the engine's load.
+        tenant_header: name of the header that names the tenant.
+
+    Attributes:
+        priority_least: lower bound for the priority number of the engine requests. A lower number runs sooner.
+    """
 
     engine: ServedEngine
 
@@ -96,31 +106,55 @@ class EngineContext(Responder):
         self._tenant_header = tenant_header
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        """Have the engine pause. clear_cache: nothing to do where there is no KV."""
+        """Pause the engine.
+
+        Args:
+            mode: how to treat running requests.
+            clear_cache: True: empty the prefix cache too. Ignored by engines without KV cache.
+
+        Raises:
+            InvalidRequest: the engine has no KV cache, and the mode is "retract".
+        """
         if mode == "retract":
-            raise InvalidRequest("mode is retract, and there is no KV that could be given back: it pauses in_place")
+            raise InvalidRequest("mode is retract, but this engine has no KV cache to free: send in_place")
         await self.engine.pause_generation(mode)
 
     async def body(self, kind: type[Body]) -> Body:
-        """The request's JSON, checked. Raises InvalidRequest, BodyTooLarge, BodyTimeout."""
+        """Read and decode the request's JSON body.
+
+        Args:
+            kind: type of the body.
+
+        Raises:
+            InvalidRequest: the body is not JSON of this type.
+            BodyTooLarge: the body is too large.
+            BodyTimeout: the body arrives too slowly.
+        """
         ignored: list[str] = []
         body = decode_body(await self.exchange.body(), kind, ignored=ignored)
         if ignored:
             self.ignored_fields = tuple(ignored)
             self.engine.metrics.ignored_request_fields_total.inc(len(ignored))
-        is_streamed = getattr(body, "is_streamed", getattr(body, "stream", None))  # Ollama's bodies have the first
+        is_streamed = getattr(body, "is_streamed", getattr(body, "stream", None))  # Ollama's bodies have is_streamed
         if not is_streamed:
             self.exchange.fill_silence()
         return body
 
     @property
     def served_names(self) -> tuple[str, ...]:
-        """What a request may call the model."""
+        """Names under which a request may ask for the model."""
         raise NotImplementedError
 
     def model_name(self, asked: str | None) -> str:
-        """The name to answer with: the one asked for, or else the first that is served. Raises UnknownModel, and
-        InvalidRequest where one has to be named."""
+        """Choose the model name of the response.
+
+        Args:
+            asked: model name in the request. None: the first served name.
+
+        Raises:
+            UnknownModel: this server does not serve the model.
+            InvalidRequest: the request must name a model, and names none.
+        """
         served = self.served_names
         check_model(self.rules, asked, served)
         if asked is None:
@@ -133,12 +167,12 @@ class EngineContext(Responder):
 
     @property
     def store_trouble(self) -> str | None:
-        """Why the store's disk takes nothing; None: it takes all, or there is no store."""
+        """Reason why the store's disk refuses writes. None if it works, or if there is no store."""
         return None
 
     @property
     def named_tenant(self) -> str | None:
-        """Whose this is, as the request says; what that counts for, the caller tells."""
+        """Tenant that the request's header names. The caller decides whether the name counts."""
         return self.exchange.headers.get(self._tenant_header)
 
     def begin_heartbeat(self) -> Heartbeat | None:
@@ -146,8 +180,10 @@ class EngineContext(Responder):
 
     @property
     def keep_alive(self) -> KeepAlive:
-        """A comment, which clients skip: proxies see that the connection lives, and a client that has vanished is
-        noticed by what it does not take."""
+        """Keep-alive comments for an event stream, which clients skip.
+
+        A comment shows proxies that the connection is alive. If a client has vanished, sending a comment fails.
+        """
         return self.keep_alive_with(KEEP_ALIVE)
 
     def keep_alive_with(self, comment: bytes) -> KeepAlive:
@@ -162,16 +198,17 @@ class EngineContext(Responder):
     ) -> None:
         """Send the head of a streamed response when the request leaves the queue, or earlier if that takes long.
 
-        The head fixes the status. So it waits for the queue as long as silence is allowed, and comments follow it. A
-        router that asks for heartbeats gets those instead: it may still send the request elsewhere.
+        The head fixes the status. So it waits for the queue until silence has lasted `keep_alive_seconds`. After that
+        the head goes out, and comments follow it. A router that asks for heartbeats gets heartbeats instead, since the
+        router may still retry the request at another endpoint.
 
         Args:
             wait: returns when the request runs. May be called again after it was cancelled.
             start: sends the head. Called once.
-            comment: what its reader skips.
+            comment: bytes that the reader skips.
 
         Raises:
-            TrioserveError: what `wait` raises.
+            TrioserveError: raised by `wait`.
         """
         while True:
             with trio.move_on_after(self.rules.keep_alive_seconds):

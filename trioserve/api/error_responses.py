@@ -1,4 +1,4 @@
-"""The table of all error codes, and errors as responses in OpenAI's shape: status, body and headers."""
+"""Table of all error codes, and errors as HTTP responses in OpenAI's format: status, body and headers."""
 
 from __future__ import annotations
 
@@ -50,14 +50,23 @@ __all__ = [
 ]
 
 REASON_HEADER = "x-trioserve-reason"
-"""On every refusal: one word for programs, where the message is a sentence for people."""
+"""Header of every refusal: one word for programs. The message is a sentence for people."""
 
 
-MESSAGE_CHARACTERS_MAX = 2000  # messages repeat what came, and that may be megabytes
+MESSAGE_CHARACTERS_MAX = 2000  # messages repeat input, which may have megabytes
 
 
 class ErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """One error as clients see it. `type` and `code` are OpenAI's where it has them. A long message is cut."""
+    """One error as clients see it. `type` and `code` are OpenAI's where OpenAI has them.
+
+    Attributes:
+        status: HTTP status.
+        type: class of the error.
+        code: a key of TABLE. None: a request with an invalid field.
+        message: a sentence for people. A long message is cut.
+        param: field or header with the fault. None: no single one.
+        headers: further header fields of the response.
+    """
 
     status: int
     type: str
@@ -72,7 +81,7 @@ class ErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def placed_message(self) -> str:
-        """The message with the place in it, for an API that has no field for that."""
+        """Message with the faulty field's name, for an API whose errors have no field `param`."""
         if self.param is None or self.message.startswith(self.param):
             return self.message
         return f"{self.param}: {self.message}"
@@ -82,7 +91,11 @@ class ErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Refusal(TrioserveError):
-    """An error that only HTTP knows: no such path, wrong key, a response that somebody else ended."""
+    """An error that exists only in HTTP, such as an unknown path or a wrong key.
+
+    Args:
+        response: the error as clients see it.
+    """
 
     def __init__(self, response: ErrorResponse) -> None:
         super().__init__(response.message)
@@ -90,10 +103,14 @@ class Refusal(TrioserveError):
 
 
 class HandedOver(TrioserveError):
-    """No error: another server goes on with the response. kv_transfer: how it gets the KV; None: it computes."""
+    """Signal, not an error: another server continues the response.
+
+    Args:
+        kv_transfer: how the other server reads the KV. None: it recomputes the KV.
+    """
 
     def __init__(self, kv_transfer: KVTransferParams | None) -> None:
-        super().__init__("the request was given away: another server goes on with its response")
+        super().__init__("the request was handed over: another server continues its response")
         self.kv_transfer = kv_transfer
 
 
@@ -103,10 +120,10 @@ _UNAVAILABLE = "service_unavailable_error"
 
 
 class ErrorKind(NamedTuple):
-    """What is the same for all errors with one code.
+    """Properties that all errors with one code share.
 
-    Args:
-        status: of the response. None: the code stands in the body of a response, or has the status of an endpoint.
+    Attributes:
+        status: HTTP status. None: the code appears inside a body, or the status is that of an endpoint.
         type: OpenAI's `type`. None: it follows from the endpoints' status, or the object has no type.
         when: what happened, without a full stop.
         advice: what the client or the operator can do.
@@ -120,7 +137,7 @@ class ErrorKind(NamedTuple):
 
 TABLE: dict[str | None, ErrorKind] = {
     # --- the request ---
-    None: ErrorKind(400, _CALLER, "the request cannot be served as it stands", "mend the field that `param` names"),
+    None: ErrorKind(400, _CALLER, "the request is invalid", "correct the field that `param` names"),
     "context_length_exceeded": ErrorKind(
         400, _CALLER, "prompt, or prompt and response together, exceed the model's context", "send less"
     ),
@@ -128,7 +145,7 @@ TABLE: dict[str | None, ErrorKind] = {
         400, _CALLER, "`thread` of Anthropic's API: no conversation is kept", "send all messages"
     ),
     "invalid_api_key": ErrorKind(
-        401, _CALLER, "no API key came, or a wrong one; in a batch: its key is gone", "send a key of the server"
+        401, _CALLER, "the API key is missing or wrong; in a batch: its key was removed", "send a key of the server"
     ),
     "not_admin": ErrorKind(403, _CALLER, "only the admin's key may do this", "send the key of `--admin-api-key`"),
     "operator_routes_off": ErrorKind(
@@ -137,152 +154,162 @@ TABLE: dict[str | None, ErrorKind] = {
     "other_site": ErrorKind(
         403,
         _CALLER,
-        "a web page of another site asks, and there are no keys",
-        "name it in `--cors-origin`, or set keys",
+        "a web page of another site sent the request, and there are no keys",
+        "add the site to `--cors-origin`, or set keys",
     ),
     "unknown_host": ErrorKind(
-        403, _CALLER, "the Host header has a name that the server does not know", "name it in `--allowed-host`"
+        403, _CALLER, "the Host header has a name that the server does not know", "add the name to `--allowed-host`"
     ),
-    # --- the path, and what it names ---
-    "not_found": ErrorKind(404, _CALLER, "there is nothing at this path, or with this id", "see the message"),
+    # --- the path, and the object that it names ---
+    "not_found": ErrorKind(404, _CALLER, "the path or the id does not exist", "see the message"),
     "other_path": ErrorKind(
-        404, _CALLER, "vLLM, SGLang or Ollama do it there, and this server in another way", "do what the message says"
+        404, _CALLER, "a path of vLLM, SGLang or Ollama that has another name here", "do what the message says"
     ),
     "makes_pictures": ErrorKind(
-        404, _CALLER, "the model makes pictures, and texts were asked for", "ask another server"
+        404, _CALLER, "the model generates images, and the path is for text", "ask another server"
     ),
-    "makes_texts": ErrorKind(404, _CALLER, "the model makes texts, and pictures were asked for", "ask another server"),
-    "model_not_found": ErrorKind(404, _CALLER, "no such model or adapter is served", "ask for one of `/v1/models`"),
+    "makes_texts": ErrorKind(
+        404, _CALLER, "the model generates text, and the path is for images", "ask another server"
+    ),
+    "model_not_found": ErrorKind(404, _CALLER, "the server has no such model or adapter", "use one of `/v1/models`"),
     "adapters_fixed": ErrorKind(
         404, _CALLER, "the server loads no adapters while it runs", "start it with `--allow-runtime-lora-updating`"
     ),
-    "kv_events_off": ErrorKind(
-        404, _CALLER, "the server does not tell which blocks it has", "start it with `--kv-events`"
-    ),
-    "request_not_found": ErrorKind(404, _CALLER, "no request of yours with this id runs", "take `X-Request-Id`"),
+    "kv_events_off": ErrorKind(404, _CALLER, "the server does not report its KV blocks", "start it with `--kv-events`"),
+    "request_not_found": ErrorKind(404, _CALLER, "none of your running requests has this id", "use `X-Request-Id`"),
     "file_not_found": ErrorKind(404, _CALLER, "there is no such file, or it is not yours", "upload it again"),
     "batch_not_found": ErrorKind(404, _CALLER, "there is no such batch, or it is not yours", "list the batches"),
-    "response_not_found": ErrorKind(404, _CALLER, "the response is not stored, or not any more", "ask again"),
+    "response_not_found": ErrorKind(404, _CALLER, "the response is not stored, or was deleted", "repeat the request"),
     "previous_response_not_found": ErrorKind(
-        404, _CALLER, "`previous_response_id` is not stored, or not any more", "send its items in `input`"
+        404, _CALLER, "`previous_response_id` is not stored, or was deleted", "send its items in `input`"
     ),
     "item_not_found": ErrorKind(404, _CALLER, "an item that `input` refers to is not stored", "send the item itself"),
-    "stream_not_found": ErrorKind(404, _CALLER, "no stream of yours with this name is kept", "repeat the request"),
-    "endpoint_not_found": ErrorKind(404, _CALLER, "the router has no such endpoint", "take one of `/endpoints`"),
-    "method_not_allowed": ErrorKind(405, _CALLER, "the path does not take this method", "take one of `Allow`"),
-    # --- the state of what it names ---
+    "stream_not_found": ErrorKind(
+        404, _CALLER, "the server keeps no stream of yours with this name", "repeat the request"
+    ),
+    "endpoint_not_found": ErrorKind(404, _CALLER, "the router has no such endpoint", "use one of `/endpoints`"),
+    "method_not_allowed": ErrorKind(405, _CALLER, "the path does not accept this method", "use one of `Allow`"),
+    # --- the state of the object that the path names ---
     "body_timeout": ErrorKind(
         408, _CALLER, "the body fell behind its pace, or took longer than `--body-timeout`", "send it faster"
     ),
-    "file_in_use": ErrorKind(409, _CALLER, "a batch that has not ended uses the file", "wait, or cancel the batch"),
+    "file_in_use": ErrorKind(409, _CALLER, "a running batch uses the file", "wait, or cancel the batch"),
     "no_hand_over": ErrorKind(
-        409, _CALLER, "the request cannot be given away", "ask for it with `X-Trioserve-Resumable`"
+        409, _CALLER, "the request cannot be handed over", "send requests with `X-Trioserve-Resumable`"
     ),
-    "no_thought": ErrorKind(409, _CALLER, "the request has no reasoning that could end", "leave it as it is"),
+    "no_thought": ErrorKind(409, _CALLER, "the request has no reasoning that could be ended", "nothing"),
     "resume_mismatch": ErrorKind(
-        409, _CALLER, "a response cannot be resumed here: its prompt is another one now", "ask without `resume`"
+        409, _CALLER, "the response cannot be resumed here: its prompt has changed", "send no `resume`"
     ),
-    "stream_exists": ErrorKind(409, _CALLER, "a stream with this name still runs", "read it, or take another name"),
-    "stream_is_read": ErrorKind(409, _CALLER, "another router reads the stream", "leave it to that router"),
-    "stream_not_begun": ErrorKind(409, _CALLER, "the stream waits for its turn", "ask a little later"),
+    "stream_exists": ErrorKind(409, _CALLER, "a stream with this name still runs", "read it, or choose another name"),
+    "stream_is_read": ErrorKind(409, _CALLER, "another router reads the stream", "do not read it"),
+    "stream_not_begun": ErrorKind(409, _CALLER, "the stream is still queued", "try again a little later"),
     "stream_taken_over": ErrorKind(409, _CALLER, "another reader has taken over the stream", "end one of the readers"),
-    "events_gone": ErrorKind(
-        410, _CALLER, "the events that were asked for are not kept any more", "repeat the request"
-    ),
+    "events_gone": ErrorKind(410, _CALLER, "the requested events are no longer kept", "repeat the request"),
     "body_too_large": ErrorKind(413, _CALLER, "the body is larger than `--max-body-bytes`", "send less"),
     "not_json": ErrorKind(
-        415, _CALLER, "an operator's path, and the body does not say that it is JSON", "send `Content-Type`"
+        415, _CALLER, "the path is for operators, and the body is not declared as JSON", "send `Content-Type`"
     ),
     "unsupported_content_encoding": ErrorKind(
-        415, _CALLER, "the body is compressed in another way than gzip or deflate", "take one of `Accept-Encoding`"
+        415, _CALLER, "the body's compression is neither gzip nor deflate", "use one of `Accept-Encoding`"
     ),
-    # --- the server, for now ---
+    # --- the server's state ---
     "overloaded": ErrorKind(
-        429, "rate_limit_error", "a bound was reached; `X-Trioserve-Reason` says which", "wait for `Retry-After`"
+        429, "rate_limit_error", "a limit was reached; `X-Trioserve-Reason` names it", "wait for `Retry-After`"
     ),
-    "draining": ErrorKind(503, _UNAVAILABLE, "the server is leaving", "ask another one"),
+    "draining": ErrorKind(503, _UNAVAILABLE, "the server is shutting down", "ask another server"),
     "no_endpoint": ErrorKind(503, _UNAVAILABLE, "no endpoint serves the model now", "wait for `Retry-After`"),
-    "step_overdue": ErrorKind(503, _UNAVAILABLE, "a step of the engine hangs", "ask another one"),
-    "engine_reopening": ErrorKind(503, _UNAVAILABLE, "the engine broke and is opened again", "wait for `Retry-After`"),
-    "no_store": ErrorKind(503, _UNAVAILABLE, "the server stores nothing", "ask one with a store"),
+    "step_overdue": ErrorKind(503, _UNAVAILABLE, "a step of the engine hangs", "ask another server"),
+    "engine_reopening": ErrorKind(503, _UNAVAILABLE, "the engine failed and is restarting", "wait for `Retry-After`"),
+    "no_store": ErrorKind(503, _UNAVAILABLE, "the server has no store", "ask a server with a store"),
     "no_background": ErrorKind(
-        503, _UNAVAILABLE, "the server takes no background responses, or is leaving", "send `background=false`"
+        503, _UNAVAILABLE, "the server accepts no background responses, or is shutting down", "send `background=false`"
     ),
     "endpoint_lost": ErrorKind(
-        503, _SERVER, "a router lost the endpoint, and no other took the request in time", "wait for `Retry-After`"
+        503, _SERVER, "a router lost the endpoint, and no other endpoint was free in time", "wait for `Retry-After`"
     ),
-    "request_aborted": ErrorKind(503, _SERVER, "somebody aborted the request by its id", "ask again"),
-    "server_stopping": ErrorKind(503, _SERVER, "the server ended the request when it left", "resume it elsewhere"),
+    "request_aborted": ErrorKind(503, _SERVER, "the request was aborted by its id", "repeat the request"),
+    "server_stopping": ErrorKind(
+        503, _SERVER, "the server ended the request at its shutdown", "resume it at another server"
+    ),
     "paused": ErrorKind(
-        503, _SERVER, "the engine was paused, and running requests were ended", "ask again, or resume it"
+        503, _SERVER, "the engine was paused, and running requests were ended", "repeat or resume the request"
     ),
     "weights_replaced": ErrorKind(
-        503, _SERVER, "the weights were replaced, and running requests were ended", "ask again, or resume it"
+        503, _SERVER, "the weights were replaced, and running requests were ended", "repeat or resume the request"
     ),
-    "adapter_unloaded": ErrorKind(503, _SERVER, "the adapter was unloaded while it was in use", "ask for another one"),
+    "adapter_unloaded": ErrorKind(
+        503, _SERVER, "the adapter was unloaded while the request used it", "use another one"
+    ),
     "stream_ended": ErrorKind(
         503, _SERVER, "the stream was ended before its response was complete", "repeat the request"
     ),
     "stream_buffer_full": ErrorKind(
-        503, _SERVER, "nobody reads the stream, and there is no room for more events", "repeat the request, and read"
+        503, _SERVER, "no client reads the stream, and its buffer is full", "repeat the request, and read the stream"
     ),
-    "queue_timeout": ErrorKind(504, _SERVER, "the request did not run in time", "wait for `Retry-After`"),
-    "ttft_timeout": ErrorKind(504, _SERVER, "the first token did not come in time", "wait for `Retry-After`"),
-    "timeout": ErrorKind(504, _SERVER, "the response was not complete in time", "ask for less, or give it longer"),
+    "queue_timeout": ErrorKind(504, _SERVER, "the request did not leave the queue in time", "wait for `Retry-After`"),
+    "ttft_timeout": ErrorKind(504, _SERVER, "the first token was not ready in time", "wait for `Retry-After`"),
+    "timeout": ErrorKind(504, _SERVER, "the response was not complete in time", "ask for less, or allow more time"),
     "deadline_exceeded": ErrorKind(
-        504, _SERVER, "a deadline passed, and it is not known which", "ask for less, or give it longer"
+        504, _SERVER, "a deadline passed; which one is unknown", "ask for less, or allow more time"
     ),
     # --- a fault ---
     "internal_error": ErrorKind(500, _SERVER, "a bug of the server", "report it, with the server's log"),
-    "request_failed": ErrorKind(500, _SERVER, "this request failed, and others did not", "change it"),
+    "request_failed": ErrorKind(500, _SERVER, "this request failed; other requests did not", "change the request"),
     "engine_fault": ErrorKind(500, _SERVER, "the engine failed", "ask another server"),
-    "store_fault": ErrorKind(500, _SERVER, "the disk of `--data-dir` failed", "see to the disk"),
+    "store_fault": ErrorKind(500, _SERVER, "the disk of `--data-dir` failed", "check the disk"),
     "weights_lost": ErrorKind(
-        500, _SERVER, "an update of the weights failed; the message says which are there", "update them again"
+        500, _SERVER, "an update of the weights failed; the message says how far it got", "update them again"
     ),
     "not_supported": ErrorKind(
-        501, _CALLER, "a router whose endpoints cannot tell callers apart lists nothing", "ask by id"
+        501, _CALLER, "a router cannot list requests if its endpoints do not know the callers", "ask by id"
     ),
     "request_poisoned": ErrorKind(
-        502, _SERVER, "endpoint after endpoint, or engine after engine, broke on this request", "do not send it again"
+        502, _SERVER, "several endpoints or engines failed on this request", "do not send it again"
     ),
     "store_full": ErrorKind(
-        507, _SERVER, "what is stored reached `--store-max-bytes` or `--store-max-objects`", "delete some"
+        507, _SERVER, "the store reached `--store-max-bytes` or `--store-max-objects`", "delete stored objects"
     ),
     # --- without a status of their own ---
     "adapter_failed": ErrorKind(
-        None, None, "no endpoint of the router did it; the status is theirs, or 502", "see `data`"
+        None, None, "all endpoints of the router failed; the status is theirs, or 502", "see `data`"
     ),
     "adapter_failed_in_part": ErrorKind(
-        None, None, "some endpoints did it, and stay so; the status is 502", "see `data`, and ask the rest"
+        None, None, "some endpoints succeeded and some failed; the status is 502", "see `data`, and retry the rest"
     ),
     "rate_limit_exceeded": ErrorKind(
-        None, None, "in a failed response: OpenAI's name for `overloaded`", "ask again later"
+        None, None, "in a failed response: OpenAI's name for `overloaded`", "try again later"
     ),
-    "invalid_prompt": ErrorKind(None, None, "in a failed response: the request could not be served", "mend it"),
-    "server_error": ErrorKind(None, None, "in a failed response: the server failed or was restarted", "ask again"),
+    "invalid_prompt": ErrorKind(None, None, "in a failed response: the request is invalid", "correct it"),
+    "server_error": ErrorKind(None, None, "in a failed response: the server failed or was restarted", "repeat it"),
     "input_file_gone": ErrorKind(None, None, "in a batch: its input was deleted", "upload it again"),
-    "file_gone": ErrorKind(None, None, "in a batch: one of its files was deleted", "make the batch again"),
-    "too_many_lines": ErrorKind(None, None, "in a batch: the input has too many lines", "make several batches"),
+    "file_gone": ErrorKind(None, None, "in a batch: one of its files was deleted", "create the batch again"),
+    "too_many_lines": ErrorKind(None, None, "in a batch: the input has too many lines", "create several batches"),
     "empty_file": ErrorKind(None, None, "in a batch: the input has no line", "send one request per line"),
-    "line_too_long": ErrorKind(None, None, "in a batch's line: it has too many bytes", "send less"),
-    "invalid_json_line": ErrorKind(None, None, "in a batch's line: it is no request of a batch", "mend the line"),
+    "line_too_long": ErrorKind(None, None, "in a batch's line: the line has too many bytes", "send less"),
+    "invalid_json_line": ErrorKind(
+        None, None, "in a batch's line: the line is not a valid request", "correct the line"
+    ),
     "invalid_custom_id": ErrorKind(None, None, "in a batch's line: `custom_id` is empty or too long", "shorten it"),
     "duplicate_custom_id": ErrorKind(
-        None, None, "in a batch's line: `custom_id` is that of an earlier line", "take another one"
+        None, None, "in a batch's line: an earlier line has the same `custom_id`", "use another one"
     ),
     "invalid_method": ErrorKind(None, None, "in a batch's line: `method` is not POST", "send POST"),
-    "mismatched_url": ErrorKind(None, None, "in a batch's line: `url` is not the batch's endpoint", "send that one"),
+    "mismatched_url": ErrorKind(None, None, "in a batch's line: `url` is not the batch's endpoint", "use the endpoint"),
     "stream_not_supported": ErrorKind(None, None, "in a batch's line: `stream` is set", "leave it out"),
     "background_not_supported": ErrorKind(None, None, "in a batch's line: `background` is set", "leave it out"),
     "response_too_large": ErrorKind(None, None, "in a batch's line: its response has too many bytes", "ask for less"),
-    "result_not_kept": ErrorKind(None, None, "in a batch's line: there was no room for its response", "delete some"),
-    "batch_cancelled": ErrorKind(None, None, "in a batch's line: the batch was cancelled before it", "ask again"),
-    "batch_expired": ErrorKind(None, None, "in a batch's line: the batch's time was over before it", "ask again"),
+    "result_not_kept": ErrorKind(
+        None, None, "in a batch's line: its response did not fit into the store", "delete objects"
+    ),
+    "batch_cancelled": ErrorKind(
+        None, None, "in a batch's line: the batch was cancelled before the line ran", "repeat it"
+    ),
+    "batch_expired": ErrorKind(None, None, "in a batch's line: the batch expired before the line ran", "repeat it"),
 }
-"""Every code that the server answers with. docs/http-api.md has the same rows, as docs/site/tables.py prints them."""
+"""All error codes of the server. docs/site/tables.py prints them as a table for docs/http-api.md."""
 
-# The first row whose class fits counts, so a class stands above those it inherits from.
+# The first row with a matching class counts, so each class is listed before its base classes.
 _CODES: tuple[tuple[type[TrioserveError], str | None], ...] = (
     (BodyTooLarge, "body_too_large"),
     (BodyTimeout, "body_timeout"),
@@ -307,9 +334,9 @@ _CODES: tuple[tuple[type[TrioserveError], str | None], ...] = (
     (EngineFault, "engine_fault"),
 )
 
-INTERNAL_MESSAGE = "the server failed on this request; its log has more under the request's id"
-ENDPOINT_RETRY_SECONDS = 1  # another endpoint may have room by then
-DEADLINE_RETRY_SECONDS = 5  # time ran out here, not for good: the same request may well make it a little later
+INTERNAL_MESSAGE = "the server failed on this request; search its log for the request's id"
+ENDPOINT_RETRY_SECONDS = 1  # another endpoint may have free capacity by then
+DEADLINE_RETRY_SECONDS = 5  # the same request may succeed a little later
 
 
 def coded_response(
@@ -325,8 +352,9 @@ def coded_response(
     Args:
         code: a key of TABLE.
         message: what was received, what is allowed, what to do.
-        reason: for the header that programs read. Default: the code.
-        headers: further ones.
+        param: field or header with the fault. None: no single one.
+        reason: value of the header X-Trioserve-Reason. None: the code.
+        headers: further header fields.
     """
     kind = TABLE[code]
     assert kind.status is not None, f"{code} has no status of its own"
@@ -343,12 +371,23 @@ def coded_response(
 
 
 def refusal(code: str, message: str, *, param: str | None = None, headers: tuple[tuple[str, str], ...] = ()) -> Refusal:
-    """Make the error to raise for a code of TABLE. See coded_response."""
+    """Make the error to raise for a code of TABLE.
+
+    Args:
+        code: a key of TABLE.
+        message: what was received, what is allowed, what to do.
+        param: field or header with the fault. None: no single one.
+        headers: further header fields.
+    """
     return Refusal(coded_response(code, message, param=param, headers=headers))
 
 
 def error_response(error: Exception) -> ErrorResponse:
-    """Describe an error to the client. An error that nobody raised on purpose keeps its text to itself."""
+    """Describe an error to the client.
+
+    Args:
+        error: any exception. The client sees the text only of this project's own errors.
+    """
     if isinstance(error, Refusal):
         return error.response
     row = next((row for row in _CODES if isinstance(error, row[0])), None)
@@ -374,7 +413,12 @@ def _param(error: Exception) -> str | None:
 
 
 def deadline_refusal(deadline: Deadline, message: str) -> Refusal:
-    """Make the error of a request whose time is over."""
+    """Make the error of a request whose deadline passed.
+
+    Args:
+        deadline: the deadline that passed.
+        message: sentence for people.
+    """
     return refusal(deadline.value, message, headers=(("retry-after", str(DEADLINE_RETRY_SECONDS)),))
 
 
@@ -388,11 +432,19 @@ _ENDED = {
 
 
 def foreign_end(delta: Delta) -> TrioserveError | None:
-    """The error to raise if another's hand ended this choice: clients know only the finish reasons "stop" and "length",
-    and half a response must not look like a whole one."""
+    """Find the error to raise for a choice that was ended by an abort, a deadline, a fault or a hand-over.
+
+    Clients know only the finish reasons "stop" and "length". A partial response must not look complete.
+
+    Args:
+        delta: last delta of a choice.
+
+    Returns:
+        The error, or None if the model or a limit of the request ended the choice.
+    """
     if delta.finish_reason is FinishReason.ERROR:
         kind = RequestPoisoned if delta.stop_reason == REQUEST_POISONED else RequestFailed
-        return kind(delta.message or "the engine could not go on with this request")
+        return kind(delta.message or "the engine could not continue this request")
     if delta.finish_reason is FinishReason.HANDED_OVER:
         return HandedOver(delta.kv_transfer)
     if delta.finish_reason not in _ENDED:

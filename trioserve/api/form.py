@@ -1,4 +1,4 @@
-"""A body of multipart/form-data (RFC 7578), taken apart within bounds. Pure; runs in a thread for what is large."""
+"""Parser of multipart/form-data bodies (RFC 7578), with bounds. For large bodies, callers run it in a thread."""
 
 from __future__ import annotations
 
@@ -22,28 +22,46 @@ __all__ = [
     "twice",
 ]
 
-INLINE_BYTES_MAX = 65_536  # taking apart a form of this size costs less than going to a thread
+INLINE_BYTES_MAX = 65_536  # up to this size, parsing costs less than a switch to a thread
 PARTS_MAX = 64
-FIELD_BYTES_MAX = 4096  # of any but a file, unless it is said otherwise
+FIELD_BYTES_MAX = 4096  # default limit of a text field
 BOUNDARY = re.compile(r"[0-9a-zA-Z'()+_,\-./:=? ]{0,69}[0-9a-zA-Z'()+_,\-./:=?]")  # RFC 2046, 5.1.1
 
 
 class FormFile(msgspec.Struct, frozen=True):
-    """filename: as its client calls it; None: it says nothing."""
+    """A file in a form.
+
+    Attributes:
+        content: bytes of the file.
+        filename: name that the client gives. None: no name.
+    """
 
     content: bytes
     filename: str | None
 
 
 class Form(msgspec.Struct, frozen=True):
-    """What came, by the name of the part. Bytes of a text that are no UTF-8 are replaced."""
+    """Parts of a form, by name.
+
+    Attributes:
+        texts: text fields. Bytes that are not UTF-8 are replaced.
+        files: files.
+    """
 
     texts: dict[str, str]
     files: dict[str, FormFile]
 
 
 class FormPart(msgspec.Struct, frozen=True):
-    """One part of a body. begin: where the line of its boundary begins there; end: where the next one does."""
+    """One part of a body.
+
+    Attributes:
+        name: name of the part.
+        filename: name of its file. None: no name.
+        content: bytes of the part.
+        begin: offset in the body of the part's boundary line.
+        end: offset in the body of the next boundary line.
+    """
 
     name: str
     filename: str | None
@@ -55,7 +73,17 @@ class FormPart(msgspec.Struct, frozen=True):
 def parsed_form(
     body: bytes, content_type: str | None, *, files: Collection[str], field_bytes_max: int = FIELD_BYTES_MAX
 ) -> Form:
-    """files: names of the parts that are files, and may be long. Raises InvalidRequest, naming the field."""
+    """Parse a whole form.
+
+    Args:
+        body: the request's body.
+        content_type: value of the header Content-Type. None: not sent.
+        files: names of the parts that are files, and may be long.
+        field_bytes_max: limit of each text field.
+
+    Raises:
+        InvalidRequest: the body is not a form, or a part is repeated or too long. The error names the part.
+    """
     form = Form({}, {})
     for part in form_parts(body, form_boundary(content_type)):
         if part.name in form.texts or part.name in form.files:
@@ -68,7 +96,15 @@ def parsed_form(
 
 
 def text_of(part: FormPart, bytes_max: int) -> str:
-    """Raises InvalidRequest if it is longer."""
+    """Decode a text field.
+
+    Args:
+        part: part of the form.
+        bytes_max: limit of its length.
+
+    Raises:
+        InvalidRequest: the part is longer.
+    """
     if len(part.content) > bytes_max:
         raise InvalidRequest(f"the part {part.name[:40]!r} has more than {bytes_max} bytes", param=part.name[:40])
     return part.content.decode("utf-8", "replace")
@@ -79,7 +115,15 @@ def twice(name: str) -> InvalidRequest:
 
 
 def form_parts(body: bytes, boundary: str) -> Iterator[FormPart]:
-    """All parts, in their order. Raises InvalidRequest where they are none."""
+    """Yield all parts, in order.
+
+    Args:
+        body: the request's body.
+        boundary: boundary from the header Content-Type.
+
+    Raises:
+        InvalidRequest: the body is not a form.
+    """
     parser = PushMultipartParser(boundary, content_length=len(body), max_segment_count=PARTS_MAX, strict=True)
     begin = body.find(b"--" + boundary.encode())
     part: MultipartSegment | None = None
@@ -90,7 +134,7 @@ def form_parts(body: bytes, boundary: str) -> Iterator[FormPart]:
                 if isinstance(item, MultipartSegment):
                     part, content = item, b""
                 elif item is not None:
-                    content = bytes(item)  # of a body that is here it is one piece
+                    content = bytes(item)  # one piece, since the whole body is present
                 else:
                     assert part is not None
                     end = body.index(b"\r\n\r\n", begin) + 4 + len(content) + 2
@@ -98,16 +142,23 @@ def form_parts(body: bytes, boundary: str) -> Iterator[FormPart]:
                     yield FormPart(part.name, part.filename, content, begin, end)
                     begin = end
     except (MultipartError, UnicodeError) as error:
-        raise InvalidRequest(f"the body is no multipart form: {error}") from None
+        raise InvalidRequest(f"the body is not a multipart form: {error}") from None
 
 
 def form_boundary(content_type: str | None) -> str:
-    """Raises InvalidRequest for what is no form."""
+    """Return the boundary of a form.
+
+    Args:
+        content_type: value of the header Content-Type. None: not sent.
+
+    Raises:
+        InvalidRequest: the header names no form, or no valid boundary.
+    """
     kind, options = parse_options_header(content_type or "")
     boundary = options.get("boundary", "")
     if kind != "multipart/form-data" or not BOUNDARY.fullmatch(boundary):
         raise InvalidRequest(
-            f"content-type is {(content_type or '')[:80]!r}, and a file comes as multipart/form-data with a boundary",
+            f"content-type is {(content_type or '')[:80]!r}, allowed is multipart/form-data with a boundary",
             param="content-type",
         )
     return str(boundary)

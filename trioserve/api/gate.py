@@ -1,11 +1,11 @@
-"""Which requests reach the server at all where no API key protects it: none that a web page of another site sends.
+"""Gate for servers without API keys: refuses requests that web pages of other sites send.
 
-A browser sends what any page asks for, also to 127.0.0.1. It says where a request comes from, in the headers Origin and
-Sec-Fetch-Site, which no page can change. And it says which host it believes to talk to: a page whose own name leads to
-this server (DNS rebinding) is known by that name in the Host header. Clients that are no browsers send neither Origin
-nor Sec-Fetch-Site, and cost three look-ups here.
+A browser sends any page's requests, also to 127.0.0.1. The headers Origin and Sec-Fetch-Site name the source of a
+request, and no page can change them. The Host header has the name under which the browser knows the server. So a page
+whose own name resolves to this server (DNS rebinding) is recognized by its name in the Host header. Other clients send
+neither Origin nor Sec-Fetch-Site, and cost three look-ups here.
 
-With API keys a page cannot do anything, since it does not know one and there are no cookies. The gate is open then.
+With API keys, a page cannot do anything: the page knows no key, and the server uses no cookies. The gate is open then.
 """
 
 from __future__ import annotations
@@ -25,30 +25,31 @@ if TYPE_CHECKING:
 
 __all__ = ["PageGate", "checked_host_names", "host_name", "is_loopback_host"]
 
-HOSTS_REMEMBERED_MAX = 256  # a client may invent addresses and names below localhost; each of them is checked then
-HOST_CHARACTERS_MAX = 262  # a name has 253 at most, a port five
+HOSTS_REMEMBERED_MAX = 256  # bound, since a client may invent hosts below localhost. Other hosts are checked each time
+HOST_CHARACTERS_MAX = 262  # a name has at most 253 characters, a port five
 SHOWN_CHARACTERS_MAX = 100
-OWN_SITES = frozenset({"same-origin", "none"})  # none: a person has typed the address
+OWN_SITES = frozenset({"same-origin", "none"})  # "none": a person has typed the address
 DEFAULT_PORTS = {"http": "80", "https": "443"}
 
 _AUTHORITY = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*)(?::([0-9]{0,5}))?")
-# As browsers write or read them: a host whose parts are all numbers is an address and is never looked up.
+# Numeric addresses as browsers read them. A host whose parts are all numbers is never looked up in DNS.
 _NUMBERS = re.compile(r"(?:[0-9]+|0[xX][0-9a-fA-F]*)(?:\.(?:[0-9]+|0[xX][0-9a-fA-F]*)){0,3}")
 _NAME = re.compile(r"(?:\*\.)?[a-z0-9_](?:[a-z0-9_.-]*[a-z0-9_])?")
 _NETWORK_SUFFIXES = (".home.arpa", ".internal", ".local")
-"""Below these the public DNS has no names (RFC 8375, ICANN's private-use name, RFC 6762)."""
+"""Suffixes without names in the public DNS (RFC 8375, ICANN's private-use name, RFC 6762)."""
 
 
 class PageGate:
-    """Checks the head of each request.
+    """Checks the headers of each request.
 
     Args:
-        host_names: names that the Host header may have besides addresses and localhost; "*.example.org" means every
+        host_names: names that the Host header may have, besides addresses and localhost. "*.example.org" allows every
             name below example.org, and "*" every name. None: the Host header is not checked.
-        origins: of web pages that may send requests, as in --cors-origin; "*" means every page.
-        has_network_names: the Host header may also be a name that only the local network can define: one without a
-            dot, as of a container or a Kubernetes Service, or one below .local, .internal or .home.arpa. Nobody on the
-            internet can give such a name to a page. Meant for servers that the local network reaches anyway.
+        origins: origins of web pages that may send requests, as in --cors-origin. "*" allows every page.
+        has_network_names: True: the Host header may also have a name that only the local network can define. Such a
+            name
+            has no dot, as of a container or a Kubernetes Service, or ends with .local, .internal or .home.arpa. Nobody
+            on the internet can give such a name to a page. Use it for servers that the local network reaches anyway.
     """
 
     def __init__(
@@ -63,11 +64,16 @@ class PageGate:
         self._hosts: set[str] = set()
 
     def check(self, exchange: Exchange, *, is_open: bool, is_operators: bool) -> None:
-        """Raise Refusal (403) for a request of a web page that may not send it.
+        """Check a request.
 
         Args:
-            is_open: anybody may read what is there, so a link of another site may lead to it.
-            is_operators: it operates the server. Of other sites only pages that are named may ask for that.
+            exchange: the request.
+            is_open: True: anybody may read this path, so a link on another site may lead to it.
+            is_operators: True: the path operates the server. Of other sites, only named origins may use it; "*" does
+                not count.
+
+        Raises:
+            Refusal: a web page sent the request, and may not (403).
         """
         headers = exchange.headers
         host = headers.get("host")
@@ -97,7 +103,7 @@ class PageGate:
     def _knows(self, name: str) -> bool:
         assert self._names is not None
         return (
-            not name  # HTTP/1.1 has an empty Host where there is no name; browsers always have one
+            not name  # HTTP/1.1 allows an empty Host. Browsers always send a name
             or name == "localhost"
             or name in self._names
             or name.endswith(self._suffixes)
@@ -107,13 +113,24 @@ class PageGate:
 
 
 def host_name(host: str) -> str | None:
-    """The name in a Host header, in lower case, without port, brackets and a dot at its end; None if it is none."""
+    """Extract the name from a Host header, in lower case, without port, brackets and a final dot.
+
+    Args:
+        host: value of the header.
+
+    Returns:
+        None if the header is malformed.
+    """
     match = _AUTHORITY.fullmatch(host.strip())
     return None if match is None else match[1].strip("[]").lower().removesuffix(".")
 
 
 def is_loopback_host(host: str) -> bool:
-    """Whether only this machine reaches a server that listens at this host."""
+    """Return True if a server that listens at this host is reachable only from this machine.
+
+    Args:
+        host: name or address.
+    """
     name = host.strip("[]").lower().removesuffix(".")
     if name == "localhost" or name.endswith(".localhost"):
         return True
@@ -125,7 +142,14 @@ def is_loopback_host(host: str) -> bool:
 
 
 def checked_host_names(names: Iterable[str]) -> tuple[str, ...]:
-    """The names of --allowed-host in lower case. Raises StartupError for what is no name of a host."""
+    """Check the names of --allowed-host, and convert them to lower case.
+
+    Args:
+        names: values of the option.
+
+    Raises:
+        StartupError: a value is not a host name.
+    """
     checked = []
     for given in names:
         name = given.strip().lower().removesuffix(".")
@@ -153,8 +177,7 @@ def _is_network_name(name: str) -> bool:
 
 
 def _is_of_host(origin: str, host: str | None) -> bool:
-    """Whether a page of this origin came from this very server: host and port are the same, whatever the scheme, which
-    a proxy in front may change."""
+    """Return True if the page came from this server, so its host and port are equal. A proxy may change the scheme."""
     scheme, separator, authority = origin.partition("://")
     port = DEFAULT_PORTS.get(scheme)
     if not separator or port is None or host is None:
@@ -168,7 +191,7 @@ def _with_port(authority: str, default: str) -> tuple[str, str] | None:
 
 
 def _is_opened_by_link(exchange: Exchange) -> bool:
-    """Whether a person goes to another page: what comes is shown to that person, and the page before cannot read it."""
+    """Return True if a person followed a link. The browser shows the response, and the linking page cannot read it."""
     headers = exchange.headers
     return (
         exchange.method in ("GET", "HEAD")
@@ -181,8 +204,8 @@ def _other_site(origin: str | None, site: str | None) -> Refusal:
     came = f"Origin {_shown(origin)}" if origin is not None else f"Sec-Fetch-Site {_shown(site or '')}"
     return refusal(
         "other_site",
-        f"a web page of another site sends this ({came}). Without API keys only this server's own pages and those of "
-        "--cors-origin may: name the page's origin there, or set --api-key",
+        f"a web page of another site sent this request ({came}). Without API keys, only this server's own pages and "
+        "those of --cors-origin may: add the page's origin there, or set --api-key",
     )
 
 
@@ -191,8 +214,9 @@ def _unknown_host(host: str) -> Refusal:
     flag = f"--allowed-host {name}" if name and _NAME.fullmatch(name) else "--allowed-host NAME"
     return refusal(
         "unknown_host",
-        f"the Host header is {_shown(host)}, which is no name of this server. Without API keys it answers to "
-        f"addresses, localhost, its --host, and what {flag} adds: so no web page can reach it by a name of its own",
+        f"the Host header is {_shown(host)}, which is not a name of this server. Without API keys, the server accepts "
+        f"only addresses, localhost, its --host, and names of --allowed-host, so that no web page can reach it by the "
+        f"page's own name: to allow this name, add {flag}",
     )
 
 

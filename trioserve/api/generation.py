@@ -1,5 +1,4 @@
-"""From the streams of one request to its response: reading several as one, collecting whole choices, counting
-tokens."""
+"""Readers of request streams: merge several streams, collect whole choices, and count tokens for `usage`."""
 
 from __future__ import annotations
 
@@ -49,7 +48,11 @@ class CompletionTokensDetails(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """completion_tokens_details: where thoughts are told apart from the rest."""
+    """Token counts of a response.
+
+    Attributes:
+        completion_tokens_details: count of reasoning tokens. Unset if the response does not separate reasoning.
+    """
 
     prompt_tokens: int
     completion_tokens: int
@@ -59,8 +62,12 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def usage_of(streams: Sequence[RequestStream], *, reasoning_token_count: int | None = None) -> Usage:
-    """The tokens of a request so far; a prompt counts once, however many choices it has. reasoning_token_count: None
-    where thoughts are not told apart."""
+    """Count the tokens of a request so far. A prompt counts once for all of its choices.
+
+    Args:
+        streams: engine requests of the request.
+        reasoning_token_count: tokens of the reasoning. None: the response does not separate reasoning.
+    """
     prompt_tokens = sum(stream.prompt_token_count for stream in streams)
     completion_tokens = sum(stream.completion_token_count for stream in streams)
     return Usage(
@@ -75,11 +82,15 @@ def usage_of(streams: Sequence[RequestStream], *, reasoning_token_count: int | N
 
 
 CUT_OFF: Final = "abort"
-"""The finish_reason of a choice that was cut off, as clients know it that ask for what there is."""
+"""The finish_reason of a partial choice. Only clients that ask for partial results see it."""
 
 
 def is_cut_off(reason: FinishReason | None) -> bool:
-    """Whether another's hand has ended a choice that could have gone on."""
+    """Return True if an abort or a deadline ended the choice.
+
+    Args:
+        reason: finish reason of the choice. None: it has not ended.
+    """
     return reason is FinishReason.ABORT or reason is FinishReason.DEADLINE
 
 
@@ -87,12 +98,16 @@ IsPartial = Callable[[Delta], bool]
 
 
 def never_partial(_: Delta) -> bool:
-    """Half a response must not look like a whole one."""
+    """Return False: no choice may end with a partial result, so an aborted choice raises an error.
+
+    Args:
+        _: ignored.
+    """
     return False
 
 
 class Choice:
-    """One whole choice, put together from its deltas."""
+    """One whole choice, assembled from its deltas."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -108,6 +123,11 @@ class Choice:
         return "".join(self.texts)
 
     def take(self, delta: Delta) -> None:
+        """Append a delta.
+
+        Args:
+            delta: next delta of this choice.
+        """
         self.texts.append(delta.text)
         add_versions(self.weight_versions, len(self.token_ids), delta.weight_versions, len(delta.token_ids))
         self.token_ids += delta.token_ids
@@ -118,8 +138,14 @@ class Choice:
 
 
 async def wait_until_begun(stream: RequestStream) -> None:
-    """Returns when the request runs, and so its response may begin with status 200. Raises what ended it in the
-    queue."""
+    """Wait until the request has left the queue, so that its response may begin with status 200.
+
+    Args:
+        stream: the engine request.
+
+    Raises:
+        TrioserveError: the request ended in the queue.
+    """
     end = await stream.wait_until_begun()
     error = None if end is None else foreign_end(end)
     if error is not None:
@@ -133,8 +159,22 @@ async def collect(
     bound: ResponseBound,
     is_partial: IsPartial = never_partial,
 ) -> list[list[Choice]]:
-    """Every choice of every stream, complete, with what was known of it. bound: counts it. is_partial, and what is
-    raised: see read_streams. Raises Overloaded if all responses hold too much."""
+    """Read all choices of all streams to their end.
+
+    Args:
+        streams: engine requests, each with `choice_count` choices. Their known output of a resumed response is
+            included.
+        choice_count: choices of each stream.
+        bound: counts the bytes that the response holds.
+        is_partial: see read_streams.
+
+    Returns:
+        For each stream, its choices by index.
+
+    Raises:
+        Overloaded: the whole responses of all clients together hold too many bytes.
+        TrioserveError: see read_streams.
+    """
     choices = [[Choice() for _ in range(choice_count)] for _ in streams]
 
     for stream_index, stream in enumerate(streams):
@@ -153,19 +193,19 @@ async def collect(
     return choices
 
 
-KNOWN_IN_A_ROW_MAX = 1000  # deltas that a client had before, taken in about a millisecond
+KNOWN_IN_A_ROW_MAX = 1000  # known deltas between two checkpoints: about a millisecond
 
 Take = Callable[[int, Delta], Awaitable[None]]
 T = TypeVar("T")
 
 
 class KeepAlive(NamedTuple):
-    """How a reader of streams fills their silences.
+    """Rules of a reader for silent streams.
 
-    Args:
-        send: says that the response goes on.
-        call_at: has a function called at a time of Trio's clock, as Engine does.
-        seconds: of silence before `send`.
+    Attributes:
+        send: sends a keep-alive to the client.
+        call_at: calls a function at a time of Trio's clock, as the engine does.
+        seconds: silence before each `send`.
     """
 
     send: Callable[[], Awaitable[None]]
@@ -180,14 +220,20 @@ async def read_streams(
     keep_alive: KeepAlive | None = None,
     is_partial: IsPartial = never_partial,
 ) -> None:
-    """Give every delta of every stream to `take(stream_index, delta)`, one at a time, until all streams have ended.
+    """Pass the deltas of all streams to `take`, one at a time, until all streams have ended.
 
-    keep_alive is sent when its seconds have passed without a delta, and again after as many. is_partial:
-    whether the last delta of a choice that another's hand has ended is given like any other.
+    While `take` waits, this function holds at most one delta of each stream. The streams merge later deltas.
 
-    While `take` waits, at most one delta of each stream is held here; the streams merge what comes meanwhile.
-    Raises what a stream or `take` raises, and what `foreign_end` says of a choice that another's hand ended (after its
-    last text). The first of these ends the reading of all: the caller leaves the streams' scopes, and so cancels them.
+    Args:
+        streams: engine requests whose scopes the caller has entered.
+        take: receives the index of the stream and the delta.
+        keep_alive: called after each time of silence. None: silence is allowed.
+        is_partial: receives the last delta of a choice that was aborted or reached its deadline. True: the delta is
+            passed to `take`. False: the end is an error.
+
+    Raises:
+        TrioserveError: raised by a stream, by `take`, or by `foreign_end` after the last text of a choice. The first
+            error ends the reading of all streams. The caller then leaves the streams' scopes, which cancels them.
     """
     if len(streams) > 1:
         await _read_merged(streams, take, keep_alive, is_partial)
@@ -198,14 +244,27 @@ async def read_streams(
 
 
 def transfer_fields(transfers: Iterable[KVTransferParams | None]) -> dict[str, object]:
-    """`kv_transfer_params` of a whole response, where one of its choices has some."""
+    """Make the field `kv_transfer_params` of a whole response.
+
+    Args:
+        transfers: parameters of each choice.
+
+    Returns:
+        The field with the first parameters, or no field if no choice has any.
+    """
     params = next((transfer for transfer in transfers if transfer is not None), None)
     return {} if params is None else {"kv_transfer_params": params}
 
 
 async def wait_until_released(stream: RequestStream, keep_alive: KeepAlive) -> None:
-    """Returns when nothing of the stream is held for another engine; keep_alive is sent meanwhile. So the client's
-    leaving ends the hold like everything else."""
+    """Wait until no blocks of the stream are held for another engine, and send keep-alives meanwhile.
+
+    A keep-alive fails if the client has left. So the client's end also releases the blocks.
+
+    Args:
+        stream: an engine request that has ended.
+        keep_alive: sends the keep-alives.
+    """
     while stream.is_held:
         with trio.move_on_after(keep_alive.seconds):
             await stream.wait_until_released()
@@ -231,7 +290,7 @@ async def _read_patiently(stream: RequestStream, take: Take, keep_alive: KeepAli
                         delta = await deltas.__anext__()
                         patience.waiting_since = None
                         if scope.cancel_called:
-                            break  # by the same moment that brought the delta
+                            break  # the delta arrived at the moment of the cancellation
                         await _take(0, delta, take, is_partial)
                         delta = None
                 except StopAsyncIteration:
@@ -246,10 +305,13 @@ async def _read_patiently(stream: RequestStream, take: Take, keep_alive: KeepAli
 
 
 class _Patience:
-    """Cancels a wait that has lasted keep_alive.seconds. A deadline of the scope itself, set for each delta, would cost
-    as much as the delta; this is one alarm, which looks every so many seconds whether it is needed.
+    """Cancels a wait that has lasted `keep_alive.seconds`.
 
-    waiting_since: None while nothing is waited for, and nothing may be cancelled.
+    A deadline per delta would cost as much as the delta. So one alarm checks every `seconds` whether the wait is too
+    old.
+
+    Attributes:
+        waiting_since: start of the current wait, in Trio's time. None: nothing may be cancelled.
     """
 
     def __init__(self, keep_alive: KeepAlive) -> None:
@@ -303,7 +365,7 @@ async def _read_merged(
         except trio.EndOfChannel:
             pass
         except TrioserveError as error:
-            # Kept, and raised outside: the nursery would wrap it in a group.
+            # The error is raised after the nursery, which would wrap it in a group.
             failure = error
             nursery.cancel_scope.cancel()
     if failure is not None:
@@ -311,8 +373,10 @@ async def _read_merged(
 
 
 async def _patiently(receive: Callable[[], Awaitable[T]], keep_alive: KeepAlive | None) -> T:
-    """What `receive` brings. Giving up and asking again loses nothing: neither a stream nor a channel hands anything to
-    a reader that was cancelled."""
+    """Return the result of `receive`, and send keep-alives meanwhile.
+
+    A cancelled call of `receive` loses no item: neither a stream nor a channel passes an item to a cancelled reader.
+    """
     if keep_alive is None:
         return await receive()
     while True:

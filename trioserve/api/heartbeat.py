@@ -1,12 +1,12 @@
-"""Signs of life within a response, for whoever asks for them: routers, so that a connection that went silent is known.
+"""Heartbeats within a response. Routers ask for them, to detect a connection that went silent.
 
 A request has the header `x-trioserve-heartbeat: 5`. If nothing else was sent for five seconds, an interim response
-(102) goes out before the head of its response, and a comment between two events. Heads name the process that answers.
-Beats are sent by the engine's own alarms, and not while a step hangs: a front end that lives beside a dead engine says
-nothing. Slow prompts change nothing.
+(102) goes out before the head of the response, or a comment between two events. The heads name the server process.
+The engine's own alarms send the heartbeats, and stop while a step hangs. So a front end beside a dead engine sends
+none. A slow prompt does not stop them.
 
-With `x-trioserve-heartbeat: 5, now`, one beat goes out at once. A router learns with it whether beats reach it: a proxy
-in between may drop interim responses.
+With `x-trioserve-heartbeat: 5, now`, one heartbeat is sent at once. It shows a router whether heartbeats arrive, since
+a proxy in between may drop interim responses.
 """
 
 from __future__ import annotations
@@ -30,13 +30,18 @@ __all__ = ["HEARTBEAT_HEADER", "INSTANCE_HEADER", "Heartbeat", "heartbeat_field"
 
 HEARTBEAT_HEADER = "x-trioserve-heartbeat"
 INSTANCE_HEADER = "x-trioserve-instance"
-SECONDS_MIN = 0.5  # each is work for both ends
+SECONDS_MIN = 0.5  # each heartbeat costs both ends work
 SECONDS_MAX = 3600.0
 _ASKED = re.compile(r"(\d{1,4}(?:\.\d{1,3})?)(, now)?")
 
 
 def heartbeat_field(seconds: float, *, now: bool = False) -> tuple[str, str]:
-    """The header field with which a response with beats is asked for."""
+    """Make the header field that asks for heartbeats.
+
+    Args:
+        seconds: silence before each heartbeat.
+        now: True: send the first heartbeat at once.
+    """
     return HEARTBEAT_HEADER, f"{seconds:.3f}".rstrip("0").rstrip(".") + (", now" if now else "")
 
 
@@ -51,7 +56,14 @@ class BeatingEngine(Protocol):
 
 
 class Heartbeat:
-    """Sends the heartbeats of one response. The caller must call `end`."""
+    """Sends the heartbeats of one response. The caller must call `end`.
+
+    Args:
+        exchange: the request, and the way to its client.
+        engine: its alarms send the heartbeats.
+        seconds: silence before each heartbeat.
+        now: True: send the first heartbeat at once.
+    """
 
     def __init__(self, exchange: Exchange, engine: BeatingEngine, seconds: float, *, now: bool) -> None:
         self._exchange = exchange
@@ -87,9 +99,9 @@ class Heartbeat:
             self._alarm.cancel()
 
     def _wait(self) -> None:
-        self._alarm = self._engine.call_at(trio.current_time() + self._seconds, self._ring)
+        self._alarm = self._engine.call_at(trio.current_time() + self._seconds, self._send)
 
-    def _ring(self) -> None:
+    def _send(self) -> None:
         if self._engine.step_watch.overdue() is None:
             self._exchange.beat()
         self._wait()

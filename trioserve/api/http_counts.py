@@ -1,4 +1,4 @@
-"""What is counted of every HTTP request, by names of which there are few whatever clients send."""
+"""Counts of HTTP requests, with few distinct labels whatever clients send."""
 
 from __future__ import annotations
 
@@ -13,30 +13,42 @@ __all__ = ["METHODS", "HttpCounts"]
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 OTHER_PATH = "other"
 OTHER_METHOD = "other"
-NO_HANDLER = "none"  # what others call it where no route is known
-LEFT = "left"  # in the place of a status
+NO_HANDLER = "none"  # the usual label for an unknown route in metrics by handler
+LEFT = "left"  # label in place of a status
 
 
 class HttpCounts:
-    """A metric with labels costs more than a look into a dict, and each request has one: so they are told at every
-    scrape."""
+    """Counts requests, and writes the counts to the metrics at every scrape.
+
+    A metric with labels costs more than a dict lookup, and every request is counted.
+
+    Args:
+        metrics: metrics of the server.
+    """
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._open_count = self._open_shown = 0
-        # Since the last scrape, by route, method, status, and whether it is left out.
+        # Counts since the last scrape, by route, method, status and is_left_out.
         self._counts: dict[tuple[str | None, str, int | None, bool], int] = {}
         self._seconds: dict[tuple[str | None, str], PlainHistogram] = {}
         metrics.on_scrape(self._show)
 
     def begin(self) -> None:
-        """A request's handler runs."""
+        """Count a request whose handler starts."""
         self._open_count += 1
 
     def end(self, route: str | None, method: str, status: int | None, seconds: float, *, is_left_out: bool) -> None:
-        """It is over. route: with the names of what is in braces; None: not known. status: None if there was no
-        response. seconds: from its head on. is_left_out: machines poll it, or the server asks itself, and those who
-        look at HTTP alone do not want it."""
+        """Count the end of a request.
+
+        Args:
+            route: path template of the route. None: unknown path.
+            method: HTTP method.
+            status: status of the response. None: there was no response.
+            seconds: time since the request's head arrived.
+            is_left_out: True: machines poll the route, or the server sent the request. It is left out of the metrics by
+                handler.
+        """
         self._open_count -= 1
         method = self.note(route, method, status, is_left_out=is_left_out)
         if is_left_out:
@@ -49,7 +61,17 @@ class HttpCounts:
         self._metrics.http_request_duration_highr_seconds.observe(seconds)
 
     def note(self, route: str | None, method: str, status: int | None, *, is_left_out: bool) -> str:
-        """A request was answered, be it without a handler. Returns the method as it is counted."""
+        """Count a response, also of a request without a handler.
+
+        Args:
+            route: path template of the route. None: unknown path.
+            method: HTTP method.
+            status: status of the response. None: there was no response.
+            is_left_out: see `end`.
+
+        Returns:
+            The method as the metrics name it.
+        """
         method = method if method in METHODS else OTHER_METHOD
         key = (route, method, status, is_left_out)
         self._counts[key] = self._counts.get(key, 0) + 1

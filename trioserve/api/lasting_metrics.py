@@ -1,4 +1,4 @@
-"""What outlives its request, as metrics: looked up at every scrape."""
+"""Metrics of work that outlives its request, read at every scrape."""
 
 from __future__ import annotations
 
@@ -21,7 +21,15 @@ def show_lasting(
     detached: DetachedStreams,
     router_streams: RouterStreams,
 ) -> None:
-    """Once for each app."""
+    """Register the metrics. Call once for each app.
+
+    Args:
+        metrics: metrics of the server.
+        store: store of the server. None: no store.
+        background: background responses.
+        detached: streams that continue without their clients.
+        router_streams: streams that continue without their routers.
+    """
     shown = dict.fromkeys(
         (
             "store_evicted_total",

@@ -1,4 +1,4 @@
-"""Which request a line of the log is about: that of the task which writes it."""
+"""The request that a log line is about, which is the request of the task that writes the line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TENANT_CHARACTERS_MAX", "begin_request", "end_request", "request_fields", "tenant_shown"]
 
-TENANT_CHARACTERS_MAX = 64  # where there are no keys, clients choose the name
+TENANT_CHARACTERS_MAX = 64  # without keys, clients choose the name
 
 _request: ContextVar[Responder | None] = ContextVar("request", default=None)
 
@@ -24,13 +24,20 @@ def end_request(token: Token[Responder | None]) -> None:
 
 
 def tenant_shown(request: Responder) -> str | None:
-    """A name that tells nothing of the key."""
-    told = request.caller.tenant_told(request.named_tenant)
-    return told[:TENANT_CHARACTERS_MAX] if told else None
+    """Return the tenant's name for logs and traces, which reveals nothing of the key.
+
+    Args:
+        request: any request.
+
+    Returns:
+        None if the request has no tenant.
+    """
+    name = request.caller.tenant_for_endpoint(request.named_tenant)
+    return name[:TENANT_CHARACTERS_MAX] if name else None
 
 
 def request_fields() -> dict[str, str]:
-    """request, tenant and trace of the request that this task serves; without those that there are not."""
+    """Return request id, tenant and trace id of the request that this task serves, without unknown ones."""
     request = _request.get()
     if request is None:
         return {}

@@ -1,5 +1,8 @@
-"""The API's own description, OpenAPI 3.1: paths from the routes, bodies and responses from their types, what each path
-does and may answer from the tables of the APIs. It is served, and tests hold it against what the server really does."""
+"""The OpenAPI 3.1 document of the API.
+
+Routes give the paths, types give the bodies, and the APIs' tables give the descriptions. The server serves the
+document, and tests compare it with the server's behaviour.
+"""
 
 from __future__ import annotations
 
@@ -42,50 +45,58 @@ OPERATIONS = (
 )
 REF = "#/components/schemas/{name}"
 TAKEN_BY_SOME = ("truncate_prompt_tokens",)
-"""Of the fields that are refused elsewhere, those that bodies of what is pooled may have."""
+"""Fields that bodies of pooling requests may have, and other bodies may not."""
 
 
 STATUSES = {
-    400: "The request cannot be served as it stands; error.param names the field.",
-    401: "An API key is needed, and none or a wrong one came.",
-    403: "An API key came that may not do this.",
-    404: "There is no such model or request, or it is switched off.",
-    410: "The events that are asked for are not kept any more.",
+    400: "The request is invalid; error.param names the field.",
+    401: "An API key is needed, and it is missing or wrong.",
+    403: "The API key does not allow this.",
+    404: "The model, the request or another named object does not exist, or the function is switched off.",
+    410: "The requested events are no longer kept.",
     408: "The body did not arrive in time.",
-    409: "Not in the state in which the request or response is.",
+    409: "The state of the request or response does not allow this.",
     413: "The body is too large.",
-    415: "The body is compressed in a way that is not read here; Accept-Encoding says which are.",
-    429: "Too much at a time: Retry-After says when to try again, X-Trioserve-Reason which bound it was.",
+    415: "The compression of the body is not supported; Accept-Encoding lists those that are.",
+    429: "A limit was reached: X-Trioserve-Reason names it, and Retry-After says when to try again.",
     500: "The server failed on this request.",
-    503: "The server is leaving, or the request was aborted; another one may take it.",
+    503: "The server is shutting down, or the request was aborted; another server may accept it.",
     504: "A deadline of the request has passed; error.code says which.",
-    529: "The server takes nothing now, or the request was aborted; another one may take it.",
-    507: "There is no room for what was to be stored: delete some, or send store=false.",
+    529: "The server accepts no requests now, or the request was aborted; another server may accept it.",
+    507: "The store is full: delete stored objects, or send store=false.",
 }
 
 _STRING = {"type": "string"}
 _RESPONSE_HEADERS = {
-    "X-Request-Id": {"description": "the request's id: its client's, or the server's", "schema": _STRING},
+    "X-Request-Id": {"description": "id of the request, chosen by the client or the server", "schema": _STRING},
 }
 _REFUSAL_HEADERS = {
     **_RESPONSE_HEADERS,
-    "X-Trioserve-Reason": {"description": "why, in one word for programs", "schema": _STRING},
-    "Retry-After": {"description": "seconds, where it may help", "schema": {"type": "string", "pattern": "^[0-9]+$"}},
+    "X-Trioserve-Reason": {"description": "reason, in one word for programs", "schema": _STRING},
+    "Retry-After": {
+        "description": "seconds until a retry may succeed",
+        "schema": {"type": "string", "pattern": "^[0-9]+$"},
+    },
 }
 _REQUEST_ID = {
     "name": "X-Request-Id",
     "in": "header",
-    "description": "an id of the client's own, printable ASCII",
+    "description": "id of the request that the client chooses, printable ASCII",
     "schema": {"type": "string", "minLength": 1, "maxLength": 128, "pattern": "^[ -~]+$"},
 }
 
 
 Operations = Mapping[tuple[str, str], DescribedOperation]
-"""By method and path."""
+"""Descriptions by method and path."""
 
 
 def openapi_document(routes: Iterable[Route[Any]], operations: Operations = OPERATIONS) -> dict[str, Any]:
-    """The description of these routes, ready to become JSON. operations: what they do, and no others."""
+    """Make the OpenAPI document of some routes.
+
+    Args:
+        routes: routes to describe.
+        operations: descriptions, exactly one for each method of the routes.
+    """
     components = _components(operations)
     return {
         "openapi": "3.1.0",
@@ -102,7 +113,7 @@ def openapi_document(routes: Iterable[Route[Any]], operations: Operations = OPER
                 "apiKey": {
                     "type": "http",
                     "scheme": "bearer",
-                    "description": "Needed only where the server was started with API keys.",
+                    "description": "Needed only if the server was started with API keys.",
                 },
                 "apiKeyHeader": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "The same key."},
             },
@@ -122,7 +133,7 @@ def _operation(described: DescribedOperation, route: Route[Any], method: str) ->
         parameters.append({"name": name, "in": "query", "description": text, "schema": schema})
     if described.takes_deadlines:
         for deadline, header in DEADLINE_HEADERS.items():
-            text = f"seconds, unless the body has {deadline.value}"
+            text = f"deadline in seconds, if the body does not set {deadline.value}"
             parameters.append(
                 {"name": header, "in": "header", "description": text, "schema": {"type": "number", "minimum": 0}}
             )
@@ -136,7 +147,7 @@ def _operation(described: DescribedOperation, route: Route[Any], method: str) ->
     if described.description:
         operation["description"] = described.description
     if described.body is not None:
-        # Where it is JSON, any other content type is read as such, too.
+        # A JSON body is accepted with any other content type too.
         content = {described.body_media: {"schema": _ref(described.body)}}
         operation["requestBody"] = {"required": True, "content": content}
     return operation
@@ -148,13 +159,13 @@ def _responses(described: DescribedOperation, *, needs_key: bool) -> dict[str, A
         if described.kinds:
             content[described.response] = {
                 "x-description": 'Each event is one line "data: JSON", where JSON is as in x-event. Lines that begin '
-                "with a colon say that the server lives.",
+                "with a colon keep the connection alive.",
                 "x-event": {"anyOf": [_ref(kind) for kind in described.kinds]},
             }
     else:
         content = {"application/json": {"schema": _ref(described.response)}}
     if described.event is not None:
-        # No schema: some tools take it for that of the whole body, and some for that of an event.
+        # Not `schema`: some tools apply it to the whole body, and some to one event.
         content["text/event-stream"] = {
             "x-description": 'With "stream": true. Each event is one line "data: JSON", where JSON is as in x-event. '
             'The last one is "data: [DONE]", or, if the response could not be completed, an Error. Lines that begin '
@@ -174,7 +185,9 @@ def _responses(described: DescribedOperation, *, needs_key: bool) -> dict[str, A
             "error.",
             "x-event": {"anyOf": [_ref(kind) for kind in (*described.named_events, described.error)]},
         }
-    responses: dict[str, Any] = {"200": {"description": "As asked.", "headers": _RESPONSE_HEADERS, "content": content}}
+    responses: dict[str, Any] = {
+        "200": {"description": "The request succeeded.", "headers": _RESPONSE_HEADERS, "content": content}
+    }
     for status in sorted({*described.errors, *([401] if needs_key else [])}):
         responses[str(status)] = {
             "description": STATUSES[status],
@@ -183,7 +196,7 @@ def _responses(described: DescribedOperation, *, needs_key: bool) -> dict[str, A
         }
     if described.not_ready is not None:
         responses["503"] = {
-            "description": "Not now; why is in reason.",
+            "description": "The server is not ready; the field reason says why.",
             "headers": _REFUSAL_HEADERS,
             "content": {"application/json": {"schema": _ref(described.not_ready)}},
         }
@@ -223,7 +236,7 @@ def _components(operations: Operations) -> dict[str, Any]:
 
 
 def _say_range(schema: dict[str, Any], allowed: Range) -> None:
-    """Of the numbers in this schema of a field: the field itself, or its entries."""
+    """Write the range into a field's schema: for the field itself, or for its entries."""
     if schema.get("type") in ("integer", "number"):
         schema["exclusiveMinimum" if allowed.is_low_excluded else "minimum"] = allowed.low
         if allowed.high is not None:

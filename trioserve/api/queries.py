@@ -1,4 +1,4 @@
-"""What stands behind the question mark of a path: as values, checked."""
+"""Query fields of a URL as a mapping, with checks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ FIELDS_MAX = 64
 
 
 def query_of(exchange: Exchange) -> dict[str, str]:
-    """By name; of one that comes several times the last value counts. Raises InvalidRequest."""
+    """Parse the query of a request. If a field is repeated, its last value counts.
+
+    Args:
+        exchange: the request.
+
+    Raises:
+        InvalidRequest: the query has too many fields.
+    """
     try:
         values = parse_qs(exchange.query, keep_blank_values=True, max_num_fields=FIELDS_MAX)
     except ValueError:
@@ -25,7 +32,18 @@ def query_of(exchange: Exchange) -> dict[str, str]:
 
 
 def number_in(query: dict[str, str], name: str, default: int, *, low: int, high: int) -> int:
-    """A whole number. Raises InvalidRequest."""
+    """Read a whole number from a query.
+
+    Args:
+        query: parsed query.
+        name: name of the field.
+        default: result if the field is missing.
+        low: lowest allowed number.
+        high: highest allowed number.
+
+    Raises:
+        InvalidRequest: the value is not a number in the range.
+    """
     text = query.get(name)
     if text is None:
         return default

@@ -1,4 +1,4 @@
-"""What stands behind the question mark of a path: fields by name, checked."""
+"""Query fields of a URL, by name, with checks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,22 @@ FLAGS = {"true": True, "1": True, "false": False, "0": False}
 
 LIST_FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
     "after": ("id of the last object of the page before", {"type": "string"}),
-    "order": ("of their coming", {"type": "string", "enum": ["asc", "desc"]}),
+    "order": ("order by creation time", {"type": "string", "enum": ["asc", "desc"]}),
 }
-"""As the API's description has the fields of every list, but for their number."""
+"""Query fields of every list except `limit`, for the OpenAPI document."""
 
 
 class Query:
-    """The last value of a field counts. Raises InvalidRequest, here and everywhere, naming the field."""
+    """Parsed query of a URL. If a field is repeated, its last value counts.
+
+    All methods raise InvalidRequest, which names the field, for a value that is not allowed.
+
+    Args:
+        text: query without the question mark.
+
+    Raises:
+        InvalidRequest: the query has too many fields.
+    """
 
     def __init__(self, text: str) -> None:
         try:

@@ -1,4 +1,4 @@
-"""One request of the engine's API: what came in, and the engine that it asks."""
+"""Context of one request of the engine's API: the HTTP exchange, the caller, and calls of the engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["AsksEngine", "AsksPooling", "RequestContext", "RequestServices"]
 
 
 class AsksEngine(Protocol):
-    """What a body, of whichever API, may ask of the engine besides a prompt and sampling."""
+    """Fields of a body, besides prompt and sampling, that any API passes to the engine."""
 
     @property
     def priority(self) -> int | None: ...
@@ -41,7 +41,7 @@ class AsksEngine(Protocol):
 
 
 class AsksPooling(Protocol):
-    """The same of what is pooled, with what becomes of an input that is too long (see PooledBody)."""
+    """Fields of a pooling request's body that any API passes to the engine. See PooledBody."""
 
     @property
     def priority(self) -> int | None: ...
@@ -65,8 +65,8 @@ class RequestServices:
 
     Attributes:
         engine: computes the response.
-        clock_and_ids: time of day, and ids that nobody gave.
-        rules: decisions of the operator.
+        clock_and_ids: the time of day, and new ids.
+        rules: access rules of the operator.
         routers_heard: routers that ask for the engine's load.
         tenant_header: name of the header that names the tenant.
         trust_chat_template: True if a request may bring its own chat template. It runs in a sandbox, but may be slow.
@@ -85,15 +85,15 @@ class RequestServices:
 
 
 class RequestContext(EngineContext):
-    """One request of the engine's API. It is answered once.
+    """Context of one request of the engine's API, which is answered once.
 
     Args:
         exchange: the request, and the way to its client.
-        services: the same for all requests of a server.
+        services: parts of the server, shared by all requests.
 
     Attributes:
-        streams: requests to the engine that were made for this one.
-        adapter: the adapter that the request names as its model. It is known after `model_name`.
+        streams: engine requests that this request has made.
+        adapter: adapter that the request names as its model. Set by `model_name`; None: no adapter.
     """
 
     engine: Engine
@@ -127,14 +127,22 @@ class RequestContext(EngineContext):
         return None if self.store is None else self.store.trouble
 
     def model_name(self, asked: str | None) -> str:
-        """As everywhere; an adapter's name has what the request asks for computed with it."""
+        """Choose the model name of the response. If the request names an adapter, remember it for `generate`.
+
+        Args:
+            asked: model name in the request. None: the first served name.
+
+        Raises:
+            UnknownModel: this server does not serve the model.
+            InvalidRequest: the request must name a model, and names none.
+        """
         name = super().model_name(asked)
         self.adapter = asked if asked in self.engine.adapters.names else None
         return name
 
     @property
     def served_names(self) -> tuple[str, ...]:
-        """Of the model, and of the adapters that are loaded."""
+        """Names of the model and of the loaded adapters."""
         return (*self.engine.model.served_names, *self.engine.adapters.names)
 
     def generate(
@@ -151,8 +159,23 @@ class RequestContext(EngineContext):
         keep_logprobs: bool = False,
         shape: ResponseShape = PLAIN,
     ) -> RequestStream:
-        """A request to the engine in this caller's name, to be entered with `async with`. shape: what makes its
-        response larger. Raises InvalidRequest for what the caller may not ask for, also for too large a response."""
+        """Make an engine request in this caller's name. Enter it with `async with`.
+
+        Args:
+            prompt: text, messages or token ids.
+            sampling: sampling parameters of the request.
+            body: priority, cache salt and KV transfer of the request.
+            deadlines: deadlines of the request.
+            add_special_tokens: True: tokenization adds the model's special tokens.
+            cut: how to shorten a prompt that is too long. None: such a prompt is refused.
+            resume: known tokens of a response that continues here. None: a new response.
+            resumable: True: the response may continue at another server.
+            keep_logprobs: True: a partial result includes log probabilities.
+            shape: properties of the response that make it larger.
+
+        Raises:
+            InvalidRequest: the caller may not ask for this, or the response could be too large.
+        """
         sampling = self.response_bound.bounded(
             sampling,
             shape,
@@ -183,7 +206,7 @@ class RequestContext(EngineContext):
         return stream
 
     def ignored_names(self) -> tuple[str, ...]:
-        """Return the fields that no handler reads, and the schema keywords that the response need not keep to."""
+        """List the body's ignored fields, and the schema keywords that the response may violate."""
         keywords = (name for stream in self.streams for name in stream.ignored_keywords)
         return tuple(dict.fromkeys((*super().ignored_names(), *keywords)))
 
@@ -198,10 +221,23 @@ class RequestContext(EngineContext):
         add_special_tokens: bool = True,
         is_base64: bool | None = None,
     ) -> PooledStream:
-        """The same for what is pooled. is_base64: how vectors are written; None: none are in the response."""
+        """Make an engine request for vectors or scores in this caller's name. Enter it with `async with`.
+
+        Args:
+            inputs: all texts, all token ids, or all pairs.
+            params: kind and size of the result.
+            body: priority, cache salt and truncation of the request.
+            deadlines: deadlines of the request.
+            name_of: names the field of the input with this index, for error messages.
+            add_special_tokens: True: tokenization adds the model's special tokens.
+            is_base64: True: the response has vectors in base64. False: as numbers. None: it has no vectors.
+
+        Raises:
+            InvalidRequest: the caller may not ask for this, or the response could be too large.
+        """
         if is_base64 is not None:
             pooled = self.engine.model.pooled
-            size = 0 if pooled is None else pooled.embedding_size  # without it the engine refuses the request
+            size = 0 if pooled is None else pooled.embedding_size  # the engine refuses the request if it is None
             self.response_bound.check_vectors(len(inputs), params.dimensions or size, is_base64=is_base64)
         tenant = self.named_tenant
         self.caller.check_priority(body.priority)
@@ -212,7 +248,7 @@ class RequestContext(EngineContext):
                 tokens_max = min(tokens_max, body.truncate_prompt_tokens)
             cut = Cut(tokens_max, body.truncation_side or "right")
         stream = self.engine.embed(
-            inputs,  # type: ignore[arg-type]  # of one kind, which no type says
+            inputs,  # type: ignore[arg-type]  # all inputs have the same kind, which no type expresses
             params,
             request_id=self.request_id,
             priority=max(body.priority or 0, self.priority_least),

@@ -1,4 +1,4 @@
-"""How a request ended, in one line of the log: what operators search for. Never what was asked or answered."""
+"""Log line at the end of a request, which operators search. It never has the text of prompts or responses."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ QUOTED = re.compile(r"[\"=\\]")
 class Outcome(enum.StrEnum):
     FINISHED = "finished"
     LEFT = "left"
-    """Cancelled: the client left or took nothing, or the server did not wait any longer."""
+    """Cancelled: the client left or stopped reading, or the server stopped waiting at its shutdown."""
     REFUSED = "refused"
-    """The response was an error, with a status of its own."""
+    """The response was an error with its own status."""
     DEADLINE = "deadline"
-    """A deadline of the request passed, whatever it had by then."""
+    """A deadline of the request passed, before or after its response began."""
     FAILED = "failed"
-    """It broke off: an error came when the head of the response was out."""
+    """An error ended the response after its head was sent."""
 
 
 DEADLINE_REASONS = frozenset({*(deadline.value for deadline in Deadline), "deadline_exceeded"})
 
 
 def outcome_of_error(status: int, reason: str | None, *, has_begun: bool) -> Outcome:
-    """Classify a request that ended with an error, its own or an endpoint's.
+    """Classify a request that ended with an error.
 
     Args:
-        status: of the error.
-        reason: its code, or what the header for programs says.
-        has_begun: the head of a response was sent before the error.
+        status: status of the error.
+        reason: code of the error, or value of the header X-Trioserve-Reason.
+        has_begun: True: the head of a response was sent before the error.
     """
     if status == 504 or reason in DEADLINE_REASONS:
         return Outcome.DEADLINE
@@ -44,8 +44,13 @@ def outcome_of_error(status: int, reason: str | None, *, has_begun: bool) -> Out
 
 
 def end_line(fields: Mapping[str, object]) -> str:
-    """`request ended key=value ...`, without the fields that are None. A value that would not be one word is quoted, as
-    JSON does it: clients choose ids and paths, and must not be able to write fields of their own."""
+    """Write `request ended key=value ...`, without the fields that are None.
+
+    A value that is not a single word is quoted as in JSON. Clients choose ids and paths, and must not forge fields.
+
+    Args:
+        fields: values by name.
+    """
     return " ".join(
         ["request ended", *(f"{name}={_word(str(value))}" for name, value in fields.items() if value is not None)]
     )

@@ -1,5 +1,4 @@
-"""The ways to answer a request of the API, with the headers that every response carries. What was asked is
-elsewhere."""
+"""Ways to answer a request of the API, with the headers that every response has."""
 
 from __future__ import annotations
 
@@ -25,20 +24,27 @@ if TYPE_CHECKING:
 __all__ = ["REQUEST_ID_HEADER", "TENANT_HEADER", "Responder", "request_id_from"]
 
 TENANT_HEADER = "x-tenant-id"
-REQUEST_ID_CHARACTERS_MAX = 128  # it is repeated in headers, log lines and every event
+REQUEST_ID_CHARACTERS_MAX = 128  # headers, log lines and every event repeat the id
 
 
 class Responder:
-    """Whoever has one answers it once: with `respond_json` or `respond_bytes`, or with `start_events`, `exchange.send`
-    and `finish`.
+    """Sends the response to one request, once.
 
-    request_id: the client's, or ours; the client has it in the head of every response.
-    status: of the response; None as long as there is none.
-    caller: who asks, as the API key tells.
-    surface: how errors and ids are worded.
-    span: of the request, where it is traced.
-    outcome, reason: how it ended so far, and why if not as asked.
-    ignored_fields: of the request's body, those that nobody reads. The head of the response names them.
+    Answer with `respond_json` or `respond_bytes`, or with `start_events`, `exchange.send` and `finish`.
+
+    Args:
+        exchange: the request, and the way to its client.
+        clock_and_ids: the time of day, and new ids.
+
+    Attributes:
+        request_id: the client's id, or one of the server. The head of the response has it.
+        status: status of the response. None: no response was sent yet.
+        caller: owner of the API key in the request.
+        surface: writes errors and ids in the format of the API.
+        span: trace span of the request.
+        outcome: how the request ended so far.
+        reason: error reason, if the request did not end as asked.
+        ignored_fields: fields of the body that no handler reads. The head of the response lists them.
     """
 
     def __init__(self, exchange: Exchange, clock_and_ids: ClockAndIds) -> None:
@@ -56,26 +62,41 @@ class Responder:
 
     @property
     def named_tenant(self) -> str | None:
-        """Whose this is, as the request says; what that counts for, the caller tells."""
+        """Tenant that the request's header names. The caller decides whether the name counts."""
         return None
 
     @property
     def owner(self) -> str | None:
-        """Whose requests this caller may see and abort, and to whom a new one belongs; None: all, and nobody's."""
+        """Owner of the requests that this caller may see and abort. None: the caller sees all requests."""
         return self.caller.owner
 
     def begin_heartbeat(self) -> Heartbeat | None:
-        """Begin to send signs of life within the response, if the request asks for them. The caller owes `end`."""
+        """Begin to send heartbeats within the response, if the request asks for them.
+
+        Returns:
+            The heartbeats, which the caller must end with `end`. None: the request asks for none.
+        """
         return None
 
     async def respond_json(
         self, value: object, *, status: int = 200, headers: tuple[tuple[str, str], ...] = ()
     ) -> None:
-        """Send `value` as JSON."""
+        """Send a value as JSON.
+
+        Args:
+            value: anything that msgspec can encode.
+            status: HTTP status of the response.
+            headers: further header fields.
+        """
         await self.respond_bytes(encode(value), "application/json", status=status, headers=headers)
 
     async def respond_large(self, large: LargeJson, value: object) -> None:
-        """Send `value`, of which `large` has the lists that were encoded piece by piece. Holds only what is unsent."""
+        """Send a value as JSON, piece by piece. Each piece is freed when it has been sent.
+
+        Args:
+            large: the lists of `value` that were encoded before.
+            value: the response, with placeholders for the lists in `large`.
+        """
         if large.is_empty:
             await self.respond_json(value)
             return
@@ -93,10 +114,14 @@ class Responder:
             self.note_large_bytes(-held)
 
     def release(self) -> None:
-        """The request is over: give back what its response held."""
+        """Free the memory that the response counted. Called at the end of the request."""
 
     def note_large_bytes(self, change: int) -> None:
-        """Bytes of a large response were encoded, or sent or given up."""
+        """Report a change in the bytes that large responses hold.
+
+        Args:
+            change: bytes that were encoded; negative for bytes that were sent or dropped.
+        """
 
     async def respond_bytes(
         self, body: bytes, content_type: str, *, status: int = 200, headers: tuple[tuple[str, str], ...] = ()
@@ -107,8 +132,12 @@ class Responder:
     async def start_events(
         self, headers: tuple[tuple[str, str], ...] = (), *, media_type: str = "text/event-stream; charset=utf-8"
     ) -> None:
-        """Send the head of a streamed response, whose events go to the exchange; the client has the request's id
-        now."""
+        """Send the head of a streamed response. The caller then sends the events to the exchange.
+
+        Args:
+            headers: further header fields.
+            media_type: content type of the stream.
+        """
         self.status = 200
         self._streaming = True
         # Buffering proxies (nginx) would hold tokens back.
@@ -116,12 +145,22 @@ class Responder:
         await self.exchange.start(200, self._head(media_type, headers))
 
     async def start_bytes(self, content_type: str, *, headers: tuple[tuple[str, str], ...] = ()) -> None:
-        """Send the head of a response whose bytes go to the exchange piece by piece."""
+        """Send the head of a response that is sent piece by piece to the exchange.
+
+        Args:
+            content_type: content type of the response.
+            headers: further header fields.
+        """
         self.status = 200
         await self.exchange.start(200, self._head(content_type, headers))
 
     async def start_stream(self, status: int, headers: HeaderFields) -> None:
-        """The same with the head of a stream that somebody else makes."""
+        """Send the head of a stream that another server produced.
+
+        Args:
+            status: HTTP status of the head.
+            headers: all header fields of the head.
+        """
         self.status = status
         self._streaming = True
         await self.exchange.start(status, headers)
@@ -130,7 +169,14 @@ class Responder:
         await self.exchange.finish(last)
 
     async def fail(self, error: ErrorResponse) -> bool:
-        """Tell the client of an error: as a response, or, in a stream, as its last event. False if it is too late."""
+        """Send an error to the client: as the response, or as the last event of a stream.
+
+        Args:
+            error: the error.
+
+        Returns:
+            False if the response has begun and is no stream, so the client cannot be informed.
+        """
         self.reason = dict(error.headers).get(REASON_HEADER) or error.code or error.type
         self.outcome = outcome_of_error(error.status, self.reason, has_begun=self.exchange.started)
         if not self.exchange.started:
@@ -144,7 +190,7 @@ class Responder:
         return False
 
     def note_early_head(self) -> None:
-        """The client got status 200 before the response was known, so an error came as the body."""
+        """Correct status and outcome after a head with status 200 was sent before the response was known."""
         self.status = 200
         if self.outcome is Outcome.REFUSED:
             self.outcome = Outcome.FAILED
@@ -160,12 +206,19 @@ class Responder:
         return fields
 
     def ignored_names(self) -> tuple[str, ...]:
-        """Return the names that the response's head lists as ignored."""
+        """List the names that the response's head reports as ignored."""
         return self.ignored_fields
 
 
 def request_id_from(value: str | None) -> str | None:
-    """The client's id for this request, checked; None if it sent none. Raises InvalidRequest."""
+    """Check the client's id of a request.
+
+    Args:
+        value: value of X-Request-Id. None: the client sent none.
+
+    Raises:
+        InvalidRequest: the id is too long, or not printable ASCII.
+    """
     if value is None:
         return None
     if not 1 <= len(value) <= REQUEST_ID_CHARACTERS_MAX or not all(" " <= character <= "~" for character in value):

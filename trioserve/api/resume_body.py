@@ -1,5 +1,4 @@
-"""`resume` in the body of a request, in every API: what its client has of the response. And in a response that was cut
-off: what there is of it."""
+"""Field `resume` of a request body in every API, which is also the partial result in an aborted response."""
 
 from __future__ import annotations
 
@@ -13,16 +12,26 @@ from trioserve.contracts.resume import Resume
 
 __all__ = ["LOGPROB_MIN", "ResumeBody", "resume_body", "shown_logprobs"]
 
-LOGPROB_MIN = -9999.0  # what OpenAI's API says for "impossible"
+LOGPROB_MIN = -9999.0  # OpenAI's value for an impossible token
 
 UnixSeconds = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # every event of the response repeats it
 
 
 class ResumeBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """token_ids: of each choice, in the order of their indices, all tokens that the client has. finished: whether it
-    has ended. state: that of the last group that had one. end_thinking: its thoughts were ended by hand. logprobs,
-    weight_versions: of each choice those of its tokens: log probabilities, and runs of a version and how many tokens it
-    sampled. The rest comes from the head of the response that began."""
+    """Output of a response that the client has received.
+
+    Attributes:
+        token_ids: all tokens of each choice that the client has, in the order of the choices' indices.
+        finished: for each choice, whether it has ended.
+        prompt_digest: digest of the prompt, from the head of the response.
+        seed: seed of the response, from its head.
+        created: Unix time at which the response began, from its head.
+        id: id of the response, from its head.
+        state: state of the API in the last `id:` line that has one.
+        end_thinking: true if the reasoning was ended by request.
+        logprobs: for each choice, the log probabilities of its tokens.
+        weight_versions: for each choice, pairs of a weight version and the number of tokens that it sampled.
+    """
 
     token_ids: list[list[int]]
     finished: list[bool]
@@ -39,7 +48,14 @@ class ResumeBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 def resume_body(
     states: Sequence[Resume], *, prompt_digest: str | None, seed: int | None, created: int | None = None
 ) -> ResumeBody:
-    """Of responses that are one to their client: those of its prompts."""
+    """Merge the states of all prompts of a request into one `resume`.
+
+    Args:
+        states: state of each prompt's response.
+        prompt_digest: digest of all prompts. None: unknown.
+        seed: seed of the response. None: none.
+        created: Unix time at which the response began. None: unknown.
+    """
     has_logprobs = all(state.logprobs is not None for state in states)
     has_versions = any(state.weight_versions for state in states)
     return ResumeBody(
@@ -61,7 +77,11 @@ def resume_body(
 
 
 def shown_logprobs(entries: Sequence[TokenLogprob]) -> list[TokenLogprob]:
-    """JSON has no infinity, which is that of a token that could not come."""
+    """Replace infinite log probabilities, which JSON cannot express.
+
+    Args:
+        entries: log probabilities of tokens. An impossible token has minus infinity.
+    """
     return [_finite(entry) for entry in entries]
 
 

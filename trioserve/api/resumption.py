@@ -1,15 +1,16 @@
-"""A streamed response that can go on at another server, and one that began at another one.
+"""Resumable streamed responses: a response may begin at one server and continue at another.
 
-Whoever asks for it with a header gets a head that holds what the continuation needs to know besides the tokens, and the
-tokens themselves in the `id:` lines of the events: each group of events, which is what one delta makes, ends with one.
+A client asks for this with a header. The response's head then holds everything that the continuation needs besides the
+tokens. The tokens are in the `id:` lines of the events. A group is all events that one delta makes, and ends with one
+`id:` line:
 
-    id: 0:12,7        the client has these tokens more of choice 0; tokens that made no event come with the next group
-    id: 0:12!         and with this group the choice has ended
-    id: 0:12 41       41 is a state of the API's own
-    id: .             the group of usage and [DONE]: there is nothing to go on with
+id: 0:12,7        the client has received the tokens 12 and 7 of choice 0. Tokens without an event are in the next id
+id: 0:12!         and with this group the choice has ended
+id: 0:12 41       41 is state of the API
+id: .             the group of usage and [DONE]: nothing is left to resume
 
-The same request with `resume` in its body then goes on behind the last group that arrived. Everything that a client
-sees is a function of the request, its id, and what the head held: so it is the same at every server.
+The same request with `resume` in its body continues after the last group that arrived. Everything that a client sees
+depends only on the request, its id, and the fields in the head. So it is the same at every server.
 """
 
 from __future__ import annotations
@@ -40,22 +41,33 @@ RESUMABLE_HEADER = "x-trioserve-resumable"
 RESUME_HEADER = "x-trioserve-resume"
 FINGERPRINT_HEADER = "x-trioserve-fingerprint"
 SEED_HEADER = "x-trioserve-seed"
-"""The seed of a request that names none, chosen by a router: another router that has the same request chooses the
-same."""
+"""Seed that a router chooses for a request without one. Every router chooses the same seed for the same request."""
 SERVER_STOPPING = "server_stopping"
-DETACH_HEADER = "x-detach-timeout"  # such a stream has ids of its own, and survives its client in its own way
+DETACH_HEADER = "x-detach-timeout"  # such a stream has other ids, and its own way to survive its client
 
-SEEDS_DRAWN = 1 << 53  # of one that is drawn: readers of JSON that know floats only do not change it
-SEED_STRIDE = 0xD1B54A32D192ED03  # the seeds of a request's prompts lie far apart, and far from those of its choices
-SKIPPED_MAX = 256  # deltas at a time: about two milliseconds
+SEEDS_DRAWN = 1 << 53  # bound of drawn seeds: JSON readers that only have floats read it exactly
+SEED_STRIDE = 0xD1B54A32D192ED03  # keeps the seeds of prompts far apart, and far from the seeds of choices
+SKIPPED_MAX = 256  # deltas between two checkpoints: about two milliseconds
 LAST_ID = b"id: .\n\n"
 
 
 class Resumption:
-    """Of one request. body: its field. is_streamed: whether the response is. prompt_count: as many streams it has.
+    """State of one request whose response may be resumed, or resumes an earlier one.
 
-    is_asked: the response is to be one that can go on elsewhere. gives_partial: one that is cut off says what there is,
-    and how it goes on. repeats: a stream that goes on behind such an end says all of it once more.
+    Args:
+        context: the request.
+        body: field `resume` of the request. None: the response begins here.
+        sampling: sampling parameters of the request.
+        is_streamed: True: the response is a stream.
+        prompt_count: prompts of the request, each with its own stream.
+        gives_partial: True: an aborted response ends with its partial result.
+        repeats: True: a resumed stream first sends the known output again.
+
+    Attributes:
+        is_asked: True if the request asks for a stream that can continue at another server.
+
+    Raises:
+        InvalidRequest: `resume` or the seed header has a bad value.
     """
 
     def __init__(
@@ -69,7 +81,6 @@ class Resumption:
         gives_partial: bool = False,
         repeats: bool = False,
     ) -> None:
-        """Raises InvalidRequest."""
         self._repeats = repeats
         self.gives_partial = gives_partial
         self.is_streamed = is_streamed
@@ -87,42 +98,62 @@ class Resumption:
 
     @property
     def is_on(self) -> bool:
-        """Whether the response is another one than without all this."""
+        """True if the response differs from one of a server without resumption."""
         return self.is_asked or self.body is not None or self.gives_partial
 
     @property
     def is_resumable(self) -> bool:
-        """Whether its client is shown nothing that it would be shown once more behind what it has."""
+        """True if the response may be resumed without showing output to the client twice."""
         return self.is_asked or (self.gives_partial and self.is_streamed and not self._repeats)
 
     def is_partial(self, delta: Delta) -> bool:
-        """Whether an end by another's hand is one that the client wants to have what there is with. Where the server
-        leaves, whoever can go on elsewhere is told so, as ever."""
+        """Return True if the choice ends with a partial result instead of an error.
+
+        At a shutdown of the server, a client that can resume elsewhere gets the error.
+
+        Args:
+            delta: last delta of a choice.
+        """
         leaves = self.is_asked and delta.stop_reason == SERVER_STOPPING
         return self.gives_partial and is_cut_off(delta.finish_reason) and not leaves
 
     @property
     def created(self) -> int:
-        """When the response began."""
+        """Unix time at which the response began."""
         if self._created is None:
             self._created = self._context.clock_and_ids.unix_seconds()
         return self._created
 
     def seeded(self, sampling: SamplingParams, prompt_index: int = 0) -> SamplingParams:
-        """With the seed that this prompt's continuation will have, too."""
+        """Set the seed that a continuation of this prompt's response will use too.
+
+        Args:
+            sampling: sampling parameters of the request. A seed of the client stays.
+            prompt_index: index of the prompt.
+        """
         if not self.is_on or sampling.seed is not None:
             return sampling
         return msgspec.structs.replace(sampling, seed=self._seed_of(prompt_index))
 
     def resume(self, prompt_index: int = 0) -> Resume | None:
-        """What is known of this prompt's response. Raises InvalidRequest."""
+        """Return the known output of this prompt's response.
+
+        Args:
+            prompt_index: index of the prompt.
+
+        Returns:
+            None if the response begins here.
+
+        Raises:
+            InvalidRequest: `resume` has a bad value.
+        """
         body = self.body
         if body is None:
             return None
         n = self._sampling.n
         own = slice(prompt_index * n, (prompt_index + 1) * n)
         return Resume(
-            token_ids=body.token_ids[own],  # type: ignore[arg-type]  # it makes tuples of them
+            token_ids=body.token_ids[own],  # type: ignore[arg-type]  # Resume converts lists to tuples
             finished=body.finished[own],  # type: ignore[arg-type]
             prompt_digest=body.prompt_digest if self._prompt_count == 1 else None,
             seed=self._seed_of(prompt_index),
@@ -132,29 +163,44 @@ class Resumption:
         )
 
     def behind(self, streams: Sequence[RequestStream]) -> ResumeBody:
-        """What there is of a response that was cut off, to be sent back as `resume`: all of it was read."""
+        """Return the partial result of an aborted response, which the client may send back as `resume`.
+
+        Args:
+            streams: engine requests, read to their end.
+        """
         digest = None if any(stream.prompt_digest is None for stream in streams) else _digest(streams)
         states = [stream.resume_state() for stream in streams]
         return resume_body(states, prompt_digest=digest, seed=self._seed, created=self.created)
 
     def check(self, streams: Sequence[RequestStream]) -> None:
-        """To be called when all of them are entered. Raises ResumeMismatch where the prompts are others."""
+        """Check that several prompts are the same as at the beginning of the response.
+
+        Args:
+            streams: engine requests, all entered.
+
+        Raises:
+            ResumeMismatch: the prompts differ.
+        """
         wanted = None if self.body is None else self.body.prompt_digest
         if self._prompt_count > 1 and wanted is not None and wanted != _digest(streams):
             raise ResumeMismatch(
-                f"the response began behind prompts whose digest is {wanted}, and here it is {_digest(streams)}: its "
-                "continuation would be another text. Send the request without resume",
+                f"the response began with prompts whose digest is {wanted}, and here it is {_digest(streams)}: the "
+                "continuation would not fit. Send the request without resume",
                 param="resume.prompt_digest",
             )
 
     @property
     def state(self) -> str | None:
-        """That of the last group that the client has, where the response goes on."""
+        """State of the API in the last group that the client has. None: no such state."""
         return None if self.body is None else self.body.state
 
     def headers(self, streams: Sequence[RequestStream], **more: object) -> tuple[tuple[str, str], ...]:
-        """Of the head of the response, where it was asked for. streams: all of them, entered. more: what the API wants
-        to be told again, or has another value of."""
+        """Make the header fields of the head, if the request asks for a resumable response.
+
+        Args:
+            streams: engine requests, all entered.
+            more: fields that the API needs in `resume`, or that replace the values here.
+        """
         if not self.is_asked:
             return ()
         known = {"prompt_digest": _digest(streams), "seed": self._seed, "created": self.created, **more}
@@ -166,11 +212,11 @@ class Resumption:
         return tuple(headers)
 
     def new_ids(self) -> Callable[[int], str] | None:
-        """Of the calls of each choice; None where they may be any."""
+        """Return a function that makes repeatable ids of tool calls from a choice's index. None: any ids will do."""
         return self._new_id if self.is_on else None
 
     def group_ids(self) -> GroupIds | None:
-        """None where nobody asked for them."""
+        """Return the writer of `id:` lines, or None if the request does not ask for them."""
         return GroupIds() if self.is_asked else None
 
     def _new_id(self, choice_index: int) -> str:
@@ -196,7 +242,7 @@ class Resumption:
         return int.from_bytes(drawn) % SEEDS_DRAWN
 
     def _seed_of(self, prompt_index: int) -> int:
-        """Prompts share a seed that the client has given, as ever; drawn ones are their own."""
+        """Return the seed of a prompt. All prompts share a seed of the client. A drawn seed differs for each prompt."""
         if self._sampling.seed is not None or prompt_index == 0:
             return self._seed
         return (self._seed + prompt_index * SEED_STRIDE) % 2**64
@@ -208,51 +254,73 @@ class Resumption:
         for param, entries in (("token_ids", len(body.token_ids)), ("finished", len(body.finished))):
             if entries != count:
                 raise InvalidRequest(
-                    f"resume.{param} has {entries} entries and the request {count} choices: there is one for each "
-                    "choice, those of the first prompt first",
+                    f"resume.{param} has {entries} entries and the request {count} choices: send one entry for each "
+                    "choice, first all choices of the first prompt",
                     param=f"resume.{param}",
                 )
         if not is_streamed and self._sampling.logprobs is not None and body.logprobs is None:
             raise InvalidRequest(
-                "resume is set without the log probabilities of the tokens that are known: they cannot be part of a "
-                "whole response. Leave logprobs out, or set stream, or send resume.logprobs",
+                "resume has no log probabilities of its tokens, and a whole response with logprobs needs them: "
+                "leave logprobs out, set stream, or send resume.logprobs",
                 param="logprobs",
             )
 
 
 class GroupIds:
-    """Of one response: what each group of events says in its `id:` line."""
+    """Writes the `id:` line of each group of events of one response."""
 
     def __init__(self) -> None:
-        self._untold: dict[int, list[int]] = {}  # tokens that made no event yet
+        self._pending: dict[int, list[int]] = {}  # by choice, tokens that have made no event yet
 
     def begin(self, events: bytes, state: bytes) -> bytes:
-        """These events, which come before any token, as a group. state: the API's own."""
+        """Make a group of events that precede all tokens.
+
+        Args:
+            events: the events.
+            state: state of the API.
+        """
         return b"%bid: 0: %b\n\n" % (events[:-1], state)
 
     def group(self, events: bytes, choice_index: int, delta: Delta, state: bytes = b"") -> bytes:
-        """These events, which are all that this delta of the choice has made, as a group. Nothing where there are none.
-        state: the API's own, with a space before it."""
+        """Make a group of the events of one delta.
+
+        Args:
+            events: all events that the delta has made. Empty: the tokens join the choice's next group.
+            choice_index: index of the choice.
+            delta: output of the choice.
+            state: state of the API, with a space before it. Empty: none.
+
+        Returns:
+            The group. Empty if there are no events.
+        """
         token_ids: Sequence[int] = delta.token_ids
         if not events:
-            self._untold.setdefault(choice_index, []).extend(token_ids)
+            self._pending.setdefault(choice_index, []).extend(token_ids)
             return b""
-        if self._untold and (untold := self._untold.pop(choice_index, None)):
-            token_ids = (*untold, *token_ids)
-        if len(token_ids) == 1 and delta.finish_reason is None:  # what nearly all of them are
+        if self._pending and (pending := self._pending.pop(choice_index, None)):
+            token_ids = (*pending, *token_ids)
+        if len(token_ids) == 1 and delta.finish_reason is None:  # nearly all deltas
             return events[:-1] + b"id: %d:%d" % (choice_index, token_ids[0]) + state + b"\n\n"
         ids = b",".join([b"%d" % token_id for token_id in token_ids])
         end = b"" if delta.finish_reason is None or is_cut_off(delta.finish_reason) else b"!"
         return b"%bid: %d:%b%b%b\n\n" % (events[:-1], choice_index, ids, end, state)
 
     def last(self, events: bytes) -> bytes:
-        """The group that closes the response."""
+        """Make the group that ends the response.
+
+        Args:
+            events: the last events.
+        """
         return events[:-1] + LAST_ID
 
 
 async def skip_known(streams: Sequence[RequestStream], skip: Callable[[int, Delta], object]) -> None:
-    """Give `skip` what the client has already: as if it had just come, and without showing it. The event loop gets its
-    turns meanwhile. To be called once."""
+    """Pass the known output of resumed streams to `skip`, which must not show it. Call once.
+
+    Args:
+        streams: engine requests.
+        skip: receives the index of the stream and the delta.
+    """
     for stream_index, stream in enumerate(streams):
         for place, delta in enumerate(stream.known, start=1):
             skip(stream_index, delta)
@@ -262,6 +330,6 @@ async def skip_known(streams: Sequence[RequestStream], skip: Callable[[int, Delt
 
 
 def _digest(streams: Sequence[RequestStream]) -> str:
-    """Of all prompts; of one its own."""
+    """Return the digest of one prompt, or a digest of the digests of several prompts."""
     digests = [stream.prompt_digest or "" for stream in streams]
     return digests[0] if len(digests) == 1 else blake2b("/".join(digests).encode(), digest_size=16).hexdigest()

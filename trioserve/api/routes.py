@@ -1,4 +1,4 @@
-"""Path to handler, and nothing more: the API of a server with an engine."""
+"""Routes of a server with an engine: a table from paths to handlers, and the app that serves it."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ROUTES", "TEMPLATES", "App"]
 
-UPLOADS_MAX = 2  # forms that are taken apart in threads at a time
+UPLOADS_MAX = 2  # forms that are parsed in threads at a time
 
 
 async def stream_page_events(context: ServerContext) -> None:
@@ -99,7 +99,7 @@ async def stream_page_events(context: ServerContext) -> None:
 
 
 async def read_openapi(context: ServerContext) -> None:
-    """What all routes take and give, in OpenAPI 3.1."""
+    """Send the description of all routes, in OpenAPI 3.1."""
     await context.respond_bytes(_openapi_json(), "application/json")
 
 
@@ -199,27 +199,34 @@ TEMPLATES: tuple[Route[ServerContext], ...] = (
     Route(path=UI_PATH + "{file}", operations={"GET": show_file}, needs_key=False),
     Route(path="/v1/kept_streams/{stream}", operations={"GET": read_kept_stream, "DELETE": end_kept_stream}),
 )
-"""Paths with an id in them, which is one segment: each segment in braces stands for any text."""
+"""Paths with an id. A segment in braces matches any text of one segment."""
 IMAGES_PATH = "/v1/images/"
-"""Below this are the paths of a server that makes pictures."""
+"""Prefix of the paths of a server that generates images."""
 NOT_HERE = frozenset({"/v1/responses/compact"})
-"""What others have where an id would stand here."""
+"""Paths of other servers that would match a template here with a word in place of an id."""
 
 
 class App(BaseApp[ServerContext]):
-    """The handler of a server with an engine.
+    """Request handler of a server with an engine.
 
-    api_keys: any of them opens the routes that need one; without any, all are open.
-    admin_api_key: opens them, too, and sees the requests of every key; the others see those that they made.
-    trust_request_chat_template: requests may bring their own chat template.
-    access: what callers may choose, and which further routes need a key.
-    tenant_header: whose values tell tenants apart, between which the queue is fair: of all callers where there are no
-    keys, and otherwise of those whom the operator trusts. The others are told apart by their keys.
-    store: where responses, files and batches are kept; None: none are, and nothing goes on in the background.
-    background, batches: bounds of what does, inside of `async with app.running()`.
-    detaching: whether streams may go on without their clients, and for how long; inside of the same.
-    router_grace: the same of those whose router is gone. page: the live page, whose history is kept there, too.
-    tracer, logs_requests: see BaseApp.
+    Args:
+        engine: computes the responses.
+        api_keys: each of them opens the routes that need a key. Without keys, all routes are open.
+        admin_api_key: a key that also sees the requests of all keys. Other keys see their own requests only.
+        access: which fields callers may choose, and which further routes need a key.
+        trust_request_chat_template: True: requests may bring their own chat template.
+        tenant_header: name of the header that names a tenant. Tenants take turns in the queue. The header counts for
+            all callers if there are no keys, and otherwise for callers that the operator trusts. Each other key is one
+            tenant.
+        clock_and_ids: the time of day, and new ids.
+        store: keeps responses, files and batches. None: nothing is kept, and nothing runs in the background.
+        background: bounds of background responses, which run inside `async with app.running()`.
+        batches: bounds of batches, which run inside `async with app.running()`.
+        detaching: whether a stream may continue without its client, and for how long.
+        router_grace: whether a stream may continue without its router, and for how long.
+        page: settings of the live page, which records its history inside `async with app.running()`.
+        tracer: begins the span of each request.
+        logs_requests: True: log each request at level INFO. False: at level DEBUG.
     """
 
     def __init__(
@@ -287,9 +294,9 @@ class App(BaseApp[ServerContext]):
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """What outlives the request that began it lives in here. Leaving cancels it."""
+        """Run all work that outlives a request. Leaving cancels it."""
         async with (
-            self._trying_the_disk(),
+            self._retrying_store_writes(),
             self.detached.running(),
             self.router_streams.running(),
             self.background.running(),
@@ -299,8 +306,8 @@ class App(BaseApp[ServerContext]):
             yield
 
     @asynccontextmanager
-    async def _trying_the_disk(self) -> AsyncIterator[None]:
-        """The store writes what its disk had no room for, as soon as there is room."""
+    async def _retrying_store_writes(self) -> AsyncIterator[None]:
+        """Retry failed writes of the store until its disk has free space again."""
         if self._store is None:
             yield
             return
@@ -313,14 +320,14 @@ class App(BaseApp[ServerContext]):
                     nursery.cancel_scope.cancel()
 
     def drain(self) -> None:
-        """Take nothing new that would outlive its request."""
+        """Refuse new work that would outlive its request."""
         self.background.drain()
         self.batches.drain()
         self.detached.drain()
         self.router_streams.drain()
 
     async def wait_until_idle(self) -> None:
-        """Returns when nothing lives that outlives its request. For use after drain()."""
+        """Wait until no work that outlives its request is left. Call `drain` first."""
         await self.background.wait_until_idle()
         await self.batches.wait_until_idle()
         await self.detached.wait_until_idle()
@@ -361,15 +368,15 @@ class App(BaseApp[ServerContext]):
             return other_path(path) or super().not_found(path)
         return refusal(
             "makes_texts",
-            f"there is nothing at {path}: the model {self._engine.model.name} makes texts and no pictures, "
-            "which take a server of a model that does; see docs/images.md",
+            f"there is nothing at {path}: the model {self._engine.model.name} generates text and no images. "
+            "Ask a server with an image model; see docs/images.md",
         )
 
     def new_context(self, exchange: Exchange) -> ServerContext:
         return ServerContext(exchange, self._services, self.server)
 
     async def _serve_as(self, exchange: Exchange, caller: Caller) -> None:
-        """Answer what the server asks itself in a caller's name: behind everybody else."""
+        """Serve a request that the server makes in a caller's name. It runs after all other requests."""
         context = self.new_context(exchange)
         context.caller = caller
         context.priority_least = PRIORITY_MAX
@@ -378,7 +385,7 @@ class App(BaseApp[ServerContext]):
     def end_fields(self, context: ServerContext) -> dict[str, object]:
         usage = usage_of(context.streams)
         return {
-            # Until a prompt has been tokenized nobody knows.
+            # The counts are unknown until the prompt has been tokenized.
             "prompt_tokens": usage.prompt_tokens or None,
             "completion_tokens": usage.completion_tokens if usage.prompt_tokens else None,
         }

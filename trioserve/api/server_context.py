@@ -1,4 +1,4 @@
-"""A request of the engine's API, with the parts of the server that outlive a request."""
+"""Context of a request, with the parts of the server that outlive a request."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class ServerServices:
     Attributes:
         background: responses that run without a client.
         batches: batches that have not ended.
-        batch_endpoints: paths that a batch may ask for.
+        batch_endpoints: paths that a batch may use.
         detached: streams that clients may leave and resume.
-        router_streams: streams that resume at another router if their router dies.
+        router_streams: streams that continue at another router if their router dies.
         uploads: bounds how many uploaded forms are parsed at a time.
         page: the live page.
     """
@@ -40,7 +40,7 @@ class ServerServices:
 
 
 class ServerContext(RequestContext):
-    """A request, with the parts of the server that outlive it. Handlers of routes get one.
+    """Context of a request, with the parts of the server that outlive it. Route handlers get one.
 
     Args:
         exchange: the request, and the way to its client.

@@ -1,4 +1,4 @@
-"""Values as server-sent events (the HTML standard, section 9.2); what is the same in all of them is built once."""
+"""Server-sent events (HTML standard, section 9.2). Parts that all events of a response share are encoded once."""
 
 from __future__ import annotations
 
@@ -22,23 +22,24 @@ __all__ = [
 ]
 
 KEEP_ALIVE = b": keep-alive\n\n"
-"""A comment, which every reader of events skips."""
+"""A comment, which readers of events skip."""
 
 DONE = b"data: [DONE]\n\n"
-"""The last event of a response that is complete; one that broke off ends without it."""
+"""The last event of a complete response. A response that failed ends without it."""
 
 encode = msgspec.json.Encoder().encode
 
-# JSON leaves these as they are and SSE does not mind, but clients that split lines as Python's str.splitlines does
-# would cut an event in two: NEL, LINE SEPARATOR, PARAGRAPH SEPARATOR. They can only stand inside of strings.
+# NEL, LINE SEPARATOR and PARAGRAPH SEPARATOR. JSON and SSE allow them unescaped. But clients that split lines like
+# Python's str.splitlines would cut an event in two. These characters occur only inside strings.
 _LINE_ENDS = ((b"\xc2\x85", rb"\u0085"), (b"\xe2\x80\xa8", rb"\u2028"), (b"\xe2\x80\xa9", rb"\u2029"))
 
 
 class ChunkWriter:
-    """The events of one streamed response: the same JSON object each time, but for its choices and usage.
+    """Writes the events of one streamed response: JSON objects that differ only in their choices and usage.
 
-    head: the fields that all chunks share, one at least. null_usage: chunks without usage say `"usage": null`, as
-    OpenAI's do when the client asked for usage at the end.
+    Args:
+        head: fields that all chunks share, at least one.
+        null_usage: True: chunks without usage have `"usage": null`, as OpenAI's have if the client asked for usage.
     """
 
     def __init__(self, head: dict[str, object], *, null_usage: bool) -> None:
@@ -46,23 +47,41 @@ class ChunkWriter:
         self._end = b',"usage":null}\n\n' if null_usage else b"}\n\n"
 
     def chunk(self, choice: bytes, *, usage: object = None, fields: bytes = b"") -> bytes:
-        """One event. choice: the JSON of the one choice in it, or nothing. usage: anything that becomes a JSON object.
-        fields: more JSON fields of the chunk itself, with a comma before each."""
+        """Write one event.
+
+        Args:
+            choice: JSON of the event's choice. Empty: no choice.
+            usage: value that msgspec encodes as a JSON object. None: no usage.
+            fields: JSON of further fields of the chunk, with a comma before each.
+        """
         end = self._end if usage is None else b',"usage":' + encode(usage) + b"}\n\n"
         return self._head + _one_line(choice) + b"]" + fields + end
 
     def around(self, choice_begin: bytes, choice_end: bytes) -> tuple[bytes, bytes]:
-        """What stands before and behind the one value in which most events of a response differ. Both in ASCII."""
+        """Return the bytes before and after the one value in which most events of a response differ.
+
+        Args:
+            choice_begin: JSON of the choice before the value, in ASCII.
+            choice_end: JSON of the choice after the value, in ASCII.
+        """
         return self._head + choice_begin, choice_end + b"]" + self._end
 
 
 def transfer_field(delta: Delta) -> bytes:
-    """For ChunkWriter.chunk: how another engine gets at the KV of a choice that has ended, if it is held for that."""
+    """Make a field of a chunk: how another engine reads the KV of the choice. Empty if no blocks are held.
+
+    Args:
+        delta: last delta of a choice.
+    """
     return b"" if delta.kv_transfer is None else b',"kv_transfer_params":' + _one_line(encode(delta.kv_transfer))
 
 
 def token_ids_field(delta: Delta) -> bytes:
-    """Of a choice in an event: which tokens came with it, and which weights sampled them if these were replaced."""
+    """Make a field of a choice: the delta's tokens, and the weight versions that sampled them if weights were replaced.
+
+    Args:
+        delta: output of the choice.
+    """
     if not delta.weight_versions:
         return b',"token_ids":' + encode(delta.token_ids)
     versions = _one_line(encode(delta.weight_versions))
@@ -70,27 +89,47 @@ def token_ids_field(delta: Delta) -> bytes:
 
 
 def versions_field(versions: WeightVersions) -> bytes:
-    """Of a choice in the event with which it ends: which weights sampled all of it, if these were replaced."""
+    """Make a field of a choice's last event: the weight versions that sampled all its tokens.
+
+    Args:
+        versions: runs of weight versions. Empty: the weights were never replaced, so there is no field.
+    """
     return b',"weight_versions":' + one_line_json(versions) if versions else b""
 
 
 def resume_field(resume: object) -> bytes:
-    """For ChunkWriter.chunk: how a response goes on that was cut off."""
+    """Make a field of a chunk: how the client can resume an aborted response.
+
+    Args:
+        resume: value of `resume` in the next request.
+    """
     return b',"resume":' + one_line_json(resume)
 
 
 def one_line_json(value: object) -> bytes:
-    """As it may stand between the two parts of ChunkWriter.around."""
+    """Encode a value as JSON without line ends of any kind.
+
+    Args:
+        value: anything that msgspec can encode.
+    """
     return _one_line(encode(value))
 
 
 def error_event(response: ErrorResponse) -> bytes:
-    """What a client gets when the response cannot be completed after it began."""
+    """Make the last event of a response that failed after it began.
+
+    Args:
+        response: the error.
+    """
     return data_event(response.body())
 
 
 def data_event(value: object) -> bytes:
-    """An event that is nothing but this value."""
+    """Make an event whose data is one JSON value.
+
+    Args:
+        value: anything that msgspec can encode.
+    """
     return b"data: " + one_line_json(value) + b"\n\n"
 
 

@@ -1,5 +1,7 @@
-"""How an API words what goes for all of its paths: the id of a request in its response, and errors. A path, or what
-its client says of itself, tells which API it is, before anything else of the request is looked at."""
+"""Formats that differ between APIs on all of their paths: header fields of the request id, and errors.
+
+The path or a header selects the API before anything else of the request is read.
+"""
 
 from __future__ import annotations
 
@@ -16,25 +18,39 @@ REQUEST_ID_HEADER = "x-request-id"
 
 
 class Surface(Protocol):
-    """request_id: of the request that is answered."""
+    """Format of errors and request ids in one API."""
 
     def id_fields(self, request_id: str) -> list[tuple[str, str]]:
-        """The header fields that name the request."""
+        """Make the header fields that name the request.
+
+        Args:
+            request_id: id of the request.
+        """
         ...
 
     def status(self, error: ErrorResponse) -> int: ...
 
     def body(self, error: ErrorResponse, request_id: str) -> bytes:
-        """JSON: the whole response."""
+        """Encode an error as the whole response, in JSON.
+
+        Args:
+            error: the error.
+            request_id: id of the request.
+        """
         ...
 
     def event(self, error: ErrorResponse, request_id: str) -> bytes:
-        """The last event of a stream that breaks off."""
+        """Encode an error as the last event of a stream.
+
+        Args:
+            error: the error.
+            request_id: id of the request.
+        """
         ...
 
 
 class OpenAISurface:
-    """The one that holds wherever no other does."""
+    """Format of OpenAI's API, which is the default."""
 
     def id_fields(self, request_id: str) -> list[tuple[str, str]]:
         return [(REQUEST_ID_HEADER, request_id)]

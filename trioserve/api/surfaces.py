@@ -1,4 +1,4 @@
-"""As which API a request is answered: its path tells, or what its client says of itself."""
+"""Choice of the API whose format a response has, from the request's path or headers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ __all__ = ["surface_of"]
 
 
 def surface_of(exchange: Exchange) -> Surface:
-    """Whether or not there is something at its path."""
+    """Choose the format of errors and ids, also for unknown paths.
+
+    Args:
+        exchange: the request.
+    """
     path = exchange.path
     if path.startswith(OLLAMA_PATH):
         return OLLAMA

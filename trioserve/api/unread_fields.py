@@ -1,8 +1,8 @@
-"""Fields of a request that its type does not read: refused if they would change the response, otherwise ignored.
+"""Checks request fields that the body's type does not read. Fields that would change the response are refused.
 
-Clients send fields of other servers and of newer versions of an API. A field that asks for another response is refused
-with a sentence that says what to send instead. A field that cannot change the response is harmless. Every other field
-is ignored, and the server names it in a response header.
+Clients send fields of other servers and of newer API versions. There are three cases. A field that asks for a
+different response is refused with a sentence that says what to send instead. A field that cannot change the response
+is accepted silently. Every other field is ignored, and a response header lists it.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ __all__ = [
 ]
 
 IGNORED_HEADER: Final = "x-trioserve-ignored"
-"""Response header: the request's fields that nobody read."""
+"""Response header that lists the ignored fields of the request."""
 
-NAMES_MAX = 16  # of fields in the header
+NAMES_MAX = 16  # fields that the header lists
 NAME_CHARACTERS_MAX = 128
 UNSET_VALUES: tuple[object, ...] = (None, False, "", [], {})
-"""Values with which a field asks for nothing. 0 is among them: it equals False."""
+"""Values with which a field has no effect. 0 is one of them, since it equals False."""
 
-_NAME = re.compile(r"[A-Za-z0-9_.$\-\[\]]+")  # what may stand in a header without quotes
+_NAME = re.compile(r"[A-Za-z0-9_.$\-\[\]]+")  # characters that a header allows without quotes
 
 
 class RefusedField(NamedTuple):
     """A field that would change the response.
 
-    Args:
-        reason: What is missing here, and what to send instead.
-        neutral: Values with which the field asks for nothing.
+    Attributes:
+        reason: what is missing here, and what to send instead.
+        neutral: values that have no effect, and so are accepted.
     """
 
     reason: str
@@ -50,8 +50,8 @@ class RefusedField(NamedTuple):
 
 _DEFAULT_ON = (None, True)
 
-# By the server whose clients send them. A secondary number, such as dry_base, is in HARMLESS: without its main field it
-# has no effect.
+# Grouped by the server whose clients send them. A secondary field, such as dry_base, is in HARMLESS: it has no effect
+# without its main field.
 GENERATION: dict[str, RefusedField] = {
     # llama.cpp
     "mirostat": RefusedField("there is no mirostat here, leave it out or send 0"),
@@ -62,7 +62,7 @@ GENERATION: dict[str, RefusedField] = {
     "top_n_sigma": RefusedField("there is no top-n-sigma sampler here, leave it out or send -1", (None, -1, -1.0)),
     "typical_p": RefusedField("there is no typical sampling here, leave it out or send 1", (None, 1)),
     "tfs_z": RefusedField("there is no tail-free sampling here, leave it out or send 1", (None, 1)),
-    "min_keep": RefusedField("samplers keep as few tokens as they like here, leave it out or send 0"),
+    "min_keep": RefusedField("samplers have no minimum of tokens here, leave it out or send 0"),
     "samplers": RefusedField("the order of samplers is fixed here, leave it out"),
     "repeat_last_n": RefusedField("penalties look at all tokens here, leave it out or send -1", (None, -1)),
     "n_indent": RefusedField("there is no rule about indents here, use a grammar or a regex"),
@@ -70,51 +70,51 @@ GENERATION: dict[str, RefusedField] = {
     "n_cmpl": RefusedField("send n"),
     "t_max_predict_ms": RefusedField("send timeout, in seconds", (None, 0, -1)),
     "lora": RefusedField("name the adapter as the model"),
-    "grammar_lazy": RefusedField("a grammar holds from the first token on, use structured_outputs.structural_tag"),
+    "grammar_lazy": RefusedField("a grammar applies from the first token, use structured_outputs.structural_tag"),
     "reasoning_format": RefusedField(
-        "reasoning is always told apart, leave it out or send auto", (None, "auto", "deepseek")
+        "reasoning is always separated, leave it out or send auto", (None, "auto", "deepseek")
     ),
-    "parse_tool_calls": RefusedField("calls are always read, send tool_choice none to have none", _DEFAULT_ON),
+    "parse_tool_calls": RefusedField("tool calls are always parsed, send tool_choice none to get none", _DEFAULT_ON),
     "response_fields": RefusedField("the whole response is sent, leave it out"),
     # SGLang
     "stop_regex": RefusedField("send stop with the texts themselves"),
     "no_stop_trim": RefusedField("send include_stop_str_in_output"),
     "lora_path": RefusedField("name the adapter as the model"),
-    "custom_logit_processor": RefusedField("no code of requests runs here, use logit_bias or a grammar"),
+    "custom_logit_processor": RefusedField("the server runs no code from requests, use logit_bias or a grammar"),
     "session_params": RefusedField("there are no sessions here, send the whole conversation"),
-    "return_hidden_states": RefusedField("hidden states are not sent, use /v1/embeddings for vectors"),
-    "return_routed_experts": RefusedField("the experts of a token are not sent"),
+    "return_hidden_states": RefusedField("the response has no hidden states, use /v1/embeddings for vectors"),
+    "return_routed_experts": RefusedField("the response does not list the experts of a token"),
     "return_prompt_token_ids": RefusedField("send return_token_ids"),
-    "return_meta_info": RefusedField("the response has usage and no more"),
+    "return_meta_info": RefusedField("the response has usage and no other meta information"),
     "input_ids": RefusedField("send prompt with the token ids to /v1/completions"),
-    "separate_reasoning": RefusedField("reasoning is always told apart, leave it out", _DEFAULT_ON),
+    "separate_reasoning": RefusedField("reasoning is always separated, leave it out", _DEFAULT_ON),
     "stream_reasoning": RefusedField("reasoning is streamed like the rest, leave it out", _DEFAULT_ON),
     "extra_key": RefusedField("send cache_salt"),
     "bootstrap_host": RefusedField("KV is handed over by kv_transfer_params"),
     "max_new_tokens": RefusedField("send max_tokens"),
     # vLLM
     "best_of": RefusedField("there is no best_of for chats, send n"),
-    "logits_processors": RefusedField("no code of requests runs here, use logit_bias or a grammar"),
-    "repetition_detection": RefusedField("a response is not ended for its repetitions, send repetition_penalty"),
+    "logits_processors": RefusedField("the server runs no code from requests, use logit_bias or a grammar"),
+    "repetition_detection": RefusedField("a repetitive response is not ended early, send repetition_penalty"),
     "structural_tag": RefusedField("send structured_outputs.structural_tag"),
     "logprob_token_ids": RefusedField("send top_logprobs for the best tokens"),
     "prompt_embeds": RefusedField("prompts are text or token ids here"),
     "return_tokens_as_token_ids": RefusedField("send return_token_ids"),
     "documents": RefusedField("put them into a message, or into chat_template_kwargs if the template reads them"),
-    "mm_processor_kwargs": RefusedField("images are prepared as the model's own files say"),
-    "media_io_kwargs": RefusedField("images are read in one way only"),
-    "vllm_xargs": RefusedField("there are no extensions that could read them"),
+    "mm_processor_kwargs": RefusedField("the model's own files say how images are prepared"),
+    "media_io_kwargs": RefusedField("there are no options for reading images"),
+    "vllm_xargs": RefusedField("there are no extensions here"),
     "guided_whitespace_pattern": RefusedField("send guided_json with x-guidance in the schema"),
     # OpenRouter, LiteLLM, DeepSeek and others
     "reasoning": RefusedField("send reasoning_effort, enable_thinking or thinking_token_budget"),
     "thinking": RefusedField("send enable_thinking or thinking_token_budget"),
     "top_a": RefusedField("there is no top-a sampler here, send min_p"),
     "plugins": RefusedField("there are no plugins here"),
-    "transforms": RefusedField("prompts stay as they are here, send truncate_prompt_tokens"),
+    "transforms": RefusedField("prompts are not transformed here, send truncate_prompt_tokens"),
     "models": RefusedField("a request has one model here, send model"),
     "fallbacks": RefusedField("a request has one model here, send model"),
     "options": RefusedField("send the options as fields of the body, or use /api/chat"),
-    "extra_body": RefusedField("it is an argument of OpenAI's library, put its fields into the body itself"),
+    "extra_body": RefusedField("extra_body is an argument of OpenAI's library, put its fields into the body itself"),
     # OpenAI
     "moderation": RefusedField("there is no moderation here"),
     "web_search_options": RefusedField("there is no web search here"),
@@ -136,7 +136,7 @@ STRUCTURED_NAMES = (
     "output_format",
     "structural_tag",
 )
-"""Names that structured output has in one API or another."""
+"""Names of structured output in various APIs."""
 
 SAMPLING_NAMES = (
     "n",
@@ -169,47 +169,49 @@ SAMPLING_NAMES = (
     "enable_thinking",
     "reasoning_effort",
 )
-"""Fields of /v1/chat/completions that an API which refuses unknown fields itself does not have."""
+"""Fields of /v1/chat/completions, for other APIs whose bodies lack them and must refuse them."""
 
 HARMLESS: frozenset[str] = frozenset(
     name
     for names in (
-        # who asks, and who pays
+        # identity and billing of the caller
         "user metadata safety_identifier user_profile_id workspace_id billing_policy betas access_programs",
         "fallback_credit_token inference_geo service_tier speed store provider num_retries background_options",
-        # ids, which clients send as X-Request-Id here
+        # ids; this server reads X-Request-Id instead
         "rid request_id custom_labels",
-        # where a cache is, and how long it lasts
+        # place and lifetime of caches
         "cache_prompt cache_control prompt_cache_key prompt_cache_options prompt_cache_retention id_slot",
         "n_cache_reuse n_keep n_discard num_keep t_max_prompt_ms diagnostics data_parallel_rank",
-        # how something is computed
+        # methods of computation
         "prediction guided_decoding_backend backend_sampling draft_num_predict chat_format image",
         "generation_prompt preserved_tokens grammar_triggers spaces_between_special_tokens truncate shift",
-        # what else a response says
+        # further details in the response
         "return_tokens return_progress timings_per_token post_sampling_probs sse_ping_interval",
         "return_cached_tokens_details",
-        # numbers that matter only with another field, which is refused
+        # numbers without effect unless a refused field is set
         "length_penalty mirostat_tau mirostat_eta dynatemp_exponent dry_base dry_allowed_length dry_penalty_last_n",
         "dry_sequence_breakers xtc_threshold adaptive_decay penalize_newline custom_params",
         "bootstrap_port bootstrap_room",
-        # how Ollama loads a model
+        # Ollama's options for loading a model
         "num_ctx num_batch num_gpu num_thread main_gpu low_vram f16_kv logits_all vocab_only use_mmap",
         "use_mlock numa embedding_only",
     )
     for name in names.split()
 )
-"""Fields that cannot change a response of this server: who is billed, where a cache is, how fast it is to go."""
+"""Fields that cannot change a response of this server, such as billing, cache placement and speed."""
 
 
 def generation_fields(
     *, structured: str | None = None, sampling: str | None = None, **own: str
 ) -> Mapping[str, RefusedField]:
-    """The refused fields of a body that asks for text. Fields that the body reads do not matter.
+    """Collect the refused fields of a body that asks for text.
+
+    A field in the result that the body's type reads has no effect.
 
     Args:
-        structured: What to send instead of other APIs' names for structured output; None: nothing is refused.
-        sampling: What to send instead of fields of chat completions; None: nothing is refused.
-        own: Further fields, each with its reason. They win over the others.
+        structured: what to send instead of other APIs' names for structured output. None: these names are ignored.
+        sampling: what to send instead of fields of chat completions. None: these fields are ignored.
+        own: further fields, each with its reason. They take precedence.
     """
     fields = dict(GENERATION)
     if structured is not None:
@@ -220,19 +222,19 @@ def generation_fields(
 
 
 def check_unread(text: str | bytes, kind: type[msgspec.Struct], place: str = "") -> tuple[str, ...]:
-    """Look at the fields of a JSON object that `kind` does not read. `text` has been decoded as `kind` before.
+    """Check the fields of a JSON object that `kind` does not read. The object was decoded as `kind` before.
 
     Args:
-        text: The object.
-        kind: May have REFUSED_FIELDS, a mapping of names to RefusedField, and NESTED_FIELDS, the types of its fields
-            that are looked into.
-        place: Path of the object within the body, with a dot at its end.
+        text: the JSON object.
+        kind: type of the object. It may have REFUSED_FIELDS, a mapping of names to RefusedField, and NESTED_FIELDS, a
+            mapping of fields to types whose own fields are checked too.
+        place: path of the object within the body, ending with a dot. Empty: the body itself.
 
     Returns:
-        Paths of the fields that are ignored, without the harmless ones, in their order.
+        Paths of the ignored fields in the order of the body, without the harmless ones.
 
     Raises:
-        InvalidRequest: A field would change the response. It is named.
+        InvalidRequest: a field would change the response. The error names the field.
     """
     refused: Mapping[str, RefusedField] = getattr(kind, "REFUSED_FIELDS", {})
     nested: Mapping[str, type[msgspec.Struct]] = getattr(kind, "NESTED_FIELDS", {})
@@ -251,13 +253,23 @@ def check_unread(text: str | bytes, kind: type[msgspec.Struct], place: str = "")
 
 
 def check_refused(param: str, value: Any, field: RefusedField) -> None:
-    """Raise InvalidRequest unless the value asks for nothing."""
+    """Raise InvalidRequest unless the value has no effect.
+
+    Args:
+        param: path of the field.
+        value: value of the field.
+        field: reason and neutral values.
+    """
     if value not in field.neutral:
         raise InvalidRequest(f"{param} is not supported: {field.reason}", param=param)
 
 
 def shown_names(names: tuple[str, ...]) -> str:
-    """The names as a header's value. Clients chose them, so long names and odd characters are left out."""
+    """Join field names for a header's value. Long names and names with odd characters are only counted.
+
+    Args:
+        names: paths of fields, which clients chose.
+    """
     shown = [name for name in names if len(name) <= NAME_CHARACTERS_MAX and _NAME.fullmatch(name)][:NAMES_MAX]
     rest = len(names) - len(shown)
     return ", ".join([*shown, *([f"and {rest} more"] if rest else [])])

@@ -1,7 +1,7 @@
-"""Whole JSON responses that do not stay silent: the head goes out early, and white space follows it until the body.
+"""Whole JSON responses with an early head, followed by white space until the body is ready.
 
-JSON may begin with white space, so clients read such a response like any other. The head says 200 before anybody knows
-how the request ends: an error that comes later is the body.
+JSON may begin with white space, so clients read such a response like any other. The head has status 200 before the
+outcome is known. A later error is the body.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ __all__ = ["WhiteSpaceExchange"]
 JSON_TYPE = "application/json"
 WHITE_SPACE = b" "
 NOT_BUFFERED = ("x-accel-buffering", "no")
-"""Buffering proxies (nginx) would hold the white space back."""
+"""Header against buffering proxies (nginx), which would delay the white space."""
 
 
 class WhiteSpaceExchange(Exchange):
-    """An exchange whose handler answers as ever: it does not see that the head is out.
+    """An exchange that may send its head early. The handler answers as usual, and does not see the early head.
 
-    From `fill_silence` on, a task sends a space whenever `seconds` have passed, the head before the first one. The
-    handler's response ends that, and becomes the body of this head: its own status and headers are dropped.
+    After `fill_silence`, a task sends the head and then a space after each `seconds` of silence. The handler's response
+    ends the spaces, and becomes the body after this head. Its own status and headers are dropped.
 
     Args:
-        exchange: The exchange of the connection.
-        nursery: For the task. It ends before the exchange does.
-        seconds: Of silence.
-        head: Makes the header fields of a JSON response.
+        exchange: exchange of the connection.
+        nursery: runs the task. It must end before the exchange does.
+        seconds: silence before each space.
+        head: makes the header fields of a JSON response.
 
     Attributes:
-        has_begun: The head went out early, with status 200.
+        has_begun: True if the head was sent early, with status 200.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class WhiteSpaceExchange(Exchange):
         self._seconds = seconds
         self._head = head
         self._is_filling = False
-        self._has_response = False  # the handler's
-        self._sending = trio.Lock()  # a space is sent whole before the response
+        self._has_response = False  # True once the handler's response has begun
+        self._sending = trio.Lock()  # lets a space finish before the response
 
     def fill_silence(self) -> None:
         if not self._is_filling:
@@ -74,7 +74,7 @@ class WhiteSpaceExchange(Exchange):
 
     @property
     def started(self) -> bool:
-        """Whether the handler's response has begun. Until then an error is a response of its own."""
+        """True if the handler's response has begun. Before that, an error is sent as a separate response."""
         return self._has_response or (self._exchange.started and not self.has_begun)
 
     async def body(self) -> bytes:
@@ -99,16 +99,16 @@ class WhiteSpaceExchange(Exchange):
         await self._exchange.finish(last)
 
     async def _end_white_space(self, headers: HeaderFields) -> None:
-        """Wait for the space that is being sent. Afterwards only the handler sends.
+        """Wait until the current space was sent. After that only the handler sends.
 
         Args:
-            headers: Of the response.
+            headers: header fields of the response.
 
         Raises:
-            RuntimeError: The response is no JSON, but its head said so.
+            RuntimeError: the response is not JSON, but the early head said so.
         """
         async with self._sending:
             media_type = next((value for name, value in headers if name.lower() == "content-type"), JSON_TYPE)
             if self.has_begun and media_type.partition(";")[0].strip().lower() != JSON_TYPE:
-                raise RuntimeError(f"a response of type {media_type[:80]!r} behind the head of a JSON response")
+                raise RuntimeError(f"a response of type {media_type[:80]!r} after the head of a JSON response")
             self._has_response = True

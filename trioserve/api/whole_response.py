@@ -1,8 +1,8 @@
-"""Whole responses: how large one may become, and how a large one is encoded and sent without holding up the event loop.
+"""Bounds the size of whole responses, and encodes large ones piece by piece so that the event loop is not blocked.
 
-The size is estimated from the request, before anything is computed. Every API asks for its tokens with
-RequestContext.generate and for its vectors with RequestContext.embed, and these two ask ResponseBound. What all whole
-responses hold together is counted as it grows (ResponseBudget), since most responses are shorter than they may be.
+The size is estimated from the request, before computation starts. Every API asks for tokens with
+RequestContext.generate and for vectors with RequestContext.embed. Both check the size with ResponseBound. Most
+responses stay below their estimate, so ResponseBudget counts the bytes of all responses as they grow.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from trioserve.http.limits import RESPONSE_BYTES_MAX, RESPONSES_BYTES_MAX
 
 __all__ = ["PLAIN", "LargeJson", "ResponseBound", "ResponseBudget", "ResponseShape"]
 
-# Bytes of JSON. Estimates, for usual texts; each is about a quarter more than what was measured.
+# Estimates in bytes of JSON, for usual texts. Each is about a quarter above the measured size.
 TEXT_TOKEN_BYTES = 6
 TOKEN_ID_BYTES = 8
-LOGPROB_BYTES = 80  # of one alternative: its text, its bytes and its number
-NUMBER_BYTES = 22  # of a vector, written with all digits of a double
-BASE64_NUMBER_BYTES = 6  # 4 bytes of a float32, as base64
-VECTOR_BYTES = 64  # what stands around a vector
-CAPPED_TOKENS_MIN = 256  # a request without max_tokens gets at least as many for each choice, or is refused
+LOGPROB_BYTES = 80  # one alternative token: its text, its bytes and its log probability
+NUMBER_BYTES = 22  # one number of a vector, with all digits of a double
+BASE64_NUMBER_BYTES = 6  # one float32 has 4 bytes, which base64 expands
+VECTOR_BYTES = 64  # JSON around a vector
+CAPPED_TOKENS_MIN = 256  # if fewer tokens per choice fit, a request without max_tokens is refused
 
-PIECE_ITEMS = 2000  # alternatives that are encoded at a time, in a few milliseconds
-PIECE_NUMBERS = 20_000  # of vectors, that are encoded at a time
-PIECE_BYTES = 256 * 1024  # that are sent at a time
-SMALL_ITEMS_MAX = 4000  # as many are encoded together with the rest of the response
-SMALL_RESPONSE_BYTES = 64 * 1024  # not counted: about 10,000 tokens of text, and connections are bounded
+PIECE_ITEMS = 2000  # alternatives encoded between two checkpoints: a few milliseconds
+PIECE_NUMBERS = 20_000  # numbers of vectors encoded between two checkpoints
+PIECE_BYTES = 256 * 1024  # bytes sent at a time
+SMALL_ITEMS_MAX = 4000  # a list of up to this size is encoded together with the rest of the response
+SMALL_RESPONSE_BYTES = 64 * 1024  # not counted: about 10,000 tokens of text. The number of connections bounds their sum
 
 T = TypeVar("T")
 
 
 class ResponseShape(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request asks for that makes its response larger, beside its sampling.
+    """Properties of a request, besides its sampling, that make its response larger.
 
-    Args:
-        is_streamed: Output leaves piece by piece, so only what stands in one event counts.
-        prompt_count: Prompts of the request.
-        prompt_copies: How often each prompt and its log probabilities are in the response.
-        has_prompt_text: The response repeats the prompt's text.
-        has_token_ids: The response has token ids, of prompt and output.
+    Attributes:
+        is_streamed: True: output is sent piece by piece, so only the size of one event counts.
+        prompt_count: prompts of the request.
+        prompt_copies: how often the response repeats each prompt and its log probabilities.
+        has_prompt_text: True: the response repeats the prompt's text.
+        has_token_ids: True: the response has the token ids of prompt and output.
     """
 
     is_streamed: bool = False
@@ -61,9 +61,12 @@ PLAIN = ResponseShape()
 
 
 class ResponseBudget:
-    """Counts the bytes of JSON that the whole responses of all clients hold, up to `bytes_max`.
+    """Counts the bytes of JSON that the whole responses of all clients hold.
 
-    Python's objects of a log probability take about as much again until the response is sent.
+    Python objects of log probabilities take about as much memory again until the response is sent.
+
+    Args:
+        bytes_max: limit of all responses together.
     """
 
     def __init__(self, bytes_max: int = RESPONSES_BYTES_MAX) -> None:
@@ -71,7 +74,14 @@ class ResponseBudget:
         self.bytes_held = 0
 
     def add(self, byte_count: int) -> None:
-        """Count bytes. Raises Overloaded if they do not fit, and does not count them then."""
+        """Count bytes.
+
+        Args:
+            byte_count: bytes of JSON.
+
+        Raises:
+            Overloaded: the bytes exceed the limit. They are not counted then.
+        """
         if self.bytes_held + byte_count > self.bytes_max:
             raise Overloaded(
                 f"large responses of all clients hold {self.bytes_held:,} bytes, and this one needs {byte_count:,} "
@@ -86,24 +96,30 @@ class ResponseBudget:
 class ResponseBound:
     """Bounds the whole response of one request.
 
-    A response that could have more than `bytes_max` bytes is refused. What a response holds counts in the budget.
-
     Args:
-        budget: Of all responses of the server.
+        bytes_max: a response whose estimate is larger is refused.
+        budget: counts the bytes of all responses of the server. None: a new budget of `bytes_max`.
     """
 
     def __init__(self, bytes_max: int = RESPONSE_BYTES_MAX, budget: ResponseBudget | None = None) -> None:
         self.bytes_max = bytes_max
         self._budget = budget or ResponseBudget(bytes_max)
-        self._byte_count = 0  # of the response so far
-        self._counted = 0  # of them, in the budget
+        self._byte_count = 0  # size of the response so far
+        self._counted = 0  # part of `_byte_count` that the budget counts
 
     def take(self, delta: Delta) -> None:
-        """Count output that is kept until the response is complete. Raises Overloaded if the budget is used up."""
+        """Count output that is kept until the response is complete.
+
+        Args:
+            delta: new output.
+
+        Raises:
+            Overloaded: the budget is used up.
+        """
         self._hold(len(delta.text) + TOKEN_ID_BYTES * len(delta.token_ids) + LOGPROB_BYTES * delta.alternative_count)
 
     def release(self) -> None:
-        """The response was sent, or is given up. Harmless when repeated."""
+        """Remove the response's bytes from the budget. Repeated calls have no effect."""
         self._budget.bytes_held -= self._counted
         self._byte_count = self._counted = 0
 
@@ -116,19 +132,20 @@ class ResponseBound:
     def bounded(
         self, sampling: SamplingParams, shape: ResponseShape, *, tokens_max: int, default_tokens_max: int | None
     ) -> SamplingParams:
-        """Check the output that a request asks for.
+        """Check the size of the output that a request asks for.
 
         Args:
-            sampling: As the request has it.
-            tokens_max: Of the model's context.
-            default_tokens_max: max_tokens of a request that names none.
+            sampling: sampling parameters of the request.
+            shape: properties of the response that make it larger.
+            tokens_max: length of the model's context, in tokens.
+            default_tokens_max: max_tokens of a request that sets none. None: up to the end of the context.
 
         Returns:
-            The sampling. A request that names no max_tokens, or clamps them, and whose longest output would be too
-            large, gets the max_tokens that fit.
+            The sampling parameters. If the request sets no max_tokens or allows a lower value, and the longest output
+            is too large, max_tokens is the largest number that fits.
 
         Raises:
-            InvalidRequest: The response could be too large.
+            InvalidRequest: the response could be too large.
         """
         if shape.is_streamed:
             return sampling
@@ -156,12 +173,18 @@ class ResponseBound:
         )
 
     def check_prompts(self, sampling: SamplingParams, shape: ResponseShape, token_count: int) -> None:
-        """Check and count what the response repeats of its prompts. Raises InvalidRequest if that is too large.
+        """Check and count the prompts that the response repeats.
 
         Args:
-            token_count: Of all prompts together.
+            sampling: sampling parameters of the request.
+            shape: properties of the response that make it larger.
+            token_count: tokens of all prompts together.
+
+        Raises:
+            InvalidRequest: the repeated prompts are too large.
+            Overloaded: the budget is used up.
         """
-        copies = 1 if shape.is_streamed else shape.prompt_copies  # one event has one of them
+        copies = 1 if shape.is_streamed else shape.prompt_copies  # one event repeats one prompt
         token_bytes = TEXT_TOKEN_BYTES * shape.has_prompt_text + TOKEN_ID_BYTES * shape.has_token_ids
         factors = f"{token_bytes} bytes of text and id"
         if sampling.prompt_logprobs is not None:
@@ -178,7 +201,17 @@ class ResponseBound:
         self._hold(byte_count)
 
     def check_vectors(self, count: int, dimensions: int, *, is_base64: bool) -> None:
-        """Check and count the vectors that a request asks for. Raises InvalidRequest if they are too large."""
+        """Check and count the vectors of a response.
+
+        Args:
+            count: number of vectors.
+            dimensions: numbers of each vector.
+            is_base64: True: base64. False: JSON numbers.
+
+        Raises:
+            InvalidRequest: the vectors are too large.
+            Overloaded: the budget is used up.
+        """
         number_bytes = BASE64_NUMBER_BYTES if is_base64 else NUMBER_BYTES
         byte_count = count * (VECTOR_BYTES + dimensions * number_bytes)
         if byte_count > self.bytes_max:
@@ -191,7 +224,17 @@ class ResponseBound:
         self._hold(byte_count)
 
     def check_text(self, byte_count: int, what: str, param: str) -> None:
-        """Check and count a text that a response repeats or makes. Raises InvalidRequest if it is too large."""
+        """Check and count a text of a response.
+
+        Args:
+            byte_count: bytes of the text.
+            what: how the size was estimated, for the error message.
+            param: field that the error names.
+
+        Raises:
+            InvalidRequest: the text is too large.
+            Overloaded: the budget is used up.
+        """
         if byte_count > self.bytes_max:
             raise self._refused(byte_count, what, param, "send less at a time")
         self._hold(byte_count)
@@ -205,19 +248,19 @@ class ResponseBound:
 
 
 class LargeJson:
-    """A JSON value whose large lists are encoded piece by piece, with turns for other tasks in between.
+    """A JSON value whose large lists are encoded piece by piece, with checkpoints in between.
 
-    `add` returns what stands in the place of a list in the value, and `pieces` gives the whole value's bytes.
+    `add` encodes a list and returns a placeholder for it. `pieces` returns the bytes of the whole value.
     """
 
     def __init__(self) -> None:
-        self._mark = secrets.token_hex(16).encode()  # nobody can write it into a text of the response
+        self._mark = secrets.token_hex(16).encode()  # secret, so no text of the response can contain it
         self._lists: list[list[bytes]] = []
-        self.byte_count = 0  # of these lists, without what `pieces` gave away
+        self.byte_count = 0  # bytes of the lists, without the pieces that `pieces` has returned
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was added, so that the value may be encoded at once."""
+        """True if no list was added, so the value may be encoded at once."""
         return not self._lists
 
     async def add(
@@ -226,11 +269,12 @@ class LargeJson:
         """Encode a list.
 
         Args:
-            written: Makes JSON values of a slice of the items.
-            item_weight: Values inside of one item.
+            items: items of the list.
+            written: converts a slice of the items into JSON values.
+            item_weight: values inside each item.
 
         Returns:
-            The list itself if it is small, or else what stands for it.
+            The converted list if it is small, otherwise a placeholder.
         """
         if len(items) * item_weight <= SMALL_ITEMS_MAX:
             return written(items)
@@ -245,7 +289,16 @@ class LargeJson:
     async def add_columns(
         self, items: Sequence[T], written: Callable[[Sequence[T]], dict[str, object]], *, item_weight: int = 1
     ) -> dict[str, object]:
-        """Encode an object of lists of equal length. The arguments are those of `add`."""
+        """Encode an object of lists of equal length.
+
+        Args:
+            items: items of the lists.
+            written: converts a slice of the items into the same slice of each list, by name.
+            item_weight: values inside each item.
+
+        Returns:
+            The lists by name if they are small, otherwise a placeholder for each.
+        """
         if len(items) * item_weight <= SMALL_ITEMS_MAX:
             return written(items)
         step = max(1, PIECE_ITEMS // item_weight)
@@ -258,7 +311,14 @@ class LargeJson:
         return {name: self._placed([*made, b"]"]) for name, made in columns.items()}
 
     async def add_encoded(self, items: Iterable[tuple[int, Callable[[], bytes]]]) -> msgspec.Raw:
-        """Encode a list whose items are encoded by functions. Each comes with the count of its numbers."""
+        """Encode a list whose items are encoded by functions.
+
+        Args:
+            items: for each item, the count of its numbers, and a function that returns its JSON.
+
+        Returns:
+            The encoded list if it is small, otherwise a placeholder.
+        """
         made: list[bytes] = []
         weight = byte_count = 0
         for item_weight, written in items:
@@ -272,7 +332,14 @@ class LargeJson:
         return msgspec.Raw(b"".join(made)) if byte_count <= PIECE_BYTES else self._placed(made)
 
     async def add_text(self, text: str) -> object:
-        """Encode a text."""
+        """Encode a text.
+
+        Args:
+            text: any text.
+
+        Returns:
+            The text itself if it is small, otherwise a placeholder.
+        """
         if len(text) <= PIECE_BYTES:
             return text
         made = [b'"']
@@ -287,7 +354,11 @@ class LargeJson:
         return msgspec.Raw(b'"%b-%d"' % (self._mark, len(self._lists) - 1))
 
     def pieces(self, value: object) -> Iterator[bytes]:
-        """The bytes of `value`, in pieces of about PIECE_BYTES. Every piece is given away once."""
+        """Yield the bytes of a value, in pieces of about PIECE_BYTES. Can be called once, since it frees the lists.
+
+        Args:
+            value: the value, with placeholders for large lists.
+        """
         held: list[bytes] = []
         size = 0
         for part in self._parts(msgspec.json.encode(value)):

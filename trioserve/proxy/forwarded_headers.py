@@ -122,7 +122,7 @@ def request_headers(context: RouterContext, stage: Stage | None, *, with_body: b
     ]
     headers += trace
     headers.append(("x-request-id", context.request_id))
-    tenant = context.caller.tenant_told(context.named_tenant)
+    tenant = context.caller.tenant_for_endpoint(context.named_tenant)
     if tenant is not None:
         headers.append((tenant_header, tenant))
     if stage is not None:

@@ -93,7 +93,7 @@ async def test_image_paths_of_a_text_server_explain_the_refusal(path: str) -> No
         response = await server.client().post(path, CAT)
         assert response.status == 404
         assert response.headers["x-trioserve-reason"] == "makes_texts"
-        assert "makes texts and no pictures" in (await response.json())["error"]["message"]
+        assert "generates text and no images" in (await response.json())["error"]["message"]
 
 
 async def test_metrics_count_images_and_steps() -> None:
