@@ -134,7 +134,7 @@ async def test_a_key_cannot_ask_for_a_better_priority_than_the_operator_gives(ki
         error = json.loads(said)["error"]
         assert error["param"] == "priority"
         assert "priority is -1" in error["message"]
-        assert "is 0 (a lower number" in error["message"]
+        assert "is 0 (lower is sooner)" in error["message"]
         for key, priority in ((KEYS[0], 0), (KEYS[0], 5), (ADMIN, -100), (GATEWAY, -100)):
             status, said = await front.status(key, PATH, {"prompt": "x", "max_tokens": 1, "priority": priority})
             assert status == 200, (key, said)

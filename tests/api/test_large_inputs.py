@@ -18,7 +18,7 @@ from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 def test_brackets_count_as_values():
     """Empty lists in each other have no commas, and cost as much as any."""
     deep = b'{"messages":[' + b",".join([b"[" * 50 + b"]" * 50] * 50_000) + b"]}"
-    with pytest.raises(InvalidRequest, match="so too many values"):
+    with pytest.raises(InvalidRequest, match="the body has too many values"):
         decode_body(deep, ChatBody)
 
 

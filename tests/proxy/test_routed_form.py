@@ -79,7 +79,7 @@ def test_other_parts_may_be_repeated_and_long() -> None:
 
 @pytest.mark.parametrize("raw", [b"", b"{}", form(("model", "m"))[:-9], form(*[("a", "b")] * (PARTS_MAX + 1))])
 def test_invalid_form_is_refused(raw: bytes) -> None:
-    with pytest.raises(InvalidRequest, match="no multipart form"):
+    with pytest.raises(InvalidRequest, match="not a multipart form"):
         RoutedForm.read(raw, TYPE)
 
 

@@ -1,7 +1,7 @@
-"""POST /v1/chat/completions: a chat in, the assistant's next message out, whole or piece by piece.
+"""POST /v1/chat/completions: writes the assistant's next message, as a whole response or a stream.
 
-What the model writes is split into content, thoughts and calls of tools (see api/turn). A response without any of them
-to look for takes the short way: its deltas become events as they are.
+The output is split into content, reasoning and tool calls (see trioserve/api/turn). If there is nothing to split, each
+delta becomes an event directly, which is faster.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ async def create_chat_completion(context: RequestContext) -> None:
                 await wait_until_released(stream, context.keep_alive)
         else:
             choices = await turn.collect()
-            if stream.is_held:  # a client that leaves before it knows of the hold ends it
+            if stream.is_held:  # if the client leaves before it has the response, the held blocks are released
                 await context.respond_large(large, await whole(choices))
                 stream.keep_hold()
-    # The engine's part is over, and its scope left: a slow client keeps nothing but its own bytes waiting.
+    # The engine request has ended and its scope is left. So a slow client delays only its own bytes.
     if body.stream:
         await context.finish(events.end() if ids is None else ids.last(events.end()))
     elif context.status is None:
@@ -103,7 +103,7 @@ def _turn_request(context: RequestContext, body: ChatBody) -> TurnRequest:
     sampling = _sampling(body, context.engine.default_sampling)
     return msgspec.structs.replace(
         turn_request(body, sampling, trust_chat_template=context.trust_chat_template),
-        # The old functions could be called one at a time only.
+        # The API allows one call at a time for the older `functions`.
         parallel_tool_calls=body.parallel_tool_calls is not False and not body.functions,
         priority=body.priority,
         cache_salt=body.cache_salt,
@@ -117,7 +117,7 @@ def _turn_request(context: RequestContext, body: ChatBody) -> TurnRequest:
 def _check(body: ChatBody) -> None:
     body.check()
     if body.modalities not in (None, [], ["text"]):
-        raise InvalidRequest('modalities must be ["text"]: nothing else is produced here', param="modalities")
+        raise InvalidRequest('modalities must be ["text"]: the server produces only text', param="modalities")
     if body.top_logprobs is not None:
         if not body.logprobs and body.top_logprobs:
             raise InvalidRequest("top_logprobs is set, so logprobs must be true", param="top_logprobs")
@@ -130,7 +130,7 @@ def _check(body: ChatBody) -> None:
 
 def _sampling(body: ChatBody, defaults: SamplingParams) -> SamplingParams:
     given: dict[str, object] = {}
-    for field in ("max_tokens", "max_completion_tokens"):  # the old name of the same thing, and the one that counts
+    for field in ("max_tokens", "max_completion_tokens"):  # the second, newer name takes precedence
         tokens_max = getattr(body, field)
         if tokens_max is not None:
             if tokens_max < 1:

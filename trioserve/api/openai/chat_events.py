@@ -1,4 +1,4 @@
-"""The events of one streamed chat completion. What is the same in every event of a choice is built once."""
+"""Events of one streamed chat completion. Parts that all events of a choice share are encoded once."""
 
 from __future__ import annotations
 
@@ -40,8 +40,19 @@ TEXT_END = b'},"logprobs":null,"finish_reason":null}'
 
 
 class ChatEvents:
-    """Of a turn that is read plainly, `of` its deltas; of others `of_parts`; and then `end`. holds_end: the events with
-    which the only choice ends are in `end`: one write less, but for a response that goes on, since its KV is held."""
+    """Writes the events of one streamed chat completion.
+
+    For a plain turn, pass each delta to `of`, otherwise to `of_parts`. Then call `end`.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        body: body of the request.
+        turn: output of the model.
+        head: fields that all events share.
+        resumption: makes the partial result of an aborted response.
+        holds_end: True: `end` returns the last events of an only choice too, which saves one write. This does not apply
+            if KV is held, since the stream then stays open.
+    """
 
     def __init__(
         self,
@@ -54,20 +65,24 @@ class ChatEvents:
         holds_end: bool,
     ) -> None:
         self._resumption = resumption
-        self._is_cut_off = False
+        self._is_partial = False
         self._tokenizer = tokenizer
         self._body = body
         self._turn = turn
         self._writer = ChunkWriter(head, null_usage=body.wants_usage)
         self._content_heads: dict[int, bytes] = {}
-        # For events of nothing but text, if the client wants no more.
+        # By choice, the bytes around the text in events that have only text.
         self._around_text: dict[int, tuple[bytes, bytes]] = {}
         self._wants_text_only = not (body.logprobs or body.return_token_ids or body.wants_continuous_usage)
         self._holds_end = holds_end and turn.stream.choice_count == 1
         self._last = b""
 
     def of(self, delta: Delta) -> bytes:
-        """The events of one delta; nothing if there is nothing to show yet."""
+        """Return the events of one delta of a plain turn. Empty if there is nothing to show yet.
+
+        Args:
+            delta: output of a choice.
+        """
         around = self._around_text.get(delta.index)
         if around is not None and delta.finish_reason is None:
             return around[0] + one_line_json(delta.text) + around[1] if delta.text else b""
@@ -86,8 +101,15 @@ class ChatEvents:
         return self._ended(events, delta, finish)
 
     def of_parts(self, parts: list[ResponsePart], delta: Delta) -> bytes:
-        """The same of a delta whose parts these are. Nothing begins before there is something to show, since a
-        response that is nothing but calls has no content, not even an empty one."""
+        """Return the events of one delta that was split into parts. Empty if there is nothing to show yet.
+
+        A response with nothing but tool calls has no content, not even an empty one. So the first event waits for the
+        first part.
+
+        Args:
+            parts: parts of the delta.
+            delta: output of a choice.
+        """
         if self._body.include_reasoning is False:
             parts = [part for part in parts if not isinstance(part, ReasoningText)]
         around = self._around_text.get(delta.index)
@@ -117,19 +139,24 @@ class ChatEvents:
         return self._ended(events, delta, finish)
 
     def skip(self, parts: list[ResponsePart], delta: Delta) -> None:
-        """A delta that the client has, with its parts: its choice goes on behind it."""
+        """Pass a known delta that the client already has. Its choice continues after it.
+
+        Args:
+            parts: parts of the delta.
+            delta: known output of a choice.
+        """
         if self._turn.is_plain:
             self.of(delta)
         else:
             self.of_parts(parts, delta)
-        # Known tokens were told with an event, be it of log probabilities alone, which are not known any more.
+        # Known tokens had an event before, even if it had only log probabilities, which are now unknown.
         if delta.index not in self._content_heads:
             self._begin(delta.index)
         self._last = b""
 
     def end(self) -> bytes:
         last = self._last
-        if self._is_cut_off:
+        if self._is_partial:
             last += self._writer.chunk(b"", fields=resume_field(self._resumption.behind([self._turn.stream])))
         usage = self._writer.chunk(b"", usage=self._turn.usage()) if self._body.wants_usage else b""
         return last + usage + DONE
@@ -141,15 +168,14 @@ class ChatEvents:
         return content_head
 
     def _first(self, index: int, content: bytes) -> bytes:
-        """The role, and what came before the response."""
+        """Return the first event of a choice, with the role and echoed content."""
         fields = b""
         if self._body.return_token_ids and len(self._content_heads) == 1:
             fields = b',"prompt_token_ids":' + encode(self._turn.stream.prompt_token_ids)
         return self._chunk(b'{"index":%d,"delta":{"role":"assistant",%b' % (index, content) + TEXT_END, fields)
 
     def _change(self, part: ResponsePart) -> bytes:
-        """The fields of a delta that show a part; none for the end of a call, which the next one or the finish reason
-        tells."""
+        """Return the fields that show a part. Empty for the end of a call, since the next event shows it."""
         if isinstance(part, ContentText):
             return b'"content":' + encode(part.text)
         if isinstance(part, ReasoningText):
@@ -165,12 +191,12 @@ class ChatEvents:
         return b'"tool_calls":[{"index":%d,%b"function":{%b}}]' % (part.index, call, _function_fields(part))
 
     def _ended(self, events: Iterable[bytes], delta: Delta, finish: str | None) -> bytes:
-        """The events, and the one with which the choice ends, if it does."""
+        """Join the events, and add the last event of the choice if it has ended."""
         if finish is None:
             return b"".join(events)
-        self._is_cut_off = self._is_cut_off or finish == CUT_OFF
+        self._is_partial = self._is_partial or finish == CUT_OFF
         versions = b""
-        if not self._body.return_token_ids:  # with them each event has told its own
+        if not self._body.return_token_ids:  # with token ids, each event has its own versions
             versions = versions_field(self._turn.stream.weight_versions(delta.index))
         end = self._chunk(
             b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b,"stop_reason":%b%b}'
@@ -183,7 +209,7 @@ class ChatEvents:
         return b"".join((*events, end))
 
     def _extras(self, delta: Delta) -> bytes | None:
-        """The end of a content chunk that has more than text in it."""
+        """Return the end of a content chunk with log probabilities or token ids. None: the chunk has only text."""
         logprobs = delta.logprobs if self._body.logprobs else None
         token_ids = delta.token_ids if self._body.return_token_ids else ()
         if not logprobs and not token_ids:

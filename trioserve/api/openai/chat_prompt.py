@@ -1,14 +1,14 @@
-"""How a body becomes a turn of a chat: which messages, tools, thoughts and template wishes are taken.
+"""Conversion of a body into a turn of a chat: messages, tools, reasoning and template options.
 
-The old fields `functions` and `function_call`, and messages that go with them, are translated to tools.
+The older fields `functions` and `function_call`, and their messages, are translated to tools.
 """
 
 from __future__ import annotations
 
 from typing import Any, cast, get_args
 
-from trioserve.api.openai.form_fields import form_of
 from trioserve.api.openai.request_types import ChatBody, TokenizeBody
+from trioserve.api.openai.structured_fields import structured_output_of
 from trioserve.api.turn.messages import check_messages
 from trioserve.api.turn.turn_request import Reasoning, ReasoningEffort, TurnRequest
 from trioserve.contracts.arguments import shown
@@ -26,34 +26,49 @@ _EFFORTS = get_args(ReasoningEffort)
 
 
 def chat_prompt(body: ChatBody | TokenizeBody, *, trust_chat_template: bool) -> ChatPrompt:
-    """What of the body the model is shown. Raises what turn_request raises."""
+    """Make the prompt of a chat, which the model's template turns into text.
+
+    Args:
+        body: body of the request.
+        trust_chat_template: True: the body may have its own template.
+
+    Raises:
+        InvalidRequest: see turn_request.
+    """
     return turn_request(body, SamplingParams(), trust_chat_template=trust_chat_template).prompt()
 
 
 def turn_request(body: ChatBody | TokenizeBody, sampling: SamplingParams, *, trust_chat_template: bool) -> TurnRequest:
-    """The turn that a body asks for, without what is asked of the engine besides (priority and such).
+    """Make the turn that a body asks for, without fields for the engine such as priority.
 
-    Raises InvalidRequest, naming the field by its path, for what a template could not make text of.
+    Args:
+        body: body of the request.
+        sampling: sampling parameters of the request.
+        trust_chat_template: True: the body may have its own template.
+
+    Raises:
+        InvalidRequest: a template could not use the value, or fields conflict. The error names the field by its path.
     """
     for field in ("messages", "tools", "functions", "chat_template_kwargs"):
-        # First of all: the checks below print what is wrong, and printing is recursive.
+        # This check must be first: the checks below print bad values, and printing is recursive.
         check_shape(getattr(body, field), field)
-    messages = check_messages(_with_thoughts(_with_tool_calls(body.messages)))
+    messages = check_messages(_with_reasoning(_with_tool_calls(body.messages)))
     tools = checked_tools(_tools(body))
     if body.chat_template is not None and not trust_chat_template:
         raise InvalidRequest(
-            "chat_template is refused: this server takes no templates from requests "
+            "chat_template is refused: this server accepts no templates in requests "
             "(its operator can allow them with trust_request_chat_template)",
             param="chat_template",
         )
     if body.add_special_tokens:
         raise InvalidRequest(
-            "add_special_tokens is for plain prompts: a chat template writes its own", param="add_special_tokens"
+            "add_special_tokens is for plain prompts: a chat template writes its own special tokens",
+            param="add_special_tokens",
         )
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
         raise InvalidRequest(
-            "continue_final_message and add_generation_prompt are both set, only one of them can be",
+            "continue_final_message and add_generation_prompt are both set: send one",
             param="continue_final_message",
         )
     return TurnRequest(
@@ -61,7 +76,7 @@ def turn_request(body: ChatBody | TokenizeBody, sampling: SamplingParams, *, tru
         sampling=sampling,
         tools=tools,
         tool_choice=_tool_choice(body, tools),
-        structured=form_of(body) if isinstance(body, ChatBody) else None,
+        structured=structured_output_of(body) if isinstance(body, ChatBody) else None,
         reasoning=_reasoning(body),
         template_arguments=body.chat_template_kwargs or {},
         chat_template=body.chat_template,
@@ -96,8 +111,10 @@ def _tool_choice(body: ChatBody | TokenizeBody, tools: list[dict[str, Any]] | No
 
 
 def _with_tool_calls(messages: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Messages of the old kind in the form of today: a function_call is a tool call, and the message of the role
-    function behind it is its result."""
+    """Translate messages with function_call to messages with tool calls.
+
+    A function_call becomes a tool call. The next message, with the role function, becomes its result.
+    """
     if not messages or not any("function_call" in message or message.get("role") == "function" for message in messages):
         return messages
     translated: list[dict[str, Any]] = []
@@ -110,7 +127,7 @@ def _with_tool_calls(messages: list[dict[str, Any]] | None) -> list[dict[str, An
             before = translated[-1].get("tool_calls") if translated else None
             if not isinstance(before, list) or not before or not isinstance(before[0], dict):
                 raise InvalidRequest(
-                    f"messages[{index}] is of the role function, but the message before it has no function_call",
+                    f"messages[{index}] has the role function, but the message before it has no function_call",
                     param=f"messages[{index}].role",
                 )
             new["role"], new["tool_call_id"] = "tool", before[0].get("id")
@@ -118,8 +135,8 @@ def _with_tool_calls(messages: list[dict[str, Any]] | None) -> list[dict[str, An
     return translated
 
 
-def _with_thoughts(messages: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Thoughts of earlier messages, which have two names in responses, under the one that templates know."""
+def _with_reasoning(messages: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """Copy the reasoning of earlier messages from its second name to the name that templates read."""
     if not messages or not any(isinstance(message.get("reasoning"), str) for message in messages):
         return messages
     return [
@@ -144,7 +161,7 @@ def _reasoning(body: ChatBody | TokenizeBody) -> Reasoning:
 
 
 def _budget(body: ChatBody) -> int | None:
-    """Under whichever of its names it came."""
+    """Return the token budget of the reasoning. None: no limit."""
     given = [(field, value) for field in _BUDGETS if (value := getattr(body, field)) is not None]
     if not given:
         return None

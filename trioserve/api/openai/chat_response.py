@@ -1,4 +1,4 @@
-"""A whole chat completion, as JSON's values; and what of a choice is shown in whole and streamed ones alike."""
+"""JSON of a whole chat completion, and functions for choices that streams use too."""
 
 from __future__ import annotations
 
@@ -28,7 +28,17 @@ async def whole_response(
     resumption: Resumption,
     choices: list[CollectedChoice],
 ) -> dict[str, object]:
-    """Large lists are encoded by `large`, which has to send the response."""
+    """Make the whole response. The caller must send it with `large`, which has its large lists.
+
+    Args:
+        large: encodes large lists.
+        tokenizer: tokenizer of the model.
+        body: body of the request.
+        turn: output of the model.
+        head: fields before the choices.
+        resumption: makes the partial result of an aborted response.
+        choices: complete choices.
+    """
     stream = turn.stream
 
     async def logprobs_of(choice: CollectedChoice) -> dict[str, object] | None:
@@ -67,12 +77,21 @@ async def whole_response(
 
 
 def finish_shown(body: ChatBody, reason: TurnFinish | None) -> str | None:
-    """As the client knows it: whoever sent functions is told of a function_call."""
+    """Return the finish reason that the client knows: "function_call" if the request has `functions`.
+
+    Args:
+        body: body of the request.
+        reason: finish reason of the choice. None: it has not ended.
+    """
     return "function_call" if reason == "tool_calls" and body.functions else reason
 
 
 def echo_of(body: ChatBody) -> str:
-    """With `echo` the response begins with the last message, if that was the assistant's too."""
+    """Return the text that the response repeats: with `echo`, the last message if it is the assistant's.
+
+    Args:
+        body: body of the request.
+    """
     last: dict[str, Any] = body.messages[-1]
     if not body.echo or last["role"] != "assistant":
         return ""

@@ -1,7 +1,7 @@
-"""POST /v1/completions: one or more prompts in, their continuations out, whole or piece by piece.
+"""POST /v1/completions: continues one or more prompts, as a whole response or a stream.
 
-Several prompts are one request: each has a stream of its own, and when one of them fails the others are cancelled and
-the request fails with that error. Choice number prompt_index * n + i is choice i of that prompt.
+Several prompts are one request, and each has its own stream. If one stream fails, the others are cancelled, and the
+request fails with that error. Choice number prompt_index * n + i is choice i of that prompt.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from trioserve.api.generation import (
     wait_until_begun,
     wait_until_released,
 )
-from trioserve.api.openai.form_fields import form_of
 from trioserve.api.openai.logprobs import CompletionLogprobs, prompt_logprobs
 from trioserve.api.openai.prompt_fields import gap_of, prompt_cut
 from trioserve.api.openai.request_types import CompletionBody
+from trioserve.api.openai.structured_fields import structured_output_of
 from trioserve.api.request_context import RequestContext
 from trioserve.api.resumption import Resumption, skip_known
 from trioserve.api.sse import (
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 __all__ = ["create_completion"]
 
-PROMPTS_MAX = 128  # evaluation tools send batches of up to this size; each prompt takes n places in the queue
+PROMPTS_MAX = 128  # evaluation tools send up to this many prompts. Each prompt takes n places in the queue
 
 TextPrompt = str | list[int]
 
@@ -143,7 +143,7 @@ async def create_completion(context: RequestContext) -> None:
             except HandedOver:
                 if len(streams) == 1:
                     raise
-                for stream in streams:  # one that goes on with several prompts can fetch none of them
+                for stream in streams:  # a continuation with several prompts cannot fetch their KV
                     stream.drop_hold()
                 raise HandedOver(None) from None
             if streams[0].is_held:
@@ -152,10 +152,10 @@ async def create_completion(context: RequestContext) -> None:
             collected = await collect(
                 streams, sampling.n, bound=context.response_bound, is_partial=resumption.is_partial
             )
-            if streams[0].is_held:  # a client that leaves before it knows of the hold ends it
+            if streams[0].is_held:  # if the client leaves before it has the response, the held blocks are released
                 await context.respond_large(large, await response.whole(large, head, collected))
                 streams[0].keep_hold()
-    # The engine's part is over, and its scopes left: a slow client keeps nothing but its own bytes waiting.
+    # The engine requests have ended and their scopes are left. So a slow client delays only its own bytes.
     if body.stream:
         await context.finish(events.end() if ids is None else ids.last(events.end()))
     elif context.status is None:
@@ -167,12 +167,14 @@ def _check(body: CompletionBody) -> None:
     if body.best_of is not None:
         _check_best_of(body, body.best_of)
     if body.suffix and body.echo:
-        raise InvalidRequest("echo is set, but with a suffix there is no text that goes on: leave it out", param="echo")
+        raise InvalidRequest(
+            "echo is set, but a response that fills a gap does not continue the prompt: leave echo out", param="echo"
+        )
     if body.max_tokens == 0 and not body.echo:
         raise InvalidRequest("max_tokens is 0, allowed is 1 or more (or 0 with echo)", param="max_tokens")
     if body.kv_transfer_params is not None and len(_prompts(body)) > 1:
         raise InvalidRequest(
-            f"prompt has {len(_prompts(body))} prompts, but kv_transfer_params are those of one: send them one by one",
+            f"prompt has {len(_prompts(body))} prompts, but kv_transfer_params are for one: send prompts one by one",
             param="kv_transfer_params",
         )
     if body.prompt_logprobs is not None and body.stream:
@@ -185,19 +187,21 @@ def _check_best_of(body: CompletionBody, best_of: int) -> None:
         raise InvalidRequest(f"best_of is {best_of}, allowed is n, which is {least}, to {CHOICES_MAX}", param="best_of")
     if best_of > least and body.stream:
         raise InvalidRequest(
-            f"best_of is {best_of}, but a stream cannot wait until all of them are made: leave it out, or use n",
+            f"best_of is {best_of}, but a stream cannot wait until all choices are complete: leave it out, or use n",
             param="best_of",
         )
 
 
 def _text(prompt: TextPrompt) -> str:
     if not isinstance(prompt, str):
-        raise InvalidRequest("suffix is set, so prompt must be a text: token ids are taken as they are", param="prompt")
+        raise InvalidRequest(
+            "suffix is set, so prompt must be a text: it cannot be inserted into token ids", param="prompt"
+        )
     return prompt
 
 
 def _prompts(body: CompletionBody) -> list[TextPrompt]:
-    """The four shapes of `prompt` as a list of prompts."""
+    """Convert the four types of `prompt` into a list of prompts."""
     prompt = body.prompt
     if isinstance(prompt, str):
         return [prompt]
@@ -217,7 +221,10 @@ def _prompts(body: CompletionBody) -> list[TextPrompt]:
 
 
 def _sampling(body: CompletionBody, defaults: SamplingParams) -> SamplingParams:
-    given: dict[str, object] = {"max_tokens": body.max_tokens, "structured": form_of(body)} | body.predicted_tokens()
+    given: dict[str, object] = {
+        "max_tokens": body.max_tokens,
+        "structured": structured_output_of(body),
+    } | body.predicted_tokens()
     if body.logprobs is not None:
         given["logprobs"] = body.logprobs
         if body.echo and body.prompt_logprobs is None:
@@ -229,7 +236,7 @@ def _sampling(body: CompletionBody, defaults: SamplingParams) -> SamplingParams:
 
 
 def _best(choices: list[Choice], count: int) -> list[Choice]:
-    """With best_of, those whose tokens are likeliest on the average, the best first."""
+    """Select the choices for best_of: those with the highest mean log probability per token, best first."""
     if len(choices) <= count:
         return choices
     return sorted(choices, key=_logprob_of_a_token, reverse=True)[:count]
@@ -245,12 +252,12 @@ def _finish_shown(reason: FinishReason | None) -> str | None:
     return CUT_OFF if is_cut_off(reason) else reason.value
 
 
-def _has_cut_off(choices: list[list[Choice]]) -> bool:
+def _has_partial(choices: list[list[Choice]]) -> bool:
     return any(is_cut_off(choice.finish_reason) for of_stream in choices for choice in of_stream)
 
 
 class _Response:
-    """What whole and streamed responses share: echoes, and how a choice is written down."""
+    """Functions that whole and streamed responses share: echoes, and the JSON of a choice."""
 
     def __init__(
         self,
@@ -276,7 +283,7 @@ class _Response:
             ]
 
     def new_logprobs(self, stream_index: int) -> CompletionLogprobs:
-        """The log probabilities of one choice of this prompt."""
+        """Make the writer of log probabilities for one choice of this prompt."""
         stream = self.streams[stream_index]
         is_echoed = self.body.echo and self.body.logprobs is not None and stream.prompt_logprobs is not None
         return CompletionLogprobs(
@@ -286,7 +293,7 @@ class _Response:
         )
 
     def echoed_logprobs(self, stream: RequestStream, logprobs: CompletionLogprobs) -> dict[str, object] | None:
-        """Those of the prompt's own tokens, if the client wants both them and the prompt."""
+        """Return log probabilities of the prompt's tokens if the client asks for them and for the prompt, else None."""
         if not self.body.echo or self.body.logprobs is None or stream.prompt_logprobs is None:
             return None
         return logprobs.take(stream.prompt_token_ids, stream.prompt_logprobs)
@@ -297,10 +304,12 @@ class _Response:
     async def whole(
         self, large: LargeJson, head: dict[str, object], collected: list[list[Choice]]
     ) -> dict[str, object]:
-        """The whole response. Large lists are encoded by `large`, which has to send it.
+        """Make the whole response. The caller must send it with `large`, which has its large lists.
 
         Args:
-            collected: With best_of also the choices that are not shown: any of them may have been cut off.
+            large: encodes large lists.
+            head: fields before the choices.
+            collected: for each stream, all of its choices. With best_of, some are not shown, but may be partial too.
         """
         choices = [_best(made, self.choice_count) for made in collected]
         return {
@@ -308,7 +317,7 @@ class _Response:
             "choices": await self._choices(large, choices),
             "usage": self.usage(),
             **transfer_fields(choice.kv_transfer for choice in choices[0]),
-            **({"resume": self.resumption.behind(self.streams)} if _has_cut_off(collected) else {}),
+            **({"resume": self.resumption.behind(self.streams)} if _has_partial(collected) else {}),
         }
 
     async def _choices(self, large: LargeJson, choices: list[list[Choice]]) -> list[dict[str, object]]:
@@ -355,25 +364,31 @@ class _Response:
 
 
 class _CompletionEvents:
-    """The events of one streamed response. holds_end: those with which the only choice ends are in `end`: one write
-    less, but for a response that goes on, since its KV is held."""
+    """Writes the events of one streamed response.
+
+    Args:
+        response: functions for the JSON of a choice.
+        head: fields that all events share.
+        holds_end: True: `end` returns the last events of an only choice too, which saves one write. This does not apply
+            if KV is held, since the stream then stays open.
+    """
 
     def __init__(self, response: _Response, head: dict[str, object], *, holds_end: bool) -> None:
         self._response = response
         self._body = response.body
         self._writer = ChunkWriter(head, null_usage=response.body.wants_usage)
         self._logprobs: dict[int, CompletionLogprobs] = {}
-        # For events of nothing but text, if the client wants no more.
+        # By choice, the bytes around the text in events that have only text.
         self._around_text: dict[int, tuple[bytes, bytes]] = {}
         self._wants_text_only = not (
             response.body.logprobs is not None or response.body.return_token_ids or response.body.wants_continuous_usage
         )
         self._holds_end = holds_end and response.choice_count * len(response.streams) == 1
         self._last = b""
-        self._is_cut_off = False
+        self._is_partial = False
 
     def of(self, stream_index: int, delta: Delta) -> bytes:
-        """The events of one delta; nothing if there is nothing to show yet."""
+        """Return the events of one delta. Empty if there is nothing to show yet."""
         index = self.choice_index(stream_index, delta)
         around = self._around_text.get(index)
         if around is not None and delta.finish_reason is None:
@@ -393,9 +408,9 @@ class _CompletionEvents:
             finish = b"null"
             if delta.finish_reason is not None:
                 finish = encode(_finish_shown(delta.finish_reason)) + b',"stop_reason":' + encode(delta.stop_reason)
-                if not self._body.return_token_ids:  # with them each event has told its own
+                if not self._body.return_token_ids:  # with token ids, each event has its own versions
                     finish += versions_field(self._response.streams[stream_index].weight_versions(delta.index))
-                self._is_cut_off = self._is_cut_off or is_cut_off(delta.finish_reason)
+                self._is_partial = self._is_partial or is_cut_off(delta.finish_reason)
             fields = transfer_field(delta)
             events.append(self._chunk(index, delta.text, logprobs, finish + token_ids, fields))
         if delta.finish_reason is not None and self._holds_end and delta.kv_transfer is None:
@@ -404,11 +419,11 @@ class _CompletionEvents:
         return b"".join(events)
 
     def choice_index(self, stream_index: int, delta: Delta) -> int:
-        """Of the response."""
+        """Return the index of the delta's choice in the response."""
         return stream_index * self._response.choice_count + delta.index
 
     def skip(self, stream_index: int, delta: Delta) -> None:
-        """A delta that the client has: its choice goes on behind it."""
+        """Pass a known delta that the client already has. Its choice continues after it."""
         index = self.choice_index(stream_index, delta)
         if index not in self._logprobs:
             self._logprobs[index] = self._response.new_logprobs(stream_index)
@@ -426,13 +441,13 @@ class _CompletionEvents:
 
     def end(self) -> bytes:
         last, response = self._last, self._response
-        if self._is_cut_off:
+        if self._is_partial:
             last += self._writer.chunk(b"", fields=resume_field(response.resumption.behind(response.streams)))
         usage = self._writer.chunk(b"", usage=response.usage()) if self._body.wants_usage else b""
         return last + usage + DONE
 
     def _first(self, index: int, stream_index: int) -> bytes:
-        """The prompt, for those who want it back."""
+        """Return the event with the prompt, if the client asks for the prompt or its tokens."""
         if not self._body.echo and not self._body.return_token_ids:
             return b""
         stream = self._response.streams[stream_index]
@@ -445,7 +460,15 @@ class _CompletionEvents:
     def _chunk(
         self, index: int, text: str, logprobs: dict[str, object] | None, end: bytes, fields: bytes = b""
     ) -> bytes:
-        """end: the finish reason and whatever follows it. fields: of the chunk itself (see ChunkWriter)."""
+        """Write one event.
+
+        Args:
+            index: index of the choice in the response.
+            text: new text.
+            logprobs: log probabilities. None: not asked for.
+            end: JSON of the finish reason, and further fields of the choice.
+            fields: further fields of the chunk (see ChunkWriter).
+        """
         choice = b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}' % (
             index,
             encode(text),

@@ -1,4 +1,4 @@
-"""What each path of OpenAI's API does and may answer, and those of operators: for the API's own description."""
+"""Descriptions of OpenAI's and the operators' paths, for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
     ),
     ("POST", "/v1/completions"): DescribedOperation(
         summary="Continue one or more prompts",
-        description="Choice number prompt_index * n + i is choice i of that prompt. As above for everything else.",
+        description="Choice number prompt_index * n + i is choice i of that prompt. Other fields: as for chats.",
         body=CompletionBody,
         ranges=RANGES,
         response=response_types.Completion,
@@ -60,7 +60,7 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
         errors=GENERATES,
         takes_deadlines=True,
     ),
-    ("GET", "/v1/models"): DescribedOperation(summary="List the names that are served", response=response_types.Models),
+    ("GET", "/v1/models"): DescribedOperation(summary="List models and adapters", response=response_types.Models),
     ("GET", "/v1/models/{model}"): DescribedOperation(
         summary="Find a model by its name",
         response=response_types.Model,
@@ -69,184 +69,192 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
     ),
     ("POST", "/v1/load_lora_adapter"): DescribedOperation(
         summary="Load a LoRA adapter",
-        description="The admin's, where the server was started with --allow-runtime-lora-updating.",
+        description="Needs the admin's key, and a server with --allow-runtime-lora-updating.",
         body=LoadAdapterBody,
         response="text/plain",
         errors=(*READS_BODY, 403, 404),
     ),
     ("POST", "/v1/unload_lora_adapter"): DescribedOperation(
         summary="Unload a LoRA adapter",
-        description="Nobody gets it from then on. The response comes when nobody uses it any more.",
+        description="New requests cannot use it. The response is sent when no request uses it any more.",
         body=UnloadAdapterBody,
         response="text/plain",
         errors=(*READS_BODY, 403, 404),
     ),
     ("POST", "/pause"): DescribedOperation(
-        summary="Begin no further step until /resume",
-        description="The admin's, where there are keys. Responds when no step is in flight. Requests that come wait.",
+        summary="Begin no more steps until /resume",
+        description="Needs the admin's key, if there are keys. Responds when no step is in flight. New requests wait.",
         response=response_types.PauseStatus,
         errors=(400, 403, 503),
         query={
             "mode": (
-                "what becomes of requests that have begun: they end with what they have, or are waited for, or pause",
+                "how to treat running requests: end them with their partial results, wait for them, or pause them",
                 {"type": "string", "enum": ["abort", "wait", "keep"], "default": "abort"},
             ),
             "wait_for_inflight_requests": ("the older name of mode=wait", {"type": "boolean", "default": False}),
             "clear_cache": (
-                "what was computed is no hit afterwards, and requests that are kept are computed again",
+                "true: empty the prefix cache, and recompute the KV of paused requests",
                 {"type": "boolean", "default": True},
             ),
         },
     ),
     ("POST", "/reset_prefix_cache"): DescribedOperation(
         summary="Empty the prefix cache",
-        description="The admin's, where there are keys. Requests that run keep what they use.",
+        description="Needs the admin's key, if there are keys. Running requests keep their blocks.",
         response=response_types.CacheReset,
         errors=(400, 403),
         query={
             "reset_running_requests": (
-                "of an engine that pauses: requests that have begun are computed again",
+                "true: recompute the KV of paused requests; only for a paused engine",
                 {"type": "boolean", "default": False},
             ),
-            "reset_external": ("refused: what a connector keeps it keeps", {"type": "boolean", "default": False}),
+            "reset_external": (
+                "refused: the caches of connectors cannot be emptied",
+                {"type": "boolean", "default": False},
+            ),
         },
     ),
     ("POST", "/flush_cache"): DescribedOperation(
-        summary="As /reset_prefix_cache, with SGLang's name", response=response_types.PauseChanged, errors=(400, 403)
+        summary="Empty the prefix cache (SGLang's name of /reset_prefix_cache)",
+        response=response_types.PauseChanged,
+        errors=(400, 403),
     ),
     ("POST", "/resume"): DescribedOperation(
-        summary="Go on after a pause", response=response_types.PauseStatus, errors=(400, 403)
+        summary="Resume after a pause", response=response_types.PauseStatus, errors=(400, 403)
     ),
     ("GET", "/is_paused"): DescribedOperation(
-        summary="Whether no step begins until /resume", response=response_types.IsPaused, errors=(400, 403)
+        summary="Say if the engine is paused", response=response_types.IsPaused, errors=(400, 403)
     ),
     ("POST", "/update_weights_from_disk"): DescribedOperation(
-        summary="Replace the model's weights, between two steps",
-        description="The admin's, where there are keys. All tensors of the model, by the names of its checkpoint. What "
-        "does not fit is refused, and nothing has changed. Responds when steps are computed with them.",
+        summary="Replace the model's weights between two steps, from a directory",
+        description="Needs the admin's key, if there are keys. The source has all tensors of the model, with the names "
+        "of its checkpoint. If a tensor does not fit, the update is refused and nothing changes. Responds when steps use "
+        "the new weights.",
         body=WeightsOnDiskBody,
         response=response_types.WeightUpdate,
         error=response_types.WeightUpdateError,
         errors=(*READS_BODY, 403, 500, 503),
     ),
     ("POST", "/update_weights_from_shared_memory"): DescribedOperation(
-        summary="The same from a segment of shared memory on the server's machine",
+        summary="Replace the model's weights from shared memory on the server's machine",
         body=SharedWeightsBody,
         response=response_types.WeightUpdate,
         error=response_types.WeightUpdateError,
         errors=(*READS_BODY, 403, 500, 503),
     ),
     ("POST", "/update_weights_from_distributed"): DescribedOperation(
-        summary="The same from a trainer that sends them by torch.distributed",
-        description="In a group that was joined before. The trainer sends when this was asked for.",
+        summary="Replace the model's weights from a trainer that sends them by torch.distributed",
+        description="The engine must have joined the trainer's group. The trainer sends after this request.",
         body=BroadcastWeightsBody,
         response=response_types.WeightUpdate,
         error=response_types.WeightUpdateError,
         errors=(*READS_BODY, 403, 500, 503),
     ),
     ("POST", "/init_weights_update_group"): DescribedOperation(
-        summary="Join a group of torch.distributed",
-        description="Responds when all of it are there: its rank 0, the trainer, listens at the address.",
+        summary="Join a trainer's group of torch.distributed",
+        description="Responds when all members have joined. The trainer is rank 0, and listens at the address.",
         body=WeightGroupBody,
         response=response_types.WeightUpdate,
         error=response_types.WeightUpdateError,
         errors=(*READS_BODY, 403, 503),
     ),
     ("POST", "/destroy_weights_update_group"): DescribedOperation(
-        summary="Leave it",
+        summary="Leave a trainer's group of torch.distributed",
         body=WeightGroupNameBody,
         response=response_types.WeightUpdate,
         error=response_types.WeightUpdateError,
         errors=(*READS_BODY, 403),
     ),
     ("GET", "/get_weight_version"): DescribedOperation(
-        summary="Which weights steps are computed with", response=response_types.WeightVersion
+        summary="Read the version of the weights in use", response=response_types.WeightVersion
     ),
     ("GET", "/weight_info"): DescribedOperation(
-        summary="The same, with vLLM's name", response=response_types.WeightVersion
+        summary="Read the version of the weights in use (vLLM's name)", response=response_types.WeightVersion
     ),
     ("GET", "/get_world_size"): DescribedOperation(
-        summary="How many members a group with a trainer has of this engine", response=response_types.WorldSize
+        summary="Count the members of a trainer's group that this engine has", response=response_types.WorldSize
     ),
     ("POST", "/sleep"): DescribedOperation(
-        summary="Give memory back until /wake_up",
-        description="The admin's, where there are keys. Pauses first. Responds when the memory is given back. Requests "
-        "that come wait.",
+        summary="Free memory until /wake_up",
+        description="Needs the admin's key, if there are keys. Pauses first. Responds when the memory is free. "
+        "New requests wait.",
         response=response_types.IsSleeping,
         errors=(400, 403, 503),
         query={
             "level": (
-                "1: the KV cache, or latents; 2: the weights, too",
+                "1: free the KV cache, or latents; 2: free the weights too",
                 {"type": "integer", "minimum": 1, "maximum": 2, "default": 1},
             ),
             "mode": (
-                "what becomes of requests that have begun: they end with what they have, or are waited for, or are "
-                "computed again afterwards",
+                "how to treat running requests: end them with their partial results, wait for them, or recompute them "
+                "afterwards",
                 {"type": "string", "enum": ["abort", "wait", "keep"], "default": "abort"},
             ),
         },
     ),
     ("POST", "/wake_up"): DescribedOperation(
-        summary="Take all memory again, and go on", response=response_types.IsSleeping, errors=(400, 403, 503)
+        summary="Allocate the memory again, and resume", response=response_types.IsSleeping, errors=(400, 403, 503)
     ),
     ("GET", "/is_sleeping"): DescribedOperation(
-        summary="Whether memory is given back", response=response_types.IsSleeping, errors=(400, 403)
+        summary="Say if the engine sleeps", response=response_types.IsSleeping, errors=(400, 403)
     ),
     ("POST", "/pause_generation"): DescribedOperation(
-        summary="As /pause, with SGLang's names",
+        summary="Pause (SGLang's name of /pause)",
         body=PauseBody,
         response=response_types.PauseChanged,
         errors=(*READS_BODY, 403),
     ),
     ("POST", "/continue_generation"): DescribedOperation(
-        summary="As /resume, with SGLang's names", response=response_types.PauseChanged, errors=(400, 403)
+        summary="Resume after a pause (SGLang's name of /resume)",
+        response=response_types.PauseChanged,
+        errors=(400, 403),
     ),
     ("GET", "/v1/requests"): DescribedOperation(
-        summary="List the requests that live",
-        description="Those of the caller's key; all of them with the admin key, or where there are no keys. Answered "
-        "ones, too, while their blocks are held for another engine.",
+        summary="List running requests",
+        description="Lists the requests of the caller's key, or all requests with the admin's key or without keys. "
+        "Includes finished requests whose blocks are held for another engine.",
         response=response_types.LiveRequests,
     ),
     ("DELETE", "/v1/requests/{request}"): DescribedOperation(
         summary="Abort a request",
-        description="Its blocks are free with the next step. The client of its stream gets an error event. Of one that "
-        "has its response, and whose blocks are held for another engine, the hold is ended.",
+        description="Its blocks are free after the next step. A streaming client gets an error event. If the request "
+        "has finished and its blocks are held for another engine, they are released.",
         response=response_types.RequestAbort,
         errors=(400, 404),
         path_parameter="the request's X-Request-Id",
     ),
     ("POST", "/v1/requests/{request}"): DescribedOperation(
-        summary="End the thought of a request while it is written",
-        description="What follows the thought is written as ever. 409 if the request has no thought that could end.",
+        summary="End the reasoning of a running request",
+        description="The model continues after the end of the reasoning. 409 if the request has no reasoning to end.",
         body=ControlBody,
         response=response_types.RequestControl,
         errors=(*READS_BODY, 404, 409),
         path_parameter="the request's X-Request-Id",
     ),
     ("POST", "/v1/requests/{request}/hand-over"): DescribedOperation(
-        summary="Give a stream away, for another server to go on with",
-        description="It ends at the latest after the step in flight, behind a last whole group. An event then says "
-        "how its KV can be fetched, where a connector holds it. Only streams that were asked for with "
-        "X-Trioserve-Resumable can be given away, and while they run; 409 otherwise.",
+        summary="Hand a stream over to another server",
+        description="The stream ends after the step in flight at the latest, with a last complete group. If a "
+        "connector holds its KV, an event then says how to fetch it. Only running streams that were requested with "
+        "X-Trioserve-Resumable can be handed over; 409 otherwise.",
         response=response_types.RequestHandOver,
         errors=(400, 404, 409),
         path_parameter="the request's X-Request-Id",
     ),
     ("POST", "/v1/requests/abort"): DescribedOperation(
         summary="Abort several requests",
-        description="With return_partial the answer holds what there is of each, and how it goes on.",
+        description="With return_partial, the response has the partial result of each request, which can be resumed.",
         body=AbortBody,
         response=response_types.RequestAborts,
         errors=READS_BODY,
     ),
     ("POST", "/abort_request"): DescribedOperation(
-        summary="The same, with SGLang's name: one request, or all of the caller's",
+        summary="Abort one request, or all of the caller (SGLang's name)",
         body=AbortRequestBody,
         response=response_types.RequestAborts,
         errors=READS_BODY,
     ),
     ("POST", "/abort_requests"): DescribedOperation(
-        summary="The same, with vLLM's name",
+        summary="Abort several requests (vLLM's name)",
         body=AbortRequestsBody,
         response=response_types.AbortedRequests,
         errors=READS_BODY,
@@ -264,41 +272,43 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
         errors=(*READS_BODY, 404),
     ),
     ("GET", "/tokenizer_info"): DescribedOperation(
-        summary="Say what a client needs to render chats and to count tokens by itself",
+        summary="Read the data that clients need to render chats and count tokens",
         response=response_types.TokenizerInfo,
     ),
     ("GET", "/kv_events"): DescribedOperation(
-        summary="Read which blocks the prefix cache holds, and each change from then on",
-        description="A snapshot, in one part or several, then changes, numbered in order. Another snapshot means that "
-        "changes were missed. Only where the server was started with --kv-events; with API keys, only for the admin's. "
-        "With ?load=only it is the load instead, as /load has it: when it has changed, at most ten times a second, and "
-        "once a second in any case; always there, for every key.",
+        summary="Stream the blocks of the prefix cache, and their changes",
+        description="Sends a snapshot in one or more parts, then numbered changes. Another snapshot means that changes "
+        "were missed. Needs a server with --kv-events and, if there are API keys, the admin's key. With ?load=only, it "
+        "sends the load instead, as /load does: after changes at most ten times a second, and at least once a second. "
+        "This works on every server, with any key.",
         response="text/event-stream",
         kinds=(ResidencySnapshot, BlocksStored, BlocksRemoved, LoadReported),
         errors=(400, 403, 404, 429, 503),
     ),
     ("GET", "/health"): DescribedOperation(
-        summary="Whether the process lives, and its engine does not hang",
+        summary="Check that the process is alive and its engine does not hang",
         response=response_types.Alive,
         not_ready=response_types.Hangs,
     ),
     ("GET", "/ready"): DescribedOperation(
-        summary="Whether requests are taken", response=response_types.Ready, not_ready=response_types.NotReady
+        summary="Check that the server accepts requests",
+        response=response_types.Ready,
+        not_ready=response_types.NotReady,
     ),
-    ("GET", "/load"): DescribedOperation(summary="How much there is to do", response=response_types.Load),
+    ("GET", "/load"): DescribedOperation(summary="Read the load", response=response_types.Load),
     ("GET", "/version"): DescribedOperation(summary="Version of the server", response=response_types.Version),
     ("GET", "/metrics"): DescribedOperation(summary="Metrics, in Prometheus' text format", response="text/plain"),
     ("GET", "/debug/tasks"): DescribedOperation(
-        summary="The tree of Trio tasks, and what each waits for",
-        description="The admin's, where there are keys.",
+        summary="Read the tree of Trio tasks with their stacks",
+        description="Needs the admin's key, if there are keys.",
         response="application/json",
         errors=(400, 403),
     ),
     ("GET", "/debug/steps"): DescribedOperation(
-        summary="The last 1,000 steps, for ui.perfetto.dev",
-        description="In the Trace Event Format. The admin's, where there are keys.",
+        summary="Read the last 1,000 steps, for ui.perfetto.dev",
+        description="In the Trace Event Format. Needs the admin's key, if there are keys.",
         response="application/json",
         errors=(400, 403),
     ),
-    ("GET", "/openapi.json"): DescribedOperation(summary="This description", response="application/json"),
+    ("GET", "/openapi.json"): DescribedOperation(summary="Read this description", response="application/json"),
 }

@@ -1,4 +1,4 @@
-"""Log probabilities in the three shapes that clients know: OpenAI's for chats and for text, vLLM's for prompts."""
+"""Log probabilities in three formats: OpenAI's for chats, OpenAI's for text, and vLLM's for prompts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ __all__ = ["CompletionLogprobs", "chat_logprobs", "chat_tokens", "prompt_logprob
 
 
 def chat_tokens(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> list[object]:
-    """The tokens of chat completions, each with its alternatives."""
+    """Write the tokens of a chat completion, each with its alternatives.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        logprobs: log probabilities of the tokens.
+    """
     return [
         {
             **_chat_token(tokenizer, logprob.token_id, logprob.logprob),
@@ -26,7 +31,12 @@ def chat_tokens(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> list[
 
 
 def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> dict[str, object]:
-    """Chat completions: a list of tokens, each with its alternatives."""
+    """Write the field `logprobs` of a chat completion.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        logprobs: log probabilities of the tokens.
+    """
     return {
         "content": chat_tokens(tokenizer, logprobs),
         "refusal": None,
@@ -42,16 +52,16 @@ def _chat_token(tokenizer: Tokenizer, token_id: int, value: float) -> dict[str, 
 
 
 class CompletionLogprobs:
-    """The log probabilities of one text completion: four lists of equal length, piece by piece.
+    """Writes the log probabilities of one text completion piece by piece, as four lists of equal length.
 
-    `text_offset` is the place in the choice's text where a token begins, in characters. A token that begins inside a
-    character has the offset of that character. A token of the prompt that is not in the echoed text, such as a token
-    for the beginning, has the offset of what follows.
+    `text_offset` is the position in the choice's text where a token begins, in characters. A token that begins inside a
+    character has the offset of that character. A token of the prompt that the echoed text does not contain, such as a
+    token for the beginning, has the offset of the next text.
 
     Args:
-        tokenizer: The model's.
-        echo: The prompt as the choice's text repeats it.
-        echo_tokens: How many tokens the prompt has; they come first. 0 if their log probabilities are not shown.
+        tokenizer: tokenizer of the model.
+        echo: prompt as the choice's text repeats it.
+        echo_tokens: number of tokens of the prompt, which come first. 0: their log probabilities are not shown.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, echo: str = "", echo_tokens: int = 0) -> None:
@@ -59,16 +69,28 @@ class CompletionLogprobs:
         self._echo = echo.encode("utf-8", "surrogatepass")
         self._echo_characters = len(echo)
         self._echo_tokens = echo_tokens
-        self._echo_place = 0  # in bytes
-        self._begun = 0  # characters of the text that have begun
+        self._echo_place = 0  # position in the echo, in bytes
+        self._begun = 0  # characters of the text whose first byte was seen
 
     def skip(self, token_ids: Sequence[int]) -> None:
-        """Pass tokens that the client has."""
+        """Pass tokens that the client already has.
+
+        Args:
+            token_ids: next tokens.
+        """
         for token_id in token_ids:
             self._offset_of(self._tokenizer.token_bytes(token_id))
 
     def take(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None]) -> dict[str, object]:
-        """The next tokens and their log probabilities (None for the first token of a prompt)."""
+        """Write the next tokens.
+
+        Args:
+            token_ids: next tokens.
+            logprobs: log probability of each token. None for the first token of a prompt.
+
+        Returns:
+            Slices of the four lists, by name.
+        """
         pieces = [self._tokenizer.token_bytes(token_id) for token_id in token_ids]
         return {
             "tokens": [_token_name(piece) for piece in pieces],
@@ -78,11 +100,18 @@ class CompletionLogprobs:
         }
 
     def take_pairs(self, tokens: Sequence[tuple[int, TokenLogprob | None]]) -> dict[str, object]:
-        """The same for tokens with their log probabilities."""
+        """Write the next tokens.
+
+        Args:
+            tokens: next tokens, each with its log probability. None for the first token of a prompt.
+
+        Returns:
+            Slices of the four lists, by name.
+        """
         return self.take([token_id for token_id, _ in tokens], [logprob for _, logprob in tokens])
 
     def _offset_of(self, piece: bytes) -> int:
-        """Where the next token begins; the text goes on behind it."""
+        """Return the offset of the next token, and advance by its text."""
         if self._echo_tokens:
             piece = self._in_echo(piece)
         offset = self._begun - 1 if self._begun and _continues(piece[:1]) else self._begun
@@ -94,7 +123,7 @@ class CompletionLogprobs:
         return offset
 
     def _in_echo(self, piece: bytes) -> bytes:
-        """What the prompt's text has of a token: a tokenizer may add a space, or tokens without a text."""
+        """Return the part of a token that the echo contains. A tokenizer may add a space, or tokens without text."""
         for shown in (piece, piece.removeprefix(b" ")):
             if self._echo.startswith(shown, self._echo_place):
                 self._echo_place += len(shown)
@@ -102,8 +131,10 @@ class CompletionLogprobs:
         return b""
 
     def _top(self, logprob: TokenLogprob) -> dict[str, float]:
-        """The best tokens by their text, and the chosen one, which may be one more. Of two tokens with one text the
-        better one is shown."""
+        """Return the best tokens by their text, and the chosen token if it is not among them.
+
+        If two tokens have the same text, the better one is shown.
+        """
         top: dict[str, float] = {}
         for token_id, value in (*logprob.top, (logprob.token_id, logprob.logprob)):
             top.setdefault(_token_name(self._tokenizer.token_bytes(token_id)), max(value, LOGPROB_MIN))
@@ -111,7 +142,7 @@ class CompletionLogprobs:
 
 
 def _token_name(piece: bytes) -> str:
-    """A token as text; one that is part of a character as OpenAI writes it, such as `bytes:\\xf0\\x9f`."""
+    r"""Return the text of a token. Part of a character is written as OpenAI does, such as `bytes:\\xf0\\x9f`."""
     try:
         return piece.decode()
     except UnicodeDecodeError:
@@ -119,13 +150,20 @@ def _token_name(piece: bytes) -> str:
 
 
 def _continues(byte: bytes) -> bool:
-    """Whether it is a byte of UTF-8 within a character."""
+    """Return True for a byte of UTF-8 inside a character."""
     return b"\x80" <= byte < b"\xc0"
 
 
 def prompt_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob | None]) -> list[object]:
-    """For each token of the prompt an object by token id: the token that stands there, and the best ones. The rank of
-    the former is known only if it is among the latter."""
+    """Write, for each token of a prompt, the token itself and the best tokens, by token id.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        logprobs: log probability of each token. None for the first token.
+
+    Returns:
+        One object for each token, or None. The rank of the token itself is null unless it is among the best.
+    """
     return [None if logprob is None else _prompt_token(tokenizer, logprob) for logprob in logprobs]
 
 

@@ -1,4 +1,4 @@
-"""GET /v1/models: which names this server answers to; in Anthropic's shape for clients of its API."""
+"""GET /v1/models: lists the served names, in Anthropic's format for clients of its API."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trioserve.api.request_context import RequestContext
 __all__ = ["MODEL_PATH", "list_models", "read_model"]
 
 MODEL_PATH = "/v1/models/"
-"""What follows is the model's name, slashes included."""
+"""Path before a model's name, which may have slashes."""
 
 
 async def list_models(context: RequestContext) -> None:
@@ -23,7 +23,14 @@ async def list_models(context: RequestContext) -> None:
 
 
 async def read_model(context: RequestContext) -> None:
-    """Raises UnknownModel."""
+    """Describe one model.
+
+    Args:
+        context: the request, whose path ends with the name.
+
+    Raises:
+        UnknownModel: this server does not serve the model.
+    """
     await context.respond_json(_card(context, context.model_name(context.exchange.path.removeprefix(MODEL_PATH))))
 
 

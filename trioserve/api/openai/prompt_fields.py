@@ -1,4 +1,4 @@
-"""Fields that change the prompt before the model sees it: cut to its last tokens, or laid around a gap."""
+"""Fields that change the prompt before the model sees it: truncation, and filling a gap."""
 
 from __future__ import annotations
 
@@ -18,8 +18,16 @@ AS_FITS = -1
 
 
 def prompt_cut(asked: int | None, context_tokens_max: int, response_tokens_max: int | None) -> Cut | None:
-    """truncate_prompt_tokens: the prompt's last tokens are kept, so many or, with -1, as fit beside the response. None:
-    a prompt that is too long is refused. Raises InvalidRequest."""
+    """Read truncate_prompt_tokens: how many tokens at the prompt's end to keep.
+
+    Args:
+        asked: value of the field. -1: as many as fit beside the response. None: a prompt that is too long is refused.
+        context_tokens_max: length of the model's context.
+        response_tokens_max: longest response. None: no limit.
+
+    Raises:
+        InvalidRequest: the value is out of range.
+    """
     if asked is None:
         return None
     if asked != AS_FITS and not 1 <= asked <= context_tokens_max:
@@ -27,21 +35,31 @@ def prompt_cut(asked: int | None, context_tokens_max: int, response_tokens_max: 
             f"truncate_prompt_tokens is {asked}, allowed is 1 to {context_tokens_max}, or -1 for as many as fit",
             param="truncate_prompt_tokens",
         )
-    # Where the response alone is too long, that is what the client is told.
+    # If the response alone is too long, a later check reports that to the client.
     fitting = max(1, context_tokens_max - max(1, response_tokens_max or 1))
     return Cut(fitting if asked == AS_FITS else asked, "left")
 
 
 def gap_of(tokenizer: Tokenizer, suffix: str | None) -> FillInMiddle | None:
-    """How the model is asked for what stands before `suffix`; None if there is none. Raises InvalidRequest where it was
-    not trained for that."""
+    """Return the format in which the model is asked to fill the gap before a suffix.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        suffix: text after the gap. None or empty: no gap.
+
+    Returns:
+        None if there is no gap.
+
+    Raises:
+        InvalidRequest: the model was not trained to fill gaps.
+    """
     if not suffix:
         return None
-    form = fill_in_middle(tokenizer)
-    if form is None:
+    gap = fill_in_middle(tokenizer)
+    if gap is None:
         raise InvalidRequest(
             "suffix is not supported by this model: its vocabulary has no tokens for filling gaps, such as "
             "<|fim_prefix|>; leave it out, or serve a model that was trained for it",
             param="suffix",
         )
-    return form
+    return gap

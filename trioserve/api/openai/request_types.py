@@ -1,8 +1,7 @@
-"""The bodies that clients send: which fields there are and of which type.
+"""Types of request bodies: the fields, and the type of each.
 
-What happens to fields that are not named here is decided in api/unread_fields.py.
-
-Ranges of sampling parameters are checked in contracts/sampling.py. `None` always means "not given": clients send null.
+trioserve/api/unread_fields.py decides about fields that are not named here. trioserve/contracts/sampling.py checks the
+ranges of sampling parameters. `None` always means "not given", since clients send null.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
-from trioserve.api.openai.form_fields import FormFields
+from trioserve.api.openai.structured_fields import StructuredFields
 from trioserve.api.resume_body import ResumeBody
 from trioserve.api.unread_fields import UNSET_VALUES, RefusedField, check_unread, generation_fields
 from trioserve.contracts.errors import InvalidRequest
@@ -50,11 +49,11 @@ __all__ = [
 ]
 
 Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
-"""Every number that may reach a tensor or a float: JSON's integers have no end."""
+"""Type of every number that may reach a tensor or a float, since JSON's integers are unbounded."""
 
-CACHE_SALT_CHARACTERS_MAX = 256  # it is hashed with every block
-# As many values at most: decoding does not let go of the GIL, and takes 15 ms for as many numbers. Brackets count, too,
-# since empty lists in each other have no commas. So do texts: a million tokens of prose have fewer.
+CACHE_SALT_CHARACTERS_MAX = 256  # the salt is hashed with every block
+# Limit for the number of values. Decoding holds the GIL, and takes 15 ms for this many numbers. Brackets count too,
+# since nested empty lists have no commas. Marks inside texts also count: a million tokens of prose have fewer.
 VALUE_MARKS = (b",", b"[", b"{")
 VALUE_MARKS_MAX = 250_000
 COMPLETION_TOKENS_DEFAULT = 16  # max_tokens of text completions in OpenAI's API
@@ -65,8 +64,8 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationBody(FormFields, frozen=True, kw_only=True):
-    """What chat and text completions have in common: OpenAI's fields and vLLM's.
+class GenerationBody(StructuredFields, frozen=True, kw_only=True):
+    """Fields that chat and text completions share, from OpenAI's and vLLM's APIs.
 
     n_predict and repeat_penalty are llama.cpp's names of max_tokens and repetition_penalty.
     """
@@ -110,7 +109,7 @@ class GenerationBody(FormFields, frozen=True, kw_only=True):
     truncate_prompt_tokens: Int32 | None = None
     resume: ResumeBody | None = None
     return_partial: bool | None = None
-    # Known to others, not supported: anything but null or empty is refused (see REFUSED).
+    # Known to other servers, but not supported here: any value except null or empty is refused (see REFUSED).
     use_beam_search: Any = None
 
     @property
@@ -119,11 +118,15 @@ class GenerationBody(FormFields, frozen=True, kw_only=True):
 
     @property
     def wants_continuous_usage(self) -> bool:
-        """As in vLLM it counts only together with include_usage."""
+        """True if every event has usage. As in vLLM, this needs include_usage too."""
         return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def check(self) -> None:
-        """Raises InvalidRequest for what no type can say."""
+        """Check rules that types cannot express.
+
+        Raises:
+            InvalidRequest: a rule is broken. The error names the field.
+        """
         for field, reason in REFUSED.items():
             if getattr(self, field, None) not in UNSET_VALUES:
                 raise InvalidRequest(f"{field} is not supported: {reason}", param=field)
@@ -136,7 +139,14 @@ class GenerationBody(FormFields, frozen=True, kw_only=True):
         check_cache_salt(self.cache_salt)
 
     def predicted_tokens(self) -> dict[str, object]:
-        """max_tokens as n_predict says it, if it does: below 0, as many as fit."""
+        """Translate n_predict to max_tokens. A negative number means as many tokens as fit.
+
+        Returns:
+            The field max_tokens, or no field if n_predict is not set.
+
+        Raises:
+            InvalidRequest: n_predict is 0.
+        """
         if self.n_predict is None:
             return {}
         if self.n_predict == 0:
@@ -144,7 +154,15 @@ class GenerationBody(FormFields, frozen=True, kw_only=True):
         return {"max_tokens": self.n_predict if self.n_predict > 0 else None}
 
     def sampling(self, defaults: SamplingParams, **given: object) -> SamplingParams:
-        """The server's defaults with this body's fields and, above them, `given`. Raises InvalidRequest."""
+        """Make the sampling parameters.
+
+        Args:
+            defaults: the server's defaults, which fields of the body replace.
+            given: values that replace both.
+
+        Raises:
+            InvalidRequest: a value is not valid. The error names the field.
+        """
         fields = {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
         if self.repeat_penalty is not None:
             if self.repetition_penalty not in (None, self.repeat_penalty):
@@ -205,7 +223,7 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Either prompt or messages."""
+    """Body of /tokenize, with either prompt or messages."""
 
     model: str | None = None
     prompt: str | None = None
@@ -231,8 +249,14 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AbortBody(msgspec.Struct, frozen=True, kw_only=True):
-    """return_partial: whether the answer holds what there is of each request. min_age_seconds: only requests that came
-    at least so long ago are ended, so that a new one with the same id goes on."""
+    """Body of /v1/requests/abort.
+
+    Attributes:
+        ids: ids of the requests.
+        return_partial: true: the response has the partial result of each request.
+        min_age_seconds: only requests that arrived at least this long ago are aborted. It protects a new request with a
+            reused id.
+    """
 
     ids: list[str]
     return_partial: bool = False
@@ -240,7 +264,13 @@ class AbortBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AbortRequestBody(msgspec.Struct, frozen=True, kw_only=True):
-    """As in SGLang, with return_partial. rid: one id. abort_all: all requests of the caller that live."""
+    """Body of SGLang's /abort_request, with return_partial added.
+
+    Attributes:
+        rid: id of one request.
+        abort_all: true: abort all running requests of the caller.
+        return_partial: true: the response has the partial result of each request.
+    """
 
     rid: str = ""
     abort_all: bool = False
@@ -248,20 +278,33 @@ class AbortRequestBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AbortRequestsBody(msgspec.Struct, frozen=True, kw_only=True):
-    """As in vLLM. request_ids: without any, all requests of the caller that live."""
+    """Body of vLLM's /abort_requests.
+
+    Attributes:
+        request_ids: ids of the requests. null: all running requests of the caller.
+    """
 
     request_ids: list[str] | None = None
 
 
 class ControlBody(msgspec.Struct, frozen=True, kw_only=True):
-    """end_thinking: what can be asked of a request that runs."""
+    """Change to a running request.
+
+    Attributes:
+        end_thinking: true: end the reasoning.
+    """
 
     end_thinking: bool | None = None
 
 
 class LoadAdapterBody(msgspec.Struct, frozen=True, kw_only=True):
-    """lora_path: a directory on the server, as peft saves it. load_inplace: it may take over the name of another one;
-    requests that run keep that."""
+    """Body of /v1/load_lora_adapter.
+
+    Attributes:
+        lora_name: name under which requests use the adapter.
+        lora_path: directory on the server, as peft saves it.
+        load_inplace: true: the adapter may replace another one of this name. Running requests keep the old adapter.
+    """
 
     lora_name: str | None = None
     lora_path: str | None = None
@@ -269,15 +312,25 @@ class LoadAdapterBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UnloadAdapterBody(msgspec.Struct, frozen=True, kw_only=True):
-    """timeout: seconds, after which requests that still use it are ended; without it they are waited for."""
+    """Body of /v1/unload_lora_adapter.
+
+    Attributes:
+        lora_name: name of the adapter.
+        timeout: seconds after which requests that still use the adapter are ended. null: the server waits for them.
+    """
 
     lora_name: str | None = None
     timeout: Annotated[float, msgspec.Meta(ge=0, le=86_400)] | None = None
 
 
 class PauseBody(msgspec.Struct, frozen=True, kw_only=True):
-    """mode: what becomes of requests that have begun: they end; or stay as they are and go on later; or give their KV
-    back, and are computed again then."""
+    """Body of SGLang's /pause_generation.
+
+    Attributes:
+        mode: how to treat running requests. "abort": end them. "in_place": keep their KV, and continue later.
+            "retract":
+            free their KV, and recompute it later.
+    """
 
     mode: Literal["abort", "in_place", "retract"] = "abort"
 
@@ -286,9 +339,15 @@ InFlight = Literal["keep", "recompute", "abort"]
 
 
 class WeightsBody(msgspec.Struct, frozen=True, kw_only=True):
-    """weight_version: what the weights are called; without it they get a new name. in_flight: what becomes of requests
-    that have begun: they go on with the KV that they have, or compute it anew, or end. abort_all_requests: the last of
-    these. flush_cache: blocks that older weights have computed, which nobody finds, are free at once."""
+    """Fields that all requests for a weight update share.
+
+    Attributes:
+        weight_version: name of the new weights. null: the server makes a new name.
+        in_flight: how to treat running requests. "keep": continue with their KV. "recompute": recompute their KV.
+            "abort": end them.
+        abort_all_requests: true: the same as in_flight "abort".
+        flush_cache: true: free blocks of older weights at once. New requests never hit them in any case.
+    """
 
     weight_version: str | None = None
     in_flight: InFlight | None = None
@@ -297,7 +356,11 @@ class WeightsBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightsOnDiskBody(WeightsBody, frozen=True, kw_only=True):
-    """model_path: a directory or a file from which the model could be opened."""
+    """Body of /update_weights_from_disk.
+
+    Attributes:
+        model_path: directory or file from which the model could be opened.
+    """
 
     model_path: str
     load_format: str | None = None
@@ -305,13 +368,23 @@ class WeightsOnDiskBody(WeightsBody, frozen=True, kw_only=True):
 
 
 class SharedWeightsBody(WeightsBody, frozen=True, kw_only=True):
-    """name: of a segment of shared memory that holds what a safetensors file does."""
+    """Body of /update_weights_from_shared_memory.
+
+    Attributes:
+        name: segment of shared memory with the content of a safetensors file.
+    """
 
     name: str
 
 
 class BroadcastWeightsBody(WeightsBody, frozen=True, kw_only=True):
-    """names, dtypes, shapes: of the tensors, in the order in which the trainer sends them."""
+    """Body of /update_weights_from_distributed.
+
+    Attributes:
+        names: names of the tensors, in the order in which the trainer sends them.
+        dtypes: data type of each tensor.
+        shapes: shape of each tensor.
+    """
 
     names: list[str]
     dtypes: list[str]
@@ -321,7 +394,12 @@ class BroadcastWeightsBody(WeightsBody, frozen=True, kw_only=True):
 
 
 class WeightGroupBody(msgspec.Struct, frozen=True, kw_only=True):
-    """rank_offset: the engine's rank. seconds_max: how long the others may be waited for, and each tensor."""
+    """Body of /init_weights_update_group.
+
+    Attributes:
+        rank_offset: rank of the engine in the group.
+        seconds_max: time limit for all members to join, and for each tensor.
+    """
 
     master_address: str
     master_port: Int32
@@ -357,14 +435,21 @@ SAMPLING_FIELDS = (
 
 REFUSED = {
     "use_beam_search": "there is no beam search here, use n",
-    "audio": "only text is produced",
+    "audio": "the server produces only text",
     "web_search_options": "there is no web search here",
 }
-"""Fields whose silent loss would change the response, and what to do instead."""
+"""Fields that would change the response if they were ignored, with the text of their refusal."""
 
 
 def check_cache_salt(cache_salt: str | None) -> None:
-    """Raises InvalidRequest."""
+    """Check the length of a cache salt.
+
+    Args:
+        cache_salt: salt in the request. None: none.
+
+    Raises:
+        InvalidRequest: the salt is empty or too long.
+    """
     if cache_salt is not None and not 1 <= len(cache_salt) <= CACHE_SALT_CHARACTERS_MAX:
         raise InvalidRequest(
             f"cache_salt has {len(cache_salt)} characters, allowed are 1 to {CACHE_SALT_CHARACTERS_MAX}",
@@ -382,29 +467,24 @@ def decode_body(
 ) -> Body:
     """Decode a request's JSON.
 
-    Of a key that comes twice the last one counts, as in Python and JavaScript. Values of unknown fields are skipped.
+    If a key occurs twice, its last value counts, as in Python and JavaScript. Values of unknown fields are skipped.
 
     Args:
-        raw: The JSON.
-        kind: What it is decoded as. May have REFUSED_FIELDS, see check_unread.
-        values_max: Bound of commas and opening brackets; None: no bound.
-        ignored: Gets the names of the fields that nobody reads.
-
-    Returns:
-        The value.
+        raw: JSON of the body.
+        kind: type of the result. It may have REFUSED_FIELDS, see check_unread.
+        values_max: limit for the number of commas and opening brackets. None: no limit.
+        ignored: receives the names of ignored fields. None: they are not needed.
 
     Raises:
-        InvalidRequest: The body is not JSON in UTF-8, nests too deeply, holds too many values, has a field of the wrong
-            type, or a field that is not supported. `param` is the path of the field, such as `messages[2].role`.
+        InvalidRequest: the body is not JSON in UTF-8, nests too deeply, has too many values, has a field of the wrong
+            type, or has a refused field. `param` is the path of the field, such as `messages[2].role`.
     """
     if not raw:
         raise InvalidRequest("the request has no body: send a JSON object")
     if values_max is not None and sum(map(raw.count, VALUE_MARKS)) > values_max:
-        raise InvalidRequest(
-            f"the body holds more than {values_max} commas and opening brackets, and so too many values"
-        )
+        raise InvalidRequest(f"the body has too many values: more than {values_max} commas and opening brackets")
     try:
-        # Strictly as text: the decoder would skip over broken bytes in fields that it does not know.
+        # Decode the text strictly first: msgspec skips invalid bytes in unknown fields.
         text = raw.decode("utf-8")
         body = msgspec.json.decode(text, type=kind)
         if ignored is not None or hasattr(kind, "REFUSED_FIELDS"):
@@ -423,7 +503,11 @@ def decode_body(
 
 
 def wrong_field(error: msgspec.ValidationError) -> InvalidRequest:
-    """That a field has no value of its type, or is missing."""
+    """Make the error for a missing field, or for a value of the wrong type.
+
+    Args:
+        error: error of the decoder.
+    """
     message = str(error)
     place = _PLACE.search(message) or re.fullmatch(r"Object missing required field `(\w+)`", message)
     return InvalidRequest(message, param=(place[1] or None) if place else None)

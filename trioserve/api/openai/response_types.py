@@ -1,7 +1,7 @@
-"""What answers look like, as types: for the API's description and for whoever checks answers against it.
+"""Types of responses, for the OpenAPI document and for tests that check responses.
 
-Answers are not made of these: streamed ones are put together from bytes, whole ones from dicts, where that is faster or
-shorter. That both agree is what the tests of the description show.
+The server does not build responses from these types. Streams are assembled from bytes, and whole responses from dicts,
+where that is faster or shorter. Tests check that both agree.
 """
 
 from __future__ import annotations
@@ -50,14 +50,21 @@ __all__ = [
 
 
 class Response(msgspec.Struct, forbid_unknown_fields=True):
-    """What all have in common: no field that is not described."""
+    """Base of all response types, which forbids fields without a description."""
 
 
 # --- errors ---
 
 
 class ErrorDetail(Response):
-    """message: for people. type, code: for programs, OpenAI's where it has them. param: the field at fault."""
+    """Details of an error.
+
+    Attributes:
+        message: sentence for people.
+        type: class of the error, for programs. OpenAI's where OpenAI has one.
+        param: field or header with the fault.
+        code: kind of the error, for programs. OpenAI's where OpenAI has one.
+    """
 
     message: str
     type: str
@@ -71,7 +78,7 @@ class Error(Response):
 
 # --- chat ---
 
-# "abort" is told to those alone who sent return_partial.
+# "abort" occurs only if the request has return_partial.
 FinishReason = Literal["stop", "length", "abort"]
 ChatFinishReason = Literal["stop", "length", "tool_calls", "function_call", "abort"]
 
@@ -83,7 +90,7 @@ class PromptToken(Response):
 
 
 PromptLogprobs = list[dict[str, PromptToken] | None]
-"""For each token of the prompt an object by token id; none for the first."""
+"""For each token of the prompt, an object by token id. null for the first token."""
 
 
 class TopLogprob(Response):
@@ -105,7 +112,11 @@ class ChatLogprobs(Response):
 
 
 class CalledFunction(Response):
-    """arguments: a JSON object, as text."""
+    """Function in a tool call.
+
+    Attributes:
+        arguments: a JSON object, as text.
+    """
 
     name: str
     arguments: str
@@ -118,8 +129,14 @@ class ToolCall(Response):
 
 
 class ChatMessage(Response):
-    """content: null where there are calls and no text. reasoning_content, reasoning: the thought, under both of its
-    names. function_call: instead of tool_calls, for those who sent functions."""
+    """The assistant's message.
+
+    Attributes:
+        content: text. null: there are tool calls and no text.
+        reasoning_content: reasoning, under vLLM's older name.
+        reasoning: the same reasoning, under vLLM's newer name.
+        function_call: call in place of tool_calls, for requests with `functions`.
+    """
 
     role: Literal["assistant"]
     content: str | None
@@ -131,8 +148,13 @@ class ChatMessage(Response):
 
 
 class ChatChoice(Response):
-    """token_ids: when return_token_ids was asked for. weight_versions: which weights sampled the tokens, in runs, once
-    the server's were replaced."""
+    """One choice of a chat completion.
+
+    Attributes:
+        token_ids: output tokens, if the request has return_token_ids.
+        weight_versions: pairs of a weight version and the number of tokens that it sampled. Unset until weights are
+            replaced.
+    """
 
     index: int
     message: ChatMessage
@@ -157,14 +179,25 @@ class ChatCompletion(Response):
 
 
 class FunctionDelta(Response):
-    """name: at first, with empty arguments; then the arguments, piece by piece."""
+    """New part of a called function.
+
+    Attributes:
+        arguments: next part of the arguments. Empty in the first delta.
+        name: name of the function, in the first delta only.
+    """
 
     arguments: str
     name: str | UnsetType = UNSET
 
 
 class ToolCallDelta(Response):
-    """index: of the call within its choice. id, type: in its first delta."""
+    """New part of a tool call.
+
+    Attributes:
+        index: index of the call within its choice.
+        id: id of the call, in its first delta only.
+        type: type of the call, in its first delta only.
+    """
 
     index: int
     function: FunctionDelta
@@ -173,7 +206,11 @@ class ToolCallDelta(Response):
 
 
 class ChatDelta(Response):
-    """content: null in the first delta of a response that begins with a call."""
+    """New part of the assistant's message.
+
+    Attributes:
+        content: new text. null: in the first delta of a response that begins with a tool call.
+    """
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
@@ -194,8 +231,12 @@ class ChatChunkChoice(Response):
 
 
 class ChatCompletionChunk(Response):
-    """The data of one event of a streamed chat completion; choices is empty in the one with the usage at the end.
-    kv_transfer_params: with the finish_reason, when the KV is held for another engine."""
+    """Data of one event of a streamed chat completion.
+
+    Attributes:
+        choices: at most one choice. Empty in the last event, which has the usage.
+        kv_transfer_params: present with finish_reason if the KV is held for another engine.
+    """
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -212,7 +253,7 @@ class ChatCompletionChunk(Response):
 
 
 class CompletionLogprobs(Response):
-    """Four lists of equal length."""
+    """Log probabilities of a text completion, as four lists of equal length."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -221,7 +262,11 @@ class CompletionLogprobs(Response):
 
 
 class CompletionChoice(Response):
-    """finish_reason: null only in an event of a stream, as long as the choice goes on."""
+    """One choice of a text completion.
+
+    Attributes:
+        finish_reason: null in events of a stream until the choice ends.
+    """
 
     index: int
     text: str
@@ -235,8 +280,12 @@ class CompletionChoice(Response):
 
 
 class Completion(Response):
-    """A whole text completion, or the data of one event of a streamed one (without usage, or null, but at the end).
-    kv_transfer_params: with the finish_reason, when the KV is held for another engine."""
+    """A whole text completion, or the data of one event of a streamed one.
+
+    Attributes:
+        usage: token counts. In a stream, null or unset until the last event.
+        kv_transfer_params: present with finish_reason if the KV is held for another engine.
+    """
 
     id: str
     object: Literal["text_completion"]
@@ -252,8 +301,13 @@ class Completion(Response):
 
 
 class Model(Response):
-    """parent: of a LoRA adapter, the model that it changes; adapter: the digest of its content. weight_version: of the
-    model's weights."""
+    """A model or a LoRA adapter.
+
+    Attributes:
+        parent: model that the adapter changes. null: this is a model.
+        adapter: digest of the adapter's content. Unset: this is a model.
+        weight_version: version of the model's weights.
+    """
 
     id: str
     object: Literal["model"]
@@ -285,7 +339,7 @@ class Detokenized(Response):
 
 
 class TokenizerInfo(Response):
-    """Each token as its text; null where the model's files name none."""
+    """Special tokens as text (null if the model's files name none), and the chat template."""
 
     tokenizer_class: str
     vocab_size: int
@@ -296,11 +350,16 @@ class TokenizerInfo(Response):
     chat_template: str | None
 
 
-# --- requests that live ---
+# --- running requests ---
 
 
 class LiveRequest(Response):
-    """age_seconds: since it came. blocks: of the KV cache, in use, or held for another engine (state "held")."""
+    """A running request.
+
+    Attributes:
+        age_seconds: time since the request arrived.
+        blocks: blocks of the KV cache that the request uses, or that are held for another engine (state "held").
+    """
 
     id: str
     object: Literal["request"]
@@ -319,7 +378,11 @@ class LiveRequests(Response):
 
 
 class KeptLogprob(Response):
-    """top: the most probable tokens and their log probabilities, best first."""
+    """Log probability of one token.
+
+    Attributes:
+        top: the most probable tokens with their log probabilities, best first.
+    """
 
     token_id: int
     logprob: float
@@ -327,7 +390,13 @@ class KeptLogprob(Response):
 
 
 class PartialChoice(Response):
-    """weight_versions: runs of a version and how many tokens it sampled; empty: all are of the first one."""
+    """Partial result of one choice.
+
+    Attributes:
+        weight_versions: pairs of a weight version and the number of tokens that it sampled. Empty: the weights were
+            never
+            replaced.
+    """
 
     index: int
     token_ids: list[int]
@@ -337,15 +406,22 @@ class PartialChoice(Response):
 
 
 class Partial(Response):
-    """What the client of a request was given, or is by the end of its response. resume: to be sent with the same
-    request, so that it goes on."""
+    """Output that the client of a request has received, or receives by the end of its response.
+
+    Attributes:
+        resume: value of the field `resume` in the next, otherwise unchanged request. It continues the response.
+    """
 
     choices: list[PartialChoice]
     resume: ResumeBody
 
 
 class RequestAbort(Response):
-    """partials: where they were asked for, one for each request that bears the id."""
+    """Result of aborting one id.
+
+    Attributes:
+        partials: partial results, one for each request with this id. Unset: they were not asked for.
+    """
 
     id: str
     object: Literal["request.abort"]
@@ -354,7 +430,11 @@ class RequestAbort(Response):
 
 
 class RequestControl(Response):
-    """result: "ending": the end of the thought is written next."""
+    """Result of a change to a running request.
+
+    Attributes:
+        result: "ending": the model writes the end of the reasoning next.
+    """
 
     id: str
     object: Literal["request.control"]
@@ -376,14 +456,22 @@ class RequestAborts(Response):
 
 
 class Alive(Response):
-    """store: why the disk of the store takes nothing, if it does not."""
+    """Response of a living server.
+
+    Attributes:
+        store: reason why the store's disk refuses writes. Unset: it works.
+    """
 
     status: Literal["alive"]
     store: str | UnsetType = UNSET
 
 
 class Hangs(Response):
-    """message: how old the step in flight is."""
+    """Response of a server whose engine hangs.
+
+    Attributes:
+        message: age of the step in flight.
+    """
 
     status: Literal["hangs"]
     reason: Literal["step_overdue"]
@@ -391,15 +479,24 @@ class Hangs(Response):
 
 
 class Ready(Response):
-    """store: why the disk of the store takes nothing, if it does not. Requests are served all the same."""
+    """Response of a server that accepts requests.
+
+    Attributes:
+        store: reason why the store's disk refuses writes. Unset: it works.
+    """
 
     ready: Literal[True]
     store: str | UnsetType = UNSET
 
 
 class NotReady(Response):
-    """reason: "loading", "draining", "engine_fault", "engine_reopening", "sleeping", "weights_in_part", "paused" or
-    "step_overdue". message: with the last one, how old the step in flight is."""
+    """Response of a server that accepts no requests.
+
+    Attributes:
+        reason: "loading", "draining", "engine_fault", "engine_reopening", "sleeping", "weights_in_part", "paused" or
+            "step_overdue".
+        message: age of the step in flight, with "step_overdue" only.
+    """
 
     ready: Literal[False]
     reason: str
@@ -428,7 +525,11 @@ class PauseChanged(Response):
 
 
 class WeightUpdate(Response):
-    """weight_version: of the new ones, where success is true."""
+    """Result of a weight update.
+
+    Attributes:
+        weight_version: version of the new weights, if success is true.
+    """
 
     success: bool
     message: str
@@ -436,7 +537,12 @@ class WeightUpdate(Response):
 
 
 class WeightUpdateError(Error):
-    """success, message: as SGLang has them, of a body that could be read."""
+    """Error of a weight update.
+
+    Attributes:
+        success: false, as in SGLang. Unset if the body could not be read.
+        message: reason, as in SGLang. Unset if the body could not be read.
+    """
 
     success: bool | UnsetType = UNSET
     message: str | UnsetType = UNSET
@@ -447,24 +553,42 @@ class WeightVersion(Response):
 
 
 class WorldSize(Response):
-    """world_size: how many members a group with a trainer has of this engine."""
+    """Size of the engine in a group with a trainer.
+
+    Attributes:
+        world_size: number of members of the group that belong to this engine.
+    """
 
     world_size: int
 
 
 class AbortedRequests(Response):
-    """aborted: how many requests were live, and are no more."""
+    """Result of vLLM's /abort_requests.
+
+    Attributes:
+        aborted: number of running requests that were aborted.
+    """
 
     status: Literal["aborted"]
     aborted: int
 
 
 class Load(Response):
-    """running, waiting: sequences. seats: how many may run at a time. kv_usage: share of the KV cache in use.
-    role: what the engine is meant for, where it gives KV to other engines or takes it. clock, told_at: when it looked,
-    in seconds of a clock of its own with this name. fingerprint: names all that decides about the tokens of its
-    responses. weight_version: of the weights, once they were replaced. routers: those that have asked of late and say
-    who they are, and how many seconds ago each did so. instance: names the process, from its start to its end."""
+    """Load of an engine.
+
+    Attributes:
+        running: sequences that run.
+        waiting: sequences that wait.
+        seats: largest number of sequences that run at a time. null: no limit.
+        kv_usage: share of the KV cache in use, from 0 to 1.
+        role: role of an engine that sends KV to other engines or receives KV.
+        fingerprint: digest of everything that determines the tokens of its responses.
+        weight_version: version of the weights, once they were replaced.
+        routers: names of routers that asked recently, with the seconds since then.
+        clock: name of the clock of `told_at`.
+        told_at: time of this report, in seconds of the engine's own clock.
+        instance: name of the server process, which changes at every start.
+    """
 
     running: int
     waiting: int

@@ -1,6 +1,6 @@
-"""POST /tokenize and /detokenize, in vLLM's shape: what a prompt becomes before the model sees it, and the way back.
+"""POST /tokenize and /detokenize, in vLLM's format: from a prompt to tokens, and back.
 
-They have no place in the queue and no lease, so what is long is done aside from requests, and few may do it at a time.
+They use neither the queue nor a lease. So long texts are processed separately from requests, and only few at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["detokenize", "read_tokenizer_info", "tokenize"]
 
 T = TypeVar("T")
 
-TOKENIZER_CLASS = "PreTrainedTokenizerFast"  # as transformers calls any that the `tokenizers` library runs
+TOKENIZER_CLASS = "PreTrainedTokenizerFast"  # transformers' name for every tokenizer of the `tokenizers` library
 
 
 async def tokenize(context: RequestContext) -> None:
@@ -56,7 +56,7 @@ async def detokenize(context: RequestContext) -> None:
 
 
 async def read_tokenizer_info(context: RequestContext) -> None:
-    """GET /tokenizer_info, as vLLM's: what a client needs to render chats and to count tokens by itself."""
+    """Send the data that clients need to render chats and count tokens, as vLLM's GET /tokenizer_info does."""
     engine = context.engine
     tokenizer = engine.tokenizer
     template = tokenizer.chat_template
@@ -76,7 +76,7 @@ async def read_tokenizer_info(context: RequestContext) -> None:
 async def _run_on_tokens(
     context: RequestContext, texts: PromptEncoder, look: Callable[[Engine, Sequence[int]], T], token_ids: Sequence[int]
 ) -> T:
-    """What `look` makes of the tokens, here if they are few. A client that leaves does not wait for many."""
+    """Return the result of `look`. It runs in a thread if there are many tokens, and cancellation does not wait for it."""
     return await texts.run(lambda: look(context.engine, token_ids), size=len(token_ids))
 
 
@@ -85,7 +85,7 @@ def _token_texts(engine: Engine, token_ids: Sequence[int]) -> list[str]:
 
 
 def _checked_byte_count(engine: Engine, token_ids: Sequence[int]) -> int:
-    """How many bytes the texts of the tokens have. Raises InvalidRequest for an id that is no token's."""
+    """Count the bytes of the tokens' texts. Raise InvalidRequest for an unknown token id."""
     vocab_size = engine.model.vocab_size
     for index, token_id in enumerate(token_ids):
         if not 0 <= token_id < vocab_size:

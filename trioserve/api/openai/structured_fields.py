@@ -1,7 +1,7 @@
-"""The fields of a body that ask for structured output. At most one of them can be set.
+"""Body fields that ask for structured output. At most one of them may be set.
 
 They are OpenAI's response_format, vLLM's structured_outputs and guided_*, and the names that SGLang, llama.cpp and
-Ollama have for the same.
+Ollama have for the same purpose.
 """
 
 from __future__ import annotations
@@ -15,18 +15,22 @@ from trioserve.contracts.errors import InvalidRequest
 from trioserve.contracts.structured_output import CHOICES_MAX, StructuredOutput
 from trioserve.text.chat_messages import check_shape
 
-__all__ = ["FormFields", "JsonSchemaFormat", "ResponseFormat", "StructuredOutputs", "form_of"]
+__all__ = ["StructuredFields", "JsonSchemaFormat", "ResponseFormat", "StructuredOutputs", "structured_output_of"]
 
 Schema = dict[str, Any] | bool | str
-"""As a JSON object, or as JSON in a text."""
+"""A JSON schema, as an object or as JSON in a text."""
 
 NAME_CHARACTERS_MAX = 64  # as in OpenAI's API
 Choices = Annotated[list[str], msgspec.Meta(min_length=1, max_length=CHOICES_MAX)]
 
 
 class JsonSchemaFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """strict: true refuses a schema with keywords that cannot be kept to. Otherwise they are ignored, and named in the
-    response's head."""
+    """JSON schema in OpenAI's response_format.
+
+    Attributes:
+        strict: true: a schema with unsupported keywords is refused. Otherwise they are ignored, and a response header
+            lists them.
+    """
 
     name: Annotated[str, msgspec.Meta(max_length=NAME_CHARACTERS_MAX)] | None = None
     description: str | None = None
@@ -35,11 +39,20 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """OpenAI's response_format, and what other servers write there. An unknown member is refused.
+    """OpenAI's response_format, with the members of other servers. An unknown member is refused.
 
-    type: "text", "json_object", "json_schema", "structural_tag", "regex" or "grammar", or "json", which is
-    json_object. json_object and json_schema may have their schema in `schema` (llama.cpp, Together) or `value` (TGI).
-    structural_tag has structures and triggers, or format. regex has its pattern in `regex`, `pattern` or `value`.
+    Attributes:
+        type: kind of output: "text", "json_object", "json_schema", "structural_tag", "regex" or "grammar". "json" is
+            another name of "json_object".
+        json_schema: schema in OpenAI's format.
+        schema: schema for json_object and json_schema, as in llama.cpp and Together.
+        value: schema, regex or grammar, as in TGI.
+        regex: pattern for regex.
+        pattern: pattern for regex.
+        grammar: grammar for grammar.
+        structures: tags for structural_tag, together with triggers.
+        triggers: beginnings of tags for structural_tag.
+        format: description of the tags for structural_tag, in place of structures and triggers.
     """
 
     type: str
@@ -55,7 +68,10 @@ class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
-    """Exactly one of these, and settings of vLLM's backends. WHITESPACE are refused."""
+    """vLLM's structured_outputs: exactly one kind of output, and settings of vLLM's backends.
+
+    The settings in WHITESPACE are refused.
+    """
 
     json: Schema | None = None
     regex: str | None = None
@@ -68,8 +84,8 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
     whitespace_pattern: str | None = None
 
 
-class FormFields(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of every body that asks for text."""
+class StructuredFields(msgspec.Struct, frozen=True, kw_only=True):
+    """Structured output in every body that asks for text."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -90,52 +106,64 @@ GUIDED = "guided_"
 OTHER_NAMES = {"regex": "regex", "ebnf": "grammar", "grammar": "grammar", "json_schema": "json"}
 """Fields of SGLang and llama.cpp, and the kind of structured output that each asks for."""
 WHITESPACE = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
-"""Settings in structured_outputs that would change what is allowed."""
+"""Settings in structured_outputs that would change the allowed output."""
 
 
-def form_of(body: FormFields) -> StructuredOutput | None:
-    """None: it is free. Raises InvalidRequest, naming the field by its path."""
+def structured_output_of(body: StructuredFields) -> StructuredOutput | None:
+    """Read the structured output that a body asks for.
+
+    Args:
+        body: body of the request.
+
+    Returns:
+        The structured output, or None if the output is free text.
+
+    Raises:
+        InvalidRequest: several fields are set, or one is not valid. The error names the field by its path.
+    """
     for place, value in _trees(body):
-        check_shape(value, place)  # what follows walks them
-    forms: dict[str, StructuredOutput] = {}
+        check_shape(value, place)  # refuses deep nesting, since the code below is recursive
+    found: dict[str, StructuredOutput] = {}
     if body.response_format is not None:
-        form = _response_format(body.response_format)
-        if form is not None:
-            forms["response_format"] = form
+        output = _response_format(body.response_format)
+        if output is not None:
+            found["response_format"] = output
     if body.structured_outputs is not None:
         wanted = msgspec.structs.asdict(body.structured_outputs)
         for name in WHITESPACE:
             if wanted.pop(name):
                 raise InvalidRequest(
-                    f"structured_outputs.{name} is not supported: say it in the schema, or send a regex or a grammar",
+                    f"structured_outputs.{name} is not supported: put it into the schema, or send a regex or a grammar",
                     param=f"structured_outputs.{name}",
                 )
         own = _by_kind(wanted, "structured_outputs.")
         if len(own) != 1:
             raise InvalidRequest(
-                f"structured_outputs has {len(own)} of {', '.join(wanted)}: exactly one of them has to be set",
+                f"structured_outputs has {len(own)} of {', '.join(wanted)}: set exactly one of them",
                 param="structured_outputs",
             )
-        forms |= own
-    guided = {name.removeprefix(GUIDED): getattr(body, name) for name in FormFields.__struct_fields__ if GUIDED in name}
-    forms |= _by_kind(guided, GUIDED)
-    for name, form_kind in OTHER_NAMES.items():
+        found |= own
+    guided = {
+        name.removeprefix(GUIDED): getattr(body, name) for name in StructuredFields.__struct_fields__ if GUIDED in name
+    }
+    found |= _by_kind(guided, GUIDED)
+    for name, kind in OTHER_NAMES.items():
         if (source := getattr(body, name)) not in (None, ""):
-            forms[name] = _made(form_kind, source, name)
+            found[name] = _made(kind, source, name)
     if body.format:
-        forms["format"] = (
+        found["format"] = (
             StructuredOutput.json_object(param="format")
             if isinstance(body.format, str)
             else StructuredOutput.json(body.format, param="format", strict=False)
         )
-    if len(forms) > 1:
-        first, second, *_ = forms
-        raise InvalidRequest(f"{first} and {second} both say what form the response is to have: send one", param=second)
-    return next(iter(forms.values()), None)
+    if len(found) > 1:
+        first, second, *_ = found
+        raise InvalidRequest(f"{first} and {second} both ask for structured output: send one", param=second)
+    return next(iter(found.values()), None)
 
 
-def _trees(body: FormFields) -> Iterable[tuple[str, Any]]:
-    """Values that may have any depth, by their place."""
+def _trees(body: StructuredFields) -> Iterable[tuple[str, Any]]:
+    """Yield values that may be deeply nested, each with its path."""
     wanted = body.response_format
     if wanted is not None:
         if wanted.json_schema is not None:
@@ -168,10 +196,10 @@ def _response_format(wanted: ResponseFormat) -> StructuredOutput | None:
             return StructuredOutput.json(schema, param=place, strict=False)
         case "regex":
             place, pattern = _first_of(wanted, "regex", "pattern", "value")
-            return StructuredOutput.regex(_given_text(place, pattern), param=place)
+            return StructuredOutput.regex(_checked_text(place, pattern), param=place)
         case "grammar":
             place, grammar = _first_of(wanted, "grammar", "value")
-            return StructuredOutput.grammar(_given_text(place, grammar), param=place)
+            return StructuredOutput.grammar(_checked_text(place, grammar), param=place)
         case "structural_tag":
             names = ("structures", "triggers", "format")
             tag = {name: value for name in names if (value := getattr(wanted, name)) is not None}
@@ -182,42 +210,42 @@ def _response_format(wanted: ResponseFormat) -> StructuredOutput | None:
 
 
 def _first_of(wanted: ResponseFormat, *names: str) -> tuple[str, Any]:
-    """The first of these members that is set, with its path; without any, the first path and None."""
+    """Return path and value of the first member that is set. If none is set, return the first path and None."""
     name = next((name for name in names if getattr(wanted, name) is not None), names[0])
     return f"response_format.{name}", getattr(wanted, name)
 
 
-def _given_text(place: str, value: object) -> str:
-    """Raises InvalidRequest if it is not a text."""
+def _checked_text(place: str, value: object) -> str:
+    """Raise InvalidRequest unless the value is a text."""
     if not isinstance(value, str):
-        raise InvalidRequest(f"{place} has to be a text", param=place)
+        raise InvalidRequest(f"{place} must be a text", param=place)
     return value
 
 
 def _json_schema(wanted: JsonSchemaFormat | None) -> StructuredOutput:
     if wanted is None or wanted.schema is None:
         place = "response_format.json_schema" + ("" if wanted is None else ".schema")
-        raise InvalidRequest(f'{place} is missing: with the type "json_schema" it has to be there', param=place)
+        raise InvalidRequest(f'{place} is missing: the type "json_schema" needs it', param=place)
     return StructuredOutput.json(
         wanted.schema, param="response_format.json_schema.schema", strict=wanted.strict is True
     )
 
 
 def _by_kind(values: dict[str, Any], prefix: str) -> dict[str, StructuredOutput]:
-    """By the field that it came in. Those that are null, or false where nothing else can be said, are not set."""
-    forms: dict[str, StructuredOutput] = {}
+    """Make the structured output of each field that is set. null means not set, and so does false for json_object."""
+    found: dict[str, StructuredOutput] = {}
     for kind, value in values.items():
         if value is not None and not (kind == "json_object" and value is False):
             param = f"{prefix}{kind}"
             if kind == "json_object":
-                forms[param] = StructuredOutput.json_object(param=param)
+                found[param] = StructuredOutput.json_object(param=param)
             else:
-                forms[param] = _made(kind, value, param)
-    return forms
+                found[param] = _made(kind, value, param)
+    return found
 
 
 def _made(kind: str, value: Any, param: str) -> StructuredOutput:
-    """No API has `strict` for these fields: it is false."""
+    """Make one structured output. `strict` is False, since no API has it for these fields."""
     if kind in ("json", "structural_tag"):
         return cast(StructuredOutput, getattr(StructuredOutput, kind)(value, param=param, strict=False))
     return cast(StructuredOutput, getattr(StructuredOutput, kind)(value, param=param))
