@@ -54,7 +54,7 @@ class ApiKeys:
 
     @property
     def are_set(self) -> bool:
-        """True if there are keys, so callers are told apart by them."""
+        """True if there are keys, which identify the callers."""
         return bool(self._callers)
 
     def caller(self, authorization: str | None, own_header: str | None = None) -> Caller:

@@ -94,7 +94,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     def lists(self) -> str | None:
         """Owner whose running requests the caller may list. None: all.
 
-        A stranger may list none, because whoever knows a request's id can abort the request.
+        A stranger may list none, because anybody who knows a request's id can abort the request.
         """
         return self.owner if self.may_operate else NOBODY
 

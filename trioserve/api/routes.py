@@ -41,18 +41,18 @@ from trioserve.api.openai.models import MODEL_PATH, list_models, read_model
 from trioserve.api.openai.tokenize import detokenize, read_tokenizer_info, tokenize
 from trioserve.api.openapi import openapi_document
 from trioserve.api.operations.adapters import load_adapter, unload_adapter
-from trioserve.api.operations.cut_off import abort_for_vllm, cut_off_request, cut_off_requests
 from trioserve.api.operations.debug import STEPS_PATH, TASKS_PATH, read_steps, read_tasks
-from trioserve.api.operations.hand_over import HAND_OVER, HAND_OVER_PATH, give_away
+from trioserve.api.operations.hand_over import HAND_OVER, HAND_OVER_PATH, hand_over_stream
 from trioserve.api.operations.health import read_health, read_load, read_metrics, read_ready, read_version
 from trioserve.api.operations.kv_events import stream_kv_events
 from trioserve.api.operations.live_requests import REQUEST_PATH, abort_request, list_requests
 from trioserve.api.operations.other_paths import other_path
+from trioserve.api.operations.partial_aborts import abort_for_sglang, abort_for_vllm, abort_with_partials
 from trioserve.api.operations.pausing import continue_generation, pause, pause_generation, read_is_paused, resume
 from trioserve.api.operations.prefix_cache import flush_cache, reset_prefix_cache
+from trioserve.api.operations.reasoning import control_request
 from trioserve.api.operations.routers_heard import RoutersHeard
 from trioserve.api.operations.sleeping import read_is_sleeping, sleep, wake_up
-from trioserve.api.operations.thoughts import control_request
 from trioserve.api.operations.weights import (
     destroy_weights_update_group,
     init_weights_update_group,
@@ -99,7 +99,6 @@ async def stream_page_events(context: ServerContext) -> None:
 
 
 async def read_openapi(context: ServerContext) -> None:
-    """Send the description of all routes, in OpenAPI 3.1."""
     await context.respond_bytes(_openapi_json(), "application/json")
 
 
@@ -128,8 +127,8 @@ _WITHOUT_IDS: tuple[Route[ServerContext], ...] = (
     Route(path=STEPS_PATH, operations={"GET": read_steps}, is_operators=True),
     Route(path="/v1/load_lora_adapter", operations={"POST": load_adapter}, is_operators=True),
     Route(path="/v1/unload_lora_adapter", operations={"POST": unload_adapter}, is_operators=True),
-    Route(path="/v1/requests/abort", operations={"POST": cut_off_requests}),
-    Route(path="/abort_request", operations={"POST": cut_off_request}),
+    Route(path="/v1/requests/abort", operations={"POST": abort_with_partials}),
+    Route(path="/abort_request", operations={"POST": abort_for_sglang}),
     Route(path="/abort_requests", operations={"POST": abort_for_vllm}),
     Route(path="/pause", operations={"POST": pause}, is_operators=True),
     Route(path="/resume", operations={"POST": resume}, is_operators=True),
@@ -182,7 +181,7 @@ ROUTES = {route.path: route for route in _WITHOUT_IDS}
 REQUEST = Route[ServerContext](
     path=REQUEST_PATH + "{request}", operations={"DELETE": abort_request, "POST": control_request}
 )
-REQUEST_HAND_OVER = Route[ServerContext](path=HAND_OVER_PATH, operations={"POST": give_away})
+REQUEST_HAND_OVER = Route[ServerContext](path=HAND_OVER_PATH, operations={"POST": hand_over_stream})
 MODEL = Route[ServerContext](path=MODEL_PATH + "{model}", operations={"GET": read_model})
 TEMPLATES: tuple[Route[ServerContext], ...] = (
     Route(path="/v1/responses/{response}", operations={"GET": read_response, "DELETE": delete_response}),

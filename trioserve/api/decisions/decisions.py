@@ -1,13 +1,13 @@
-"""POST /v1/decisions: questions about one input, each with a few possible answers, and how likely the model finds each.
+"""POST /v1/decisions: computes the probability of each possible answer to questions about one input.
 
-Nothing is generated. Each question is a prompt that ends where the answer would begin, and what counts are the
-probabilities of the answers' labels as the next token. All prompts begin with the input, which is computed once, since
-the others find it in the prefix cache; and all of them are one request.
+The server generates no text. Each question is a prompt that ends where the answer would begin. The probabilities of the
+answers' labels as the next token are the result. All prompts begin with the input and belong to one request. The input
+is computed once, and the other prompts hit the prefix cache.
 """
 
 from __future__ import annotations
 
-from trioserve.api.decisions.questions import Weighed, asked, has_ids
+from trioserve.api.decisions.questions import LabelWeights, has_ids, question_prompt
 from trioserve.api.decisions.request_types import DecisionsBody
 from trioserve.api.embeddings.pooling import pool
 from trioserve.api.request_context import RequestContext
@@ -17,9 +17,9 @@ from trioserve.text.chat_messages import check_shape
 
 __all__ = ["create_decisions"]
 
-PROMPT_FORMAT_VERSION = 1  # of SGLang's wording
-WITHOUT_THOUGHTS = {"enable_thinking": False, "thinking": False}
-"""For chat templates that know one of them: the answer is the first thing that the model says."""
+PROMPT_FORMAT_VERSION = 1  # version of SGLang's wording
+WITHOUT_REASONING = {"enable_thinking": False, "thinking": False}
+"""Template arguments that switch reasoning off, so that the answer is the first output token."""
 
 
 async def create_decisions(context: RequestContext) -> None:
@@ -29,10 +29,11 @@ async def create_decisions(context: RequestContext) -> None:
     check_shape(body.chat_template_kwargs, "chat_template_kwargs")
     by_id = has_ids(body.questions)
     questions = [
-        asked(question, f"questions[{index}]", in_sglangs_shape=by_id) for index, question in enumerate(body.questions)
+        question_prompt(question, f"questions[{index}]", in_sglang_format=by_id)
+        for index, question in enumerate(body.questions)
     ]
     text = body.text
-    arguments = WITHOUT_THOUGHTS | (body.chat_template_kwargs or {})
+    arguments = WITHOUT_REASONING | (body.chat_template_kwargs or {})
     prompts = [
         LabelledPrompt(
             ChatPrompt(
@@ -47,11 +48,11 @@ async def create_decisions(context: RequestContext) -> None:
     )
     temperature = 1.0 if body.temperature is None else body.temperature
     answers = [
-        question.answer(Weighed.of(one.values(), temperature))
+        question.answer(LabelWeights.of(one.values(), temperature))
         for question, one in zip(questions, response.pooled, strict=True)
     ]
     if by_id:
-        said: dict[str, object] = {
+        answered: dict[str, object] = {
             "object": "decisions",
             "model": model,
             "prompt_format_version": PROMPT_FORMAT_VERSION,
@@ -59,12 +60,12 @@ async def create_decisions(context: RequestContext) -> None:
             "usage": response.usage,
         }
     else:
-        said = {
+        answered = {
             "model": model,
             "answers": answers,
             "usage": _usage(response.usage.prompt_tokens, response.cached_token_count),
         }
-    await context.respond_json(said)
+    await context.respond_json(answered)
 
 
 def _usage(token_count: int, cached_token_count: int) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""What /v1/decisions does and may answer: for the API's own description."""
+"""Description of /v1/decisions, for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["OPERATIONS"]
 
 OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
     ("POST", "/v1/decisions"): DescribedOperation(
-        summary="Say how likely each possible answer to a question is",
-        description="Questions are in OpenAI's shape, as in vLLM, or in SGLang's, with ids; the answers, too. Fields "
-        "that are not named here are ignored.",
+        summary="Compute the probability of each possible answer to a question",
+        description="Questions have OpenAI's format, as in vLLM, or SGLang's format with ids. The answers have the "
+        "same format. Fields that are not named here are ignored.",
         body=DecisionsBody,
         response=Decisions,
         errors=GENERATES,

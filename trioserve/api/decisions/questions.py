@@ -1,7 +1,7 @@
-"""What a question looks like to the model, and how the probabilities of its labels become an answer.
+"""Prompt of a question, and conversion of its labels' probabilities into an answer.
 
-The wording is vLLM's for questions in OpenAI's shape, and SGLang's (version 1 of it) for those in its own, so that both
-give the numbers that people know from there.
+Questions in OpenAI's format have vLLM's wording, and questions in SGLang's format have version 1 of SGLang's wording.
+So the numbers are comparable with these servers.
 """
 
 from __future__ import annotations
@@ -15,25 +15,30 @@ from typing import NamedTuple, TypeVar
 from trioserve.api.decisions.request_types import Choice, Level, Question
 from trioserve.contracts.errors import InvalidRequest
 
-__all__ = ["Asked", "Weighed", "asked", "has_ids"]
+__all__ = ["QuestionPrompt", "LabelWeights", "question_prompt", "has_ids"]
 
 T = TypeVar("T")
 
-LETTERS = tuple(string.ascii_uppercase)  # one token each, behind a chat's template, in the tokenizers that we know
+LETTERS = tuple(string.ascii_uppercase)  # each is one token after a chat template, in all known tokenizers
 DIGITS = tuple(string.digits)
 ONE_LETTER = "Answer with the letter of one option only."
 ONE_NUMBER = "Answer with the number of one level only."
 YES_OR_NO = "Answer with yes or no only."
 
 
-class Weighed(NamedTuple):
-    """probabilities: of each label, among the labels. mass: of all of them, among all tokens."""
+class LabelWeights(NamedTuple):
+    """Probabilities of a question's labels.
+
+    Attributes:
+        probabilities: probability of each label among the labels.
+        mass: probability of all labels together among all tokens.
+    """
 
     probabilities: list[float]
     mass: float
 
     @classmethod
-    def of(cls, logprobs: Sequence[float], temperature: float) -> Weighed:
+    def of(cls, logprobs: Sequence[float], temperature: float) -> LabelWeights:
         largest = max(logprobs)
         weights = [math.exp((logprob - largest) / temperature) for logprob in logprobs]
         return cls([weight / sum(weights) for weight in weights], math.fsum(map(math.exp, logprobs)))
@@ -51,122 +56,145 @@ class Weighed(NamedTuple):
         return max(self.probabilities) * self.mass
 
 
-class Asked(NamedTuple):
-    """text: what the model reads behind the input. answer: what the labels' weights say."""
+class QuestionPrompt(NamedTuple):
+    """Prompt of one question.
+
+    Attributes:
+        text: text after the input.
+        labels: possible next tokens, one for each answer.
+        answer: converts the labels' probabilities into the JSON of the answer.
+    """
 
     text: str
     labels: tuple[str, ...]
-    answer: Callable[[Weighed], dict[str, object]]
+    answer: Callable[[LabelWeights], dict[str, object]]
 
 
 def has_ids(questions: Sequence[Question]) -> bool:
-    """Whether they are in SGLang's shape. Raises InvalidRequest if some are and others not, or an id comes twice."""
+    """Return True if the questions have SGLang's format, with ids.
+
+    Args:
+        questions: questions of the body.
+
+    Raises:
+        InvalidRequest: the questions have different formats, or an id is missing or repeated.
+    """
     with_id = [question.id is not None or question.question is not None for question in questions]
     if not any(with_id):
         return False
     if not all(with_id):
         index = with_id.index(not with_id[0])
         raise InvalidRequest(
-            "questions mix two shapes: those with id and question, and those with instructions",
+            "questions mix two formats: some have id and question, and some have instructions",
             param=f"questions[{index}]",
         )
     seen: set[str] = set()
     for index, question in enumerate(questions):
         if not (question.id or "").strip() or question.id in seen:
             raise InvalidRequest(
-                f"questions[{index}].id is {question.id!r}: an id of its own is needed", param=f"questions[{index}].id"
+                f"questions[{index}].id is {question.id!r}: each question needs a unique id",
+                param=f"questions[{index}].id",
             )
         seen.add(question.id or "")
     return True
 
 
-def asked(question: Question, place: str, *, in_sglangs_shape: bool) -> Asked:
-    """place: of the question in the body. Raises InvalidRequest."""
-    return _asked_by_id(question, place) if in_sglangs_shape else _asked(question, place)
+def question_prompt(question: Question, place: str, *, in_sglang_format: bool) -> QuestionPrompt:
+    """Make the prompt of a question.
+
+    Args:
+        question: one question.
+        place: path of the question in the body.
+        in_sglang_format: True: SGLang's format. False: OpenAI's format.
+
+    Raises:
+        InvalidRequest: a field is missing or has a bad value.
+    """
+    return _sglang_prompt(question, place) if in_sglang_format else _openai_prompt(question, place)
 
 
-# --- OpenAI's shape ---
+# --- OpenAI's format ---
 
 
-def _asked(question: Question, place: str) -> Asked:
+def _openai_prompt(question: Question, place: str) -> QuestionPrompt:
     if question.instructions is None:
         raise InvalidRequest(f"{place} has no instructions", param=f"{place}.instructions")
     if question.type == "yes_no":
         raise InvalidRequest(
-            f'{place} is of type yes_no, which has id and question: send "predicate"', param=f"{place}.type"
+            f'{place} has the type yes_no, which needs id and question: send "predicate"', param=f"{place}.type"
         )
     if question.type == "predicate":
         return _lettered(
             question.instructions,
             [("false", None), ("true", None)],
-            lambda weighed: {"type": "predicate", "name": question.name, "probability": weighed.probabilities[1]},
+            lambda weights: {"type": "predicate", "name": question.name, "probability": weights.probabilities[1]},
         )
     if question.type == "choice":
-        choices = _distinct(question.choices, f"{place}.choices", LETTERS)
+        choices = _counted(question.choices, f"{place}.choices", LETTERS)
         values = [_value_of(choice, f"{place}.choices[{index}]") for index, choice in enumerate(choices)]
         _check_distinct([(type(value), value) for value in values], f"{place}.choices")
         return _lettered(
             question.instructions,
             [(json.dumps(v, ensure_ascii=False), c.description) for v, c in zip(values, choices, strict=True)],
-            lambda weighed: {
+            lambda weights: {
                 "type": "choice",
                 "name": question.name,
-                "choice": values[weighed.best],
+                "choice": values[weights.best],
                 "probabilities": [
                     {"value": value, "probability": probability}
-                    for value, probability in zip(values, weighed.probabilities, strict=True)
+                    for value, probability in zip(values, weights.probabilities, strict=True)
                 ],
-                "confidence": weighed.confidence,
+                "confidence": weights.confidence,
             },
         )
     levels = [
         level if isinstance(level, Level) else Level(label=level)
-        for level in _distinct(question.levels, f"{place}.levels", DIGITS)
+        for level in _counted(question.levels, f"{place}.levels", DIGITS)
     ]
     return _lettered(
         question.instructions,
         [(level.label, level.description) for level in levels],
-        lambda weighed: {
+        lambda weights: {
             "type": "score",
             "name": question.name,
-            "score": weighed.expected,
+            "score": weights.expected,
             "probabilities": [
                 {"value": index, "label": level.label, "probability": probability}
-                for index, (level, probability) in enumerate(zip(levels, weighed.probabilities, strict=True))
+                for index, (level, probability) in enumerate(zip(levels, weights.probabilities, strict=True))
             ],
-            "confidence": weighed.confidence,
+            "confidence": weights.confidence,
         },
     )
 
 
 def _lettered(
-    instructions: str, options: Sequence[tuple[str, str | None]], answer: Callable[[Weighed], dict[str, object]]
-) -> Asked:
+    instructions: str, options: Sequence[tuple[str, str | None]], answer: Callable[[LabelWeights], dict[str, object]]
+) -> QuestionPrompt:
     labels = LETTERS[: len(options)]
     lines = [f"Question: {instructions}"] if instructions else []
-    return Asked("\n".join([*lines, *_lines(labels, options), ONE_LETTER]), labels, answer)
+    return QuestionPrompt("\n".join([*lines, *_lines(labels, options), ONE_LETTER]), labels, answer)
 
 
-# --- SGLang's shape ---
+# --- SGLang's format ---
 
 
-def _asked_by_id(question: Question, place: str) -> Asked:
+def _sglang_prompt(question: Question, place: str) -> QuestionPrompt:
     if not (question.question or "").strip():
         raise InvalidRequest(f"{place} has no question", param=f"{place}.question")
     if question.type == "predicate":
         raise InvalidRequest(
-            f'{place} is of type predicate, which has instructions: send "yes_no"', param=f"{place}.type"
+            f'{place} has the type predicate, which needs instructions: send "yes_no"', param=f"{place}.type"
         )
     lines = [f"Question: {question.question}"]
     if question.type == "choice":
-        options = _distinct(question.options, f"{place}.options", LETTERS)
+        options = _counted(question.options, f"{place}.options", LETTERS)
         names = [_name_of(option, f"{place}.options[{index}]") for index, option in enumerate(options)]
         _check_distinct(names, f"{place}.options")
         labels = LETTERS[: len(names)]
         described = [(name, option.description) for name, option in zip(names, options, strict=True)]
         lines += [*_lines(labels, described), ONE_LETTER]
     elif question.type == "score":
-        levels = _distinct(question.levels, f"{place}.levels", DIGITS)
+        levels = _counted(question.levels, f"{place}.levels", DIGITS)
         texts = [level if isinstance(level, str) else level.label for level in levels]
         names = [str(index) for index in range(len(texts))]
         labels = DIGITS[: len(names)]
@@ -177,22 +205,22 @@ def _asked_by_id(question: Question, place: str) -> Asked:
         lines = [f"Is the following true? {question.question}"]
         lines += [*(f"{label}: {meaning}" for label, meaning in meanings if meaning), YES_OR_NO]
 
-    def answer(weighed: Weighed) -> dict[str, object]:
-        said: dict[str, object] = {
+    def answer(weights: LabelWeights) -> dict[str, object]:
+        answered: dict[str, object] = {
             "type": question.type,
-            "probabilities": dict(zip(names, weighed.probabilities, strict=True)),
-            "label_mass": weighed.mass,
+            "probabilities": dict(zip(names, weights.probabilities, strict=True)),
+            "label_mass": weights.mass,
         }
         if question.type == "choice":
-            said["choice"] = names[weighed.best]
+            answered["choice"] = names[weights.best]
         elif question.type == "score":
-            said["score"] = weighed.expected
-        return said
+            answered["score"] = weights.expected
+        return answered
 
-    return Asked("\n".join(lines), labels, answer)
+    return QuestionPrompt("\n".join(lines), labels, answer)
 
 
-# --- what both have ---
+# --- both formats ---
 
 
 def _lines(labels: Sequence[str], options: Sequence[tuple[str, str | None]]) -> list[str]:
@@ -202,7 +230,7 @@ def _lines(labels: Sequence[str], options: Sequence[tuple[str, str | None]]) -> 
     ]
 
 
-def _distinct(values: list[T] | None, place: str, labels: Sequence[str]) -> list[T]:
+def _counted(values: list[T] | None, place: str, labels: Sequence[str]) -> list[T]:
     if values is None or not 2 <= len(values) <= len(labels):
         count = 0 if values is None else len(values)
         raise InvalidRequest(f"{place} has {count} entries, allowed are 2 to {len(labels)}", param=place)
@@ -211,7 +239,7 @@ def _distinct(values: list[T] | None, place: str, labels: Sequence[str]) -> list
 
 def _check_distinct(values: Sequence[object], place: str) -> None:
     if len(set(values)) != len(values):
-        raise InvalidRequest(f"{place} names the same twice", param=place)
+        raise InvalidRequest(f"{place} has two equal entries", param=place)
 
 
 def _value_of(choice: Choice, place: str) -> str | bool:
@@ -223,5 +251,5 @@ def _value_of(choice: Choice, place: str) -> str | bool:
 def _name_of(option: Choice, place: str) -> str:
     if not (option.name or "").strip():
         raise InvalidRequest(f"{place} has no name", param=f"{place}.name")
-    assert option.name is not None, "looked at just now"
+    assert option.name is not None, "checked above"
     return option.name

@@ -1,4 +1,4 @@
-"""The body of POST /v1/decisions, in the two shapes that there are: OpenAI's, which vLLM speaks, and SGLang's."""
+"""Body of POST /v1/decisions in two formats: OpenAI's, which vLLM uses, and SGLang's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trioserve.contracts.errors import InvalidRequest
 
 __all__ = ["Choice", "DecisionsBody", "InputMessage", "Level", "Question"]
 
-QUESTIONS_MAX = 64  # each is a prompt of its own, though they share the input's blocks
+QUESTIONS_MAX = 64  # each question is a prompt, though all share the input's blocks
 Temperature = Annotated[float, msgspec.Meta(gt=0, le=100)]
 
 
@@ -27,7 +27,12 @@ class InputMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """value: OpenAI's; name: SGLang's."""
+    """Possible answer.
+
+    Attributes:
+        value: answer in OpenAI's format.
+        name: answer in SGLang's format.
+    """
 
     value: str | bool | None = None
     name: str | None = None
@@ -40,8 +45,11 @@ class Level(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
-    """In OpenAI's shape: instructions, perhaps a name, and of a choice its choices, of a score its levels. In SGLang's:
-    id, question, and options, or levels as texts, or what yes and no mean."""
+    """One question.
+
+    OpenAI's format has instructions, optionally a name, and choices for a choice or levels for a score. SGLang's format
+    has id, question, and options, levels as texts, or the meanings of yes and no.
+    """
 
     type: Literal["predicate", "choice", "score", "yes_no"]
     instructions: str | None = None
@@ -56,8 +64,14 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DecisionsBody(msgspec.Struct, frozen=True, kw_only=True):
-    """input: what the questions are about. temperature: of the probabilities among the labels. safety_identifier, user:
-    taken, and not looked at."""
+    """Body of POST /v1/decisions.
+
+    Attributes:
+        input: text that the questions are about.
+        temperature: temperature of the probabilities among the labels.
+        safety_identifier: accepted and ignored.
+        user: accepted and ignored.
+    """
 
     input: str | list[InputMessage]
     questions: list[Question]
@@ -72,7 +86,7 @@ class DecisionsBody(msgspec.Struct, frozen=True, kw_only=True):
     ttft_timeout: float | None = None
     timeout: float | None = None
 
-    # Of a prompt that is too long nothing is cut off: what is at its end is the question.
+    # Never truncate a prompt, since its end is the question.
     @property
     def truncate_prompt_tokens(self) -> None:
         return None
@@ -82,7 +96,11 @@ class DecisionsBody(msgspec.Struct, frozen=True, kw_only=True):
         return None
 
     def check(self) -> None:
-        """Raises InvalidRequest for what no type can say of the body as a whole."""
+        """Check rules that types cannot express.
+
+        Raises:
+            InvalidRequest: a rule is broken. The error names the field.
+        """
         check_cache_salt(self.cache_salt)
         if not 1 <= len(self.questions) <= QUESTIONS_MAX:
             raise InvalidRequest(

@@ -1,4 +1,4 @@
-"""What a response with decisions looks like, as types: for the API's description."""
+"""Types of responses with decisions, for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ __all__ = ["Decisions"]
 
 
 class PredicateAnswer(Response, tag_field="type", tag="predicate"):
-    """probability: that it is true."""
+    """Answer to a predicate.
+
+    Attributes:
+        probability: probability that the predicate is true.
+    """
 
     name: str | None
     probability: float
@@ -25,7 +29,12 @@ class ChoiceProbability(Response):
 
 
 class ChoiceAnswer(Response, tag_field="type", tag="choice"):
-    """probabilities: among the choices. confidence: that of the choice, among all tokens of the model."""
+    """Answer to a choice.
+
+    Attributes:
+        probabilities: probabilities among the choices.
+        confidence: probability of the best choice among all tokens of the model.
+    """
 
     name: str | None
     choice: str | bool
@@ -40,7 +49,13 @@ class ScoreProbability(Response):
 
 
 class ScoreAnswer(Response, tag_field="type", tag="score"):
-    """score: the level that is to be expected, counted from 0."""
+    """Answer to a score.
+
+    Attributes:
+        score: expected level, counted from 0.
+        probabilities: probabilities among the levels.
+        confidence: probability of the best level among all tokens of the model.
+    """
 
     name: str | None
     score: float
@@ -49,7 +64,11 @@ class ScoreAnswer(Response, tag_field="type", tag="score"):
 
 
 class NamedAnswer(msgspec.Struct, forbid_unknown_fields=True):
-    """In SGLang's shape. label_mass: the probability of all labels together, among all tokens of the model."""
+    """Answer in SGLang's format.
+
+    Attributes:
+        label_mass: probability of all labels together, among all tokens of the model.
+    """
 
     type: Literal["choice", "score", "yes_no"]
     probabilities: dict[str, float]
@@ -68,7 +87,7 @@ class OutputTokensDetails(Response):
 
 
 class DecisionsUsage(Response):
-    """With the names of the shape of the questions: input_tokens, or prompt_tokens."""
+    """Token counts: input_tokens for OpenAI's format, prompt_tokens for SGLang's."""
 
     total_tokens: int
     input_tokens: int | UnsetType = UNSET
@@ -80,8 +99,13 @@ class DecisionsUsage(Response):
 
 
 class Decisions(Response):
-    """answers: a list, in the order of the questions, or, where these have ids, by their id. object and
-    prompt_format_version come with the latter."""
+    """Response with decisions.
+
+    Attributes:
+        answers: in OpenAI's format a list in the order of the questions, in SGLang's format an object by id.
+        object: only in SGLang's format.
+        prompt_format_version: only in SGLang's format.
+    """
 
     model: str
     answers: list[PredicateAnswer | ChoiceAnswer | ScoreAnswer] | dict[str, NamedAnswer]

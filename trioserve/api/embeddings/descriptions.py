@@ -1,4 +1,4 @@
-"""What each path that makes vectors or scores does and may answer: for the API's own description."""
+"""Descriptions of paths that return vectors or scores, for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RERANK_PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")
 SCORE_PATHS = ("/v1/score", "/score")
 
 EMBED = DescribedOperation(
-    summary="Make a vector of each input",
+    summary="Compute a vector for each input",
     description="Fields are OpenAI's and vLLM's. Fields that are not named here are ignored or refused.",
     body=EmbeddingsBody,
     response=Embeddings,
@@ -28,7 +28,7 @@ RERANK = DescribedOperation(
     takes_deadlines=True,
 )
 SCORE = DescribedOperation(
-    summary="Say how well two texts fit, or each of several with its own",
+    summary="Score pairs of texts",
     description="Fields are vLLM's. Fields that are not named here are ignored or refused.",
     body=ScoreBody,
     response=Scores,

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: texts, token ids or a chat in, a vector for each out."""
+"""POST /v1/embeddings: computes a vector for each text, list of token ids, or chat."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def create_embeddings(context: RequestContext) -> None:
 
 
 def _inputs(context: RequestContext, body: EmbeddingsBody) -> list[Prompt]:
-    """The four shapes of `input`, or the chat, as a list of prompts."""
+    """Convert the four types of `input`, or the chat, into a list of prompts."""
     given = body.input
     if (given is None) == (body.messages is None):
         raise InvalidRequest("send either input or messages", param="input" if given is None else "messages")
@@ -91,7 +91,13 @@ def _embedding(index: int, value: bytes) -> bytes:
 async def add_vectors(
     large: LargeJson, vectors: Sequence[Pooled], written: Callable[[int, Pooled], bytes]
 ) -> msgspec.Raw:
-    """A list of what `written` makes of each vector and its index, for `large` to send."""
+    """Encode a list of vectors, which `large` then sends.
+
+    Args:
+        large: encodes large lists.
+        vectors: the vectors.
+        written: returns the JSON of a vector, from its index and the vector.
+    """
     return await large.add_encoded(
         (len(vector), functools.partial(written, index, vector)) for index, vector in enumerate(vectors)
     )

@@ -1,5 +1,7 @@
-"""From a body to the engine and back, for everything that is pooled: one request, however many inputs it has, in one
-scope. A client that leaves, or an input that fails, ends all of it."""
+"""Pooling requests: from a body to the engine and back.
+
+All inputs are one request with one scope. If the client leaves or an input fails, the whole request ends.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +22,14 @@ __all__ = ["PooledResponse", "pool"]
 
 
 class PooledResponse(NamedTuple):
+    """Results of a pooling request.
+
+    Attributes:
+        pooled: result of each input.
+        usage: token counts.
+        cached_token_count: tokens that were found in the prefix cache.
+    """
+
     pooled: tuple[Pooled, ...]
     usage: PooledUsage
     cached_token_count: int
@@ -35,14 +45,19 @@ async def pool(
     add_special_tokens: bool = True,
     is_base64: bool | None = None,
 ) -> PooledResponse:
-    """Compute what each input gives, in their order. When this returns, the request's scope is left.
+    """Compute the result of each input, in order. On return, the request's scope is left.
 
     Args:
-        name_of: What an input is called in an error, by its index.
-        is_base64: How the vectors are written; None: the response has none.
+        context: the request.
+        body: body of the request.
+        inputs: texts, token ids or pairs.
+        params: kind and size of the result.
+        name_of: names the field of the input with this index, for error messages.
+        add_special_tokens: True: tokenization adds the model's special tokens.
+        is_base64: True: the response has vectors in base64. False: as numbers. None: it has no vectors.
 
     Raises:
-        TrioserveError: What the engine raises, and what is said of a request that ended in another way than it should.
+        TrioserveError: the engine refused or failed the request, or the request was aborted.
     """
     deadlines = deadlines_of(body, context.exchange.headers)
     asked = context.embed(
@@ -63,6 +78,6 @@ async def pool(
 
 async def _read(stream: PooledStream) -> None:
     async def take(_stream_index: int, _delta: Delta) -> None:
-        """What it gave is kept by the stream."""
+        """Ignore the delta, since the stream keeps the result."""
 
     await read_streams([stream], take)

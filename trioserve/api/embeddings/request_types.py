@@ -1,4 +1,4 @@
-"""The bodies of requests whose texts become vectors or scores: fields of OpenAI, vLLM, Cohere and Jina."""
+"""Bodies of requests for vectors or scores, with fields of OpenAI, vLLM, Cohere and Jina."""
 
 from __future__ import annotations
 
@@ -20,8 +20,15 @@ TopN = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
 class PooledBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What they have in common. truncate_prompt_tokens: an input with more tokens is cut to as many, -1: to as many as
-    the model takes. truncation_side: where it is cut."""
+    """Fields that all pooling requests share.
+
+    Attributes:
+        user: accepted and ignored.
+        truncate_prompt_tokens: largest number of tokens of an input. A longer input is truncated. -1: as many as the
+            model
+            accepts. null: a longer input is refused.
+        truncation_side: side from which tokens are removed.
+    """
 
     model: str | None = None
     user: str | None = None
@@ -34,18 +41,27 @@ class PooledBody(msgspec.Struct, frozen=True, kw_only=True):
     timeout: float | None = None
 
     def check(self) -> None:
-        """Raises InvalidRequest for what no type can say."""
+        """Check rules that types cannot express.
+
+        Raises:
+            InvalidRequest: a rule is broken. The error names the field.
+        """
         check_cache_salt(self.cache_salt)
         if self.truncate_prompt_tokens == 0:
             raise InvalidRequest(
-                "truncate_prompt_tokens is 0, allowed is 1 or more, or -1 for as many as the model takes",
+                "truncate_prompt_tokens is 0, allowed is 1 or more, or -1 for as many as the model accepts",
                 param="truncate_prompt_tokens",
             )
 
 
 class EmbeddingsBody(PooledBody, frozen=True, kw_only=True):
-    """Either input or messages, which are one chat to be rendered with the model's template. pooling and normalize are
-    this server's own: by default they are the model's."""
+    """Body of /v1/embeddings, with either input or messages.
+
+    Attributes:
+        messages: one chat, which the model's template turns into text.
+        pooling: this server's own field. null: the model's method.
+        normalize: this server's own field. null: as the model does.
+    """
 
     input: str | list[str | Int32 | list[Int32]] | None = None
     messages: list[dict[str, Any]] | None = None
@@ -64,7 +80,11 @@ class RerankDocument(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RerankBody(PooledBody, frozen=True, kw_only=True):
-    """top_n: so many of the best; None and 0: all."""
+    """Body of /v1/rerank.
+
+    Attributes:
+        top_n: number of best documents in the response. null or 0: all.
+    """
 
     query: str
     documents: list[str | RerankDocument]
@@ -73,8 +93,11 @@ class RerankBody(PooledBody, frozen=True, kw_only=True):
 
 
 class ScoreBody(PooledBody, frozen=True, kw_only=True):
-    """Either text_1 and text_2, or queries and documents, which mean the same. One text on the left is compared with
-    each on the right; otherwise there are as many of both, and each is compared with its own."""
+    """Body of /v1/score, with either text_1 and text_2, or queries and documents, which mean the same.
+
+    One text on the left is compared with each text on the right. Otherwise both sides have the same number of texts,
+    and texts with the same index are compared.
+    """
 
     text_1: str | list[str] | None = None
     text_2: str | list[str] | None = None

@@ -1,4 +1,4 @@
-"""What responses with vectors and scores look like, as types: for the API's description."""
+"""Types of responses with vectors and scores, for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ __all__ = ["Embeddings", "Reranked", "Scores"]
 
 
 class PooledUsage(Response):
-    """prompt_tokens: of all inputs, cut ones as they were computed. completion_tokens is 0, for clients that look."""
+    """Token counts.
+
+    Attributes:
+        prompt_tokens: tokens of all inputs, after truncation.
+        completion_tokens: always 0, for clients that read it.
+    """
 
     prompt_tokens: int
     total_tokens: int
@@ -20,7 +25,11 @@ class PooledUsage(Response):
 
 
 class Embedding(Response):
-    """embedding: a list of numbers, or their float32 in little-endian order as base64."""
+    """One vector.
+
+    Attributes:
+        embedding: list of numbers, or base64 of float32 in little-endian order.
+    """
 
     object: Literal["embedding"]
     index: int
@@ -41,7 +50,11 @@ class RankedDocument(Response):
 
 
 class RankedResult(Response):
-    """index: of the document in the request."""
+    """Score of one document.
+
+    Attributes:
+        index: index of the document in the request.
+    """
 
     index: int
     relevance_score: float
@@ -49,7 +62,11 @@ class RankedResult(Response):
 
 
 class Reranked(Response):
-    """results: best first."""
+    """Ranked documents.
+
+    Attributes:
+        results: scores of the documents, best first.
+    """
 
     id: str
     model: str

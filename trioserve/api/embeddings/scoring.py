@@ -1,6 +1,6 @@
-"""POST /v1/rerank and /v1/score: how well texts fit together.
+"""POST /v1/rerank and /v1/score: scores how well texts fit together.
 
-A model with a head for that judges each pair; of any other model the texts become vectors, and their cosine counts.
+A model with a scoring head scores each pair. For other models, the score is the cosine of the texts' vectors.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from trioserve.contracts.pooling import Pooled, PoolingParams, TextPair
 
 __all__ = ["rerank", "score"]
 
-DOCUMENTS_MAX = 1024  # with the query they are within the inputs that one request may have
+DOCUMENTS_MAX = 1024  # with the query, below the limit of inputs in one request
 
 Name = Callable[[int], str]
-"""What a text is called in an error, by its index."""
+"""Returns the name of a text in errors, from its index."""
 
 
-PIECE_NUMBERS_MAX = 50_000  # multiplied in a few milliseconds; after as many, others get their turn
+PIECE_NUMBERS_MAX = 50_000  # numbers multiplied between two checkpoints: a few milliseconds
 
 
 async def cosines(left: Sequence[Pooled], right: Sequence[Pooled]) -> list[float]:
@@ -33,7 +33,7 @@ async def cosines(left: Sequence[Pooled], right: Sequence[Pooled]) -> list[float
 
     Args:
         left: one vector, or as many as `right` has.
-        right: each is compared with the vector of the same index on the left, or with the only one.
+        right: vectors. Each is compared with the left vector of the same index, or with the only one.
     """
     found: list[float] = []
     number_count = 0
@@ -88,7 +88,7 @@ async def score(context: RequestContext) -> None:
 
 
 def _sides(body: ScoreBody) -> tuple[list[str], list[str], tuple[str, str]]:
-    """Both sides, and what they are called. Raises InvalidRequest."""
+    """Return both sides and their names. Raise InvalidRequest if they do not fit."""
     names = ("text_1", "text_2") if body.queries is None and body.documents is None else ("queries", "documents")
     sides: list[list[str]] = []
     for name in names:
@@ -101,8 +101,8 @@ def _sides(body: ScoreBody) -> tuple[list[str], list[str], tuple[str, str]]:
     left, right = sides
     if len(left) not in (1, len(right)):
         raise InvalidRequest(
-            f"{names[0]} has {len(left)} texts and {names[1]} has {len(right)}: send one text to be compared with all "
-            "of the others, or as many of both",
+            f"{names[0]} has {len(left)} texts and {names[1]} has {len(right)}: send one text to "
+            "compare with all others, or the same number on both sides",
             param=names[0],
         )
     return left, right, names
@@ -111,7 +111,7 @@ def _sides(body: ScoreBody) -> tuple[list[str], list[str], tuple[str, str]]:
 async def _scores(
     context: RequestContext, body: PooledBody, left: Sequence[str], right: Sequence[str], names: tuple[str, str]
 ) -> tuple[list[float], PooledUsage]:
-    """One for each text on the right. Raises InvalidRequest."""
+    """Return one score for each text on the right. Raise InvalidRequest if there are too many texts."""
     if len(right) > DOCUMENTS_MAX:
         raise InvalidRequest(
             f"{names[1]} has {len(right)} entries, at most {DOCUMENTS_MAX} are allowed", param=names[1]

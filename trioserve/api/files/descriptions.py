@@ -1,4 +1,4 @@
-"""What each path of files does and may answer: for the API's own description."""
+"""Descriptions of the paths of files, for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class FileDeletion(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class FileForm(msgspec.Struct, kw_only=True):
-    """The parts of the form. The file is one with a filename."""
+    """Parts of the form. The part with a filename is the file."""
 
     file: Annotated[str, msgspec.Meta(extra_json_schema={"format": "binary"})]
     purpose: Purpose
@@ -51,14 +51,17 @@ class FileForm(msgspec.Struct, kw_only=True):
 _PATH = "the file's id"
 _LIST: dict[str, tuple[str, dict[str, Any]]] = {
     **LIST_FIELDS,
-    "limit": ("a page has 100 at most", {"type": "integer", "minimum": 1, "maximum": FILE_LIST_MAX}),
-    "purpose": ("only files with this one", {"type": "string", "enum": list(SHOWN_PURPOSES)}),
+    "limit": (
+        "length of the page, which has at most 100 files",
+        {"type": "integer", "minimum": 1, "maximum": FILE_LIST_MAX},
+    ),
+    "purpose": ("list only files with this purpose", {"type": "string", "enum": list(SHOWN_PURPOSES)}),
 }
 
 OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
     ("POST", "/v1/files"): DescribedOperation(
-        summary="Keep a file",
-        description="For batches. It expires when the store's time to live is over, or after expires_after[seconds] "
+        summary="Store a file",
+        description="For batches. The file expires after the store's time to live, or after expires_after[seconds] "
         "with expires_after[anchor]=created_at.",
         body=FileForm,
         body_media="multipart/form-data",
@@ -67,17 +70,17 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
     ),
     ("GET", "/v1/files"): DescribedOperation(summary="List files", query=_LIST, response=Files, errors=(400, 503)),
     ("GET", "/v1/files/{file}"): DescribedOperation(
-        summary="Read what is known of a file", response=File, errors=(400, 404, 503), path_parameter=_PATH
+        summary="Read a file's name, size and dates", response=File, errors=(400, 404, 503), path_parameter=_PATH
     ),
     ("GET", "/v1/files/{file}/content"): DescribedOperation(
-        summary="Read a file",
+        summary="Read a file's content",
         response="application/octet-stream",
         errors=(400, 404, 503),
         path_parameter=_PATH,
     ),
     ("DELETE", "/v1/files/{file}"): DescribedOperation(
         summary="Delete a file",
-        description="Refused with 409 while a batch that has not ended uses it.",
+        description="Refused with 409 while a running batch uses the file.",
         response=FileDeletion,
         errors=(400, 404, 409, 503),
         path_parameter=_PATH,

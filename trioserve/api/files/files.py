@@ -1,4 +1,4 @@
-"""/v1/files, in OpenAI's shape: what a batch reads and writes, kept in the store with its owner."""
+"""/v1/files, in OpenAI's format: input and output of batches, kept in the store with their owner."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trioserve.store.stored_objects import DeleteObject, StoredObject
 
 __all__ = ["FILE_LIST_MAX", "create_file", "delete_file", "list_files", "read_file_content", "retrieve_file"]
 
-FILE_LIST_MAX = 10_000  # as in OpenAI's API; a page has LIST_MAX at most all the same, and says that there are more
+FILE_LIST_MAX = 10_000  # as in OpenAI's API. A page has at most LIST_MAX files, and sets has_more
 SHOWN_PURPOSES = (*PURPOSES, "batch_output")
 
 
@@ -51,7 +51,15 @@ async def create_file(context: ServerContext) -> None:
 
 
 async def list_files(context: ServerContext) -> None:
-    """The last one first, unless asked otherwise."""
+    """List files, newest first by default.
+
+    Args:
+        context: the request.
+
+    Raises:
+        InvalidRequest: the query has a bad value.
+        Refusal: the server has no store (503).
+    """
     store = required_store(context.store)
     query = Query(context.exchange.query)
     limit = min(query.number("limit", LIST_MAX, low=1, high=FILE_LIST_MAX), LIST_MAX)
@@ -87,7 +95,14 @@ async def retrieve_file(context: ServerContext) -> None:
 
 
 async def read_file_content(context: ServerContext) -> None:
-    """Piece by piece: at most one of them is held here."""
+    """Send a file piece by piece, with at most one piece in memory.
+
+    Args:
+        context: the request.
+
+    Raises:
+        Refusal: there is no such file (404), or the server has no store (503).
+    """
     store = required_store(context.store)
     stored = await read_file(store, _file_id(context), context.owner)
     name = quote(record_of(stored).filename, safe="")
@@ -97,7 +112,7 @@ async def read_file_content(context: ServerContext) -> None:
     while offset < stored.blob_bytes:
         piece = await store.read_blob(FILE_KIND, stored.id, owner=context.owner, offset=offset)
         if not piece:
-            raise file_not_found(stored.id)  # deleted meanwhile
+            raise file_not_found(stored.id)  # the file was deleted meanwhile
         piece = piece[: stored.blob_bytes - offset]
         if not is_begun:
             await context.start_bytes("application/octet-stream", headers=(disposition,))
@@ -124,8 +139,7 @@ async def delete_file(context: ServerContext) -> None:
 def _in_use(file_id: str, batch_id: str) -> Refusal:
     return refusal(
         "file_in_use",
-        f"the file {file_id} is used by the batch {batch_id}, which has not ended: wait for its end, or "
-        "cancel it first",
+        f"the batch {batch_id} uses the file {file_id} and has not ended: wait for its end, or cancel it first",
     )
 
 

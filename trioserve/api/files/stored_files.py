@@ -1,4 +1,4 @@
-"""Files in the store: what is kept of one, how it is told, whose it is."""
+"""Files in the store: their records, their JSON, and limits for each owner."""
 
 from __future__ import annotations
 
@@ -29,11 +29,18 @@ __all__ = [
 
 FILE_KIND = "file"
 PURPOSES = ("assistants", "batch", "evals", "fine-tune", "user_data", "vision")
-FILES_OF_ONE_MAX = 1000  # they are counted at each upload
-SHARE_OF_ONE_MAX = 0.5  # of the store: a caller's files are kept until they expire, and must not fill it for all
+FILES_OF_ONE_MAX = 1000  # bound, since each upload counts the owner's files
+SHARE_OF_ONE_MAX = 0.5  # share of the store: files stay until they expire, and one owner must not fill it
 
 
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Properties of a file.
+
+    Attributes:
+        filename: name that the client gave.
+        purpose: one of PURPOSES, or "batch_output".
+    """
+
     filename: str
     purpose: str
 
@@ -47,7 +54,16 @@ def put_file(
     seconds: float | None = None,
     kind: str = FILE_KIND,
 ) -> list[Change]:
-    """The changes that make it. seconds: its life; None: as the store's settings say."""
+    """Make the changes that store a file.
+
+    Args:
+        file_id: id of the file.
+        owner: owner of the file. None: nobody's.
+        record: properties of the file.
+        content: bytes of the file.
+        seconds: time until the file expires. None: the store's default.
+        kind: kind of stored object.
+    """
     body = msgspec.json.encode(record)
     put = PutObject(kind=kind, id=file_id, owner=owner, body=body, seconds=seconds, is_evictable=False)
     pieces = range(0, len(content), BLOB_PIECE_BYTES_MAX)
@@ -62,7 +78,11 @@ def record_of(stored: StoredObject) -> FileRecord:
 
 
 def file_object(stored: StoredObject) -> dict[str, Any]:
-    """As OpenAI's API shows it."""
+    """Return the file's JSON in OpenAI's API.
+
+    Args:
+        stored: a stored file.
+    """
     record = record_of(stored)
     return {
         "id": stored.id,
@@ -78,7 +98,17 @@ def file_object(stored: StoredObject) -> dict[str, Any]:
 
 
 async def read_file(store: Store, file_id: str, owner: str | None, *, param: str | None = None) -> StoredObject:
-    """Raises Refusal (404): to anybody but its owner a file is not there."""
+    """Read a file's record. Only its owner can read it.
+
+    Args:
+        store: the store.
+        file_id: id of the file.
+        owner: owner of the file. None: the caller sees all files.
+        param: field that the error names.
+
+    Raises:
+        Refusal: the owner has no such file (404).
+    """
     stored = await store.get(FILE_KIND, file_id, owner=owner)
     if stored is None:
         raise file_not_found(file_id, param=param)
@@ -88,16 +118,19 @@ async def read_file(store: Store, file_id: str, owner: str | None, *, param: str
 def file_not_found(file_id: str, *, param: str | None = None) -> Refusal:
     return refusal(
         "file_not_found",
-        f"there is no file {file_id[:80]!r}: it was deleted, or its time is over, or it is not yours",
+        f"there is no file {file_id[:80]!r}: it was deleted, or has expired, or is not yours",
         param=param,
     )
 
 
 def file_quota(store: Store, owner: str | None, *, to_come: int = 0, kind: str = FILE_KIND) -> Quota:
-    """What one caller may keep in files. To be written with a new file, inside of `quota_refused`.
+    """Make the quota of one owner's files. Write it with a new file, inside `quota_refused`.
 
     Args:
-        to_come: how many files of the caller are promised, and not made yet.
+        store: the store.
+        owner: owner of the files.
+        to_come: files that batches of the owner will write.
+        kind: kind of stored object.
     """
     return Quota(
         kind=kind,
@@ -109,26 +142,33 @@ def file_quota(store: Store, owner: str | None, *, to_come: int = 0, kind: str =
 
 @contextmanager
 def quota_refused() -> Iterator[None]:
-    """Turns QuotaExceeded into InvalidRequest."""
+    """Convert QuotaExceeded into InvalidRequest."""
     try:
         yield
     except QuotaExceeded as exceeded:
         quota = exceeded.quota
         if exceeded.objects > quota.objects_max:
             raise InvalidRequest(
-                f"with this one {exceeded.objects} files would be kept for you, and at most {quota.objects_max} may "
-                f"be ({FILES_OF_ONE_MAX}, less those that your batches are about to write): delete some",
+                f"with this file you would have {exceeded.objects} files, allowed are {quota.objects_max} "
+                f"({FILES_OF_ONE_MAX} less the files that your batches will write): delete some files",
                 param="file",
             ) from None
         raise InvalidRequest(
-            f"with this one your files have {exceeded.blob_bytes} bytes, and at most {quota.blob_bytes_max} are kept "
-            "(half of --store-max-bytes): delete some",
+            f"with this file your files would have {exceeded.blob_bytes} bytes, allowed are {quota.blob_bytes_max} "
+            "(half of --store-max-bytes): delete some files",
             param="file",
         ) from None
 
 
 def required_store(store: Store | None) -> Store:
-    """Raises Refusal (503) where nothing is kept."""
+    """Return the store.
+
+    Args:
+        store: the store. None: the server has none.
+
+    Raises:
+        Refusal: the server has no store (503).
+    """
     if store is None:
-        raise refusal("no_store", "this server keeps nothing: ask one with a store")
+        raise refusal("no_store", "this server has no store: ask a server with a store")
     return store

@@ -1,4 +1,4 @@
-"""The form with which a file comes, read. Pure; runs in a thread for what is large."""
+"""Parser of the form that uploads a file. For large bodies, callers run it in a thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ EXPIRY_SECONDS_MAX = 30 * 86_400
 
 
 class Upload(msgspec.Struct, frozen=True, kw_only=True):
-    """seconds: for which it is to be kept; None: as long as the store keeps things."""
+    """An uploaded file.
+
+    Attributes:
+        content: bytes of the file.
+        filename: name that the client gave.
+        purpose: one of PURPOSES.
+        seconds: time until the file expires. None: the store's default.
+    """
 
     content: bytes
     filename: str
@@ -25,7 +32,15 @@ class Upload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parsed_upload(body: bytes, content_type: str | None) -> Upload:
-    """Raises InvalidRequest, naming the field."""
+    """Parse the form of an upload.
+
+    Args:
+        body: the request's body.
+        content_type: value of the header Content-Type. None: not sent.
+
+    Raises:
+        InvalidRequest: a part is missing or has a bad value. The error names the part.
+    """
     form = parsed_form(body, content_type, files=("file",))
     sent = form.files.get("file")
     if sent is None or sent.filename is None:
@@ -49,7 +64,7 @@ def _seconds(form: Form) -> float | None:
     if anchor is None and seconds is None:
         return None
     if anchor != "created_at":
-        raise InvalidRequest('expires_after[anchor] has to be "created_at"', param="expires_after[anchor]")
+        raise InvalidRequest('expires_after[anchor] must be "created_at"', param="expires_after[anchor]")
     is_number = seconds is not None and seconds.isascii() and seconds.isdigit() and len(seconds) < 10
     if seconds is None or not is_number or not EXPIRY_SECONDS_MIN <= int(seconds) <= EXPIRY_SECONDS_MAX:
         raise InvalidRequest(

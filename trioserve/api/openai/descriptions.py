@@ -127,9 +127,9 @@ OPERATIONS: dict[tuple[str, str], DescribedOperation] = {
     ),
     ("POST", "/update_weights_from_disk"): DescribedOperation(
         summary="Replace the model's weights between two steps, from a directory",
-        description="Needs the admin's key, if there are keys. The source has all tensors of the model, with the names "
-        "of its checkpoint. If a tensor does not fit, the update is refused and nothing changes. Responds when steps use "
-        "the new weights.",
+        description="Needs the admin's key, if there are keys. The source has all tensors of the model, with the "
+        "names of its checkpoint. If a tensor does not fit, the update is refused and nothing changes. Responds when "
+        "steps use the new weights.",
         body=WeightsOnDiskBody,
         response=response_types.WeightUpdate,
         error=response_types.WeightUpdateError,

@@ -56,7 +56,11 @@ async def detokenize(context: RequestContext) -> None:
 
 
 async def read_tokenizer_info(context: RequestContext) -> None:
-    """Send the data that clients need to render chats and count tokens, as vLLM's GET /tokenizer_info does."""
+    """Send the data that clients need to render chats and count tokens, as vLLM's GET /tokenizer_info does.
+
+    Args:
+        context: the request.
+    """
     engine = context.engine
     tokenizer = engine.tokenizer
     template = tokenizer.chat_template
@@ -76,7 +80,7 @@ async def read_tokenizer_info(context: RequestContext) -> None:
 async def _run_on_tokens(
     context: RequestContext, texts: PromptEncoder, look: Callable[[Engine, Sequence[int]], T], token_ids: Sequence[int]
 ) -> T:
-    """Return the result of `look`. It runs in a thread if there are many tokens, and cancellation does not wait for it."""
+    """Return the result of `look`. It runs in a thread for many tokens, and cancellation does not wait for it."""
     return await texts.run(lambda: look(context.engine, token_ids), size=len(token_ids))
 
 

@@ -1,6 +1,6 @@
-"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter: LoRA adapters come and go while the server runs, as in vLLM.
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter, as in vLLM: change the LoRA adapters of a running server.
 
-Both are the admin's, and there only where the operator says so: whoever may load names a directory of the server's.
+Both need the admin's key, and an option of the operator, since the caller names a directory of the server.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ __all__ = ["load_adapter", "unload_adapter"]
 
 
 async def load_adapter(context: RequestContext) -> None:
-    """Responds when requests may use it."""
+    """Load an adapter. Responds when requests may use it.
+
+    Args:
+        context: the request.
+    """
     _check_may(context)
     body = await context.body(LoadAdapterBody)
     if not body.lora_name or not body.lora_path:
@@ -32,7 +36,11 @@ async def load_adapter(context: RequestContext) -> None:
 
 
 async def unload_adapter(context: RequestContext) -> None:
-    """Responds when nobody uses it any more, and its memory is free."""
+    """Unload an adapter. Responds when no request uses it any more, and its memory is free.
+
+    Args:
+        context: the request.
+    """
     _check_may(context)
     body = await context.body(UnloadAdapterBody)
     if not body.lora_name:
@@ -45,10 +53,10 @@ def _check_may(context: RequestContext) -> None:
     if not (context.rules.loads_adapters and context.engine.adapters.is_enabled):
         raise refusal(
             "adapters_fixed",
-            "this server loads no lora adapters while it runs: start it with --enable-lora and "
+            "this server cannot load lora adapters while it runs: start it with --enable-lora and "
             "--allow-runtime-lora-updating",
         )
-    check_is_admin(context.caller, "lora adapters are loaded with the admin's API key: see --admin-api-key")
+    check_is_admin(context.caller, "loading lora adapters needs the admin's API key: see --admin-api-key")
 
 
 async def _respond(context: RequestContext, sentence: str) -> None:

@@ -1,5 +1,4 @@
-"""What the process does, for its operator: the tasks that live and what each waits for, and where the time of the last
-steps went."""
+"""State of the process for its operator: all tasks and what each waits for, and the time of the last steps."""
 
 from __future__ import annotations
 
@@ -20,17 +19,31 @@ __all__ = ["STEPS_PATH", "TASKS_PATH", "read_steps", "read_tasks"]
 
 TASKS_PATH = "/debug/tasks"
 STEPS_PATH = "/debug/steps"
-ADMINS = "what the process does is shown with the admin's API key: see --admin-api-key"
+NEEDS_ADMIN = "this page needs the admin's API key: see --admin-api-key"
 
 
 async def read_tasks(context: Responder) -> None:
-    """The tree of Trio tasks, each with the place and the function in which it waits; see TaskTree."""
-    check_is_admin(context.caller, ADMINS)
+    """Send the tree of Trio tasks, each with the place and the function in which it waits. See TaskTree.
+
+    Args:
+        context: the request.
+
+    Raises:
+        Refusal: the caller is not the admin (403).
+    """
+    check_is_admin(context.caller, NEEDS_ADMIN)
     await context.respond_json(task_tree())
 
 
 async def read_steps(context: RequestContext) -> None:
-    """The last 1,000 steps as a trace for ui.perfetto.dev."""
-    check_is_admin(context.caller, ADMINS)
+    """Send the last 1,000 steps as a trace for ui.perfetto.dev.
+
+    Args:
+        context: the request.
+
+    Raises:
+        Refusal: the caller is not the admin (403).
+    """
+    check_is_admin(context.caller, NEEDS_ADMIN)
     made = await trio.to_thread.run_sync(partial(step_trace, context.engine.step_times.latest()))
     await context.respond_bytes(made, "application/json")

@@ -1,7 +1,7 @@
-"""POST /v1/requests/{id}/hand-over: a stream is given away, for another server to go on with.
+"""POST /v1/requests/{id}/hand-over: ends a stream here, so that another server can continue it.
 
-It ends behind a last whole group, and says how its KV can be fetched. So a router moves it without computing anything
-again. With API keys a key gives away the requests that it made, and an admin key all of them.
+The stream ends after a complete group of events, and its last event says how to fetch its KV. So a router can move the
+stream without recomputation. With API keys, a key can hand over its own requests, and the admin's key all requests.
 """
 
 from __future__ import annotations
@@ -16,16 +16,22 @@ from trioserve.contracts.events import HandOverOutcome
 if TYPE_CHECKING:
     from trioserve.api.request_context import RequestContext
 
-__all__ = ["HAND_OVER", "HAND_OVER_PATH", "give_away", "hand_over_event"]
+__all__ = ["HAND_OVER", "HAND_OVER_PATH", "hand_over_stream", "hand_over_event"]
 
 HAND_OVER = "/hand-over"
 HAND_OVER_PATH = REQUEST_PATH + "{request}" + HAND_OVER
-GIVEN_AWAY_ID = b"id: >"
+HANDED_OVER_ID = b"id: >"
 
 
-async def give_away(context: RequestContext) -> None:
-    """Responds with 200 when its stream is about to end; 404 if no request of this caller bears the id, 409 if nobody
-    could go on with it."""
+async def hand_over_stream(context: RequestContext) -> None:
+    """Hand a stream over. Responds when the stream is about to end.
+
+    Args:
+        context: the request.
+
+    Raises:
+        Refusal: the caller has no request with this id (404), or the request cannot be continued elsewhere (409).
+    """
     request_id = context.exchange.path.removeprefix(REQUEST_PATH).removesuffix(HAND_OVER)
     outcome = context.engine.hand_over([request_id], owner=context.owner)[request_id]
     if outcome is HandOverOutcome.UNKNOWN:
@@ -33,13 +39,17 @@ async def give_away(context: RequestContext) -> None:
     if outcome is HandOverOutcome.NOT_POSSIBLE:
         raise refusal(
             "no_hand_over",
-            f"the request {request_id!r} cannot be given away: it does not run at this moment, or it is no "
-            "stream that was asked for with X-Trioserve-Resumable",
+            f"the request {request_id!r} cannot be handed over: it does not run at this moment, or it is not a "
+            "stream that was requested with X-Trioserve-Resumable",
         )
     await context.respond_json({"id": request_id, "object": "request.hand_over", "result": outcome.value})
 
 
 def hand_over_event(handed: HandedOver) -> bytes:
-    """The last of a stream that was given away."""
-    said = encode({"object": "hand_over", "kv_transfer_params": handed.kv_transfer})
-    return b"data: %b\n%b\n\n" % (said, GIVEN_AWAY_ID)
+    """Make the last event of a stream that was handed over.
+
+    Args:
+        handed: how another server fetches the KV.
+    """
+    event = encode({"object": "hand_over", "kv_transfer_params": handed.kv_transfer})
+    return b"data: %b\n%b\n\n" % (event, HANDED_OVER_ID)

@@ -1,10 +1,10 @@
-"""What operators and their machines ask: is it alive, may traffic come, which version, how is it doing."""
+"""Health, readiness, load, version and metrics, for operators and their machines."""
 
 from __future__ import annotations
 
 from trioserve.api.engine_context import EngineContext
 from trioserve.api.error_responses import REASON_HEADER
-from trioserve.api.operations.kv_events import told_load
+from trioserve.api.operations.kv_events import load_report
 from trioserve.contracts.version import VERSION
 
 __all__ = ["read_health", "read_load", "read_metrics", "read_ready", "read_version"]
@@ -14,9 +14,12 @@ STEP_OVERDUE = "step_overdue"
 
 
 async def read_health(context: EngineContext) -> None:
-    """200 as long as the event loop turns, unless a step hangs: who restarts dead servers asks this.
+    """Respond with 200 while the event loop runs and no step hangs, for systems that restart dead servers.
 
-    A restart ends every stream, so a step has to be much older for this than for /ready.
+    A restart ends every stream. So a step must be much older for /health to fail than for /ready.
+
+    Args:
+        context: the request.
     """
     overdue = context.engine.step_watch.overdue()
     if overdue is None or not context.engine.step_watch.hangs():
@@ -27,7 +30,11 @@ async def read_health(context: EngineContext) -> None:
 
 
 async def read_ready(context: EngineContext) -> None:
-    """200 if requests are taken, else 503 and the reason: who spreads traffic asks this."""
+    """Respond with 200 if the server accepts requests, otherwise 503 with the reason, for load balancers.
+
+    Args:
+        context: the request.
+    """
     message = None
     if context.engine.fault is not None:
         reason = "engine_fault"
@@ -53,15 +60,20 @@ async def read_ready(context: EngineContext) -> None:
 
 
 def _store_trouble(context: EngineContext) -> dict[str, str]:
-    """Requests are served without the store, so its trouble is no reason to restart, or to send traffic elsewhere."""
+    """Return the store's trouble, which only informs: requests are served without the store."""
     trouble = context.store_trouble
     return {} if trouble is None else {"store": trouble}
 
 
 async def read_load(context: EngineContext) -> None:
-    """What a router asks for several times a second; /metrics has all of it and costs a hundred times as much. To one
-    that says its name it tells which others it has heard from."""
-    await context.respond_json(told_load(context, is_asked=True))
+    """Send the load, which routers read several times a second. It costs a hundredth of /metrics.
+
+    If the router sends its name, the response lists other routers that have asked recently.
+
+    Args:
+        context: the request.
+    """
+    await context.respond_json(load_report(context, is_asked=True))
 
 
 async def read_version(context: EngineContext) -> None:

@@ -1,10 +1,10 @@
-"""GET /kv_events: which blocks are in the prefix cache, and each change from then on, for routers.
+"""GET /kv_events: streams the blocks of the prefix cache and their changes, for routers.
 
-A server-sent event each, as in contracts/kv_events. Names of blocks tell nothing of their tokens, but whoever knows a
-prompt can see whether somebody has sent it; so where keys tell callers apart, only the admin reads them.
+Each is a server-sent event, as in trioserve/contracts/kv_events.py. Block names reveal no tokens. But a caller who
+knows a prompt can see whether it was sent before. So if there are keys, only the admin may read the events.
 
-With `?load=only` it is the load alone, for routers that would ask for it several times a second otherwise: when it has
-changed, and every now and then, so that silence means something. A reader that is slow gets the last one.
+With `?load=only`, the stream has the load instead, for routers that would otherwise poll it. It sends the load after a
+change and at regular times, so that silence means a failure. A slow reader gets only the latest load.
 """
 
 from __future__ import annotations
@@ -23,25 +23,33 @@ from trioserve.contracts.endpoint import EndpointLoad
 from trioserve.contracts.errors import Draining
 from trioserve.contracts.kv_events import LoadReported
 
-__all__ = ["ALIVE_SECONDS", "LOAD_ALIVE_SECONDS", "LOAD_SECONDS_MIN", "stream_kv_events", "stream_load", "told_load"]
+__all__ = ["ALIVE_SECONDS", "LOAD_ALIVE_SECONDS", "LOAD_SECONDS_MIN", "stream_kv_events", "stream_load", "load_report"]
 
-ALIVE_SECONDS = 2.0  # between two signs of life, if nothing else is to be said: what is silent is soon not believed
-LOAD_SECONDS_MIN = 0.1  # between two loads: more often than a router would ask, and few for it to read
-LOAD_ALIVE_SECONDS = 1.0  # a router believes a load for two
+ALIVE_SECONDS = 2.0  # silence before a keep-alive: routers soon distrust a silent endpoint
+LOAD_SECONDS_MIN = 0.1  # shortest time between two loads: shorter than a router's polling, but cheap to read
+LOAD_ALIVE_SECONDS = 1.0  # longest time between two loads. A router trusts a load for two seconds
 DRAIN_RETRY_SECONDS = 5.0
 
 
 async def stream_kv_events(context: RequestContext) -> None:
-    """Until the reader leaves, or the engine does."""
+    """Stream the events until the reader leaves or the engine closes.
+
+    Args:
+        context: the request.
+
+    Raises:
+        Refusal: the caller is not the admin (403), or the server has no such events (404).
+        Draining: the server is shutting down.
+    """
     if Query(context.exchange.query).choice("load", ("none", "only"), "none") == "only":
         await _stream_load(context)
         return
-    check_is_admin(context.caller, "which blocks are cached is told to the admin's API key: see --admin-api-key")
+    check_is_admin(context.caller, "reading the cached blocks needs the admin's API key: see --admin-api-key")
     events = context.engine.kv_events
     if events is None:
-        raise refusal("kv_events_off", "this server does not tell which blocks it has: start it with --kv-events")
+        raise refusal("kv_events_off", "this server does not report its KV blocks: start it with --kv-events")
     if events.is_over:
-        raise Draining("the server is leaving", reason="draining", retry_after_seconds=DRAIN_RETRY_SECONDS)
+        raise Draining("the server is shutting down", reason="draining", retry_after_seconds=DRAIN_RETRY_SECONDS)
     with events.reading() as reader:
         await context.start_events()
         while context.exchange.method != "HEAD":
@@ -58,11 +66,17 @@ async def stream_kv_events(context: RequestContext) -> None:
 
 
 async def stream_load(context: EngineContext) -> None:
-    """The same of an engine without a prefix cache: its load, and nothing else."""
+    """Stream the load of an engine without a prefix cache.
+
+    Args:
+        context: the request.
+
+    Raises:
+        Refusal: the request asks for block events (404).
+        Draining: the server is shutting down.
+    """
     if Query(context.exchange.query).choice("load", ("none", "only"), "none") != "only":
-        raise refusal(
-            "kv_events_off", "this server has no blocks that it could tell of; /kv_events?load=only is its load"
-        )
+        raise refusal("kv_events_off", "this server has no KV blocks to report; /kv_events?load=only streams its load")
     await _stream_load(context)
 
 
@@ -70,23 +84,28 @@ async def _stream_load(context: EngineContext) -> None:
     engine = context.engine
     changes = engine.load_changes
     if changes.is_over:
-        raise Draining("the server is leaving", reason="draining", retry_after_seconds=DRAIN_RETRY_SECONDS)
+        raise Draining("the server is shutting down", reason="draining", retry_after_seconds=DRAIN_RETRY_SECONDS)
     with changes.reading():
         await context.start_events()
         while context.exchange.method != "HEAD" and not changes.is_over:
-            load = told_load(context)
+            load = load_report(context)
             await context.exchange.send(b"data: " + encode(LoadReported(load=load)) + b"\n\n")
             alive_at = trio.current_time() + LOAD_ALIVE_SECONDS
             await trio.sleep(LOAD_SECONDS_MIN)
             with trio.move_on_at(alive_at):
-                while not changes.is_over and _as_much(load) == _as_much(engine.load()):
+                while not changes.is_over and _reported_parts(load) == _reported_parts(engine.load()):
                     await changes.wait()
     await context.finish()
 
 
-def told_load(context: EngineContext, *, is_asked: bool = False) -> EndpointLoad:
-    """With the clock, and for a router that says its name, with those that the server has heard from. is_asked: it asks
-    right now, and so it lives. One that is only told may be gone, and its connection not know."""
+def load_report(context: EngineContext, *, is_asked: bool = False) -> EndpointLoad:
+    """Make the load report for a router.
+
+    Args:
+        context: the request. If its router header has a name, the report lists the routers that have asked recently.
+        is_asked: True: the router asks now, so it is alive, and is noted as such. False: the report is pushed over a
+            connection whose reader may be gone.
+    """
     router = context.exchange.headers.get(ROUTER_HEADER)
     load = msgspec.structs.replace(
         context.engine.load(),
@@ -98,9 +117,9 @@ def told_load(context: EngineContext, *, is_asked: bool = False) -> EndpointLoad
         return load
     if is_asked:
         context.routers_heard.note(router)
-    return msgspec.structs.replace(load, routers=context.routers_heard.told())
+    return msgspec.structs.replace(load, routers=context.routers_heard.seconds_since())
 
 
-def _as_much(load: EndpointLoad) -> tuple[object, ...]:
-    """What is worth telling. How full the KV cache is changes with every step, and goes along."""
+def _reported_parts(load: EndpointLoad) -> tuple[object, ...]:
+    """Return the parts of the load whose change is reported. KV usage changes at every step, so it is not one."""
     return load.running, load.waiting, load.max_num_seqs, load.role, load.fingerprint, load.weight_version

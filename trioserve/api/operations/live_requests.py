@@ -1,7 +1,7 @@
-"""The requests that live at this moment: to be listed, and to be aborted by id.
+"""Running requests: list them, and abort them by id.
 
-With API keys, a key sees and aborts the requests that it made, and an admin key all of them; the ids of others are
-unknown to it. Without keys everybody sees everything.
+With API keys, a key sees and aborts its own requests only, and the admin's key all requests. Without keys, everybody
+sees all requests.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ __all__ = [
 ]
 
 REQUEST_PATH = "/v1/requests/"
-"""What follows is the request's id, slashes included."""
+"""Path before a request's id, which may have slashes."""
 
 
-ABORTS_MAX = 1000  # ids in one call; each answers with a line
+ABORTS_MAX = 1000  # ids in one call. Each adds an entry to the response
 
 
 async def list_requests(context: RequestContext) -> None:
@@ -37,7 +37,14 @@ async def list_requests(context: RequestContext) -> None:
 
 
 async def abort_request(context: EngineContext) -> None:
-    """Answers 200 with what it did; 404 if no request of this caller bears the id."""
+    """Abort one request, and respond with the result.
+
+    Args:
+        context: the request.
+
+    Raises:
+        Refusal: the caller has no request with this id (404).
+    """
     request_id = context.exchange.path.removeprefix(REQUEST_PATH)
     outcome = context.engine.abort([request_id], owner=context.owner)[request_id]
     if outcome is AbortOutcome.UNKNOWN:
@@ -46,7 +53,11 @@ async def abort_request(context: EngineContext) -> None:
 
 
 def unknown_request(request_id: str) -> Refusal:
-    """404: for an id that no live request of this caller bears."""
+    """Make the error (404) for an id that no running request of the caller has.
+
+    Args:
+        request_id: the id.
+    """
     return refusal(
         "request_not_found",
         f"no request with the id {request_id!r} is known; every response has its id in X-Request-Id",
@@ -54,18 +65,33 @@ def unknown_request(request_id: str) -> Refusal:
 
 
 async def abort_requests(context: EngineContext) -> None:
-    """Answers with a result for each id, in the order in which they came."""
+    """Abort several requests. Responds with one result for each id, in the same order.
+
+    Args:
+        context: the request.
+
+    Raises:
+        InvalidRequest: the body has a bad value, or asks for partial results.
+    """
     body = decode_body(await context.exchange.body(), AbortBody)
     if body.return_partial:
         raise InvalidRequest(
-            "return_partial is set, and only an engine that makes text has what there is of a request: ask that",
+            "return_partial is set, but this server has no partial results: send it to a text engine",
             param="return_partial",
         )
     await respond_aborted(context, body)
 
 
 async def respond_aborted(context: EngineContext, body: AbortBody) -> None:
-    """End the requests that are named, without what there is of them."""
+    """Abort requests, and respond without partial results.
+
+    Args:
+        context: the request.
+        body: ids of the requests to abort.
+
+    Raises:
+        InvalidRequest: there are too many ids, or none.
+    """
     outcomes = context.engine.abort(checked_ids(body.ids), owner=context.owner, min_age_seconds=body.min_age_seconds)
     await context.respond_json(
         {
@@ -79,7 +105,14 @@ async def respond_aborted(context: EngineContext, body: AbortBody) -> None:
 
 
 def checked_ids(ids: list[str]) -> list[str]:
-    """Raises InvalidRequest."""
+    """Check the number of ids.
+
+    Args:
+        ids: ids of requests.
+
+    Raises:
+        InvalidRequest: there are too many ids, or none.
+    """
     if not 1 <= len(ids) <= ABORTS_MAX:
         raise InvalidRequest(f"ids has {len(ids)} entries, allowed are 1 to {ABORTS_MAX}", param="ids")
     return ids

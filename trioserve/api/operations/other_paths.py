@@ -1,6 +1,6 @@
-"""Paths of vLLM, SGLang and Ollama that are not here, and what to do instead.
+"""Paths of vLLM, SGLang and Ollama that this server lacks, with what to do instead.
 
-They replace weights, give memory back, or change which models there are.
+These paths replace weights, free memory, or change the available models.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from trioserve.api.error_responses import Refusal, refusal
 __all__ = ["OTHER_PATHS", "other_path"]
 
 UPDATES = "/update_weights_from_disk, /update_weights_from_shared_memory or /update_weights_from_distributed"
-ONE_CALL = f"one call of {UPDATES} replaces all weights, or none, and says their weight_version"
+ONE_CALL = f"one call of {UPDATES} replaces all weights, or none, and sets their weight_version"
 
 START_WITH = (
-    "models are chosen when the server starts: start it with `trioserve serve --model NAME`, which downloads NAME"
+    "models are chosen at the start of the server: start it with `trioserve serve --model NAME`, which downloads NAME"
 )
-ONLY_SERVED = "models are chosen when the server starts, and none is made, copied or deleted while it runs"
+ONLY_SERVED = "models are chosen at the start of the server, which cannot create, copy or delete models"
 
 OTHER_PATHS = {
     "/api/pull": START_WITH,
@@ -23,25 +23,32 @@ OTHER_PATHS = {
     "/api/create": ONLY_SERVED,
     "/api/copy": ONLY_SERVED,
     "/api/delete": ONLY_SERVED,
-    "/init_weight_transfer_engine": "a trainer joins by torch.distributed with the backend gloo: ask "
+    "/init_weight_transfer_engine": "a trainer joins by torch.distributed with the backend gloo: use "
     "/init_weights_update_group",
     "/start_weight_update": ONE_CALL,
-    "/update_weights": f"ask {UPDATES}",
+    "/update_weights": f"use {UPDATES}",
     "/finish_weight_update": ONE_CALL,
-    "/shutdown_weight_transfer_engine": "ask /destroy_weights_update_group",
-    "/start_draft_weight_update": "a draft model keeps its weights, and responses are the model's all the same",
-    "/update_weight_version": f"weights get their version with them: send weight_version to {UPDATES}",
-    "/weight_checker": "what does not fit is refused by the update itself; /weight_info says which weights are there",
-    "/update_weights_from_tensor": "on the server's machine ask /update_weights_from_shared_memory, else "
+    "/shutdown_weight_transfer_engine": "use /destroy_weights_update_group",
+    "/start_draft_weight_update": "a draft model keeps its weights, which does not change the responses",
+    "/update_weight_version": f"the version is set together with the weights: send weight_version to {UPDATES}",
+    "/weight_checker": "an update refuses weights that do not fit; /weight_info has the current version",
+    "/update_weights_from_tensor": "use /update_weights_from_shared_memory on the server's machine, otherwise "
     "/update_weights_from_distributed",
-    "/release_memory_occupation": "ask /sleep",
-    "/resume_memory_occupation": "ask /wake_up",
+    "/release_memory_occupation": "use /sleep",
+    "/resume_memory_occupation": "use /wake_up",
 }
-"""By path. docs/rollouts.md says more about weights, docs/ollama.md about models."""
+"""Advice by path. See docs/rollouts.md about weights, and docs/ollama.md about models."""
 
 
 def other_path(path: str) -> Refusal | None:
-    """404; None for any other path."""
+    """Make the error (404) for a path of another server.
+
+    Args:
+        path: path of a request.
+
+    Returns:
+        None if the path is not one of these.
+    """
     instead = OTHER_PATHS.get(path)
     if instead is None:
         return None

@@ -1,6 +1,6 @@
 """POST /pause, /resume and GET /is_paused, as in vLLM, and SGLang's /pause_generation and /continue_generation.
 
-They are the admin's: whoever may pause holds everybody up.
+They need the admin's key, since a pause blocks all callers.
 """
 
 from __future__ import annotations
@@ -21,11 +21,20 @@ SGLANG_MODES: dict[str, PauseMode] = {"abort": "abort", "in_place": "keep", "ret
 
 
 async def pause(context: EngineContext) -> None:
-    """Responds when no step is in flight, and with mode=wait when what had begun has ended. As in vLLM, what was
-    computed is forgotten then, unless the caller wants it kept."""
+    """Pause the engine. Responds when no step is in flight, and with mode=wait when running requests have ended.
+
+    As in vLLM, the prefix cache is emptied unless the caller sends clear_cache=false.
+
+    Args:
+        context: the request.
+
+    Raises:
+        InvalidRequest: the query has a bad value.
+        Refusal: the caller is not the admin (403).
+    """
     _check_may(context)
     query = Query(context.exchange.query)
-    waits = query.flag("wait_for_inflight_requests", False)  # vLLM's older name of a mode
+    waits = query.flag("wait_for_inflight_requests", False)  # vLLM's older name of mode=wait
     mode = "wait" if waits else query.choice("mode", tuple(MODES), "abort")
     await context.pause(MODES[mode], clear_cache=query.flag("clear_cache", True))
     await context.respond_json({"status": "paused"})
@@ -43,7 +52,15 @@ async def read_is_paused(context: EngineContext) -> None:
 
 
 async def pause_generation(context: EngineContext) -> None:
-    """The same with SGLang's names, where a body may be left out."""
+    """Pause the engine, with SGLang's name and optional body.
+
+    Args:
+        context: the request.
+
+    Raises:
+        InvalidRequest: the body has a bad value.
+        Refusal: the caller is not the admin (403).
+    """
     _check_may(context)
     raw = await context.exchange.body()
     body = decode_body(raw, PauseBody) if raw else PauseBody()
@@ -58,4 +75,4 @@ async def continue_generation(context: EngineContext) -> None:
 
 
 def _check_may(context: EngineContext) -> None:
-    check_is_admin(context.caller, "the engine is paused with the admin's API key: see --admin-api-key")
+    check_is_admin(context.caller, "pausing the engine needs the admin's API key: see --admin-api-key")

@@ -1,6 +1,6 @@
-"""POST /reset_prefix_cache, as in vLLM, and SGLang's /flush_cache: what was computed is no hit any more.
+"""POST /reset_prefix_cache, as in vLLM, and SGLang's /flush_cache: empties the prefix cache.
 
-They are the admin's: whoever may empty the cache has everybody wait longer.
+They need the admin's key, since all callers' requests are slower with an empty cache.
 """
 
 from __future__ import annotations
@@ -18,21 +18,39 @@ __all__ = ["flush_cache", "reset_prefix_cache"]
 
 
 async def reset_prefix_cache(context: RequestContext) -> None:
-    """Responds when it is done, at once. reset_running_requests is for an engine that pauses."""
+    """Empty the prefix cache at once. reset_running_requests needs a paused engine.
+
+    Args:
+        context: the request.
+
+    Raises:
+        InvalidRequest: the query has a bad value.
+        Refusal: the caller is not the admin (403).
+    """
     _check_may(context)
     query = Query(context.exchange.query)
     if query.flag("reset_external", False):
-        raise InvalidRequest("what a connector keeps elsewhere it keeps: leave it out", param="reset_external")
+        raise InvalidRequest(
+            "reset_external is not supported, since the caches of connectors cannot be emptied: leave it out",
+            param="reset_external",
+        )
     context.engine.reset_prefix_cache(retract=query.flag("reset_running_requests", False))
     await context.respond_json({"status": "ok"})
 
 
 async def flush_cache(context: RequestContext) -> None:
-    """The same with SGLang's name. Requests that run keep what they use, and go on."""
+    """Empty the prefix cache, with SGLang's name. Running requests keep their blocks and continue.
+
+    Args:
+        context: the request.
+
+    Raises:
+        Refusal: the caller is not the admin (403).
+    """
     _check_may(context)
     context.engine.reset_prefix_cache()
     await context.respond_json({"message": "Cache flushed.", "status": "ok"})
 
 
 def _check_may(context: RequestContext) -> None:
-    check_is_admin(context.caller, "the cache is emptied with the admin's API key: see --admin-api-key")
+    check_is_admin(context.caller, "emptying the cache needs the admin's API key: see --admin-api-key")

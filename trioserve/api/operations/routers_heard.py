@@ -1,5 +1,7 @@
-"""Which routers ask this server for its load, and when each did last: so that routers which share its limit know what
-it knows of the others, also when they cannot see each other."""
+"""Routers that ask this server for its load.
+
+Routers that share the server's limits learn about each other from it, even if they cannot reach each other.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +11,29 @@ from collections.abc import Callable
 __all__ = ["ROUTER_HEADER", "RoutersHeard"]
 
 ROUTER_HEADER = "x-trioserve-router"
-"""Of a question: the name of the router that asks."""
-ROUTERS_MAX = 64  # the one that was silent for longest is forgotten
+"""Request header with the name of the router."""
+ROUTERS_MAX = 64  # beyond it, the router that was silent the longest is dropped
 NAME_CHARACTERS_MAX = 128
 FORGOTTEN_SECONDS = 60.0
 
 
 class RoutersHeard:
-    """clock: in seconds."""
+    """Remembers when each router last asked.
+
+    Args:
+        clock: returns the time in seconds.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._heard_at: OrderedDict[str, float] = OrderedDict()
 
     def note(self, name: str) -> None:
-        """It asks now. A name that is too long is none."""
+        """Remember that a router asks now.
+
+        Args:
+            name: name of the router. An empty or too long name is ignored.
+        """
         if not 0 < len(name) <= NAME_CHARACTERS_MAX:
             return
         self._heard_at[name] = self._clock()
@@ -31,9 +41,9 @@ class RoutersHeard:
         if len(self._heard_at) > ROUTERS_MAX:
             self._heard_at.popitem(last=False)
 
-    def told(self) -> dict[str, float]:
-        """For each of them, how many seconds ago."""
+    def seconds_since(self) -> dict[str, float]:
+        """Return the routers that have asked recently, each with the seconds since then."""
         now = self._clock()
         while self._heard_at and now - next(iter(self._heard_at.values())) > FORGOTTEN_SECONDS:
             self._heard_at.popitem(last=False)
-        return {name: round(now - moment, 3) for name, moment in self._heard_at.items()}
+        return {name: round(now - heard_at, 3) for name, heard_at in self._heard_at.items()}

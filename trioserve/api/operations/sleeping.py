@@ -1,6 +1,6 @@
-"""POST /sleep and /wake_up, and GET /is_sleeping, as in vLLM: the engine gives memory back for a while.
+"""POST /sleep and /wake_up, and GET /is_sleeping, as in vLLM: free the engine's memory for a while.
 
-They are the admin's, as a pause is.
+They need the admin's key, as a pause does.
 """
 
 from __future__ import annotations
@@ -19,7 +19,15 @@ __all__ = ["read_is_sleeping", "sleep", "wake_up"]
 
 
 async def sleep(context: EngineContext) -> None:
-    """Responds when the memory is given back."""
+    """Let the engine sleep. Responds when the memory is free.
+
+    Args:
+        context: the request.
+
+    Raises:
+        InvalidRequest: the query has a bad value.
+        Refusal: the caller is not the admin (403).
+    """
     _check_may(context)
     query = Query(context.exchange.query)
     level = query.number("level", 1, low=1, high=2)
@@ -28,10 +36,20 @@ async def sleep(context: EngineContext) -> None:
 
 
 async def wake_up(context: EngineContext) -> None:
-    """Responds when all of it is there again."""
+    """Wake the engine. Responds when all memory is allocated again.
+
+    Args:
+        context: the request.
+
+    Raises:
+        InvalidRequest: the query has vLLM's `tags`.
+        Refusal: the caller is not the admin (403).
+    """
     _check_may(context)
     if Query(context.exchange.query).text("tags") is not None:
-        raise InvalidRequest("all memory is taken again at once: leave tags out", param="tags")
+        raise InvalidRequest(
+            "tags are not supported, since all memory is allocated together: leave tags out", param="tags"
+        )
     await context.engine.wake_up()
     await _respond(context)
 
@@ -46,4 +64,4 @@ async def _respond(context: EngineContext) -> None:
 
 
 def _check_may(context: EngineContext) -> None:
-    check_is_admin(context.caller, "the engine sleeps with the admin's API key: see --admin-api-key")
+    check_is_admin(context.caller, "sleeping needs the admin's API key: see --admin-api-key")

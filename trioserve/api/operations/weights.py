@@ -1,6 +1,6 @@
-"""SGLang's /update_weights_from_disk and its like: other weights for a running engine, and which ones it has.
+"""Weight updates of a running engine, as SGLang's /update_weights_from_disk and similar paths, and the weight version.
 
-They are the admin's: whoever may replace the weights decides what everybody is told.
+They need the admin's key, since the weights determine the responses to all callers.
 """
 
 from __future__ import annotations
@@ -37,33 +37,59 @@ __all__ = [
 
 
 async def update_weights_from_disk(context: RequestContext) -> None:
-    """Responds when steps are computed with the new ones."""
+    """Replace the weights from a directory or file. Responds when steps use the new weights.
+
+    Args:
+        context: the request.
+
+    Raises:
+        InvalidRequest: the body has a bad value.
+        Refusal: the caller is not the admin (403).
+    """
     _check_may(context)
     body = await context.body(WeightsOnDiskBody)
     if body.load_format not in (None, "auto", "safetensors"):
         raise InvalidRequest(
-            f"load_format is {body.load_format}, and weights are read as the model was: leave it out",
+            f"load_format is {body.load_format}, but weights are read in the model's format: leave load_format out",
             param="load_format",
         )
     if body.is_async:
-        raise InvalidRequest("the response comes when the weights are there: leave is_async out", param="is_async")
+        raise InvalidRequest(
+            "is_async is not supported, since the response is sent after the update: leave it out", param="is_async"
+        )
     await _update(context, body.model_path, body)
 
 
 async def update_weights_from_shared_memory(context: RequestContext) -> None:
-    """The same from a segment of shared memory, by its name."""
+    """Replace the weights from a segment of shared memory. Responds when steps use the new weights.
+
+    Args:
+        context: the request.
+
+    Raises:
+        InvalidRequest: the body has a bad value.
+        Refusal: the caller is not the admin (403).
+    """
     _check_may(context)
     body = await context.body(SharedWeightsBody)
     await _update(context, SharedWeights(body.name), body)
 
 
 async def update_weights_from_distributed(context: RequestContext) -> None:
-    """The same from a trainer that sends them in a group which was joined."""
+    """Replace the weights from a trainer whose group the engine has joined. Responds when steps use the new weights.
+
+    Args:
+        context: the request.
+
+    Raises:
+        InvalidRequest: the body has a bad value.
+        Refusal: the caller is not the admin (403).
+    """
     _check_may(context)
     body = await context.body(BroadcastWeightsBody)
     if body.load_format is not None:
         raise InvalidRequest(
-            f"load_format is {body.load_format}, and each tensor is sent for itself: leave it out", param="load_format"
+            f"load_format is {body.load_format}, but each tensor is sent separately: leave it out", param="load_format"
         )
     source = BroadcastWeights(
         names=tuple(body.names),
@@ -75,7 +101,15 @@ async def update_weights_from_distributed(context: RequestContext) -> None:
 
 
 async def init_weights_update_group(context: RequestContext) -> None:
-    """Responds when all of the group are there."""
+    """Join a trainer's group. Responds when all members have joined.
+
+    Args:
+        context: the request.
+
+    Raises:
+        InvalidRequest: the body has a bad value.
+        Refusal: the caller is not the admin (403).
+    """
     _check_may(context)
     body = await context.body(WeightGroupBody)
     if body.backend != "gloo":
@@ -111,7 +145,11 @@ async def read_weight_version(context: RequestContext) -> None:
 
 
 async def read_world_size(context: RequestContext) -> None:
-    """How many members a group with a trainer has of this engine, whatever its ranks are."""
+    """Send the number of members of a trainer's group that belong to this engine: one, whatever its ranks.
+
+    Args:
+        context: the request.
+    """
     await context.respond_json({"world_size": 1})
 
 
@@ -124,25 +162,25 @@ async def _update(context: RequestContext, source: WeightSource, body: WeightsBo
     try:
         version = await context.engine.update_weights(source, version=body.weight_version, in_flight=in_flight)
     except InvalidRequest as error:
-        if error.param == "version":  # as the engine calls what is weight_version here
+        if error.param == "version":  # the engine's name of weight_version
             error = InvalidRequest(f"weight_{error}", param="weight_version")
         await _refuse(context, error)
         return
     except WeightsLost as error:
         await _refuse(context, error)
         return
-    if body.flush_cache:  # nobody would find it any more, and its blocks are the first to be of use
+    if body.flush_cache:  # no request can hit blocks of older weights, so free them
         context.engine.reset_prefix_cache()
     message = f"The weights were replaced: their version is {version}."
     await context.respond_json({"success": True, "message": message, "weight_version": version})
 
 
 async def _refuse(context: RequestContext, error: TrioserveError) -> None:
-    """As SGLang's clients read it, and as ours do."""
+    """Send an error with the fields of SGLang and with those of this server."""
     response = error_response(error)
     body = {"success": False, "message": response.message, **response.body()}
     await context.respond_json(body, status=response.status, headers=response.headers)
 
 
 def _check_may(context: RequestContext) -> None:
-    check_is_admin(context.caller, "weights are replaced with the admin's API key: see --admin-api-key")
+    check_is_admin(context.caller, "replacing weights needs the admin's API key: see --admin-api-key")

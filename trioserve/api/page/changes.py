@@ -1,6 +1,6 @@
-"""A snapshot as JSON, what has changed between two of them, and the one made of the other and the change.
+"""JSON of a snapshot, the change between two snapshots, and the application of a change to a snapshot.
 
-Whoever has a snapshot and applies every change to it has what a new snapshot would say.
+A reader who applies every change to its first snapshot has the same state as a new snapshot.
 """
 
 from __future__ import annotations
@@ -19,13 +19,17 @@ SAME = re.compile(rb"(.)\1*", re.DOTALL)
 DIFFERENT = re.compile(rb"[^\x00]+")
 REQUEST_FIELDS = tuple(field.name for field in msgspec.structs.fields(RequestShown))
 WHOLE_FIELDS = ("server", "request_count", "stats", "steps", "transfers", "queues")
-"""They are sent again as a whole."""
+"""Fields that are sent completely if they change."""
 
 Fields = dict[str, Any]
 
 
 def snapshot_fields(snapshot: PageSnapshot) -> Fields:
-    """Ready to become JSON."""
+    """Convert a snapshot to values that JSON can express.
+
+    Args:
+        snapshot: state of the server.
+    """
     history = snapshot.history
     return {
         "now": snapshot.now,
@@ -39,7 +43,15 @@ def snapshot_fields(snapshot: PageSnapshot) -> Fields:
 
 
 def change_between(before: PageSnapshot, after: PageSnapshot) -> Fields | None:
-    """What has changed, ready to become JSON; None: nothing but the time."""
+    """Compare two snapshots.
+
+    Args:
+        before: earlier state.
+        after: later state.
+
+    Returns:
+        Changed fields, for JSON. None if only the time differs.
+    """
     change: Fields = {
         name: getattr(after, name) for name in WHOLE_FIELDS if getattr(before, name) != getattr(after, name)
     }
@@ -58,8 +70,13 @@ def change_between(before: PageSnapshot, after: PageSnapshot) -> Fields | None:
 
 
 def fold(shown: Fields, change: Fields) -> None:
-    """Make of what a reader has, decoded from JSON, what it is after a change."""
-    for name, value in change.items():  # the server comes before its blocks
+    """Apply a change to the state of a reader.
+
+    Args:
+        shown: state of the reader, decoded from JSON. It is modified.
+        change: change, decoded from JSON.
+    """
+    for name, value in change.items():  # `server` precedes `blocks`, which needs its block count
         if name == "blocks":
             shown["blocks"] = value and _folded_blocks(shown["blocks"], value, shown["server"]["block_count"])
         elif name in ("requests", "endpoints"):
@@ -79,7 +96,7 @@ def fold(shown: Fields, change: Fields) -> None:
 
 
 def _runs(states: bytes, start: int = 0, end: int | None = None) -> list[tuple[int, int, int]]:
-    """(first, count, state) of blocks in a row whose state is the same. A pattern finds them, not a loop over all."""
+    """Return (first, count, state) of each run of blocks with equal state. A regular expression beats a loop."""
     found = SAME.finditer(states, start, len(states) if end is None else end)
     return [(run.start(), run.end() - run.start(), states[run.start()]) for run in found]
 
@@ -102,7 +119,7 @@ def _folded_blocks(shown: list[list[int]] | None, changed: list[list[int]], bloc
     return [[count, state] for _, count, state in _runs(bytes(states))]
 
 
-# --- the others ---
+# --- requests, endpoints and history ---
 
 
 def _changed_requests(
@@ -133,7 +150,7 @@ def _changed_endpoints(
 
 
 def _new_points(before: HistoryShown | None, after: HistoryShown) -> Fields | None:
-    """Those behind the last one that the reader has; as many as are kept if that one is older."""
+    """Return the points after the reader's last one, or all points if the reader's last one is no longer kept."""
     count = after.number - (-1 if before is None else before.number)
     if count <= 0:
         return None

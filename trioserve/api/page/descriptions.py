@@ -1,4 +1,4 @@
-"""What the paths of the live page give, for the API's own description."""
+"""Descriptions of the live page's paths, for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ OPERATIONS = {
         path_parameter="the file's name",
     ),
     ("GET", EVENTS_PATH): DescribedOperation(
-        summary="Watch what the server does: its blocks, its requests, its speed",
+        summary="Watch the server's blocks, requests and speed",
         description='Each event is a line "event: snapshot" or "event: change" and a line "data: JSON". The first is a '
-        "snapshot, the others say what has changed since the one before. An API key sees its own requests, the admin's "
-        "all of them. The form may change with any version.",
+        "snapshot, and each later event has the changes since the previous one. An API key sees its own requests, and "
+        "the admin's key all requests. The format may change with any version.",
         response="text/event-stream",
         errors=(400, 404, 429, 503),
         query={
             "interval": (
-                "seconds between two events, at least",
+                "shortest time between two events, in seconds",
                 {"type": "number", "minimum": INTERVAL_SECONDS_MIN, "maximum": INTERVAL_SECONDS_MAX},
             )
         },

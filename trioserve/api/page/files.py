@@ -1,4 +1,4 @@
-"""The files of the live page, read once, when this is imported: no request waits for a disk."""
+"""Files of the live page, read when this module is imported, so that no request waits for a disk."""
 
 from __future__ import annotations
 
@@ -51,11 +51,15 @@ def _read_all() -> dict[str, _File]:
 
 
 FILES = _read_all()
-"""By name."""
+"""Files by name."""
 
 
 def is_of_page(path: str) -> bool:
-    """Whether nothing is at this path where there is no page."""
+    """Return True if only the live page uses this path.
+
+    Args:
+        path: path of a request.
+    """
     return path in (PAGE_PATH, ROUTER_PATH) or path.startswith(UI_PATH)
 
 
@@ -64,12 +68,23 @@ async def show_page(context: Responder) -> None:
 
 
 async def show_image_page(context: Responder) -> None:
-    """Of a server that makes pictures."""
+    """Send the page of a server that generates images.
+
+    Args:
+        context: the request.
+    """
     await _show(context, FILES[IMAGE_PAGE])
 
 
 async def show_file(context: Responder) -> None:
-    """Raises Refusal (404)."""
+    """Send a file of the page.
+
+    Args:
+        context: the request.
+
+    Raises:
+        Refusal: there is no such file (404).
+    """
     name = context.exchange.path.removeprefix(UI_PATH)
     file = FILES.get(name)
     if file is None or name in (PAGE, IMAGE_PAGE):

@@ -1,8 +1,8 @@
-"""GET /ui/events: what a server does, for its live page: a snapshot, then what has changed, as often as is asked for.
+"""GET /ui/events: streams the state of a server to its live page: a snapshot, then changes at an interval.
 
-A change is made when the one before has been written, against what that reader was sent last. So one that is slow gets
-a single change for all that happened meanwhile, and nothing is kept for it. What making events costs has a bound: the
-more it costs, the longer the pauses.
+A change is made after the previous one was sent, and relative to what that reader has. So a slow reader gets one change
+for everything that happened meanwhile, and nothing is buffered for it. The CPU time of events is bounded: the more an
+event costs, the longer the pause after it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ EVENTS_PATH = "/ui/events"
 INTERVAL_SECONDS = 0.25
 INTERVAL_SECONDS_MIN = 0.1
 INTERVAL_SECONDS_MAX = 10.0
-ALIVE_SECONDS = 15.0  # between two signs of life, if nothing else is to be said
-SHARED_SECONDS = 0.02  # one look does for all who ask within so long; they ask at the same moments
+ALIVE_SECONDS = 15.0  # silence before a keep-alive
+SHARED_SECONDS = 0.02  # readers that wake within this time share a snapshot
 RETRY_SECONDS = 10.0
 
 
 class Feed(Protocol):
-    """What there is to be shown: an engine's, or a router's. See engine/live_feed."""
+    """Source of snapshots: an engine or a router. See trioserve/engine/live_feed.py."""
 
     @property
     def leaving(self) -> trio.Event: ...
@@ -46,7 +46,14 @@ class Feed(Protocol):
 
 
 class Page:
-    """The readers of one server. cpu_clock: in seconds, of this thread: by it the pauses grow."""
+    """Streams of all readers of one server's live page.
+
+    Args:
+        feed: returns the source of snapshots.
+        settings: bounds of the page.
+        metrics_need_key: True: callers without the admin's key do not see the server's counts.
+        cpu_clock: returns this thread's CPU time in seconds, from which the pauses follow.
+    """
 
     def __init__(
         self,
@@ -61,7 +68,7 @@ class Page:
         self._metrics_need_key = metrics_need_key
         self._cpu_clock = cpu_clock
         self._readers: Counter[str | None] = Counter()
-        self._looks: dict[tuple[str | None, bool], tuple[float, PageSnapshot]] = {}
+        self._snapshots: dict[tuple[str | None, bool], tuple[float, PageSnapshot]] = {}
         self._changes: dict[tuple[int, int], tuple[PageSnapshot, PageSnapshot, bytes | None]] = {}
 
     @property
@@ -70,7 +77,7 @@ class Page:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """The history is kept inside."""
+        """Record the history while the context is open."""
         async with trio.open_nursery() as nursery:
             if self.settings.is_shown and self.settings.history_seconds:
                 nursery.start_soon(self._feed().keep_history, self.settings.history_seconds)
@@ -78,14 +85,22 @@ class Page:
             nursery.cancel_scope.cancel()
 
     async def stream(self, context: Responder) -> None:
-        """Until the reader leaves, or the server does. Raises InvalidRequest, Draining, and Overloaded for one reader
-        too many."""
+        """Stream events until the reader leaves or the server shuts down.
+
+        Args:
+            context: the request.
+
+        Raises:
+            InvalidRequest: the query has a bad value.
+            Draining: the server is shutting down.
+            Overloaded: too many readers are open.
+        """
         interval = Query(context.exchange.query).seconds(
             "interval", INTERVAL_SECONDS, low=INTERVAL_SECONDS_MIN, high=INTERVAL_SECONDS_MAX
         )
         feed = self._feed()
         if feed.leaving.is_set():
-            raise Draining("the server is leaving", reason="draining", retry_after_seconds=RETRY_SECONDS)
+            raise Draining("the server is shutting down", reason="draining", retry_after_seconds=RETRY_SECONDS)
         owner = context.caller.lists
         with self._reading(owner), feed.watching():
             await context.start_events()
@@ -97,7 +112,7 @@ class Page:
         send = context.exchange.send
         sees_counts = owner is None or not self._metrics_need_key
         began = self._cpu_clock()
-        shown = self._look(feed, owner, sees_counts=sees_counts)
+        shown = self._snapshot(feed, owner, sees_counts=sees_counts)
         event = _event(b"snapshot", snapshot_fields(shown))
         cost = self._cpu_clock() - began
         await send(event)
@@ -106,38 +121,41 @@ class Page:
         while not is_last:
             is_last = await self._pause(feed, interval, cost * self.settings.pauses_per_cost * self.reader_count)
             if is_last:
-                self._looks.clear()  # none of them knows that it leaves
+                self._snapshots.clear()  # cached snapshots do not show the shutdown
             began = self._cpu_clock()
-            before, shown = shown, self._look(feed, owner, sees_counts=sees_counts)
+            before, shown = shown, self._snapshot(feed, owner, sees_counts=sees_counts)
             change = self._change(before, shown)
             cost = self._cpu_clock() - began
             if change is None:
-                shown = before  # nothing but the time is other
+                shown = before  # only the time differs
                 if trio.current_time() < alive_at:
                     continue
             await send(change or KEEP_ALIVE)
             alive_at = trio.current_time() + ALIVE_SECONDS
 
     async def _pause(self, feed: Feed, interval: float, seconds_min: float) -> bool:
-        """For about an interval: all who have the same one wake at the same moments. Returns whether the server
-        leaves."""
+        """Wait about one interval. Readers with the same interval wake at the same moments.
+
+        Returns:
+            True if the server shuts down.
+        """
         earliest = trio.current_time() + max(interval, seconds_min) - interval / 2
         with trio.move_on_at(interval * math.ceil(earliest / interval)):
             await feed.leaving.wait()
             return True
         return False
 
-    def _look(self, feed: Feed, owner: str | None, *, sees_counts: bool) -> PageSnapshot:
+    def _snapshot(self, feed: Feed, owner: str | None, *, sees_counts: bool) -> PageSnapshot:
         now = trio.current_time()
-        kept = self._looks.get((owner, sees_counts))
+        kept = self._snapshots.get((owner, sees_counts))
         if kept is not None and now - kept[0] < SHARED_SECONDS:
             return kept[1]
         shown = feed.snapshot(owner, sees_counts=sees_counts)
-        self._looks[owner, sees_counts] = now, shown
+        self._snapshots[owner, sees_counts] = now, shown
         return shown
 
     def _change(self, before: PageSnapshot, after: PageSnapshot) -> bytes | None:
-        """As an event; made once for all who have seen the same."""
+        """Return the change as an event. It is made once for all readers with the same two snapshots."""
         key = id(before), id(after)
         kept = self._changes.get(key)
         if kept is not None:
@@ -146,16 +164,18 @@ class Page:
         event = None if change is None else _event(b"change", change)
         if len(self._changes) >= self.settings.readers_max:
             self._changes.clear()
-        self._changes[key] = before, after, event  # as long as they are kept their ids are theirs
+        self._changes[key] = before, after, event  # keep the snapshots too, so that their ids are not reused
         return event
 
     @contextmanager
     def _reading(self, owner: str | None) -> Iterator[None]:
         readers, settings = self._readers, self.settings
         if readers.total() >= settings.readers_max:
-            raise _too_many(f"{settings.readers_max} pages of this server are open already, and no more may be")
+            raise _too_many(f"{settings.readers_max} pages of this server are open, which is the limit: close one")
         if owner is not None and readers[owner] >= settings.readers_of_one_max:
-            raise _too_many(f"{settings.readers_of_one_max} pages are open with this API key, and no more may be")
+            raise _too_many(
+                f"{settings.readers_of_one_max} pages are open with this API key, which is the limit: close one"
+            )
         readers[owner] += 1
         try:
             yield
@@ -164,7 +184,7 @@ class Page:
             if not readers[owner]:
                 del readers[owner]
             if not readers:
-                self._looks.clear()
+                self._snapshots.clear()
                 self._changes.clear()
 
 

@@ -1,4 +1,4 @@
-"""The bounds of the live page, each with its unit and its reason."""
+"""Bounds of the live page, each with its unit and its reason."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ __all__ = ["PageSettings"]
 
 
 class PageSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """is_shown: whether there is a page at all. history_seconds: between two points of the history; 0: none is kept.
-    readers_max: pages that are open at a time, and readers_of_one_max, of one API key: each costs its own events.
-    pauses_per_cost: how many times as long as the making of an event the pause behind it is, at least, so that all
-    readers together take at most half a percent of the event loop's time."""
+    """Settings of the live page.
+
+    Attributes:
+        is_shown: False: there is no page.
+        history_seconds: time between two points of the history. 0: no history.
+        readers_max: pages that may be open at a time, since each costs events.
+        readers_of_one_max: pages of one API key that may be open at a time.
+        pauses_per_cost: shortest pause after an event, as a multiple of the CPU time that the event cost. With 200, all
+            readers together use at most half a percent of the event loop's time.
+    """
 
     is_shown: bool = True
     history_seconds: float = 5.0

@@ -1,5 +1,6 @@
-"""POST /v1/requests/abort of an engine that makes text, which may answer with what there is of each request; SGLang's
-/abort_request, and vLLM's /abort_requests.
+"""Abort requests to a text engine, with their partial results if asked for.
+
+POST /v1/requests/abort, SGLang's /abort_request, and vLLM's /abort_requests.
 """
 
 from __future__ import annotations
@@ -18,16 +19,23 @@ if TYPE_CHECKING:
     from trioserve.api.request_context import RequestContext
     from trioserve.contracts.partial import CutOff, Partial
 
-__all__ = ["abort_for_vllm", "cut_off_request", "cut_off_requests"]
+__all__ = ["abort_for_vllm", "abort_for_sglang", "abort_with_partials"]
 
 
-async def cut_off_requests(context: RequestContext) -> None:
-    """Answers with a result for each id, in the order in which they came."""
+async def abort_with_partials(context: RequestContext) -> None:
+    """Abort several requests. Responds with one result for each id, in the same order.
+
+    Args:
+        context: the request.
+
+    Raises:
+        InvalidRequest: the body has a bad value.
+    """
     body = await context.body(AbortBody)
     if body.min_age_seconds:
         if body.return_partial:
             raise InvalidRequest(
-                "min_age_seconds is set together with return_partial: leave one of them out", param="min_age_seconds"
+                "min_age_seconds and return_partial are both set: leave one of them out", param="min_age_seconds"
             )
         await respond_aborted(context, body)
         return
@@ -35,8 +43,16 @@ async def cut_off_requests(context: RequestContext) -> None:
     await _respond(context, cut, with_partials=body.return_partial)
 
 
-async def cut_off_request(context: RequestContext) -> None:
-    """The same with SGLang's name, for one id or for all requests of the caller."""
+async def abort_for_sglang(context: RequestContext) -> None:
+    """Abort one request, or all requests of the caller, as SGLang's /abort_request.
+
+    Args:
+        context: the request.
+
+    Raises:
+        InvalidRequest: the body has both an id and abort_all, or neither.
+        Refusal: a stranger may not abort all requests (403).
+    """
     body = await context.body(AbortRequestBody)
     if bool(body.rid) is body.abort_all:
         raise InvalidRequest("send either the id of a request as rid, or abort_all", param="rid")
@@ -49,7 +65,15 @@ async def cut_off_request(context: RequestContext) -> None:
 
 
 async def abort_for_vllm(context: RequestContext) -> None:
-    """The same with vLLM's name; without ids, all requests of the caller."""
+    """Abort requests as vLLM's /abort_requests: those with the ids, or all of the caller if there are no ids.
+
+    Args:
+        context: the request.
+
+    Raises:
+        InvalidRequest: the body has a bad value.
+        Refusal: a stranger may not abort all requests (403).
+    """
     ids = (await context.body(AbortRequestsBody)).request_ids
     if ids:
         checked_ids(ids)

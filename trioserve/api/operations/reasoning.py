@@ -1,6 +1,6 @@
-"""POST /v1/requests/{id} with {"end_thinking": true}: the thought of a request ends while it is written.
+"""POST /v1/requests/{id} with {"end_thinking": true}: ends the reasoning of a running request.
 
-With API keys a key controls the requests that it made, and an admin key all of them; the ids of others are unknown.
+With API keys, a key controls its own requests only, and the admin's key all requests.
 """
 
 from __future__ import annotations
@@ -16,12 +16,20 @@ __all__ = ["control_request"]
 
 
 async def control_request(context: RequestContext) -> None:
-    """Responds with 200 when the end of the thought comes next; 404 if no request of this caller bears the id, 409 if
-    it has no thought that could end."""
+    """End the reasoning of a request. Responds when the model is about to write the end of the reasoning.
+
+    Args:
+        context: the request.
+
+    Raises:
+        InvalidRequest: the body asks for nothing.
+        Refusal: the caller has no request with this id (404), or the request has no reasoning to end (409).
+    """
     body = await context.body(ControlBody)
     if body.end_thinking is not True:
         raise InvalidRequest(
-            'nothing is asked of the request: send {"end_thinking": true}, or DELETE to abort it', param="end_thinking"
+            'the body asks for no change: send {"end_thinking": true}, or abort the request with DELETE',
+            param="end_thinking",
         )
     request_id = context.exchange.path.removeprefix(REQUEST_PATH)
     outcome = context.engine.end_thoughts([request_id], owner=context.owner)[request_id]
@@ -30,7 +38,7 @@ async def control_request(context: RequestContext) -> None:
     if outcome is ThoughtOutcome.NO_THOUGHT:
         raise refusal(
             "no_thought",
-            f"the request {request_id!r} has no thought that could end: its model writes none, or it is "
-            "through with it",
+            f"the request {request_id!r} has no reasoning to end: its model writes none, or the reasoning has "
+            "ended already",
         )
     await context.respond_json({"id": request_id, "object": "request.control", "result": outcome.value})
