@@ -1,4 +1,4 @@
-"""An App without a network and without a model: an exchange in memory, and an engine that says what a test wants."""
+"""An App without network and model: an exchange in memory, and an engine whose output a test scripts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Script = Callable[[tuple[int, ...], SamplingParams], Iterable[Step]]
 
 
 class MemoryExchange(Exchange):
-    """Keeps what was sent. `gate` closes the client's window: sends wait for it."""
+    """An exchange that records what was sent. While `gate` is closed, sends wait, as for a full client window."""
 
     http_version = "2"
     peer = "memory"
@@ -71,8 +71,8 @@ class MemoryExchange(Exchange):
         await self.finish()
 
     async def start(self, status: int, headers: HeaderFields) -> None:
-        assert self.status is None, "answered twice"
-        assert len({name for name, _ in headers}) == len(headers), "a header twice"
+        assert self.status is None, "two responses to one request"
+        assert len({name for name, _ in headers}) == len(headers), "a header field is repeated"
         self.status = status
         self.response_headers = dict(headers)
         self.head_sent.set()
@@ -100,7 +100,7 @@ class MemoryExchange(Exchange):
         return json.loads(self.data)
 
     def events(self) -> list[Any]:
-        """The events as clients split them: every one is a queue of its own, "[DONE]" included as it is."""
+        """The data of each event, split as clients do. Each is decoded JSON, or the text "[DONE]"."""
         assert self.response_headers["content-type"].startswith("text/event-stream")
         text = self.data.decode()
         events = text.removesuffix("\n\n").split("\n\n")
@@ -110,7 +110,7 @@ class MemoryExchange(Exchange):
 
 
 class LetterTokenizer:
-    """Every character is a token: its code point."""
+    """A tokenizer whose tokens are characters. The id of a token is its code point."""
 
     chat_template = None
 
@@ -227,7 +227,7 @@ class ScriptedEngine:
         self.model = Model()
         self.tokenizer = LetterTokenizer()
         self.adapters = Adapters()
-        self.families = ResponseFamilies(self.tokenizer)  # type: ignore[arg-type]  # it has what is needed
+        self.families = ResponseFamilies(self.tokenizer)  # type: ignore[arg-type]  # it has the methods that families call
         self.metrics = Metrics("letters")
         self.default_sampling = SamplingParams()
         self.ready, self.draining = True, False
@@ -244,7 +244,7 @@ class ScriptedEngine:
         self.text_gate: trio.Event | None = None
         self.text_jobs: list[Callable[..., Any]] = []
         self.cached_token_count = 0
-        self.call_at = DeadlineKeeper().set  # nobody rings
+        self.call_at = DeadlineKeeper().set  # no alarm fires, since nothing runs the keeper
         self.streams: list[ScriptedStream] = []
         self.options: list[dict[str, Any]] = []
 
@@ -278,7 +278,7 @@ class ScriptedEngine:
         yield self
 
     async def run(self, function: Callable[[], Any], *, size: int) -> Any:
-        """Here and now, unless text_gate is there to be waited for."""
+        """Call the function at once, or after `text_gate` opens if a test has set it."""
         if size > INLINE_CHARACTERS_MAX:
             self.text_jobs.append(function)
             if self.text_gate is not None:
@@ -295,12 +295,12 @@ class ScriptedEngine:
 
 
 def logprob(token_id: int, top: int = 2) -> TokenLogprob:
-    """The token itself, likeliest, and those after it."""
+    """Make the log probability of a token, which is the most probable one, with the next token ids as alternatives."""
     return TokenLogprob(token_id, -0.5, tuple((token_id + rank, -0.5 - rank) for rank in range(top)))
 
 
 def say(*texts: str, reason: FinishReason = FinishReason.STOP, message: str | None = None) -> Script:
-    """Every choice says each text as one delta, a token a character; the last one ends it."""
+    """Script an engine: each choice outputs each text as one delta with one token per character, then ends."""
 
     def script(prompt_token_ids: tuple[int, ...], sampling: SamplingParams) -> Iterable[Step]:
         if sampling.max_tokens == 0:
@@ -323,7 +323,7 @@ def say(*texts: str, reason: FinishReason = FinishReason.STOP, message: str | No
 
 
 class Api:
-    """The app as a client sees it. `exchange` makes a request, `context` also runs it to its end."""
+    """The app as a client sees it. `exchange` makes a request, and `context` also runs it to its end."""
 
     def __init__(self, **options: Any) -> None:
         self.engine = ScriptedEngine()
@@ -356,7 +356,7 @@ class Api:
         return await self.context("POST", "/v1/completions", {"prompt": "ab", **fields})
 
     async def check_refused(self, path: str, body: object, *, status: int = 400, param: str | None = None) -> str:
-        """The request is refused in OpenAI's shape; returns the message."""
+        """Check that the request is refused in OpenAI's format. Returns the message."""
         exchange = await self.context("POST", path, body)
         assert exchange.status == status, exchange.data
         error = exchange.json()["error"]
@@ -365,7 +365,7 @@ class Api:
         return error["message"]
 
     def left(self) -> bool:
-        """Every stream that was entered has been left."""
+        """True if every stream that was entered has been left."""
         return all(stream.left for stream in self.engine.streams if stream.entered)
 
 

@@ -1,18 +1,18 @@
-"""Whoever keeps what a resumable stream says, in groups, and asks for the rest of it; and what a client makes of it."""
+"""Readers of resumable streams: split them into groups, make the request that resumes them, and merge their events."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-__all__ = ["ASKED", "USAGE", "groups_of", "resume_behind", "said", "said_as_message", "said_as_response"]
+__all__ = ["ASKED", "USAGE", "groups_of", "resume_after", "said", "merged_message", "merged_response"]
 
 ASKED = {"x_trioserve_resumable": "1", "x_request_id": "mine"}
 USAGE = {"stream": True, "stream_options": {"include_usage": True}}
 
 
 async def groups_of(api: Any, path: str, body: dict[str, Any], headers: dict[str, str] = ASKED) -> tuple[Any, list]:
-    """What was asked, and its events in groups: (events, the id with which they end)."""
+    """Send a request. Returns the fields of the head, and the groups as (events, id at their end)."""
     exchange = await api.context("POST", path, body, **headers)
     assert exchange.status == 200, exchange.data
     groups: list[tuple[list[Any], str]] = []
@@ -25,12 +25,12 @@ async def groups_of(api: Any, path: str, body: dict[str, Any], headers: dict[str
         if ids:
             groups.append((events, *ids))
             events = []
-    assert not events, "events behind the last group"
+    assert not events, "events after the last group"
     return exchange, groups
 
 
-def resume_behind(head: Any, groups: list, choice_count: int) -> dict[str, Any]:
-    """As whoever kept the stream's groups asks for the rest."""
+def resume_after(head: Any, groups: list, choice_count: int) -> dict[str, Any]:
+    """Make the field `resume` of the request that continues after these groups."""
     token_ids: list[list[int]] = [[] for _ in range(choice_count)]
     finished = [False] * choice_count
     resume = json.loads(head["x-trioserve-resume"])
@@ -46,7 +46,7 @@ def resume_behind(head: Any, groups: list, choice_count: int) -> dict[str, Any]:
 
 
 def said(groups: list) -> dict[str, Any]:
-    """All that a client makes of the events, however they were split."""
+    """Merge the events of a stream into the response that a client assembles, however the text was split."""
     response: dict[str, Any] = {"usage": None, "done": False, "heads": set(), "choices": {}}
     for events, _ in groups:
         for event in events:
@@ -60,10 +60,10 @@ def said(groups: list) -> dict[str, Any]:
             for choice in event["choices"]:
                 _say(response["choices"].setdefault(choice["index"], {"text": "", "roles": 0}), choice)
     if response["usage"]:
-        response["usage"].pop("prompt_tokens_details")  # what was cached is another thing
+        response["usage"].pop("prompt_tokens_details")  # a continuation may hit more cached tokens
         response["usage"].pop(
             "completion_tokens_details", None
-        )  # a token that is half a thought is counted as it comes
+        )  # a token at the border of the reasoning may be counted on either side
     return response
 
 
@@ -87,8 +87,8 @@ def _say(made: dict[str, Any], choice: dict[str, Any]) -> None:
         made["finish_reason"], made["stop_reason"] = choice["finish_reason"], choice.get("stop_reason")
 
 
-def said_as_message(groups: list) -> dict[str, Any]:
-    """The same of Anthropic's events."""
+def merged_message(groups: list) -> dict[str, Any]:
+    """Merge the events of a stream in Anthropic's format, as `said` does."""
     made: dict[str, Any] = {"kinds": [], "texts": {}, "end": None}
     for events, _ in groups:
         for event in events:
@@ -112,8 +112,8 @@ def said_as_message(groups: list) -> dict[str, Any]:
     return made
 
 
-def said_as_response(groups: list) -> dict[str, Any]:
-    """The same of the events of the Responses API."""
+def merged_response(groups: list) -> dict[str, Any]:
+    """Merge the events of a stream of the Responses API, as `said` does."""
     made: dict[str, Any] = {"others": [], "texts": {}}
     number = 0
     for events, _ in groups:

@@ -1,4 +1,4 @@
-"""LoRA adapters over HTTP: the model of a request is one, on every surface; they come and go while the server runs."""
+"""LoRA adapters over HTTP: requests name them as their model in every API, and the admin loads and unloads them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def test_the_model_of_a_request_is_its_adapter(path: str):
         assert "one, two" in said
 
 
-async def test_they_are_listed_with_their_parent():
+async def test_models_list_has_adapters_with_their_parent():
     async with served() as server:
         _, said = await ask(server, "/v1/models")
         cards = {card["id"]: card for card in json.loads(said)["data"]}
@@ -89,7 +89,7 @@ async def test_they_are_listed_with_their_parent():
         assert [model["name"] for model in json.loads(said)["models"]] == ["fake:latest", "one:latest", "two:latest"]
 
 
-async def test_they_are_loaded_and_unloaded_as_in_vllm():
+async def test_adapters_are_loaded_and_unloaded_as_in_vllm():
     async with served() as server:
         body = {"lora_name": "three", "lora_path": "/adapters/three"}
         assert await ask(server, "/v1/load_lora_adapter", body) == (
@@ -124,7 +124,7 @@ async def test_they_are_loaded_and_unloaded_as_in_vllm():
         ("/v1/unload_lora_adapter", {"lora_name": "one", "timeout": -1}, "timeout"),
     ],
 )
-async def test_what_cannot_be_is_refused(path: str, body: dict[str, Any], words: str):
+async def test_invalid_load_or_unload_is_refused(path: str, body: dict[str, Any], words: str):
     async with served() as server:
         status, said = await ask(server, path, body)
         assert status == 400
@@ -132,7 +132,7 @@ async def test_what_cannot_be_is_refused(path: str, body: dict[str, Any], words:
         assert server.engine.adapters.names == ("one", "two")
 
 
-async def test_only_the_admin_loads_and_only_where_the_operator_says_so():
+async def test_only_the_admin_loads_adapters_and_only_if_the_operator_allows_it():
     body = {"lora_name": "three", "lora_path": "/adapters/three"}
     async with served(AccessRules()) as server:
         status, said = await ask(server, "/v1/load_lora_adapter", body)
@@ -149,7 +149,7 @@ async def test_only_the_admin_loads_and_only_where_the_operator_says_so():
         assert status == 200
 
 
-async def test_metrics_say_who_uses_which():
+async def test_metrics_count_requests_of_each_adapter():
     async with (
         served(paused=True) as server,
         server.client().ask("/v1/completions", {"model": "two", "prompt": "x", "stream": True, **SHORT}) as response,

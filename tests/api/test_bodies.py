@@ -1,4 +1,4 @@
-"""Whatever bytes come as a body: a response of the 200s or 400s, never a fault of ours."""
+"""Any bytes as a body get a response with status 2xx or 4xx, never a server fault."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def test_a_broken_body_is_400(api: Any, path: str, body: bytes) -> None:
 
 
 @pytest.mark.parametrize("body", HUGE.values(), ids=HUGE.keys())
-async def test_a_number_beyond_all_bounds_is_400(api: Any, body: bytes) -> None:
+async def test_a_huge_number_is_400(api: Any, body: bytes) -> None:
     exchange = await api.context("POST", "/v1/completions", body)
     assert exchange.status == 400, exchange.data
 
@@ -77,8 +77,8 @@ async def test_a_number_beyond_all_bounds_is_400(api: Any, body: bytes) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("body", DEEP.values(), ids=DEEP.keys())
 @pytest.mark.parametrize("brackets", [(b"[", b"]"), (b'{"a":', b"}")])
-async def test_depth_is_never_a_fault(api: Any, body: bytes, brackets: tuple[bytes, bytes]) -> None:
-    """Just below what the decoder takes, whatever walks or prints the value afterwards could go too deep."""
+async def test_deep_nesting_is_never_a_server_fault(api: Any, body: bytes, brackets: tuple[bytes, bytes]) -> None:
+    """Just below the decoder's limit, later code that walks or prints the value could recurse too deeply."""
     opening, closing = brackets
     for depth in (*range(50, 80, 5), *range(800, 1020, 2)):
         value = opening * depth + b"1" + closing * depth
@@ -96,8 +96,8 @@ async def test_messages_hold_a_bounded_number_of_values(api: Any) -> None:
         assert exchange.status == status
 
 
-async def test_what_came_is_repeated_only_in_part(api: Any) -> None:
-    """A response must not be as long as the body that it refuses."""
+async def test_an_error_message_repeats_only_part_of_the_input(api: Any) -> None:
+    """The response must not be as long as the refused body."""
     long = "x" * 1_000_000
     for body in (
         {"messages": [{"role": "user", "content": [{"type": long}]}]},
@@ -110,7 +110,7 @@ async def test_what_came_is_repeated_only_in_part(api: Any) -> None:
         assert "xxx" in exchange.json()["error"]["message"]
 
 
-async def test_of_a_key_that_comes_twice_the_last_one_counts(api: Any) -> None:
+async def test_the_last_value_of_a_repeated_key_counts(api: Any) -> None:
     exchange = await api.context("POST", "/v1/completions", b'{"prompt": "a", "n": 2, "prompt": "b", "n": 3}')
     assert len(exchange.json()["choices"]) == 3
     assert api.engine.streams[0].prompt == "b"
@@ -118,7 +118,7 @@ async def test_of_a_key_that_comes_twice_the_last_one_counts(api: Any) -> None:
         assert (await api.context("POST", "/v1/completions", body)).status == 400
 
 
-async def test_an_authorization_that_comes_twice_opens_nothing(make_api: Any) -> None:
+async def test_a_repeated_authorization_header_is_refused(make_api: Any) -> None:
     api = make_api(api_keys=["first"])
     exchange = api.exchange("GET", "/v1/models")
     exchange.headers = Headers([("authorization", "Bearer first"), ("authorization", "Bearer other")])
@@ -126,7 +126,7 @@ async def test_an_authorization_that_comes_twice_opens_nothing(make_api: Any) ->
     assert exchange.status == 401
 
 
-async def test_fields_nobody_knows_are_passed_over(api: Any) -> None:
+async def test_unknown_fields_are_ignored(api: Any) -> None:
     body = b'{"prompt": "a", "x": [1, {"y": 1e999}], "": null, "\\u0000": true, "__class__": "a", "prompt ": 1}'
     exchange = await api.context("POST", "/v1/completions", body)
     assert exchange.status == 200, exchange.data
@@ -207,7 +207,7 @@ BODIES = st.dictionaries(st.sampled_from(KNOWN_NAMES), VALUES, max_size=8)
 @settings(max_examples=50, deadline=None)
 @given(fields=BODIES)
 @pytest.mark.parametrize("path", PATHS)
-def test_any_object_is_answered_without_a_fault(make_api: Any, path: str, fields: dict[str, Any]) -> None:
+def test_any_json_object_gets_a_response_without_a_fault(make_api: Any, path: str, fields: dict[str, Any]) -> None:
     minimal = {
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
         "/v1/completions": {"prompt": "a"},

@@ -1,5 +1,4 @@
-"""Whatever a request asks of the shape of its response, and however wrong: that request is refused, the engine
-lives."""
+"""Invalid structured output is refused, and the engine keeps running."""
 
 from __future__ import annotations
 
@@ -38,15 +37,15 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("fields", BROKEN.values(), ids=BROKEN.keys())
-async def test_a_grammar_that_cannot_be_used_is_a_400_and_the_engine_lives(
+async def test_an_unusable_grammar_is_400_and_the_engine_keeps_running(
     make_api: Any, fields: dict[str, Any], autojump_clock: trio.testing.MockClock
 ) -> None:
-    """S17: beside a request that runs, in both APIs, streamed and whole."""
+    """Scenario S17: beside a running request, in both APIs, streamed and whole."""
     async with open_fake_engine(step_seconds=0.01) as fake:
         api = make_api()
         api.engine = fake
         async with fake.generate("beside", SamplingParams(max_tokens=20, ignore_eos=True)) as beside:
-            fake.pause()  # the clock runs on while a form is compiled
+            fake.pause()  # the clock keeps running while a grammar is compiled
             for ask in (api.chat, api.complete):
                 for stream in (False, True):
                     response = await ask(**fields, stream=stream)

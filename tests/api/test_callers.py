@@ -1,4 +1,4 @@
-"""What a key may choose, at a server and at a router: its tenant, its priority, which cached blocks it hits."""
+"""Rights of an API key, at a server and at a router: its tenant, its priority, and the cached blocks that it hits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,12 @@ SECRET = "Patient 4711, born 1980-02-03, has been diagnosed with illness Q."
 
 
 class Front:
-    """client: of the server or the router, with a key. servers: the engines' own, behind it or it itself."""
+    """A server, or a router with its servers.
+
+    Args:
+        connect: makes a client of the server or the router.
+        servers: the engines' servers, by name.
+    """
 
     def __init__(self, connect: Callable[..., MemoryClient], servers: dict[str, MemoryServer]) -> None:
         self._connect = connect
@@ -60,7 +65,13 @@ async def open_front(
     ids: str = "a",
     **rules: Any,
 ) -> AsyncIterator[Front]:
-    """endpoint: options of the engines; router: of the router, if that is the kind."""
+    """Open a server or a router.
+
+    Args:
+        kind: "server" or "router".
+        endpoint: options of the engines.
+        router: options of the router.
+    """
     access = AccessRules(**{"gateway_api_keys": (GATEWAY,) if keys else (), **rules})
     given: dict[str, Any] = {"api_keys": keys, "admin_api_key": admin if keys else None, "access": access}
     async with AsyncExitStack() as stack:
@@ -87,7 +98,7 @@ BOTH = pytest.mark.parametrize("kind", ["server", "router"])
 async def order_of_ends(
     kind: str, evil_headers: Callable[[int], dict[str, str]], evil_body: Mapping[str, Any], **options: Any
 ) -> list[str]:
-    """Alice asks for sixteen, then Bob for two, where one is served at a time: in which order they end."""
+    """Alice sends sixteen requests, then Bob two, and one runs at a time. Returns the order in which they end."""
     ended: list[str] = []
     async with open_front(
         kind,
@@ -114,10 +125,10 @@ async def order_of_ends(
 
 
 @BOTH
-async def test_a_key_gains_no_turn_by_inventing_tenants(kind, autojump_clock):
+async def test_a_key_gains_no_turn_by_sending_other_tenant_names(kind, autojump_clock):
     ended = await order_of_ends(kind, lambda index: {"x_tenant_id": f"tenant-{index}"}, {})
     assert ended == await order_of_ends(kind, lambda _: {}, {})
-    assert ended.index("bob") < 8  # behind those who had a lease already, and one turn of alice's
+    assert ended.index("bob") < 8  # after requests that already had a lease, and one turn of alice's
 
 
 @BOTH
@@ -127,7 +138,7 @@ async def test_without_keys_the_tenant_header_counts(kind, autojump_clock):
 
 
 @BOTH
-async def test_a_key_cannot_ask_for_a_better_priority_than_the_operator_gives(kind, autojump_clock):
+async def test_a_key_cannot_use_a_lower_priority_number_than_the_operator_allows(kind, autojump_clock):
     async with open_front(kind) as front:
         status, said = await front.status(KEYS[0], PATH, {"prompt": "x", "max_tokens": 1, "priority": -1})
         assert status == 400
@@ -142,7 +153,7 @@ async def test_a_key_cannot_ask_for_a_better_priority_than_the_operator_gives(ki
 
 @BOTH
 @pytest.mark.parametrize(("keys", "key"), [(KEYS, KEYS[0]), ((), None)])
-async def test_the_operator_says_which_priority_is_the_best(kind, keys, key, autojump_clock):
+async def test_the_operator_sets_the_lowest_priority_number(kind, keys, key, autojump_clock):
     async with open_front(kind, keys=keys, priority_min=-3) as front:
         for priority, expected in ((-4, 400), (-3, 200)):
             body = {"prompt": "x", "max_tokens": 1, "priority": priority}
@@ -150,13 +161,13 @@ async def test_the_operator_says_which_priority_is_the_best(kind, keys, key, aut
 
 
 @BOTH
-async def test_without_keys_any_priority_may_be_asked_for(kind, autojump_clock):
+async def test_without_keys_any_priority_is_allowed(kind, autojump_clock):
     async with open_front(kind, keys=()) as front:
         assert (await front.status(None, PATH, {"prompt": "x", "max_tokens": 1, "priority": -100}))[0] == 200
 
 
 @BOTH
-async def test_a_key_learns_nothing_of_the_prompts_of_another(kind, autojump_clock):
+async def test_a_key_does_not_hit_cached_prompts_of_another_key(kind, autojump_clock):
     async with open_front(kind) as front:
         alice, bob = KEYS
         assert await front.cached_tokens(alice, SECRET) == 0
@@ -166,7 +177,7 @@ async def test_a_key_learns_nothing_of_the_prompts_of_another(kind, autojump_clo
 
 
 @BOTH
-async def test_a_salt_of_the_requests_own_is_combined_with_the_keys(kind, autojump_clock):
+async def test_the_request_salt_is_combined_with_the_salt_of_its_key(kind, autojump_clock):
     async with open_front(kind) as front:
         alice, bob = KEYS
         assert await front.cached_tokens(alice, SECRET, cache_salt="s") == 0
@@ -180,7 +191,7 @@ async def test_a_salt_of_the_requests_own_is_combined_with_the_keys(kind, autoju
 
 
 @BOTH
-async def test_tenants_of_a_gateway_have_cached_prompts_of_their_own(kind, autojump_clock):
+async def test_tenants_of_a_gateway_do_not_share_cached_prompts(kind, autojump_clock):
     async with open_front(kind) as front:
         assert await front.cached_tokens(GATEWAY, SECRET, {"x_tenant_id": "a"}) == 0
         assert await front.cached_tokens(GATEWAY, SECRET, {"x_tenant_id": "b"}) == 0
@@ -189,7 +200,7 @@ async def test_tenants_of_a_gateway_have_cached_prompts_of_their_own(kind, autoj
 
 @BOTH
 @pytest.mark.parametrize("options", [{"shares_prefix_cache": True}, {"keys": ()}])
-async def test_cached_prompts_are_shared_where_the_operator_wants_it_and_without_keys(kind, options, autojump_clock):
+async def test_cached_prompts_are_shared_by_option_or_without_keys(kind, options, autojump_clock):
     async with open_front(kind, **options) as front:
         alice, bob = (None, None) if options.get("keys") == () else KEYS
         assert await front.cached_tokens(alice, SECRET) == 0
@@ -197,7 +208,7 @@ async def test_cached_prompts_are_shared_where_the_operator_wants_it_and_without
         assert await front.cached_tokens(bob, SECRET, cache_salt="s") == 0
 
 
-async def test_a_router_tells_endpoints_of_its_callers_and_nothing_of_their_keys(autojump_clock):
+async def test_a_router_sends_endpoints_tenant_names_that_reveal_no_key(autojump_clock):
     seen: list[str] = []
     async with open_front("router") as front:
         dispatch = front.servers["a"].engine.dispatch
@@ -225,7 +236,7 @@ async def test_a_router_tells_endpoints_of_its_callers_and_nothing_of_their_keys
 
 
 @BOTH
-async def test_metrics_can_be_closed_to_all_but_the_admin(kind, autojump_clock):
+async def test_metrics_can_be_restricted_to_the_admin(kind, autojump_clock):
     async with open_front(kind, metrics_need_key=True) as front:
         for key, expected in ((None, 401), (KEYS[0], 403), (GATEWAY, 403), (ADMIN, 200)):
             assert (await front.status(key, "/metrics"))[0] == expected, key
@@ -235,7 +246,7 @@ async def test_metrics_can_be_closed_to_all_but_the_admin(kind, autojump_clock):
         assert (await front.status(None, "/metrics"))[0] == 200
 
 
-async def test_the_load_can_be_closed_to_those_without_a_key(autojump_clock):
+async def test_load_can_be_restricted_to_callers_with_a_key(autojump_clock):
     async with open_front("server", load_needs_key=True) as front:
         for key, expected in ((None, 401), ("wrong", 401), (KEYS[0], 200), (ADMIN, 200)):
             assert (await front.status(key, "/load"))[0] == expected, key
@@ -252,18 +263,18 @@ async def test_the_load_can_be_closed_to_those_without_a_key(autojump_clock):
         ({"rules": AccessRules(gateway_api_keys=("two words",))}, "printable"),
     ],
 )
-def test_what_needs_a_key_that_is_not_there_is_told_at_the_start(options, named):
+def test_a_rule_that_needs_a_missing_key_fails_at_the_start(options, named):
     with pytest.raises(StartupError, match=named):
         ApiKeys(**options)
 
 
-def test_a_key_that_is_given_twice_is_what_is_trusted_more():
+def test_a_key_of_two_kinds_has_the_more_trusted_kind():
     keys = ApiKeys(("same", "other"), rules=AccessRules(gateway_api_keys=("same",)))
     assert keys.caller("Bearer same").kind is CallerKind.GATEWAY
     assert keys.caller("Bearer other").kind is CallerKind.ORDINARY
 
 
-def test_salts_of_a_key_tell_nothing_of_it_and_are_the_same_on_every_server():
+def test_salts_of_a_key_do_not_reveal_it_and_are_equal_on_every_server():
     salts = set()
     for own in (None, "s", "\udc00"):
         one, other = (ApiKeys(KEYS).caller("Bearer alice-key").cache_salt(own, "ignored") for _ in range(2))
@@ -277,7 +288,7 @@ def test_salts_of_a_key_tell_nothing_of_it_and_are_the_same_on_every_server():
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
-async def test_a_model_has_to_be_named_where_the_operator_wants_it(make_api: Any, path: str) -> None:
+async def test_a_request_without_a_model_is_refused_by_option(make_api: Any, path: str) -> None:
     api = make_api(access=AccessRules(model_is_required=True))
     await api.check_refused(path, {"prompt": "a"}, param="model")
     assert (await api.context("POST", path, {"prompt": "a", "model": "letters"})).status == 200

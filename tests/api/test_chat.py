@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions, as OpenAI's own client reads it."""
+"""POST /v1/chat/completions, read by OpenAI's own client."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def test_whole_response_is_a_chat_completion(api: Any) -> None:
     assert api.left()
 
 
-async def test_without_a_model_the_served_one_responses(api: Any) -> None:
+async def test_without_a_model_the_served_model_responds(api: Any) -> None:
     assert (await api.chat()).json()["model"] == "letters"
 
 
@@ -61,10 +61,10 @@ async def test_stream_is_role_then_text_then_finish_then_done(api: Any) -> None:
     assert all("usage" not in event for event in exchange.events()[:-1])
 
 
-async def test_the_end_of_the_only_choice_leaves_with_the_end_of_the_response(api: Any) -> None:
+async def test_the_last_event_of_a_single_choice_is_sent_with_done(api: Any) -> None:
     assert (await api.chat(stream=True, stream_options={"include_usage": True})).write_count == 2
     both_ends = await api.chat(stream=True, n=2)
-    assert both_ends.write_count == 5  # two deltas of each choice, and the end: no choice waits for another one
+    assert both_ends.write_count == 5  # two deltas of each choice, and the end: no choice waits for another choice
 
 
 async def test_stream_ends_with_usage_when_asked(api: Any) -> None:
@@ -84,7 +84,7 @@ async def test_stream_shows_usage_so_far_in_every_chunk_when_asked(api: Any) -> 
 async def test_head_of_a_stream_is_sent_before_the_first_token(
     api: Any, autojump_clock: trio.testing.MockClock
 ) -> None:
-    """S25."""
+    """Scenario S25."""
     may_speak = trio.Event()
     api.engine.script = lambda *_: [may_speak, *api.say("late")(*_)]
     exchange = api.exchange("POST", CHAT, {"messages": [USER], "stream": True}, {"x-request-id": "mine"})
@@ -98,7 +98,7 @@ async def test_head_of_a_stream_is_sent_before_the_first_token(
     assert "late" in str(exchange.events())
 
 
-async def test_choices_come_apart(api: Any) -> None:
+async def test_choices_are_separate(api: Any) -> None:
     whole = ChatCompletion.model_validate((await api.chat(n=3)).json())
     assert [(choice.index, choice.message.content) for choice in whole.choices] == [(i, "Hello!") for i in range(3)]
     texts = {0: "", 1: "", 2: ""}
@@ -126,7 +126,7 @@ async def test_the_official_client_reads_whole_and_streamed_responses(api: Any) 
         assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == "Hello!"
 
 
-async def test_the_official_client_raises_what_ends_a_stream(api: Any) -> None:
+async def test_the_official_client_raises_the_error_that_ends_a_stream(api: Any) -> None:
     api.engine.script = lambda *_: [
         Delta(index=0, text="He", token_ids=(1,)),
         EngineFault("the engine broke"),
@@ -158,7 +158,7 @@ async def test_logprobs_list_every_token_with_its_alternatives(api: Any) -> None
     assert api.engine.streams[0].sampling.logprobs == 2
 
 
-async def test_streamed_logprobs_come_with_their_text(api: Any) -> None:
+async def test_streamed_logprobs_are_in_the_event_of_their_text(api: Any) -> None:
     for chunk in chunks(await api.chat(logprobs=True, stream=True)):
         text = chunk.choices[0].delta.content
         if text:
@@ -168,7 +168,7 @@ async def test_streamed_logprobs_come_with_their_text(api: Any) -> None:
     assert api.engine.streams[0].sampling.logprobs == 0
 
 
-async def test_an_impossible_token_has_a_number_for_a_logprob(api: Any) -> None:
+async def test_the_logprob_of_an_impossible_token_is_a_number(api: Any) -> None:
     api.engine.script = lambda *_: [
         Delta(
             index=0,
@@ -183,7 +183,7 @@ async def test_an_impossible_token_has_a_number_for_a_logprob(api: Any) -> None:
     assert response["choices"][0]["finish_reason"] == "length"
 
 
-async def test_prompt_logprobs_come_by_token_id(api: Any) -> None:
+async def test_prompt_logprobs_are_objects_by_token_id(api: Any) -> None:
     response = (await api.chat(prompt_logprobs=2)).json()
     assert response["prompt_logprobs"][0] is None
     assert response["prompt_logprobs"][1] == {
@@ -192,7 +192,7 @@ async def test_prompt_logprobs_come_by_token_id(api: Any) -> None:
     }
 
 
-# --- what reaches the engine ---
+# --- values that reach the engine ---
 
 
 async def test_every_sampling_field_reaches_the_engine(api: Any) -> None:
@@ -241,13 +241,13 @@ async def test_every_sampling_field_reaches_the_engine(api: Any) -> None:
     assert (options["priority"], options["cache_salt"]) == (-3, "mine")
 
 
-async def test_what_is_null_or_missing_is_the_server_default(api: Any) -> None:
+async def test_a_null_or_missing_field_has_the_server_default(api: Any) -> None:
     api.engine.default_sampling = SamplingParams(temperature=0.6, top_k=20)
     await api.chat(temperature=None, top_k=None, stop=None, n=None, max_tokens=None, stream=None, tools=None, seed=None)
     assert api.engine.streams[0].sampling == api.engine.default_sampling
 
 
-async def test_fields_that_change_nothing_and_fields_nobody_knows_are_taken(api: Any) -> None:
+async def test_harmless_and_unknown_fields_are_accepted(api: Any) -> None:
     exchange = await api.chat(
         user="u",
         metadata={"a": "b"},
@@ -263,7 +263,7 @@ async def test_fields_that_change_nothing_and_fields_nobody_knows_are_taken(api:
     assert api.engine.streams[0].sampling.stop == ("x",)
 
 
-async def test_messages_reach_the_template_as_they_came(api: Any) -> None:
+async def test_messages_reach_the_template_unchanged(api: Any) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
     messages = [
         {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
@@ -280,12 +280,12 @@ async def test_messages_reach_the_template_as_they_came(api: Any) -> None:
     assert (prompt.add_generation_prompt, prompt.continue_final_message) == (True, False)
 
 
-async def test_tools_stay_away_from_the_template_when_none_may_be_called(api: Any) -> None:
+async def test_tools_are_not_in_the_prompt_if_none_may_be_called(api: Any) -> None:
     await api.chat(tools=[{"type": "function", "function": {"name": "weather"}}], tool_choice="none")
     assert api.engine.streams[0].prompt.tools is None
 
 
-async def test_the_last_message_can_be_continued_and_repeated(api: Any) -> None:
+async def test_the_last_message_can_be_continued_and_echoed(api: Any) -> None:
     messages = [USER, {"role": "assistant", "content": [{"type": "text", "text": "Well, "}]}]
     exchange = await api.chat(messages=messages, continue_final_message=True, echo=True)
     prompt = api.engine.streams[0].prompt
@@ -295,14 +295,14 @@ async def test_the_last_message_can_be_continued_and_repeated(api: Any) -> None:
     assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == "Well, Hello!"
 
 
-async def test_a_template_in_the_request_needs_trust(api: Any, make_api: Any) -> None:
+async def test_a_template_in_the_request_needs_the_operators_option(api: Any, make_api: Any) -> None:
     await api.check_refused(CHAT, {"messages": [USER], "chat_template": "x"}, param="chat_template")
     trusting = make_api(trust_request_chat_template=True)
     await trusting.chat(chat_template="{{ messages }}")
     assert trusting.engine.streams[0].prompt.chat_template == "{{ messages }}"
 
 
-async def test_token_ids_come_when_asked(api: Any) -> None:
+async def test_token_ids_are_in_the_response_if_asked_for(api: Any) -> None:
     response = (await api.chat(return_token_ids=True)).json()
     assert response["choices"][0]["token_ids"] == list(map(ord, "Hello!"))
     assert response["prompt_token_ids"] == list(api.engine.streams[0].prompt_token_ids)
@@ -367,7 +367,7 @@ async def test_token_ids_come_when_asked(api: Any) -> None:
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ],
 )
-async def test_what_cannot_be_served_is_refused_with_the_field(api: Any, fields: dict[str, Any], param: str) -> None:
+async def test_an_invalid_field_is_refused_by_name(api: Any, fields: dict[str, Any], param: str) -> None:
     await api.check_refused(CHAT, {"messages": [USER], **fields}, param=param)
     assert api.engine.streams == []
 
@@ -407,7 +407,7 @@ async def test_a_refusal_of_the_engine_has_a_status_even_for_a_stream(api: Any, 
     assert exchange.json()["error"]["code"] == "context_length_exceeded"
 
 
-# --- ends that are not the model's ---
+# --- ends by an abort, a deadline or a fault ---
 
 ENDS = [
     (FinishReason.ABORT, 503, "request_aborted"),
@@ -417,7 +417,7 @@ ENDS = [
 
 
 @pytest.mark.parametrize("reason, status, code", ENDS)
-async def test_half_a_response_is_an_error(api: Any, reason: FinishReason, status: int, code: str) -> None:
+async def test_a_partial_response_is_an_error(api: Any, reason: FinishReason, status: int, code: str) -> None:
     api.engine.script = api.say("Hel", reason=reason, message="because")
     exchange = await api.chat()
     assert exchange.status == status
@@ -427,7 +427,7 @@ async def test_half_a_response_is_an_error(api: Any, reason: FinishReason, statu
 
 
 @pytest.mark.parametrize("reason, status, code", ENDS)
-async def test_half_a_stream_ends_with_an_error_and_without_done(
+async def test_a_partial_stream_ends_with_an_error_and_without_done(
     api: Any, reason: FinishReason, status: int, code: str
 ) -> None:
     api.engine.script = api.say("Hel", "lo", reason=reason)
@@ -450,7 +450,7 @@ async def test_an_engine_fault_ends_streams_and_whole_responses(api: Any) -> Non
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("phase", ["queued", "first token", "slow client"])
-async def test_a_client_that_leaves_takes_its_request_along(
+async def test_a_client_that_leaves_cancels_its_request(
     api: Any, stream: bool, phase: str, autojump_clock: trio.testing.MockClock
 ) -> None:
     exchange = api.exchange("POST", CHAT, {"messages": [USER], "stream": stream})
@@ -469,7 +469,7 @@ async def test_a_client_that_leaves_takes_its_request_along(
     assert b'trioserve:streams_open{model_name="letters"} 0.0' in api.engine.metrics.expose()
 
 
-async def test_a_slow_client_of_a_whole_response_holds_nothing_of_the_engine(api: Any) -> None:
+async def test_a_slow_client_of_a_whole_response_keeps_no_engine_resources(api: Any) -> None:
     exchange = api.exchange("POST", CHAT, {"messages": [USER]})
     exchange.gate = trio.Event()
     async with trio.open_nursery() as nursery:

@@ -1,4 +1,4 @@
-"""Every family of models, through the whole of /v1/chat/completions: a scripted model writes as that family does."""
+"""Every family of models through /v1/chat/completions: a scripted model writes in the family's format."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def streamed_call(exchange: Any) -> tuple[str, Any]:
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-async def test_a_call_is_found_in_what_the_model_writes(make_api: Any, family: str) -> None:
+async def test_a_tool_call_is_found_in_the_output(make_api: Any, family: str) -> None:
     async with opened(make_api, family) as api:
         fields = {"tools": [TOOL], "messages": [USER]}
         whole = (await api.chat(**fields)).json()["choices"][0]
@@ -85,7 +85,7 @@ async def test_a_call_is_found_in_what_the_model_writes(make_api: Any, family: s
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 async def test_a_forced_call_fits_its_schema(make_api: Any, family: str, choice: Any) -> None:
-    """In the format that the family's grammar has for this vocabulary, which need not be the script's."""
+    """The family's grammar sets the format for this vocabulary, which may differ from the script's format."""
     async with opened(make_api, family) as api:
         fields = {"tools": [TOOL], "tool_choice": choice, "parallel_tool_calls": False, "messages": [USER]}
         whole = (await api.chat(**fields)).json()["choices"][0]
@@ -98,7 +98,7 @@ async def test_a_forced_call_fits_its_schema(make_api: Any, family: str, choice:
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-async def test_a_conversation_with_a_result_goes_on(make_api: Any, family: str) -> None:
+async def test_a_conversation_with_a_tool_result_continues(make_api: Any, family: str) -> None:
     async with opened(make_api, family) as api:
         first = (await api.chat(messages=[USER], tools=[TOOL])).json()["choices"][0]["message"]
         result = {"role": "tool", "tool_call_id": first["tool_calls"][0]["id"], "content": "rain"}
@@ -108,7 +108,7 @@ async def test_a_conversation_with_a_result_goes_on(make_api: Any, family: str) 
 
 @pytest.mark.parametrize("family", ["hermes", "openai"])
 @pytest.mark.parametrize("choice", ["auto", "required"])
-async def test_a_thought_stands_before_the_call(make_api: Any, family: str, choice: str) -> None:
+async def test_reasoning_precedes_the_call(make_api: Any, family: str, choice: str) -> None:
     async with opened(make_api, family, thinks=True) as api:
         whole = (await api.chat(messages=[USER], tools=[TOOL], tool_choice=choice)).json()["choices"][0]
         assert whole["message"]["reasoning_content"] == "Let me think."
@@ -117,7 +117,7 @@ async def test_a_thought_stands_before_the_call(make_api: Any, family: str, choi
 
 @pytest.mark.parametrize("family", ["hermes", "openai"])
 @pytest.mark.parametrize("thinks", [False, True])
-async def test_a_form_is_that_of_the_content(make_api: Any, family: str, thinks: bool) -> None:
+async def test_structured_output_applies_to_the_content(make_api: Any, family: str, thinks: bool) -> None:
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {**schema, "additionalProperties": False}}}
     async with opened(make_api, family, thinks=thinks) as api:
@@ -127,7 +127,7 @@ async def test_a_form_is_that_of_the_content(make_api: Any, family: str, thinks:
         assert message.get("reasoning_content") == ("Let me think." if thinks else None)
 
 
-async def test_a_form_and_tools_do_not_go_together_in_channels(make_api: Any) -> None:
+async def test_structured_output_with_tools_is_refused_for_models_with_channels(make_api: Any) -> None:
     async with opened(make_api, "openai") as api:
         fields = {"messages": [USER], "tools": [TOOL], "response_format": {"type": "json_object"}}
         message = await api.check_refused("/v1/chat/completions", fields, param="response_format")

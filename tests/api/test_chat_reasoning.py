@@ -1,4 +1,4 @@
-"""Thoughts in /v1/chat/completions: split from the text, counted, bounded, hidden, and in front of forms and calls."""
+"""Reasoning in /v1/chat/completions: split from the content, counted, limited, hidden, and before schemas and calls."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def opened(make_api: Any, response: Any = SAID, **options: Any) -> AsyncIt
 
 
 def streamed(exchange: Any) -> tuple[str, str, list[str]]:
-    """The thought, the content, and the kinds of deltas in their order."""
+    """Return the reasoning, the content, and the kinds of deltas in their order."""
     *events, done = exchange.events()
     assert done == "[DONE]"
     thought = content = ""
@@ -74,7 +74,7 @@ def streamed(exchange: Any) -> tuple[str, str, list[str]]:
     return thought, content, kinds
 
 
-async def test_a_thought_is_no_content(make_api: Any) -> None:
+async def test_reasoning_is_not_content(make_api: Any) -> None:
     async with opened(make_api) as (api, _):
         whole = (await api.chat(messages=[USER])).json()
         ChatCompletion.model_validate(whole, strict=True)
@@ -85,7 +85,7 @@ async def test_a_thought_is_no_content(make_api: Any) -> None:
         assert (thought, content, kinds) == (THOUGHT, "It rains.", ["thought", "content"])
 
 
-async def test_tokens_of_thoughts_are_told_in_the_usage(make_api: Any) -> None:
+async def test_usage_counts_reasoning_tokens(make_api: Any) -> None:
     async with opened(make_api) as (api, _):
         usage = (await api.chat(messages=[USER])).json()["usage"]
         told = usage["completion_tokens_details"]["reasoning_tokens"]
@@ -95,7 +95,7 @@ async def test_tokens_of_thoughts_are_told_in_the_usage(make_api: Any) -> None:
         assert len(THOUGHT) <= streamed_count <= SAID.index("It rains.")
 
 
-async def test_thoughts_can_be_left_out(make_api: Any) -> None:
+async def test_reasoning_can_be_left_out(make_api: Any) -> None:
     async with opened(make_api) as (api, _):
         message = (await api.chat(messages=[USER], include_reasoning=False)).json()["choices"][0]["message"]
         assert message == {"role": "assistant", "content": "It rains.", "refusal": None}
@@ -104,8 +104,8 @@ async def test_thoughts_can_be_left_out(make_api: Any) -> None:
 
 
 @pytest.mark.parametrize("field", ["thinking_token_budget", "thinking_budget", "max_reasoning_tokens"])
-async def test_a_budget_ends_the_thought(make_api: Any, field: str) -> None:
-    """The scripted model goes on as if it still thought, but behind the forced end that is content."""
+async def test_a_budget_ends_the_reasoning(make_api: Any, field: str) -> None:
+    """The scripted model continues to write reasoning, but after the forced end that text is content."""
     async with opened(make_api, "<think>" + "and so on, " * 20) as (api, _):
         whole = (await api.chat(messages=[USER], max_tokens=60, **{field: 10})).json()
         message = whole["choices"][0]["message"]
@@ -116,14 +116,14 @@ async def test_a_budget_ends_the_thought(make_api: Any, field: str) -> None:
         assert (thought, content) == (message["reasoning_content"], message["content"])
 
 
-async def test_a_form_begins_behind_the_thought(make_api: Any) -> None:
+async def test_structured_output_begins_after_the_reasoning(make_api: Any) -> None:
     async with opened(make_api, f"<think>\n{THOUGHT}\n</think>yes, of course") as (api, _):
         message = (await api.chat(messages=[USER], guided_choice=["yes", "no"])).json()["choices"][0]["message"]
         assert message["reasoning_content"] == THOUGHT
         assert message["content"] == "yes"
 
 
-async def test_a_forced_call_comes_behind_the_thought(make_api: Any) -> None:
+async def test_a_forced_call_follows_the_reasoning(make_api: Any) -> None:
     async with opened(make_api, f"<think>\n{THOUGHT}\n</think>\n\nI would rather not call.") as (api, _):
         for stream in (False, True):
             exchange = await api.chat(messages=[USER], tools=[WASH], tool_choice="required", stream=stream)
@@ -137,7 +137,7 @@ async def test_a_forced_call_comes_behind_the_thought(make_api: Any) -> None:
                     assert json.loads(call["function"]["arguments"]) == {"colour": "blue"}
 
 
-async def test_a_call_inside_of_a_thought_is_none(make_api: Any) -> None:
+async def test_a_call_inside_the_reasoning_is_not_a_tool_call(make_api: Any) -> None:
     call = '<tool_call>\n{"name": "wash", "arguments": {"colour": "blue"}}\n</tool_call>'
     async with opened(make_api, f"<think>\nPerhaps {call}?\n</think>\n\nNo.") as (api, _):
         choice = (await api.chat(messages=[USER], tools=[WASH])).json()["choices"][0]
@@ -160,20 +160,18 @@ async def test_a_call_inside_of_a_thought_is_none(make_api: Any) -> None:
         ),
     ],
 )
-async def test_what_is_asked_of_thoughts_reaches_the_template(
-    api: Any, fields: dict[str, Any], told: dict[str, Any]
-) -> None:
+async def test_reasoning_fields_reach_the_template(api: Any, fields: dict[str, Any], told: dict[str, Any]) -> None:
     await api.chat(messages=[USER], **fields)
     assert api.engine.streams[0].prompt.template_arguments == told
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
-async def test_earlier_thoughts_reach_the_template_under_their_one_name(api: Any, name: str) -> None:
+async def test_earlier_reasoning_reaches_the_template_as_reasoning_content(api: Any, name: str) -> None:
     await api.chat(messages=[USER, {"role": "assistant", "content": "Rain.", name: THOUGHT}, USER])
     assert api.engine.streams[0].prompt.messages[1]["reasoning_content"] == THOUGHT
 
 
-async def test_a_thought_cut_off_is_a_thought(make_api: Any) -> None:
+async def test_unfinished_reasoning_is_shown_as_reasoning(make_api: Any) -> None:
     async with opened(make_api) as (api, _):
         choice = (await api.chat(messages=[USER], max_tokens=15)).json()["choices"][0]
         assert choice["finish_reason"] == "length"
@@ -185,7 +183,7 @@ LITERAL = "Models write\n<think>\nfirst, and then answer.\n</think>\nThe end."
 
 
 def content_in(path: str, body: dict[str, Any]) -> tuple[str, str]:
-    """Reasoning and content of a whole response of any API."""
+    """Return reasoning and content of a whole response of any API."""
     if path == "/v1/chat/completions":
         message = body["choices"][0]["message"]
         return message.get("reasoning_content", ""), message["content"]
@@ -213,7 +211,7 @@ def content_in(path: str, body: dict[str, Any]) -> tuple[str, str]:
         ("<think>\nHm.\n</think>\n<think>a</think>", "Hm.", "<think>a</think>"),
     ],
 )
-async def test_every_api_shows_tags_in_an_answer_as_content(
+async def test_every_api_shows_tags_inside_content_as_content(
     make_api: Any, said: str, thought: str, content: str
 ) -> None:
     async with opened(make_api, said) as (api, engine):
@@ -234,7 +232,7 @@ async def test_every_api_shows_tags_in_an_answer_as_content(
         assert (found.reasoning, found.content) == (thought, content)
 
 
-async def test_a_form_is_kept_to_where_its_text_has_an_opening_tag(make_api: Any) -> None:
+async def test_structured_output_may_contain_an_opening_tag(make_api: Any) -> None:
     async with opened(make_api, LITERAL) as (api, _):
         for stream in (False, True):
             exchange = await api.chat(messages=[USER], guided_choice=[LITERAL], stream=stream)
@@ -255,7 +253,7 @@ async def test_a_form_is_kept_to_where_its_text_has_an_opening_tag(make_api: Any
 @pytest.mark.parametrize(
     "signs", [("<|im_start|>", "<|im_end|>", "<think>", "</think>"), ("<|im_start|>", "<|im_end|>")]
 )
-async def test_a_continued_message_says_whether_reasoning_is_open(
+async def test_a_continued_message_shows_if_reasoning_is_open(
     make_api: Any, signs: tuple[str, ...], last: str, said: str, thought: str, content: str
 ) -> None:
     tokenizer = byte_tokenizer(CHATML, signs=signs)
@@ -268,14 +266,14 @@ async def test_a_continued_message_says_whether_reasoning_is_open(
         message = (await api.chat(**fields)).json()["choices"][0]["message"]
         assert (message.get("reasoning_content", ""), message["content"]) == (thought, content)
         if "<think>" in signs:
-            return  # the fake engine compiles forms for a vocabulary without these tokens
+            return  # the fake engine compiles grammars for a vocabulary without these tokens
         form = {"guided_choice": [content], "max_tokens": 60}
         message = (await api.chat(**fields, **form)).json()["choices"][0]["message"]
         assert message["content"] == content
         assert streamed(await api.chat(**fields, **form, stream=True))[1] == content
 
 
-async def test_an_abort_in_a_thought_is_an_error(make_api: Any) -> None:
+async def test_an_abort_during_reasoning_is_an_error(make_api: Any) -> None:
     async with opened(make_api, paused=True) as (api, engine):
         exchange = api.exchange(
             "POST", "/v1/chat/completions", {"messages": [USER], "stream": True}, {"x-request-id": "mine"}
@@ -289,7 +287,7 @@ async def test_an_abort_in_a_thought_is_an_error(make_api: Any) -> None:
         assert any(event["choices"][0]["delta"].get("reasoning") for event in events)
 
 
-# --- a thought that is ended while it is written ---
+# --- reasoning that is ended while it is written ---
 
 
 async def control(api: Any, request_id: str, body: object = None, **headers: str) -> Any:
@@ -297,7 +295,7 @@ async def control(api: Any, request_id: str, body: object = None, **headers: str
     return await api.context("POST", f"/v1/requests/{request_id}", given, **headers)
 
 
-async def test_a_thought_ends_while_it_is_written(make_api: Any) -> None:
+async def test_reasoning_ends_on_request_while_it_is_written(make_api: Any) -> None:
     async with opened(make_api, "<think>" + "and so on, " * 20, paused=True) as (api, engine):
         exchange = api.exchange(
             "POST",
@@ -320,7 +318,7 @@ async def test_a_thought_ends_while_it_is_written(make_api: Any) -> None:
         assert kinds == ["thought", "content"]
 
 
-async def test_only_a_thought_can_be_ended(make_api: Any) -> None:
+async def test_ending_is_refused_if_there_is_no_reasoning(make_api: Any) -> None:
     async with opened(make_api, paused=True) as (api, engine), trio.open_nursery() as nursery:
         nursery.start_soon(
             api.app,
@@ -336,7 +334,7 @@ async def test_only_a_thought_can_be_ended(make_api: Any) -> None:
         engine.resume()
 
 
-async def test_a_key_ends_the_thoughts_of_its_own_requests(make_api: Any) -> None:
+async def test_a_key_ends_the_reasoning_of_its_own_requests_only(make_api: Any) -> None:
     async with opened(make_api, paused=True) as (api, engine):
         api.options = {"api_keys": ["one", "two"], "admin_api_key": "admin"}
         async with trio.open_nursery() as nursery:

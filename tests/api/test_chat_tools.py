@@ -1,4 +1,4 @@
-"""Tools in /v1/chat/completions: what the model writes becomes calls, whole and streamed, and never half of one."""
+"""Tools in /v1/chat/completions: the output becomes complete tool calls, whole and streamed, never a partial call."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def ask(api: Any, **fields: Any) -> Any:
 
 
 def joined(exchange: Any) -> dict[str, Any]:
-    """A stream of one choice as the whole message that a client makes of it, checked on the way."""
+    """Merge the stream of one choice into a whole message, as a client does, and check the events on the way."""
     *events, done = exchange.events()
     assert done == "[DONE]"
     message: dict[str, Any] = {"content": None, "tool_calls": [], "finish_reason": None, "reasoning": ""}
@@ -70,7 +70,7 @@ def joined(exchange: Any) -> dict[str, Any]:
     return message
 
 
-async def test_a_call_is_no_content_and_ends_with_tool_calls(make_api: Any) -> None:
+async def test_a_call_is_not_content_and_finishes_with_tool_calls(make_api: Any) -> None:
     async with opened(make_api, CALL) as (api, _):
         whole = ChatCompletion.model_validate((await ask(api)).json(), strict=True)
         [choice] = whole.choices
@@ -84,7 +84,7 @@ async def test_a_call_is_no_content_and_ends_with_tool_calls(make_api: Any) -> N
         assert json.loads(call.function.arguments) == {"city": "Oslo"}
 
 
-async def test_a_streamed_call_is_its_name_and_then_its_arguments(make_api: Any) -> None:
+async def test_a_streamed_call_sends_its_name_and_then_its_arguments(make_api: Any) -> None:
     async with opened(make_api, CALL) as (api, _):
         exchange = await ask(api, stream=True)
         first, second, *_ = exchange.events()
@@ -101,7 +101,7 @@ async def test_a_streamed_call_is_its_name_and_then_its_arguments(make_api: Any)
         assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"city": "Oslo"}
 
 
-async def test_text_before_calls_is_content_and_two_calls_have_two_ids(make_api: Any) -> None:
+async def test_text_before_calls_is_content_and_each_call_has_an_id(make_api: Any) -> None:
     async with opened(make_api, f"Let me look.\n{CALL}\n{SECOND}") as (api, _):
         message = joined(await ask(api, stream=True))
         assert message["content"].strip() == "Let me look."
@@ -143,8 +143,8 @@ async def test_each_choice_has_its_own_calls(make_api: Any) -> None:
 
 
 @pytest.mark.slow
-async def test_a_call_cut_off_by_length_is_never_whole(make_api: Any) -> None:
-    """At every place but the last, where the call is complete."""
+async def test_a_call_that_max_tokens_ends_never_looks_complete(make_api: Any) -> None:
+    """For every max_tokens except the last, where the call is complete."""
     async with opened(make_api, CALL) as (api, _):
         for tokens in range(1, len(CALL) - len("\n</tool_call>")):
             choice = (await ask(api, max_tokens=tokens)).json()["choices"][0]
@@ -176,7 +176,7 @@ async def test_an_abort_in_every_phase_of_a_call_is_an_error_and_frees_its_block
             assert all(event["choices"][0]["finish_reason"] is None for event in events)
 
 
-async def test_a_client_that_leaves_in_the_middle_of_a_call_frees_its_blocks(make_api: Any) -> None:
+async def test_a_client_that_leaves_during_a_call_frees_its_blocks(make_api: Any) -> None:
     for steps in (1, 20, 45):
         async with opened(make_api, CALL, paused=True) as (api, engine):
             exchange = api.exchange("POST", CHAT, {"messages": [USER], "tools": [WEATHER], "stream": True})
@@ -187,8 +187,8 @@ async def test_a_client_that_leaves_in_the_middle_of_a_call_frees_its_blocks(mak
             assert not exchange.finished
 
 
-async def test_logprobs_and_token_ids_go_with_calls(make_api: Any) -> None:
-    """The fake model gives no log probabilities of its own; that their fields break nothing is what is looked at."""
+async def test_logprobs_and_token_ids_work_with_calls(make_api: Any) -> None:
+    """The fake model has no log probabilities. The test checks that the fields break nothing."""
     async with opened(make_api, f"Hm. {CALL}") as (api, _):
         fields = {"logprobs": True, "top_logprobs": 2, "return_token_ids": True}
         whole = (await ask(api, **fields)).json()["choices"][0]
@@ -202,7 +202,7 @@ async def test_logprobs_and_token_ids_go_with_calls(make_api: Any) -> None:
 
 
 async def test_tools_are_part_of_the_prompt_and_tokenize_counts_the_same(make_api: Any) -> None:
-    """The byte tokenizer's chat template has no place for tools, as many have none."""
+    """The byte tokenizer's chat template does not write tools, as many templates do not."""
     async with opened(make_api, "Hello!") as (api, _):
         chat = (await ask(api)).json()["usage"]["prompt_tokens"]
         assert (await ask(api, tool_choice="none")).json()["usage"]["prompt_tokens"] < chat
@@ -212,7 +212,7 @@ async def test_tools_are_part_of_the_prompt_and_tokenize_counts_the_same(make_ap
         assert "Weather of a city." in bytes(shown["tokens"]).decode()
 
 
-async def test_ids_are_such_that_templates_of_mistral_take_them_back(make_api: Any) -> None:
+async def test_call_ids_are_accepted_by_templates_of_mistral(make_api: Any) -> None:
     async with opened(make_api, '[TOOL_CALLS][{"name": "clock", "arguments": {}}]', tool_call_parser="mistral") as (
         api,
         _,
@@ -222,10 +222,10 @@ async def test_ids_are_such_that_templates_of_mistral_take_them_back(make_api: A
         assert call["id"].isalnum()
 
 
-# --- the old functions ---
+# --- the older functions ---
 
 
-async def test_functions_are_answered_with_a_function_call(make_api: Any) -> None:
+async def test_functions_get_a_function_call(make_api: Any) -> None:
     async with opened(make_api, f"{CALL}\n{SECOND}") as (api, _):
         old = {"tools": None, "functions": [WEATHER["function"], CLOCK["function"]], "function_call": "auto"}
         whole = (await ask(api, **old)).json()["choices"][0]
@@ -240,7 +240,7 @@ async def test_functions_are_answered_with_a_function_call(make_api: Any) -> Non
         assert events[-1]["choices"][0]["finish_reason"] == "function_call"
 
 
-async def test_old_messages_are_read_as_calls_and_results(api: Any) -> None:
+async def test_messages_with_function_calls_become_calls_and_results(api: Any) -> None:
     call = {"name": "weather", "arguments": '{"city": "Oslo"}'}
     messages = [
         USER,
@@ -291,7 +291,7 @@ def deep_schema(depth: int) -> dict[str, Any]:
         ([function(description="x" * 300_000)], "tools[0]"),
     ],
 )
-async def test_tools_that_cannot_be_are_refused_by_their_place(api: Any, tools: Any, param: str) -> None:
+async def test_invalid_tools_are_refused_with_their_path(api: Any, tools: Any, param: str) -> None:
     await api.check_refused(CHAT, {"messages": [USER], "tools": tools}, param=param)
     assert api.engine.streams == []
 
@@ -311,7 +311,7 @@ async def test_tools_that_cannot_be_are_refused_by_their_place(api: Any, tools: 
         {},
     ],
 )
-async def test_a_choice_that_does_not_go_with_the_tools_is_refused(api: Any, choice: Any) -> None:
+async def test_a_tool_choice_that_does_not_fit_the_tools_is_refused(api: Any, choice: Any) -> None:
     await api.check_refused(
         CHAT, {"messages": [USER], "tools": [WEATHER, CLOCK], "tool_choice": choice}, param="tool_choice"
     )
@@ -344,7 +344,7 @@ ONE_CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments
         ([USER, {"role": "function", "name": "f", "content": "x"}], "messages[1].role"),
     ],
 )
-async def test_a_history_whose_calls_do_not_fit_is_refused(api: Any, messages: Any, param: str) -> None:
+async def test_messages_with_mismatched_calls_and_results_are_refused(api: Any, messages: Any, param: str) -> None:
     await api.check_refused(CHAT, {"messages": messages}, param=param)
 
 

@@ -1,4 +1,4 @@
-"""The layer below all chat-like APIs: what a turn gives, whichever surface asked for it."""
+"""The turn, the layer below all chat-like APIs: its results are the same for every API."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def test_a_turn_is_read_piece_by_piece_in_order() -> None:
         engine.assert_all_free()
 
 
-async def test_a_turn_is_collected_whole() -> None:
+async def test_a_whole_turn_is_collected() -> None:
     async with open_fake_engine(response="Hello!") as engine:
         async with turn_of(engine) as turn:
             [choice] = await turn.collect()
@@ -103,11 +103,11 @@ async def test_an_abort_ends_a_turn_with_an_error() -> None:
         engine.assert_all_free()
 
 
-# --- what parts mean, with a parser that gives them as a test says ---
+# --- meaning of parts, with a scripted parser ---
 
 
-class Told:
-    """A parser that gives these parts, one list for each feed and the last one at the end."""
+class ScriptedParser:
+    """A parser that returns scripted parts: one list for each feed, and the last list at the end."""
 
     def __init__(self, *told: list[ResponsePart]) -> None:
         self._told = list(told)
@@ -123,7 +123,7 @@ def collected(
     *told: list[ResponsePart], finish: FinishReason = FinishReason.STOP, calls_max: int | None = None
 ) -> CollectedChoice:
     choice = TurnChoice(
-        0, Told(*told), calls_max=calls_max, new_call_id=map("call_{}".format, itertools.count()).__next__
+        0, ScriptedParser(*told), calls_max=calls_max, new_call_id=map("call_{}".format, itertools.count()).__next__
     )
     whole = CollectedChoice()
     for index in range(len(told)):
@@ -145,32 +145,32 @@ def test_a_complete_call_ends_with_tool_calls() -> None:
 
 
 @pytest.mark.parametrize(("finish", "shown"), [(FinishReason.STOP, "stop"), (FinishReason.LENGTH, "length")])
-def test_a_call_that_was_cut_off_is_left_out(finish: FinishReason, shown: str) -> None:
+def test_a_partial_call_is_left_out(finish: FinishReason, shown: str) -> None:
     whole = collected(CALL, [], finish=finish)
     assert whole.tool_calls == []
     assert whole.finish_reason == shown
 
 
-def test_the_model_s_own_id_is_kept() -> None:
+def test_a_call_id_of_the_model_is_kept() -> None:
     whole = collected([ToolCallBegin(0, "f", id="functions.f:0"), ToolCallEnd(0)], [])
     assert whole.tool_calls[0].id == "functions.f:0"
 
 
-def test_with_one_call_at_most_the_others_are_left_out() -> None:
+def test_without_parallel_calls_only_the_first_call_is_kept() -> None:
     second: list[ResponsePart] = [ToolCallBegin(1, "look"), ToolCallEnd(1)]
     whole = collected([*CALL, ToolCallEnd(0)], second, calls_max=1)
     assert len(whole.tool_calls) == 1
     assert whole.finish_reason == "tool_calls"
 
 
-def test_tokens_of_thoughts_are_counted() -> None:
+def test_reasoning_tokens_are_counted() -> None:
     whole = collected([ReasoningText("ab")], [], [ReasoningText("c"), ContentText("d")], [ContentText("e")], [])
     assert whole.reasoning == "abc"
     assert whole.content == "de"
-    assert whole.reasoning_token_count == 2 + 2 + 1  # the second delta brought nothing yet, and was thought, too
+    assert whole.reasoning_token_count == 2 + 2 + 1  # the second delta has no text, but reasoning tokens
 
 
-# --- what the template is told ---
+# --- arguments of the template ---
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_reasoning_reaches_the_template(reasoning: Reasoning, told: dict[str, An
     assert request.prompt().template_arguments == told
 
 
-def test_only_the_tools_that_may_be_called_are_shown() -> None:
+def test_only_tools_that_may_be_called_are_in_the_prompt() -> None:
     tools = [{"type": "function", "function": {"name": name}} for name in ("a", "b")]
 
     def shown(choice: ToolChoice) -> list[str]:

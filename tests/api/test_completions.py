@@ -1,4 +1,4 @@
-"""POST /v1/completions: shapes of prompts, several at once, echoes, and OpenAI's older shape of logprobs."""
+"""POST /v1/completions: types of prompts, several prompts, echoes, and OpenAI's older format of logprobs."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ async def test_stream_gives_text_then_the_finish_reason_then_done(api: Any) -> N
     assert usage["usage"]["total_tokens"] == 9
 
 
-async def test_the_end_of_the_only_choice_leaves_with_the_end_of_the_response(api: Any) -> None:
+async def test_the_last_event_of_a_single_choice_is_sent_with_done(api: Any) -> None:
     assert (await api.complete(stream=True, stream_options={"include_usage": True})).write_count == 2
     both_ends = await api.complete(stream=True, n=2)
-    assert both_ends.write_count == 5  # two deltas of each choice, and the end: no choice waits for another one
+    assert both_ends.write_count == 5  # two deltas of each choice, and the end: no choice waits for another choice
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ async def test_the_end_of_the_only_choice_leaves_with_the_end_of_the_response(ap
         ([[97], [98, 99]], [[97], [98, 99]]),
     ],
 )
-async def test_a_prompt_has_four_shapes(api: Any, prompt: Any, prompts: list[Any]) -> None:
+async def test_a_prompt_has_four_types(api: Any, prompt: Any, prompts: list[Any]) -> None:
     response = (await api.complete(prompt=prompt)).json()
     assert [stream.prompt for stream in api.engine.streams] == prompts
     assert [choice["index"] for choice in response["choices"]] == list(range(len(prompts)))
@@ -105,21 +105,21 @@ async def test_a_prompt_has_four_shapes(api: Any, prompt: Any, prompts: list[Any
         ({"use_beam_search": True}, "use_beam_search"),
     ],
 )
-async def test_what_cannot_be_served_is_refused_with_the_field(api: Any, fields: dict[str, Any], param: str) -> None:
+async def test_an_invalid_field_is_refused_by_name(api: Any, fields: dict[str, Any], param: str) -> None:
     await api.check_refused(PATH, {"prompt": "ab", **fields}, param=param)
     assert api.engine.streams == []
 
 
-async def test_no_prompt_is_refused(api: Any) -> None:
+async def test_a_missing_prompt_is_refused(api: Any) -> None:
     await api.check_refused(PATH, {"model": "letters"}, param="prompt")
 
 
-async def test_best_of_that_ranks_nothing_is_taken(api: Any) -> None:
+async def test_best_of_equal_to_n_is_accepted(api: Any) -> None:
     assert (await api.complete(best_of=1)).status == 200
     assert (await api.complete(best_of=2, n=2)).status == 200
 
 
-async def test_sixteen_tokens_are_made_unless_another_number_or_null_is_given(api: Any) -> None:
+async def test_max_tokens_is_sixteen_by_default(api: Any) -> None:
     for fields in ({}, {"max_tokens": 5}, {"max_tokens": None}):
         await api.complete(**fields)
     assert [stream.sampling.max_tokens for stream in api.engine.streams] == [16, 5, None]
@@ -162,7 +162,7 @@ async def test_choices_are_numbered_prompt_by_prompt(api: Any, stream: bool) -> 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_one_prompt_that_fails_cancels_the_others(
+async def test_a_failed_prompt_cancels_the_other_prompts(
     api: Any, stream: bool, autojump_clock: trio.testing.MockClock
 ) -> None:
     def script(prompt_token_ids: tuple[int, ...], sampling: Any) -> list[Any]:
@@ -179,14 +179,14 @@ async def test_one_prompt_that_fails_cancels_the_others(
     assert api.left()
 
 
-async def test_an_engine_fault_in_all_streams_is_told_once(api: Any) -> None:
+async def test_an_engine_fault_in_all_streams_is_reported_once(api: Any) -> None:
     api.engine.script = lambda *_: [EngineFault("broken")]
     exchange = await api.complete(prompt=["a", "b"], stream=True)
     assert [event["error"]["code"] for event in exchange.events()] == ["engine_fault"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_prompt_that_is_refused_takes_the_others_back(api: Any, stream: bool) -> None:
+async def test_a_refused_prompt_cancels_the_other_prompts(api: Any, stream: bool) -> None:
     api.engine.enter_errors = [None, Overloaded("full", reason="queue_full", retry_after_seconds=1)]
     exchange = await api.complete(prompt=["a", "b", "c"], stream=stream)
     assert exchange.status == 429
@@ -194,7 +194,7 @@ async def test_a_prompt_that_is_refused_takes_the_others_back(api: Any, stream: 
     assert api.left()
 
 
-async def test_a_client_that_leaves_takes_all_prompts_along(api: Any, autojump_clock: trio.testing.MockClock) -> None:
+async def test_a_client_that_leaves_cancels_all_prompts(api: Any, autojump_clock: trio.testing.MockClock) -> None:
     api.engine.script = lambda *_: [trio.Event()]
     exchange = api.exchange("POST", PATH, {"prompt": ["a", "b", "c"], "stream": True})
     async with trio.open_nursery() as nursery:
@@ -206,14 +206,16 @@ async def test_a_client_that_leaves_takes_all_prompts_along(api: Any, autojump_c
 
 
 @pytest.mark.parametrize("prompt", ["a", ["a", "b", "c"]])
-async def test_a_slow_client_stops_the_reading(api: Any, prompt: Any, autojump_clock: trio.testing.MockClock) -> None:
+async def test_a_slow_client_stops_reading_of_deltas(
+    api: Any, prompt: Any, autojump_clock: trio.testing.MockClock
+) -> None:
     api.engine.script = api.say(*["word "] * 50)
     exchange = api.exchange("POST", PATH, {"prompt": prompt, "stream": True})
     exchange.gate = trio.Event()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(api.app, exchange)
         await trio.testing.wait_all_tasks_blocked()
-        # One delta in the client's hands, and one that waits to follow it.
+        # One delta is being sent to the client, and one waits to be sent.
         assert sum(stream.taken_count for stream in api.engine.streams) <= 1 + len(api.engine.streams)
         exchange.gate.set()
     assert set(streamed_texts(exchange).values()) == {"word " * 50}
@@ -233,7 +235,7 @@ async def test_logprobs_are_four_lists(api: Any) -> None:
     assert logprobs.text_offset == [0, 1, 2, 3, 4, 5]
 
 
-async def test_offsets_count_on_from_chunk_to_chunk(api: Any) -> None:
+async def test_text_offsets_continue_from_chunk_to_chunk(api: Any) -> None:
     events = (await api.complete(logprobs=0, stream=True)).events()[:-1]
     offsets = [offset for event in events for offset in event["choices"][0]["logprobs"]["text_offset"]]
     assert offsets == [0, 1, 2, 3, 4, 5]
@@ -250,7 +252,7 @@ async def test_echo_puts_the_prompt_before_each_choice(api: Any, prompt: Any) ->
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_echo_with_logprobs_has_those_of_the_prompt_first(api: Any, stream: bool) -> None:
+async def test_echo_with_logprobs_has_the_prompts_logprobs_first(api: Any, stream: bool) -> None:
     exchange = await api.complete(echo=True, logprobs=1, stream=stream)
     pieces = [event["choices"][0]["logprobs"] for event in exchange.events()[:-1]] if stream else []
     pieces = pieces or [exchange.json()["choices"][0]["logprobs"]]
@@ -263,7 +265,7 @@ async def test_echo_with_logprobs_has_those_of_the_prompt_first(api: Any, stream
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_prompt_alone_can_be_scored(api: Any, stream: bool) -> None:
+async def test_a_prompt_without_output_can_be_scored(api: Any, stream: bool) -> None:
     exchange = await api.complete(echo=True, logprobs=0, max_tokens=0, stream=stream)
     if stream:
         assert streamed_texts(exchange) == {0: "ab"}
@@ -276,7 +278,7 @@ async def test_a_prompt_alone_can_be_scored(api: Any, stream: bool) -> None:
         assert (response["usage"]["prompt_tokens"], response["usage"]["completion_tokens"]) == (3, 0)
 
 
-async def test_prompt_logprobs_come_by_token_id(api: Any) -> None:
+async def test_prompt_logprobs_are_objects_by_token_id(api: Any) -> None:
     response = (await api.complete(prompt_logprobs=1)).json()
     assert [entry and list(entry) for entry in response["choices"][0]["prompt_logprobs"]] == [
         None,
@@ -285,7 +287,7 @@ async def test_prompt_logprobs_come_by_token_id(api: Any) -> None:
     ]
 
 
-async def test_token_ids_come_when_asked(api: Any) -> None:
+async def test_token_ids_are_in_the_response_if_asked_for(api: Any) -> None:
     choice = (await api.complete(return_token_ids=True)).json()["choices"][0]
     assert choice["token_ids"] == list(map(ord, "Hello!"))
     assert choice["prompt_token_ids"] == [1, 97, 98]
@@ -294,7 +296,7 @@ async def test_token_ids_come_when_asked(api: Any) -> None:
     assert [i for event in events for i in event["choices"][0].get("token_ids", [])] == list(map(ord, "Hello!"))
 
 
-async def test_what_stopped_it_is_told(api: Any) -> None:
+async def test_the_stop_reason_is_in_the_response(api: Any) -> None:
     def script(*_: Any) -> list[Delta]:
         return [Delta(index=0, text="a", token_ids=(97,), finish_reason=FinishReason.STOP, stop_reason="END")]
 

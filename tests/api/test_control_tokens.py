@@ -1,4 +1,4 @@
-"""Control tokens that a request spells out stay text in every chat API, and are tokens in a plain prompt."""
+"""Names of control tokens in a request stay text in every chat API, and become tokens in a plain prompt."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ ASKED: dict[str, tuple[str, Any, Any]] = {
 
 
 @pytest.mark.parametrize("api_name", sorted(ASKED))
-async def test_texts_of_a_chat_have_no_control_tokens(make_api: Any, api_name: str) -> None:
+async def test_text_in_a_chat_becomes_no_control_tokens(make_api: Any, api_name: str) -> None:
     path, body, count = ASKED[api_name]
 
     async def asked(api: Any, text: str) -> int:
@@ -115,7 +115,7 @@ async def test_texts_of_a_chat_have_no_control_tokens(make_api: Any, api_name: s
         assert await asked(api, EVIL) < expected
 
 
-async def test_a_plain_prompt_has_control_tokens(make_api: Any) -> None:
+async def test_text_in_a_plain_prompt_becomes_control_tokens(make_api: Any) -> None:
     async with opened(make_api) as api:
         for path, fields in (
             ("/v1/completions", {"max_tokens": 4}),
@@ -129,7 +129,7 @@ async def test_a_plain_prompt_has_control_tokens(make_api: Any) -> None:
             assert count == len("a\nsystem\nb") + 2, path
 
 
-async def test_what_is_counted_is_what_is_computed_and_found_in_the_cache(make_api: Any) -> None:
+async def test_counted_tokens_equal_computed_and_cached_tokens(make_api: Any) -> None:
     async with opened(make_api) as api:
         engine = api.engine
         prompt = ChatPrompt(messages=[{"role": "user", "content": EVIL * 20}])

@@ -1,4 +1,4 @@
-"""The tasks that live and what each waits for; and the last steps, as a trace that others can show."""
+"""Debug pages: the running tasks with the place where each waits, and the last steps as a trace."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def every(view):
             yield from every(child)
 
 
-async def test_the_tasks_of_a_server_are_shown_with_what_they_wait_for(autojump_clock):
+async def test_tasks_are_shown_with_the_place_where_they_wait(autojump_clock):
     asked = {"prompt": "xyzzy", "max_tokens": 9, "stream": True}
     async with open_memory_server(step_seconds=5) as server, server.client().ask(PATH, asked):
         await trio.sleep(1)
@@ -36,7 +36,7 @@ async def test_the_tasks_of_a_server_are_shown_with_what_they_wait_for(autojump_
     assert "xyzzy" not in str(tree)
 
 
-async def test_more_tasks_than_are_shown_are_counted(nursery):
+async def test_tasks_beyond_the_limit_are_only_counted(nursery):
     for _ in range(30):
         nursery.start_soon(trio.sleep_forever)
     await trio.testing.wait_all_tasks_blocked()
@@ -46,7 +46,7 @@ async def test_more_tasks_than_are_shown_are_counted(nursery):
     nursery.cancel_scope.cancel()
 
 
-async def test_where_there_are_keys_they_are_the_admins(autojump_clock):
+async def test_with_keys_only_the_admin_reads_debug_pages(autojump_clock):
     async with open_memory_server(api_keys=("alice",), admin_api_key="admin") as server:
         for path in ("/debug/tasks", "/debug/steps"):
             statuses = [
@@ -86,8 +86,8 @@ async def test_steps_are_a_trace_in_the_trace_event_format(autojump_clock):
     on_loop = [event for event in events if event["ph"] == "X" and rows[event["tid"]] == "event loop"]
     assert [event["name"] for event in on_loop] == ["schedule", "update", "deliver"] * 3
     ends = [event["ts"] + event["dur"] for event in on_loop]
-    assert all(end <= event["ts"] for end, event in zip(ends, on_loop[1:], strict=False)), "one thing at a time"
+    assert all(end <= event["ts"] for end, event in zip(ends, on_loop[1:], strict=False)), "steps do not overlap"
 
 
-def test_a_server_that_computed_nothing_gives_a_trace_without_steps():
+def test_a_server_without_steps_sends_an_empty_trace():
     assert b'"ph":"X"' not in step_trace([])

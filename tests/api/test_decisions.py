@@ -1,4 +1,4 @@
-"""/v1/decisions over a real engine whose model is played: both shapes, errors with their place, clients that leave."""
+"""/v1/decisions over a real engine with a scripted model: both formats, errors with their path, clients that leave."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def ask(server: MemoryServer, body: dict[str, Any], **headers: str) -> tup
 
 
 def weights(question: str, labels: str, temperature: float = 1.0) -> tuple[list[float], float]:
-    """Of a question behind INPUT: probabilities among the labels, and of all of them."""
+    """Return the expected probabilities of a question after INPUT: among the labels, and of all labels together."""
     model = FakeModel(vocab_size=256)
     prompt = f"user: {INPUT}\n\n{question}\nassistant: "
     digest = model.digest(list(prompt.encode()))
@@ -52,7 +52,7 @@ def weights(question: str, labels: str, temperature: float = 1.0) -> tuple[list[
     return [weight / sum(scaled) for weight in scaled], sum(map(math.exp, logprobs))
 
 
-async def test_questions_in_openais_shape(autojump_clock: Any) -> None:
+async def test_questions_in_openais_format(autojump_clock: Any) -> None:
     async with served() as server:
         status, response = await ask(server, {"input": INPUT, "model": "fake", "questions": [PREDICATE, CHOICE, SCORE]})
         assert status == 200, response
@@ -75,10 +75,10 @@ async def test_questions_in_openais_shape(autojump_clock: Any) -> None:
         assert [(entry["value"], entry["label"]) for entry in score["probabilities"]] == [(0, "little"), (1, "much")]
         usage = response["usage"]
         assert usage["input_tokens"] == usage["total_tokens"] > 3 * len(INPUT)
-        assert usage["input_tokens_details"]["cached_tokens"] > len(INPUT), "the others find the input's blocks"
+        assert usage["input_tokens_details"]["cached_tokens"] > len(INPUT), "the other questions hit the input's blocks"
 
 
-async def test_questions_in_sglangs_shape(autojump_clock: Any) -> None:
+async def test_questions_in_sglangs_format(autojump_clock: Any) -> None:
     questions = [
         {"id": "a", "type": "score", "question": "How much?", "levels": ["little", "much"]},
         {
@@ -107,7 +107,7 @@ async def test_questions_in_sglangs_shape(autojump_clock: Any) -> None:
         assert response["answers"]["b"]["choice"] == "xy"[options.index(max(options))]
 
 
-async def test_an_input_of_messages_is_their_text(autojump_clock: Any) -> None:
+async def test_an_input_of_messages_is_their_joined_text(autojump_clock: Any) -> None:
     parts = [{"type": "input_text", "text": "in two"}, {"type": "input_text", "text": "parts"}]
     messages = [{"role": "user", "content": "one"}, {"role": "user", "content": parts}]
     async with served() as server:
@@ -128,17 +128,17 @@ async def test_an_input_of_messages_is_their_text(autojump_clock: Any) -> None:
             "1 entries, allowed are 2 to 26",
         ),
         ({"questions": [PREDICATE, {**CHOICE, "choices": None}]}, "questions[1].choices", "0 entries"),
-        ({"questions": [{**CHOICE, "choices": [{"value": "a"}] * 2}]}, "questions[0].choices", "the same twice"),
+        ({"questions": [{**CHOICE, "choices": [{"value": "a"}] * 2}]}, "questions[0].choices", "has two equal entries"),
         ({"questions": [{**CHOICE, "choices": [{"value": "a"}, {}]}]}, "questions[0].choices[1].value", "no value"),
         ({"questions": [{**SCORE, "levels": ["a"] * 11}]}, "questions[0].levels", "11 entries, allowed are 2 to 10"),
         ({"questions": [{"type": "yes_no", "instructions": "a"}]}, "questions[0].type", 'send "predicate"'),
         ({"questions": [{"type": "rank", "instructions": "a"}]}, "questions[0].type", "rank"),
         ({"questions": [{"type": "predicate", "id": "a", "question": "b"}]}, "questions[0].type", 'send "yes_no"'),
         ({"questions": [{"type": "yes_no", "id": "a"}]}, "questions[0].question", "has no question"),
-        ({"questions": [{"type": "yes_no", "question": "b"}]}, "questions[0].id", "an id of its own"),
-        ({"questions": [{"type": "yes_no", "id": "a", "question": "b"}] * 2}, "questions[1].id", "an id of its own"),
-        ({"questions": [PREDICATE, {"type": "yes_no", "id": "a", "question": "b"}]}, "questions[1]", "mix two shapes"),
-        # Behind this chat template each byte is a token.
+        ({"questions": [{"type": "yes_no", "question": "b"}]}, "questions[0].id", "needs a unique id"),
+        ({"questions": [{"type": "yes_no", "id": "a", "question": "b"}] * 2}, "questions[1].id", "needs a unique id"),
+        ({"questions": [PREDICATE, {"type": "yes_no", "id": "a", "question": "b"}]}, "questions[1]", "mix two formats"),
+        # After this chat template, each byte is a token.
         (
             {"questions": [{"type": "yes_no", "id": "a", "question": "b"}]},
             "questions[0]",
@@ -151,7 +151,7 @@ async def test_an_input_of_messages_is_their_text(autojump_clock: Any) -> None:
         ({"cache_salt": ""}, "cache_salt", "1 to 256"),
     ],
 )
-async def test_what_is_wrong_is_said_with_its_place(
+async def test_an_invalid_field_is_refused_with_its_path(
     fields: dict[str, Any], param: str, words: str, autojump_clock: Any
 ) -> None:
     async with served() as server:
@@ -162,7 +162,7 @@ async def test_what_is_wrong_is_said_with_its_place(
         assert server.engine.stats().steps_total == 0
 
 
-async def test_an_encoder_says_of_no_token_how_likely_it_is(autojump_clock: Any) -> None:
+async def test_an_encoder_model_refuses_decisions(autojump_clock: Any) -> None:
     async with served(encoder="embed") as server:
         status, response = await ask(server, {"input": INPUT, "questions": [PREDICATE]})
         assert status == 400
@@ -170,7 +170,7 @@ async def test_an_encoder_says_of_no_token_how_likely_it_is(autojump_clock: Any)
 
 
 @pytest.mark.parametrize("steps_before", [0, 1, 2])
-async def test_a_client_that_leaves_takes_all_questions_with_it(steps_before: int, autojump_clock: Any) -> None:
+async def test_a_client_that_leaves_cancels_all_questions(steps_before: int, autojump_clock: Any) -> None:
     async with served(paused=True) as server:
         async with server.client().ask(PATH, {"input": INPUT, "questions": [PREDICATE, CHOICE, SCORE]}):
             await wait_all_tasks_blocked()
@@ -180,7 +180,7 @@ async def test_a_client_that_leaves_takes_all_questions_with_it(steps_before: in
         server.engine.resume()
 
 
-async def test_a_deadline_ends_it(autojump_clock: Any) -> None:
+async def test_a_deadline_ends_the_request(autojump_clock: Any) -> None:
     async with served(step_seconds=1) as server:
         status, response = await ask(server, {"input": INPUT, "questions": [PREDICATE, CHOICE], "timeout": 0.5})
         assert (status, response["error"]["code"]) == (504, "timeout")

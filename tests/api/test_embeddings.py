@@ -1,4 +1,4 @@
-"""/v1/embeddings over a real engine whose model is played: shapes, errors with their place, and clients that leave."""
+"""/v1/embeddings over a real engine with a scripted model: input types, errors with their path, clients that leave."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PATH = "/v1/embeddings"
 async def served(**options: Any) -> AsyncIterator[MemoryServer]:
     async with open_memory_server(**options) as server:
         yield server
-        await trio.sleep(1)  # the clock jumps: a step that was in flight ends
+        await trio.sleep(1)  # lets a step in flight end
         await server.assert_all_free()
 
 
@@ -56,7 +56,7 @@ def expected(text: str, **asked: Any) -> list[float]:
         ([list(b"one"), list(b"two")], ["one", "two"]),
     ],
 )
-async def test_every_shape_of_input(given: Any, texts: list[str], autojump_clock: Any) -> None:
+async def test_every_type_of_input(given: Any, texts: list[str], autojump_clock: Any) -> None:
     async with served() as server:
         status, response = await ask(server, {"input": given, "model": "fake", "user": "somebody"})
         assert status == 200
@@ -68,15 +68,15 @@ async def test_every_shape_of_input(given: Any, texts: list[str], autojump_clock
         assert response["model"] == "fake"
 
 
-async def test_base64_holds_the_same_numbers(autojump_clock: Any) -> None:
+async def test_base64_has_the_same_numbers(autojump_clock: Any) -> None:
     async with served() as server:
         _, response = await ask(server, {"input": ["one", "two"], "encoding_format": "base64"})
         vectors = [Pooled(base64.b64decode(entry["embedding"])).values() for entry in response["data"]]
         assert vectors == [expected("one"), expected("two")]
 
 
-async def test_the_official_client_unchanged(autojump_clock: Any) -> None:
-    """It asks for base64 unless it is told otherwise."""
+async def test_the_official_client_reads_embeddings(autojump_clock: Any) -> None:
+    """The client asks for base64 by default."""
     async with (
         served() as server,
         httpx.AsyncClient(transport=MemoryTransport(server.client)) as web,
@@ -90,13 +90,13 @@ async def test_the_official_client_unchanged(autojump_clock: Any) -> None:
         assert response.data[0].embedding == expected("one")
 
 
-async def test_a_chat_is_rendered_and_nothing_asks_for_its_continuation(autojump_clock: Any) -> None:
+async def test_a_chat_is_rendered_without_a_generation_prompt(autojump_clock: Any) -> None:
     async with served() as server:
         _, response = await ask(server, {"messages": [{"role": "user", "content": "hi"}]})
         assert response["data"][0]["embedding"] == expected("user: hi\n")
 
 
-async def test_what_is_asked_of_the_vector(autojump_clock: Any) -> None:
+async def test_dimensions_pooling_and_normalize_change_the_vector(autojump_clock: Any) -> None:
     async with served() as server:
         _, response = await ask(server, {"input": "one", "dimensions": 3, "normalize": False, "pooling": "mean"})
         assert response["data"][0]["embedding"] == expected("one", dimensions=3, normalize=False, method="mean")
@@ -111,7 +111,7 @@ async def test_what_is_asked_of_the_vector(autojump_clock: Any) -> None:
         ({"truncate_prompt_tokens": 100, "truncation_side": "left"}, "opqrstuvwxyz"),
     ],
 )
-async def test_an_input_that_is_too_long_is_cut_where_that_is_asked(
+async def test_a_long_input_is_truncated_on_the_side_that_is_asked_for(
     fields: dict[str, Any], text: str, autojump_clock: Any
 ) -> None:
     letters = "abcdefghijklmnopqrstuvwxyz"
@@ -163,7 +163,7 @@ async def test_2048_inputs_are_one_request_and_more_are_refused(autojump_clock: 
         ({"messages": []}, "messages", "messages is empty"),
     ],
 )
-async def test_what_is_wrong_is_said_with_its_place(
+async def test_an_invalid_field_is_refused_with_its_path(
     body: dict[str, Any], param: str, words: str, autojump_clock: Any
 ) -> None:
     async with served(max_model_len=128) as server:
@@ -176,7 +176,7 @@ async def test_a_model_that_is_not_served_is_404(autojump_clock: Any) -> None:
         assert (status, response["error"]["code"]) == (404, "model_not_found")
 
 
-async def test_an_encoder_serves_vectors_and_says_so_where_text_is_asked_for(autojump_clock: Any) -> None:
+async def test_an_encoder_serves_vectors_and_refuses_to_generate_text(autojump_clock: Any) -> None:
     async with served(encoder="embed") as server:
         _, response = await ask(server, {"input": ["one", "two"]})
         assert response["data"][1]["embedding"] == expected("two", method="mean")
@@ -207,7 +207,7 @@ async def test_a_deadline_is_504_and_ends_all_inputs(
 @pytest.mark.parametrize("http", [1, 2])
 @pytest.mark.parametrize("encoder", [None, "embed"])
 @pytest.mark.parametrize("steps_before", [0, 1, 4])
-async def test_a_client_that_leaves_takes_all_of_its_inputs_with_it(
+async def test_a_client_that_leaves_cancels_all_inputs(
     http: int, encoder: Any, steps_before: int, autojump_clock: Any
 ) -> None:
     async with served(encoder=encoder, max_num_seqs=4, paused=True) as server:
@@ -224,7 +224,7 @@ async def test_a_client_that_leaves_takes_all_of_its_inputs_with_it(
         engine.resume()
 
 
-async def test_a_client_that_leaves_during_a_step_abandons_it(autojump_clock: Any) -> None:
+async def test_a_client_that_leaves_during_a_step_abandons_the_step(autojump_clock: Any) -> None:
     async with served(max_num_seqs=4, paused=True) as server:
         client = server.client()
         with trio.CancelScope() as scope:
@@ -237,7 +237,7 @@ async def test_a_client_that_leaves_during_a_step_abandons_it(autojump_clock: An
         server.engine.resume()
 
 
-async def test_it_can_be_listed_and_aborted_by_its_id(autojump_clock: Any) -> None:
+async def test_a_pooling_request_is_listed_and_aborted_by_its_id(autojump_clock: Any) -> None:
     async with served(max_num_seqs=4, paused=True) as server:
         async with server.client().ask(PATH, {"input": ["text"] * 10}, headers={"x-request-id": "mine"}) as response:
             await wait_all_tasks_blocked()

@@ -1,4 +1,4 @@
-"""Every error code in the source is in the table, and every code of the table is in the source."""
+"""All error codes in the source are in the table, and all codes of the table are in the source."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ FINAL_DELTAS = {"end_with_final_delta", "_end_begun", "_end_with_error"}
 """Functions whose stop_reason becomes a code."""
 
 PASSED_ON = {
-    "reason",  # of a NoEndpoint, found where it is given
-    "code",  # a parameter or a variable, whose own values are found where they are given
+    "reason",  # of NoEndpoint; its values are found at its calls
+    "code",  # a parameter or variable; its values are found at its assignments
     "stop_reason",
     "deadline.value",
     "error.code",
@@ -51,8 +51,8 @@ PASSED_ON = {
     "told.code",
     "_code(told)",
     "str(delta.stop_reason or code)",
-    "str(error['code'])",  # of an endpoint
-    "error_code(data)",  # the same
+    "str(error['code'])",  # the code of an endpoint
+    "error_code(data)",  # the code of an endpoint
 }
 
 
@@ -66,7 +66,7 @@ def texts() -> dict[str, str]:
 
 @cache
 def nodes() -> list[tuple[str, ast.AST]]:
-    """Calls, dicts, assignments and functions, each with its file."""
+    """Yield calls, dicts, assignments and functions, each with its file."""
     kinds = (ast.Call, ast.Dict, ast.Assign, ast.FunctionDef)
     return [
         (path, node)
@@ -85,7 +85,7 @@ def calls_of(name: str) -> Iterator[tuple[str, ast.Call]]:
 
 @cache
 def constants() -> dict[str, set[str]]:
-    """Texts that modules give a name, by name."""
+    """Return texts that are module constants, by name."""
     found: dict[str, set[str]] = {}
     for text in texts().values():
         for name, value in re.findall(r'^([A-Z_]+) = "([a-z_]+)"$', text, re.MULTILINE):
@@ -93,13 +93,13 @@ def constants() -> dict[str, set[str]]:
     return found
 
 
-def places_of_codes() -> Iterator[tuple[str, ast.expr]]:
-    """Where an error gets its code, each with its file."""
+def expressions_of_codes() -> Iterator[tuple[str, ast.expr]]:
+    """Yield the expressions that give an error its code, each with its file."""
     for path, node in nodes():
-        yield from ((path, value) for value in places_in(node))
+        yield from ((path, value) for value in expressions_in(node))
 
 
-def places_in(node: ast.AST) -> Iterator[ast.expr]:
+def expressions_in(node: ast.AST) -> Iterator[ast.expr]:
     match node:
         case ast.Call(func=function, args=arguments, keywords=keywords):
             name = getattr(function, "attr", None) or getattr(function, "id", "")
@@ -128,7 +128,7 @@ def places_in(node: ast.AST) -> Iterator[ast.expr]:
 
 
 def codes_in(value: ast.expr) -> Iterator[str | None]:
-    """The codes that an expression may have. None: it cannot be read."""
+    """Return the possible values of an expression. None: they cannot be determined."""
     match value:
         case ast.Constant(value=str(code)):
             yield code
@@ -148,11 +148,11 @@ def codes_in(value: ast.expr) -> Iterator[str | None]:
 
 @cache
 def codes_in_source() -> dict[str, str]:
-    """Codes by name, each with a file that has it."""
+    """Return codes by name, each with a file that uses it."""
     found: dict[str, str] = {}
-    for path, value in places_of_codes():
+    for path, value in expressions_of_codes():
         for code in codes_in(value):
-            assert code is not None, f"{path}:{value.lineno}: {ast.unparse(value)} is no literal and no constant"
+            assert code is not None, f"{path}:{value.lineno}: {ast.unparse(value)} is neither a literal nor a constant"
             found.setdefault(code, path)
     return found
 
@@ -169,11 +169,11 @@ def test_every_code_of_the_table_is_in_the_source():
     assert of_errors <= set(TABLE)
 
 
-def test_only_one_place_makes_responses_of_codes():
+def test_only_error_responses_converts_codes_to_responses():
     assert {path for path, _call in calls_of("ErrorResponse")} == {
         "trioserve/api/error_responses.py",
-        "trioserve/proxy/adapters.py",  # the status of the endpoints
-        "trioserve/proxy/relay.py",  # what an endpoint says
+        "trioserve/proxy/adapters.py",  # the status is the endpoints'
+        "trioserve/proxy/relay.py",  # the error is an endpoint's
     }
 
 
@@ -187,7 +187,7 @@ def test_page_lists_every_reason_of_overload():
 
 
 @pytest.mark.parametrize("code", TABLE)
-def test_row_says_when_and_what_to_do(code):
+def test_each_row_has_a_cause_and_advice(code):
     kind = TABLE[code]
     assert (kind.status is None) or 400 <= kind.status < 600
     assert kind.when

@@ -1,4 +1,4 @@
-"""Calls that the client insists on: forced by grammar, so that even a model that says anything calls rightly."""
+"""Forced tool calls: a grammar makes the call valid, even if the model's output is random."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools
 
 @pytest.fixture
 async def engine() -> AsyncIterator[FakeEngine]:
-    """It says what looks random, where nothing restrains it."""
+    """An engine whose output looks random unless a grammar restricts it."""
     async with open_fake_engine(block_count=512, max_model_len=2048, max_num_batched_tokens=2048) as engine:
         yield engine
         engine.assert_all_free()
@@ -71,9 +71,7 @@ def calls_of(exchange: Any, *, stream: bool) -> list[tuple[str, Any]]:
     [("required", {"paint", "wash"}), (NAMED, {"wash"}), (ALLOWED, {"wash"})],
     ids=["required", "named", "allowed"],
 )
-async def test_a_forced_call_is_a_call_whatever_the_model_is(
-    api: Any, choice: Any, names: set[str], stream: bool
-) -> None:
+async def test_a_forced_call_is_valid_for_any_model(api: Any, choice: Any, names: set[str], stream: bool) -> None:
     for seed in range(3):
         exchange = await api.chat(
             messages=[USER],
@@ -89,7 +87,7 @@ async def test_a_forced_call_is_a_call_whatever_the_model_is(
         assert 0 <= arguments["count"] <= 9
 
 
-async def test_old_functions_can_be_forced_too(api: Any) -> None:
+async def test_older_functions_can_be_forced(api: Any) -> None:
     exchange = await api.chat(
         messages=[USER], functions=[PAINT["function"], WASH["function"]], function_call={"name": "wash"}
     )
@@ -98,12 +96,12 @@ async def test_old_functions_can_be_forced_too(api: Any) -> None:
     assert choice["message"]["function_call"]["name"] == "wash"
 
 
-async def test_each_choice_calls_by_itself(api: Any) -> None:
+async def test_each_choice_has_its_own_forced_call(api: Any) -> None:
     exchange = await api.chat(messages=[USER], tools=[PAINT, WASH], tool_choice="required", n=3, seed=1)
     assert all(choice["message"]["tool_calls"] for choice in exchange.json()["choices"])
 
 
-async def test_a_call_that_is_forced_and_cut_off_is_not_shown(api: Any) -> None:
+async def test_a_partial_forced_call_is_not_shown(api: Any) -> None:
     exchange = await api.chat(messages=[USER], tools=[PAINT], tool_choice="required", max_tokens=20)
     choice = exchange.json()["choices"][0]
     assert choice["finish_reason"] == "length"
@@ -111,7 +109,7 @@ async def test_a_call_that_is_forced_and_cut_off_is_not_shown(api: Any) -> None:
 
 
 async def test_with_tools_and_a_schema_a_response_is_a_call_or_json(api: Any) -> None:
-    """The random model is free to choose."""
+    """The random model is free to choose one."""
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {**schema, "additionalProperties": False}}}
     kinds = set()
@@ -128,7 +126,7 @@ async def test_with_tools_and_a_schema_a_response_is_a_call_or_json(api: Any) ->
     assert kinds == {"tool_calls", "stop"}
 
 
-async def test_a_form_that_is_no_json_does_not_go_with_tools(api: Any) -> None:
+async def test_structured_output_other_than_json_is_refused_with_tools(api: Any) -> None:
     message = await api.check_refused(
         CHAT, {"messages": [USER], "tools": [WASH], "guided_regex": "a+"}, param="guided_regex"
     )
@@ -137,7 +135,7 @@ async def test_a_form_that_is_no_json_does_not_go_with_tools(api: Any) -> None:
     assert exchange.json()["choices"][0]["message"]["content"] == "aaa"
 
 
-async def test_a_pattern_that_no_grammar_has_is_left_out_unless_the_tool_is_strict(api: Any) -> None:
+async def test_an_unsupported_pattern_is_ignored_unless_the_tool_is_strict(api: Any) -> None:
     text = {"type": "string", "pattern": r"^(?!a)\w*$", "maxLength": 3}
     schema = {"type": "object", "properties": {"pattern": text}, "required": ["pattern"], "additionalProperties": False}
     function = {"name": "pay", "parameters": schema}
@@ -151,12 +149,12 @@ async def test_a_pattern_that_no_grammar_has_is_left_out_unless_the_tool_is_stri
     assert "look-around" in message
 
 
-async def test_schemas_that_nothing_can_satisfy_are_the_client_s_error(api: Any) -> None:
+async def test_unsatisfiable_schemas_are_refused(api: Any) -> None:
     broken = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "$ref": "#/nowhere"}}}
     await api.check_refused(CHAT, {"messages": [USER], "tools": [broken], "tool_choice": "required"}, param="tools")
 
 
-async def test_schemas_that_are_too_long_to_be_forced_are_refused_in_words(api: Any) -> None:
+async def test_schemas_that_are_too_large_to_force_are_refused(api: Any) -> None:
     long = [tool(f"f{index}", *(f"{index}{'x' * 1000}{number}" for number in range(100))) for index in range(3)]
     message = await api.check_refused(
         CHAT, {"messages": [USER], "tools": long, "tool_choice": "required"}, param="tools"
@@ -164,12 +162,12 @@ async def test_schemas_that_are_too_long_to_be_forced_are_refused_in_words(api: 
     assert "too long" in message
 
 
-# --- strict tools, in a response that is free ---
+# --- strict tools, without a forced call ---
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_arguments_of_strict_tools_fit_their_schema(make_api: Any, stream: bool) -> None:
-    """The model begins a call and means to write other arguments: it cannot."""
+    """The model begins a call and prefers other arguments, but the grammar forbids them."""
     script = 'I will. <tool_call>\n{"name": "wash", "arguments": {"colour": "pink", "count": 77}}\n</tool_call>'
     async with open_fake_engine(
         response=script, block_count=512, max_model_len=2048, max_num_batched_tokens=2048

@@ -1,4 +1,4 @@
-"""HTTP requests by route, method and class of status, and their seconds, under the names that everybody uses."""
+"""Metrics of HTTP requests by route, method and class of status, and their durations, under common names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHAT = "/v1/chat/completions"
 
 
 def shown(api: Any, name: str) -> dict[tuple[str, ...], float]:
-    """The samples of this name by their labels' values, in the order of the labels' names."""
+    """Return the samples of a metric by their labels' values, in the order of the labels' names."""
     return {
         tuple(value for _label, value in sorted(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(api.engine.metrics.expose().decode())
@@ -51,7 +51,7 @@ async def test_each_request_is_counted_by_route_method_and_class_of_status(api: 
     assert shown(api, "http_request_duration_highr_seconds_count") == {(): 8}
 
 
-async def test_what_machines_poll_is_counted_by_our_own_name_alone(api: Any) -> None:
+async def test_polled_routes_are_only_in_the_servers_own_metrics(api: Any) -> None:
     for path in ("/health", "/ready", "/load", "/version", "/metrics"):
         await api.context("GET", path)
     assert sum(shown(api, "trioserve:http_requests_total").values()) == 5
@@ -70,7 +70,7 @@ async def test_a_client_that_left_is_counted_once_with_the_seconds_until_then(ap
     assert shown(api, "http_request_duration_seconds_sum") == {("/v1/completions", "POST"): 7.5}
 
 
-async def test_a_preflight_is_counted_and_takes_no_time(api: Any) -> None:
+async def test_a_preflight_is_counted_without_a_duration(api: Any) -> None:
     app = api.app
     handler = CrossOrigin(app, ["https://chat.example.org"], on_preflight=app.note_preflight)
     headers = {"origin": "https://chat.example.org", "access-control-request-method": "POST"}

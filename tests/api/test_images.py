@@ -1,4 +1,4 @@
-"""An image by each API: equal prompts, equal responses, and a clear error if the model accepts only text."""
+"""Images in prompts of each API: equal prompts give equal responses, and a text model refuses images."""
 
 from __future__ import annotations
 
@@ -92,11 +92,11 @@ async def ask(server: MemoryServer, path: str, asked: dict[str, Any]) -> tuple[i
 def prompt_tokens(answer: dict[str, Any]) -> int:
     usage = answer.get("usage", answer)
     found = next(usage[name] for name in ("prompt_tokens", "input_tokens", "prompt_eval_count") if name in usage)
-    # Anthropic's counts those apart that were found in the prefix cache.
+    # Anthropic's API counts cached tokens separately.
     return int(found) + int(usage.get("cache_read_input_tokens") or 0)
 
 
-async def test_the_same_prompt_by_each_api() -> None:
+async def test_equal_prompts_get_equal_responses_in_each_api() -> None:
     async with open_memory_server(image_limits=ImageLimits(), **OPTIONS) as server:
         counts = {}
         for name, (path, asked) in ASKED.items():
@@ -109,7 +109,7 @@ async def test_the_same_prompt_by_each_api() -> None:
 
 
 @pytest.mark.parametrize("name", ASKED)
-async def test_a_model_for_texts_says_so(name: str) -> None:
+async def test_a_text_model_refuses_images(name: str) -> None:
     async with open_memory_server(**OPTIONS) as server:
         path, asked = ASKED[name]
         status, answer = await ask(server, path, asked)
@@ -135,7 +135,7 @@ async def test_tokens_of_a_chat_with_an_image_are_counted() -> None:
         ("data:image/png;base64,aGVsbG8=", "is not an image of a supported format"),
     ],
 )
-async def test_what_is_no_image_is_refused(url: str, sentence: str) -> None:
+async def test_an_invalid_image_is_refused(url: str, sentence: str) -> None:
     async with open_memory_server(image_limits=ImageLimits(), **OPTIONS) as server:
         content = [{"type": "text", "text": "Look:"}, {"type": "image_url", "image_url": {"url": url}}]
         asked = {"messages": [{"role": "user", "content": content}], "max_tokens": 5}

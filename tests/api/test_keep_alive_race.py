@@ -1,4 +1,4 @@
-"""A delta that comes in the moment in which the reader's patience ends is sent, and sent once."""
+"""A delta that arrives at the moment of a keep-alive is sent, and sent once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trioserve.trio_tools.deadline_keeper import DeadlineKeeper
 
 
 class OneDelta:
-    """A stream whose one delta comes when the event is set."""
+    """A stream whose only delta is ready when the event is set."""
 
     def __init__(self) -> None:
         self.arrived = trio.Event()
@@ -28,12 +28,12 @@ class OneDelta:
         return Delta(index=0, text="kept", token_ids=(1,))
 
 
-async def test_a_delta_at_the_moment_of_a_keep_alive_is_taken(autojump_clock):
+async def test_a_delta_at_the_moment_of_a_keep_alive_is_sent_once(autojump_clock):
     stream, taken, kept_alive = OneDelta(), [], []
 
     async def take(index: int, delta: Delta) -> None:
         taken.append(delta.text)
-        await trio.lowlevel.checkpoint()  # as exchanges do: the bytes are queued, and then somebody else has a turn
+        await trio.lowlevel.checkpoint()  # as exchanges do: they queue the bytes, then let another task run
 
     async def keep_alive() -> None:
         kept_alive.append(trio.current_time())
@@ -49,6 +49,6 @@ async def test_a_delta_at_the_moment_of_a_keep_alive_is_taken(autojump_clock):
         nursery.start_soon(read)
         await trio.testing.wait_all_tasks_blocked()
         stream.arrived.set()
-        autojump_clock.jump(KEEP_ALIVE_SECONDS)  # the reader is awake already, and its patience is over
+        autojump_clock.jump(KEEP_ALIVE_SECONDS)  # the reader is scheduled already, and its wait times out too
     assert taken == ["kept"]
     assert kept_alive == []

@@ -1,4 +1,4 @@
-"""GET /kv_events over a connection in memory: who may read it, what comes, and what is left when somebody leaves."""
+"""GET /kv_events over a connection in memory: who may read it, its events, and the state after a reader leaves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PATH = "/kv_events"
 
 
 class Reader:
-    """Knows what a response's events say. resident: None until a snapshot is complete."""
+    """Follows the events of a response. `resident` has the names of cached blocks. None: no snapshot is complete."""
 
     def __init__(self, response: MemoryResponse) -> None:
         self.response = response
@@ -28,7 +28,7 @@ class Reader:
         self._snapshot: set[bytes] = set()
 
     async def read(self) -> None:
-        """Until nothing more comes by itself."""
+        """Read until no more events arrive."""
         with trio.CancelScope() as scope:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._read_on)
@@ -60,7 +60,7 @@ async def say(server: MemoryServer, prompt: str, **fields: object) -> None:
 
 
 @pytest.mark.fake_engine(kv_events_max=1000, block_count=32)
-async def test_a_reader_knows_what_is_in_the_cache_whatever_comes_and_goes(memory_server):
+async def test_a_reader_knows_the_cached_blocks_after_stores_and_evictions(memory_server):
     await say(memory_server, "good morning")
     resident = memory_server.engine.core.cache.resident_hashes
     async with memory_server.client().ask(PATH) as response:
@@ -73,11 +73,11 @@ async def test_a_reader_knows_what_is_in_the_cache_whatever_comes_and_goes(memor
             await say(memory_server, f"{index} is another text that fills some blocks")
             await reader.read()
             assert reader.resident == set(resident())
-    assert len(memory_server.engine.kv_events._ring) > 100, "blocks had to go for others"
+    assert len(memory_server.engine.kv_events._ring) > 100, "some blocks were evicted"
 
 
 @pytest.mark.fake_engine(kv_events_max=1000)
-async def test_the_names_are_those_of_tokens_salt_and_chat_template(memory_server):
+async def test_block_names_depend_on_tokens_salt_and_chat_template(memory_server):
     chat = {"messages": [{"role": "user", "content": "hello there"}], "max_tokens": 1}
     rendered = b"user: hello there\nassistant: "
     await memory_server.client().post("/v1/chat/completions", chat)
@@ -89,14 +89,14 @@ async def test_the_names_are_those_of_tokens_salt_and_chat_template(memory_serve
     assert len(reader.resident) == 2 * 7
 
 
-async def test_it_is_off_unless_it_is_wanted(memory_server):
+async def test_kv_events_are_off_by_default(memory_server):
     response = await memory_server.client().get(PATH)
     assert (response.status, response.headers["x-trioserve-reason"]) == (404, "kv_events_off")
     assert "--kv-events" in (await response.json())["error"]["message"]
     assert memory_server.engine.core.cache.on_residency is None
 
 
-async def test_where_there_are_keys_only_the_admin_reads_it():
+async def test_with_keys_only_the_admin_reads_kv_events():
     async with open_memory_server(kv_events_max=10, api_keys=("user",), admin_api_key="boss") as server:
         assert (await server.client().get(PATH)).status == 401
         user = server.client(headers={"authorization": "Bearer user"})
@@ -121,7 +121,7 @@ async def test_a_reader_that_leaves_makes_room_for_another(memory_server, http, 
 
 @pytest.mark.slow
 @pytest.mark.fake_engine(kv_events_max=64, block_count=512, max_model_len=2048, max_num_batched_tokens=2048)
-async def test_a_reader_that_does_not_read_holds_nobody_and_knows_all_in_the_end(memory_server):
+async def test_a_slow_reader_blocks_nothing_and_gets_the_final_state(memory_server):
     engine = memory_server.engine
     async with memory_server.client().ask(PATH) as response:
         reader = Reader(response)
@@ -136,7 +136,7 @@ async def test_a_reader_that_does_not_read_holds_nobody_and_knows_all_in_the_end
 
 
 @pytest.mark.fake_engine(kv_events_max=10)
-async def test_silence_is_broken_now_and_then(memory_server, autojump_clock):
+async def test_a_silent_stream_sends_keep_alives(memory_server, autojump_clock):
     async with memory_server.client().ask(PATH) as response:
         await response.head()
         with trio.move_on_after(3.5 * ALIVE_SECONDS):
@@ -145,7 +145,7 @@ async def test_silence_is_broken_now_and_then(memory_server, autojump_clock):
 
 
 @pytest.mark.fake_engine(kv_events_max=10)
-async def test_the_stream_ends_when_the_engine_leaves(memory_server):
+async def test_the_stream_ends_when_the_engine_closes(memory_server):
     async with memory_server.client().ask(PATH) as response:
         await response.head()
         memory_server.engine.drain()
@@ -155,7 +155,7 @@ async def test_the_stream_ends_when_the_engine_leaves(memory_server):
 
 
 @pytest.mark.fake_engine(kv_events_max=10)
-async def test_a_question_for_the_head_alone_is_answered_at_once(memory_server):
+async def test_head_gets_a_response_at_once(memory_server):
     async with memory_server.client(http=2).ask(PATH, method="HEAD") as response:
         assert await response.read() == b""
         assert response.status == 200

@@ -1,4 +1,4 @@
-"""`kv_transfer_params` in bodies and responses: vLLM's fields, in vLLM's places."""
+"""`kv_transfer_params` in bodies and responses, with vLLM's fields and positions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def opened(make_api, **options):
 @pytest.mark.parametrize(
     ("ask", "kind"), [("chat", responses.ChatCompletion), ("complete", responses.Completion)], ids=["chat", "text"]
 )
-async def test_a_whole_response_has_them_at_its_top(ask, kind, make_api, autojump_clock):
+async def test_a_whole_response_has_kv_transfer_params_at_the_top_level(ask, kind, make_api, autojump_clock):
     async with opened(make_api) as (api, fake):
         exchange = await getattr(api, ask)(max_tokens=1, kv_transfer_params=HOLD)
         response = msgspec.json.decode(exchange.data, type=kind)
@@ -44,7 +44,7 @@ async def test_a_whole_response_has_them_at_its_top(ask, kind, make_api, autojum
 @pytest.mark.parametrize(
     ("ask", "kind"), [("chat", responses.ChatCompletionChunk), ("complete", responses.Completion)], ids=["chat", "text"]
 )
-async def test_a_streamed_response_has_them_with_its_finish_reason(ask, kind, make_api, autojump_clock):
+async def test_a_stream_has_kv_transfer_params_with_the_finish_reason(ask, kind, make_api, autojump_clock):
     async with opened(make_api, kv_hold_timeout=3.0) as (api, _):
         exchange = await getattr(api, ask)(
             max_tokens=3, kv_transfer_params=HOLD, stream=True, stream_options={"include_usage": True}
@@ -55,19 +55,19 @@ async def test_a_streamed_response_has_them_with_its_finish_reason(ask, kind, ma
             read = msgspec.convert(chunk, kind)
             ends = any(choice.finish_reason is not None for choice in read.choices)
             assert isinstance(read.kv_transfer_params, KVTransferParams) == ends
-        assert trio.current_time() == pytest.approx(3.0)  # [DONE] came when the hold had ended
+        assert trio.current_time() == pytest.approx(3.0)  # [DONE] was sent after the held blocks were released
 
 
 @pytest.mark.parametrize("ask", ["chat", "complete"])
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_decode": False}, {"a_field_of_tomorrow": 1}])
-async def test_who_asks_for_nothing_gets_nothing(ask, params, make_api, autojump_clock):
+async def test_without_kv_transfer_params_the_response_has_none(ask, params, make_api, autojump_clock):
     async with opened(make_api) as (api, fake):
         exchange = await getattr(api, ask)(max_tokens=1, kv_transfer_params=params)
         assert "kv_transfer_params" not in exchange.json()
         assert not fake.connector.sends
 
 
-async def test_what_a_prefill_side_has_answered_is_taken_as_it_is(make_api, autojump_clock):
+async def test_params_of_a_prefill_response_are_accepted_unchanged(make_api, autojump_clock):
     given = {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -102,7 +102,7 @@ async def test_what_a_prefill_side_has_answered_is_taken_as_it_is(make_api, auto
         ({"kv_transfer_params": 7}, "kv_transfer_params", "object"),
     ],
 )
-async def test_what_cannot_be_is_refused(fields, param, says, make_api, autojump_clock):
+async def test_invalid_kv_transfer_params_are_refused(fields, param, says, make_api, autojump_clock):
     async with opened(make_api) as (api, _):
         exchange = await api.complete(**fields)
         assert exchange.status == 400
@@ -111,7 +111,7 @@ async def test_what_cannot_be_is_refused(fields, param, says, make_api, autojump
 
 
 @pytest.mark.parametrize("params", [HOLD, LOAD])
-async def test_a_server_without_a_connector_refuses_them(params, make_api, autojump_clock):
+async def test_a_server_without_a_connector_refuses_kv_transfer_params(params, make_api, autojump_clock):
     async with open_fake_engine() as fake:
         api = make_api()
         api.engine = fake
@@ -120,7 +120,7 @@ async def test_a_server_without_a_connector_refuses_them(params, make_api, autoj
         assert "--kv-transfer-config" in exchange.json()["error"]["message"]
 
 
-async def test_the_load_report_has_the_role_where_there_is_a_connector(make_api, autojump_clock):
+async def test_with_a_connector_the_load_report_has_the_role(make_api, autojump_clock):
     async with opened(make_api, role="prefill") as (api, _):
         assert (await api.context("GET", "/load")).json()["role"] == "prefill"
     async with open_fake_engine() as fake:
@@ -129,8 +129,8 @@ async def test_the_load_report_has_the_role_where_there_is_a_connector(make_api,
         assert "role" not in (await api.context("GET", "/load")).json()
 
 
-async def test_a_client_that_leaves_while_it_is_told_of_the_hold_ends_it(make_api, autojump_clock):
-    """Nobody knows then how to get at the blocks."""
+async def test_a_client_that_leaves_during_the_response_releases_held_blocks(make_api, autojump_clock):
+    """Without the response, nobody knows how to fetch the blocks."""
     async with opened(make_api) as (api, fake), trio.open_nursery() as nursery:
         body = {"prompt": "x", "max_tokens": 1, "kv_transfer_params": HOLD}
         exchange = api.exchange("POST", "/v1/completions", body)

@@ -1,4 +1,4 @@
-"""Large inputs: bounded by how many values they hold, and kept off the event loop, and given up with their client."""
+"""Large inputs: their number of values is limited, threads process them, and work is dropped when the client leaves."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 
 
 def test_brackets_count_as_values():
-    """Empty lists in each other have no commas, and cost as much as any."""
+    """Nested empty lists have no commas, and cost as much as other values."""
     deep = b'{"messages":[' + b",".join([b"[" * 50 + b"]" * 50] * 50_000) + b"]}"
     with pytest.raises(InvalidRequest, match="the body has too many values"):
         decode_body(deep, ChatBody)
 
 
-async def test_many_tokens_leave_the_event_loop(api: Any) -> None:
+async def test_many_tokens_are_processed_in_a_thread(api: Any) -> None:
     api.engine.model.context_tokens_max = 10**6
     for count, jobs in ((1000, 0), (1001, 1)):
         api.engine.text_jobs.clear()
@@ -37,7 +37,7 @@ async def test_many_tokens_leave_the_event_loop(api: Any) -> None:
         assert api.engine.text_jobs == []
 
 
-async def test_a_wrong_id_among_many_is_named(api: Any) -> None:
+async def test_an_invalid_id_among_many_is_named(api: Any) -> None:
     await api.check_refused("/detokenize", {"tokens": [97] * 5000 + [-1]}, param="tokens[5000]")
 
 
@@ -60,7 +60,7 @@ async def test_a_client_that_leaves_does_not_wait_for_the_thread(api: Any, path,
     assert api.left()
 
 
-async def test_the_engine_tokenizes_aside_from_requests_and_a_cancelled_caller_leaves_at_once():
+async def test_tokenizing_uses_no_request_and_a_cancelled_caller_leaves_at_once():
     release = threading.Event()
     begun = threading.Event()
     names: list[str] = []
@@ -68,7 +68,7 @@ async def test_the_engine_tokenizes_aside_from_requests_and_a_cancelled_caller_l
     def job(name: str) -> str:
         names.append(threading.current_thread().name)
         begun.set()
-        release.wait(20)  # who waits for it after all must not wait for ever
+        release.wait(20)  # limits the wait if the test fails
         return name
 
     async def tokenize(fake: FakeEngine, name: str) -> str:
@@ -81,7 +81,7 @@ async def test_the_engine_tokenizes_aside_from_requests_and_a_cancelled_caller_l
                 nursery.start_soon(tokenize, fake, "left behind")
                 await trio.to_thread.run_sync(begun.wait)
                 nursery.cancel_scope.cancel()
-            assert not release.is_set()  # and yet the nursery was left
+            assert not release.is_set()  # the nursery was left while the thread still ran
         finally:
             release.set()
         assert await tokenize(fake, "waited for") == "waited for"

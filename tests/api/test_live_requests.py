@@ -1,4 +1,4 @@
-"""Deadlines, live requests and keep-alive comments as clients see them: the whole server in memory."""
+"""Deadlines, running requests and keep-alive comments as clients see them, with the whole server in memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Response:
 
 
 class RemoteRequest:
-    """One request over HTTP/1.1 whose response ends with the connection."""
+    """One HTTP/1.1 request whose response ends with the connection."""
 
     def __init__(self, server: MemoryServer) -> None:
         self.stream = server.connect()
@@ -61,8 +61,8 @@ async def ask(server: MemoryServer, method: str, path: str, body: object = None,
         ({"timeout": 1}, {"x_request_timeout": "3"}, "timeout", 1),
     ],
 )
-async def test_time_that_ran_out_in_the_line_is_a_504(stream, fields, headers, reason, seconds, autojump_clock):
-    """S35."""
+async def test_a_deadline_in_the_queue_is_a_504(stream, fields, headers, reason, seconds, autojump_clock):
+    """Scenario S35."""
     async with (
         open_memory_server(step_seconds=0.1, max_num_seqs=1) as server,
         server.engine.generate("in the way") as _,
@@ -76,7 +76,7 @@ async def test_time_that_ran_out_in_the_line_is_a_504(stream, fields, headers, r
         assert int(response.headers["retry-after"]) > 0
 
 
-async def test_time_that_runs_out_in_the_middle_of_a_stream_is_an_error_event_and_no_clean_end(autojump_clock):
+async def test_a_deadline_during_a_stream_is_an_error_event_without_a_clean_end(autojump_clock):
     async with open_memory_server(step_seconds=0.1) as server:
         response = await ask(server, "POST", "/v1/completions", completion(stream=True, timeout=1.05))
         assert response.status == 200
@@ -103,8 +103,8 @@ async def test_a_bad_deadline_is_a_400_that_names_it(fields, headers, param, aut
         assert response.json["error"]["param"] == param
 
 
-async def test_a_request_is_listed_and_aborted_by_its_id_and_its_client_gets_a_last_event(autojump_clock):
-    """S25."""
+async def test_a_request_is_listed_and_aborted_by_id_and_its_client_gets_an_error_event(autojump_clock):
+    """Scenario S25."""
     async with open_memory_server(step_seconds=0.1) as server, trio.open_nursery() as nursery:
         client = RemoteRequest(server)
         nursery.start_soon(
@@ -131,7 +131,7 @@ async def test_a_request_is_listed_and_aborted_by_its_id_and_its_client_gets_a_l
         ]
 
 
-async def test_a_key_sees_and_aborts_its_own_requests_and_the_admin_all(autojump_clock):
+async def test_a_key_sees_and_aborts_its_own_requests_and_the_admin_all_requests(autojump_clock):
     async with (
         open_memory_server(step_seconds=0.1, api_keys=("one", "two"), admin_api_key="boss") as server,
         trio.open_nursery() as nursery,
@@ -158,16 +158,16 @@ async def test_a_key_sees_and_aborts_its_own_requests_and_the_admin_all(autojump
         assert (await as_key("boss", "DELETE", "/v1/requests/of-one")).json["result"] == "aborted"
 
 
-async def test_a_long_prefill_is_bridged_by_comments_which_count_for_nothing(autojump_clock):
+async def test_comments_are_sent_during_a_long_prefill(autojump_clock):
     async with open_memory_server(step_seconds=10, max_num_batched_tokens=8) as server:
         response = await ask(server, "POST", "/v1/completions", completion("p" * 40, stream=True, max_tokens=2))
-        # Five steps of prompt and one of decoding, 10 s each: a comment every 15 s until the first token at 50 s.
+        # Each of five prefill steps and one decode step takes 10 s. Comments are sent every 15 s until the first token.
         assert response.body.count(b": keep-alive\n\n") == 3
         assert b"data: [DONE]\n\n" in response.body
         assert response.body.index(b": keep-alive") < response.body.index(b"data: ")
 
 
-async def test_several_prompts_are_bridged_by_comments_too_and_lose_no_token(autojump_clock):
+async def test_comments_during_several_prompts_lose_no_token(autojump_clock):
     async with open_memory_server(step_seconds=10, max_num_batched_tokens=8) as server:
         prompts = ["p" * 20, "q" * 20]
         body = completion(stream=True, max_tokens=3) | {"prompt": prompts}
@@ -205,7 +205,7 @@ QUEUED_STREAMS = [
 
 
 @pytest.mark.parametrize(("path", "body", "comment", "end"), QUEUED_STREAMS, ids=[path for path, *_ in QUEUED_STREAMS])
-async def test_stream_that_waits_in_the_queue_is_not_silent(autojump_clock, path, body, comment, end):
+async def test_a_stream_in_the_queue_sends_comments(autojump_clock, path, body, comment, end):
     rules = AccessRules(keep_alive_seconds=5)
     async with (
         open_memory_server(step_seconds=1, max_num_seqs=1, access=rules) as server,
@@ -223,7 +223,7 @@ async def test_stream_that_waits_in_the_queue_is_not_silent(autojump_clock, path
         assert server.engine.stats().blocks_used == used_before
 
 
-async def test_stream_that_waited_long_in_the_queue_ends_with_an_error_event(autojump_clock):
+async def test_a_stream_that_waited_long_in_the_queue_ends_with_an_error_event(autojump_clock):
     rules = AccessRules(keep_alive_seconds=5)
     async with (
         open_memory_server(step_seconds=1, max_num_seqs=1, access=rules) as server,
@@ -236,12 +236,12 @@ async def test_stream_that_waited_long_in_the_queue_ends_with_an_error_event(aut
         assert (early.status, early.body.count(b": keep-alive\n\n")) == (200, 2)
         assert b'"error"' in early.body
         assert b"[DONE]" not in early.body
-        # A router may still send its request elsewhere, so it gets the status.
+        # The router may still retry elsewhere, so it gets the true status.
         assert (late.status, late.headers["x-trioserve-reason"]) == (504, "queue_timeout")
 
 
 async def ask_both(server: MemoryServer, body: object) -> tuple[Response, Response]:
-    """The response to a client, and that to a router, which asks for heartbeats."""
+    """Return the responses to a client and to a router, which asks for heartbeats."""
     responses: dict[bool, Response] = {}
 
     async def ask_one(is_router: bool) -> None:

@@ -1,4 +1,4 @@
-"""openai-python, unchanged, over the whole server in memory: parse(), tools, and the stream helper of chats."""
+"""Unmodified openai-python with the whole server in memory: parse(), tools, and the stream helper of chats."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import trio
 from trioserve.testing.httpx_transport import MemoryTransport
 from trioserve.testing.memory_server import open_memory_server
 
-# The client leaves its async generators at the last event, without closing them.
+# The client drops its async generators after the last event without closing them.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
     pytest.mark.filterwarnings("ignore:Async generator:ResourceWarning"),
@@ -40,7 +40,7 @@ class Verdict(pydantic.BaseModel):
 
 @asynccontextmanager
 async def opened(response: str | None, **options: Any) -> AsyncIterator[openai.AsyncOpenAI]:
-    """response: None: what looks random, where nothing restrains it."""
+    """Open a server whose model outputs `response`. None: random text, unless a grammar restricts it."""
     async with (
         open_memory_server(
             response=response, block_count=512, max_model_len=2048, max_num_batched_tokens=2048, **options
@@ -53,13 +53,13 @@ async def opened(response: str | None, **options: Any) -> AsyncIterator[openai.A
         await server.assert_all_free()
 
 
-async def test_parse_gives_a_value_of_the_type() -> None:
+async def test_parse_returns_a_value_of_the_type() -> None:
     async with opened(None) as client:
         completion = await client.chat.completions.parse(model="fake", messages=[USER], response_format=Verdict)
         assert isinstance(completion.choices[0].message.parsed, Verdict)
 
 
-async def test_parse_gives_the_arguments_of_a_tool() -> None:
+async def test_parse_returns_the_arguments_of_a_tool() -> None:
     tool: Any = openai.pydantic_function_tool(Weather)
     async with opened(None) as client:
         completion = await client.chat.completions.parse(
@@ -69,7 +69,7 @@ async def test_parse_gives_the_arguments_of_a_tool() -> None:
         assert isinstance(call.function.parsed_arguments, Weather)
 
 
-async def test_a_conversation_with_a_tool_goes_on() -> None:
+async def test_a_conversation_with_a_tool_result_continues() -> None:
     tool: Any = openai.pydantic_function_tool(Weather)
     async with opened(CALL) as client:
         first = await client.chat.completions.create(model="fake", messages=[USER], tools=[tool])
@@ -99,7 +99,7 @@ async def test_the_stream_helper_follows_a_call() -> None:
         assert call.parsed_arguments == Weather(city="Oslo", unit="celsius")
 
 
-async def test_the_stream_helper_refuses_a_call_that_was_cut_off() -> None:
+async def test_the_stream_helper_refuses_a_partial_call() -> None:
     tool: Any = openai.pydantic_function_tool(Weather)
     async with opened(CALL) as client:
         with pytest.raises(openai.LengthFinishReasonError):
@@ -109,14 +109,14 @@ async def test_the_stream_helper_refuses_a_call_that_was_cut_off() -> None:
                 await stream.get_final_completion()
 
 
-async def test_the_stream_helper_gives_a_value_of_the_type() -> None:
+async def test_the_stream_helper_returns_a_value_of_the_type() -> None:
     async with opened(None) as client:
         async with client.chat.completions.stream(model="fake", messages=[USER], response_format=Verdict) as stream:
             final = await stream.get_final_completion()
         assert isinstance(final.choices[0].message.parsed, Verdict)
 
 
-async def test_thoughts_reach_a_client_that_does_not_know_them() -> None:
+async def test_a_client_without_reasoning_support_receives_reasoning() -> None:
     async with opened("<think>Hm.</think>Yes.", reasoning_parser="qwen3") as client:
         whole = await client.chat.completions.create(model="fake", messages=[USER], reasoning_effort="low")
         message = whole.choices[0].message

@@ -1,4 +1,4 @@
-"""The API's own description: of every route, and true of the responses that routes give."""
+"""The OpenAPI document describes every route, and matches the responses of the routes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def test_every_route_is_described_and_nothing_else() -> None:
 
 
 async def test_the_document_names_every_path_and_who_may_use_it(make_api: Any) -> None:
-    document = await described(make_api(api_keys=["first"]))  # open: programs read it before they have a key
+    document = await described(
+        make_api(api_keys=["first"])
+    )  # no key is needed: programs read the document before they have one
     assert document["openapi"] == "3.1.0"
     assert {(method.upper(), path) for path, methods in document["paths"].items() for method in methods} == set(
         OPERATIONS
@@ -43,7 +45,7 @@ async def test_the_document_names_every_path_and_who_may_use_it(make_api: Any) -
             assert bool(operation["security"]) == ("401" in operation["responses"]) == route.needs_key
 
 
-async def test_every_reference_leads_somewhere(api: Any) -> None:
+async def test_every_reference_resolves(api: Any) -> None:
     document = await described(api)
 
     def check(value: Any) -> None:
@@ -62,7 +64,7 @@ async def test_every_reference_leads_somewhere(api: Any) -> None:
     assert len(set(ids)) == len(ids)
 
 
-async def test_what_is_refused_is_not_offered(api: Any) -> None:
+async def test_refused_fields_are_not_offered(api: Any) -> None:
     schemas = (await described(api))["components"]["schemas"]
     for name in ("ChatBody", "CompletionBody"):
         for field in REFUSED:
@@ -90,7 +92,7 @@ async def test_what_is_refused_is_not_offered(api: Any) -> None:
         ("GET", "/version", None, responses.Version),
     ],
 )
-async def test_responses_are_as_described(api: Any, method: str, path: str, body: Any, kind: type) -> None:
+async def test_responses_match_their_description(api: Any, method: str, path: str, body: Any, kind: type) -> None:
     exchange = await api.context(method, path, b"" if body is None else body)
     msgspec.convert(exchange.json(), kind)
 
@@ -110,7 +112,7 @@ async def test_responses_are_as_described(api: Any, method: str, path: str, body
         {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
     ],
 )
-async def test_events_are_as_described(
+async def test_events_match_their_description(
     api: Any, path: str, body: dict[str, Any], kind: type, fields: dict[str, Any]
 ) -> None:
     if "chat" in path and "logprobs" in fields:
@@ -122,7 +124,7 @@ async def test_events_are_as_described(
         msgspec.convert(event, kind)
 
 
-async def test_a_server_that_is_not_ready_and_one_that_is_busy_answer_as_described(api: Any) -> None:
+async def test_responses_of_unready_and_busy_servers_match_their_description(api: Any) -> None:
     api.engine.ready = False
     msgspec.convert((await api.context("GET", "/ready")).json(), responses.NotReady)
     api.engine.enter_errors = [Overloaded("too much", reason="queue_full", retry_after_seconds=2.5)]

@@ -1,4 +1,4 @@
-"""The ranges in /openapi.json are those that the server keeps: what just fits is taken, what does not is refused."""
+"""Ranges in /openapi.json equal those that the server checks: limits are accepted, values beyond are refused."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ BODIES = {
     "ChatBody": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
     "CompletionBody": ("/v1/completions", {"prompt": "ab"}),
 }
-# What else has to be there, for the field alone to decide.
+# Other fields that a valid body needs together with the field.
 COMPANY = {"top_logprobs": {"logprobs": True}, "min_tokens": {"max_tokens": None}}
-# Stricter than the range in one of the two APIs, where a response without tokens would be nothing.
+# One of the two APIs is stricter than the range: its response must have tokens.
 LEAST = {"max_tokens": 1, "max_completion_tokens": 1}
 
 
@@ -25,7 +25,7 @@ async def described(api: Any, body: str) -> dict[str, Any]:
 
 
 def numbers(schema: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Any]]:
-    """The schema of the numbers in a field, and what makes a value of the field from one of them."""
+    """Return the schema of the numbers in a field, and a function that makes a value of the field from a number."""
     for option in schema.get("anyOf", [schema]):
         if option.get("type") in ("integer", "number"):
             yield option, lambda number: number
@@ -36,20 +36,20 @@ def numbers(schema: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Any]]:
 
 
 @pytest.mark.parametrize("body", BODIES)
-async def test_every_range_that_is_checked_is_described(api: Any, body: str) -> None:
+async def test_every_checked_range_is_described(api: Any, body: str) -> None:
     fields = await described(api, body)
     for name, allowed in SAMPLING_RANGES.items():
         if name == "logprobs" and body == "ChatBody":
-            name = "top_logprobs"  # there `logprobs` is a switch
+            name = "top_logprobs"  # in this body `logprobs` is a boolean
         [(schema, _)] = numbers(fields[name])
         assert schema["exclusiveMinimum" if allowed.is_low_excluded else "minimum"] == allowed.low, name
-        if allowed.high is not None:  # otherwise the type's own
+        if allowed.high is not None:  # otherwise the type has its own limit
             assert schema["maximum"] == allowed.high, name
     assert fields["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0.0, "maximum": 100.0}
 
 
 @pytest.mark.parametrize("body", BODIES)
-async def test_what_just_fits_is_taken_and_what_does_not_is_refused(api: Any, body: str) -> None:
+async def test_limits_are_accepted_and_values_beyond_them_are_refused(api: Any, body: str) -> None:
     path, fields = BODIES[body]
     seen = 0
     for name, field in (await described(api, body)).items():
@@ -81,7 +81,7 @@ async def test_what_just_fits_is_taken_and_what_does_not_is_refused(api: Any, bo
     assert seen >= 15
 
 
-async def test_the_old_name_of_max_tokens_is_checked_beside_the_new_one(api: Any) -> None:
+async def test_both_names_of_max_tokens_are_checked(api: Any) -> None:
     exchange = await api.chat(max_tokens=-1, max_completion_tokens=5)
     assert exchange.json()["error"]["param"] == "max_tokens"
     assert (await api.chat(max_tokens=3, max_completion_tokens=5)).status == 200

@@ -1,4 +1,4 @@
-"""Every route of every server: which of them change something, whom they are for, and what a web page gets there."""
+"""All routes of all servers: which ones change state, who may use them, and what web pages may do with them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ OF_CLIENTS = frozenset(
         *("/v1/batches", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score", "/tokenize", "/detokenize"),
         *("/v1/images/generations", "/v1/images/edits"),
         *("/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/show"),
-        # About one's own, which takes its id:
+        # Routes for the caller's own objects, which need an id:
         *("/v1/requests/abort", "/abort_request", "/abort_requests", "/v1/requests/{request}"),
         *("/v1/requests/{request}/hand-over", "/v1/responses/{response}", "/v1/responses/{response}/cancel"),
         *("/v1/files/{file}", "/v1/messages/batches/{batch}", "/v1/messages/batches/{batch}/cancel"),
@@ -74,11 +74,11 @@ OWN_PAGE = {"origin": f"http://{HOST}", "sec-fetch-site": "same-origin"}
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_get_changes_nothing_and_what_changes_something_is_the_operators_or_a_clients(route):
+def test_get_changes_nothing_and_changing_routes_are_for_operators_or_listed(route):
     for method, operation in route.operations.items():
         name = operation.__name__
         if method == "GET":
-            assert name in READS | FORWARDS, f"GET {route.path} calls {name}: does that change nothing?"
+            assert name in READS | FORWARDS, f"GET {route.path} calls {name}: check that this changes nothing"
         else:
             assert method in ("POST", "DELETE")
             assert name not in READS
@@ -86,10 +86,10 @@ def test_get_changes_nothing_and_what_changes_something_is_the_operators_or_a_cl
                 f"{method} {route.path}: give the route is_operators=True, unless every client may do it"
             )
             assert not (route.operates(method) and route.path in OF_CLIENTS)
-            assert route.needs_key, "what needs no key is open to links of other sites"
+            assert route.needs_key, "links of other sites reach routes that need no key"
 
 
-def test_sglangs_flush_cache_takes_post_alone():
+def test_sglangs_flush_cache_accepts_only_post():
     assert set(routes.ROUTES["/flush_cache"].operations) == {"POST"}
 
 
@@ -111,7 +111,7 @@ async def served(kind: str, rules: AccessRules) -> AsyncIterator[MemoryClient]:
 
 
 def changes(kind: str) -> Iterable[tuple[Route[Any], str, str]]:
-    """Route, method and a path of each operation that is not GET."""
+    """Yield route, method and a path of each operation except GET."""
     for route in TABLES[kind]:
         for method in route.operations.keys() - {"GET"}:
             path = "/".join("x" if part.startswith("{") else part for part in route.path.split("/"))
@@ -121,7 +121,7 @@ def changes(kind: str) -> Iterable[tuple[Route[Any], str, str]]:
 async def asked(
     client: MemoryClient, method: str, path: str, body: object = None, headers: dict[str, str] | None = None
 ) -> tuple[int, str]:
-    """Status and code."""
+    """Send a request. Returns status and error code."""
     async with client.ask(path, body, method=method, headers=headers) as response:
         status = await response.head()
         await response.read()
@@ -129,7 +129,7 @@ async def asked(
 
 
 @SERVERS
-async def test_no_page_of_another_site_changes_anything(autojump_clock, kind):
+async def test_pages_of_other_sites_cannot_change_anything(autojump_clock, kind):
     async with served(kind, AccessRules(host_names=(HOST,))) as client:
         for _, method, path in changes(kind):
             for headers in (PAGE, {"origin": "null"}, {"sec-fetch-site": "same-site"}):
@@ -140,7 +140,7 @@ async def test_no_page_of_another_site_changes_anything(autojump_clock, kind):
 
 
 @SERVERS
-async def test_a_page_with_a_name_that_leads_here_reads_nothing(autojump_clock, kind):
+async def test_a_page_with_a_rebound_dns_name_cannot_read_anything(autojump_clock, kind):
     async with served(kind, AccessRules(host_names=())) as client:
         for route in TABLES[kind]:
             path = "/".join("x" if part.startswith("{") else part for part in route.path.split("/"))
@@ -152,7 +152,7 @@ async def test_a_page_with_a_name_that_leads_here_reads_nothing(autojump_clock, 
 
 
 @SERVERS
-async def test_strangers_operate_nothing_and_use_the_rest(autojump_clock, kind):
+async def test_strangers_cannot_operate_the_server_but_may_use_it(autojump_clock, kind):
     async with served(kind, AccessRules(operates_without_key=False)) as client:
         for route, method, path in changes(kind):
             status, code = await asked(client, method, path)
@@ -164,7 +164,7 @@ async def test_strangers_operate_nothing_and_use_the_rest(autojump_clock, kind):
 
 
 @pytest.mark.parametrize("kind", ["engine", "router"])
-async def test_strangers_abort_by_an_id_that_they_know_and_not_all(autojump_clock, kind):
+async def test_strangers_may_abort_a_known_id_but_not_all_requests(autojump_clock, kind):
     async with served(kind, AccessRules(operates_without_key=False)) as client:
         for path, body in (("/abort_request", {"abort_all": True}), ("/abort_requests", {})):
             assert await asked(client, "POST", path, body) == (403, "operator_routes_off")
@@ -177,7 +177,7 @@ async def test_strangers_abort_by_an_id_that_they_know_and_not_all(autojump_cloc
 
 
 @SERVERS
-async def test_what_operates_the_server_is_json_or_has_no_body(autojump_clock, kind):
+async def test_operators_routes_need_json_or_no_body(autojump_clock, kind):
     async with served(kind, AccessRules()) as client:
         for route, method, path in changes(kind):
             for content_type in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""):
@@ -190,7 +190,7 @@ async def test_what_operates_the_server_is_json_or_has_no_body(autojump_clock, k
                 await response.read()
 
 
-async def test_with_keys_the_key_decides(autojump_clock):
+async def test_with_keys_only_the_key_counts(autojump_clock):
     rules = AccessRules(host_names=(), operates_without_key=False)
     async with open_memory_server(api_keys=("a",), admin_api_key="admin", access=rules) as server:
         client = server.client(headers={"authorization": "Bearer admin"})

@@ -1,4 +1,4 @@
-"""Which requests of browsers reach a server without API keys."""
+"""The gate for requests of browsers to a server without API keys."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LINK = {"sec_fetch_site": "cross-site", "sec_fetch_mode": "navigate", "sec_fetch
 
 
 class Request:
-    """The head of a request, as the gate sees it. Keywords are header fields; None leaves one out."""
+    """Headers of a request, as the gate sees them. Keywords are header fields. None: the field is missing."""
 
     def __init__(self, method: str = "POST", **fields: str | None) -> None:
         given = {"host": OWN, **fields}
@@ -28,7 +28,7 @@ class Request:
 def refusal(
     gate: PageGate, method: str = "POST", *, is_open: bool = False, is_operators: bool = False, **fields: Any
 ) -> str | None:
-    """The code of the refusal; None: the request passes."""
+    """Return the error code of the refusal. None: the request passes."""
     request: Any = Request(method, **fields)
     try:
         gate.check(request, is_open=is_open, is_operators=is_operators)
@@ -62,9 +62,9 @@ def refusal(
         None,
     ],
 )
-def test_addresses_localhost_and_the_names_that_were_given_are_hosts(host):
+def test_addresses_localhost_and_allowed_names_are_accepted_as_host(host):
     gate = PageGate(("gpubox", "llm.example.org", "*.inner.example.org"))
-    for _ in range(2):  # the second time the gate remembers it
+    for _ in range(2):  # the second time, the gate remembers the host
         assert refusal(gate, host=host) is None
 
 
@@ -92,7 +92,7 @@ def test_addresses_localhost_and_the_names_that_were_given_are_hosts(host):
         "evil\u00e4.example",
     ],
 )
-def test_other_hosts_are_refused_so_that_no_page_reads_by_a_name_of_its_own(host):
+def test_other_hosts_are_refused(host):
     gate = PageGate(("gpubox", "*.inner.example.org"))
     for method in ("GET", "POST"):
         for _ in range(2):
@@ -111,7 +111,7 @@ NETWORK_NAMES = [
 
 
 @pytest.mark.parametrize("host", NETWORK_NAMES)
-def test_names_of_the_local_network_are_hosts_where_that_network_reaches_the_server(host):
+def test_local_network_names_are_accepted_if_that_network_reaches_the_server(host):
     for _ in range(2):
         assert refusal(PageGate((), has_network_names=True), host=host) is None
         assert refusal(PageGate(()), host=host) == "unknown_host"
@@ -135,32 +135,32 @@ def test_names_of_the_local_network_are_hosts_where_that_network_reaches_the_ser
         "-",
     ],
 )
-def test_names_that_the_public_dns_may_hold_are_no_names_of_the_local_network(host):
+def test_names_of_the_public_dns_are_not_local_network_names(host):
     assert refusal(PageGate((), has_network_names=True), host=host) == "unknown_host"
 
 
-def test_pages_of_the_local_network_are_other_sites():
+def test_pages_of_local_network_hosts_are_other_sites():
     page = {"origin": "http://wiki.local", "sec_fetch_site": "cross-site"}
     assert refusal(PageGate((), has_network_names=True), host="gpubox.local:8000", **page) == "other_site"
 
 
-def test_a_router_reaches_its_endpoints_by_any_name_and_a_page_cannot_pretend_to_be_one():
+def test_a_router_may_use_any_host_name_and_a_page_cannot_pose_as_a_router():
     assert refusal(PageGate(()), host="engine-a:8000", sec_trioserve_client="router") is None
     page = {"origin": "http://evil.example", "sec_fetch_site": "cross-site"}
     assert refusal(PageGate(()), host="engine-a:8000", sec_trioserve_client="router", **page) == "other_site"
 
 
-def test_a_measurement_reaches_a_server_by_any_name():
+def test_a_benchmark_may_use_any_host_name():
     fields = {name.replace("-", "_"): value for name, value in common_headers(None)}
     assert refusal(PageGate(()), host="gpubox.example.org:8000", **fields) is None
 
 
 @pytest.mark.parametrize("names", [None, ("*",)])
-def test_any_host_will_do_where_it_is_not_checked(names):
+def test_any_host_is_accepted_if_hosts_are_not_checked(names):
     assert refusal(PageGate(names), host="evil.example") is None
 
 
-def test_clients_that_invent_hosts_are_not_remembered_without_bound():
+def test_the_number_of_remembered_hosts_is_bounded():
     gate = PageGate(())
     for number in range(2 * HOSTS_REMEMBERED_MAX):
         assert refusal(gate, host=f"{number}.localhost") is None
@@ -176,7 +176,7 @@ def test_clients_that_invent_hosts_are_not_remembered_without_bound():
         {"sec_fetch_site": "same-origin"},
         {"sec_fetch_site": "none"},
         {"origin": "http://127.0.0.1:8000"},
-        {"origin": "https://127.0.0.1:8000"},  # a proxy in front speaks TLS
+        {"origin": "https://127.0.0.1:8000"},  # a proxy in front terminates TLS
         {"origin": "http://localhost", "host": "localhost:80"},
         {"origin": "http://localhost:80", "host": "localhost"},
         {"origin": "https://LOCALHOST", "host": "localhost:443"},
@@ -185,7 +185,7 @@ def test_clients_that_invent_hosts_are_not_remembered_without_bound():
         {"origin": "https://chat.example.org", "sec_fetch_site": "cross-site", "host": "localhost"},
     ],
 )
-def test_own_pages_named_pages_and_other_clients_pass(page):
+def test_own_pages_allowed_pages_and_other_clients_pass(page):
     gate = PageGate((), ["https://chat.example.org"])
     for method in ("GET", "POST", "DELETE", "OPTIONS"):
         assert refusal(gate, method, is_operators=True, **page) is None
@@ -205,7 +205,7 @@ def test_own_pages_named_pages_and_other_clients_pass(page):
         {"origin": "https://evil.example"},
         {"origin": "http://127.0.0.1"},
         {"origin": "http://127.0.0.1:3000"},
-        {"origin": "http://localhost:8000"},  # another site than 127.0.0.1 for a browser
+        {"origin": "http://localhost:8000"},  # for a browser, another site than 127.0.0.1
         {"origin": "http://127.0.0.1:8000", "host": None},
         {"origin": "null"},
         {"origin": "null", "sec_fetch_site": "same-origin"},
@@ -226,7 +226,7 @@ def test_pages_of_other_sites_are_refused(page):
         assert refusal(gate, method, is_open=True, **page) == "other_site"
 
 
-def test_a_link_of_another_site_leads_to_what_is_open_and_nowhere_else():
+def test_a_link_of_another_site_may_open_only_open_routes():
     gate = PageGate(())
     assert refusal(gate, "GET", is_open=True, **LINK) is None
     assert refusal(gate, "HEAD", is_open=True, **LINK) is None
@@ -234,7 +234,7 @@ def test_a_link_of_another_site_leads_to_what_is_open_and_nowhere_else():
     assert refusal(gate, "GET", is_open=False, **LINK) == "other_site"
 
 
-def test_a_star_lets_every_page_use_the_server_and_none_operate_it():
+def test_a_star_lets_every_page_use_but_not_operate_the_server():
     gate = PageGate((), ["*", "https://admin.example.org"])
     for origin in ("https://evil.example", "null"):
         page = {"origin": origin, "sec_fetch_site": "cross-site"}
@@ -244,7 +244,7 @@ def test_a_star_lets_every_page_use_the_server_and_none_operate_it():
     assert refusal(gate, is_operators=True, origin=f"http://{OWN}") is None
 
 
-def test_names_of_hosts_are_checked_at_the_start():
+def test_allowed_host_names_are_checked_at_the_start():
     assert checked_host_names(["LLM.example.org.", "*.example.org", "*", "10.0.0.1", "my_box"]) == (
         "llm.example.org",
         "*.example.org",
@@ -257,7 +257,7 @@ def test_names_of_hosts_are_checked_at_the_start():
             checked_host_names([wrong])
 
 
-def test_which_hosts_only_this_machine_reaches():
+def test_loopback_hosts_are_recognized():
     for host in ("127.0.0.1", "localhost", "::1", "[::1]", "127.9.9.9", "::ffff:127.0.0.1", "a.localhost"):
         assert is_loopback_host(host), host
     for host in ("0.0.0.0", "::", "", "10.0.0.1", "gpubox", "[::]", "::ffff:10.0.0.1", "localhost.evil.example"):

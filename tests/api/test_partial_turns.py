@@ -1,4 +1,4 @@
-"""Messages and responses that are cut off: with return_partial their clients get what there is, and how it goes on."""
+"""Aborted messages and responses with return_partial: clients get the partial result, and can resume it."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ async def events_of(server: MemoryServer, path: str, body: dict[str, Any]) -> li
     return [event for event in events if event["type"] != "ping"]
 
 
-async def cut(
+async def aborted(
     server: MemoryServer, ask: Any, path: str, body: dict[str, Any], how: str = "abort", steps: int = 8
 ) -> Any:
-    """The answer to a request that is cut off after some steps, of an engine that is paused."""
+    """Return the response to a request that is aborted after some steps of a paused engine."""
     answers: list[Any] = []
 
     async def one() -> None:
@@ -89,7 +89,7 @@ def text_of(path: str, said: Any) -> str:
 
 
 def checked(path: str, said: Any) -> Any:
-    """As it is described."""
+    """Check that the response matches its description, and return it."""
     kind: Any = messages_types.MessageResponse if path == MESSAGES else responses_types.ResponseObject
     msgspec.convert(said, kind)
     return said
@@ -105,7 +105,7 @@ def end_of(path: str, said: Any) -> Any:
 
 
 def rest_of(path: str, said: Any) -> Any:
-    """What a response says besides its ids and what was cached."""
+    """Return the response without its ids and its count of cached tokens."""
     names = {"id", "created_at", "completed_at", "usage"}
     kept = {name: value for name, value in said.items() if name not in names}
     if path == RESPONSES:
@@ -117,12 +117,12 @@ def rest_of(path: str, said: Any) -> Any:
 
 @pytest.mark.parametrize("how", ["abort", "pause", "deadline"])
 @APIS
-async def test_what_there_is_is_told_and_goes_on(autojump_clock, path, body, how) -> None:
+async def test_an_aborted_response_has_its_partial_result_and_can_be_resumed(autojump_clock, path, body, how) -> None:
     async with open_memory_server() as whole_server:
         _, whole = await ask(whole_server, path, body)
     async with open_memory_server(paused=True) as server:
         limit = {"timeout": 1} if how == "deadline" else {}
-        status, partial = await cut(server, ask, path, {**body, **limit}, how)
+        status, partial = await aborted(server, ask, path, {**body, **limit}, how)
         assert status == 200, partial
         assert end_of(path, checked(path, partial)) == {"abort": None, "pause": "paused", "deadline": "timeout"}[how]
         assert text_of(path, whole).startswith(text_of(path, partial))
@@ -138,24 +138,24 @@ async def test_what_there_is_is_told_and_goes_on(autojump_clock, path, body, how
 
 
 @APIS
-async def test_without_being_asked_it_is_an_error_as_ever(autojump_clock, path, body) -> None:
+async def test_without_return_partial_an_abort_is_an_error(autojump_clock, path, body) -> None:
     async with open_memory_server(paused=True) as server:
-        status, said = await cut(server, ask, path, {**body, "return_partial": False})
+        status, said = await aborted(server, ask, path, {**body, "return_partial": False})
         assert status == (529 if path == MESSAGES else 503)
         assert "resume" not in said
 
 
 @pytest.mark.parametrize("steps", [1, 12, 28, 90])
 @APIS
-async def test_a_stream_that_goes_on_is_whole(autojump_clock, path, body, steps) -> None:
-    """Wherever the first one was cut off: in a thought, a text, or a call."""
+async def test_a_partial_and_a_resumed_stream_form_the_whole_stream(autojump_clock, path, body, steps) -> None:
+    """The first stream is aborted in reasoning, in text, or in a tool call."""
     body = {**body, **TOOLS[path], "stop_sequences" if path == MESSAGES else "stop": ["never"]}
     body |= {"max_tokens": 200} if path == MESSAGES else {"max_output_tokens": 200, "ignore_eos": False}
     options: dict[str, Any] = {"response": THOUGHT, "reasoning_parser": "qwen3", **ROOM}
     async with open_memory_server(**options) as whole_server:
         whole = await events_of(whole_server, path, body)
     async with open_memory_server(paused=True, **options) as server:
-        partial = await cut(server, events_of, path, body, steps=steps)
+        partial = await aborted(server, events_of, path, body, steps=steps)
         last = partial[-2] if path == MESSAGES else partial[-1]["response"]
         if path == MESSAGES:
             for event in partial:
@@ -182,7 +182,7 @@ EVENT = (
 
 
 def joined(events: list[Any]) -> list[Any]:
-    """Events of the same kind for the same place, one behind the other, as one; without ids and what was cached."""
+    """Merge consecutive events of the same kind and place, and drop ids and counts of cached tokens."""
     made: list[Any] = []
     for event in events:
         told = json.loads(json.dumps(event), object_hook=nameless)
@@ -205,12 +205,12 @@ def nameless(value: dict[str, Any]) -> dict[str, Any]:
     return {name: content for name, content in value.items() if name not in gone}
 
 
-async def test_log_probabilities_of_a_response_go_on_with_it(autojump_clock) -> None:
+async def test_log_probabilities_continue_in_a_resumed_response(autojump_clock) -> None:
     body = {**RESPONSE, "top_logprobs": 2}
     async with open_memory_server() as whole_server:
         _, whole = await ask(whole_server, RESPONSES, body)
     async with open_memory_server(paused=True) as server:
-        _, partial = await cut(server, ask, RESPONSES, body)
+        _, partial = await aborted(server, ask, RESPONSES, body)
         [logprobs] = partial["resume"]["logprobs"]
         assert [len(entry["top"]) for entry in logprobs] == [2] * 8
         server.engine.resume()
@@ -221,7 +221,7 @@ async def test_log_probabilities_of_a_response_go_on_with_it(autojump_clock) -> 
 
 
 @pytest.mark.parametrize("how", ["cancel", "abort"])
-async def test_a_background_response_that_is_cancelled_says_how_it_goes_on(autojump_clock, how) -> None:
+async def test_a_cancelled_background_response_can_be_resumed(autojump_clock, how) -> None:
     async with open_memory_server() as whole_server:
         _, whole = await ask(whole_server, RESPONSES, RESPONSE)
     async with open_memory_server(paused=True) as server:
@@ -247,7 +247,7 @@ CHAT = "/v1/chat/completions"
 
 
 def said_in(events: list[Any]) -> Any:
-    """What a client makes of the chunks of a chat."""
+    """Merge the chunks of a chat as a client does."""
     made: dict[str, Any] = {"content": "", "reasoning_content": "", "calls": {}, "finish": None}
     for choice in [choice for event in events for choice in event["choices"]]:
         for name in ("content", "reasoning_content"):
@@ -266,15 +266,15 @@ async def chunks_of(server: MemoryServer, path: str, body: dict[str, Any]) -> li
 
 
 @pytest.mark.parametrize("steps", [4, 12, 24, 36, 60])
-async def test_of_what_may_become_a_thought_or_a_call_a_chat_shows_nothing_twice(autojump_clock, steps) -> None:
-    """Its stream goes on with what is new: half a tag was not shown as content by the first one."""
+async def test_a_resumed_chat_shows_text_that_could_become_a_tag_only_once(autojump_clock, steps) -> None:
+    """The first stream did not show an unfinished tag. The resumed stream sends only new text."""
     tool = {"type": "function", "function": {"name": "weather", "parameters": WEATHER}}
     body = {**MESSAGE, "max_tokens": 200, "tools": [tool]}
     options: dict[str, Any] = {"response": THOUGHT, "reasoning_parser": "qwen3", **ROOM}
     async with open_memory_server(**options) as whole_server:
         whole = said_in(await chunks_of(whole_server, CHAT, body))
     async with open_memory_server(paused=True, **options) as server:
-        partial = await cut(server, chunks_of, CHAT, body, steps=steps)
+        partial = await aborted(server, chunks_of, CHAT, body, steps=steps)
         server.engine.resume()
         rest = await chunks_of(server, CHAT, {**body, "resume": partial[-1]["resume"]})
         assert said_in([*partial, *rest]) == whole

@@ -1,4 +1,4 @@
-"""A response that is cut off: with return_partial its client gets what there is, and goes on with it later."""
+"""Aborted responses with return_partial: clients get the partial result, and can resume it later."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ async def ask(server: MemoryServer, path: str, body: object, request_id: str = "
         return await response.head(), await response.json()
 
 
-async def cut(server: MemoryServer, path: str, body: object, how: str) -> tuple[int, Any]:
-    """The answer to a request that was cut off after some steps."""
+async def aborted(server: MemoryServer, path: str, body: object, how: str) -> tuple[int, Any]:
+    """Return the response to a request that is aborted after some steps."""
     answers: list[tuple[int, Any]] = []
 
     async def one() -> None:
@@ -48,12 +48,12 @@ async def cut(server: MemoryServer, path: str, body: object, how: str) -> tuple[
 
 @pytest.mark.parametrize("how", ["abort", "pause", "deadline"])
 @PATHS
-async def test_a_whole_response_that_is_cut_off_says_what_there_is_and_goes_on(autojump_clock, path, body, how):
+async def test_an_aborted_whole_response_has_its_partial_result_and_can_be_resumed(autojump_clock, path, body, how):
     body = {**body, **LOGPROBS[path], "n": 2, "return_token_ids": True}
     async with open_memory_server(step_seconds=0.01) as server:
         _, whole = await ask(server, path, body)
         limit = {"timeout": 0.08} if how == "deadline" else {}
-        status, partial = await cut(server, path, {**body, **limit}, how)
+        status, partial = await aborted(server, path, {**body, **limit}, how)
         assert status == 200
         for index, choice in enumerate(partial["choices"]):
             expected = whole["choices"][index]
@@ -74,14 +74,14 @@ async def test_a_whole_response_that_is_cut_off_says_what_there_is_and_goes_on(a
 
 
 @PATHS
-async def test_without_being_asked_it_is_an_error_as_ever(autojump_clock, path, body):
+async def test_without_return_partial_an_abort_is_an_error(autojump_clock, path, body):
     async with open_memory_server(step_seconds=0.01) as server:
-        status, said = await cut(server, path, {**body, "return_partial": False}, "pause")
+        status, said = await aborted(server, path, {**body, "return_partial": False}, "pause")
         assert (status, said["error"]["code"]) == (503, "paused")
 
 
 @PATHS
-async def test_one_in_the_queue_says_that_there_is_nothing_and_goes_on(autojump_clock, path, body):
+async def test_a_request_aborted_in_the_queue_has_an_empty_partial_result(autojump_clock, path, body):
     async with open_memory_server(step_seconds=0.01, max_num_seqs=1) as server:
         _, whole = await ask(server, path, body)
         answers = []
@@ -130,7 +130,7 @@ def shown_text(events: list[Any]) -> str:
 
 
 @PATHS
-async def test_a_stream_that_is_cut_off_ends_with_how_it_goes_on(autojump_clock, path, body):
+async def test_an_aborted_stream_ends_with_the_field_resume(autojump_clock, path, body):
     body = {**body, "stop": ["never comes"]}
     async with open_memory_server(step_seconds=0.01) as server:
         whole = await read_events(server, path, body, "end")
@@ -144,11 +144,11 @@ async def test_a_stream_that_is_cut_off_ends_with_how_it_goes_on(autojump_clock,
         assert 0 < len(shown_text(first)) < len(shown_text(whole))
 
 
-async def test_several_prompts_are_cut_off_and_go_on_together(autojump_clock):
+async def test_several_prompts_are_aborted_and_resumed_together(autojump_clock):
     body = {**BODY, "prompt": ["one", "two"], "n": 2, "logprobs": 0}
     async with open_memory_server(step_seconds=0.01) as server:
         _, whole = await ask(server, "/v1/completions", body)
-        _, partial = await cut(server, "/v1/completions", body, "abort")
+        _, partial = await aborted(server, "/v1/completions", body, "abort")
         assert len(partial["resume"]["token_ids"]) == 4
         _, continued = await ask(server, "/v1/completions", {**body, "resume": partial["resume"]})
         assert continued["choices"] == whole["choices"]
@@ -163,7 +163,7 @@ async def test_several_prompts_are_cut_off_and_go_on_together(autojump_clock):
     ],
     ids=["ours", "sglang's", "sglang's for all"],
 )
-async def test_an_abort_answers_with_what_there_is(autojump_clock, path, order):
+async def test_an_abort_responds_with_the_partial_result(autojump_clock, path, order):
     body = {**BODY, "n": 2, "logprobs": 1, "return_token_ids": True}
     answers = []
     async with open_memory_server(step_seconds=0.01) as server:
@@ -191,18 +191,18 @@ async def test_an_abort_answers_with_what_there_is(autojump_clock, path, order):
             assert said["data"][0] == {"id": "r", "object": "request.abort", "result": "already_finished"}
 
 
-async def test_what_is_neither_one_request_nor_all_is_refused(autojump_clock):
+async def test_an_abort_of_neither_one_nor_all_requests_is_refused(autojump_clock):
     async with open_memory_server() as server:
         for order in ({}, {"rid": "r", "abort_all": True}):
             assert (await ask(server, "/abort_request", order))[0] == 400
 
 
-async def test_the_best_of_several_do_not_hide_that_others_were_cut_off(autojump_clock):
+async def test_best_of_does_not_hide_partial_choices(autojump_clock):
     body = {**BODY, "best_of": 6, "ignore_eos": False, "stop": ["e", "t", "a"], "return_token_ids": True}
     async with open_memory_server(step_seconds=0.01) as server:
         seen = set()
         for seed in range(12):
-            _, partial = await cut(server, "/v1/completions", {**body, "seed": seed}, "abort")
+            _, partial = await aborted(server, "/v1/completions", {**body, "seed": seed}, "abort")
             finished = partial.get("resume", {}).get("finished")
             shown = partial["choices"][0]["finish_reason"]
             seen.add((shown, finished is not None))
@@ -219,8 +219,8 @@ async def test_the_best_of_several_do_not_hide_that_others_were_cut_off(autojump
         server.engine.assert_all_free()
 
 
-async def test_each_token_may_be_of_another_version(autojump_clock):
-    """A client says so, and its request takes no longer than any other."""
+async def test_a_resumed_request_may_have_a_weight_version_per_token(autojump_clock):
+    """The client sends the versions. The request takes no more time than others."""
     body = {**BODY, "max_tokens": 3100, "return_token_ids": True}
     versions = [["ab"[place % 2], 1] for place in range(3000)]
     resume = {"token_ids": [[97, 98] * 1500], "finished": [False], "weight_versions": [versions]}
@@ -232,11 +232,11 @@ async def test_each_token_may_be_of_another_version(autojump_clock):
         assert len(choice["token_ids"]) == 3100
 
 
-async def test_known_log_probabilities_are_those_of_the_weights_that_drew_them(autojump_clock):
-    """They are given as they came, also where weights would draw others now."""
+async def test_known_log_probabilities_are_kept_after_a_weight_update(autojump_clock):
+    """They stay as sent, even if the new weights would give others."""
     body = {**BODY, "logprobs": 0}
     async with open_memory_server(step_seconds=0.01) as server:
-        _, partial = await cut(server, "/v1/completions", body, "abort")
+        _, partial = await aborted(server, "/v1/completions", body, "abort")
         resume = partial["resume"]
         [entries] = resume["logprobs"]
         for entry in entries:
@@ -266,7 +266,7 @@ def entry(token_id: int, *top: int) -> dict[str, Any]:
     ],
     ids=str,
 )
-async def test_what_cannot_be_the_response_so_far_is_refused(wrong, param, autojump_clock):
+async def test_an_invalid_resume_is_refused(wrong, param, autojump_clock):
     resume = {"token_ids": [[97, 98]], "finished": [False], **wrong}
     async with open_memory_server() as server:
         status, said = await ask(server, "/v1/completions", {**BODY, "logprobs": 0, "stream": True, "resume": resume})
@@ -274,8 +274,8 @@ async def test_what_cannot_be_the_response_so_far_is_refused(wrong, param, autoj
 
 
 @PATHS
-async def test_a_stream_that_can_go_on_elsewhere_is_told_when_the_server_leaves(autojump_clock, path, body):
-    """Others get what there is."""
+async def test_a_resumable_stream_gets_an_error_when_the_server_shuts_down(autojump_clock, path, body):
+    """Other requests get their partial result."""
     for is_asked, expected in ((True, "server_stopping"), (False, "[DONE]")):
         said = []
         async with open_memory_server(step_seconds=0.01) as server:

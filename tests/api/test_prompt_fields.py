@@ -1,4 +1,4 @@
-"""What changes the prompt before the model sees it, and which choices are shown: with a whole engine."""
+"""Fields that change the prompt or select choices, with a whole engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def asked(path: str, body: dict[str, Any], **options: Any) -> tuple[int, A
 
 
 def seen(prompt: str) -> str:
-    """A model that tells what it was asked."""
+    """Return a script whose output repeats the prompt."""
     return f"<{prompt}>"
 
 
@@ -38,14 +38,14 @@ def seen(prompt: str) -> str:
         ({"truncate_prompt_tokens": -1, "max_tokens": 20}, "abcdefghij"),
     ],
 )
-async def test_the_last_tokens_of_a_prompt_are_kept(fields: dict[str, Any], shown: str) -> None:
+async def test_truncation_keeps_the_last_tokens_of_a_prompt(fields: dict[str, Any], shown: str) -> None:
     status, answer = await asked(PATH, {"prompt": "abcdefghij", "echo": True, **fields}, response=seen)
     assert status == 200
     assert answer["choices"][0]["text"] == f"{shown}<{shown}>"
     assert answer["usage"]["prompt_tokens"] == len(shown)
 
 
-async def test_as_much_of_a_prompt_as_fits_beside_the_response() -> None:
+async def test_minus_one_keeps_as_many_tokens_as_fit_beside_the_response() -> None:
     body = {"prompt": "x" * 5000, "max_tokens": 28}
     status, answer = await asked(PATH, {**body, "truncate_prompt_tokens": -1}, max_model_len=128)
     assert status == 200
@@ -55,7 +55,7 @@ async def test_as_much_of_a_prompt_as_fits_beside_the_response() -> None:
     assert "maximum context length is 128 tokens" in answer["error"]["message"]
 
 
-async def test_a_chat_and_a_count_of_its_tokens_are_cut_alike() -> None:
+async def test_a_chat_and_its_token_count_are_truncated_alike() -> None:
     messages = [{"role": "user", "content": "x" * 500}]
     body = {"messages": messages, "truncate_prompt_tokens": 20}
     status, answer = await asked("/v1/chat/completions", {**body, "max_tokens": 4})
@@ -64,7 +64,7 @@ async def test_a_chat_and_a_count_of_its_tokens_are_cut_alike() -> None:
     assert bytes(answer["tokens"]).decode() == "xxxxxxxx\nassistant: "
 
 
-async def test_the_best_of_several_choices_are_shown() -> None:
+async def test_best_of_shows_the_best_choices() -> None:
     body = {"prompt": "ab", "max_tokens": 8, "seed": 7, "logprobs": 0, "ignore_eos": True, "temperature": 1}
     _, all_of_them = await asked(PATH, {**body, "n": 6})
     _, best = await asked(PATH, {**body, "n": 2, "best_of": 6})
@@ -79,7 +79,7 @@ async def test_the_best_of_several_choices_are_shown() -> None:
     assert best["usage"]["completion_tokens"] == all_of_them["usage"]["completion_tokens"]
 
 
-async def test_one_of_several_is_shown_without_its_logprobs() -> None:
+async def test_best_of_shows_no_logprobs_unless_asked_for() -> None:
     status, answer = await asked(PATH, {"prompt": "ab", "max_tokens": 3, "best_of": 3})
     assert status == 200
     [choice] = answer["choices"]
@@ -101,7 +101,7 @@ def tokenizer_with(tokens: tuple[str, ...]) -> Tokenizer:
         (FORMATS[3], "[SUFFIX]c[PREFIX]a{b}"),
     ],
 )
-def test_a_gap_is_written_as_the_family_knows_it(form: Any, prompt: str) -> None:
+def test_a_gap_has_the_format_of_the_model_family(form: Any, prompt: str) -> None:
     tokenizer = tokenizer_with((*form.tokens, *form.ends))
     found = fill_in_middle(tokenizer)
     assert found is form
@@ -109,7 +109,7 @@ def test_a_gap_is_written_as_the_family_knows_it(form: Any, prompt: str) -> None
     assert len(found.end_token_ids(tokenizer)) == len(form.ends)
 
 
-async def test_a_gap_is_filled_by_a_model_that_can() -> None:
+async def test_a_suffix_is_sent_to_a_model_that_fills_gaps() -> None:
     tokenizer = tokenizer_with(FORMATS[0].tokens)
     marks = [tokenizer.added_token_id(token) for token in FORMATS[0].tokens]
     body = {"prompt": "ab", "suffix": "cd", "return_token_ids": True}

@@ -1,4 +1,4 @@
-"""The one line that a request leaves in the log, and the count of responses."""
+"""The log line at the end of each request, and the count of responses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECRET = "xyzzy"
 
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture):
-    """What was logged, as lines; everything down to DEBUG."""
+    """The log as lines, with all levels down to DEBUG."""
     caplog.set_level(logging.DEBUG, logger="trioserve")
     return lambda: [record.getMessage() for record in caplog.records]
 
@@ -33,8 +33,8 @@ def fields(line: str) -> dict[str, str]:
 
 
 def responses(api: Any) -> dict[tuple[str, str], float]:
-    """http_requests_total by path and status."""
-    api.engine.metrics.expose()  # they are counted elsewhere until somebody asks
+    """Return http_requests_total by path and status."""
+    api.engine.metrics.expose()  # counts are written to the metrics at a scrape
     return {
         (sample.labels["path"], sample.labels["status"]): sample.value
         for family in api.engine.metrics.registry.collect()
@@ -45,7 +45,7 @@ def responses(api: Any) -> dict[tuple[str, str], float]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_finished_request_is_one_line_with_its_tokens(api: Any, lines, stream: bool) -> None:
+async def test_a_finished_request_logs_one_line_with_its_tokens(api: Any, lines, stream: bool) -> None:
     await api.context(
         "POST",
         "/v1/completions",
@@ -60,7 +60,7 @@ async def test_a_finished_request_is_one_line_with_its_tokens(api: Any, lines, s
     )
 
 
-async def test_a_chat_counts_every_choice_and_shows_no_text(api: Any, lines) -> None:
+async def test_the_log_line_of_a_chat_counts_all_choices_and_has_no_text(api: Any, lines) -> None:
     await api.chat(messages=[{"role": "user", "content": SECRET}], n=2)
     [line] = lines()
     assert fields(line)["completion_tokens"] == "12"
@@ -68,7 +68,7 @@ async def test_a_chat_counts_every_choice_and_shows_no_text(api: Any, lines) -> 
     assert "Hello" not in line
 
 
-async def test_what_is_not_debug_stays_silent(api: Any, caplog: pytest.LogCaptureFixture) -> None:
+async def test_without_debug_level_requests_are_not_logged(api: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="trioserve")
     await api.complete()
     assert caplog.records == []
@@ -83,7 +83,7 @@ async def test_what_is_not_debug_stays_silent(api: Any, caplog: pytest.LogCaptur
         ("/health", {}, "405", "method_not_allowed"),
     ],
 )
-async def test_a_refusal_is_told_with_its_reason(api, lines, path, body, status, reason) -> None:
+async def test_a_refusal_is_logged_with_its_reason(api, lines, path, body, status, reason) -> None:
     await api.context("POST", path, body)
     [line] = lines()
     told = fields(line)
@@ -91,7 +91,7 @@ async def test_a_refusal_is_told_with_its_reason(api, lines, path, body, status,
     assert "prompt_tokens" not in told
 
 
-async def test_a_full_queue_and_a_slow_body_are_refusals(api: Any, lines) -> None:
+async def test_a_full_queue_and_a_slow_body_are_logged_as_refusals(api: Any, lines) -> None:
     api.engine.enter_errors = [Overloaded("too much", reason="queue_full", retry_after_seconds=2.5)]
     await api.complete()
     exchange = api.exchange("POST", "/v1/completions", {"prompt": "a"})
@@ -103,7 +103,7 @@ async def test_a_full_queue_and_a_slow_body_are_refusals(api: Any, lines) -> Non
     ]
 
 
-async def test_an_error_in_the_middle_of_a_stream_is_a_failure(api: Any, lines) -> None:
+async def test_an_error_during_a_stream_is_logged_as_a_failure(api: Any, lines) -> None:
     api.engine.script = lambda prompt, sampling: [
         next(iter(api.say("Hel", "lo")(prompt, sampling))),
         RequestFailed("broken"),
@@ -115,7 +115,7 @@ async def test_an_error_in_the_middle_of_a_stream_is_a_failure(api: Any, lines) 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_deadline_that_passes_behind_some_tokens_is_its_own_outcome(api: Any, lines, stream: bool) -> None:
+async def test_a_deadline_after_some_tokens_is_logged_as_a_deadline(api: Any, lines, stream: bool) -> None:
     end = Delta(index=0, text="", token_ids=(), finish_reason=FinishReason.DEADLINE, stop_reason="timeout")
     api.engine.script = lambda prompt, sampling: [next(iter(api.say("Hel", "lo")(prompt, sampling))), end]
     await api.complete(stream=stream)
@@ -125,7 +125,7 @@ async def test_a_deadline_that_passes_behind_some_tokens_is_its_own_outcome(api:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_left_is_told_with_what_it_got(api: Any, lines, stream: bool, autojump_clock) -> None:
+async def test_a_client_that_left_is_logged_with_its_tokens(api: Any, lines, stream: bool, autojump_clock) -> None:
     held = trio.Event()
     api.engine.script = lambda prompt, sampling: [next(iter(api.say("Hel", "lo")(prompt, sampling))), held]
     exchange = api.exchange("POST", "/v1/completions", {"prompt": "ab", "stream": stream})
@@ -137,7 +137,7 @@ async def test_a_client_that_left_is_told_with_what_it_got(api: Any, lines, stre
     assert (told["prompt_tokens"], told["completion_tokens"], told["seconds"]) == ("3", "3", "7.500")
 
 
-async def test_a_client_that_left_the_queue_has_no_tokens(api: Any, lines, autojump_clock) -> None:
+async def test_a_client_that_left_the_queue_is_logged_without_tokens(api: Any, lines, autojump_clock) -> None:
     api.engine.queue = trio.Event()
     with trio.move_on_after(1):
         await api.app(api.exchange("POST", "/v1/completions", {"prompt": "ab"}))
@@ -146,7 +146,7 @@ async def test_a_client_that_left_the_queue_has_no_tokens(api: Any, lines, autoj
     assert "tokens" not in line
 
 
-async def test_clients_cannot_write_fields_of_their_own(api: Any, lines) -> None:
+async def test_clients_cannot_forge_log_fields(api: Any, lines) -> None:
     await api.context("GET", "/a b\nstatus=200 \x1b[31m", x_request_id='me status=200 "x"')
     [line] = lines()
     assert "\n" not in line
@@ -155,7 +155,7 @@ async def test_clients_cannot_write_fields_of_their_own(api: Any, lines) -> None
     assert fields(line)["status"] == "404"
 
 
-def test_words_stand_as_they_are_and_everything_else_is_quoted() -> None:
+def test_single_words_are_not_quoted_and_other_values_are() -> None:
     line = end_line({"a": "/v1/x", "b": None, "c": "", "d": "two words", "e": "k=v", "f": 7, "g": "é"})
     assert line == r'request ended a=/v1/x c="" d="two words" e="k=v" f=7 g="\u00e9"'
 
@@ -183,7 +183,7 @@ async def test_preflights_are_counted_like_other_responses(api: Any, lines) -> N
     assert len(lines()) == 4
 
 
-async def test_what_is_no_preflight_is_counted_once(make_api: Any) -> None:
+async def test_an_options_request_without_cors_is_counted_once(make_api: Any) -> None:
     api = make_api(access=AccessRules(page_origins=("https://chat.example.org",)))
     app = api.app
     handler = CrossOrigin(app, ["https://chat.example.org"], on_preflight=app.note_preflight)

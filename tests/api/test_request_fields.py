@@ -1,6 +1,6 @@
-"""Every request field of other servers and of the clients' libraries is read, harmless, refused, or named as ignored.
+"""Each request field of other servers and client libraries is read, harmless, refused, or reported as ignored.
 
-A new version of a library that brings a new field fails here: decide what becomes of it in api/unread_fields.py.
+A new library version with a new field fails here. Then decide about the field in trioserve/api/unread_fields.py.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ CHAT_ONLY = {"chat_template_kwargs", "add_generation_prompt", "parallel_tool_cal
 
 
 def typed_fields(module: str, name: str) -> list[str]:
-    """The fields of a TypedDict, those of its bases included."""
+    """Return the fields of a TypedDict, with those of its bases."""
     kind = getattr(__import__(module, fromlist=[name]), name)
     return sorted(set().union(*(getattr(base, "__annotations__", {}) for base in [kind, *kind.__orig_bases__])))
 
@@ -128,19 +128,19 @@ def undecided(kind: type[msgspec.Struct], names: Iterable[str]) -> list[str]:
 
 
 @pytest.mark.parametrize(("kind", "names"), [source[1:] for source in SOURCES], ids=[source[0] for source in SOURCES])
-def test_each_field_of_other_servers_is_decided(kind: type[msgspec.Struct], names: list[str]) -> None:
+def test_each_field_of_other_servers_has_a_decision(kind: type[msgspec.Struct], names: list[str]) -> None:
     assert undecided(kind, names) == []
 
 
 @pytest.mark.parametrize(("kind", "module", "name"), LIBRARIES)
-def test_each_field_of_a_client_library_is_decided(kind: type[msgspec.Struct], module: str, name: str) -> None:
+def test_each_field_of_a_client_library_has_a_decision(kind: type[msgspec.Struct], module: str, name: str) -> None:
     fields = typed_fields(module, name)
     assert len(fields) >= 4
     assert undecided(kind, fields) == []
 
 
 @pytest.mark.parametrize(("kind", "name"), OLLAMA)
-def test_each_field_of_ollamas_library_is_decided(kind: type[msgspec.Struct], name: str) -> None:
+def test_each_field_of_ollamas_library_has_a_decision(kind: type[msgspec.Struct], name: str) -> None:
     assert undecided(kind, model_fields(name)) == []
 
 
@@ -241,14 +241,14 @@ NEUTRAL = {
 }
 
 
-async def test_neutral_values_and_harmless_fields_are_taken_without_a_word(make_api: Any) -> None:
+async def test_neutral_values_and_harmless_fields_are_accepted_silently(make_api: Any) -> None:
     exchange = await make_api().chat(**NEUTRAL)
     assert exchange.status == 200
     assert "x-trioserve-ignored" not in exchange.response_headers
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_ignored_fields_are_named_in_the_head_and_counted(make_api: Any, stream: bool) -> None:
+async def test_ignored_fields_are_listed_in_the_head_and_counted(make_api: Any, stream: bool) -> None:
     api = make_api()
     exchange = await api.chat(verbosity="low", brandnew=[1, {"a": 2}], stream=stream)
     assert exchange.status == 200
@@ -256,20 +256,20 @@ async def test_ignored_fields_are_named_in_the_head_and_counted(make_api: Any, s
     assert b'trioserve:ignored_request_fields_total{model_name="letters"} 2.0' in api.engine.metrics.expose()
 
 
-async def test_ignored_fields_are_named_in_a_refusal(make_api: Any) -> None:
+async def test_ignored_fields_are_listed_in_the_head_of_a_refusal(make_api: Any) -> None:
     exchange = await make_api().chat(brandnew=1, temperature=-1)
     assert exchange.status == 400
     assert exchange.response_headers["x-trioserve-ignored"] == "brandnew"
 
 
-def test_names_in_the_header_are_few_short_and_plain() -> None:
+def test_the_header_lists_only_few_short_and_plain_names() -> None:
     names = ("a\r\nb: c", "x" * 129, "é", *(f"n{index}" for index in range(20)))
     shown = shown_names(names)
     assert shown == ", ".join(f"n{index}" for index in range(16)) + ", and 7 more"
     assert shown_names(("\n",)) == "and 1 more"
 
 
-def test_ollamas_options_are_looked_into() -> None:
+def test_ollamas_options_are_checked_too() -> None:
     text = json.dumps({"model": "m", "options": {"num_ctx": 8, "brandnew": 1}, "other": 2})
     assert check_unread(text, OllamaChatBody) == ("options.brandnew", "other")
     with pytest.raises(InvalidRequest) as caught:
@@ -277,7 +277,7 @@ def test_ollamas_options_are_looked_into() -> None:
     assert caught.value.param == "options.dry_multiplier"
 
 
-async def test_n_predict_and_repeat_penalty_mean_what_they_mean_in_llama_cpp(make_api: Any) -> None:
+async def test_n_predict_and_repeat_penalty_have_llama_cpps_meaning(make_api: Any) -> None:
     api = make_api()
     await api.chat(n_predict=3, repeat_penalty=1.5)
     await api.complete(n_predict=4)

@@ -1,4 +1,4 @@
-"""openai-python, unchanged, reads streams whose events have ids, and that go on, as it reads others."""
+"""Unmodified openai-python reads resumable streams, whose events have ids, and their continuations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import trio
 from trioserve.testing.httpx_transport import MemoryTransport
 from trioserve.testing.memory_server import open_memory_server
 
-# The client leaves its async generators at the last event, without closing them.
+# The client drops its async generators after the last event without closing them.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
     pytest.mark.filterwarnings("ignore:Async generator:ResourceWarning"),

@@ -1,5 +1,4 @@
-"""A stream that is cut behind any of its groups and asked for again elsewhere goes on there, and both together are the
-stream that was not cut."""
+"""Resumable streams: the groups before an interruption and the resumed stream together equal the whole stream."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from trioserve.testing.fake_engine import FakeEngine, open_fake_engine
 from trioserve.testing.preferred_text import PreferringModel, UncheckedExecutor
 from trioserve.testing.scripted_chat import FAMILIES, Call, Rule, ScriptedChat, chat_template
 
-from .resume_client import ASKED, USAGE, groups_of, resume_behind, said, said_as_message, said_as_response
+from .resume_client import ASKED, USAGE, groups_of, merged_message, merged_response, resume_after, said
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -49,7 +48,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_
 
 
 SECONDS = itertools.count(1_800_000_000)
-CLOCK = ClockAndIds(wall_clock=lambda: next(SECONDS))  # between any two looks at it a second begins
+CLOCK = ClockAndIds(wall_clock=lambda: next(SECONDS))  # each reading returns another second
 
 
 @asynccontextmanager
@@ -105,7 +104,7 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-async def test_a_stream_that_is_cut_behind_any_group_goes_on(make_api: Any, name: str) -> None:
+async def test_a_stream_that_ends_after_any_group_can_be_resumed(make_api: Any, name: str) -> None:
     path, response, fields = CASES[name]
     body = {**USAGE, **fields}
     choice_count = body.get("n", 1) * (len(body["prompt"]) if isinstance(body.get("prompt"), list) else 1)
@@ -119,12 +118,12 @@ async def test_a_stream_that_is_cut_behind_any_group_goes_on(make_api: Any, name
     async with opened(make_api, response) as (api, _):
         for cut in range(len(groups)):
             begun = groups[:cut]
-            again = {**body, "resume": resume_behind(head, begun, choice_count)}
+            again = {**body, "resume": resume_after(head, begun, choice_count)}
             other, rest = await groups_of(api, path, again)
             assert said(begun + rest) == whole, f"cut behind group {cut}"
             assert other.response_headers["x-trioserve-resume"] == head["x-trioserve-resume"]
-            told = resume_behind(head, begun + rest, choice_count)
-            assert told == resume_behind(head, groups, choice_count)
+            told = resume_after(head, begun + rest, choice_count)
+            assert told == resume_after(head, groups, choice_count)
 
 
 THOUGHT = f"<think>\nHm, Öl?\n</think>\n\nSee.\n{CALL}"
@@ -146,9 +145,9 @@ OTHERS: dict[str, tuple[str, Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-async def test_streams_of_other_apis_go_on(make_api: Any, name: str) -> None:
+async def test_streams_of_other_apis_can_be_resumed(make_api: Any, name: str) -> None:
     path, response, fields = OTHERS[name]
-    made_of = said_as_message if path == MESSAGES else said_as_response
+    made_of = merged_message if path == MESSAGES else merged_response
     asked = (
         {"messages": [USER], "max_tokens": 200}
         if path == MESSAGES
@@ -162,13 +161,13 @@ async def test_streams_of_other_apis_go_on(make_api: Any, name: str) -> None:
         assert groups[-1][1] == "."
     async with opened(make_api, response, reasoning_parser="qwen3") as (api, _):
         for cut in range(len(groups)):
-            again = {**body, "resume": resume_behind(head, groups[:cut], 1)}
+            again = {**body, "resume": resume_after(head, groups[:cut], 1)}
             _, rest = await groups_of(api, path, again)
             assert made_of(copy.deepcopy(groups[:cut] + rest)) == whole, f"cut behind group {cut}"
 
 
 @pytest.mark.parametrize(("thinks", "family"), [(thinks, family) for thinks in (False, True) for family in FAMILIES])
-async def test_calls_and_thoughts_of_every_family_go_on(make_api: Any, family: str, thinks: bool) -> None:
+async def test_calls_and_reasoning_of_every_family_can_be_resumed(make_api: Any, family: str, thinks: bool) -> None:
     rules = [Rule(says="Oslo", calls=[Call(name="weather", arguments={"city": "Oslo"})])]
     options = {
         "model": PreferringModel(ScriptedChat(family, rules, thinks=thinks).drafts),
@@ -183,12 +182,12 @@ async def test_calls_and_thoughts_of_every_family_go_on(make_api: Any, family: s
         [choice] = whole["choices"].values()
         assert choice["finish_reason"] == "tool_calls"
         for cut in range(0, len(groups), 1 + len(groups) // 12):
-            resume = resume_behind(exchange.response_headers, groups[:cut], 1)
+            resume = resume_after(exchange.response_headers, groups[:cut], 1)
             _, rest = await groups_of(api, CHAT, {**body, "resume": resume})
             assert said(copy.deepcopy(groups[:cut] + rest)) == whole, f"cut behind group {cut}"
 
 
-async def test_a_stopping_server_says_so_in_every_api(make_api: Any) -> None:
+async def test_a_shutdown_is_an_error_event_in_every_api(make_api: Any) -> None:
     for path, fields in (
         (TEXT, {"prompt": "hello"}),
         (CHAT, {"messages": [USER]}),
@@ -210,7 +209,7 @@ async def test_a_stopping_server_says_so_in_every_api(make_api: Any) -> None:
             assert error["code"] == "server_stopping"
 
 
-async def test_a_response_with_logprobs_cannot_go_on(make_api: Any) -> None:
+async def test_a_stream_with_logprobs_cannot_be_resumed(make_api: Any) -> None:
     body = {"model": "fake", "input": "hello", "store": False, "top_logprobs": 1, "stream": True}
     async with opened(make_api) as (api, _):
         exchange = await api.context("POST", RESPONSES, body, **ASKED)
@@ -232,7 +231,9 @@ async def test_a_response_with_logprobs_cannot_go_on(make_api: Any) -> None:
         ({"background": True, "store": True}, {"id": "x"}, "resume"),
     ],
 )
-async def test_a_response_is_named_by_who_began_it(make_api: Any, fields: Any, change: Any, param: str) -> None:
+async def test_a_resumed_response_keeps_its_id_and_creation_time(
+    make_api: Any, fields: Any, change: Any, param: str
+) -> None:
     body = {"model": "fake", "input": "hello", "store": False, "stream": True, **fields}
     async with opened(make_api) as (api, _):
         resume = {"token_ids": [[65]], "finished": [False], **change}
@@ -241,19 +242,19 @@ async def test_a_response_is_named_by_who_began_it(make_api: Any, fields: Any, c
         assert exchange.json()["error"]["param"] == param
 
 
-async def test_a_stream_goes_on_twice(make_api: Any) -> None:
+async def test_a_resumed_stream_can_be_resumed_again(make_api: Any) -> None:
     body = {**USAGE, "prompt": "hello", "max_tokens": 12, "temperature": 1.0, "ignore_eos": True}
     async with opened(make_api) as (api, _):
         exchange, groups = await groups_of(api, TEXT, body)
         head = exchange.response_headers
         begun = groups[:3]
-        _, rest = await groups_of(api, TEXT, {**body, "resume": resume_behind(head, begun, 1)})
+        _, rest = await groups_of(api, TEXT, {**body, "resume": resume_after(head, begun, 1)})
         begun += rest[:2]
-        _, rest = await groups_of(api, TEXT, {**body, "resume": resume_behind(head, begun, 1)})
+        _, rest = await groups_of(api, TEXT, {**body, "resume": resume_after(head, begun, 1)})
         assert said(begun + rest) == said(groups)
 
 
-async def test_without_the_header_a_stream_is_as_ever(make_api: Any) -> None:
+async def test_without_the_header_a_stream_has_no_ids(make_api: Any) -> None:
     async with opened(make_api) as (api, _):
         for path, fields in ((TEXT, {"prompt": "hello"}), (CHAT, {"messages": [USER]})):
             exchange = await api.context("POST", path, {**fields, "stream": True, "max_tokens": 5})
@@ -263,7 +264,7 @@ async def test_without_the_header_a_stream_is_as_ever(make_api: Any) -> None:
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("path", [TEXT, CHAT])
-async def test_what_was_known_is_kept_no_longer_than_it_takes(make_api: Any, path: str, is_streamed: bool) -> None:
+async def test_known_output_is_freed_after_it_was_read(make_api: Any, path: str, is_streamed: bool) -> None:
     asked = {"prompt": "hello"} if path == TEXT else {"messages": [USER]}
     resume = {"token_ids": [[65] * 10], "finished": [False]}
     async with opened(make_api, paused=True) as (api, engine):
@@ -286,13 +287,13 @@ async def test_what_was_known_is_kept_no_longer_than_it_takes(make_api: Any, pat
             engine.resume()
 
 
-async def test_a_whole_response_holds_what_was_known(make_api: Any) -> None:
+async def test_a_whole_response_includes_the_known_output(make_api: Any) -> None:
     body = {"prompt": "hello", "max_tokens": 9, "temperature": 1.0, "n": 2, "seed": 3}
     async with opened(make_api) as (api, _):
         whole = (await api.context("POST", TEXT, body)).json()
         exchange, groups = await groups_of(api, TEXT, {**body, "stream": True})
         for cut in range(len(groups)):
-            resume = resume_behind(exchange.response_headers, groups[:cut], 2)
+            resume = resume_after(exchange.response_headers, groups[:cut], 2)
             again = (await api.context("POST", TEXT, {**body, "resume": resume})).json()
             assert again["choices"] == whole["choices"]
             assert again["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
@@ -315,7 +316,7 @@ async def test_a_whole_response_holds_what_was_known(make_api: Any) -> None:
         ({"prompt_digest": "0" * 32}, 409, "resume.prompt_digest"),
     ],
 )
-async def test_what_cannot_go_on_is_refused_by_name(
+async def test_an_invalid_resume_field_is_refused_by_name(
     make_api: Any, change: dict[str, Any], status: int, param: str
 ) -> None:
     body = {"prompt": "hello", "max_tokens": 8, "stop": "stop", "stream": True}
@@ -329,17 +330,17 @@ async def test_what_cannot_go_on_is_refused_by_name(
         assert (error["code"] == "resume_mismatch") == (status == 409)
 
 
-async def test_prompts_that_differ_are_refused(make_api: Any) -> None:
+async def test_resuming_with_other_prompts_is_refused(make_api: Any) -> None:
     body = {"prompt": ["one", "two"], "max_tokens": 8, "stream": True}
     async with opened(make_api) as (api, _):
         exchange, groups = await groups_of(api, TEXT, body)
-        resume = resume_behind(exchange.response_headers, groups[:1], 2)
+        resume = resume_after(exchange.response_headers, groups[:1], 2)
         exchange = await api.context("POST", TEXT, {**body, "prompt": ["one", "tow"], "resume": resume})
         assert exchange.status == 409
         assert exchange.json()["error"]["code"] == "resume_mismatch"
 
 
-async def test_a_whole_response_cannot_have_logprobs_that_nobody_kept(make_api: Any) -> None:
+async def test_a_whole_response_needs_the_known_logprobs(make_api: Any) -> None:
     async with opened(make_api) as (api, _):
         resume = {"token_ids": [[65]], "finished": [False]}
         exchange = await api.context("POST", TEXT, {"prompt": "hello", "logprobs": 1, "resume": resume})
@@ -347,7 +348,7 @@ async def test_a_whole_response_cannot_have_logprobs_that_nobody_kept(make_api: 
         assert exchange.json()["error"]["param"] == "logprobs"
 
 
-async def test_who_computes_is_told_by_name(make_api: Any) -> None:
+async def test_the_head_has_the_fingerprint_of_the_model(make_api: Any) -> None:
     async with opened(make_api) as (api, engine):
         exchange, _ = await groups_of(api, TEXT, {"prompt": "hello", "stream": True})
         assert exchange.response_headers["x-trioserve-fingerprint"] == engine.model.fingerprint

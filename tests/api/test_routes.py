@@ -1,4 +1,4 @@
-"""What goes for every path: which paths there are, request ids, API keys, errors, counting."""
+"""Behaviour of all paths: which paths exist, request ids, API keys, errors, and counts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OPEN = ("/health", "/ready", "/load", "/version", "/metrics", "/openapi.json", "
 
 
 def counted(api: Any) -> dict[tuple[str, str], float]:
-    api.engine.metrics.expose()  # they are counted elsewhere until somebody asks
+    api.engine.metrics.expose()  # counts are written to the metrics at a scrape
     [family] = [f for f in api.engine.metrics.registry.collect() if f.name == "http_requests"]
     return {
         (sample.labels["path"], sample.labels["status"]): sample.value
@@ -30,7 +30,7 @@ def counted(api: Any) -> dict[tuple[str, str], float]:
 
 
 @pytest.mark.parametrize("path", ["//", "/v1", "/v1/models/", "/v1/chat/completions/", "/V1/models", "*", "/health/x"])
-async def test_an_unknown_path_is_404_in_the_shape_of_the_api(api: Any, path: str) -> None:
+async def test_an_unknown_path_is_404_in_the_format_of_the_api(api: Any, path: str) -> None:
     exchange = await api.context("GET", path)
     assert exchange.status == 404
     assert exchange.json()["error"]["code"] == "not_found"
@@ -45,13 +45,13 @@ async def test_an_unknown_path_is_404_in_the_shape_of_the_api(api: Any, path: st
         ("/v1/tokenize", "/tokenize"),
     ],
 )
-async def test_an_unknown_path_is_told_the_nearest(api: Any, path: str, nearest: str) -> None:
+async def test_the_error_for_an_unknown_path_suggests_a_similar_path(api: Any, path: str, nearest: str) -> None:
     message = (await api.context("GET", path)).json()["error"]["message"]
     assert message == f"there is nothing at {path}: did you mean {nearest}?"
 
 
 @pytest.mark.parametrize("path", ["/favicon.ico", "/" + "v1/models" * 1000])
-async def test_what_is_like_nothing_is_not_compared(api: Any, path: str) -> None:
+async def test_a_long_path_is_not_compared_with_known_paths(api: Any, path: str) -> None:
     message = (await api.context("GET", path)).json()["error"]["message"]
     assert "did you mean" not in message
 
@@ -67,7 +67,7 @@ async def test_what_is_like_nothing_is_not_compared(api: Any, path: str) -> None
         ("BREW", "/tokenize", "POST"),
     ],
 )
-async def test_a_wrong_method_is_405_and_told_the_right_ones(api: Any, method: str, path: str, allow: str) -> None:
+async def test_a_wrong_method_is_405_with_the_allowed_methods(api: Any, method: str, path: str, allow: str) -> None:
     exchange = await api.context(method, path)
     assert exchange.status == 405
     assert exchange.response_headers["allow"] == allow
@@ -76,7 +76,7 @@ async def test_a_wrong_method_is_405_and_told_the_right_ones(api: Any, method: s
 
 
 @pytest.mark.parametrize("path", [*OPEN, "/v1/models", "/v1/models/letters"])
-async def test_head_is_answered_like_get_without_a_body(api: Any, path: str) -> None:
+async def test_head_gets_the_response_of_get_without_a_body(api: Any, path: str) -> None:
     head, get = await api.context("HEAD", path), await api.context("GET", path)
     assert head.status == get.status == 200
     assert head.data == b""
@@ -88,7 +88,7 @@ async def test_head_is_answered_like_get_without_a_body(api: Any, path: str) -> 
 
 
 @pytest.mark.parametrize("request_id", ["a", "x" * 128, "with blank", "~!@#"])
-async def test_the_id_of_the_client_is_kept_everywhere(api: Any, request_id: str) -> None:
+async def test_the_request_id_of_the_client_is_used_everywhere(api: Any, request_id: str) -> None:
     exchange = await api.context(
         "POST", CHAT, {"messages": [{"role": "user", "content": "Hi"}], "stream": True}, x_request_id=request_id
     )
@@ -98,14 +98,14 @@ async def test_the_id_of_the_client_is_kept_everywhere(api: Any, request_id: str
 
 
 @pytest.mark.parametrize("request_id", ["", "x" * 129, "a\tb", "é", "a\x7f"])
-async def test_an_id_that_could_not_be_echoed_is_refused(api: Any, request_id: str) -> None:
+async def test_a_request_id_that_no_header_can_carry_is_refused(api: Any, request_id: str) -> None:
     exchange = await api.context("GET", "/v1/models", x_request_id=request_id)
     assert exchange.status == 400
     assert exchange.json()["error"]["param"] == "X-Request-Id"
     assert exchange.response_headers["x-request-id"] != request_id
 
 
-async def test_every_request_without_an_id_gets_one_of_its_own(api: Any) -> None:
+async def test_every_request_without_an_id_gets_a_new_id(api: Any) -> None:
     ids = {
         (await api.context("GET", path)).response_headers["x-request-id"] for path in ("/health", "/nowhere", "/ready")
     }
@@ -127,7 +127,7 @@ async def test_any_of_the_keys_opens_the_api(make_api: Any) -> None:
     + [{"authorization": value} for value in ("Bearer", "Bearer ", "Bearer wrong", "Basic first", "first", "Bearer é")],
 )
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/letters", "/nowhere"])
-async def test_without_a_right_key_the_api_is_closed(make_api: Any, headers: dict[str, str], path: str) -> None:
+async def test_without_a_valid_key_the_api_is_closed(make_api: Any, headers: dict[str, str], path: str) -> None:
     exchange = await make_api(api_keys=["first"]).context("GET", path, **headers)
     assert exchange.status == 401
     assert exchange.response_headers["www-authenticate"].startswith("Bearer")
@@ -142,16 +142,16 @@ async def test_every_route_but_the_open_ones_needs_the_key(make_api: Any) -> Non
             assert (status == 401) == (path not in OPEN), path
 
 
-def test_a_key_that_no_header_could_carry_is_refused_at_the_start(make_api: Any) -> None:
+def test_a_key_that_no_header_can_carry_is_refused_at_the_start(make_api: Any) -> None:
     for key in ("", "with blank", "é"):
         with pytest.raises(StartupError):
             _ = make_api(api_keys=[key]).app
 
 
-# --- faults of ours ---
+# --- faults of the server ---
 
 
-async def test_a_fault_is_a_500_that_tells_nothing_and_a_line_in_the_log(api: Any, caplog: Any) -> None:
+async def test_a_fault_is_a_500_without_details_and_a_log_line(api: Any, caplog: Any) -> None:
     api.engine.script = lambda *_: [ValueError("secret detail")]
     with caplog.at_level(logging.ERROR):
         exchange = await api.chat()
@@ -170,7 +170,7 @@ async def test_a_fault_in_a_stream_is_its_last_event(api: Any) -> None:
     assert b"secret" not in exchange.data
 
 
-async def test_a_fault_after_a_whole_response_began_goes_to_the_connection(api: Any) -> None:
+async def test_a_fault_after_a_whole_response_began_reaches_the_connection(api: Any) -> None:
     exchange = api.exchange("GET", "/health")
     exchange.send_error = ValueError("half sent")
     with pytest.raises(ValueError, match="half sent"):

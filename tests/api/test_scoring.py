@@ -1,4 +1,4 @@
-"""/v1/rerank and /v1/score, of models that judge pairs and of those that make vectors."""
+"""/v1/rerank and /v1/score, with models that score pairs and models that make vectors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def cosine(left: str, right: str) -> float:
 
 
 @pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
-async def test_documents_come_back_best_first(path: str, autojump_clock: Any) -> None:
+async def test_documents_are_ranked_best_first(path: str, autojump_clock: Any) -> None:
     async with served() as server:
         body = {"query": "which", "documents": [DOCUMENTS[0], {"text": "two"}, *DOCUMENTS[2:]], "model": "fake"}
         status, response = await ask(server, path, body)
@@ -60,7 +60,7 @@ async def test_documents_come_back_best_first(path: str, autojump_clock: Any) ->
         assert all("document" not in result for result in best["results"])
 
 
-async def test_a_model_with_a_head_for_it_judges_each_pair(autojump_clock: Any) -> None:
+async def test_a_model_with_a_scoring_head_scores_each_pair(autojump_clock: Any) -> None:
     async with served(encoder="score") as server:
         status, response = await ask(server, "/v1/rerank", {"query": "which", "documents": DOCUMENTS})
         assert status == 200
@@ -82,7 +82,7 @@ async def test_a_model_with_a_head_for_it_judges_each_pair(autojump_clock: Any) 
         (["a"], ["c", "d"], [("a", "c"), ("a", "d")]),
     ],
 )
-async def test_one_text_with_each_or_each_with_its_own(
+async def test_one_text_is_compared_with_all_or_each_with_its_partner(
     path: str, names: tuple[str, str], left: Any, right: Any, pairs: list[tuple[str, str]], autojump_clock: Any
 ) -> None:
     async with served() as server:
@@ -114,7 +114,7 @@ async def test_one_text_with_each_or_each_with_its_own(
         ("/v1/score", {"text_1": "a", "text_2": "b", "priority": -101}, "priority"),
     ],
 )
-async def test_what_is_wrong_is_said_with_its_place(
+async def test_an_invalid_field_is_refused_with_its_path(
     path: str, body: dict[str, Any], param: str | None, autojump_clock: Any
 ) -> None:
     async with served(max_model_len=128) as server:
@@ -125,7 +125,7 @@ async def test_what_is_wrong_is_said_with_its_place(
 
 
 @pytest.mark.parametrize("encoder", [None, "score"])
-async def test_a_client_that_leaves_takes_all_documents_with_it(encoder: Any, autojump_clock: Any) -> None:
+async def test_a_client_that_leaves_cancels_all_documents(encoder: Any, autojump_clock: Any) -> None:
     async with served(encoder=encoder, max_num_seqs=4, paused=True) as server:
         async with server.client().ask("/v1/rerank", {"query": "which", "documents": DOCUMENTS}):
             await wait_all_tasks_blocked()

@@ -1,4 +1,4 @@
-"""Models, tokenizing, and what operators ask."""
+"""Models, tokenization, and the operators' small endpoints."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def test_a_prompt_or_a_chat_becomes_tokens(api: Any, body: dict[str, Any],
     assert response == {"count": len(tokens), "max_model_len": 100, "tokens": tokens, "token_strs": None}
 
 
-async def test_tokens_come_as_strings_when_asked(api: Any) -> None:
+async def test_tokens_are_also_strings_if_asked_for(api: Any) -> None:
     response = (await api.context("POST", "/tokenize", {"prompt": "ab", "return_token_strs": True})).json()
     assert response["token_strs"] == ["\x01", "a", "b"]
 
@@ -65,7 +65,7 @@ async def test_tokens_come_as_strings_when_asked(api: Any) -> None:
         ({"prompt": ["a"]}, "prompt"),
     ],
 )
-async def test_what_cannot_be_tokenized_is_refused(api: Any, body: dict[str, Any], param: str) -> None:
+async def test_an_invalid_tokenize_body_is_refused(api: Any, body: dict[str, Any], param: str) -> None:
     await api.check_refused("/tokenize", body, param=param)
 
 
@@ -88,18 +88,18 @@ async def test_tokens_become_a_prompt(api: Any) -> None:
         ({}, "tokens"),
     ],
 )
-async def test_what_is_no_token_is_refused(api: Any, body: dict[str, Any], param: str) -> None:
+async def test_an_invalid_token_id_is_refused(api: Any, body: dict[str, Any], param: str) -> None:
     await api.check_refused("/detokenize", body, param=param)
 
 
-async def test_a_client_learns_what_it_needs_to_count_tokens_by_itself(api: Any) -> None:
+async def test_tokenizer_info_has_the_data_to_count_tokens(api: Any) -> None:
     info = (await api.context("GET", "/tokenizer_info")).json()
     assert info["bos_token"] == "\x01"
     assert {info[name] for name in ("eos_token", "pad_token", "chat_template")} == {None}
     assert (info["vocab_size"], info["model_max_length"]) == (0x110000, 100)
 
 
-async def test_a_tokenizer_of_real_files_tells_its_tokens_and_its_template() -> None:
+async def test_tokenizer_info_of_real_files_has_special_tokens_and_template() -> None:
     async with open_memory_server() as server:
         info = await (await server.client().get("/tokenizer_info")).json()
     assert (info["eos_token"], info["bos_token"]) == (END_TOKEN, None)
@@ -109,7 +109,7 @@ async def test_a_tokenizer_of_real_files_tells_its_tokens_and_its_template() -> 
 # --- operations ---
 
 
-async def test_health_is_about_the_process_and_ready_about_requests(api: Any) -> None:
+async def test_health_reports_the_process_and_ready_reports_requests(api: Any) -> None:
     async def statuses() -> tuple[int, int, str | None]:
         health, ready = await api.context("GET", "/health"), await api.context("GET", "/ready")
         return health.status, ready.status, ready.json().get("reason")
@@ -127,7 +127,7 @@ async def test_version_is_a_string(api: Any) -> None:
     assert isinstance((await api.context("GET", "/version")).json()["version"], str)
 
 
-async def test_metrics_are_for_scrapers(api: Any) -> None:
+async def test_metrics_have_prometheus_text_format(api: Any) -> None:
     await api.chat()
     exchange = await api.context("GET", "/metrics")
     assert exchange.response_headers["content-type"].startswith("text/plain; version=0.0.4")

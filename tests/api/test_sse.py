@@ -1,4 +1,4 @@
-"""Events survive every client that splits a stream into lines."""
+"""Events are intact for every client that splits a stream into lines."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 
 from trioserve.api.sse import ChunkWriter, encode
 
-# Everything that str.splitlines takes for the end of a line.
+# All characters at which str.splitlines splits.
 LINE_ENDS = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
 
 
 @pytest.mark.parametrize("character", LINE_ENDS)
-def test_no_character_of_a_text_ends_a_line(character: str) -> None:
+def test_no_character_in_a_text_ends_a_line(character: str) -> None:
     text = f"a{character}ö\\{character}b"
     writer = ChunkWriter({"model": text}, null_usage=False)
     event = writer.chunk(encode({"text": text}), fields=b"").decode()
@@ -32,6 +32,6 @@ async def test_a_streamed_response_may_hold_any_character(api: Any) -> None:
     assert "".join(event["choices"][0]["text"] for event in events) == text
 
 
-def test_usage_is_null_only_when_it_will_come() -> None:
+def test_usage_is_null_only_if_a_later_event_has_it() -> None:
     assert json.loads(ChunkWriter({"id": "a"}, null_usage=True).chunk(b"{}")[6:])["usage"] is None
     assert "usage" not in json.loads(ChunkWriter({"id": "a"}, null_usage=False).chunk(b"{}")[6:])

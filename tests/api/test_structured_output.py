@@ -1,4 +1,4 @@
-"""Forms over HTTP: each field that says one, in both APIs, with streams, choices, logprobs and stop strings."""
+"""Structured output over HTTP: each of its fields in both APIs, with streams, choices, logprobs and stop strings."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def streamed(exchange: Any) -> dict[int, str]:
 
 
 @pytest.mark.parametrize(("fields", "pattern"), FORMS.values(), ids=FORMS.keys())
-async def test_every_field_is_kept_to_in_both_apis_whole_and_streamed(
+async def test_output_fits_every_field_in_both_apis_whole_and_streamed(
     api: Any, engine: FakeEngine, fields: dict[str, Any], pattern: str
 ) -> None:
     for ask in (api.chat, api.complete):
@@ -103,7 +103,7 @@ async def test_choices_log_probabilities_and_token_ids(api: Any) -> None:
         assert len(choice["logprobs"]["tokens"]) == len(choice["token_ids"]) == len(choice["text"])
 
 
-async def test_a_stop_string_ends_it_before_the_form_does(api: Any, engine: FakeEngine) -> None:
+async def test_a_stop_string_ends_the_output_before_the_schema_does(api: Any, engine: FakeEngine) -> None:
     response = (await api.complete(**FORMS["json_schema"][0], stop="age", max_tokens=60)).json()
     [choice] = response["choices"]
     assert re.fullmatch(r'\{"ok": (true|false), "', choice["text"])
@@ -112,7 +112,7 @@ async def test_a_stop_string_ends_it_before_the_form_does(api: Any, engine: Fake
     engine.assert_all_free()
 
 
-async def test_a_schema_that_is_not_strict_may_say_what_cannot_be_kept_to(api: Any) -> None:
+async def test_a_schema_that_is_not_strict_may_have_unsupported_keywords(api: Any) -> None:
     schema = {**SCHEMA, "unevaluatedItems": False}
     for strict, status in ((True, 400), (None, 200), (False, 200)):
         wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": strict}}
@@ -137,7 +137,7 @@ async def test_a_schema_that_is_not_strict_may_say_what_cannot_be_kept_to(api: A
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_ignored_keywords_are_named_for_fields_without_strict(
+async def test_ignored_keywords_are_listed_for_fields_without_strict(
     api: Any, place: str, fields: dict[str, Any], stream: bool
 ) -> None:
     schema = {**SCHEMA, "unevaluatedItems": False}
@@ -156,7 +156,7 @@ async def test_allowed_tokens_and_bad_words(api: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_allowed_tokens_that_a_schema_excludes_are_a_400_before_anything_is_sent(api: Any, stream: bool) -> None:
+async def test_allowed_tokens_that_contradict_a_schema_are_a_400(api: Any, stream: bool) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
     for ask in (api.chat, api.complete):
         refused = await ask(allowed_token_ids=[97, 98], response_format=form, stream=stream)

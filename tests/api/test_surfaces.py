@@ -1,4 +1,4 @@
-"""Errors in the shape of the API that was asked, wherever they come from; and keys in the header that it uses."""
+"""Errors have the format of the requested API everywhere, and keys are read from the headers that the API uses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MESSAGES = "/v1/messages"
 
 
 def check_error(exchange: Any, status: int, kind: str) -> str:
-    """The error's message."""
+    """Check the error and return its message."""
     assert exchange.status == status, exchange.data
     said = exchange.json()
     assert set(said) == {"type", "error", "request_id"}
@@ -21,29 +21,29 @@ def check_error(exchange: Any, status: int, kind: str) -> str:
     assert set(said["error"]) == {"type", "message"}
     assert said["error"]["type"] == kind
     assert said["request_id"] == exchange.response_headers["request-id"] == exchange.response_headers["x-request-id"]
-    if kind not in ("request_too_large", "conflict_error"):  # names of the API that its own types lack
+    if kind not in ("request_too_large", "conflict_error"):  # error types of the API that its library lacks
         ErrorResponse.model_validate(said, strict=True)
     return said["error"]["message"]
 
 
 @pytest.mark.parametrize("path", ["/v1/messages/nothing", "/v1/messages/"])
-async def test_an_unknown_path_of_an_api_is_404_in_its_shape(api: Any, path: str) -> None:
+async def test_an_unknown_path_of_an_api_is_404_in_its_format(api: Any, path: str) -> None:
     check_error(await api.context("GET", path), 404, "not_found_error")
 
 
 @pytest.mark.parametrize("path", ["/v1/messagesx", "/v1/message", "/v1"])
-async def test_what_only_looks_like_its_path_has_the_shape_of_the_others(api: Any, path: str) -> None:
+async def test_a_path_that_only_resembles_the_apis_path_has_openais_format(api: Any, path: str) -> None:
     exchange = await api.context("GET", path)
     assert exchange.json()["error"]["code"] == "not_found"
     assert "request-id" not in exchange.response_headers
 
 
-async def test_who_names_the_apis_version_gets_its_shape_everywhere(api: Any) -> None:
+async def test_the_version_header_selects_the_format_of_errors_on_every_path(api: Any) -> None:
     exchange = await api.context("GET", "/v1/models/nobody", anthropic_version="2023-06-01")
     assert check_error(exchange, 404, "not_found_error").startswith("model: ")
 
 
-async def test_who_names_the_apis_version_is_told_the_models_in_its_shape(api: Any) -> None:
+async def test_the_version_header_selects_the_format_of_models(api: Any) -> None:
     listed = (await api.context("GET", "/v1/models", anthropic_version="2023-06-01")).json()
     models = [ModelInfo.model_validate(model) for model in listed["data"]]
     assert [model.id for model in models] == ["letters", "org/letters"]
@@ -53,7 +53,7 @@ async def test_who_names_the_apis_version_is_told_the_models_in_its_shape(api: A
     assert ModelInfo.model_validate(one.json()).display_name == "org/letters"
 
 
-async def test_a_wrong_key_is_told_in_the_apis_shape_and_never_logged(make_api: Any, caplog: Any) -> None:
+async def test_a_wrong_key_is_an_error_in_the_apis_format_and_never_logged(make_api: Any, caplog: Any) -> None:
     api = make_api(api_keys=["first"])
     with caplog.at_level(logging.DEBUG):
         for headers in ({}, {"x_api_key": "wrong-key"}, {"authorization": "Bearer wrong-key"}):
@@ -79,7 +79,7 @@ async def test_a_key_counts_in_either_header_on_every_path(make_api: Any, header
     assert (await api.context("GET", "/v1/models", **headers)).status == status
 
 
-async def test_of_two_keys_that_of_the_authorization_counts(make_api: Any) -> None:
+async def test_the_key_in_authorization_takes_precedence(make_api: Any) -> None:
     api = make_api(api_keys=["first"], admin_api_key="admin")
     body = {"prompt": "a"}
     await api.context("POST", "/v1/completions", body, authorization="Bearer admin", x_api_key="first")

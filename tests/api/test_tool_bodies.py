@@ -1,5 +1,4 @@
-"""Bodies with tools, choices, forms and thoughts, drawn from seeds: each response is as described, and none is a
-fault."""
+"""Random bodies with tools, choices, schemas and reasoning: responses match their description, and none is a fault."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ HISTORY: list[Any] = [
     {"role": "assistant", "tool_calls": [CALL]},
     {"role": "tool", "tool_call_id": "c", "content": "gone"},
 ]
-# What a model might begin, and be cut off in, wherever max_tokens come.
+# Outputs that max_tokens may end at any point.
 SAID = [
     '<tool_call>\n{"name": "look", "arguments": {"a": "x"}}\n</tool_call>',
     '<think>Hm.</think>Well. {"name": "look", "arguments": {}}',
@@ -80,7 +79,7 @@ def body_of(draw: random.Random) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("said", [*SAID, None], ids=["call", "thought", "broken", "fenced", "random"])
-async def test_every_response_is_as_described(make_api: Any, said: str | None) -> None:
+async def test_every_response_matches_its_description(make_api: Any, said: str | None) -> None:
     draw = random.Random(repr(said))
     statuses = []
     async with open_fake_engine(

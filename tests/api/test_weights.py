@@ -1,4 +1,4 @@
-"""Weights that are replaced over HTTP, as SGLang's clients do it: what comes back, and what responses say of them."""
+"""Weight updates over HTTP as SGLang's clients send them: their responses, and weight versions in other responses."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def events(server: MemoryServer, path: str, body: dict[str, Any]) -> list[
     return [msgspec.json.decode(each.encode()) for each in data if each.startswith("{")]
 
 
-async def test_what_sglangs_clients_send_and_get(autojump_clock):
+async def test_requests_and_responses_of_sglangs_clients(autojump_clock):
     async with open_memory_server() as server:
         assert await ask(server, "/get_weight_version", method="GET") == (200, {"weight_version": "default"})
         _, load = await ask(server, "/load", method="GET")
@@ -56,7 +56,7 @@ async def test_what_sglangs_clients_send_and_get(autojump_clock):
         ({"model_path": ""}, "model_path is empty"),
     ],
 )
-async def test_what_does_not_fit_has_no_success(autojump_clock, body: dict[str, Any], named: str):
+async def test_weights_that_do_not_fit_are_refused_with_success_false(autojump_clock, body: dict[str, Any], named: str):
     async with open_memory_server() as server:
         status, answer = await ask(server, DISK, body)
         assert (status, answer["success"]) == (400, False)
@@ -75,7 +75,7 @@ async def test_what_does_not_fit_has_no_success(autojump_clock, body: dict[str, 
         ("weight_version", 3),
     ],
 )
-async def test_fields_that_mean_something_else_are_refused(autojump_clock, field: str, value: object):
+async def test_unsupported_fields_are_refused(autojump_clock, field: str, value: object):
     async with open_memory_server() as server:
         status, answer = await ask(server, DISK, {"model_path": "b", field: value})
         assert status == 400
@@ -84,7 +84,7 @@ async def test_fields_that_mean_something_else_are_refused(autojump_clock, field
         assert (status, answer["error"]["param"]) == (400, "in_flight")
 
 
-async def test_weights_in_part_are_told_and_the_server_is_not_ready(autojump_clock):
+async def test_after_a_partial_update_the_server_is_not_ready(autojump_clock):
     async with open_memory_server() as server:
         server.engine.weights.breaks = True
         status, answer = await ask(server, DISK, {"model_path": "b"})
@@ -98,7 +98,7 @@ async def test_weights_in_part_are_told_and_the_server_is_not_ready(autojump_clo
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/completions", LONG), ("/v1/chat/completions", CHAT)])
 @pytest.mark.parametrize("is_stream", [True, False])
-async def test_a_response_says_which_weights_sampled_its_tokens(
+async def test_a_response_has_the_weight_versions_of_its_tokens(
     autojump_clock, path: str, body: dict[str, Any], is_stream: bool
 ):
     told: list[Any] = []
@@ -139,10 +139,10 @@ RESPONSE = {"model": "fake", "input": "a", "max_output_tokens": 20, "ignore_eos"
     ],
 )
 @pytest.mark.parametrize("is_stream", [True, False])
-async def test_the_end_of_every_response_says_which_weights_sampled_it(
+async def test_the_end_of_every_response_has_its_weight_versions(
     autojump_clock, path: str, body: dict[str, Any], is_stream: bool
 ):
-    """Also where nobody asked for token ids, and once in a stream."""
+    """The versions are sent even without token ids, and once in a stream."""
     told: list[Any] = []
 
     async def read() -> None:
@@ -162,7 +162,7 @@ async def test_the_end_of_every_response_says_which_weights_sampled_it(
 
 
 def versions_in(value: Any) -> list[Any]:
-    """All fields of this name, however deep."""
+    """Return all values of the field, at any depth."""
     if isinstance(value, list):
         return [found for entry in value for found in versions_in(entry)]
     if not isinstance(value, dict):
@@ -171,7 +171,7 @@ def versions_in(value: Any) -> list[Any]:
     return own + [found for entry in value.values() for found in versions_in(entry)]
 
 
-async def test_abort_all_requests_ends_them(autojump_clock):
+async def test_abort_all_requests_ends_running_requests(autojump_clock):
     statuses: list[int] = []
 
     async def read() -> None:
@@ -187,7 +187,7 @@ async def test_abort_all_requests_ends_them(autojump_clock):
 
 
 @pytest.mark.parametrize("path", [DISK, "/update_weights_from_shared_memory", "/init_weights_update_group"])
-async def test_weights_are_the_admins_to_replace(autojump_clock, path: str):
+async def test_only_the_admin_replaces_weights(autojump_clock, path: str):
     async with open_memory_server(api_keys=("ordinary",), admin_api_key="admin") as server:
         for key, status in (("ordinary", 403), ("wrong", 401), ("admin", 200)):
             client = server.client(headers={"authorization": f"Bearer {key}"})
@@ -196,7 +196,7 @@ async def test_weights_are_the_admins_to_replace(autojump_clock, path: str):
                 assert await response.head() == status, key
 
 
-async def test_a_trainer_sends_them_in_a_group(autojump_clock):
+async def test_a_trainer_sends_weights_in_a_group(autojump_clock):
     async with open_memory_server() as server:
         group = {"master_address": "127.0.0.1", "master_port": 29600, "rank_offset": 1, "world_size": 2}
         for wrong, param in (({"backend": "nccl"}, "backend"), ({"master_port": "here"}, "master_port")):
@@ -214,7 +214,7 @@ async def test_a_trainer_sends_them_in_a_group(autojump_clock):
             assert (await ask(server, "/destroy_weights_update_group", {"group_name": "g"}))[0] == status
 
 
-async def test_which_weights_are_there_is_told_with_vllms_names(autojump_clock):
+async def test_the_weight_version_is_available_under_vllms_name(autojump_clock):
     async with open_memory_server() as server:
         await ask(server, DISK, {"model_path": "b", "weight_version": "step 1"})
         assert await ask(server, "/weight_info", method="GET") == (200, {"weight_version": "step 1"})
@@ -222,10 +222,10 @@ async def test_which_weights_are_there_is_told_with_vllms_names(autojump_clock):
 
 
 @pytest.mark.parametrize("path", [path for path in OTHER_PATHS if not path.startswith("/api/")])
-async def test_a_path_that_others_have_says_what_to_ask_here(autojump_clock, path: str):
+async def test_a_path_of_other_servers_names_the_path_to_use_here(autojump_clock, path: str):
     async with open_memory_server() as server:
         status, answer = await ask(server, path, {})
         assert (status, answer["error"]["code"]) == (404, "other_path")
         named = [word.strip(":,;") for word in answer["error"]["message"].split(path, 1)[1].split() if word[0] == "/"]
-        assert set(named) <= ROUTES.keys(), "what it names is there"
+        assert set(named) <= ROUTES.keys(), "the path that the message names exists"
         assert path not in ROUTES

@@ -1,4 +1,4 @@
-"""Whole JSON responses whose head and white space go out before the body is there: the whole server in memory."""
+"""Whole JSON responses that send head and white space before the body, with the whole server in memory."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def ask(server: MemoryServer, path: str, body: object, *, http: int = 1, *
 
 @pytest.mark.parametrize("http", [1, 2])
 @pytest.mark.parametrize("path", REQUESTS)
-async def test_a_whole_response_that_waits_has_its_head_and_white_space_early(autojump_clock, path, http):
+async def test_a_slow_whole_response_sends_its_head_and_white_space_early(autojump_clock, path, http):
     body, is_whole = REQUESTS[path]
     async with (
         open_memory_server(step_seconds=1, max_num_seqs=1, access=RULES) as server,
@@ -79,7 +79,7 @@ async def test_a_whole_response_that_waits_has_its_head_and_white_space_early(au
 
 
 @pytest.mark.parametrize("rules", [RULES, AccessRules(keep_alive_seconds=5)], ids=["on", "off"])
-async def test_a_quick_response_and_one_without_the_option_are_as_ever(autojump_clock, rules):
+async def test_a_fast_response_or_one_without_the_option_has_no_white_space(autojump_clock, rules):
     async with open_memory_server(step_seconds=0.1, access=rules) as server:
         response = await ask(server, "/v1/completions", QUEUED)
         assert response.headers["content-length"] == str(len(response.body))
@@ -100,7 +100,7 @@ async def test_a_quick_response_and_one_without_the_option_are_as_ever(autojump_
         ("/api/generate", lambda said: said["error"]),
     ],
 )
-async def test_an_error_behind_the_head_is_the_body_in_the_shape_of_the_api(autojump_clock, path, shape, http):
+async def test_an_error_after_the_head_is_the_body_in_the_format_of_the_api(autojump_clock, path, shape, http):
     body = {"model": "fake", "prompt": "second", "stream": False, "queue_timeout": 12, "max_tokens": 3}
     if path == "/v1/messages":
         body = {**MESSAGES, "max_tokens": 3}
@@ -118,7 +118,7 @@ async def test_an_error_behind_the_head_is_the_body_in_the_shape_of_the_api(auto
     await server.assert_all_free()
 
 
-async def test_an_error_behind_the_head_counts_as_a_failed_response_with_status_200(autojump_clock, caplog):
+async def test_an_error_after_the_head_counts_as_a_failed_response_with_status_200(autojump_clock, caplog):
     caplog.set_level("INFO", logger="trioserve")
     async with open_memory_server(step_seconds=1, access=RULES, logs_requests=True) as server:
         response = await ask(server, "/v1/completions", QUEUED, x_request_timeout="7")
@@ -128,7 +128,7 @@ async def test_an_error_behind_the_head_counts_as_a_failed_response_with_status_
     assert "outcome=finished" not in line
 
 
-async def test_a_request_with_heartbeats_keeps_its_status(autojump_clock):
+async def test_a_request_with_heartbeats_gets_no_early_head(autojump_clock):
     async with open_memory_server(step_seconds=1, access=RULES) as server:
         response = await ask(server, "/v1/completions", QUEUED, x_request_timeout="7", x_trioserve_heartbeat="3")
         assert response.status == 504
@@ -137,7 +137,7 @@ async def test_a_request_with_heartbeats_keeps_its_status(autojump_clock):
 
 @pytest.mark.parametrize("http", [1, 2])
 @pytest.mark.parametrize("seconds", [3, 7])
-async def test_a_client_that_leaves_before_or_behind_the_head_frees_its_blocks(autojump_clock, http, seconds):
+async def test_a_client_that_leaves_before_or_after_the_head_frees_its_blocks(autojump_clock, http, seconds):
     async with open_memory_server(step_seconds=1, access=RULES) as server:
         assert server.engine.stats().blocks_used == 0
         client = server.client(http=http)
@@ -151,7 +151,7 @@ async def test_a_client_that_leaves_before_or_behind_the_head_frees_its_blocks(a
         await server.assert_all_free()
 
 
-async def test_a_client_of_http_1_0_gets_white_space_and_body_until_the_end(autojump_clock):
+async def test_a_client_of_http_1_0_gets_white_space_and_body_until_the_connection_closes(autojump_clock):
     async with open_memory_server(step_seconds=1, access=RULES) as server:
         end = server.connect()
         body = json.dumps(QUEUED).encode()
@@ -164,7 +164,7 @@ async def test_a_client_of_http_1_0_gets_white_space_and_body_until_the_end(auto
 
 
 @pytest.mark.parametrize("status", [200, 503])
-async def test_a_space_that_is_being_sent_is_sent_whole_before_the_body(autojump_clock, status):
+async def test_a_space_is_sent_completely_before_the_body(autojump_clock, status):
     inner = MemoryExchange("POST", "/v1/completions", b"", ())
     inner.gate = trio.Event()
     async with trio.open_nursery() as nursery:
@@ -180,7 +180,7 @@ async def test_a_space_that_is_being_sent_is_sent_whole_before_the_body(autojump
         assert (inner.status, inner.data, inner.finished, exchange.started) == (200, b" {}", True, True)
 
 
-async def test_what_is_no_json_cannot_follow_the_head_of_json(autojump_clock):
+async def test_a_body_that_is_not_json_cannot_follow_the_early_head(autojump_clock):
     inner = MemoryExchange("POST", "/v1/completions", b"", ())
     async with trio.open_nursery() as nursery:
         exchange = WhiteSpaceExchange(inner, nursery, 5, lambda: [("content-type", "application/json")])
@@ -217,7 +217,7 @@ async def test_a_large_response_follows_the_white_space_in_pieces(autojump_clock
         assert len(json.loads(response.body)["choices"]) == 16
 
 
-async def test_pictures_are_not_silent_either(autojump_clock):
+async def test_image_requests_send_white_space(autojump_clock):
     async with open_memory_image_server(step_seconds=1, access=RULES) as server:
         response = await server.client().post("/v1/images/generations", {"prompt": "a cat", "steps": 12})
         await response.read()

@@ -1,4 +1,4 @@
-"""Whole responses: too large ones are refused from an estimate, and large ones leave the event loop to others."""
+"""Whole responses: an estimate refuses those that are too large, and large ones do not block the event loop."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def bounded(shape: ResponseShape = PLAIN, *, tokens_max: int = CONTEXT, **sampli
     ],
     ids=str,
 )
-def test_usual_output_is_not_refused_and_not_shortened(shape, sampling):
+def test_usual_output_is_neither_refused_nor_shortened(shape, sampling):
     assert bounded(shape, **sampling) == SamplingParams(**sampling)
 
 
@@ -58,7 +58,7 @@ def test_usual_vectors_are_not_refused(count, dimensions, is_base64):
     ResponseBound().check_vectors(count, dimensions, is_base64=is_base64)
 
 
-def test_too_much_output_is_refused_with_what_was_received_and_what_is_allowed():
+def test_the_refusal_of_large_output_names_the_estimate_and_the_limit():
     with pytest.raises(InvalidRequest) as caught:
         bounded(max_tokens=2000, n=64, logprobs=20)
     message = str(caught.value)
@@ -69,7 +69,7 @@ def test_too_much_output_is_refused_with_what_was_received_and_what_is_allowed()
     assert "--max-response-bytes" in message
 
 
-def test_output_is_counted_up_to_the_context_only():
+def test_the_estimate_counts_output_up_to_the_context_length():
     assert bounded(tokens_max=4096, max_tokens=10**9, logprobs=20).max_tokens == 10**9
 
 
@@ -121,7 +121,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-async def test_every_api_refuses_too_large_a_response_and_holds_nothing(autojump_clock, name):
+async def test_every_api_refuses_a_too_large_response_and_counts_no_bytes(autojump_clock, name):
     path, body = REFUSED[name]
     async with open_memory_server(access=SMALL, max_model_len=256, block_count=256, max_num_seqs=16) as server:
         response = await server.client().post(path, body)
@@ -144,8 +144,8 @@ STREAMED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("path", STREAMED)
-async def test_a_stream_is_not_bounded_by_its_total(autojump_clock, path):
-    """A whole response of 50 tokens would fit."""
+async def test_the_bound_does_not_apply_to_the_total_of_a_stream(autojump_clock, path):
+    """A whole response with 50 tokens would be allowed."""
     async with open_memory_server(
         access=AccessRules(response_bytes_max=300),
         max_model_len=256,
@@ -160,7 +160,7 @@ async def test_a_stream_is_not_bounded_by_its_total(autojump_clock, path):
 
 
 async def turns_while(act: Any) -> tuple[int, Any]:
-    """How many turns another task got while `act` ran."""
+    """Count how often another task ran while `act` ran."""
     turns = 0
 
     async def count() -> None:
@@ -176,7 +176,7 @@ async def turns_while(act: Any) -> tuple[int, Any]:
     return turns, result
 
 
-async def test_large_lists_are_encoded_in_pieces_and_read_as_the_same_value():
+async def test_large_lists_are_encoded_in_pieces_and_decode_to_the_same_value():
     items = list(range(60_000))
     vectors = [[float(index)] * 4000 for index in range(20)]
     text = 'a"\\\n\u2028é😀' * 100_000
@@ -220,7 +220,7 @@ LARGE: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", LARGE)
-async def test_a_large_response_is_what_a_small_one_would_be(autojump_clock, name, monkeypatch):
+async def test_a_large_response_has_the_value_of_a_small_one(autojump_clock, name, monkeypatch):
     path, body = LARGE[name]
     values = []
     for small_items_max in (10**9, 10):
@@ -263,7 +263,7 @@ WITH_LOGPROBS = {"prompt": "a", "max_tokens": 200, "logprobs": 20, "ignore_eos":
 ROOM_FOR_TWO = AccessRules(responses_bytes_max=800_000)
 
 
-async def test_large_responses_share_a_bound_and_small_ones_are_not_refused(autojump_clock):
+async def test_large_responses_share_a_limit_and_small_ones_are_not_refused(autojump_clock):
     async with open_memory_server(access=ROOM_FOR_TWO, max_model_len=256, block_count=512, max_num_seqs=16) as server:
         statuses: list[tuple[int, str | None]] = []
         small: list[int] = []
@@ -288,7 +288,7 @@ async def test_large_responses_share_a_bound_and_small_ones_are_not_refused(auto
         assert server.app.responses.bytes_held == 0
         await trio.sleep(1)  # the step in flight ends
         server.engine.assert_all_free()
-        await ask_large()  # there is room again
+        await ask_large()  # the budget has space again
         assert statuses[-1][0] == 200
 
 
@@ -313,7 +313,7 @@ async def test_every_kind_of_large_response_counts_until_it_ends(autojump_clock,
         server.engine.assert_all_free()
 
 
-async def test_a_client_that_leaves_gives_its_bytes_back(autojump_clock):
+async def test_a_client_that_leaves_releases_its_bytes(autojump_clock):
     async with open_memory_server(access=ROOM_FOR_TWO, max_model_len=256, block_count=512) as server:
         with trio.move_on_after(60):
             async with trio.open_nursery() as nursery:

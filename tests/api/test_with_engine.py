@@ -1,4 +1,4 @@
-"""The API over a real engine whose model is played: what whole, streamed, echoed and scored answers have in common."""
+"""The API over a real engine with a scripted model: properties of whole, streamed, echoed and scored responses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def opened(make_api: Any, **options: Any) -> AsyncIterator[tuple[Any, Fake
         api = make_api()
         api.engine = fake
         yield api, fake
-        await trio.sleep(1)  # the clock jumps: a step that was in flight ends
+        await trio.sleep(1)  # lets a step in flight end
         check_idle(fake.core)
 
 
@@ -37,7 +37,9 @@ def content(events: list[Any], index: int = 0) -> str:
     )
 
 
-async def test_whole_and_streamed_responses_are_the_same(make_api: Any, autojump_clock: trio.testing.MockClock) -> None:
+async def test_whole_and_streamed_responses_have_the_same_content(
+    make_api: Any, autojump_clock: trio.testing.MockClock
+) -> None:
     async with opened(make_api, step_seconds=0.01) as (api, _):
         for fields in ({"temperature": 0}, {"seed": 7, "n": 3}, {"seed": 7, "logprobs": True}):
             whole = (await api.chat(max_tokens=20, **fields)).json()
@@ -70,7 +72,7 @@ async def test_deep_json_in_tool_arguments_is_the_clients_error(
         ("/api/generate", {"prompt": "Hi"}),
     ],
 )
-async def test_what_a_request_does_not_say_of_sampling_is_the_models_default(api: Any, path: str, fields: Any) -> None:
+async def test_missing_sampling_fields_have_the_models_default(api: Any, path: str, fields: Any) -> None:
     api.engine.default_sampling = SamplingParams(temperature=0.2, top_p=0.9, top_k=7)
     for said, expect in (({}, (0.2, 0.9, 7)), ({"temperature": 1, "top_p": 1}, (1, 1, 7))):
         exchange = await api.context("POST", path, fields | ({"options": said} if path.startswith("/api/") else said))
@@ -79,7 +81,9 @@ async def test_what_a_request_does_not_say_of_sampling_is_the_models_default(api
         assert (sampling.temperature, sampling.top_p, sampling.top_k) == expect
 
 
-async def test_several_prompts_answer_as_each_alone(make_api: Any, autojump_clock: trio.testing.MockClock) -> None:
+async def test_several_prompts_get_the_same_responses_as_each_alone(
+    make_api: Any, autojump_clock: trio.testing.MockClock
+) -> None:
     async with opened(make_api, step_seconds=0.01) as (api, _):
         prompts = ["first", "second one", "a third"]
         alone = [(await api.complete(prompt=p, temperature=0)).json()["choices"][0]["text"] for p in prompts]
@@ -107,7 +111,7 @@ async def test_a_prompt_is_scored_with_and_without_a_response(
         assert len(logprobs["tokens"]) == len(logprobs["text_offset"]) == 12
 
 
-async def test_cached_tokens_are_told(make_api: Any, autojump_clock: trio.testing.MockClock) -> None:
+async def test_usage_reports_cached_tokens(make_api: Any, autojump_clock: trio.testing.MockClock) -> None:
     async with opened(make_api, block_size=4) as (api, _):
         for cached in (0, 8):
             response = (await api.complete(prompt="0123456789", max_tokens=2)).json()
@@ -123,10 +127,10 @@ async def test_a_prompt_beyond_the_context_is_refused_with_its_code(
             assert (exchange.status, exchange.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
-async def test_a_burst_beyond_the_line_is_refused_with_a_hint(
+async def test_a_burst_beyond_the_queue_is_refused_with_retry_after(
     make_api: Any, autojump_clock: trio.testing.MockClock
 ) -> None:
-    """S42. The prompts of one request wait for each other; that is no burst."""
+    """Scenario S42. Prompts of one request wait for each other, and are not a burst."""
     async with opened(make_api, max_num_seqs=2, max_queued_requests=1) as (api, fake):
         assert (await api.complete(prompt=["a", "b", "c", "d"])).status == 200
         fake.steps.hold()
@@ -143,7 +147,7 @@ async def test_a_burst_beyond_the_line_is_refused_with_a_hint(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-async def test_an_abort_by_the_id_of_the_head_ends_the_call(
+async def test_an_abort_by_the_id_in_the_head_ends_the_request(
     make_api: Any, path: str, stream: bool, autojump_clock: trio.testing.MockClock
 ) -> None:
     async with opened(make_api, step_seconds=0.01) as (api, fake):
@@ -172,7 +176,9 @@ async def test_a_client_that_leaves_frees_its_blocks(make_api: Any, autojump_clo
         assert b'trioserve:aborts_total{engine="0",model_name="fake",phase="decode"} 2.0' in exposed
 
 
-async def test_text_and_tokens_go_both_ways(make_api: Any, autojump_clock: trio.testing.MockClock) -> None:
+async def test_text_becomes_tokens_and_tokens_become_text(
+    make_api: Any, autojump_clock: trio.testing.MockClock
+) -> None:
     async with opened(make_api) as (api, _):
         tokens = (await api.context("POST", "/tokenize", {"prompt": "grüß"})).json()["tokens"]
         assert tokens == list("grüß".encode())

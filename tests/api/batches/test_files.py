@@ -119,7 +119,7 @@ async def test_number_of_files_of_one_key_is_limited(owner_of, autojump_clock, m
         owner = owner_of(server)
         for _ in range(3):
             await owner.upload(b"x")
-        with pytest.raises(AssertionError, match="at most 3"):
+        with pytest.raises(AssertionError, match="allowed are 3"):
             await owner.upload(b"x")
 
 

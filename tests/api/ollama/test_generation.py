@@ -390,4 +390,4 @@ async def test_unknown_model_is_404(api: Any, model: str) -> None:
 async def test_paths_that_manage_models_explain_the_refusal(api: Any, path: str) -> None:
     exchange = await api.context("POST", path, {"model": "m"})
     assert (exchange.status, exchange.response_headers["x-trioserve-reason"]) == (404, "other_path")
-    assert "models are chosen when the server starts" in exchange.json()["error"]
+    assert "models are chosen at the start of the server" in exchange.json()["error"]

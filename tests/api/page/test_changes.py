@@ -1,4 +1,4 @@
-"""A snapshot and every change from then on make what a new snapshot says, whatever happens in between."""
+"""A snapshot with all later changes applied equals a new snapshot, after any history."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def decoded(value: object) -> Any:
     return json.loads(msgspec.json.encode(value))
 
 
-def forgetful(feed: LiveFeed) -> None:
-    """What it has kept of requests to save work is gone."""
+def forget_caches(feed: LiveFeed) -> None:
+    """Drop what the feed has cached about requests."""
     for watched in feed._watched.values():
         watched.blocks, watched.runs, watched.shown = [], (), None
 
@@ -50,7 +50,7 @@ async def live(engine: FakeEngine, rng: random.Random, scopes: dict[str, trio.Ca
 
 
 async def happen(engine: FakeEngine, rng: random.Random, scopes: dict[str, trio.CancelScope]) -> None:
-    """A step, or something beside one."""
+    """Run a step, or another event."""
     event = rng.random()
     if event < 0.15 and scopes:
         scopes[rng.choice(sorted(scopes))].cancel()
@@ -68,7 +68,7 @@ async def happen(engine: FakeEngine, rng: random.Random, scopes: dict[str, trio.
 
 
 @pytest.mark.parametrize("seed", range(12))
-async def test_changes_make_what_a_new_snapshot_says(seed: int, mock_clock: MockClock) -> None:
+async def test_a_snapshot_with_all_changes_equals_a_new_snapshot(seed: int, mock_clock: MockClock) -> None:
     rng = random.Random(seed)
     connector = ScriptedConnector if seed % 2 else None
     scopes: dict[str, trio.CancelScope] = {}
@@ -111,10 +111,10 @@ def check(feed: LiveFeed, owner: str | None, last: Snapshots, shown: dict[str | 
         last[owner] = before
     else:
         fold(shown[owner], decoded(change))
-    forgetful(feed)
+    forget_caches(feed)
     new = feed.snapshot(owner)
     expected = decoded(snapshot_fields(new))
-    for name in ("now", "steps"):  # of the moment, and of the look before
+    for name in ("now", "steps"):  # they depend on the time, and on the previous snapshot
         shown[owner][name] = expected[name]
     assert shown[owner] == expected
     assert new.blocks is not None
@@ -122,10 +122,10 @@ def check(feed: LiveFeed, owner: str | None, last: Snapshots, shown: dict[str | 
     assert counts == [new.stats[f"blocks_{name}"] for name in ("free", "cached", "used", "held")]
     for request in new.requests.values():
         for first, count in request.blocks:
-            assert set(new.blocks[first : first + count]) <= {2, 3}, "a block of somebody's is used or held"
+            assert set(new.blocks[first : first + count]) <= {2, 3}, "each block with an owner is used or held"
 
 
-def test_points_that_a_slow_reader_has_missed_come_together() -> None:
+def test_a_slow_reader_gets_all_missed_points_together() -> None:
     def snapshot(number: int) -> PageSnapshot:
         values = tuple(float(i) for i in range(max(0, number - HISTORY_POINTS_MAX + 1), number + 1))
         history = HistoryShown(interval_seconds=5, at=number * 5.0, number=number, series={"queue": values})
@@ -139,7 +139,7 @@ def test_points_that_a_slow_reader_has_missed_come_together() -> None:
         assert shown["history"] == decoded(snapshot_fields(snapshot(second)))["history"]
 
 
-def test_a_pool_of_another_size_is_told_as_a_whole() -> None:
+def test_a_pool_of_another_size_is_sent_completely() -> None:
     def snapshot(blocks: bytes) -> PageSnapshot:
         server = ServerShown(kind="engine", model="m", version="1", block_count=len(blocks))
         return PageSnapshot(now=0.0, server=server, blocks=blocks)

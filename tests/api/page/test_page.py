@@ -1,4 +1,4 @@
-"""The live page over a connection in memory: its files, who may watch, what a reader is told, and what is left."""
+"""The live page over a connection in memory: files, who may watch, events, and the state after readers leave."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PATH = "/ui/events"
 
 
 class Reader:
-    """What a page knows. events: (name, JSON) as they came."""
+    """State of a page. `events` has (name, JSON) of each event in order."""
 
     def __init__(self, response: MemoryResponse) -> None:
         self.response = response
@@ -35,7 +35,7 @@ class Reader:
         self._taken = 0
 
     async def read(self) -> None:
-        """Whatever comes by itself, now."""
+        """Read all events that have arrived by now."""
         with trio.CancelScope() as scope:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._read_on)
@@ -66,7 +66,7 @@ async def reading(server: MemoryServer, query: str = "", **headers: str) -> Asyn
         yield reader
 
 
-async def test_a_reader_gets_a_snapshot_and_then_what_changes(memory_server, mock_clock):
+async def test_a_reader_gets_a_snapshot_and_then_changes(memory_server, mock_clock):
     async with reading(memory_server) as reader:
         (name, snapshot), *others = reader.events
         assert (name, others) == ("snapshot", [])
@@ -75,7 +75,7 @@ async def test_a_reader_gets_a_snapshot_and_then_what_changes(memory_server, moc
 
 
 @pytest.mark.fake_engine(paused=True)
-async def test_a_request_is_seen_from_the_queue_to_its_end(memory_server, mock_clock):
+async def test_a_request_is_shown_from_the_queue_to_its_end(memory_server, mock_clock):
     engine = memory_server.engine
     async with (
         reading(memory_server) as reader,
@@ -105,7 +105,7 @@ async def test_a_request_is_seen_from_the_queue_to_its_end(memory_server, mock_c
 
 
 async def tick(reader: Reader, clock: trio.testing.MockClock, seconds: float = 0.4) -> None:
-    """More than an interval goes by."""
+    """Let more than one interval pass."""
     await wait_all_tasks_blocked()
     clock.jump(seconds)
     await wait_all_tasks_blocked()
@@ -118,7 +118,7 @@ def states(shown: dict[str, Any]) -> list[int]:
 
 @pytest.mark.fake_engine(paused=True, enable_prefix_caching=False)
 @pytest.mark.parametrize("way", ["by id", "by its client"])
-async def test_a_cancel_shows_its_blocks_before_and_as_free_after(memory_server, mock_clock, way):
+async def test_after_a_cancel_the_blocks_are_shown_as_free(memory_server, mock_clock, way):
     engine = memory_server.engine
     async with reading(memory_server) as reader:
         client = memory_server.client()
@@ -131,7 +131,7 @@ async def test_a_cancel_shows_its_blocks_before_and_as_free_after(memory_server,
             await response.head()
             await tick(reader, mock_clock)
             blocks = [first + i for first, count in reader.shown["requests"]["r"]["blocks"] for i in range(count)]
-            assert len(blocks) == 3, "and the next step takes one more"
+            assert len(blocks) == 3, "the next step allocates one more block"
             assert {states(reader.shown)[block] for block in blocks} == {2}
             async with engine.held_step():
                 mock_clock.jump(0.03)
@@ -149,7 +149,7 @@ async def test_a_cancel_shows_its_blocks_before_and_as_free_after(memory_server,
 
 
 @pytest.mark.fake_engine(paused=True)
-async def test_what_others_share_is_not_said_to_be_free(memory_server, mock_clock):
+async def test_blocks_that_other_requests_share_are_not_shown_as_free(memory_server, mock_clock):
     engine = memory_server.engine
     body = {"prompt": "the same eight and more", "max_tokens": 9, "stream": True}
     async with (
@@ -161,18 +161,18 @@ async def test_what_others_share_is_not_said_to_be_free(memory_server, mock_cloc
             await engine.step()
             await tick(reader, mock_clock)
             a, b = (dict(reader.shown["requests"][name])["blocks"] for name in "ab")
-            assert a[0][0] == b[0][0], "they share their first blocks"
+            assert a[0][0] == b[0][0], "the requests share their first blocks"
         await tick(reader, mock_clock)
         freed = reader.shown["requests"]["b"]["freed"]
         assert 0 < freed["blocks"] < sum(count for _, count in b)
 
 
-async def test_a_slow_reader_gets_one_change_for_all_that_it_has_missed(memory_server, mock_clock):
+async def test_a_slow_reader_gets_one_change_for_all_missed_changes(memory_server, mock_clock):
     client, other = memory_server.client(), memory_server.client()
     async with client.ask(PATH) as response:
         reader = Reader(response)
         await reader.read()
-        for _ in range(50):  # nobody reads: the window fills, and then the server waits
+        for _ in range(50):  # the client does not read: the window fills, and then the server waits
             await other.post(COMPLETIONS, {"prompt": "hello", "max_tokens": 2})
             mock_clock.jump(0.4)
         await reader.read()
@@ -185,7 +185,7 @@ async def test_a_slow_reader_gets_one_change_for_all_that_it_has_missed(memory_s
             assert reader.shown["stats"]["steps_total"] == fresh.shown["stats"]["steps_total"]
 
 
-async def test_readers_have_bounds_and_one_that_leaves_makes_room(mock_clock):
+async def test_the_number_of_readers_is_bounded_and_a_leaving_reader_frees_a_slot(mock_clock):
     page = PageSettings(readers_max=3, readers_of_one_max=2, history_seconds=0)
     async with open_memory_server(api_keys=("a", "b"), page=page) as server:
         for _ in range(3):
@@ -199,7 +199,7 @@ async def test_readers_have_bounds_and_one_that_leaves_makes_room(mock_clock):
             assert server.app.page.reader_count == 0
 
 
-async def test_a_key_sees_its_own_requests_and_the_admin_all(mock_clock):
+async def test_a_key_sees_its_own_requests_and_the_admin_all_requests(mock_clock):
     access = AccessRules(metrics_need_key=True)
     for rules in (AccessRules(), access):
         async with open_memory_server(
@@ -235,7 +235,7 @@ async def test_a_key_sees_its_own_requests_and_the_admin_all(mock_clock):
                     assert len(tenant) == len("key-") + 6
 
 
-async def test_an_ended_request_of_anothers_is_not_seen_either(mock_clock):
+async def test_a_finished_request_of_another_key_is_not_shown(mock_clock):
     async with (
         open_memory_server(api_keys=("a", "b"), admin_api_key="boss") as server,
         reading(server, authorization="Bearer b") as other,
@@ -249,14 +249,14 @@ async def test_an_ended_request_of_anothers_is_not_seen_either(mock_clock):
         assert b"of-a" not in other.response.body
 
 
-async def test_nothing_is_there_without_the_page(mock_clock):
+async def test_without_the_page_its_paths_do_not_exist(mock_clock):
     async with open_memory_server(page=PageSettings(is_shown=False)) as server:
         for path in ("/", "/ui/events", "/ui/page.css"):
             response = await server.client().get(path)
             assert (response.status, response.headers["x-trioserve-reason"]) == (404, "not_found")
 
 
-async def test_the_page_is_strict_about_what_it_loads_and_fresh_files_are_not_sent_again(memory_server):
+async def test_the_page_has_a_strict_policy_and_unchanged_files_are_not_sent_again(memory_server):
     response = await memory_server.client().get("/")
     assert response.status == 200
     assert response.headers["content-type"].startswith("text/html")
@@ -272,13 +272,13 @@ async def test_the_page_is_strict_about_what_it_loads_and_fresh_files_are_not_se
 
 
 @pytest.mark.parametrize("interval", ["0", "0.09", "10.5", "nan", "x", "1e9"])
-async def test_an_interval_has_bounds(memory_server, interval):
+async def test_the_interval_has_bounds(memory_server, interval):
     response = await memory_server.client().get(f"{PATH}?interval={interval}")
     assert response.status == 400
     assert (await response.json())["error"]["param"] == "interval"
 
 
-async def test_silence_is_broken_now_and_then(memory_server, autojump_clock):
+async def test_a_silent_stream_sends_keep_alives(memory_server, autojump_clock):
     async with memory_server.client().ask(PATH) as response:
         await response.head()
         with trio.move_on_after(3.1 * ALIVE_SECONDS):
@@ -286,7 +286,7 @@ async def test_silence_is_broken_now_and_then(memory_server, autojump_clock):
         assert response.body.count(b": keep-alive\n\n") == 3
 
 
-async def test_a_reader_is_told_that_the_server_leaves_and_its_stream_ends(memory_server, mock_clock):
+async def test_the_last_event_shows_the_shutdown_and_the_stream_ends(memory_server, mock_clock):
     async with memory_server.client().ask(PATH + "?interval=10") as response:
         reader = Reader(response)
         await reader.read()
@@ -297,7 +297,7 @@ async def test_a_reader_is_told_that_the_server_leaves_and_its_stream_ends(memor
     assert (await memory_server.client().get(PATH)).status == 503
 
 
-async def test_nothing_is_kept_while_nobody_looks_and_nothing_is_left_of_who_did(memory_server, mock_clock):
+async def test_nothing_is_cached_without_readers(memory_server, mock_clock):
     feed = memory_server.engine.live_feed
 
     def kept() -> int:
@@ -314,11 +314,11 @@ async def test_nothing_is_kept_while_nobody_looks_and_nothing_is_left_of_who_did
             assert kept() > 0
     await memory_server.assert_all_free()
     assert kept() == 0
-    assert not memory_server.app.page._looks
+    assert not memory_server.app.page._snapshots
     assert not memory_server.app.page._changes
 
 
-async def test_several_that_bear_the_same_id_are_all_seen(memory_server, mock_clock):
+async def test_requests_with_the_same_id_are_all_shown(memory_server, mock_clock):
     engine = memory_server.engine
     engine.pause()
     async with (
@@ -330,7 +330,7 @@ async def test_several_that_bear_the_same_id_are_all_seen(memory_server, mock_cl
 
 
 @pytest.mark.fake_engine(step_seconds=0.01)
-async def test_the_history_is_there_for_who_comes_later(autojump_clock):
+async def test_a_later_reader_gets_the_history(autojump_clock):
     async with open_memory_server(page=PageSettings(history_seconds=5), step_seconds=0.01) as server:
         await server.client().post(COMPLETIONS, {"prompt": "hi", "max_tokens": 100, "ignore_eos": True})
         await trio.sleep(11)
@@ -346,8 +346,8 @@ async def test_the_history_is_there_for_who_comes_later(autojump_clock):
         assert 0.005 < history["series"]["itl_p50"][0] < 0.015
 
 
-async def test_what_costs_more_is_looked_at_less_often(autojump_clock):
-    """The clock of the cost goes on by 10 ms at each look at it: an event costs as much, and the pause is 2 s."""
+async def test_expensive_events_are_sent_less_often(autojump_clock):
+    """The CPU clock advances by 10 ms at each reading. So an event costs 10 ms, and the pause is 2 s."""
     seconds = itertools.count(0.0, 0.01)
     async with open_memory_server(step_seconds=0.05) as server:
         settings = PageSettings(history_seconds=0)
