@@ -119,7 +119,7 @@ class BatchRun:
                 logger.exception("batch broke off batch=%s", book.batch_id)
                 await self._break_off(BatchError(code="internal_error", message="the server failed on this batch"))
         except _Postponed:
-            logger.info("batch left to the next start batch=%s", book.batch_id)
+            logger.info("batch left for the next start batch=%s", book.batch_id)
         except BatchGone:
             logger.info("batch deleted batch=%s", book.batch_id)
         except (StoreFull, StoreFault) as error:

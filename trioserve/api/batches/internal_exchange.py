@@ -62,7 +62,7 @@ class InternalExchange(Exchange):
 
     async def start(self, status: int, headers: HeaderFields) -> None:
         if self.started:
-            raise RuntimeError("the response was started before")
+            raise RuntimeError("the response has been started already")
         self.status = status
         self.response_headers = Headers(headers)
         await trio.lowlevel.checkpoint()

@@ -211,7 +211,7 @@ class DetachedStream:
 def _full(byte_count: int) -> Refusal:
     return refusal(
         "stream_buffer_full",
-        f"nobody reads this response, and its {byte_count} bytes of unread events are close to the limit",
+        f"nobody reads this response, and the next event does not fit beside its {byte_count} bytes of kept events",
     )
 
 

@@ -198,7 +198,7 @@ class DetachedStreams:
         exchange = context.exchange
         body = await exchange.body()
         if self._nursery is None or self._is_draining:
-            raise Draining("the server is leaving", reason="draining", retry_after_seconds=5)
+            raise Draining("the server is shutting down", reason="draining", retry_after_seconds=5)
         stream = self._make(context, stream_request)
         if stream is None:
             return False

@@ -104,7 +104,7 @@ def _check_result(message: dict[str, Any], path: str, call_ids: set[str]) -> Non
 
 def _check_part(part: object, path: str) -> None:
     if not isinstance(part, dict):
-        raise InvalidRequest(f'{path} is no content part: send {{"type": "text", "text": "..."}}', param=path)
+        raise InvalidRequest(f'{path} is not a content part: send {{"type": "text", "text": "..."}}', param=path)
     if part.get("type") == "image_url":
         check_image_part(part, path)
         return
