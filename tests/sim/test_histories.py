@@ -355,7 +355,7 @@ def test_comments_and_empty_lines_are_skipped():
     [
         ("", "begins with its world"),
         ("begin", "begins with its world"),
-        (script_of(EVERYTHING) * 2, "has one"),
+        (script_of(EVERYTHING) * 2, "has only one"),
         ("world block_count=8", "line 1"),
         (script_of(EVERYTHING) + "abort ids=[1]", "line 16"),
         (script_of(EVERYTHING) + "abort ids=", "line 16"),

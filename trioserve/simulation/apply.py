@@ -1,4 +1,4 @@
-"""Lets events happen to a simulation one after another, to the end or to the first that breaks a promise."""
+"""Applies events to a simulation one after another, to the end or to the first broken rule."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ __all__ = ["EventSimulation", "apply_events"]
 
 
 class EventSimulation(Protocol):
-    """world: what is given from the beginning. counts: of what came to pass."""
+    """A simulation that consists of a world and events.
+
+    Attributes:
+        counts: number of occurrences by name.
+    """
 
     counts: dict[str, int]
 
@@ -32,7 +36,14 @@ def apply_events(
     script_of: Callable[[tuple[Any, ...]], str],
     trace: Trace | None,
 ) -> Verdict:
-    """script_of: writes the events that have happened, so that they can happen again."""
+    """Apply events, then run the simulation to its end.
+
+    Args:
+        simulation: the simulation.
+        events: the events.
+        script_of: writes applied events as a script that can be run again.
+        trace: receives a line for each event. None: no trace.
+    """
     needs_assertions()
     happened: list[msgspec.Struct] = []
     if trace is not None:
@@ -46,6 +57,6 @@ def apply_events(
         if trace is not None:
             trace("# to the end")
         simulation.run_to_end()
-    except Exception as error:  # whatever it is, it is what is being looked for
+    except Exception as error:  # The simulation searches for errors of all kinds.
         return Verdict(failure_from(error, script_of(tuple(happened))), simulation.counts)
     return Verdict(None, simulation.counts)

@@ -1,5 +1,8 @@
-"""Whether time passes while somebody waits for nothing: virtual time moves on only when no task can go on, so whoever
-waits for a step at that moment, while none runs, has been forgotten."""
+"""Detects lost requests by virtual time.
+
+It advances only when no task can run, so a request that waits for a step at that moment, while no step runs, was
+forgotten.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ __all__ = ["IdleWatch", "waits_for_a_step"]
 class WatchedCore(Protocol):
     @property
     def flights(self) -> Any:
-        """Of steps; false where there are none."""
+        """The steps in flight. An empty value: there are none."""
         ...
 
     def live_requests(self) -> Iterable[Any]: ...
@@ -30,16 +33,20 @@ class WatchedEngine(Protocol):
 
 
 class IdleWatch(trio.abc.Instrument):
-    """An instrument of trio.run; it sees every turn of the scheduler and changes nothing. who_waits: the name of one
-    that waits for what nobody is about to do; to be set when there is an engine."""
+    """An instrument of trio.run. It sees every pass of the scheduler and changes nothing.
+
+    Attributes:
+        who_waits: returns the name of a request that waits although nothing will happen for it, or None. Set it when
+            there is an engine.
+    """
 
     def __init__(self) -> None:
-        self.who_waits: Callable[[], str | None] = _nobody
+        self.who_waits: Callable[[], str | None] = _no_name
         self._since: tuple[str, float] | None = None
         self._violation: str | None = None
 
     def stop(self) -> None:
-        self.who_waits = _nobody
+        self.who_waits = _no_name
 
     def before_io_wait(self, timeout: float) -> None:
         now, who = trio.current_time(), self.who_waits()
@@ -48,21 +55,27 @@ class IdleWatch(trio.abc.Instrument):
         elif self._since is None or self._since[0] != who:
             self._since = who, now
         elif now > self._since[1] and self._violation is None:
-            self._violation = f"{who} waits from {self._since[1]:.3f} to {now:.3f}, and nothing is computed"
+            self._violation = f"{who} waits from {self._since[1]:.3f} to {now:.3f}, but no step runs"
 
     def check(self) -> None:
-        """Assert that time has never passed so. (An instrument must not raise.)"""
+        """Assert that time has never advanced while a request waited in vain.
+
+        It is a separate call, since an instrument must not raise.
+        """
         assert self._violation is None, self._violation
 
 
 def waits_for_a_step(engine: WatchedEngine) -> str | None:
-    """One that waits, of an engine without a connector: nobody there waits for anything but a step. None: nobody, or a
-    step runs."""
+    """Return the id of a request that waits although no step runs, or None. The engine must have no connector.
+
+    Args:
+        engine: the engine. Without a connector, its requests wait only for steps.
+    """
     if engine.fault is not None or engine.core.flights:
         return None
     first = next(iter(engine.core.live_requests()), None)
     return engine.first_unfinished_id if first is None else str(first.request.id)
 
 
-def _nobody() -> None:
+def _no_name() -> None:
     return None

@@ -1,5 +1,7 @@
-"""What operators do in a plan, and when anybody does something: times are on a coarse grid, so that much happens at the
-same moment, and then the order decides."""
+"""Acts of operators in a plan, and random times.
+
+Times are on a coarse grid, so that many things happen at the same moment.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ GRID_SECONDS = 0.005
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="order"):
-    """What the operator does: abort by these ids, or drain, or end what still runs, as after too long a drain."""
+    """An act of the operator: it aborts ids, drains, or ends all that still runs, as after too long a drain.
+
+    Attributes:
+        at: time of the act, in seconds.
+        ids: ids to abort.
+        drains: True: drain.
+        ends_all: True: end all requests.
+    """
 
     at: float
     ids: tuple[str, ...] = ()
@@ -22,7 +31,12 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class Moments:
-    """Draws them for one plan. span: seconds in which everything begins."""
+    """Draws random times for one plan.
+
+    Args:
+        rng: source of randomness.
+        span: seconds in which everything begins.
+    """
 
     def __init__(self, rng: Random, *, span: float) -> None:
         self.span = span
@@ -32,11 +46,19 @@ class Moments:
         return round(self._rng.randint(0, round(seconds_max / GRID_SECONDS)) * GRID_SECONDS, 3)
 
     def maybe(self, chance: float) -> float | None:
-        """Seconds that somebody has patience, or None."""
+        """Draw the seconds after which a client gives up, or None for a client that does not.
+
+        Args:
+            chance: probability that it gives up.
+        """
         return round(self.moment(self.span) + GRID_SECONDS, 3) if self._rng.random() < chance else None
 
     def drains(self, chance: float) -> list[Order]:
-        """The server leaves, or does not; and sometimes what is left then is ended."""
+        """Draw the acts of a drain. They may be none, and sometimes all remaining requests are ended later.
+
+        Args:
+            chance: probability of a drain.
+        """
         orders = []
         if self._rng.random() < chance:
             at = self.moment(self.span)

@@ -1,4 +1,4 @@
-"""A name for blocks that is worth nothing, so that what relies on names alone fails soon."""
+"""A bad hash of blocks, so that code that relies only on hashes fails soon."""
 
 from __future__ import annotations
 
@@ -10,5 +10,10 @@ __all__ = ["poor_hash"]
 
 
 def poor_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
-    """Forgets most of a prefix: there are three names for all blocks, and different ones collide all the time."""
+    """Return one of three hashes, so that different blocks collide all the time.
+
+    Args:
+        parent: hash of the block before.
+        token_ids: tokens of the block.
+    """
     return BlockHash(bytes([(parent[-1] + sum(token_ids)) % 3]))

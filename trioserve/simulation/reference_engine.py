@@ -1,7 +1,7 @@
-"""The response to compare with: one request at a time, from its own tokens, without blocks, batches or a cache; every
-token is chosen by itself, also those that a guide forces.
+"""The reference engine: it computes one request at a time from its own tokens, without blocks, batches or a cache. It
+chooses every token by itself, also tokens that a grammar guide forces.
 
-It reads the rules of contracts.request and contracts.sampling, and shares no code with the core.
+It follows the rules of contracts.request and contracts.sampling, and shares no code with the core.
 """
 
 from __future__ import annotations
@@ -18,8 +18,16 @@ __all__ = ["ReferenceResponse", "ReferenceEngine"]
 
 
 class ReferenceResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole response. stop_token_id is the last of token_ids when reason is STOP. logprobs and prompt_logprobs are
-    None when the request did not ask for them; the first prompt token's entry is None."""
+    """A whole response.
+
+    Attributes:
+        token_ids: the tokens.
+        reason: why it ended.
+        stop_token_id: the last token if the reason is STOP, otherwise None.
+        logprobs: log probabilities of the tokens. None: not requested.
+        prompt_logprobs: log probabilities of the prompt, in which the first entry is None. None: not requested.
+        pooled: vector or score of a pooled request, otherwise None.
+    """
 
     token_ids: tuple[int, ...]
     reason: FinishReason
@@ -34,7 +42,11 @@ class ReferenceEngine:
         self.model = model
 
     def response(self, request: EngineRequest) -> ReferenceResponse:
-        """What an engine must answer to `request`, if nobody aborts it and nothing fails."""
+        """Return the response that an engine must give to a request that is neither aborted nor fails.
+
+        Args:
+            request: the request.
+        """
         model, sampling = self.model, request.sampling
         digest = model.prefix_digest(request, request.prompt_token_ids)
         known = list(request.prompt_token_ids)
@@ -50,10 +62,11 @@ class ReferenceEngine:
         for output_count in range(request.output_tokens_max):
             is_allowed = None if moves is None else moves[state].__contains__
             token_id = model.chosen_token_id(request, known, digest, is_allowed)
-            assert token_id is not None, f"{request.id}: no token may come in state {state}"
+            assert token_id is not None, f"{request.id}: no token is allowed in state {state}"
             token_ids.append(token_id)
             logprobs.append(model.logprob(token_id, digest, sampling.logprobs or 0))
-            # output_count tokens came before this one; fewer than min_tokens, and nothing stops it yet.
+            # output_count tokens came before this one. If they are fewer than min_tokens, no stop token ends the
+            # response yet.
             if token_id in request.stop_token_ids and output_count >= sampling.min_tokens:
                 stop_token_id, reason = token_id, FinishReason.STOP
                 break
@@ -73,7 +86,7 @@ class ReferenceEngine:
         )
 
     def _guide_of(self, request: EngineRequest) -> list[dict[int, int]] | None:
-        """What it was made of; its own state is another's."""
+        """Return the automaton of a request's guide. The guide itself is used by the core."""
         if request.guide is None:
             return None
         assert isinstance(request.guide, AutomatonGuide)

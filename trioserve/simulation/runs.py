@@ -1,4 +1,4 @@
-"""Histories and plans, made to happen: from a seed, from a script, and again and again to cut a failing one down."""
+"""Runs simulations: from a seed, from a script, and repeatedly to reduce a failing one."""
 
 from __future__ import annotations
 
@@ -19,20 +19,41 @@ Mode = Literal["core", "stack", "router", "routers", "pair", "lasting", "ranks",
 
 
 class Runs(Protocol):
-    """What a kind of simulation can do."""
+    """The functions of one kind of simulation."""
 
     def run_seed(self, seed: int, size: int, *, trace: Trace | None = None) -> Verdict:
-        """Make up a history of so many events, or a plan of so many clients, and let it run to its end."""
+        """Generate a simulation and run it to its end.
+
+        Args:
+            seed: seed of all random choices.
+            size: number of events of a history, or of clients of a plan.
+            trace: receives lines about the run. None: no trace.
+        """
 
     def run_script(self, script: str, *, trace: Trace | None = None) -> Verdict:
-        """Let a history or a plan happen again, and run to its end."""
+        """Run a script to its end.
+
+        Args:
+            script: text of a history or a plan.
+            trace: receives lines about the run. None: no trace.
+        """
 
     def shrunk(self, failure: Failure, *, replays_max: int) -> Failure:
-        """The plainest failure of the same kind that so many replays find."""
+        """Return the smallest failure of the same kind that was found.
+
+        Args:
+            failure: the failure.
+            replays_max: maximum number of runs.
+        """
 
 
 def runs_of(mode: Mode) -> Runs:
-    """What a kind needs is loaded when it is asked for: a core is simulated without trio, HTTP and the router."""
+    """Return the functions of a kind of simulation. Each kind imports only what it needs: the core is simulated without
+    trio, HTTP and the router.
+
+    Args:
+        mode: the kind.
+    """
     if mode == "stack":
         from trioserve.simulation.stack import plan as stack_plan
         from trioserve.simulation.stack import simulator as stack_simulator
@@ -143,7 +164,7 @@ def runs_of(mode: Mode) -> Runs:
 
 
 class _Generator(Protocol):
-    """Makes up a world, and then one event after another, from what has come to pass."""
+    """Generates a world, and then one event after another, which may depend on the run so far."""
 
     @property
     def world(self) -> Any: ...
@@ -152,7 +173,7 @@ class _Generator(Protocol):
 
 
 class _EventRuns(NamedTuple):
-    """Of what is a world and events in it. A history is made of these two."""
+    """Functions of a simulation that consists of a world and events, which together are a history."""
 
     generator: Callable[[Random], _Generator]
     simulation: Callable[..., EventSimulation]
@@ -186,7 +207,7 @@ class _EventRuns(NamedTuple):
 
 
 class _PlanRuns(NamedTuple):
-    """Of a plan, which is drawn as a whole before anything happens: a stage, and parts."""
+    """Functions of a simulation with a plan, which is drawn before anything happens. A plan has a stage and parts."""
 
     drawn_plan: Callable[[Random, int], Any]
     plan: Callable[..., Any]
@@ -201,7 +222,7 @@ class _PlanRuns(NamedTuple):
         return self._run(self.plan_of(script), trace)
 
     def shrunk(self, failure: Failure, *, replays_max: int) -> Failure:
-        """The plan with the fewest parts that fails alike."""
+        """Return the failure of the plan with the fewest parts that fails in the same way."""
         plan = self.plan_of(failure.script)
 
         def replay(candidate: Any) -> Failure | None:
@@ -221,6 +242,6 @@ class _PlanRuns(NamedTuple):
                 trace(line_of(part))
         try:
             simulation.run()
-        except Exception as error:  # whatever it is, it is what is being looked for
+        except Exception as error:  # The simulation searches for errors of all kinds.
             return Verdict(failure_from(error, self.script_of(plan)), simulation.counts, simulation.digest)
         return Verdict(None, simulation.counts, simulation.digest)

@@ -1,4 +1,6 @@
-"""Tagged values as readable text: one line each, its tag and then what differs from the default as key=value."""
+"""Tagged structs as readable text: one line each, with the tag and the fields that differ from their defaults as
+key=value.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,11 @@ _SPACE = re.compile(r"\s")
 
 
 def line_of(part: msgspec.Struct) -> str:
-    """Values are JSON without spaces: one in a text is written as an escape."""
+    """Return the line of a struct. Values are JSON without spaces: a space in a text is written as an escape.
+
+    Args:
+        part: the struct.
+    """
     fields = msgspec.to_builtins(part)
     words = [fields.pop("type"), *(f"{name}={_word(value)}" for name, value in fields.items())]
     return " ".join(words)
@@ -26,8 +32,15 @@ def _word(value: object) -> str:
 
 
 def parts_of(script: str, kinds: Any) -> list[Any]:
-    """Read such lines; kinds: the union of the structs they may be. Empty lines and lines that begin with # are
-    comments. Raises InvalidRequest, naming the line."""
+    """Read lines of structs. Empty lines and lines that begin with # are comments.
+
+    Args:
+        script: the lines.
+        kinds: union of the allowed structs.
+
+    Raises:
+        InvalidRequest: a line cannot be read. The message names the line.
+    """
     parts = []
     for number, line in enumerate(script.splitlines(), start=1):
         if not line.strip() or line.startswith("#"):

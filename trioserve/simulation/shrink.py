@@ -1,8 +1,8 @@
-"""Cuts a failing history down to what it takes to fail in the same way.
+"""Reduces a failing history to the events and values that are needed for the same failure.
 
-First events go, by delta debugging (Zeller and Hildebrandt, 2002): in halves, then quarters, down to single ones. Then
-what is left is made plainer: fewer choices, shorter prompts, no salt. What shrinks may fail at another event, but only
-with the same error from the same function.
+First, events are removed by delta debugging (Zeller and Hildebrandt, 2002): in halves, then quarters, down to single
+events. Then the remaining events are simplified: fewer choices, shorter prompts, no salt. The reduced history may fail
+at another event, but only with the same error from the same function.
 """
 
 from __future__ import annotations
@@ -38,12 +38,21 @@ PLAIN_FIELDS = (
 Item = TypeVar("Item")
 Case = TypeVar("Case")
 Struct = TypeVar("Struct", bound=msgspec.Struct)
-Eventful = TypeVar("Eventful", bound=msgspec.Struct)  # has a world and events
+Eventful = TypeVar("Eventful", bound=msgspec.Struct)  # a struct with a world and events
 
 
 class Attempts(Generic[Case]):
-    """Lets cases happen and tells whether they fail alike. plainest: the failure of the last that did. left: how many
-    more may be tried; after that nothing fails any more, so that whoever asks comes to an end."""
+    """Runs cases, and checks if they fail in the same way.
+
+    Args:
+        failure: the failure to compare with.
+        replay: runs a case, and returns its failure or None.
+        replays_max: maximum number of runs.
+
+    Attributes:
+        plainest: failure of the last case that failed in the same way.
+        left: number of further runs. If it is 0, no case counts as failing, so that the reduction ends.
+    """
 
     def __init__(self, failure: Failure, replay: Callable[[Case], Failure | None], replays_max: int) -> None:
         self.plainest = failure
@@ -62,7 +71,12 @@ class Attempts(Generic[Case]):
 
 
 def cut(items: tuple[Item, ...], fails: Callable[[tuple[Item, ...]], bool]) -> tuple[Item, ...]:
-    """As few of the items, in their order, as still fail."""
+    """Return as few items as still fail, in their order.
+
+    Args:
+        items: the items.
+        fails: returns True if items fail.
+    """
     size = max(1, len(items) // 2)
     while True:
         begin, was_cut = 0, False
@@ -86,11 +100,19 @@ def shrunk_failure(
     *,
     replays_max: int,
 ) -> Failure:
-    """The plainest failure of the same kind that so many replays find, beginning with the history that failed. plainer
-    gets a history and what tells whether one fails, and returns one that does and has as many events."""
+    """Return the smallest failure of the same kind that was found.
+
+    Args:
+        failure: the failure.
+        history: the history that failed.
+        replay: runs a history, and returns its failure or None.
+        plainer: simplifies a history with a function that says if a history fails. It returns a failing history with as
+            many events.
+        replays_max: maximum number of runs.
+    """
     attempts = Attempts(failure, replay, replays_max)
     if not attempts.fails(history):
-        return failure  # it depends on something that is not in the history
+        return failure  # The failure depends on something outside of the history.
     while True:
         before = history
         history = _fewer_events(history, attempts.fails)
@@ -106,7 +128,12 @@ def _fewer_events(history: Eventful, fails: Callable[[Eventful], bool]) -> Event
 
 
 def with_defaults(history: Eventful, fails: Callable[[Eventful], bool]) -> Eventful:
-    """The same world and events, with as many defaults of their fields as still fail."""
+    """Return the same history with as many default values of fields as still fail.
+
+    Args:
+        history: the failing history.
+        fails: returns True if a history fails.
+    """
     whole: Any = history
     world, events = whole.world, list(whole.events)
 
@@ -129,14 +156,19 @@ def _with_defaults(part: Struct, fails: Callable[[Struct], bool]) -> Struct:
             try:
                 plainer = msgspec.structs.replace(part, **{field.name: field.default})
             except StartupError:
-                continue  # it does not go together with another setting
+                continue  # The default contradicts another setting.
             if fails(plainer):
                 part = plainer
     return part
 
 
 def plainer_history(history: History, fails: Callable[[History], bool]) -> History:
-    """The same events, each as plain as it can be and still fail."""
+    """Return the same history with each event as simple as possible, as long as it fails.
+
+    Args:
+        history: the failing history.
+        fails: returns True if a history fails.
+    """
     for world in _plainer_worlds(history.world):
         candidate = History(world, history.events)
         if fails(candidate):

@@ -1,4 +1,4 @@
-"""What is common to all that is simulated in virtual time: what came to pass is told, counted, and made a digest."""
+"""Trace, counts and digest of simulations in virtual time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ __all__ = ["TracedRun", "without_log_lines"]
 
 
 class TracedRun:
-    """counts: of what came to pass. digest: of the trace. trace: is told each of its lines."""
+    """A run with a trace.
+
+    Args:
+        trace: receives each line of the trace. None: the lines only go into the digest.
+
+    Attributes:
+        counts: number of occurrences by name.
+        digest: digest of the trace so far.
+    """
 
     def __init__(self, trace: Callable[[str], None] | None) -> None:
         self.counts: Counter[str] = Counter()
@@ -37,7 +45,11 @@ class TracedRun:
 
 @contextmanager
 def without_log_lines(name: str) -> Iterator[None]:
-    """Silence a logger, with those below it, whose errors are what the plan asks for."""
+    """Silence a logger and its children. Its errors are part of the plan.
+
+    Args:
+        name: name of the logger.
+    """
     logger = logging.getLogger(name)
     level = logger.level
     logger.setLevel(logging.CRITICAL)

@@ -1,4 +1,4 @@
-"""What a simulation came to: whether every contract held, and if not, which one broke and where."""
+"""The result of a simulation: all rules held, or a rule was broken at a place."""
 
 from __future__ import annotations
 
@@ -16,8 +16,14 @@ Trace = Callable[[str], None]
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """script: what happened, up to where it failed. kind and site, the function that objected, tell whether two
-    failures are the same."""
+    """A broken rule.
+
+    Attributes:
+        script: the events up to the failure.
+        kind: type of the error.
+        site: function that raised it. Two failures are equal if `kind` and `site` are.
+        message: text of the error.
+    """
 
     script: str
     kind: str
@@ -32,8 +38,13 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """failure: None when everything held. counts: what came to pass, by name. digest: of the trace, where there is
-    one without being asked for."""
+    """The result of a simulation.
+
+    Attributes:
+        failure: the broken rule. None: all rules held.
+        counts: number of occurrences by name.
+        digest: digest of the trace, or "" if this kind of simulation has none by default.
+    """
 
     failure: Failure | None
     counts: dict[str, int]
@@ -41,23 +52,29 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def needs_assertions() -> None:
-    """Raises StartupError where they are switched off."""
+    """Raise StartupError if Python runs without assertions."""
     if not __debug__:
         raise StartupError("a simulation without assertions finds nothing: run python without -O")
 
 
 def failure_from(error: Exception, script: str) -> Failure:
-    """Of a group of errors the first contract that broke is told: others may be what came of it."""
+    """Make a failure of an error. Of a group, the first failed assertion is used, since other errors may be its
+    effects.
+
+    Args:
+        error: the error.
+        script: the events so far.
+    """
     while isinstance(error, ExceptionGroup):
         broken = error.subgroup(AssertionError)
         error = (error if broken is None else broken).exceptions[0]
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    said = str(error).partition("\n")[0]  # what pytest adds to an assertion's sentence is not the sentence
-    is_said = isinstance(error, AssertionError) and said
+    sentence = str(error).partition("\n")[0]  # without the lines that pytest adds to an assertion
+    has_sentence = isinstance(error, AssertionError) and sentence
     return Failure(
         script=script,
         kind=type(error).__name__,
-        # not the line number, which differs between two edits
+        # without the line number, which changes with edits
         site=f"{Path(frame.filename).name}, {frame.name}",
-        message=said if is_said else f"{said} at {frame.line!r}".strip(),
+        message=sentence if has_sentence else f"{sentence} at {frame.line!r}".strip(),
     )

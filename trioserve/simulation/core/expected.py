@@ -1,5 +1,7 @@
-"""One sequence of a simulation: what was asked, what the reference answers, and what the core said. The core's word
-is compared as it comes, with a bookkeeping of its own that shares nothing with the core's."""
+"""One sequence of a simulation: its request, the reference's response, and the core's events.
+
+Each event is compared as it comes, with records that share nothing with the core.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +30,9 @@ __all__ = ["ExpectedSequence"]
 class ResidencyBook:
     """Follows the residency reports of a prefix cache from its start.
 
+    Args:
+        cache: the prefix cache.
+
     Attributes:
         resident: hashes of the blocks that the cache has, according to its reports.
     """
@@ -38,30 +43,55 @@ class ResidencyBook:
         cache.on_residency = self._note
 
     def check(self) -> None:
-        """Assert that the reports agree with the cache. Costs O(blocks)."""
+        """Assert that the reports agree with the cache.
+
+        Cost:
+            O(blocks).
+        """
         real = set(self._cache.resident_hashes())
         assert real == self.resident, (
-            f"{len(self.resident - real)} blocks are told and not there, {len(real - self.resident)} there and not told"
+            f"{len(self.resident - real)} reported blocks are absent, {len(real - self.resident)} not reported"
         )
 
     def _note(self, block_hash: BlockHash, is_resident: bool) -> None:
         if is_resident:
-            assert block_hash not in self.resident, "a block is told twice"
+            assert block_hash not in self.resident, "a block is reported twice"
             self.resident.add(block_hash)
         else:
-            assert block_hash in self.resident, "a block is removed that was not told, or was removed before"
+            assert block_hash in self.resident, "a block is reported as removed, but was not reported as resident"
             self.resident.remove(block_hash)
 
 
 class ExpectedSequence:
-    """order: who goes first, the smaller one. known: prompt and delivered tokens. cached_count: the prompt tokens that
-    were cached when it first ran; None before. message: what its failing step says. lacks_kv: it has to end, since its
-    KV did not come. steps_in_flight: that compute it. computed_end: how far these come. has_surplus: it has ended, and
-    a step in flight computes it once more. loaded_count: the tokens whose KV a connector has brought. draft_counts: of
-    its drafts that were verified: how many, their tokens, those of them that were right. proposed: what a draft model
-    said in the last step that it was in. overtaken_count_min, _max: how many started before it that came later; of some
-    it is not known whether that was for want of room for it.
-    response: all of it, also what was known when it came."""
+    """One sequence, with its expected response.
+
+    Args:
+        request: the request.
+        arrival_index: number of the arrival.
+        response: the whole expected response, with tokens that were known at the arrival.
+
+    Attributes:
+        order: sort key of the sequence. A smaller one goes first.
+        known: tokens of the prompt and delivered tokens.
+        output_count: delivered tokens of the response.
+        cached_count: prompt tokens from the prefix cache when it first ran. None before that.
+        loaded_count: tokens whose KV a connector has loaded.
+        lacks_kv: True if it must end, since its KV did not arrive.
+        message: error text of its failing step. None: it does not fail.
+        is_running: True if it is admitted.
+        steps_in_flight: steps in flight that compute it.
+        computed_end: end of the tokens that these steps compute.
+        has_surplus: True if it has ended, but a step in flight still computes it.
+        draft_counts: number of its verified drafts, of their tokens, and of the accepted tokens.
+        proposed: draft tokens from a draft model in its last step.
+        forced_count: forced tokens so far.
+        prompt_logprobs_count: delivered prompt log probabilities.
+        is_pooled: True after its vector was delivered.
+        overtaken_count_min: number of later requests that certainly started before it because it did not fit.
+        overtaken_count_max: number of later requests that started before it.
+        aborted_for: reason of its abort, or None.
+        finished: its end, or None.
+    """
 
     __slots__ = (
         "aborted_for",
@@ -118,7 +148,7 @@ class ExpectedSequence:
 
     @property
     def needs_every_row(self) -> bool:
-        """Nothing of its prompt may be a hit."""
+        """True if no part of its prompt may come from the prefix cache."""
         return self.is_whole or self.request.sampling.prompt_logprobs is not None
 
     @property
@@ -129,66 +159,90 @@ class ExpectedSequence:
 
     @property
     def automaton(self) -> Automaton | None:
-        """Of its guide."""
+        """Automaton of its guide, or None."""
         guide = self.request.guide
         return guide.automaton if isinstance(guide, AutomatonGuide) else None
 
     @property
     def will_have_ended(self) -> bool:
-        """Whether it ends with the step in flight that it is in, whatever that brings: it has all its tokens then."""
+        """True if it certainly ends with its step in flight, since it then has all of its tokens."""
         samples = self.steps_in_flight > 0 and self.computed_end == len(self.known)
         return samples and (self.request.pooling is not None or self.output_count + 1 == self.request.output_tokens_max)
 
     def take_chunk(self, chunk: ScheduledChunk) -> None:
-        """It computes in the step that begins."""
+        """Note that the next step computes a chunk, and check the chunk.
+
+        Args:
+            chunk: the chunk.
+        """
         name = self.request.id
-        assert self.is_running, f"{name} computes, and was never admitted"
-        assert self.aborted_for is None, f"{name} computes after its abort"
+        assert self.is_running, f"{name} is computed, but was never admitted"
+        assert self.aborted_for is None, f"{name} is computed after its abort"
         assert chunk.tokens == self.known, f"{name} has {len(self.known)} tokens, its chunk {len(chunk.tokens)}"
         if self.cached_count is None:
             self.cached_count = chunk.start - self.loaded_count
         if self.steps_in_flight:
-            assert chunk.start == self.computed_end, f"{name} goes on at {chunk.start} behind {self.computed_end}"
-            assert not self.will_have_ended, f"{name} has all its tokens with the step in flight, and is planned again"
-        assert chunk.awaits_token == (chunk.start == len(self.known)), f"{name} awaits a token that is known, or not"
+            assert chunk.start == self.computed_end, (
+                f"{name} continues at {chunk.start}, but is computed up to {self.computed_end}"
+            )
+            assert not self.will_have_ended, f"{name} has all its tokens after the step in flight, but is planned again"
+        assert chunk.awaits_token == (chunk.start == len(self.known)), (
+            f"{name}: its chunk awaits a known token, or does not await an unknown one"
+        )
         self._check_mask(chunk)
         self.steps_in_flight += 1
         self.computed_end = chunk.start + chunk.count
 
     def _check_mask(self, chunk: ScheduledChunk) -> None:
-        """What is chosen for it is masked, and it drafts what may come."""
+        """Check that its sampled tokens have a mask, and that its draft tokens are allowed."""
         name, automaton = self.request.id, self.automaton
-        assert (chunk.mask_row is not None) == (automaton is not None and chunk.samples), f"{name} is masked, or not"
+        assert (chunk.mask_row is not None) == (automaton is not None and chunk.samples), (
+            f"{name} has a mask without need, or has none"
+        )
         if automaton is None:
             return
-        assert not chunk.awaits_token, f"{name} goes on, and its guide does not know behind which token"
+        assert not chunk.awaits_token, f"{name} awaits a token that its guide has not accepted yet"
         state = state_behind(automaton, self.response.token_ids[: self.output_count])
         for token_id in chunk.draft:
-            assert token_id in dict(automaton[state]), f"{name} drafts {token_id}, which may not come in state {state}"
+            assert token_id in dict(automaton[state]), (
+                f"{name} has draft token {token_id}, which is not allowed in state {state}"
+            )
             state = dict(automaton[state])[token_id]
 
     def take_abort(self, result: AbortResult, reason: FinishReason) -> None:
-        """What the core said to an abort of this sequence."""
+        """Check the core's result of an abort.
+
+        Args:
+            result: result of the core.
+            reason: reason of the abort.
+        """
         name = self.request.id
         if self.finished is not None:
-            assert result == AbortResult(AbortOutcome.ALREADY_FINISHED), f"{name} has finished, its abort says {result}"
+            assert result == AbortResult(AbortOutcome.ALREADY_FINISHED), (
+                f"{name} has finished, but its abort returns {result}"
+            )
             return
-        assert result.outcome is AbortOutcome.ABORTED, f"{name} lives, its abort says {result.outcome}"
+        assert result.outcome is AbortOutcome.ABORTED, f"{name} has not ended, but its abort returns {result.outcome}"
         self.aborted_for = self.aborted_for or reason
         if self.steps_in_flight:
             assert result.finished is None, f"{name} is finished while a step reads its blocks"
         else:
-            assert result.finished is not None, f"{name}: no step reads its blocks, and its abort has to wait"
+            assert result.finished is not None, f"{name}: no step reads its blocks, but its abort has to wait"
             self.take(result.finished)
 
     def take_retraction(self) -> None:
-        """It has no blocks any more, nor what a connector had brought for it."""
+        """Note that it lost its blocks, and KV that a connector had loaded for it."""
         self.is_running = False
         if self.cached_count is None:
             self.loaded_count = 0
 
     def take_update(self, chunk: ScheduledChunk, tokens_before: int) -> None:
-        """All events of the step that it was in have been taken. tokens_before: how many it had before them."""
+        """Check a step after all of its events.
+
+        Args:
+            chunk: its chunk of the step.
+            tokens_before: delivered tokens before the step.
+        """
         name = self.request.id
         self.steps_in_flight -= 1
         if self.has_surplus:
@@ -197,7 +251,7 @@ class ExpectedSequence:
         elif self.aborted_for is not None and self.steps_in_flight:
             assert self.finished is None, f"{name} is finished while a step reads its blocks"
         elif self.aborted_for is not None or self.message is not None:
-            assert self.finished is not None, f"{name} ought to have ended with the step, and lives"
+            assert self.finished is not None, f"{name} must have ended with the step, but has not"
         else:
             count = self.output_count - tokens_before
             expected = int(chunk.samples)
@@ -209,19 +263,22 @@ class ExpectedSequence:
                 forced = forced_count(self.automaton, self.response.token_ids, tokens_before + expected)
                 self.forced_count += forced
                 expected += forced
-            assert count == expected, f"{name}: {count} tokens from a chunk that gives {expected}"
+            assert count == expected, f"{name}: {count} tokens from a chunk with {expected} expected tokens"
             if self.request.pooling is not None:
                 is_over = chunk.start + chunk.count == len(self.known)
-                assert self.is_pooled == is_over, f"{name}: pooled, or not, with its last chunk: {is_over}"
-                assert (self.finished is not None) == is_over, f"{name}: ended, or not, with its last chunk: {is_over}"
+                assert self.is_pooled == is_over, (
+                    f"{name}: pooled is {self.is_pooled}, but its last chunk was computed: {is_over}"
+                )
+                assert (self.finished is not None) == is_over, (
+                    f"{name}: ended or not, but its last chunk was computed: {is_over}"
+                )
             elif self.output_count == len(self.response.token_ids):
-                assert self.finished is not None, f"{name} has its whole response, and no end"
-        # Whoever ends with one step and is in the next: there it is surplus.
+                assert self.finished is not None, f"{name} has its whole response, but has not ended"
+        # A sequence that ends with one step and is in the next one is surplus there.
         self.has_surplus = self.finished is not None and self.steps_in_flight > 0
 
     def _verified_count(self, draft: tuple[int, ...], tokens_before: int) -> int:
-        """How many tokens a draft brings besides the one that every decode does: one for each accepted draft token in a
-        row, as far as the response goes."""
+        """Return the number of accepted draft tokens, at most up to the end of the response."""
         tokens = self.response.token_ids[tokens_before:]
         count = 0
         while count < min(len(draft), len(tokens) - 1) and draft[count] == tokens[count]:
@@ -229,18 +286,22 @@ class ExpectedSequence:
         return count
 
     def take(self, event: EngineEvent) -> None:
-        """Whatever the core says of it."""
+        """Check an event of the core.
+
+        Args:
+            event: the event.
+        """
         name = self.request.id
-        assert self.finished is None, f"{name} has finished, and now {event}"
+        assert self.finished is None, f"{name} has finished, but gets {event}"
         if type(event) is RequestFinished:
             self._take_end(event)
             return
-        assert self.aborted_for is None, f"{name} was aborted, and now {event}"
+        assert self.aborted_for is None, f"{name} was aborted, but gets {event}"
         if type(event) is TokensReady:
             self._take_tokens(event)
         elif type(event) is PooledReady:
             assert not self.is_pooled, f"{name} is pooled twice"
-            assert event.pooled == self.response.pooled, f"{name} is pooled to something else"
+            assert event.pooled == self.response.pooled, f"{name} has another vector than expected"
             self.is_pooled = True
         elif type(event) is PromptLogprobs:
             entries = event.logprobs
@@ -256,7 +317,7 @@ class ExpectedSequence:
         assert end > begin, f"{name}: an event without tokens"
         assert event.token_ids == expected, f"{name}: tokens {event.token_ids} at {begin}, the reference has {expected}"
         assert (event.logprobs is None) == (self.response.logprobs is None), (
-            f"{name}: logprobs nobody asked for, or none"
+            f"{name}: logprobs were not requested, or are missing"
         )
         assert event.logprobs is None or event.logprobs == (self.response.logprobs or ())[begin:end], name
         self.known += event.token_ids
@@ -271,7 +332,7 @@ class ExpectedSequence:
             reason, stop_token_id, message = self.aborted_for, None, None
         elif self.lacks_kv:
             reason, stop_token_id, message = FinishReason.ERROR, None, event.message
-            assert message, f"{name}: an error without a word"
+            assert message, f"{name}: an error without a message"
         elif self.message is not None:
             reason, stop_token_id, message = FinishReason.ERROR, None, self.message
         else:
@@ -280,7 +341,7 @@ class ExpectedSequence:
             assert self.output_count == count, f"{name} ends with {self.output_count} of {count} tokens"
             asked = self.response.prompt_logprobs
             assert asked is None or self.prompt_logprobs_count == len(asked), f"{name}: prompt logprobs are missing"
-            assert self.is_pooled == (self.response.pooled is not None), f"{name} ends, and pooled is {self.is_pooled}"
+            assert self.is_pooled == (self.response.pooled is not None), f"{name} ends, but pooled is {self.is_pooled}"
         expected = RequestFinished(
             request_id=name,
             reason=reason,
@@ -288,7 +349,7 @@ class ExpectedSequence:
             stop_token_id=stop_token_id,
             cached_token_count=cached_count,
             message=message,
-            kv_transfer=event.kv_transfer,  # transfer_watch knows what is right there
+            kv_transfer=event.kv_transfer,  # checked by TransferWatch
         )
         assert event == expected, f"{name} ends with {event}, expected is {expected}"
         self.is_running = False

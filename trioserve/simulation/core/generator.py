@@ -1,6 +1,7 @@
-"""Makes up histories: from one source of chance a world, and then event after event, with an eye on what is going on.
+"""Generates histories from one source of randomness: a world, and then event after event, depending on the run.
 
-The author sees what a client or a loop would see (who lives, which step is in flight), not the inside of the core.
+The generator sees only what a client or a step loop would see (live requests, steps in flight), not the inside of the
+core.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ __all__ = ["Generator"]
 
 INQUIRE, BEGIN, AHEAD, FORWARD, UPDATE = Inquire(), Begin(), Ahead(), Forward(), Update()
 RETRACT, FORGET = Retract(), Forget()
-INQUIRE_CHANCE = 0.3  # that the core asks for what the connector has to report, before the next step begins
-AHEAD_CHANCE = 0.5  # that a step is planned ahead before anything else happens to the one in flight
+INQUIRE_CHANCE = 0.3  # probability that the core asks for reports before the next step begins
+AHEAD_CHANCE = 0.5  # probability that a step is planned ahead before anything else happens to the step in flight
 SALTS = (None, None, None, None, None, "", "s")
 STOPS: tuple[tuple[int, ...], ...] = ((), (), (0,), (0,), (1, 2), (0, 1))
 REPORTS: tuple[Literal["loaded", "failed", "released", "read"], ...] = ("loaded", "failed", "released", "read")
@@ -53,26 +54,34 @@ CALLS = (
     "hold_expired",
     "progress",
 )
-WAITS_SHARE = 0.5  # of the reports, those that wait until the core asks
+WAITS_SHARE = 0.5  # share of the reports that wait until the core asks
 GUIDED_WORLDS_SHARE = 0.4
 WINDOWED_WORLDS_SHARE = 0.3
 RESUMING_WORLDS_SHARE = 0.4
 STATE_WORLDS_SHARE = 0.4
 RETRACTING_WORLDS_SHARE = 0.2
-RETRACT_CHANCE, FORGET_CHANCE = 0.04, 0.03  # there, for each event
-APART_WORLDS_SHARE = 0.4  # of those with steps that overlap
+RETRACT_CHANCE, FORGET_CHANCE = 0.04, 0.03  # probabilities for each event of these worlds
+APART_WORLDS_SHARE = 0.4  # share of the worlds with overlapping steps
 DRAFT_MODEL_SHARE = 0.5
-DRAFT_HEAD_SHARE = 0.3  # of these
-PROMPT_TOKENS_MAX = 16  # longer ones take longer to simulate and meet the same cases
+DRAFT_HEAD_SHARE = 0.3  # share of the worlds with a draft model
+PROMPT_TOKENS_MAX = 16  # Longer prompts take longer and have the same cases.
 OUTPUT_TOKENS_MAX = 10
 
 
 class Faults(msgspec.Struct, frozen=True, kw_only=True):
-    """Each is the chance that the next event is of this kind; what is left over moves the step on.
+    """Probabilities that the next event is of a kind. Otherwise, the step continues.
 
-    report: of a transfer that is out; strange_report: of one that is not, or a wrong one; break_calls: the connector
-    raises from now on, or no longer. lost_share: of the transfers, those of which nothing is reported.
-    timeout_share: of the requests that arrive, those with a deadline. slow_seconds_max: the longest pause.
+    Attributes:
+        abort: an abort.
+        fail: a failure of requests.
+        wait: a pause.
+        drain: a drain.
+        report: a report of an open transfer.
+        strange_report: a wrong report, or one about no open transfer.
+        break_calls: the connector raises from now on, or no longer.
+        timeout_share: share of the requests with a deadline.
+        lost_share: share of the transfers that are never reported.
+        slow_seconds_max: longest pause, in seconds.
     """
 
     abort: float
@@ -104,24 +113,32 @@ def drawn_faults(rng: Random, *, has_connector: bool) -> Faults:
 
 
 class Generator:
-    """One history's. Everything is drawn from `rng`, in the order of the calls."""
+    """Generator of one history. All choices are drawn in the order of the calls.
+
+    Args:
+        rng: source of randomness.
+
+    Attributes:
+        world: the world.
+    """
 
     def __init__(self, rng: Random) -> None:
         self._rng = rng
         self._random = rng.random
         self.world = self._drawn_world()
-        # Of a source of its own, so that a world without states has the history that it had before there were any.
+        # States have their own source of randomness. So worlds without states have the same histories as before states
+        # existed.
         self._state_rng = Random(line_of(self.world) + "states")
         can_have_states = self.world.keeps_kv and not (self.world.has_connector or self.world.draft_tokens)
         if can_have_states and self._state_rng.random() < STATE_WORLDS_SHARE:
             slots = {"states": self._state_rng.randint(1, 6), "snapshots": self._state_rng.choice((0, 1, 2, 3, 8))}
             self.world = msgspec.structs.replace(self.world, **slots)
-        # The same holds for windows, and for guides.
+        # Windows and guides also have their own sources.
         window_rng = Random(line_of(self.world) + "window")
         self._guide_rng = Random(line_of(msgspec.structs.replace(self.world, states=0, snapshots=0)))
         has_guides = self.world.keeps_kv and self._guide_rng.random() < GUIDED_WORLDS_SHARE
         self._guided_share = self._guide_rng.choice((0.2, 0.6, 1.0)) if has_guides else 0.0
-        # The same holds for responses that go on.
+        # Resumed responses also have their own source.
         self._resume_rng = Random(line_of(msgspec.structs.replace(self.world, states=0, snapshots=0)) + "resume")
         can_resume = self.world.keeps_kv and self._resume_rng.random() < RESUMING_WORLDS_SHARE
         self._resumed_share = self._resume_rng.choice((0.1, 0.3, 0.6)) if can_resume else 0.0
@@ -130,22 +147,23 @@ class Generator:
             by_model = drafts_rng.random() < DRAFT_MODEL_SHARE
             by_head = by_model and drafts_rng.random() < DRAFT_HEAD_SHARE
             self.world = msgspec.structs.replace(self.world, drafts_by_model=by_model, drafts_by_head=by_head)
-        may_have_window = self.world.keeps_kv and not self.world.drafts_by_model  # who drafts may see more
+        # A draft model may see more than a window.
+        may_have_window = self.world.keeps_kv and not self.world.drafts_by_model
         if may_have_window and window_rng.random() < WINDOWED_WORLDS_SHARE:
             self.world = msgspec.structs.replace(self.world, window_tokens=window_rng.choice((2, 3, 4, 6, 9, 40)))
         if self.world.overlaps and Random(line_of(self.world) + "apart").random() < APART_WORLDS_SHARE:
             self.world = msgspec.structs.replace(self.world, apart=True)
-        # The same holds for worlds in which nobody is told to give blocks back.
+        # Retractions also have their own source.
         self._retract_rng = Random(line_of(self.world) + "retract")
         self._retracts = self._retract_rng.random() < RETRACTING_WORLDS_SHARE
-        self._arrived: dict[str, Arrive] = {}  # each sequence, as if it had come alone
+        self._arrived: dict[str, Arrive] = {}  # each sequence as a request with one choice
         self._faults = drawn_faults(rng, has_connector=self.world.has_connector)
         self._arrival_rate = rng.choice((0.1, 0.25, 0.4))
         self._live_max = rng.choice((3, 6, 10))
         self._priorities = rng.choice(((0,), (0,), (0, 0, 1), (-1, 0, 1)))
         self._arrivals = 0
         self._aborted: tuple[str, ...] = ()
-        self._lost: set[str] = set()  # nothing is ever reported of these
+        self._lost: set[str] = set()  # requests whose transfers are never reported
         faults = self._faults
         self._kinds: tuple[tuple[float, Callable[[Simulation], Event | None]], ...] = (
             (self._arrival_rate, self._arrival),
@@ -157,7 +175,7 @@ class Generator:
             (faults.strange_report, self._strange_report),
             (faults.break_calls, self._break),
         )
-        # Who shares a prefix shares one of these.
+        # Requests that share a prefix share one of these.
         self._families = [self._tokens(self.world.context_tokens_max) for _ in range(rng.choice((1, 2, 2)))]
 
     def next_event(self, simulation: Simulation) -> Event:
@@ -181,7 +199,7 @@ class Generator:
             return AHEAD
         if not flights[0].is_computed:
             return FORWARD
-        # The forward pass behind it need not wait for the update.
+        # The second forward pass need not wait for the update.
         is_next = len(flights) == 2 and not flights[1].is_computed
         return FORWARD if is_next and self._random() < 0.5 else UPDATE
 
@@ -192,7 +210,7 @@ class Generator:
         is_between = not simulation.flights
         return RETRACT if is_between and chance < FORGET_CHANCE + RETRACT_CHANCE else None
 
-    # --- the parts ---
+    # --- events ---
 
     def _below(self, count: int) -> int:
         return int(self._random() * count)
@@ -201,7 +219,7 @@ class Generator:
         return values[int(self._random() * len(values))]
 
     def _some(self, values: Sequence[str]) -> list[str]:
-        """One of them, or two, which may be the same."""
+        """Return one or two of the values, which may be equal."""
         return [self._one(values) for _ in range(1 + (self._random() < 0.3))]
 
     def _tokens(self, count: int) -> tuple[int, ...]:
@@ -229,7 +247,7 @@ class Generator:
             block_size=block_size,
             max_num_seqs=max_num_seqs,
             step_tokens_max=max_num_seqs + rng.choice((0, 1, 3, 8, 16)),
-            # Draft tokens come from text that repeats itself, and of few tokens most does.
+            # Draft tokens come from text that repeats itself, which is likely with few different tokens.
             vocab_size=rng.choice((1, 2, 2, 4) if draft_tokens else (2, 4, 4, 50)),
             stop_period=rng.choice((2, 4, 8)),
             enable_prefix_caching=rng.random() < 0.8,
@@ -257,7 +275,7 @@ class Generator:
         return Drain(seconds=round(self._random() * 2, 3))
 
     def _report(self, simulation: Simulation) -> Report | None:
-        """The end of something that is out, as it should be, or in part, or failed."""
+        """Draw the end of an open transfer: whole, in part, or failed."""
         assert simulation.transfers is not None
         connector = simulation.transfers.connector
         loads = [name for name in connector.loads if name not in self._lost]
@@ -277,7 +295,9 @@ class Generator:
         return Report(id=name, what="loaded", tokens=tokens, waits=waits)
 
     def _strange_report(self, simulation: Simulation) -> Report:
-        """Once more, too late, about nobody, of the wrong kind, or with a count that cannot be."""
+        """Draw a report that is repeated, too late, about an unknown request, of the wrong kind, or with an impossible
+        count.
+        """
         names = list(simulation.entries)[-12:]
         name = self._one(names) if names and self._random() < 0.8 else "nobody"
         what = REPORTS[self._below(len(REPORTS))]
@@ -298,7 +318,9 @@ class Generator:
         return arrival
 
     def _resumed(self, arrival: Arrive, simulation: Simulation) -> Arrive:
-        """Some go on: behind what one was given that was aborted here, or behind what another engine has given."""
+        """Make some arrivals resume: after the output of a request that was aborted here, or after output of another
+        engine.
+        """
         rng = self._resume_rng
         if rng.random() >= self._resumed_share:
             return arrival
@@ -317,11 +339,11 @@ class Generator:
         arrival = self._free_arrival(simulation)
         if arrival is None or arrival.pooled is not None or self._guide_rng.random() >= self._guided_share:
             return arrival
-        # What hides stop tokens might leave none that may come.
+        # Hiding stop tokens might leave no allowed token.
         return msgspec.structs.replace(arrival, guide=self._automaton(), min_tokens=0)
 
     def _automaton(self) -> Automaton:
-        """A chain of states, which ends or begins again, in which tokens are forced, or lead astray."""
+        """Draw a chain of states that ends or repeats. Its tokens are forced, or lead to other states."""
         rng, tokens = self._guide_rng, range(self.world.vocab_size)
         state_count = rng.randint(1, 6)
         ends = rng.random() < 0.6
@@ -343,7 +365,7 @@ class Generator:
         prompt = self._prompt(simulation)[: min(PROMPT_TOKENS_MAX, context - 1)]
         output = 1 + self._below(min(OUTPUT_TOKENS_MAX, context - len(prompt)))
         priority = self._priorities[self._below(len(self._priorities))]
-        if chance() < 0.02:  # one that can never run
+        if chance() < 0.02:  # a request that can never run
             defect = self._below(4)
             prompt = () if defect == 0 else prompt
             output = (output, 0, context, output)[defect]
@@ -371,7 +393,7 @@ class Generator:
                 remote=remote,
                 is_sent=is_sent,
             )
-        if chance() < 0.6:  # most want nothing special
+        if chance() < 0.6:  # Most requests have no special options.
             return Arrive(
                 id=name,
                 prompt=prompt,
@@ -404,7 +426,7 @@ class Generator:
         if chance < 0.15:
             return self._tokens(1 + self._below(8))
         if chance < 0.35 and simulation.live:
-            # what another has so far, as in the next turn of a chat, or the same once more
+            # the tokens of another request so far, as for the next turn of a chat
             known = simulation.live[self._one(list(simulation.live))].known
             return tuple(known[: 1 + self._below(len(known))]) + self._tokens(self._below(3))
         family = self._families[self._below(len(self._families))]
@@ -419,11 +441,11 @@ class Generator:
         elif chance < 0.65 and in_step:
             ids = self._some(in_step)
         elif chance < 0.75 and in_step:
-            ids = in_step  # nobody waits for the step any more
+            ids = in_step  # no request waits for the step any more
         elif chance < 0.85 and simulation.entries:
-            ids = self._some(list(simulation.entries)[-8:])  # most of them have ended
+            ids = self._some(list(simulation.entries)[-8:])  # Most of these have ended.
         elif chance < 0.93 and self._aborted:
-            ids = list(self._aborted)  # once more
+            ids = list(self._aborted)  # the same again
         else:
             known = self._one(list(simulation.live)) if simulation.live else "r"
             ids = [(known[:-1], f"{known}0", "nobody", "")[self._below(4)], *self._some([known])]
@@ -435,5 +457,5 @@ class Generator:
 
 
 def _in_step(simulation: Simulation) -> list[str]:
-    """In two, if there are two."""
+    """Return the requests of all steps in flight."""
     return [chunk.request.id for flight in simulation.flights for chunk in flight.plan.chunks]

@@ -1,5 +1,7 @@
-"""Guides of a simulation: automata that notice when they are asked while their masks are being filled, and masks that
-are filled as late as may be, as by a thread that comes last."""
+"""Grammar guides and token masks of a simulation.
+
+Guides notice calls while their masks are being filled. Masks are filled as late as possible, as by a slow thread.
+"""
 
 from __future__ import annotations
 
@@ -14,27 +16,41 @@ __all__ = ["LateMasks", "WatchedGuide", "forced_count", "state_behind"]
 
 
 class WatchedGuide(AutomatonGuide):
-    """being_filled: how many steps' masks of it are."""
+    """A guide that notices forbidden calls.
+
+    Args:
+        automaton: its automaton.
+
+    Attributes:
+        being_filled: number of steps whose masks for this guide are not filled yet.
+    """
 
     def __init__(self, automaton: Automaton) -> None:
         super().__init__(automaton)
         self.being_filled = 0
 
     def accept(self, token_id: int) -> bool:
-        assert not self.being_filled, "a guide goes on while its masks are being filled"
+        assert not self.being_filled, "a guide accepts a token while its masks are being filled"
         return super().accept(token_id)
 
     def forced_tokens(self, count_max: int) -> tuple[int, ...]:
-        assert not self.being_filled, "a guide is asked while its masks are being filled"
+        assert not self.being_filled, "a guide is queried while its masks are being filled"
         return super().forced_tokens(count_max)
 
     def acceptable_count(self, token_ids: Sequence[int]) -> int:
-        assert not self.being_filled, "a guide is asked while its masks are being filled"
+        assert not self.being_filled, "a guide is queried while its masks are being filled"
         return super().acceptable_count(token_ids)
 
 
 class LateMasks:
-    """A MaskMaker. waiting: steps whose masks are not filled yet, oldest first."""
+    """A MaskMaker that fills masks late.
+
+    Args:
+        vocab_size: number of token ids.
+
+    Attributes:
+        waiting: steps whose masks are not filled yet, oldest first.
+    """
 
     def __init__(self, vocab_size: int) -> None:
         self._buffers = MaskBuffers(vocab_size)
@@ -42,7 +58,7 @@ class LateMasks:
 
     def begin(self, guided: Sequence[GuidedRows], row_count: int) -> TokenMasks:
         rows = self._buffers.take(guided, row_count)
-        assert all(rows is not other for other, _ in self.waiting), "masks are used again while they are being filled"
+        assert all(rows is not other for other, _ in self.waiting), "masks are reused while they are being filled"
         for own in guided:
             _watched(own).being_filled += 1
         self.waiting.append((rows, guided))
@@ -53,7 +69,11 @@ class LateMasks:
         self._buffers.give_back(masks)
 
     def fill_until(self, masks: TokenMasks | None) -> None:
-        """As whoever waits for these masks; None: for all."""
+        """Fill masks in order, as for a step that waits for them.
+
+        Args:
+            masks: the last masks to fill. None: all.
+        """
         while self.waiting and (masks is None or any(rows is masks for rows, _ in self.waiting)):
             rows, guided = self.waiting.pop(0)
             rows.fill()
@@ -67,7 +87,12 @@ def _watched(rows: GuidedRows) -> WatchedGuide:
 
 
 def state_behind(automaton: Automaton, token_ids: Sequence[int]) -> int:
-    """Where these tokens lead, the last of which may be a stop token that leads nowhere."""
+    """Return the state after some tokens. The last one may be a stop token, which does not change the state.
+
+    Args:
+        automaton: the automaton.
+        token_ids: the tokens.
+    """
     state = 0
     for token_id in token_ids:
         state = dict(automaton[state]).get(token_id, state)
@@ -75,7 +100,13 @@ def state_behind(automaton: Automaton, token_ids: Sequence[int]) -> int:
 
 
 def forced_count(automaton: Automaton, response: Sequence[int], count: int) -> int:
-    """How many tokens of the response come at once behind its first `count`: those that are the only ones that may."""
+    """Return how many tokens of a response follow at once, since each is the only allowed one.
+
+    Args:
+        automaton: the automaton.
+        response: tokens of the response.
+        count: number of tokens before.
+    """
     forced = 0
     while count + forced < len(response) and len(automaton[state_behind(automaton, response[: count + forced])]) == 1:
         forced += 1

@@ -1,7 +1,7 @@
-"""What happens in a simulation, as data: the world it happens in, one event after another, and both as readable text.
+"""The events of a simulation as data: the world, one event after another, and both as readable text.
 
-A history means something whatever is missing from it: an event that has no place any more (an update without a step, an
-abort of somebody who never came) does nothing, or what it would do in real life. So a failing one can be cut down.
+A history stays valid if any event is removed. An event that has lost its purpose (an update without a step, an abort of
+an unknown request) does nothing, or what it would do in reality. So a failing history can be reduced.
 """
 
 from __future__ import annotations
@@ -45,7 +45,11 @@ _STEPS = ("between steps", "in a step", "in two steps")
 
 
 def abort_moment(entry: ExpectedSequence | None) -> str:
-    """When an abort comes, seen from its sequence; asked before the sequence takes note of it."""
+    """Return a name for the moment of an abort. Call it before the sequence is aborted.
+
+    Args:
+        entry: the sequence. None: its id is unknown.
+    """
     if entry is None:
         return "unknown id"
     if entry.finished is not None:
@@ -56,8 +60,13 @@ def abort_moment(entry: ExpectedSequence | None) -> str:
 
 
 def plan_line(plan: StepPlan | None) -> str:
-    """Who lost its blocks (-r1), and who computes which tokens in which blocks; * samples, + draft tokens, ? awaits
-    its token from the step before."""
+    """Return a line for a plan: preempted requests (-r1), then each request's tokens and blocks.
+
+    * means that the chunk samples, + precedes draft tokens, and ? means that it awaits its token from the step before.
+
+    Args:
+        plan: the plan. None: there was nothing to compute.
+    """
     if plan is None:
         return "  nothing to compute"
     lost = [f"-{name}" for name in plan.preempted]
@@ -72,26 +81,32 @@ def plan_line(plan: StepPlan | None) -> str:
 
 
 class World(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="world"):
-    """The engine and the model. has_poor_hash: blocks get names that collide all the time. vocab_size: so few tokens
-    that prompts share prefixes by chance. stop_period: one prefix in so many is followed by token 0.
+    """The engine and the model.
 
-    overlaps: steps may be planned ahead. apart: those have no request in common with the one in flight. overtakes_max:
-    how often one that does not fit may be overtaken.
-
-    draft_tokens, draft_step_tokens: draft tokens of a request in a step, and tokens of a step with drafts.
-    drafts_by_model: a draft model proposes them; otherwise they come from a request's own text. drafts_by_head: that
-    is a head, which has to compute along.
-
-    has_connector: there is one; hold_seconds and load_seconds: how long it may keep blocks, and a request wait for its
-    KV. fails_without_kv: a request whose KV does not come ends with an error, instead of computing it.
-
-    window_tokens: no token sees any further back, in no layer; then a context may be longer than the pool. None: every
-    one sees all.
-
-    keeps_kv: False is an encoder: there are no blocks, and every request is pooled; block_count and block_size only say
-    how long a prompt may be.
-
-    states, snapshots: slots for the states of layers that keep one, and for copies of them; 0: there are none.
+    Attributes:
+        block_count: KV blocks. Without KV, it only decides how long a prompt may be.
+        block_size: tokens of a block.
+        max_num_seqs: maximum number of running sequences.
+        step_tokens_max: maximum number of tokens of a step.
+        vocab_size: number of token ids, so small that prompts share prefixes by chance.
+        stop_period: on average, token 0 follows one prefix in this many.
+        enable_prefix_caching: True if there is a prefix cache.
+        overlaps: True if steps may be planned ahead.
+        apart: True if a step that is planned ahead has no request of the step in flight.
+        overtakes_max: how often a request that does not fit may be overtaken.
+        draft_tokens: maximum number of draft tokens of a request in a step.
+        draft_step_tokens: maximum number of tokens of a step with draft tokens.
+        drafts_by_model: True: a draft model proposes draft tokens. False: they come from a request's own text.
+        drafts_by_head: True if the draft model is a head, which computes along with the model.
+        has_poor_hash: True if hashes of blocks collide all the time.
+        has_connector: True if there is a connector.
+        hold_seconds: how long a connector may hold blocks.
+        load_seconds: how long a request may wait for its KV.
+        fails_without_kv: True: a request whose KV does not arrive fails. False: it is computed.
+        keeps_kv: False: the model is an encoder without blocks, and every request is pooled.
+        states: slots for states of layers. 0: the model has no states.
+        snapshots: slots for copies of states.
+        window_tokens: sliding window of all layers. A context may then be longer than the pool. None: no window.
     """
 
     block_count: int
@@ -120,8 +135,11 @@ class World(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
 
     @property
     def held_blocks_max(self) -> int:
-        """That a request of any length has at a time: of its window, and what a step computes behind that, wherever in
-        a block these begin; all of the pool without a window."""
+        """Maximum number of blocks that a request of any length has at a time.
+
+        With a window, these are the blocks of the window and of a step's tokens after it, at any position within a
+        block. Without a window, it is the whole pool.
+        """
         if self.window_tokens is None:
             return self.block_count
         return 1 - (1 - self.window_tokens - self.step_tokens_max) // self.block_size
@@ -133,20 +151,34 @@ class World(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
 
     @property
     def whole_tokens_max(self) -> int:
-        """Of a prompt that has to be computed in one step."""
-        room = self.step_tokens_max - (self.max_num_seqs - 1 if self.keeps_kv else 0)
-        return min(room, self.context_tokens_max)
+        """Maximum length of a prompt that must be computed in one step."""
+        tokens_left = self.step_tokens_max - (self.max_num_seqs - 1 if self.keeps_kv else 0)
+        return min(tokens_left, self.context_tokens_max)
 
 
 class Arrive(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="arrive"):
-    """A client's request. With choices above 1 it is as many sequences, named id.0, id.1 and so on.
+    """A client's request. With several choices it has several sequences, with ids id.0, id.1 and so on.
 
-    stops: the tokens that end it. timeout: seconds until it is aborted with reason DEADLINE; None: never. remote: so
-    many tokens of the prompt could be loaded by the connector. is_sent: the connector wants its blocks when it ends.
-    guide: the automaton that its tokens keep to; none: they are free.
-    known: it began elsewhere, and so many tokens of the response are known; at most all but the last of it, unless they
-    are more than it may have.
-    pooled: the prompt becomes a vector, and comes in chunks or whole; then output counts for nothing.
+    Attributes:
+        id: id of the request.
+        prompt: token ids of the prompt.
+        output: maximum number of tokens of the response. Ignored if the request is pooled.
+        choices: number of sequences.
+        priority: priority of the request.
+        salt: cache salt.
+        stops: stop tokens.
+        min_tokens: tokens before a stop token ends the response.
+        logprobs: number of top log probabilities. None: not requested.
+        prompt_logprobs: the same for the prompt.
+        temperature: sampling temperature.
+        seed: seed of the first choice.
+        timeout: seconds until it is aborted with reason DEADLINE. None: never.
+        remote: number of prompt tokens that the connector could load.
+        is_sent: True if the connector wants to hold its blocks when it ends.
+        guide: automaton that its tokens follow. Empty: no grammar.
+        known: number of known tokens of a response that began elsewhere. It is at most the length of the response minus
+            one, unless the request allows fewer.
+        pooled: the prompt becomes a vector, computed in chunks or whole. None: the request generates text.
     """
 
     id: str
@@ -173,7 +205,11 @@ class Arrive(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
         return [self.id] if self.choices == 1 else [f"{self.id}.{index}" for index in range(self.choices)]
 
     def can_run(self, world: World) -> bool:
-        """Whether its engine has to take it."""
+        """Return True if the engine must accept the request.
+
+        Args:
+            world: the engine.
+        """
         if self.pooled is not None:
             fits = len(self.prompt) <= (world.context_tokens_max if self.pooled == "chunks" else world.whole_tokens_max)
         else:
@@ -185,50 +221,61 @@ class Arrive(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="abort"):
-    """One call, with ids that may live, have ended, never have been, or stand there twice."""
+    """One call of abort. Its ids may be live, ended, unknown or repeated."""
 
     ids: tuple[str, ...]
     reason: FinishReason = FinishReason.ABORT
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
-    """The core schedules a step; from now on the forward pass reads its blocks."""
+    """The core schedules a step. From now on, the forward pass reads its blocks."""
 
 
 class Ahead(msgspec.Struct, frozen=True, tag="ahead"):
-    """The core plans the step behind the one that is in flight."""
+    """The core plans the step after the one in flight."""
 
 
 class Fail(msgspec.Struct, frozen=True, kw_only=True, tag="fail"):
-    """These fail in the step that runs, or is the next to run, if they are in it."""
+    """Requests fail in the step that runs or is the next to run, if they are in it."""
 
     ids: tuple[str, ...]
 
 
 class Forward(msgspec.Struct, frozen=True, tag="forward"):
-    """The forward pass has its result. What comes before the update comes between the two. With two steps in flight it
-    is the first that has none; so the second may have its own before the core takes that of the first."""
+    """The forward pass ends with a result. Later events come between it and the update.
+
+    With two steps in flight, it is the first one without a result. So the second step may have its result before the
+    core processes that of the first one.
+    """
 
 
 class Update(msgspec.Struct, frozen=True, tag="update"):
-    """The core takes the result of the step, with two in flight that of the first."""
+    """The core processes the result of a step. With two steps in flight, it is the first one."""
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True, tag="wait"):
-    """Time passes, during a step or between two; deadlines fire."""
+    """Time passes, during a step or between two steps. Deadlines expire."""
 
     seconds: float
 
 
 class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
-    """Nothing new is taken, who has not begun to run is refused, and after `seconds` the rest is aborted."""
+    """The core accepts no new requests, refuses requests that have not begun to run, and aborts the rest after
+    `seconds`.
+    """
 
     seconds: float
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="report"):
-    """The connector tells of a load or a send, whether or not there is one. tokens: how many arrived; None: all.
-    waits: it is kept until the core asks for progress."""
+    """The connector reports about a load or a send, which need not exist.
+
+    Attributes:
+        id: the request.
+        what: the report.
+        tokens: number of loaded tokens. None: all.
+        waits: True if the report waits until the core asks for progress.
+    """
 
     id: str
     what: Literal["loaded", "failed", "released", "read"]
@@ -241,17 +288,17 @@ class Inquire(msgspec.Struct, frozen=True, tag="inquire"):
 
 
 class Break(msgspec.Struct, frozen=True, kw_only=True, tag="break"):
-    """From now on these calls of the connector raise, and no others."""
+    """From now on, exactly these calls of the connector raise."""
 
     calls: tuple[str, ...]
 
 
 class Retract(msgspec.Struct, frozen=True, tag="retract"):
-    """Between two steps, whoever runs has to give its blocks back, and is computed anew."""
+    """Between two steps, all running requests are preempted, and are computed again later."""
 
 
 class Forget(msgspec.Struct, frozen=True, tag="forget"):
-    """At any moment, what was computed is not to be a hit for anybody."""
+    """The prefix cache forgets all blocks. It may happen at any time."""
 
 
 Event = (
@@ -278,13 +325,26 @@ class History(msgspec.Struct, frozen=True):
 
 
 def script_of(history: History) -> str:
-    """The world, and then one line an event."""
+    """Return the text of a history: the world, and then one line per event.
+
+    Args:
+        history: the history.
+    """
     return "\n".join(line_of(part) for part in (history.world, *history.events)) + "\n"
 
 
 def history_of(script: str) -> History:
-    """Read what script_of writes, comments apart. Raises InvalidRequest."""
+    """Read the text of a history.
+
+    Args:
+        script: text of script_of, possibly with comments.
+
+    Raises:
+        InvalidRequest: the text cannot be read.
+    """
     world, *events = parts_of(script, World | Event) or [None]
     if not isinstance(world, World) or any(isinstance(event, World) for event in events):
-        raise InvalidRequest("a history begins with its world, and has one: put 'world block_count=8 ...' first, once")
+        raise InvalidRequest(
+            "a history begins with its world, and has only one: put 'world block_count=8 ...' first, once"
+        )
     return History(world, tuple(events))

@@ -1,8 +1,9 @@
-"""One history against one core: every event is applied, and after every event all contracts are checked.
+"""Runs one history with one core. After every event, all rules are checked.
 
-What is compared has independent sources. The invariants (invariants.py) read the core's own books. The fake executor
-knows what every KV slot holds; the entries what was asked, promised and said; the step rules who may compute before
-whom. Here the rest is checked: what an abort answers and leaves alone, and that nothing is left at the end.
+The compared facts have independent sources. The invariants (invariants.py) read the core's own data. The fake executor
+knows the content of every KV slot. The expected sequences know requests, promises and events. The step rules know which
+request may compute before which. This file checks the remaining rules: the results and effects of aborts, and that
+nothing is left at the end.
 """
 
 from __future__ import annotations
@@ -58,14 +59,21 @@ from trioserve.testing.invariants import check_core, check_idle
 
 __all__ = ["Simulation"]
 
-STEPS_TO_END_MAX = 20_000  # far more than any history needs; who is not done then is in a circle
-CATCH_UP_TOKENS_MAX = 5  # of a draft model in a step: so few that prompts take several
-EVERYBODY = ""  # in the list of deadlines: the end of a drain
+STEPS_TO_END_MAX = 20_000  # far more than any history needs, so that a core in an endless loop is found
+CATCH_UP_TOKENS_MAX = 5  # tokens of a draft model in one step: so few that a prompt takes several steps
+ALL_REQUESTS = ""  # entry in the list of deadlines for the end of a drain
 
 
 class Flight(msgspec.Struct):
-    """A step that is in flight. tables: of its chunks, as they were when it was planned. is_computed: its forward pass
-    has ended, with a result unless it was abandoned. failing: who fails in it."""
+    """A step in flight.
+
+    Attributes:
+        plan: the step.
+        tables: block tables of its chunks at the time of the plan.
+        result: result of its forward pass. None: it has not ended, or was abandoned.
+        is_computed: True if its forward pass has ended.
+        failing: requests that fail in this step.
+    """
 
     plan: StepPlan
     tables: list[list[int]]
@@ -75,8 +83,20 @@ class Flight(msgspec.Struct):
 
 
 class Simulation:
-    """live: sequences that have not ended, in order of arrival. flights: the steps that are in flight, oldest first.
-    transfers: None without a connector. counts: of what came to pass. trace: is told every effect, as a line.
+    """A history that is run step by step.
+
+    Args:
+        world: the engine and the model.
+        trace: receives every effect as a line. None: no trace.
+
+    Attributes:
+        now: current time, in seconds.
+        live: sequences that have not ended, in order of arrival.
+        entries: all sequences.
+        flights: the steps in flight, oldest first.
+        transfers: watches the connector. None: there is no connector.
+        counts: number of occurrences by name.
+        is_draining: True after a drain has begun.
     """
 
     def __init__(self, world: World, *, trace: Callable[[str], None] | None = None) -> None:
@@ -133,14 +153,18 @@ class Simulation:
         self._trace = trace
 
     def apply(self, event: Event) -> None:
-        """Let one event happen. Raises whatever the core raises, and AssertionError when a contract is broken."""
+        """Apply one event. Raises the core's errors, and AssertionError if a rule is broken.
+
+        Args:
+            event: the event.
+        """
         _HANDLERS[type(event)](self, event)
         if type(event) not in _CHECKED_ELSEWHERE:
             self._check()
         self._count("events")
 
     def run_to_end(self) -> None:
-        """Let everybody finish; then nothing may be left."""
+        """Let every request finish, then check that nothing is left."""
         for _ in range(STEPS_TO_END_MAX):
             if not self.flights and self.live:
                 self.apply(Begin())
@@ -149,12 +173,12 @@ class Simulation:
                 self.apply(Forward())
                 self.apply(Update())
                 continue
-            # Nothing can be computed, so whoever lives, and whatever is held, waits for a deadline.
+            # Nothing can be computed. So all remaining requests and holds wait for a deadline.
             deadline = self.core.next_deadline()
             if deadline is None:
                 break
             self.apply(Wait(seconds=max(0.0, deadline - self.now)))
-        assert not self.live, f"no end is in sight for {', '.join(self.live)}"
+        assert not self.live, f"these requests do not end: {', '.join(self.live)}"
         if self.transfers is not None:
             self.transfers.check_end(self.entries)
         check_idle(self.core)
@@ -170,15 +194,19 @@ class Simulation:
         counts = (stats.drafts_total, stats.draft_tokens_total, stats.accepted_tokens_total)
         entries = self.entries.values()
         expected = tuple(sum(entry.draft_counts[index] for entry in entries) for index in range(3))
-        assert counts == expected, f"drafts, draft tokens, right ones: {counts} are counted, {expected} came to pass"
+        assert counts == expected, (
+            f"drafts, draft tokens, accepted tokens: the core counts {counts}, expected are {expected}"
+        )
         forced = sum(entry.forced_count for entry in entries)
-        assert stats.forced_tokens_total == forced, f"{stats.forced_tokens_total} tokens were forced, and {forced} came"
+        assert stats.forced_tokens_total == forced, (
+            f"the core counts {stats.forced_tokens_total} forced tokens, expected are {forced}"
+        )
         self._count("forced tokens", forced)
         self._count("drafts", counts[0])
         self._count("draft tokens", counts[1])
         self._count("draft tokens that were right", counts[2])
 
-    # --- what happens ---
+    # --- events ---
 
     def _arrive(self, event: Arrive) -> None:
         names = event.sequence_ids
@@ -186,7 +214,7 @@ class Simulation:
             self._count("refused: draining", len(names))
             return
         if any(name in self.entries for name in names):
-            return  # the engine's own ids are unique; those above it see to that
+            return  # The ids of an engine are unique. The layers above it ensure that.
         sampling = SamplingParams(
             temperature=event.temperature,
             min_tokens=event.min_tokens,
@@ -218,10 +246,10 @@ class Simulation:
             try:
                 self.core.add(request)
             except InvalidRequest:
-                assert not can_run, f"{name} could run, and was refused"
+                assert not can_run, f"{name} could run, but was refused"
                 self._count("refused: invalid")
                 continue
-            assert can_run, f"{name} can never run, and was taken"
+            assert can_run, f"{name} can never run, but was accepted"
             self._count("requests" if pooling is None else f"requests that are pooled {event.pooled}")
             entry = ExpectedSequence(request, len(self.entries), response or self._reference.response(request))
             if self.transfers is not None:
@@ -242,11 +270,11 @@ class Simulation:
             self._trace(plan_line(plan))
         if plan is None:
             is_awaited = self.core.next_deadline() is not None
-            assert is_awaited or not self.live, f"{', '.join(self.live)} live, and nothing is computed"
+            assert is_awaited or not self.live, f"{', '.join(self.live)} have not ended, but nothing is computed"
             check_nobody_could_start(self.core, self._may_load)
             self._count("steps with nothing to compute")
             for entry in self.live.values():
-                if entry.is_running:  # a load has taken what it needs to go on
+                if entry.is_running:  # A load took its blocks, so it was preempted.
                     entry.is_running = False
                     self._count("preempted")
             return
@@ -268,7 +296,7 @@ class Simulation:
     def _take_plan(self, plan: StepPlan) -> None:
         self._count("steps")
         for name in plan.preempted:
-            assert self.live[name].is_running, f"{name} does not run, and is preempted"
+            assert self.live[name].is_running, f"{name} was preempted, but does not run"
             self.live[name].is_running = False
             self._count("preempted")
         for name in plan.admitted:
@@ -309,7 +337,9 @@ class Simulation:
         plan = flight.plan
         entries = [self.entries[chunk.request.id] for chunk in plan.chunks]
         is_awaited = any(entry.aborted_for is None and entry.finished is None for entry in entries)
-        assert self.core.is_abandoned(plan) != is_awaited, f"somebody waits for step {plan.step_index}: {is_awaited}"
+        assert self.core.is_abandoned(plan) != is_awaited, (
+            f"step {plan.step_index} is abandoned, or a request waits for it: {is_awaited}"
+        )
         if is_awaited and plan.masks is not None:
             self._masks.fill_until(plan.masks)
         flight.result = self.executor.execute(plan, self.core.abandonment(plan))
@@ -348,7 +378,7 @@ class Simulation:
             elif deadline <= until:
                 self.now = max(self.now, deadline)
                 name = heapq.heappop(self._deadlines)[2]
-                self._abort_all(list(self.live) if name == EVERYBODY else [name], FinishReason.DEADLINE)
+                self._abort_all(list(self.live) if name == ALL_REQUESTS else [name], FinishReason.DEADLINE)
                 self._check()
             else:
                 self.now = until
@@ -378,32 +408,36 @@ class Simulation:
     def _drain(self, event: Drain) -> None:
         self.is_draining = True
         self._abort_all([name for name, entry in self.live.items() if entry.cached_count is None], FinishReason.ABORT)
-        heapq.heappush(self._deadlines, (self.now + event.seconds, 0, EVERYBODY))
+        heapq.heappush(self._deadlines, (self.now + event.seconds, 0, ALL_REQUESTS))
 
     def _retract(self, _event: Retract) -> None:
         if self.flights:
             return
         ran = {name for name, entry in self.live.items() if entry.is_running}
-        findable = {name: self._findable_count(entry) for name, entry in self.live.items()}
+        cached = {name: self._cached_block_count(entry) for name, entry in self.live.items()}
         preempted = self.core.preempt_all(self.now)
-        assert len(preempted) == len(ran), f"{ran} ran, and {preempted} were preempted"
-        assert set(preempted) == ran, f"{ran} ran, and {preempted} were preempted"
-        assert self.core.stats().blocks_used == 0, f"nobody runs, and {self.core.stats()}"
+        assert len(preempted) == len(ran), f"{ran} ran, but {preempted} were preempted"
+        assert set(preempted) == ran, f"{ran} ran, but {preempted} were preempted"
+        assert self.core.stats().blocks_used == 0, f"no request runs, but {self.core.stats()}"
         for name, entry in self.live.items():
             entry.take_retraction()
-            assert self._findable_count(entry) >= findable[name], f"what {name} had computed was thrown away"
+            assert self._cached_block_count(entry) >= cached[name], (
+                f"computed blocks of {name} were removed from the prefix cache"
+            )
         self._count("retractions")
         self._count("preempted", len(preempted))
 
     def _forget(self, _event: Forget) -> None:
         used = self.core.stats().blocks_used
         self.core.forget_prefixes()
-        assert not self.core.cache.resident_hashes(), "what is to be forgotten can be found"
+        assert not self.core.cache.resident_hashes(), "the prefix cache still has blocks after forget_prefixes"
         stats = self.core.stats()
-        assert (stats.blocks_used, stats.blocks_cached) == (used, 0), f"{used} blocks were used, and now {stats}"
+        assert (stats.blocks_used, stats.blocks_cached) == (used, 0), (
+            f"{used} blocks were in use before, and now {stats}"
+        )
         self._count("prefixes forgotten")
 
-    # --- inside ---
+    # --- helpers ---
 
     def _may_load(self, live: LiveRequest) -> bool:
         return self.transfers is not None and self.transfers.could_load(live.request.id)
@@ -421,29 +455,31 @@ class Simulation:
 
     def _abort_all(self, names: Sequence[str], reason: FinishReason) -> None:
         ids = [RequestId(name) for name in names]
-        findable = {name: self._findable_count(entry) for name in ids if (entry := self.live.get(name)) is not None}
+        cached = {name: self._cached_block_count(entry) for name in ids if (entry := self.live.get(name)) is not None}
         ended_before = {name for name in ids if name in self.entries and name not in self.live}
         results = self.core.abort(ids, reason, now=self.now)
-        assert list(results) == list(dict.fromkeys(ids)), f"an abort of {ids} answers for {list(results)}"
+        assert list(results) == list(dict.fromkeys(ids)), f"an abort of {ids} returns results for {list(results)}"
         for name, result in results.items():
             if self._trace is not None:
                 self._trace(f"  {name}: {result}")
             entry = self.entries.get(name)
             self._count(f"aborts: {abort_moment(entry)}")
             if entry is None:
-                assert result == AbortResult(AbortOutcome.UNKNOWN), f"{name} was never here, its abort says {result}"
+                assert result == AbortResult(AbortOutcome.UNKNOWN), (
+                    f"{name} never arrived, but its abort returns {result}"
+                )
                 continue
             entry.take_abort(result, reason)
             if result.finished is not None:
                 self._note_end(result.finished)
         if self.transfers is not None:
             self.transfers.note_abort(ended_before)
-        for name, before in findable.items():
-            after = self._findable_count(self.entries[name])
-            assert after >= before, f"the abort of {name} threw {before - after} cached blocks away"
+        for name, before in cached.items():
+            after = self._cached_block_count(self.entries[name])
+            assert after >= before, f"the abort of {name} removed {before - after} blocks from the prefix cache"
 
-    def _findable_count(self, entry: ExpectedSequence) -> int:
-        """How many blocks of its known tokens would be a hit for somebody with the same ones."""
+    def _cached_block_count(self, entry: ExpectedSequence) -> int:
+        """Return the number of blocks that a request with the same known tokens would find in the prefix cache."""
         if entry.cached_count is None or not self._hits(entry):
             return 0
         return len(self.core.cache.match(PrefixChain(entry.request.cache_salt), entry.known))
@@ -461,10 +497,12 @@ class Simulation:
         self._residency.check()
         names = {live.request.id for live in core.live_requests()}
         assert names == self.live.keys(), (
-            f"{sorted(names ^ self.live.keys())}: the core and its events tell differently"
+            f"{sorted(names ^ self.live.keys())}: the core's requests differ from those of its events"
         )
         running_count = sum([entry.is_running for entry in self.live.values()])
-        assert len(core.scheduler.running) == running_count, f"{running_count} were told to run, {core.stats()}"
+        assert len(core.scheduler.running) == running_count, (
+            f"{running_count} requests were reported to run, but {core.stats()}"
+        )
         if self.transfers is not None:
             self.transfers.check(core, self.now)
         for flight in self.flights:
@@ -474,7 +512,7 @@ class Simulation:
                 seen_from = 0 if self.world.window_tokens is None else chunk.start - self.world.window_tokens + 1
                 for block in table[max(0, seen_from) // self.world.block_size :]:
                     assert core.pool.user_count(BlockIndex(block)) > 0, (
-                        f"block {block} of {name} is let go while the step runs"
+                        f"block {block} of {name} was freed while the step runs"
                     )
 
     def _count(self, what: str, count: int = 1) -> None:
@@ -488,7 +526,10 @@ def _draft_source(world: World) -> DraftSourceName:
 
 
 def _begun_elsewhere(request: EngineRequest, response: ReferenceResponse | None, count: int) -> EngineRequest:
-    """The same, with so many tokens of its response known, but for the last one. None: it cannot run in any case."""
+    """Return the request with some tokens of its response known, at most all except the last.
+
+    If it can never run, `response` is None.
+    """
     known = (0,) * count if response is None else response.token_ids[: min(count, len(response.token_ids) - 1)]
     if response is not None and request.guide is not None:
         for token_id in known:
@@ -513,5 +554,5 @@ _HANDLERS: dict[type[Event], Callable[[Simulation, Any], None]] = {
     Forget: Simulation._forget,
 }
 
-# The core sees nothing of the first three, and a wait checks after each thing that comes due.
+# The core does not see the first three events. A wait checks after each deadline that it reaches.
 _CHECKED_ELSEWHERE = frozenset((Forward, Fail, Break, Wait))

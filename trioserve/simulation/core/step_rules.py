@@ -1,5 +1,8 @@
-"""What a step that begins may hold, and who may start or lose its blocks before whom. Judged from the plan and the
-entries, by rules of its own: it asks the core only how many blocks there are to be had, and who has them."""
+"""Rules for a step that begins: its content, and which requests may start or be preempted before which.
+
+They use the plan and the expected sequences. The core is only asked how many blocks are available, and which request
+has them.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,17 @@ def check_begun_step(
     knows_hashes: bool,
     computed: Sequence[ScheduledChunk] = (),
 ) -> None:
-    """Assert the rules of one step. live: sequences that have not ended, in order of arrival, running or not as the
-    plan says, and not yet told of their chunks. knows_hashes: blocks have the same name only when they hold the same
-    tokens. computed: the chunks of the step in flight, if this one was planned behind it."""
+    """Assert the rules of one step.
+
+    Args:
+        core: the core.
+        plan: the step.
+        live: sequences that have not ended, in order of arrival. They are marked as running as in the plan, but have
+            not processed their chunks.
+        transfers: watches the connector. None: there is no connector.
+        knows_hashes: True if blocks have equal hashes only if their tokens are equal.
+        computed: chunks of the step in flight, if this step was planned ahead.
+    """
     settings = core.settings
     assert 1 <= plan.token_count <= settings.step_tokens_max, f"{plan.token_count} tokens in one step"
     assert len(plan.chunks) <= settings.max_num_seqs, f"{len(plan.chunks)} sequences in one step"
@@ -34,19 +45,19 @@ def check_begun_step(
     if settings.steps_apart:
         in_flight = {chunk.request.id for chunk in computed}
         both = in_flight & {chunk.request.id for chunk in plan.chunks}
-        assert not both, f"{both.pop()} is in two steps at a time"
+        assert not both, f"{both.pop()} is in two steps at the same time"
         stayed_count = sum(chunk.request.id not in plan.admitted for chunk in plan.chunks)
         running_count = len(running) - len(plan.admitted) + len(plan.preempted)
         assert 2 * stayed_count <= running_count + 1, f"{stayed_count} of {running_count} are in one step"
     if plan.is_ahead:
         paced = {name for name, own in core.scheduler.running.items() if own.is_wide and own.due_count > 1}
-        _check_everybody_goes_on(plan, live, settings.step_tokens_max, paced)
+        _check_all_continue(plan, live, settings.step_tokens_max, paced)
     assert len(set(plan.preempted)) == len(plan.preempted), f"preempted twice: {plan.preempted}"
-    # Who is admitted in the same step has not been made room for: it uses what a load had reserved.
+    # Requests that are admitted in this step do not count: they use blocks that a load had reserved.
     stayed = [entry.order for entry in running if entry.request.id not in plan.admitted]
     last_order = max(stayed, default=(PRIORITY_MIN, 0))
     for name in plan.preempted:
-        assert live[name].order > last_order, f"{name} made room for one that comes after it"
+        assert live[name].order > last_order, f"{name} was preempted for a request that comes after it"
     admitted = [_turn(live[name]) for name in plan.admitted]
     assert admitted == sorted(admitted), f"admitted out of order: {plan.admitted}"
     waiting = [
@@ -55,16 +66,18 @@ def check_begun_step(
     by_model, by_head = settings.draft_source != "text", settings.draft_source == "head"
     for chunk in plan.chunks:
         if chunk.draft:
-            assert not waiting, f"{chunk.request.id} drafts, and {waiting[0].request.id} waits"
+            assert not waiting, f"{chunk.request.id} has draft tokens, but {waiting[0].request.id} waits"
             assert plan.token_count <= settings.draft_step_tokens_max, f"{plan.token_count} tokens, with draft tokens"
             _check_draft(chunk, settings.draft_tokens_max, live[chunk.request.id] if by_model else None)
         if chunk.draft_task is not None:
             task = chunk.draft_task
             is_proposed_to = task.token_count > 0 or not by_head
             assert not (waiting and is_proposed_to), (
-                f"{chunk.request.id} is drafted for, and {waiting[0].request.id} waits"
+                f"{chunk.request.id} has a draft task, but {waiting[0].request.id} waits"
             )
-            assert task.start == chunk.start or not by_head, f"{chunk.request.id}: a head does not compute along"
+            assert task.start == chunk.start or not by_head, (
+                f"{chunk.request.id}: the head does not compute the same tokens as the model"
+            )
             assert task.token_count <= settings.draft_tokens_max, f"{chunk.request.id}: {task}"
     waiting.sort(key=_turn)
     overtaking: dict[str, list[str]] = {entry.request.id: _later_ones(entry, plan, live) for entry in waiting}
@@ -86,9 +99,9 @@ def check_begun_step(
         if (
             free_seqs > 0
             and plan.token_count < settings.step_tokens_max
-            and len(loading_later) <= settings.max_num_seqs  # beyond that nobody looks any further
+            and len(loading_later) <= settings.max_num_seqs  # beyond that, the scheduler looks at no further request
         ):
-            _check_nobody_waits_in_vain(
+            _check_waits_have_reasons(
                 core,
                 waiting,
                 [*sharing, *loading_later],
@@ -98,81 +111,92 @@ def check_begun_step(
 
 
 def check_no_step_ahead(core: EngineCore, live: Mapping[str, ExpectedSequence]) -> None:
-    """No step was planned behind the one in flight: then nobody could be, or there are too few blocks for all, or what
-    may come next in a response is not known yet."""
+    """Assert that there was a reason to plan no step ahead.
+
+    Either no request could be in it, or there are too few blocks for all, or the guide of a request does not know its
+    next token yet.
+
+    Args:
+        core: the core.
+        live: sequences that have not ended.
+    """
     is_apart = core.settings.steps_apart
     if not is_apart and any(map(_awaits_its_token, live.values())):
         return
     needed, budget = 0, core.settings.step_tokens_max
-    going_on = [
+    continuing = [
         own
         for own in core.scheduler.running.values()
-        if _goes_on(live[own.request.id]) and not (is_apart and live[own.request.id].steps_in_flight)
+        if _continues(live[own.request.id]) and not (is_apart and live[own.request.id].steps_in_flight)
     ]
-    for own in sorted(going_on, key=lambda own: _due_count(live[own.request.id]) != 1):
+    for own in sorted(continuing, key=lambda own: _due_count(live[own.request.id]) != 1):
         entry = live[own.request.id]
         count = min(_due_count(entry), budget)
         block_count = -(-(entry.computed_end + count) // core.settings.block_size) if core.settings.keeps_kv else 0
         needed += max(0, block_count - len(own.blocks) - len(own.reserved_blocks))
         budget -= count
-    assert not going_on or needed > core.pool.available_count, (
-        f"{going_on[0].request.id} could go on, and no step is planned ahead"
+    assert not continuing or needed > core.pool.available_count, (
+        f"{continuing[0].request.id} could continue, but no step is planned ahead"
     )
 
 
 def _awaits_its_token(entry: ExpectedSequence) -> bool:
-    """Whether its guide has to be told first of the token that the step in flight samples."""
+    """Return True if its guide must first accept the token that the step in flight samples."""
     samples = entry.steps_in_flight > 0 and entry.computed_end == len(entry.known)
     return entry.automaton is not None and samples and entry.is_running and entry.aborted_for is None
 
 
 def _due_count(entry: ExpectedSequence) -> int:
-    """Behind the step in flight. What that one samples is due, too."""
+    """Return the number of tokens to compute after the step in flight, with the token that it samples."""
     return max(1, len(entry.known) - entry.computed_end)
 
 
-def _check_everybody_goes_on(
+def _check_all_continue(
     plan: StepPlan, live: Mapping[str, ExpectedSequence], tokens_max: int, paced: Container[str]
 ) -> None:
-    """A step that is planned ahead has everybody who runs, as far as its tokens go, and decodes first. paced: prompts
-    that take many steps, and are left out of some for those that decode."""
+    """Check that a step ahead has all running requests, as far as its token budget allows, and decodes first.
+
+    `paced` has prompts that take many steps. They are left out of some steps in favour of requests that decode.
+    """
     planned = {chunk.request.id for chunk in plan.chunks}
-    missing = [entry for entry in live.values() if _goes_on(entry) and entry.request.id not in planned]
+    missing = [entry for entry in live.values() if _continues(entry) and entry.request.id not in planned]
     if any(chunk.count == 1 for chunk in plan.chunks):
         missing = [entry for entry in missing if entry.request.id not in paced]
-    assert not missing or plan.token_count == tokens_max, f"{missing[0].request.id} runs, and is not planned ahead"
+    assert not missing or plan.token_count == tokens_max, f"{missing[0].request.id} runs, but is not planned ahead"
     for entry in missing:
-        assert _due_count(entry) > 1, f"{entry.request.id} decodes, and makes room for a prompt"
+        assert _due_count(entry) > 1, f"{entry.request.id} decodes, but is left out for a prompt"
 
 
-def _goes_on(entry: ExpectedSequence) -> bool:
+def _continues(entry: ExpectedSequence) -> bool:
     return entry.is_running and entry.aborted_for is None and not entry.will_have_ended
 
 
 def _check_draft(chunk: ScheduledChunk, tokens_max: int, proposed_to: ExpectedSequence | None) -> None:
-    """It fits what the request may have, and it is what was proposed to it or followed some earlier place of its text.
-    proposed_to: it, if there is a draft model."""
+    """Check the length of a draft, and that it was proposed or follows an earlier place of the text.
+
+    `proposed_to` is the sequence if there is a draft model.
+    """
     name, known, draft = chunk.request.id, list(chunk.tokens), chunk.draft
-    assert len(draft) <= tokens_max, f"{name} drafts {len(draft)} tokens, {tokens_max} are allowed"
+    assert len(draft) <= tokens_max, f"{name} has {len(draft)} draft tokens, but {tokens_max} are allowed"
     output_count = len(known) - len(chunk.request.prompt_token_ids)
-    assert output_count + len(draft) < chunk.request.output_tokens_max, f"{name} drafts beyond its last token"
-    assert output_count > 0, f"{name} drafts before its first token"
+    assert output_count + len(draft) < chunk.request.output_tokens_max, f"{name} has draft tokens beyond its last token"
+    assert output_count > 0, f"{name} has draft tokens before its first token"
     if proposed_to is not None:
         proposed = proposed_to.proposed
-        assert draft == proposed[: len(draft)], f"{name} drafts {draft}, and {proposed} was proposed"
+        assert draft == proposed[: len(draft)], f"{name} has draft tokens {draft}, but {proposed} were proposed"
         return
     text = [*known, *draft]
     for place in range(NGRAM_MIN, len(known)):
         if known[place - NGRAM_MIN : place] == known[-NGRAM_MIN:] and text[place : place + len(draft)] == list(draft):
             return
-    raise AssertionError(f"{name} drafts {draft}, which follows nothing that is like its last tokens")
+    raise AssertionError(f"{name} has draft tokens {draft}, but its text has no such place")
 
 
 Turn = tuple[bool, tuple[int, int]]
 
 
 def _turn(entry: ExpectedSequence) -> Turn:
-    """Who goes first, the smaller one: what a connector has brought is used before anything new is begun."""
+    """Return the sort key of a waiting request. Requests that have loaded KV go before new ones."""
     return (not _is_ready(entry), entry.order)
 
 
@@ -181,12 +205,15 @@ def _is_ready(entry: ExpectedSequence) -> bool:
 
 
 def _later_ones(entry: ExpectedSequence, plan: StepPlan, live: Mapping[str, ExpectedSequence]) -> list[str]:
-    """Who is admitted before it, and came later."""
+    """Return the requests that are admitted before this one although they come later."""
     return [name for name in plan.admitted if _turn(live[name]) > _turn(entry)]
 
 
 def _check_overtaken(core: EngineCore, waiting: list[ExpectedSequence], overtaking: Mapping[str, list[str]]) -> None:
-    """Nobody is overtaken who would have fitted, or was begun, and nobody too often. waiting: for nothing but room."""
+    """Check overtaken requests: none would have fitted, none was preempted, and none is overtaken too often.
+
+    `waiting` has requests that wait only for blocks.
+    """
     overtakes_max = core.settings.overtakes_max
     pool, running = core.pool, core.scheduler.running
     for entry in waiting:
@@ -195,8 +222,8 @@ def _check_overtaken(core: EngineCore, waiting: list[ExpectedSequence], overtaki
         if not before:
             continue
         entry.overtaken_count_min += len(before)
-        assert entry.cached_count is None, f"{name} was preempted, and is overtaken by {before[-1]}"
-        # Blocks that nobody but those has were there for it.
+        assert entry.cached_count is None, f"{name} was preempted, but is overtaken by {before[-1]}"
+        # Blocks that only these requests have were available for it.
         taken = [
             block
             for own in running.values()
@@ -205,12 +232,12 @@ def _check_overtaken(core: EngineCore, waiting: list[ExpectedSequence], overtaki
         ]
         own_count = sum(pool.user_count(block) == 1 and pool.hold_count(block) == 0 for block in taken)
         is_unfit = _block_count(core, entry) > pool.available_count + own_count
-        assert is_unfit, f"{name} would have fitted, and was overtaken by {before[-1]}"
+        assert is_unfit, f"{name} would have fitted, but was overtaken by {before[-1]}"
         count = entry.overtaken_count_min
-        assert count <= overtakes_max, f"{name} was overtaken {count} times, {overtakes_max} are allowed"
+        assert count <= overtakes_max, f"{name} was overtaken {count} times, but {overtakes_max} are allowed"
 
 
-def _check_nobody_waits_in_vain(
+def _check_waits_have_reasons(
     core: EngineCore,
     waiting: list[ExpectedSequence],
     passed_over: list[ExpectedSequence],
@@ -218,23 +245,25 @@ def _check_nobody_waits_in_vain(
     may_overtake: bool,
     tokens_left: int,
 ) -> None:
-    """Places in the batch and tokens are left for the first who waits, so why does it? may_overtake: nothing but room
-    keeps anybody waiting, so that who does not fit can be told from who waits for something else."""
+    """Check that the first waiting request has a reason to wait, although slots and tokens of the step are left.
+
+    If `may_overtake` is True, requests wait only for blocks, so that a request that does not fit can be recognized.
+    """
     unfit_count = 0
     for entry in waiting:
         if entry.is_whole and len(entry.known) > tokens_left:
-            return  # it holds the queue, until a step has as many left
+            return  # It blocks the queue until a step has enough tokens left.
         if not _is_ready(entry) and _block_count(core, entry) > core.pool.available_count:
             unfit_count += 1
             is_held = entry.cached_count is not None or entry.overtaken_count_max >= core.settings.overtakes_max
             if is_held or not may_overtake or unfit_count > core.settings.max_num_seqs:
                 return
             continue
-        assert entry in passed_over, f"{entry.request.id} could start, and waits"
+        assert entry in passed_over, f"{entry.request.id} could start, but waits"
 
 
 def _block_count(core: EngineCore, entry: ExpectedSequence) -> int:
-    """At most so many at a time, until all its known tokens are computed."""
+    """Return the maximum number of blocks that a request has at a time until all its known tokens are computed."""
     if not core.settings.keeps_kv:
         return 0
     needed = -(-len(entry.known) // core.settings.block_size)
@@ -251,9 +280,12 @@ def _may_wait_for_a_hit(
     entry: ExpectedSequence,
     knows_hashes: bool,
 ) -> bool:
-    """Whether its next block is being computed by another, so that waiting for a step saves computing it. What a
-    connector has brought can be found after the first step, too. Where a state is needed, it may wait for as long as
-    another comes to the end of a block that both have."""
+    """Return True if another request computes its next block, so that it may wait for one step and then share the
+    block.
+
+    Loaded KV can also be found after the first step. With states, it may wait until the other request reaches the end
+    of a common block.
+    """
     settings = core.settings
     if _is_ready(entry) or not settings.enable_prefix_caching or entry.needs_every_row:
         return False
@@ -268,16 +300,16 @@ def _may_wait_for_a_hit(
     for chunk in chunks:
         other = live.get(chunk.request.id)
         if other is None:
-            continue  # it has ended, and its token is surplus
+            continue  # It has ended, so its token is surplus.
         is_first = other.cached_count is None or chunk.start == other.cached_count + other.loaded_count
         index = (chunk.start - (other.loaded_count if is_first else 0)) // block_size
         if other.aborted_for is not None:
-            index = 0  # the step before was dropped, perhaps, and with it the names of what it had computed
+            index = 0  # The step before may have been dropped, and with it the hashes of its blocks.
         end = (index + 1) * block_size
         if chunk.count < 2 or end > chunk.start + chunk.count:
-            continue  # completes no block
+            continue  # It completes no block.
         if not knows_hashes:
-            return True  # any block may look like the one it needs
+            return True  # Any block may have the hash of the needed one.
         if end >= len(entry.known):
             continue
         if chunk.request.cache_salt == entry.request.cache_salt and chunk.tokens[:end] == entry.known[:end]:

@@ -1,7 +1,7 @@
-"""A simulation's connector, and what its dealings with the core must look like from outside.
+"""The connector of a simulation, and the rules for its transfers with the core.
 
-The fake connector knows what it was asked and what it has out. From that alone follows which blocks are held and until
-when, which reports are about nothing, and who must have been told what.
+The fake connector knows its calls and its open transfers. They decide which blocks are held and until when, which
+reports are about nothing, and which calls the core must have made.
 """
 
 from __future__ import annotations
@@ -25,7 +25,15 @@ STRAY = (TransferFault.UNKNOWN, TransferFault.DOUBLE, TransferFault.LATE)
 
 
 class TransferWatch:
-    """connector: to be given to the core."""
+    """Watches the connector of a simulation.
+
+    Args:
+        world: the engine.
+        executor: the executor with the KV blocks.
+
+    Attributes:
+        connector: the connector, which the core must get.
+    """
 
     def __init__(self, world: World, executor: FakeExecutor) -> None:
         self.connector = FakeConnector(executor, matched_count=self._matched_count, holds=self._holds)
@@ -33,12 +41,14 @@ class TransferWatch:
         self._remote_counts: dict[str, int] = {}
         self._sent: set[str] = set()
         self._stray_count = 0
-        self._told: set[str] = set()  # aborted after their ends; some before the connector was told of the end
+        self._aborted_after_end: set[str] = (
+            set()
+        )  # aborted after their end, some of them before the connector knew of the end
         self._was_sent: set[str] = set()
         self._expired_count = 0
         self._waiting: list[Report] = []
         self._asked_at = 0.0
-        # Noted after the event that began the load or the hold, or moved its deadline.
+        # Recorded after the event that began the load or the hold, or that changed its deadline.
         self._load_deadlines: dict[str, float] = {}
         self._hold_deadlines: dict[tuple[str, HoldKind], float] = {}
 
@@ -48,26 +58,43 @@ class TransferWatch:
             self._sent.add(name)
 
     def note_abort(self, ended_names: Iterable[str]) -> None:
-        """After an abort of these, which had ended before: the connector must be told, of sends yet to begin, too."""
-        self._told.update(ended_names)
-        self._check_told()
+        """Check that the connector knows of aborts of requests that had ended, also of sends that begin later.
 
-    def _check_told(self) -> None:
+        Args:
+            ended_names: aborted requests that had ended before.
+        """
+        self._aborted_after_end.update(ended_names)
+        self._check_aborts_known()
+
+    def _check_aborts_known(self) -> None:
         for name, send in self.connector.sends.items():
-            is_told = send.is_aborted or name not in self._told
-            assert is_told, f"{name} was aborted after its end, and its connector was not told"
+            is_notified = send.is_aborted or name not in self._aborted_after_end
+            assert is_notified, f"{name} was aborted after its end, but the connector was not notified"
 
     def is_loading(self, name: str) -> bool:
-        """Whether a request waits for its KV."""
+        """Return True if a request waits for its KV.
+
+        Args:
+            name: the request.
+        """
         load = self.connector.loads.get(RequestId(name))
         return load is not None and not load.is_abandoned
 
     def could_load(self, name: str) -> bool:
-        """Whether some of its KV is elsewhere."""
+        """Return True if some KV of a request can be loaded.
+
+        Args:
+            name: the request.
+        """
         return self._remote_counts[name] > 0
 
     def may_wait_to_load(self, name: str, ready_count: int) -> bool:
-        """Whether a request may have to wait since as many load, or have loaded and wait to run, as can run."""
+        """Return True if a request may have to wait, since as many requests as can run load KV or have loaded it.
+
+        Args:
+            name: the request.
+            ready_count: requests that have loaded their KV and wait to run.
+        """
         pending_count = sum(not load.is_abandoned for load in self.connector.loads.values())
         return self._remote_counts[name] > 0 and pending_count + ready_count >= self._world.max_num_seqs
 
@@ -77,7 +104,17 @@ class TransferWatch:
     def report(
         self, core: EngineCore, report: Report, live: Mapping[str, ExpectedSequence], now: float
     ) -> list[EngineEvent]:
-        """Let the connector report, at once or when it is asked."""
+        """Let the connector report, at once or when the core asks.
+
+        Args:
+            core: the core.
+            report: the report.
+            live: sequences that have not ended.
+            now: the time.
+
+        Returns:
+            Events of the core. There are none if the report waits.
+        """
         if not report.waits or not self._may_wait(report):
             return core.on_transfer(self._made(report, live, now), now)
         self._waiting.append(report)
@@ -85,24 +122,32 @@ class TransferWatch:
         return []
 
     def ask(self, core: EngineCore, now: float) -> list[EngineEvent]:
-        """Let the core ask for what waits to be reported."""
+        """Let the core ask for waiting reports, and return its events.
+
+        Args:
+            core: the core.
+            now: the time.
+        """
         self._asked_at = now
-        is_told = "progress" not in self.connector.raises
+        is_notified = "progress" not in self.connector.raises
         events = core.progress(now)
-        if is_told:
+        if is_notified:
             self._waiting.clear()
-        assert not (is_told and self.connector.outbox), "the core has not asked for what there is to report"
+        assert not (is_notified and self.connector.outbox), "the core has not taken the waiting reports"
         return events
 
     def _may_wait(self, report: Report) -> bool:
-        """What is told together is made before the core hears any of it, and the end of a load may begin a send. So it
-        is told alone."""
+        """Return False for a report that must not wait with others.
+
+        Reports that wait together are made before the core processes any of them, but the end of a load may begin a
+        send.
+        """
         ends_load = report.what in ("loaded", "failed")
         others = [other for other in self._waiting if other.id == report.id]
         return not any(ends_load or other.what in ("loaded", "failed") for other in others)
 
     def _made(self, report: Report, live: Mapping[str, ExpectedSequence], now: float) -> TransferEvent:
-        """What the connector reports. Notes what that means for the request."""
+        """Make the connector's report, and note what it means for the request."""
         connector, request_id = self.connector, RequestId(report.id)
         event: TransferEvent
         if report.what == "read":
@@ -125,23 +170,33 @@ class TransferWatch:
         return event
 
     def overdue(self, live: Mapping[str, ExpectedSequence], now: float) -> None:
-        """Before expire: note who has waited for its KV for too long."""
+        """Note which requests have waited for their KV for too long. Call it before expire.
+
+        Args:
+            live: sequences that have not ended.
+            now: the time.
+        """
         for name, deadline in self._load_deadlines.items():
             if deadline <= now:
                 live[name].lacks_kv = self._world.fails_without_kv
 
     def check(self, core: EngineCore, now: float) -> None:
-        """Assert that the core keeps its side, at any moment."""
+        """Assert that the core keeps the contract. May be called at any time.
+
+        Args:
+            core: the core.
+            now: the time.
+        """
         connector = self.connector
         connector.check()
-        self._check_told()
+        self._check_aborts_known()
         self._check_asked()
         self._check_not_early(now)
         holds: Counter[BlockIndex] = Counter()
         hold_deadlines: dict[tuple[str, HoldKind], float] = {}
         load_deadlines: dict[str, float] = {}
         hold_deadline = now + self._world.hold_seconds
-        # Nothing will be reported of a load that could not begin, so it is overdue at once.
+        # A load that could not begin gets no report, so its deadline is now.
         load_deadline = now if "start_load" in connector.raises else now + self._world.load_seconds
         for name, send in connector.sends.items():
             holds.update(block for block in send.block_table if block != NO_BLOCK)
@@ -155,59 +210,77 @@ class TransferWatch:
             else:
                 load_deadlines[name] = self._load_deadlines.get(name, load_deadline)
                 for block in written:
-                    assert core.pool.user_count(block) == 1, f"block {block} is loaded for {name}, and not its own"
+                    assert core.pool.user_count(block) == 1, f"block {block} is loaded for {name}, but has other users"
         self._hold_deadlines, self._load_deadlines = hold_deadlines, load_deadlines
         for index in range(core.pool.block_count):
             block = BlockIndex(index)
             count = core.pool.hold_count(block)
-            assert count == holds[block], f"block {block} has {count} holds, its connector has {holds[block]}"
+            assert count == holds[block], f"block {block} counts {count} holds, but the connector has {holds[block]}"
         deadlines = (*hold_deadlines.values(), *load_deadlines.values())
         assert core.next_deadline() == min(deadlines, default=None), f"the next deadline is {core.next_deadline()}"
         assert core.transfers is not None
         raised_count = core.transfers.faults.totals[TransferFault.RAISED]
-        assert raised_count == connector.raised_count, f"{connector.raised_count} calls raised, {raised_count} counted"
+        assert raised_count == connector.raised_count, (
+            f"{connector.raised_count} calls raised, but {raised_count} are counted"
+        )
         stray_count = sum([core.transfers.faults.totals[fault] for fault in STRAY])
         assert stray_count == self._stray_count, (
-            f"{self._stray_count} reports were about nothing, {stray_count} counted"
+            f"{self._stray_count} reports were about nothing, but {stray_count} are counted"
         )
 
     def check_params(self, event: RequestFinished) -> None:
-        """Who learns that a request has ended learns how to get at what is held of it."""
+        """Check that the end of a request has the transfer parameters of its held blocks.
+
+        Args:
+            event: the end.
+        """
         name = event.request_id
         expected = self.connector.params.get(name) if name in self.connector.finished else None
-        assert event.kv_transfer == expected, f"{name}: its end tells {event.kv_transfer}, the connector {expected}"
+        assert event.kv_transfer == expected, (
+            f"{name}: its end has {event.kv_transfer}, but the connector returned {expected}"
+        )
 
     def check_expired(self, now: float) -> None:
-        """After expire: nothing that is overdue is left."""
+        """Assert that no hold and no load is beyond its deadline. Call it after expire.
+
+        Args:
+            now: the time.
+        """
         for (name, kind), deadline in self._hold_deadlines.items():
-            assert now < deadline, f"{name} is held until {deadline} ({kind.value}), and it is {now}"
+            assert now < deadline, f"{name} is held until {deadline} ({kind.value}), but the time is {now}"
         for name, deadline in self._load_deadlines.items():
-            assert now < deadline, f"{name} waits for its KV until {deadline}, and it is {now}"
+            assert now < deadline, f"{name} waits for its KV until {deadline}, but the time is {now}"
 
     def check_end(self, entries: Mapping[str, ExpectedSequence]) -> None:
-        """Everybody has ended: each end was told, with its reason, and nothing is out."""
+        """Check the end of a simulation: the connector knows every end with its reason, and has no open transfers.
+
+        Args:
+            entries: all sequences, which have ended.
+        """
         connector = self.connector
         assert not connector.loads, f"loads are out: {sorted(connector.loads)}"
         assert not connector.sends, f"sends are out: {sorted(connector.sends)}"
         ends = {entry.request.id: entry.finished.reason for entry in entries.values() if entry.finished is not None}
-        # What is handed over has stopped, so far as the connector can tell.
+        # To the connector, a request that was handed over has stopped.
         ends = {id: FinishReason.STOP if end is FinishReason.HANDED_OVER else end for id, end in ends.items()}
-        assert connector.finished == ends, "the connector was not told of every end, with its reason"
+        assert connector.finished == ends, "the ends that the connector knows differ from the real ones"
 
-    # --- inside ---
+    # --- helpers ---
 
     def _check_asked(self) -> None:
-        """How to get at what is held is asked once, when the hold begins."""
+        """Check that the core has read the transfer parameters of each new hold."""
         connector = self.connector
         new = connector.sends.keys() - self._was_sent
-        assert new <= connector.asked, f"{sorted(new - connector.asked)}: held, and nobody knows how to get at it"
+        assert new <= connector.asked, (
+            f"{sorted(new - connector.asked)}: held, but the core has not read the transfer parameters"
+        )
         self._was_sent |= new
 
     def _check_not_early(self, now: float) -> None:
         new, self._expired_count = self.connector.expired[self._expired_count :], len(self.connector.expired)
         for name, kind in new:
             deadline = self._hold_deadlines[name, kind]
-            assert deadline <= now, f"{name} was held until {now} ({kind.value}), and its deadline is {deadline}"
+            assert deadline <= now, f"{name} was held until {now} ({kind.value}), but its deadline is {deadline}"
 
     def _matched_count(self, request: EngineRequest, computed_count: int) -> int:
         return max(0, self._remote_counts[request.id] - computed_count)
