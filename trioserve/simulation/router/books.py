@@ -1,8 +1,8 @@
-"""The books of a simulated router: who is in the queue, who has a lease where, and what follows from that for the next.
+"""Records of a simulated router: requests in the queue, leases, and what follows from them.
 
-Kept from what was asked and told alone, never from what the router keeps. Lines, bounds and retries are settled here;
-what one endpoint may be given in router_endpoint_book, whose turn it is in router_line_rules, what of a request may be
-split in router_pair_book.
+The records use only requests and reports, never the router's own state. This file has queues, limits and retries.
+endpoint_book.py has the capacity of an endpoint, queue_rules.py the order of the queue, and pair_book.py the stages of
+a request.
 """
 
 from __future__ import annotations
@@ -23,13 +23,27 @@ __all__ = ["RouterBooks"]
 CLOSE_LOAD = 1e-9
 
 LOST = frozenset({"unreachable", "broke", "hung", "leaving"})
-"""Faults after which a request without a token waits for another endpoint, whatever the retry budget says."""
+"""Faults after which a request without a token waits for another endpoint, whatever the retry budget is."""
 
 
 class RouterBooks:
-    """live: requests that have not ended, in order of arrival. endpoints: those that are not gone. gone: those that
-    went since this was emptied. checks_of_gone: the most that ever found one well that is gone. live_peak: the most
-    that ever lived. pairs: what became of disaggregated requests. continued: of streams that broke off."""
+    """Records of a simulated router.
+
+    Args:
+        world: the router's settings.
+        now: start time.
+
+    Attributes:
+        live: requests that have not ended, in order of arrival.
+        live_peak: maximum number of live requests so far.
+        endpoints: endpoints that are not gone.
+        gone: endpoints that have gone since the list was emptied.
+        checks_of_gone: maximum number of successful health checks of a gone endpoint.
+        is_draining: True if the router drains.
+        entering: request that is entering now, or None.
+        pairs: outcomes of disaggregated requests.
+        continued: records of streams that break off or move.
+    """
 
     def __init__(self, world: RouterWorld, now: float) -> None:
         self.world = world
@@ -40,7 +54,7 @@ class RouterBooks:
         self.gone: list[str] = []
         self.checks_of_gone = 0
         self.is_draining = False
-        self.entering: ExpectedRequest | None = None  # while the router is asked to take it
+        self.entering: ExpectedRequest | None = None
         self.pairs: Counter[PairOutcome] = Counter()
         self.continued = ContinuedBook(world, now)
         self._fairness: dict[tuple[str, Stage | None, int], Fairness] = {}
@@ -52,7 +66,7 @@ class RouterBooks:
         self._tries_max = self._tries
         self._tries_at: float | None = None
 
-    # --- looking up ---
+    # --- queries ---
 
     @property
     def waiting(self) -> list[ExpectedRequest]:
@@ -60,11 +74,15 @@ class RouterBooks:
 
     @property
     def moving(self) -> list[ExpectedRequest]:
-        """Who waits for room elsewhere, where they run."""
+        """Running streams that wait for a lease elsewhere."""
         return [entry for entry in self.live.values() if entry.is_moving]
 
     def to_leave(self, id: str) -> set[str]:
-        """Who is to leave the endpoint at its deadline, without a lease elsewhere."""
+        """Return the requests that must leave an endpoint at its deadline without a lease elsewhere.
+
+        Args:
+            id: the endpoint.
+        """
         return {
             entry.name
             for entry in self.live.values()
@@ -73,12 +91,22 @@ class RouterBooks:
         }
 
     def serving(self, entry: ExpectedRequest) -> list[EndpointBook]:
-        """Endpoints that it may ever get, wherever it failed."""
+        """Return the endpoints that a request may ever get, whether it failed there or not.
+
+        Args:
+            entry: the request.
+        """
         pinned, model = entry.request.pinned, entry.request.model
         return [book for book in self.endpoints.values() if book.serves(model) and pinned in (None, book.id)]
 
     def taking(self, entry: ExpectedRequest, now: float, *, sequences: int = 1) -> list[str]:
-        """Endpoints that have to take so many of its sequences. It goes where one of them finds a seat."""
+        """Return the endpoints that must accept a number of a request's sequences.
+
+        Args:
+            entry: the request.
+            now: the time.
+            sequences: number of sequences. A request goes where one of its sequences finds a slot.
+        """
         return [
             book.id
             for book in self.serving(entry)
@@ -87,15 +115,25 @@ class RouterBooks:
         ]
 
     def is_queue_full(self, entry: ExpectedRequest) -> bool:
-        """Whether there is no place in the queue for one that is new."""
+        """Return True if the queue has no place for a new request.
+
+        Args:
+            entry: the request.
+        """
         beside = [other for other in self.waiting if other.is_beside(entry) and not other.is_continuing]
         tokens = sum(other.request.prompt_tokens for other in beside) + entry.request.prompt_tokens
         is_large = tokens > self.world.queue_prompt_tokens_max
         return len(beside) >= self.world.queue_requests_max or (bool(beside) and is_large)
 
     def is_most_in_queue(self, entry: ExpectedRequest, entering: ExpectedRequest) -> bool:
-        """Whether it is the newest of a tenant that has most in a queue, and still more than that of one that comes, if
-        it left for it."""
+        """Return True if a request is the newest one of the tenant with the most requests in a queue.
+
+        The tenant must still have more than the tenant of the entering request after the exchange.
+
+        Args:
+            entry: a request in the queue.
+            entering: the entering request.
+        """
         if not (entry.is_queued and entry.is_beside(entering) and entry.request.priority == entering.request.priority):
             return False
         queued = [other for other in self.waiting if other.is_queued and other.is_beside(entering)]
@@ -107,31 +145,49 @@ class RouterBooks:
             other.request.tenant != entry.request.tenant or other.queue_index <= entry.queue_index for other in queued
         )
 
-    def makes_room(self, entry: ExpectedRequest, entering: ExpectedRequest) -> bool:
-        """Whether one that comes has a place in the queue without it."""
+    def frees_place(self, entry: ExpectedRequest, entering: ExpectedRequest) -> bool:
+        """Return True if an entering request has a place in the queue without another one.
+
+        Args:
+            entry: a request in the queue.
+            entering: the entering request.
+        """
         beside = [other for other in self.waiting if other.is_beside(entering) and other is not entry]
         beside = [other for other in beside if not other.is_continuing]
         tokens = sum(other.request.prompt_tokens for other in beside) + entering.request.prompt_tokens
         return len(beside) < self.world.queue_requests_max and tokens <= self.world.queue_prompt_tokens_max
 
-    # --- what happens ---
+    # --- events ---
 
     def enter(self, entry: ExpectedRequest) -> None:
-        """The router has taken it, into its queue or beyond."""
-        assert not self.is_draining, f"{entry.name} is taken by a router that leaves"
+        """Note that the router has accepted a request.
+
+        Args:
+            entry: the request.
+        """
+        assert not self.is_draining, f"{entry.name} is accepted by a router that drains"
         self._tries = min(self._tries_max, self._tries + self.world.retry_share_max)
         self.live[entry.name] = entry
         self.live_peak = max(self.live_peak, len(self.live))
 
     def join(self, entry: ExpectedRequest) -> None:
-        """It stands in a queue in which it did not stand before."""
+        """Note that a request joins a queue.
+
+        Args:
+            entry: the request.
+        """
         self._joined_count += 1
         entry.queue_index = self._joined_count
         self._fairness_of(entry).join(entry)
 
     def serve(self, entry: ExpectedRequest, id: str) -> None:
-        """It gets a lease there, out of the queue. Asserts that it is its turn."""
-        assert entry.state == "waiting", f"{entry.name} is {entry.state}, and gets a lease"
+        """Note that a request gets a lease from the queue. Assert that it is its turn.
+
+        Args:
+            entry: the request.
+            id: the endpoint.
+        """
+        assert entry.state == "waiting", f"{entry.name} is {entry.state}, but gets a lease"
         self.check_class(entry, id)
         if entry.failed_index is None:
             check_turn(entry, self.live.values())
@@ -139,14 +195,19 @@ class RouterBooks:
             self._fairness_of(entry).leave(entry)
             self.continued.note_newcomer(entry)
         elif entry.is_continuing:
-            assert not entry.is_on_trial, f"{entry.name} is on trial, and gets {id}"
+            assert not entry.is_on_trial, f"{entry.name} is on trial, but gets {id}"
             self.continued.note_granted(entry, self._are_newcomers_waiting(entry), self.now)
         elif entry.is_again:
-            assert not entry.is_on_trial, f"{entry.name} is on trial, and gets {id}"
+            assert not entry.is_on_trial, f"{entry.name} is on trial, but gets {id}"
             self.continued.note_ahead(entry, self._are_newcomers_waiting(entry))
 
     def give(self, entry: ExpectedRequest, id: str) -> None:
-        """It gets a lease there. Asserts that it may."""
+        """Note that a request gets a lease. Assert that it may.
+
+        Args:
+            entry: the request.
+            id: the endpoint.
+        """
         self._check_and_give(entry, id)
         if entry.has_token:
             self._note_moved(entry.left, id)
@@ -154,15 +215,24 @@ class RouterBooks:
         entry.leased_at = self.now
 
     def give_next(self, entry: ExpectedRequest, id: str) -> None:
-        """It gets a lease there, to move to. Asserts that it may."""
-        assert entry.next is None, f"{entry.name} has a lease at {entry.next} to move to, and gets one at {id}"
+        """Note that a stream gets a second lease to move to. Assert that it may.
+
+        Args:
+            entry: the request.
+            id: the endpoint.
+        """
+        assert entry.next is None, f"{entry.name} has a second lease at {entry.next}, but gets another one at {id}"
         self.check_class(entry, id)
         self.continued.note_next(entry, self._are_newcomers_waiting(entry))
         self._check_and_give(entry, id)
         entry.next = id
 
     def take_up_next(self, entry: ExpectedRequest) -> None:
-        """Its next lease is the one in hand, what it had before is back."""
+        """Note that a stream uses its second lease. Its first one has been returned.
+
+        Args:
+            entry: the request.
+        """
         assert entry.next is not None
         self._note_moved(entry.endpoint, entry.next)
         entry.state, entry.endpoint, entry.next = "leased", entry.next, None
@@ -175,7 +245,11 @@ class RouterBooks:
         self.endpoints[id].moved_to += 1
 
     def drop_next(self, entry: ExpectedRequest) -> None:
-        """It does not move after all."""
+        """Note that a stream does not move, and return its second lease.
+
+        Args:
+            entry: the request.
+        """
         entry.is_moving = False
         self.continued.on_the_way.discard(entry.name)
         if entry.next is not None:
@@ -184,26 +258,30 @@ class RouterBooks:
 
     def _check_and_give(self, entry: ExpectedRequest, id: str) -> None:
         name, request = entry.name, entry.request
-        assert id in self.endpoints, f"{name} has a lease at {id}, which is gone"
+        assert id in self.endpoints, f"{name} has a lease at {id}, but that endpoint is gone"
         book = self.endpoints[id]
         is_begun = entry.prefilled_by is not None or entry.has_token or entry.is_lost
-        assert is_begun or not self.is_draining, f"{name} gets a lease of a router that leaves"
-        assert book.serves(request.model), f"{name} asks for {request.model}, and gets {id}, {sorted(book.models)}"
-        assert request.pinned in (None, id), f"{name} asks for {request.pinned}, and gets {id}"
-        assert may_try(book, entry), f"{name} failed at {id}, and gets it again"
+        assert is_begun or not self.is_draining, f"{name} gets a lease from a router that drains"
+        assert book.serves(request.model), f"{name} requests {request.model}, but gets {id} with {sorted(book.models)}"
+        assert request.pinned in (None, id), f"{name} is pinned to {request.pinned}, but gets {id}"
+        assert may_try(book, entry), f"{name} failed at {id}, but gets it again"
         objection = book.objection(1, self.now)
         assert objection is None, f"{name} gets a lease: {objection}"
         taking = self.taking(entry, self.now, sequences=request.sequences)
         if book.objection(request.sequences, self.now) is not None:
-            assert not taking, f"{name} finds {request.sequences} seats at {taking}, and gets {id}, which has fewer"
+            assert not taking, f"{name} finds {request.sequences} slots at {taking}, but gets {id}, which has fewer"
             taking = self.taking(entry, self.now)
         if entry.stage is Stage.PREFILL:
-            assert not self._is_handover_full(request.model), f"{name} is begun, and too many wait to be ended"
+            assert not self._is_handover_full(request.model), (
+                f"{name} begins its prefill, although too many requests wait for decode"
+            )
         if entry.has_token and entry.fingerprint is not None:
             alike = [other for other in taking if self.endpoints[other].fingerprint == entry.fingerprint]
             is_alike = book.fingerprint == entry.fingerprint
-            assert is_alike or not alike, f"{name} goes on at {id}, and began as {alike} compute"
-            if is_alike:  # it may be the only one, and one that need not have taken it
+            assert is_alike or not alike, (
+                f"{name} is resumed at {id}, but {alike} have the fingerprint of its beginning"
+            )
+            if is_alike:  # This endpoint may be the only one, and need not have accepted it.
                 taking = alike
         check_place(entry, book, [self.endpoints[other] for other in taking])
         if self.world.policy == "least_loaded" and not (entry.stage is None and id == entry.prefilled_by):
@@ -211,8 +289,17 @@ class RouterBooks:
         book.give(name, request.sequences, is_suspect=bool(entry.broken))
 
     def fail(self, entry: ExpectedRequest, fault: str, book: EndpointBook, *, is_certain: bool) -> bool:
-        """Its endpoint, which has been told of it, failed it, and it has no token. Returns whether it has to wait
-        again, or to be told that it is the cause."""
+        """Note that an endpoint, which already knows it, failed a request without a token.
+
+        Args:
+            entry: the request.
+            fault: name of the fault.
+            book: the endpoint.
+            is_certain: True if the endpoint reported this request as the cause.
+
+        Returns:
+            True if it must wait again, or must be ended as the cause.
+        """
         assert entry.endpoint is not None
         served_seconds = self.now - entry.leased_at
         entry.own_deadline += served_seconds
@@ -236,12 +323,26 @@ class RouterBooks:
         return True
 
     def note_tried(self, entry: ExpectedRequest, book: EndpointBook) -> None:
-        """This endpoint failed it."""
+        """Note that an endpoint failed a request.
+
+        Args:
+            entry: the request.
+            book: the endpoint.
+        """
         entry.tried = {**entry.tried, book.id: book.checks}
 
     def break_off(self, entry: ExpectedRequest, fault: str, book: EndpointBook, *, is_certain: bool) -> str | None:
-        """Its stream broke off, at an endpoint that has been told of it. Returns why it does not go on, if so;
-        otherwise it waits again."""
+        """Note that a stream broke off at an endpoint, which already knows it.
+
+        Args:
+            entry: the request.
+            fault: name of the fault.
+            book: the endpoint.
+            is_certain: True if the endpoint reported this request as the cause.
+
+        Returns:
+            Why it is not resumed. None: it waits again.
+        """
         self.continued.note_break(entry, fault, book, is_certain=is_certain)
         reason = self.continued.refusal(entry, self.endpoints, is_served=bool(self.serving(entry)))
         if reason is not None:
@@ -259,7 +360,7 @@ class RouterBooks:
         return None
 
     def judge(self) -> None:
-        """An endpoint has told something, or will tell no more: whose trial is over now."""
+        """Decide which trials are over, after a report of an endpoint, or when an endpoint will report no more."""
         on_trial = [entry for entry in self.waiting if entry.is_on_trial]
         for entry in sorted(on_trial, key=lambda entry: entry.failed_index or 0):
             self.continued.judge(entry, self.endpoints)
@@ -268,7 +369,11 @@ class RouterBooks:
                 entry.failed_index = self._failure_count
 
     def wait_again(self, entry: ExpectedRequest) -> None:
-        """It was elsewhere, and what it had there is back."""
+        """Note that a request waits again. Its lease has been returned.
+
+        Args:
+            entry: the request.
+        """
         self._failure_count += 1
         self.continued.on_the_way.discard(entry.name)
         entry.left = entry.endpoint
@@ -276,7 +381,12 @@ class RouterBooks:
         entry.failed_index = self._failure_count
 
     def prefilled(self, entry: ExpectedRequest, outcome: PairOutcome | None) -> None:
-        """Its prompt is computed, and what it had there is back."""
+        """Note that the prompt of a disaggregated request is computed. Its lease has been returned.
+
+        Args:
+            entry: the request.
+            outcome: why one endpoint must do the rest. None: it need not.
+        """
         served_seconds = self.now - entry.leased_at
         entry.own_deadline += served_seconds
         entry.wait_ends_at += served_seconds
@@ -288,12 +398,12 @@ class RouterBooks:
         self.wait_again(entry)
 
     def forget_unserved(self) -> None:
-        """What was noted of models that nobody serves, and nobody who is there asks for."""
+        """Forget records of models that no endpoint serves and no live request needs."""
         served = {name for book in self.endpoints.values() for name in book.models}
         self.continued.forget_all_but(served | {entry.request.model for entry in self.live.values()})
 
     def make_whole(self) -> None:
-        """Whoever waits for a part that no endpoint may do now waits for one that does everything."""
+        """Let requests that wait for a stage without an endpoint wait for an endpoint that does everything."""
         for stage in Stage:
             waiting = [entry for entry in self.waiting if entry.stage is stage]
             again = sorted(
@@ -301,7 +411,7 @@ class RouterBooks:
             )
             queued = sorted((entry for entry in waiting if entry.is_queued), key=lambda entry: entry.index)
             for entry in (*again, *queued):
-                # Who has no endpoint left at all is refused, and does not go on whole.
+                # A request without any endpoint is refused instead.
                 if self._is_any_left(entry) and not is_next_stage_there(entry, self.serving(entry)):
                     self._make_whole(entry)
 
@@ -321,7 +431,11 @@ class RouterBooks:
             self.pairs[outcome] += 1
 
     def release(self, entry: ExpectedRequest) -> None:
-        """What it has is back, a lease that it was to move to apart."""
+        """Return the lease of a request, or remove it from its queue. A second lease stays.
+
+        Args:
+            entry: the request.
+        """
         if entry.is_queued:
             self._fairness_of(entry).leave(entry)
         elif entry.state in ("leased", "running_free"):
@@ -347,51 +461,63 @@ class RouterBooks:
             self.continued.deadlines.pop(book.id, None)
             self.gone.append(book.id)
 
-    # --- what has to hold ---
+    # --- rules ---
 
     def check_nobody_waits_in_vain(self, now: float) -> None:
-        """Progress: whoever waits, first or last, waits because every endpoint that it may have is full."""
+        """Check progress: every waiting request waits because all of its endpoints are full.
+
+        Args:
+            now: the time.
+        """
         for entry in self.waiting:
             if entry.is_on_trial or (entry.is_continuing and not self.continued.must_have_turn(now)):
                 continue
             taking = self.taking(entry, now)
-            assert not taking, f"{entry.name} waits{'' if entry.is_queued else ' again'}, and {taking} could take it"
+            assert not taking, f"{entry.name} waits{'' if entry.is_queued else ' again'}, but {taking} could accept it"
         for entry in self.moving if self.continued.may_move else ():
             taking = self.taking(entry, now)
-            assert not taking, f"{entry.name} is to leave {entry.endpoint}, and {taking} could take it"
+            assert not taking, f"{entry.name} must leave {entry.endpoint}, and {taking} could accept it"
 
     def check_nobody_is_hopeless(self) -> None:
         for entry in self.waiting:
-            assert self._is_any_left(entry), f"{entry.name} waits, and no endpoint may ever take it"
+            assert self._is_any_left(entry), f"{entry.name} waits, but no endpoint can ever accept it"
 
     def check_class(self, entry: ExpectedRequest, id: str) -> None:
-        """Check, as the request is about to get the endpoint, that none goes before it that could have had it."""
+        """Check that no request that goes before this one could have had its endpoint.
+
+        Args:
+            entry: the request.
+            id: the endpoint that it is about to get.
+        """
         for other in (*self.waiting, *self.moving):
             is_peer = other is not entry and other.request.model == entry.request.model
             if is_peer and self.continued.is_before(other, entry, self.now):
-                assert id not in self.taking(other, self.now), f"{other.name} is before {entry.name}, which gets {id}"
+                assert id not in self.taking(other, self.now), (
+                    f"{other.name} goes before {entry.name}, but {entry.name} gets {id}"
+                )
 
     def _are_newcomers_waiting(self, entry: ExpectedRequest) -> bool:
-        """Whether some do for its model."""
+        """Return True if newcomers wait for its model."""
         entering, model = self.entering, entry.request.model
         if entering is not None and entering.is_behind and entering.request.model == model:
             return True
         return any(other.is_queued and other.request.model == model for other in self.waiting)
 
     def _check_least_loaded(self, entry: ExpectedRequest, book: EndpointBook, taking: list[str]) -> None:
-        """Whoever is alone finds the one with the least to do. Beside others it compares two at least, so it never
-        finds the one with most."""
+        """Check the choice of the policy least_loaded.
+
+        A single router finds the endpoint with the lowest load. Beside other routers, it compares at least two
+        endpoints, so it never gets the one with the highest load.
+        """
         beside = [self.endpoints[other] for other in taking if other != book.id]
         if entry.stage is None and book.role != "prefill":
             beside = [other for other in beside if other.role != "prefill"]
         if not any(other.others for other in self.serving(entry)):
             calmer = [other.id for other in beside if other.load(self.now) < book.load(self.now)]
-            assert not calmer, f"{entry.name} gets {book.id}, and {calmer} have less to do"
+            assert not calmer, f"{entry.name} gets {book.id}, but {calmer} have a lower load"
         elif beside:
             most = max(other.load_most(self.now) for other in beside)
-            assert book.load(self.now) <= most + CLOSE_LOAD, (
-                f"{entry.name} gets {book.id}, which has more to do than all others"
-            )
+            assert book.load(self.now) <= most + CLOSE_LOAD, f"{entry.name} gets {book.id}, which has the highest load"
 
     def _is_any_left(self, entry: ExpectedRequest) -> bool:
         return any(entry.has_token or book.id not in entry.failed_by for book in self.serving(entry))
@@ -400,7 +526,7 @@ class RouterBooks:
         if entry.request.pinned is not None:
             return False
         left = [book for book in self.serving(entry) if book.id not in entry.failed_by]
-        if fault in LOST:  # an accepted request is never lost while an endpoint is there, or may come back
+        if fault in LOST:  # An accepted request is never lost while an endpoint exists or may come back.
             return bool(left)
         if self.now >= entry.deadline:
             return False

@@ -1,11 +1,12 @@
-"""The connections to one simulated endpoint: which go silent while nothing is closed, and what the router makes of it.
+"""The connections to one simulated endpoint. Some go silent without being closed, and the router must notice it.
 
-The rules:
+Rules:
 
-- A response whose connection is well is not given up. A server that sends no beats may be taken for lost when its
-  response has stalled.
-- A response whose connection is silent is given up within its bound, counted in the time in which the router looked.
-- When the router is told of another process at the address, it gives up the responses of the former one at once.
+- A response with a working connection is not given up. If the server sends no heartbeats, a stalled response may count
+  as lost.
+- A response with a silent connection is given up within its time limit. Only the time in which the router checks
+  counts.
+- When the router learns of another process at the address, it gives up the responses of the former process at once.
 """
 
 from __future__ import annotations
@@ -20,19 +21,22 @@ from trioserve.router.silence import LOOK_SECONDS, SETTLE_SECONDS, AwaitedRespon
 
 __all__ = ["EndpointConnections"]
 
-LOOKED_SECONDS_MAX = 2 * LOOK_SECONDS  # of the time between two looks, the router takes no more for silence
+LOOKED_SECONDS_MAX = 2 * LOOK_SECONDS  # Of the time between two checks, the router counts at most this as silence.
 CLOSE_SECONDS = 1e-6
-STEP_SECONDS = 1e-9  # between two moments that real life never has at once
+STEP_SECONDS = 1e-9  # between two times that are never equal in reality
 
 
 class _Connection:
-    """One response that is read.
+    """One response that is being read.
 
     Attributes:
-        process: which process of the endpoint has it.
-        has_told: the router knows which process that is.
-        quiet_seconds: how long nothing has come, in the time in which the router looked.
-        replaced_at: when the router was told of another process.
+        awaited: the router's record of the response.
+        process: number of the endpoint's process that has it.
+        has_told: True if the router knows that process.
+        is_silent: True if nothing more will come.
+        heard_at: time of the last bytes.
+        quiet_seconds: time without bytes, as far as the router checked.
+        replaced_at: time at which the router learned of another process, or None.
     """
 
     def __init__(self, sent_at: float, process: int) -> None:
@@ -50,9 +54,13 @@ class EndpointConnections:
     """All connections of one endpoint, and the watch that judges them.
 
     Args:
-        settings: None: nobody looks at connections, and none goes silent.
-        sends_beats: it sends beats and names its process, as this project's engines do.
-        count: called with what came to pass.
+        id: the endpoint.
+        settings: settings for connections. None: the router does not check connections, and none goes silent.
+        sends_beats: True if the endpoint sends heartbeats and names its process, as trioserve does.
+        count: counts occurrences.
+
+    Attributes:
+        process: number of the current process.
     """
 
     def __init__(
@@ -67,7 +75,7 @@ class EndpointConnections:
         self._watch = SilenceWatch(self._settings)
         self._watch.sends_beats = sends_beats
         self._open: dict[str, _Connection] = {}
-        self._told_process = 0  # the newest that the router knows
+        self._known_process = 0  # number of the newest process that the router knows
         self._looked_at = 0.0
         self._moment = 0.0
 
@@ -80,39 +88,61 @@ class EndpointConnections:
         return connection is not None and connection.is_silent
 
     def former(self) -> set[str]:
-        """Requests that a former process had."""
+        """Return the requests that a former process has."""
         return {name for name, connection in self._open.items() if connection.process != self.process}
 
     def instance(self) -> str:
-        """How the process at its address calls itself."""
+        """Return the name of the current process."""
         return f"{self._id} {self.process}"
 
     def moment(self, now: float) -> float:
-        """A moment of its own for each call."""
+        """Return a time that no other call returns.
+
+        Args:
+            now: the time.
+        """
         self._moment = max(now, self._moment + STEP_SECONDS)
         return self._moment
 
-    # --- what happens ---
+    # --- events ---
 
     def open(self, name: str, now: float) -> None:
-        """A request is sent."""
+        """Note that a request is sent.
+
+        Args:
+            name: the request.
+            now: the time.
+        """
         self._open[name] = _Connection(self.moment(now), self.process)
 
     def close(self, name: str) -> None:
-        """Its response is read no more. Nothing to do when there is none."""
+        """Stop reading a response. Unknown names are ignored.
+
+        Args:
+            name: the request.
+        """
         connection = self._open.pop(name, None)
         if connection is not None:
             self._watch.forget(connection.awaited)
 
     def hear(self, name: str, now: float) -> None:
-        """Bytes of its response come."""
+        """Note that bytes of a response arrive.
+
+        Args:
+            name: the request.
+            now: the time.
+        """
         connection = self._open[name]
         connection.awaited.has_body = True
         connection.awaited.beats = self._sends_beats
         self._hear(connection, now)
 
     def silence(self, name: str) -> None:
-        """Nothing more comes over its connection. Nothing to do where the router could never tell."""
+        """Make a connection silent. Ignored if the router could never notice it.
+
+        Args:
+            name: the request.
+        """
         connection = self._open.get(name)
         if not self._is_watched or connection is None or connection.is_silent:
             return
@@ -121,7 +151,7 @@ class EndpointConnections:
             self._count("connections: silent")
 
     def replace(self) -> None:
-        """Another process takes the address; whoever asks there hears nothing more of the one before."""
+        """Let another process take over the address. All connections to the former process go silent."""
         if self._is_watched and self._sends_beats:
             for connection in self._open.values():
                 connection.is_silent = True
@@ -129,14 +159,24 @@ class EndpointConnections:
             self._count("addresses taken by another process")
 
     def note_load(self, load: EndpointLoad, asked_at: float, now: float) -> None:
-        """The router gets a report."""
+        """Note that the router gets a load report.
+
+        Args:
+            load: the report.
+            asked_at: time of the question.
+            now: the time.
+        """
         if self._is_watched:
             self._watch.note_load(load, self._awaited(), asked_at, now)
             if load.instance is not UNSET:
-                self._tell(int(load.instance.rpartition(" ")[2]), now)
+                self._note_process(int(load.instance.rpartition(" ")[2]), now)
 
     def look(self, now: float) -> list[str]:
-        """The router looks at all connections. Returns the requests whose responses it gives up; see the top."""
+        """Let the router check all connections. Return the requests whose responses it gives up.
+
+        Args:
+            now: the time.
+        """
         passed = min(now - self._looked_at, LOOKED_SECONDS_MAX)
         self._looked_at = now
         for connection in self._open.values():
@@ -148,7 +188,7 @@ class EndpointConnections:
             self._check_lost(name, self._open[name], loss.reason)
             self._count(f"connections given up: {loss.reason}")
             lost.append(name)
-        assert not self._watch.is_shared, f"{self._id} is taken for several processes at one address"
+        assert not self._watch.is_shared, f"{self._id} counts as several processes at one address"
         for name, connection in self._open.items():
             if name not in lost:
                 self._check_kept(name, connection, now)
@@ -169,12 +209,12 @@ class EndpointConnections:
             connection.has_told = True
             awaited.instance = self.instance()
             self._watch.note_instance(awaited.instance, self._awaited(), awaited.sent_at, now)
-            self._tell(connection.process, now)
+            self._note_process(connection.process, now)
 
-    def _tell(self, process: int, now: float) -> None:
-        """The router is told which process is at the address."""
-        if process > self._told_process:
-            self._told_process = process
+    def _note_process(self, process: int, now: float) -> None:
+        """Note that the router learns the process at the address."""
+        if process > self._known_process:
+            self._known_process = process
             for connection in self._open.values():
                 if connection.process < process and connection.has_told:
                     connection.replaced_at = now
@@ -184,18 +224,20 @@ class EndpointConnections:
     def _check_lost(self, name: str, connection: _Connection, reason: str) -> None:
         has_stalled = connection.quiet_seconds >= self._settings.stalled_seconds_max - CLOSE_SECONDS
         may_end = connection.is_silent or (not self._sends_beats and connection.awaited.has_body and has_stalled)
-        assert may_end, f"{name} is given up at {self._id}, and its connection is well: {reason}"
+        assert may_end, f"{name} is given up at {self._id}, but its connection works: {reason}"
 
     def _check_kept(self, name: str, connection: _Connection, now: float) -> None:
         if not connection.is_silent:
             return
         settings = self._settings
         seconds_max = settings.silent_seconds_max if self._sends_beats else settings.stalled_seconds_max
-        # The first look after the last byte begins to count, and the last one may come just before the bound.
+        # Counting begins at the first check after the last byte, and the last check may come just before the limit.
         seconds_max += 2 * LOOKED_SECONDS_MAX
         seconds = connection.quiet_seconds
-        assert seconds <= seconds_max, f"{name} has heard nothing of {self._id} for {seconds:.2f} s, and waits"
+        assert seconds <= seconds_max, (
+            f"{name} has received nothing from {self._id} for {seconds:.2f} s, but still waits"
+        )
         replaced_at = connection.replaced_at
         assert replaced_at is None or now < replaced_at + SETTLE_SECONDS + CLOSE_SECONDS, (
-            f"{name} waits at {self._id} for a process that another one has replaced"
+            f"{name} waits at {self._id} for a process that was replaced"
         )

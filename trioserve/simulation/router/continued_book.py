@@ -1,8 +1,8 @@
-"""The books of streams that break off or are moved at a simulated router: who may go on, when, and before whom.
+"""Records of streams that break off or are moved in a simulated router: which may be resumed, when, and before which.
 
-Kept from what was asked and told alone. A stream, or a request without a token that lost its endpoint, comes before the
-newcomers of its priority, but not more than some in a row while they wait; those that broke off come before those that
-are to be moved, and of each kind of one priority the one that broke off, or was to be moved, first.
+The records use only requests and reports. A stream, or a request that lost its endpoint before its first token, comes
+before newcomers of its priority, but only a limited number in a row while newcomers wait. Streams that broke off come
+before streams that must move. Within both kinds, the earliest one comes first.
 """
 
 from __future__ import annotations
@@ -18,14 +18,25 @@ from trioserve.simulation.router.queue_rules import ExpectedRequest
 
 __all__ = ["ContinuedBook", "may_try"]
 
-# Of a turn: what is nearer to a whole one than the first is one for certain, and beyond the second certainly none. The
-# sums of time that both sides make differ by far less.
+# Shares of a turn: above the first, a turn is certainly whole. Below the second, it certainly is not. The sums of times
+# on both sides differ by far less.
 CERTAIN, POSSIBLE = 1 - 5e-10, 1 - 2e-9
 
 
 class ContinuedBook:
-    """total, refused: streams that went on, and that may not, by the reason. deadlines: of endpoints that are emptied;
-    None when it has passed. on_the_way: who has left, or is leaving, and not arrived. moves: how many ever did."""
+    """Records of streams that break off or are moved.
+
+    Args:
+        world: the router's settings.
+        now: start time.
+
+    Attributes:
+        total: number of resumed streams.
+        refused: number of streams that may not be resumed, by reason.
+        deadlines: deadlines of endpoints whose streams must move. None: the deadline has passed.
+        on_the_way: streams that move and have not arrived.
+        moves: number of moves so far.
+    """
 
     def __init__(self, world: RouterWorld, now: float) -> None:
         self.total = 0
@@ -35,17 +46,28 @@ class ContinuedBook:
         self.moves = 0
         self._moving_count = 0
         self._world = world
-        self._rows: Counter[str] = Counter()  # by model: that went on since a newcomer began, while some waited
+        # for each model: streams that were resumed since the last newcomer began, while some waited
+        self._rows: Counter[str] = Counter()
         self._turns_max = max(1.0, world.continuations_per_second_max)
         self._turns = self._turns_max
         self._turns_at = now
 
     def must_have_turn(self, now: float) -> bool:
-        """Whether the bound of streams a second lets one go on."""
+        """Return True if the limit of resumed streams per second allows one more.
+
+        Args:
+            now: the time.
+        """
         return self._turns_left(now) >= CERTAIN
 
     def is_before(self, other: ExpectedRequest, entry: ExpectedRequest, now: float) -> bool:
-        """Whether `other` waits, and has to get what both may have. Both ask for one model."""
+        """Return True if `other` waits, and must get a lease that both could have. Both have the same model.
+
+        Args:
+            other: a request.
+            entry: another request.
+            now: the time.
+        """
         if other.is_on_trial:
             return False
         if other.is_again:
@@ -59,7 +81,7 @@ class ContinuedBook:
 
     @property
     def may_move(self) -> bool:
-        """Whether one more may be on its way."""
+        """True if one more stream may move now."""
         return len(self.on_the_way) < self._world.moves_at_once_max
 
     @staticmethod
@@ -75,12 +97,20 @@ class ContinuedBook:
         return (entry.request.priority, 0 if is_newcomers_turn else 3, 0)
 
     def note_answered(self, entry: ExpectedRequest) -> None:
-        """The endpoint of its lease has begun to answer, or to go on."""
+        """Note that the endpoint of its lease has begun or resumed the response.
+
+        Args:
+            entry: the request.
+        """
         self.on_the_way.discard(entry.name)
         self.note_movable(entry)
 
     def note_movable(self, entry: ExpectedRequest) -> None:
-        """It may have become one that is to leave."""
+        """Check if a stream has become one that must move.
+
+        Args:
+            entry: the request.
+        """
         is_there = entry.state in ("leased", "running_free") and entry.endpoint in self.deadlines
         if is_there and entry.is_answered and entry.can_go_on and entry.next is None and entry.request.pinned is None:
             self._moving_count += not entry.is_moving
@@ -88,37 +118,69 @@ class ContinuedBook:
             entry.is_moving, entry.stage = True, None
 
     def note_next(self, entry: ExpectedRequest, has_newcomers: bool) -> None:
-        """It gets a lease elsewhere, to move to. Asserts that it may."""
-        assert entry.is_moving, f"{entry.name} gets a second lease, and is not to move"
-        assert self.may_move, f"{entry.name} is to move, and {len(self.on_the_way)} are on their way"
+        """Note that a stream gets a second lease to move to. Assert that it may.
+
+        Args:
+            entry: the request.
+            has_newcomers: True if newcomers wait for its model.
+        """
+        assert entry.is_moving, f"{entry.name} gets a second lease, but need not move"
+        assert self.may_move, f"{entry.name} moves, although {len(self.on_the_way)} streams already do"
         entry.is_moving = False
         self.on_the_way.add(entry.name)
         self._rows[entry.request.model] = self._rows[entry.request.model] + 1 if has_newcomers else 0
         self.moves += 1
 
     def note_newcomer(self, entry: ExpectedRequest) -> None:
-        """One gets a lease out of a queue."""
+        """Note that a newcomer gets a lease from a queue.
+
+        Args:
+            entry: the request.
+        """
         self._rows[entry.request.model] = 0
 
     def note_turn(self, entry: ExpectedRequest, now: float) -> None:
-        """It goes on after it broke off, with a lease that it had already."""
+        """Note that a stream is resumed after a break, with a lease that it already had.
+
+        Args:
+            entry: the request.
+            now: the time.
+        """
         self._turns, self._turns_at = max(0.0, self._turns_left(now) - 1), now
         entry.continuations += 1
         self.total += 1
 
     def note_ahead(self, entry: ExpectedRequest, has_newcomers: bool) -> None:
-        """One that waits again without a token gets an endpoint, perhaps before newcomers."""
+        """Note that a request without a token that waits again gets an endpoint, possibly before newcomers.
+
+        Args:
+            entry: the request.
+            has_newcomers: True if newcomers wait for its model.
+        """
         self._rows[entry.request.model] = self._rows[entry.request.model] + 1 if has_newcomers else 0
 
     def note_granted(self, entry: ExpectedRequest, has_newcomers: bool, now: float) -> None:
-        """A stream gets a lease to go on with. Asserts that it may at this moment."""
+        """Note that a stream gets a lease to be resumed. Assert that it may.
+
+        Args:
+            entry: the request.
+            has_newcomers: True if newcomers wait for its model.
+            now: the time.
+        """
         left = self._turns_left(now)
-        assert left >= POSSIBLE, f"{entry.name} goes on, and so many have a second ago: {left} turns are left"
+        assert left >= POSSIBLE, f"{entry.name} is resumed beyond the limit per second: {left} turns are left"
         self.note_turn(entry, now)
         self._rows[entry.request.model] = self._rows[entry.request.model] + 1 if has_newcomers else 0
 
     def note_break(self, entry: ExpectedRequest, fault: str, book: EndpointBook, *, is_certain: bool) -> None:
-        """An endpoint broke off its response, or never began it."""
+        """Note that an endpoint broke a response off, or never began it.
+
+        Args:
+            entry: the request.
+            fault: name of the fault.
+            book: the endpoint.
+            is_certain: True if the endpoint reported this request as the cause.
+        """
         if fault in ("broke", "hung", "failed"):
             if entry.tokens >= entry.tokens_at_break + self._world.progress_tokens_min:
                 entry.broken.clear()
@@ -127,7 +189,12 @@ class ContinuedBook:
         entry.tokens_at_break = entry.tokens
 
     def judge(self, entry: ExpectedRequest, endpoints: Mapping[str, EndpointBook]) -> None:
-        """Whether it is on trial, or taken for the cause."""
+        """Decide if a request is on trial, or counts as the cause of broken endpoints.
+
+        Args:
+            entry: the request.
+            endpoints: the endpoints.
+        """
         entry.is_on_trial = entry.is_condemned = False
         is_any_unknown = False
         for broken in list(entry.broken):
@@ -151,7 +218,13 @@ class ContinuedBook:
                 self.refused["poisoned"] += 1
 
     def refusal(self, entry: ExpectedRequest, endpoints: Mapping[str, EndpointBook], *, is_served: bool) -> str | None:
-        """Its stream broke off. Why it may not go on, if so; otherwise it may, or is on trial."""
+        """Return why a stream that broke off may not be resumed. None: it may be, or it is on trial.
+
+        Args:
+            entry: the request.
+            endpoints: the endpoints.
+            is_served: True if an endpoint serves its model.
+        """
         world = self._world
         self.judge(entry, endpoints)
         if entry.is_condemned:
@@ -166,7 +239,12 @@ class ContinuedBook:
         return reason
 
     def forget_all_but(self, models: Collection[str]) -> None:
-        """Of any other nobody is left, and whoever comes next for it finds no row of streams."""
+        """Forget all other models. They have no requests, so the next request for them finds no resumed streams before
+        it.
+
+        Args:
+            models: the models to keep.
+        """
         for model in [model for model in self._rows if model not in models]:
             del self._rows[model]
 
@@ -176,7 +254,12 @@ class ContinuedBook:
 
 
 def may_try(book: EndpointBook, entry: ExpectedRequest) -> bool:
-    """Whether what the endpoint did to it before speaks for a second time there."""
+    """Return True if a request may use an endpoint, as far as its earlier failures there are concerned.
+
+    Args:
+        book: the endpoint.
+        entry: the request.
+    """
     if book.id not in entry.tried:
         return True
     return book.checks > entry.tried[book.id] and (entry.has_token or book.id not in entry.failed_by)

@@ -1,7 +1,8 @@
-"""One endpoint of a simulated router: what is true of it, and what the router has been told and may therefore do.
+"""One endpoint of a simulated router: its true state, the router's knowledge of it, and what the router may therefore
+do.
 
-Kept from the events alone. Where a moment or a share is a rounding error away, both responses are taken: `may_take` is
-what the router must not go beyond, `must_take` what it must not leave lying.
+The records use only events. If a time or a share is within rounding errors, both results are allowed: the router must
+not exceed the limits of `objection`, and must use the capacity of `must_take`.
 """
 
 from __future__ import annotations
@@ -18,14 +19,21 @@ from trioserve.simulation.router.history import Add, RouterWorld
 
 __all__ = ["EndpointBook"]
 
-CLOSE_SECONDS = 1e-6  # two moments that are nearer than this are one, for all that is judged here
+CLOSE_SECONDS = 1e-6  # Two times that are nearer than this count as equal.
 FAILED_LOADS_MAX = 256
 GIVEN = ("healthy", "probing")
 
 
 class Question(msgspec.Struct):
-    """there: the requests that were at the endpoint when it was asked, at asked_at. sent_total: the router's at that
-    time. response: None until it has looked at itself."""
+    """A question for the load of an endpoint.
+
+    Attributes:
+        there: requests that were at the endpoint at the time of the question.
+        sent_total: the router's count of sent requests at that time.
+        asked_at: time of the question.
+        response: the answer. None: the endpoint has not answered.
+        is_lie: True if the answer is false.
+    """
 
     there: frozenset[str]
     sent_total: int
@@ -35,8 +43,15 @@ class Question(msgspec.Struct):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """known: sequences that are certainly in the report, of those that were in flight when it arrived.
-    in_flight: all that were then."""
+    """A load report that the router has received.
+
+    Attributes:
+        load: the report.
+        noted_at: time of its arrival.
+        known: sequences in flight at that time that the report certainly includes.
+        in_flight: all sequences in flight at that time.
+        is_lie: True if it is false.
+    """
 
     load: EndpointLoad
     noted_at: float
@@ -46,12 +61,31 @@ class Report(msgspec.Struct, frozen=True):
 
 
 class EndpointBook:
-    """leased, running: the sequences of the requests that hold a lease here, with a seat or waiting for one
-    (claims, in all); of those whose lease is back, but which run. there: those of both that were sent. health: by
-    the names of EndpointHealth. probe: who is out as one. checks: that found it well. suspects: with
-    which another endpoint broke before; suspects_seen: the most of them since a check found it well. clock: what it
-    told last that its process is called; clock_checks: the checks by then. moved_from, moved_to: streams that left it
-    and went on elsewhere; that came from elsewhere."""
+    """Records of one endpoint.
+
+    Args:
+        event: the event that added it.
+        world: the router's settings.
+        starts_slowly: True if its leases grow slowly at first.
+        checks: number of earlier successful health checks.
+        count: counts occurrences.
+
+    Attributes:
+        leased: sequences of requests with a lease here, running or waiting inside.
+        running: sequences of requests whose lease was returned, but which still run.
+        there: sequences of the requests of both kinds that were sent.
+        claims: sequences with a lease.
+        probe: request that serves as a probe, or None.
+        checks: number of successful health checks.
+        health: name of its EndpointHealth.
+        suspects: requests here that broke another endpoint before.
+        suspects_seen: maximum number of suspects since the last successful health check.
+        clock: process name in its last report, or None.
+        clock_checks: number of successful health checks at that time.
+        moved_from: streams that left it and were resumed elsewhere.
+        moved_to: streams that were moved here.
+        question: the open question, or None.
+    """
 
     def __init__(
         self, event: Add, world: RouterWorld, *, starts_slowly: bool, checks: int, count: Callable[[str], None]
@@ -107,7 +141,11 @@ class EndpointBook:
         return self.claims + sum(self.running.values())
 
     def load(self, now: float) -> float:
-        """Of this router, with the requests that failed here of late."""
+        """Return the load by this router, with its recent failures here.
+
+        Args:
+            now: the time.
+        """
         failed = sum(at + self._world.failed_load_seconds > now for at in self._failed_at[-FAILED_LOADS_MAX:])
         return (self.in_flight + failed) / self.leases_max
 
@@ -117,12 +155,16 @@ class EndpointBook:
 
     @property
     def others(self) -> int:
-        """Sequences of others that it told of last."""
+        """Sequences of other routers, according to its last report."""
         report = self._report
         return 0 if report is None else max(0, report.load.running + report.load.waiting - report.known)
 
     def load_most(self, now: float) -> float:
-        """The same, with what it told of others, if that is still believed."""
+        """Return the load with the sequences of other routers, if the last report is still used.
+
+        Args:
+            now: the time.
+        """
         return self.load(now) + self.others / self.leases_max
 
     @property
@@ -131,7 +173,7 @@ class EndpointBook:
 
     @property
     def ejection_ends_at(self) -> float | None:
-        """None: it is not ejected, or until a check or a probe finds it well."""
+        """Time at which its ejection ends. None: it is not ejected, or a check or a probe must succeed first."""
         if self.health != "ejected" or self.waits_for_probe or self._ejected_until == math.inf:
             return None
         return self._ejected_until
@@ -142,19 +184,24 @@ class EndpointBook:
     def is_meant_for(self, stage: Stage | None) -> bool:
         return stage is None or self.role in ("both", stage.value)
 
-    # --- what it may be given, and has to be ---
+    # --- capacity ---
 
     def objection(self, sequences: int, now: float) -> str | None:
-        """Why so many sequences that the router has just given it find no seat here. The books do not have them yet."""
+        """Return why a number of sequences, which the router has just sent here, find no slot. None: they may be sent.
+
+        Args:
+            sequences: number of sequences, which these records do not include yet.
+            now: the time.
+        """
         if not self.is_given:
             return f"{self.id} is {self.health}"
         if self.probe is not None and self.health == "probing":
-            return f"{self.id} is probed by {self.probe} already"
+            return f"{self.id} already has the probe {self.probe}"
         if now < self._busy_until - CLOSE_SECONDS:
             return f"{self.id} is busy until {self._busy_until}"
         limit = self._limit(now + CLOSE_SECONDS)
         if self.claims + sequences > limit:
-            return f"{self.id} has leases for {self.claims} of {limit} sequences, and gets {sequences} more"
+            return f"{self.id} has leases for {self.claims} of {limit} sequences, but gets {sequences} more"
         report = self._report
         if report is None or now > report.noted_at + self._world.load_seconds_max - CLOSE_SECONDS:
             return None
@@ -162,18 +209,27 @@ class EndpointBook:
         truth = self._strangers + self.in_flight
         is_trusted = not report.is_lie and (self._tells_seats or not self._has_lied)
         if is_trusted and truth and truth + sequences - self._seats > depth_max:
-            return (
-                f"{truth} are at or on their way to the {self._seats} seats of {self.id}, and {sequences} more go there"
-            )
+            return f"{self.id} has {self._seats} slots for {truth} sequences, but {sequences} more are sent there"
         load = report.load
-        told = load.running + load.waiting + self.in_flight - report.in_flight  # at least so many are there
+        reported_count = (
+            load.running + load.waiting + self.in_flight - report.in_flight
+        )  # At least this many are there.
         seats = load.max_num_seqs if load.max_num_seqs is not None else load.running
-        if (load.max_num_seqs is not None or load.waiting) and told > 0 and told + sequences - seats > depth_max:
-            return f"{self.id} told of {load.running} and {load.waiting}, and gets {sequences} more"
+        if (
+            (load.max_num_seqs is not None or load.waiting)
+            and reported_count > 0
+            and reported_count + sequences - seats > depth_max
+        ):
+            return f"{self.id} reported {load.running} running and {load.waiting} waiting, but gets {sequences} more"
         return None
 
     def must_take(self, sequences: int, now: float) -> bool:
-        """Whether nothing at all speaks against giving it so many sequences."""
+        """Return True if the endpoint must get a number of sequences, since nothing prevents it.
+
+        Args:
+            sequences: number of sequences.
+            now: the time.
+        """
         if not self.is_given or (self.probe is not None and self.health == "probing"):
             return False
         if now < self._busy_until + CLOSE_SECONDS:
@@ -194,7 +250,7 @@ class EndpointBook:
             return self.leases_max
         return max(1, int(self.leases_max * max(0.0, now - self._slow_since) / seconds))
 
-    # --- what it is given ---
+    # --- requests ---
 
     def give(self, name: str, sequences: int, *, is_suspect: bool) -> None:
         if is_suspect:
@@ -205,26 +261,36 @@ class EndpointBook:
         self.leased[name] = sequences
 
     def let_go(self, name: str) -> None:
-        """Nothing of the request is here any more."""
+        """Remove a request.
+
+        Args:
+            name: the request.
+        """
         self.leased.pop(name, None)
         self.running.pop(name, None)
         self.there.pop(name, None)
         self.connections.close(name)
         self.suspects.discard(name)
         if self.question is not None:
-            self.question.there -= {name}  # should it come back before the response, that is another sending
+            self.question.there -= {name}  # If it returns before the answer, that is another request.
         if self.probe == name:
             self.probe = None
 
     def take_token(self, name: str, now: float, *, is_lease_over: bool) -> None:
-        """It begins to answer the request."""
+        """Note that the endpoint begins to answer a request.
+
+        Args:
+            name: the request.
+            now: the time.
+            is_lease_over: True if the lease ends with the first token.
+        """
         self.note_success(now)
         if self.probe == name:
             self.probe = None
         if is_lease_over:
             self.running[name] = self.leased.pop(name)
 
-    # --- what it tells ---
+    # --- reports and checks ---
 
     def ask(self, sent_total: int, now: float) -> None:
         self.question = Question(frozenset(self.there), sent_total, self.connections.moment(now))
@@ -232,7 +298,7 @@ class EndpointBook:
     def response(self, lie: tuple[int, int] | None) -> None:
         if self.question is None:
             return
-        former = self.connections.former()  # a new process knows nothing of them, so it tells less than is in flight
+        former = self.connections.former()  # A new process does not know them, so it reports less than is in flight.
         count = self._strangers + sum(count for name, count in self.there.items() if name not in former)
         if former and lie is None:
             lie = (min(count, self._seats), max(0, count - self._seats))
@@ -247,7 +313,11 @@ class EndpointBook:
         self.question.is_lie = lie is not None
 
     def note(self, now: float) -> None:
-        """The router has the response now."""
+        """Note that the answer has arrived at the router.
+
+        Args:
+            now: the time.
+        """
         question = self.question
         assert question is not None
         assert question.response is not None
@@ -260,7 +330,7 @@ class EndpointBook:
         self._report = Report(question.response, now, known, self.in_flight, question.is_lie)
 
     def begin_process(self) -> None:
-        """The one before has ended."""
+        """Note that a new process has replaced the former one."""
         self.connections.process += 1
 
     def note_check(self, is_well: bool, now: float) -> None:
@@ -319,7 +389,11 @@ class EndpointBook:
             self._eject(now)
 
     def note_left(self, now: float) -> None:
-        """It hangs, or will stop: a good check brings it back, and no time."""
+        """Note that the endpoint hangs or will stop. Only a successful check brings it back, not time.
+
+        Args:
+            now: the time.
+        """
         if self.health != "draining":
             self.note_lost(now)
             self._failures = 0

@@ -1,6 +1,6 @@
-"""Makes up histories of a router: settings, endpoints, and event after event, with an eye on what is going on.
+"""Generates histories of a router: settings, endpoints, and event after event, depending on the run.
 
-The author sees what clients and endpoints would see: who lives and how far it is, and which endpoints there are.
+The generator sees only what clients and endpoints would see: live requests with their progress, and the endpoints.
 """
 
 from __future__ import annotations
@@ -59,7 +59,14 @@ Value = TypeVar("Value")
 
 
 class RouterGenerator:
-    """One history's. Everything is drawn from `rng`, in the order of the calls."""
+    """Generator of one history. All choices are drawn in the order of the calls.
+
+    Args:
+        rng: source of randomness.
+
+    Attributes:
+        world: the router's settings.
+    """
 
     def __init__(self, rng: Random) -> None:
         self._rng = rng
@@ -71,7 +78,7 @@ class RouterGenerator:
         self._prompts = rng.choice(((0,), (0, 10, 100), (10, 300)))
         self._sequences = rng.choice(((1,), (1,), (1, 1, 2), (1, 2, 3, 5), (1, 1, 1, 8, 20)))
         self._live_max = rng.choice((4, 10, 20, 30, 30))
-        self._pace = rng.choice((0.05, 0.5, 2.0))  # seconds of a wait
+        self._pace = rng.choice((0.05, 0.5, 2.0))  # longest pause, in seconds
         wildness = rng.random()
         self._end_share = rng.choice((0.7, 0.3, 0.1))
         self._fault_share = rng.choice((0.0, 0.1, 0.3, 0.7)) * (0.5 + wildness / 2)
@@ -81,9 +88,9 @@ class RouterGenerator:
         )
         self._disaggregated_share = 0.0 if self._roles == (None,) else rng.choice((0.5, 0.8, 1.0))
         self._names = 0
-        self._tenant = self._tenants[0]  # who came last: tenants come in bursts
+        self._tenant = self._tenants[0]  # tenant of the last request, since tenants come in bursts
         endpoint_count = rng.choice((1, 1, 2, 2, 2, 3, 3, 4, 6, 12))
-        is_upgraded = rng.random() < 0.25  # one endpoint after the other is emptied, under streams that last
+        is_upgraded = rng.random() < 0.25  # True: endpoints are emptied one after another, while long streams run
         if is_upgraded:
             endpoint_count = rng.choice((2, 2, 3, 4))
             self._fault_share *= 0.3
@@ -133,7 +140,7 @@ class RouterGenerator:
             chance -= rate
         return self._step(simulation)
 
-    # --- the parts ---
+    # --- events ---
 
     def _one(self, values: Sequence[Value]) -> Value:
         return values[int(self._chance() * len(values))]
@@ -153,7 +160,7 @@ class RouterGenerator:
         )
 
     def _step(self, simulation: RouterSimulation) -> RouterEvent:
-        """Somebody who has a lease gets on: to its endpoint, to its first token or a failure, to its end."""
+        """Draw the next step of a request with a lease: to its endpoint, its first token, a failure, or its end."""
         busy = [entry for entry in simulation.books.live.values() if entry.state != "waiting"]
         if not busy:
             return self._wait(simulation)
@@ -215,7 +222,7 @@ class RouterGenerator:
         )
 
     def _leave(self, simulation: RouterSimulation) -> RouterEvent | None:
-        """Anybody, however far it is; sometimes one who has ended, or a failure or a token that comes too late."""
+        """Draw the end of any request, or an event for a request that has already ended."""
         if self._chance() < 0.85 and simulation.books.live:
             return Leave(name=self._one(list(simulation.books.live)))
         known = list(simulation.entries)[-10:]
@@ -266,7 +273,7 @@ class RouterGenerator:
         return Remove(id=id)
 
     def _empty(self, simulation: RouterSimulation) -> RouterEvent:
-        """An endpoint is to be stopped while it runs, or comes back."""
+        """Draw the stop of an endpoint with running requests, or its return."""
         books = simulation.books.endpoints
         id = self._one(self._ids)
         if id not in books or (books[id].health == "draining" and self._chance() < 0.2):
@@ -307,8 +314,10 @@ class RouterGenerator:
 
 
 class _Operator:
-    """Loads and unloads adapters, in some histories. Everything is drawn from a source of its own, so that a history
-    without adapters is what its seed has always drawn."""
+    """Loads and unloads adapters in some histories.
+
+    It has its own source of randomness, so that histories without adapters stay equal for each seed.
+    """
 
     def __init__(self, rng: Random) -> None:
         self._rng = rng
@@ -318,8 +327,10 @@ class _Operator:
         self._orders: list[Load | Unload] = []
 
     def next_order(self, ids: Sequence[str]) -> Load | Unload | None:
-        """One adapter comes or goes at one endpoint after the other, while all else goes on. ids: those that there
-        are."""
+        """Return the next order, or None.
+
+        An adapter is loaded or unloaded at one endpoint after another, while everything else continues.
+        """
         rng = self._rng
         if not self._adapters:
             return None
@@ -332,24 +343,26 @@ class _Operator:
         return None
 
     def asked_for(self, model: str) -> str:
-        """What a request is for instead of a model."""
+        """Return the model or an adapter that a request asks for."""
         rng = self._rng
         return rng.choice(self._adapters) if self._adapters and rng.random() < self._asked_share else model
 
 
 class _Network:
-    """Lets connections go silent, addresses be taken and endpoints refuse requests, in some histories. Draws from a
-    source of its own, as _Operator does."""
+    """Makes connections silent, replaces processes and refuses requests, in some histories.
+
+    It has its own source of randomness.
+    """
 
     def __init__(self, rng: Random) -> None:
         self._rng = rng
-        self._is_there = rng.random() < 0.2
+        self._is_active = rng.random() < 0.2
         self._fault_share = rng.choice((0.02, 0.05, 0.15))
         self._kind_shares = rng.choice(((1, 0, 0), (0, 1, 0), (0, 0, 1), (3, 1, 2)))
 
     def of(self, world: RouterWorld) -> RouterWorld:
-        """The world with its bounds of silence."""
-        if not self._is_there:
+        """Return the world with its limits for silence."""
+        if not self._is_active:
             return world
         beat_seconds = self._rng.choice((0.25, 0.5, 1.0))
         return msgspec.structs.replace(
@@ -361,7 +374,7 @@ class _Network:
 
     def next_fault(self, simulation: RouterSimulation) -> Silence | Replace | Fail | Wait | None:
         rng = self._rng
-        if not self._is_there or rng.random() >= self._fault_share:
+        if not self._is_active or rng.random() >= self._fault_share:
             return None
         if rng.random() < 0.4:
             return Wait(seconds=round(rng.uniform(0.2, 3.0), 3), is_late=rng.random() < 0.2)
@@ -380,7 +393,7 @@ class _Network:
 
 
 def _broken(simulation: RouterSimulation) -> set[str]:
-    """Endpoints of which streams on trial wait to hear."""
+    """Return the endpoints about which streams on trial wait for news."""
     on_trial = (entry for entry in simulation.books.waiting if entry.is_on_trial)
     return {broken.endpoint for entry in on_trial for broken in entry.broken}
 

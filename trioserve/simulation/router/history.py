@@ -1,6 +1,6 @@
-"""What happens to a router in a simulation, as data: its settings, one event after another, and both as readable text.
+"""The events of a router's simulation as data: its settings, one event after another, and both as readable text.
 
-As in history.py, an event that has no place any more does nothing, or what it would do in real life.
+As in the core's history, an event that has lost its purpose does nothing, or what it would do in reality.
 """
 
 from __future__ import annotations
@@ -53,12 +53,20 @@ __all__ = [
 
 
 RouterFault = Literal["unreachable", "busy", "broke", "failed", "invalid", "refused", "transfer", "hung", "leaving"]
-"""By the names of Fault."""
+"""Names of `Fault`."""
 
 
 class RouterWorld(RouterSettings, frozen=True, kw_only=True, omit_defaults=True, tag="router"):
-    """The router's settings, its policy, and where that takes chance from. beat_seconds, silent_seconds_max,
-    stalled_seconds_max: as of SilenceSettings; 0 beat_seconds: nobody looks at connections, and none goes silent."""
+    """The router's settings.
+
+    Attributes:
+        policy: routing policy.
+        seed: seed of the policy's random choices.
+        beat_seconds: interval of heartbeats, as in SilenceSettings. 0: the router does not check connections, and none
+            goes silent.
+        silent_seconds_max: as in SilenceSettings.
+        stalled_seconds_max: as in SilenceSettings.
+    """
 
     policy: str = "least_loaded"
     seed: int = 0
@@ -68,7 +76,7 @@ class RouterWorld(RouterSettings, frozen=True, kw_only=True, omit_defaults=True,
 
     @property
     def silence(self) -> SilenceSettings | None:
-        """None: nobody looks at connections."""
+        """Settings for connections. None: the router does not check connections."""
         if not self.beat_seconds:
             return None
         return SilenceSettings(
@@ -79,10 +87,19 @@ class RouterWorld(RouterSettings, frozen=True, kw_only=True, omit_defaults=True,
 
 
 class Add(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="add"):
-    """An endpoint comes, or comes back while it is drained. seats: sequences that can run there; the others wait inside
-    it. strangers: sequences there that the router did not send. tells_seats: whether its reports have the seats. role:
-    which stages of a disaggregated request it is meant for. fingerprint: of what computes there. tells_clock: its
-    reports name its process, and it sends beats."""
+    """An endpoint is added, or added again while it drains.
+
+    Attributes:
+        id: the endpoint.
+        models: its models.
+        leases_max: maximum number of leases. None: the router's default.
+        seats: sequences that can run there. Others wait inside of it.
+        strangers: sequences there that the router did not send.
+        tells_seats: True if its load reports contain the seats.
+        role: stages of a disaggregated request that it is for.
+        fingerprint: fingerprint of its model.
+        tells_clock: True if its reports name its process, and it sends heartbeats.
+    """
 
     id: str
     models: tuple[str, ...] = ("m",)
@@ -96,42 +113,42 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="ad
 
 
 class Role(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="role"):
-    """It says what it is meant for."""
+    """An endpoint reports its role."""
 
     id: str
     role: EngineRole | None = None
 
 
 class Models(msgspec.Struct, frozen=True, kw_only=True, tag="models"):
-    """It says what it serves. Of adapters it has then only those that are named here."""
+    """An endpoint reports its models, which include its loaded adapters."""
 
     id: str
     models: tuple[str, ...]
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
-    """It has loaded an adapter, and says so. To a router that is one more model."""
+    """An endpoint has loaded an adapter and reports it. To a router, an adapter is one more model."""
 
     id: str
     adapter: str
 
 
 class Unload(msgspec.Struct, frozen=True, kw_only=True, tag="unload"):
-    """It is to unload one: nobody new is sent there for it. Those that have it there go on."""
+    """An endpoint unloads an adapter: no new requests for it go there. Running requests for it continue."""
 
     id: str
     adapter: str
 
 
 class Remove(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="remove"):
-    """It is drained. move_seconds: and emptied, within this time."""
+    """An endpoint is drained. If `move_seconds` is not None, its streams are moved elsewhere within that time."""
 
     id: str
     move_seconds: float | None = None
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="check"):
-    """A health check of it ends."""
+    """A health check of an endpoint ends."""
 
     id: str
     is_well: bool = True
@@ -145,39 +162,39 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class Hang(msgspec.Struct, frozen=True, kw_only=True, tag="hang"):
-    """It has not answered for so long that it is left at once."""
+    """An endpoint has not answered for so long that its requests leave it at once."""
 
     id: str
 
 
 class Stopping(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="stopping"):
-    """It says that it will stop. move_seconds: as of Remove."""
+    """An endpoint reports that it will stop. `move_seconds` is as in Remove."""
 
     id: str
     move_seconds: float | None = None
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True, tag="ask"):
-    """It is asked for its load. A question that is out is given up."""
+    """The router asks an endpoint for its load. An unanswered question is dropped."""
 
     id: str
 
 
 class Response(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="answer"):
-    """It looks at itself and answers a question that is out. lie: running and waiting, instead of what is true."""
+    """An endpoint answers a question. `lie` has false numbers of running and waiting sequences. None: the true ones."""
 
     id: str
     lie: tuple[int, int] | None = None
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True, tag="note"):
-    """The response arrives at the router."""
+    """The answer arrives at the router."""
 
     id: str
 
 
 class Store(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="store"):
-    """It says that it holds these blocks, or holds them no longer."""
+    """An endpoint reports that it has blocks, or no longer has them."""
 
     id: str
     blocks: tuple[str, ...]
@@ -185,8 +202,21 @@ class Store(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class Arrive(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="arrive"):
-    """A client's request. patience: seconds until its own wait in the queue is over; None: never. can_be_disaggregated:
-    its prompt may be computed at one endpoint and its response at another."""
+    """A client's request.
+
+    Attributes:
+        name: its name.
+        model: its model.
+        tenant: its tenant.
+        priority: its priority.
+        sequences: number of sequences.
+        prompt_tokens: tokens of its prompt.
+        session: its session, or None.
+        pinned: the only endpoint that it may use, or None.
+        blocks: names of the blocks of its prompt.
+        patience: seconds until its own queue deadline. None: it has none.
+        can_be_disaggregated: True if one endpoint may compute its prompt and another one its response.
+    """
 
     name: str
     model: str = "m"
@@ -202,7 +232,7 @@ class Arrive(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class Crowd(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="crowd"):
-    """So many requests, each of which leaves before the next one comes."""
+    """Many requests, each of which leaves before the next one arrives."""
 
     count: int
     model: str = "m"
@@ -211,14 +241,20 @@ class Crowd(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class Send(msgspec.Struct, frozen=True, kw_only=True, tag="send"):
-    """It goes to the endpoint of its lease, and is there."""
+    """A request is sent to the endpoint of its lease."""
 
     name: str
 
 
 class Token(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="token"):
-    """Its endpoint begins to answer, or goes on. count: of tokens. part: of what comes behind them, cut off anywhere.
-    can_go_on: what is told with the first one."""
+    """An endpoint begins or continues a response.
+
+    Attributes:
+        name: the request.
+        count: number of tokens.
+        part: share of the next group of events that also arrives, 0 to 1.
+        can_go_on: reported with the first token: True if another endpoint can resume the stream.
+    """
 
     name: str
     count: int = 1
@@ -227,40 +263,45 @@ class Token(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class Moved(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="moved"):
-    """It has left its endpoint for the one of its next lease. is_given: the endpoint has given it away."""
+    """A stream has left its endpoint for that of its next lease. If `is_given` is True, the endpoint handed it over."""
 
     name: str
     is_given: bool = False
 
 
 class Stay(msgspec.Struct, frozen=True, kw_only=True, tag="stay"):
-    """It cannot leave its endpoint, as is found out late."""
+    """A stream cannot leave its endpoint, which becomes known late."""
 
     name: str
 
 
 class Compute(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="compute"):
-    """Its endpoint has computed its prompt, which was all that it should do. outcome: why the rest is one endpoint's,
-    if it is."""
+    """An endpoint has computed the prompt of a disaggregated request.
+
+    If `outcome` is not None, one endpoint must do the rest.
+    """
 
     name: str
     outcome: Literal["not_held", "finished"] | None = None
 
 
 class Lose(msgspec.Struct, frozen=True, kw_only=True, tag="lose"):
-    """Where its prompt was computed, its blocks are kept no longer."""
+    """The endpoint that computed the prompt no longer holds its blocks."""
 
     name: str
 
 
 class Leave(msgspec.Struct, frozen=True, kw_only=True, tag="leave"):
-    """Its scope ends, because it is served or at any other moment, once or again."""
+    """The scope of a request ends, since it is served or at any other moment, possibly again."""
 
     name: str
 
 
 class Fail(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="fail"):
-    """Its endpoint fails it, before the first token or in the middle of its stream. is_certain: and says so itself."""
+    """An endpoint fails a request, before its first token or during its stream.
+
+    If `is_certain` is True, the endpoint reports that this request broke it.
+    """
 
     name: str
     fault: RouterFault = "broke"
@@ -269,7 +310,10 @@ class Fail(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="f
 
 
 class Crash(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="crash"):
-    """An endpoint fails all that it has, one after the other. is_over: its process has ended, and another one comes."""
+    """An endpoint fails all of its requests, one after another.
+
+    If `is_over` is True, its process has ended and a new one begins.
+    """
 
     id: str
     fault: Literal["unreachable", "broke", "hung", "leaving"] = "broke"
@@ -277,26 +321,29 @@ class Crash(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class Silence(msgspec.Struct, frozen=True, kw_only=True, tag="silence"):
-    """The connection of its response goes silent while its endpoint is well. Nothing is closed."""
+    """The connection of a response goes silent, although its endpoint works. The connection is not closed."""
 
     name: str
 
 
 class Replace(msgspec.Struct, frozen=True, kw_only=True, tag="replace"):
-    """Another process takes the endpoint's address. The connections to the former one go silent and stay open."""
+    """Another process takes over the address of an endpoint.
+
+    Connections to the former process go silent but stay open.
+    """
 
     id: str
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="wait"):
-    """Time passes. is_late: nobody calls `tick` on the way, nor at the end; the next wait does."""
+    """Time passes. If `is_late` is True, `tick` is not called before the next wait."""
 
     seconds: float
     is_late: bool = False
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
-    """The router takes nothing new and refuses whatever was not sent."""
+    """The router accepts no new requests, and refuses all requests that were not sent."""
 
 
 RouterEvent = (
@@ -338,13 +385,24 @@ class RouterHistory(msgspec.Struct, frozen=True):
 
 
 def script_of(history: RouterHistory) -> str:
-    """The settings, and then one line an event."""
+    """Return the text of a history: the settings, and then one line per event.
+
+    Args:
+        history: the history.
+    """
     return "\n".join(line_of(part) for part in (history.world, *history.events)) + "\n"
 
 
 def history_of(script: str) -> RouterHistory:
-    """Read what script_of writes, comments apart. Raises InvalidRequest."""
+    """Read the text of a history.
+
+    Args:
+        script: text of script_of, possibly with comments.
+
+    Raises:
+        InvalidRequest: the text cannot be read.
+    """
     world, *events = parts_of(script, RouterWorld | RouterEvent) or [None]
     if not isinstance(world, RouterWorld) or any(isinstance(event, RouterWorld) for event in events):
-        raise InvalidRequest("a history of a router begins with its settings, and has them once: put 'router' first")
+        raise InvalidRequest("a history of a router begins with its settings, which occur once: put 'router' first")
     return RouterHistory(world, tuple(events))

@@ -1,15 +1,15 @@
-"""Who may get a lease before whom: the rules of the queue, with books of their own.
+"""Rules of the queue: which request may get a lease before which, with independent records.
 
-Within a model, requests and streams that lost an endpoint, or whose prompt was computed at one, come before the
-newcomers of their priority, but not more than some in a row while those wait. There are queues of those whose prompt is
-computed apart, and of those that go whole. In each it is priority first; within a priority tenants take turns, and
-within a tenant it is first come first served. Turns are fair as start-time fair queueing promises (Goyal, Vin and
-Cheng, 1996): over any time in which a tenant has somebody in the queue, any other, there or coming and going, is served
-at most as much as that one, plus the largest cost of either.
+Within a model and a priority, streams that broke off, requests that lost an endpoint, and requests whose prompt is
+computed come before newcomers, but only a limited number in a row while newcomers wait. Requests whose prompt is
+computed separately and whole requests have separate queues. In each queue, a better priority comes first. Within a
+priority, tenants take turns. Within a tenant, requests go in order of arrival.
 
-How many sequences a request has changes nothing of this: it gets its lease in its turn, where one of them finds a seat.
-So nobody is held up by one that does not fit, since whoever is next fits wherever any other would, and nobody has to be
-overtaken for it, once or for ever.
+Turns are fair as in start-time fair queueing (Goyal, Vin and Cheng, 1996): over any time in which a tenant has a
+request in the queue, every other tenant gets at most as much service as this tenant, plus the largest cost of either.
+
+The number of a request's sequences does not matter: it gets its lease in its turn if one of its sequences finds a slot.
+So no request blocks others because it does not fit, and none must be overtaken.
 """
 
 from __future__ import annotations
@@ -25,17 +25,40 @@ __all__ = ["Fairness", "ExpectedRequest", "check_turn"]
 
 
 class ExpectedRequest:
-    """One request of a simulated router, as it was asked and told. state: by the names of TicketState. failed_index: of
-    the failure, or the end of its prompt, after which it waits again; None while it waits for the first time. deadline:
-    the end of its wait, its own or wait_ends_at, which is the router's. queue_index: in the order of joining a queue.
-    stage, is_disaggregated, prefilled_by, is_held, outcome, stage_fault, is_answered, broken, is_on_trial,
-    continuations, fingerprint, can_go_on, is_moving: as those of a Ticket. is_condemned: its trial is over, and it has
-    to be told. moving_index: in the order of becoming one that is to move. next: where it has its next lease. left:
-    where it was before it waited again. tried: where it failed, and how often that endpoint had been found well
-    before; failed_by: which endpoints answered it with an error, without a token; refused_by:
-    those of them that refused it in a way that another one has to confirm. is_lost: an endpoint was lost that had it,
-    without a token. tokens: its client has; tokens_at_break: had when it broke off last.
-    is_behind: somebody was in its queue when it came."""
+    """One request of a simulated router, with all that was requested and reported.
+
+    The attributes stage, is_disaggregated, prefilled_by, is_held, outcome, stage_fault, is_answered, broken,
+    is_on_trial, continuations, fingerprint, can_go_on and is_moving are as in Ticket.
+
+    Args:
+        name: name of the request.
+        request: the request.
+        index: number of the arrival.
+        wait_ends_at: the router's deadline for its wait.
+
+    Attributes:
+        own_deadline: its own deadline for its wait.
+        leased_at: time of its last lease.
+        queue_index: its number in the order of joining a queue.
+        state: name of its TicketState.
+        failed_index: number of the failure, or of the end of its prefill, after which it waits again. None: it waits
+            for the first time.
+        endpoint: endpoint of its lease, or None.
+        left: endpoint before it waited again.
+        tried: endpoints at which it failed, each with the number of successful health checks before.
+        failed_by: endpoints that answered it with an error, before its first token.
+        refused_by: those of them whose refusal another endpoint has to confirm.
+        is_lost: True if it lost an endpoint before its first token.
+        is_sent: True if it is at its endpoint.
+        has_token: True after its first token.
+        is_behind: True if its queue was not empty when it arrived.
+        tokens: tokens that its client has.
+        stream: its stream, or None.
+        tokens_at_break: tokens at the last break of its stream.
+        is_condemned: True if its trial is over and it must be ended.
+        moving_index: its number in the order of requests that must move.
+        next: endpoint of its next lease, or None.
+    """
 
     def __init__(self, name: str, request: RoutedRequest, index: int, *, wait_ends_at: float) -> None:
         self.name = name
@@ -91,17 +114,17 @@ class ExpectedRequest:
 
     @property
     def is_continuing(self) -> bool:
-        """Its stream broke off, and it waits to go on."""
+        """True if its stream broke off and waits to be resumed."""
         return self.state == "waiting" and self.has_token
 
     @property
     def is_again(self) -> bool:
-        """It had an endpoint, has no token, and takes its turn before newcomers."""
+        """True if it lost an endpoint before its first token. It then goes before newcomers."""
         return self.state == "waiting" and self.failed_index is not None and not self.has_token
 
     @property
     def moment(self) -> str:
-        """How far it is, for the counts."""
+        """Name of its progress, for the counts."""
         if self.stage is not None and self.state != "ended":
             where = "in the queue for" if self.state == "waiting" else "leased for" if not self.is_sent else "at"
             return f"{where} {self.stage.value}{', with a token' if self.has_token else ''}"
@@ -124,13 +147,13 @@ class ExpectedRequest:
 
 
 class Fairness:
-    """Of the tenants of one model and priority."""
+    """Fairness among the tenants of one model and priority."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, int] = {}
         self._cost_max: dict[str, int] = {}
-        # By a tenant that has somebody in the queue, and any other: how much more the other was served since the first
-        # has, and the least that this ever was.
+        # For each tenant with a request in the queue and each other tenant: how much more service the other has had
+        # since then, and the lowest value of that difference.
         self._ahead: dict[str, dict[str, tuple[int, int]]] = {}
 
     def join(self, entry: ExpectedRequest) -> None:
@@ -142,7 +165,11 @@ class Fairness:
         self._waiting[tenant] += 1
 
     def serve(self, entry: ExpectedRequest) -> None:
-        """Called before it leaves the queue."""
+        """Note that a request gets a lease. Call it before the request leaves the queue.
+
+        Args:
+            entry: the request.
+        """
         tenant, cost = entry.request.tenant, entry.cost
         for waiting, others in self._ahead.items():
             if waiting == tenant:
@@ -151,7 +178,7 @@ class Fairness:
             others[tenant] = (ahead + cost, least)
             bound = self._cost_max[tenant] + self._cost_max[waiting]
             assert ahead + cost - least <= bound, (
-                f"{tenant!r} was served {ahead + cost - least} more than {waiting!r}, which waits; {bound} are fair"
+                f"{tenant!r} was served {ahead + cost - least} more than {waiting!r}, which waits; allowed are {bound}"
             )
         mine = self._ahead[tenant]
         for other in self._cost_max:
@@ -166,7 +193,12 @@ class Fairness:
 
 
 def check_turn(entry: ExpectedRequest, live: Iterable[ExpectedRequest]) -> None:
-    """It gets a lease out of the queue: those before it have to be out of it."""
+    """Assert that a request that gets a lease from the queue has no request before it.
+
+    Args:
+        entry: the request.
+        live: all requests that have not ended.
+    """
     for other in live:
         if other.is_queued and other.is_beside(entry):
             mine, theirs = entry.request, other.request

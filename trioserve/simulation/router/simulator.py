@@ -1,6 +1,6 @@
-"""One history against one router core: every event is applied, and after every event all that it promises is checked.
+"""Runs one history with one router core. After every event, all rules are checked.
 
-The verdict comes from books of its own (router_books), and the core's counts are compared with them.
+The verdict comes from independent records (books.py), with which the core's counts are compared.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ from trioserve.simulation.router.streams import SimulatedStream
 __all__ = ["RouterSimulation"]
 
 BLOCK_TOKENS = 16
-BEGAN_AT = 1000.1  # no round number: sums of times have rounding errors in real life, too
+BEGAN_AT = 1000.1  # not a round number: in reality, too, sums of times have rounding errors
 ROUNDS_TO_END_MAX = 1_000
 TICKS_IN_A_WAIT_MAX = 1_000
 PROBE_COUNTS = {True: "well", False: "unwell", None: "refused"}
@@ -73,8 +73,18 @@ TOKENS_TO_END = 10_000  # more than any stream has
 
 
 class RouterSimulation:
-    """entries: of all requests that were taken, by name. counts: of what came to pass. trace: is told every effect, as
-    a line."""
+    """A history of a router that is run step by step.
+
+    Args:
+        world: the router's settings.
+        trace: receives every effect as a line. None: no trace.
+
+    Attributes:
+        books: independent records of requests and endpoints.
+        entries: all requests that the router has accepted, by name.
+        counts: number of occurrences by name.
+        core: the router core.
+    """
 
     def __init__(self, world: RouterWorld, *, trace: Callable[[str], None] | None = None) -> None:
         self.world = world
@@ -87,24 +97,28 @@ class RouterSimulation:
             on_change=self._changed,
             rng=Random(world.seed),
             on_gone=self._gone,
-            on_move=self._told_to_move,
+            on_move=self._on_move,
         )
         self._trace = trace
         self._entering: ExpectedRequest | None = None
         self._looked_at = BEGAN_AT
-        self._is_tick_late = False  # next_tick has passed without a tick
-        self._gone_told: list[str] = []
-        self._told_to_leave: set[str] = set()
+        self._is_tick_late = False  # True if the time of next_tick has passed without a tick
+        self._reported_gone: list[str] = []
+        self._asked_to_leave: set[str] = set()
         self._refusals: dict[str, int] = {}
 
     def apply(self, event: RouterEvent) -> None:
-        """Let one event happen. Raises whatever the core raises, and AssertionError when a promise is broken."""
+        """Apply one event. Raises the core's errors, and AssertionError if a rule is broken.
+
+        Args:
+            event: the event.
+        """
         _HANDLERS[type(event)](self, event)
         self._check()
         self._count("events")
 
     def run_to_end(self) -> None:
-        """Let everybody be served or refused; then nothing may be left."""
+        """Serve or refuse every request, then check that nothing is left."""
         books = self.books
         for _ in range(ROUNDS_TO_END_MAX):
             for entry in list(books.live.values()):
@@ -124,13 +138,15 @@ class RouterSimulation:
                 break
             if all(entry.state == "waiting" or self._is_silent(entry) for entry in books.live.values()):
                 moment = min(self.core.next_tick(books.now), self._next_look())
-                assert moment < math.inf, f"{', '.join(books.live)} wait, and nothing will come"
+                assert moment < math.inf, f"{', '.join(books.live)} wait, but no tick will come"
                 self.apply(Wait(seconds=max(0.0, moment - books.now)))
-        assert not books.live, f"no end is in sight for {', '.join(books.live)}"
+        assert not books.live, f"these requests do not end: {', '.join(books.live)}"
         for id in list(books.endpoints):
             if books.endpoints[id].health != "draining":
                 self.apply(Remove(id=id))
-        assert self.core.next_tick(books.now) == math.inf, "nobody and nothing is left, and there is a next tick"
+        assert self.core.next_tick(books.now) == math.inf, (
+            "no request and no endpoint is left, but there is a next tick"
+        )
 
     # --- requests ---
 
@@ -178,27 +194,29 @@ class RouterSimulation:
         try:
             ticket = self.core.enter(request, books.now)
         except InvalidRequest:
-            assert event.sequences > self.world.sequences_max, f"{entry.name} is refused for nothing"
+            assert event.sequences > self.world.sequences_max, f"{entry.name} is refused without a reason"
             self._count("refused: too many sequences")
             return None
         except Overloaded as refusal:
-            assert self._entering is entry, f"{entry.name} got a lease, and is refused at the door"
+            assert self._entering is entry, f"{entry.name} got a lease, but enter() refuses it"
             check_refused_at_the_door(books, entry, refusal)
             self._note_refusal(entry, refusal)
             return None
         finally:
-            was_told = self._entering is None
+            was_called = self._entering is None
             self._entering = books.entering = None
-        assert event.sequences <= self.world.sequences_max, f"{entry.name} has {event.sequences} sequences, and enters"
+        assert event.sequences <= self.world.sequences_max, (
+            f"{entry.name} has {event.sequences} sequences, but is accepted"
+        )
         entry.ticket = ticket
-        if ticket.state is TicketState.LEASED and not was_told:
+        if ticket.state is TicketState.LEASED and not was_called:
             if request.pinned is None:
                 waiting = [other.name for other in books.live.values() if other.is_queued and other.is_beside(entry)]
                 assert not waiting, f"{entry.name} gets a lease at once, before {', '.join(waiting)}"
                 books.check_class(entry, str(ticket.endpoint))
             self._take_lease(entry, ticket)
         elif ticket.state is TicketState.WAITING:
-            assert request.pinned is None, f"{entry.name} is pinned, and waits"
+            assert request.pinned is None, f"{entry.name} is pinned, but waits"
             check_taken_into_queue(books, entry, is_served=False)
             books.join(entry)
         books.enter(entry)
@@ -250,7 +268,7 @@ class RouterSimulation:
             return
         assert entry.ticket is not None
         if self._is_silent(entry):
-            return  # its endpoint does not hear that it is to give the request away, or nobody hears the answer
+            return  # Its endpoint does not get the request to hand it over, or its answer is lost.
         if entry.next is not None:
             self._count("moves")
             assert entry.stream is not None
@@ -319,12 +337,12 @@ class RouterSimulation:
         assert entry.ticket is not None
         fault, now = Fault(event.fault), self.books.now
         if entry.state in ("leased", "running_free") and entry.stream is not None:
-            if entry.stream.is_over:  # there is nothing to go on with
+            if entry.stream.is_over:  # The stream is complete, so nothing can be resumed.
                 self._leave_now(entry)
                 return
             entry.stream.break_off()
         if entry.state not in ("leased", "running_free"):
-            assert not self.core.failed(entry.ticket, fault, now), f"{entry.name} is tried again"
+            assert not self.core.failed(entry.ticket, fault, now), f"{entry.name} has no lease, but is retried"
             return
         endpoint = self._endpoint_of(entry)
         self.books.release(entry)
@@ -349,10 +367,14 @@ class RouterSimulation:
         self._count("retries" if waits_again else "given up")
         self._count("requests without a token put on trial", entry.is_on_trial)
         self._count("requests without a token taken for the cause", entry.is_condemned)
-        said = self.core.failed(entry.ticket, fault, now, busy_seconds=event.busy_seconds, is_certain=event.is_certain)
+        may_retry = self.core.failed(
+            entry.ticket, fault, now, busy_seconds=event.busy_seconds, is_certain=event.is_certain
+        )
         is_poisoned = isinstance(entry.ticket.refusal, RequestPoisoned)
-        assert is_poisoned == entry.is_condemned, f"{entry.name} is told {entry.ticket.refusal!r}"
-        assert said == waits_again, f"{entry.name} failed at {entry.tried}, and is {'' if said else 'not '}tried again"
+        assert is_poisoned == entry.is_condemned, f"{entry.name} gets {entry.ticket.refusal!r}"
+        assert may_retry == waits_again, (
+            f"{entry.name} failed at {entry.tried}, and is {'' if may_retry else 'not '}retried"
+        )
 
     def _break_off(self, entry: ExpectedRequest, event: Fail, endpoint: EndpointBook) -> None:
         ticket = entry.ticket
@@ -361,7 +383,7 @@ class RouterSimulation:
         self._count("streams put on trial", entry.is_on_trial)
         self._count(f"streams broken off: {event.fault}")
         self._count(f"streams that may not go on: {reason}" if reason else "streams that may go on")
-        said = self.core.failed(
+        may_retry = self.core.failed(
             ticket,
             Fault(event.fault),
             self.books.now,
@@ -369,9 +391,9 @@ class RouterSimulation:
             token_count=entry.tokens,
             is_certain=event.is_certain,
         )
-        assert said == (reason is None), f"{entry.name} {'goes on' if said else 'ends'}: {reason}"
+        assert may_retry == (reason is None), f"{entry.name} {'is resumed' if may_retry else 'ends'}: {reason}"
         is_poisoned = isinstance(ticket.refusal, RequestPoisoned)
-        assert is_poisoned == (reason == "poisoned"), f"{entry.name} is told {ticket.refusal!r}: {reason}"
+        assert is_poisoned == (reason == "poisoned"), f"{entry.name} gets {ticket.refusal!r}: {reason}"
 
     def _crash(self, event: Crash) -> None:
         book = self.books.endpoints.get(event.id)
@@ -384,7 +406,7 @@ class RouterSimulation:
             book.begin_process()
 
     def _note_refused_wrongly(self, entry: ExpectedRequest) -> None:
-        """An endpoint serves what others have refused."""
+        """Note that an endpoint serves a request that other endpoints have refused."""
         for id in entry.refused_by & self.books.endpoints.keys():
             self.books.endpoints[id].note_broke(self.books.now)
             self._count("refusals that were wrong")
@@ -406,12 +428,12 @@ class RouterSimulation:
         return is_there and self._endpoint_of(entry).connections.is_silent(entry.name)
 
     def _next_look(self) -> float:
-        """When the router looks at its connections; math.inf while none is read."""
+        """Return the time at which the router checks its connections. math.inf if it reads none."""
         is_any_read = any(book.connections.is_any_read for book in self.books.endpoints.values())
         return self._looked_at + LOOK_SECONDS if is_any_read else math.inf
 
     def _look(self) -> None:
-        """What is lost waits again, or ends."""
+        """Let the router check its connections. Requests with lost connections wait again or end."""
         self._looked_at = self.books.now
         lost = [
             (id, name) for id, book in self.books.endpoints.items() for name in book.connections.look(self.books.now)
@@ -427,7 +449,7 @@ class RouterSimulation:
         endpoints = self.books.endpoints
         book = endpoints.get(event.id)
         if book is not None and book.health != "draining":
-            return  # whoever adds endpoints knows which there are
+            return  # The caller knows the existing endpoints.
         if book is None:
             has_others = any(other.health == "healthy" for other in endpoints.values())
             checks = self.books.checks_of_gone
@@ -578,7 +600,7 @@ class RouterSimulation:
             moment = min(tick_moment, self._next_look())
             just_before = min(moment, end) - 2 * CLOSE_SECONDS
             if just_before > books.now:
-                books.check_nobody_waits_in_vain(just_before)  # until then nothing may come of time alone
+                books.check_nobody_waits_in_vain(just_before)  # Until then, time alone must not free anything.
             if moment > end:
                 books.now = end
                 return
@@ -588,25 +610,25 @@ class RouterSimulation:
             if tick_moment <= books.now:
                 self._tick()
             self._check()
-        raise AssertionError(f"{TICKS_IN_A_WAIT_MAX} ticks, and it is only {books.now}")
+        raise AssertionError(f"{TICKS_IN_A_WAIT_MAX} ticks, but the time is only {books.now}")
 
     def _tick(self) -> None:
         books = self.books
         self._is_tick_late = False
         for book in books.endpoints.values():
             book.tick(books.now)
-        self._told_to_leave.clear()
+        self._asked_to_leave.clear()
         self.core.tick(books.now)
         to_leave = set()
         for id, deadline in books.continued.deadlines.items():
             if deadline is not None and deadline <= books.now:
                 books.continued.deadlines[id] = None
                 to_leave |= books.to_leave(id)
-        assert self._told_to_leave == to_leave, f"{self._told_to_leave} are told to leave, expected {to_leave}"
+        assert self._asked_to_leave == to_leave, f"{self._asked_to_leave} are asked to leave, expected {to_leave}"
         self._count("ticks")
         late = [entry.name for entry in books.waiting if entry.deadline <= books.now]
-        assert not late, f"the wait of {', '.join(late)} is over, and they wait"
-        assert self.core.next_tick(books.now) > books.now, "a tick has left something to do at once"
+        assert not late, f"the wait of {', '.join(late)} is over, but they still wait"
+        assert self.core.next_tick(books.now) > books.now, "after a tick, the next tick is due at once"
 
     def _drain(self, _event: Drain) -> None:
         self.books.is_draining = True
@@ -618,9 +640,9 @@ class RouterSimulation:
             if entry.is_sent or entry.has_token or entry.is_lost or entry.prefilled_by is not None
         }
         unsent = [entry.name for entry in live if entry.name not in begun]
-        assert not unsent, f"the router leaves, and {', '.join(unsent)} were not refused"
+        assert not unsent, f"the router drains, but {', '.join(unsent)} were not refused"
 
-    # --- what the core tells ---
+    # --- callbacks of the core ---
 
     def _changed(self, ticket: Ticket) -> None:
         books, entering = self.books, self._entering
@@ -632,13 +654,13 @@ class RouterSimulation:
             entry = entering
         else:
             found = [entry for entry in books.live.values() if entry.ticket is ticket]
-            assert found, f"a ticket that has ended, or never was, is told: {ticket.state}"
+            assert found, f"a callback for an unknown or ended ticket: {ticket.state}"
             entry = found[0]
         if ticket.state is TicketState.LEASED:
             books.serve(entry, str(ticket.endpoint))
             self._take_lease(entry, ticket)
         else:
-            assert ticket.state is TicketState.ENDED, f"{entry.name} is told of a change, and is {ticket.state}"
+            assert ticket.state is TicketState.ENDED, f"a callback for {entry.name}, which is {ticket.state}"
             check_refused_in_queue(books, entry, ticket.refusal)
             if isinstance(ticket.refusal, RequestPoisoned):
                 self._note_poisoned(entry)
@@ -647,26 +669,26 @@ class RouterSimulation:
             books.release(entry)
             books.end(entry)
 
-    def _told_to_move(self, ticket: Ticket) -> None:
+    def _on_move(self, ticket: Ticket) -> None:
         books = self.books
         books.make_whole()
         entry = next((entry for entry in books.live.values() if entry.ticket is ticket), None)
-        assert entry is not None, "a ticket that has ended, or never was, is told to move"
+        assert entry is not None, "an unknown or ended ticket must move"
         if ticket.next_lease is None:
-            self._told_to_leave.add(entry.name)
+            self._asked_to_leave.add(entry.name)
             self._count("told to leave at a deadline")
             return
         id = ticket.next_lease.endpoint
-        assert id is not None, f"{entry.name} has a lease nowhere"
+        assert id is not None, f"{entry.name} has a lease without an endpoint"
         books.give_next(entry, id)
         self._count("grants")
         self._say(f"  {entry.name}: {entry.endpoint} -> {id}")
 
     def _gone(self, id: EndpointId) -> None:
-        self._gone_told.append(id)
+        self._reported_gone.append(id)
 
     def _take_lease(self, entry: ExpectedRequest, ticket: Ticket) -> None:
-        assert ticket.endpoint is not None, f"{entry.name} has a lease nowhere"
+        assert ticket.endpoint is not None, f"{entry.name} has a lease without an endpoint"
         self.books.give(entry, ticket.endpoint)
         self._count("grants")
         if self._endpoint_of(entry).claims > self._endpoint_of(entry).leases_max:
@@ -684,7 +706,7 @@ class RouterSimulation:
         self._count(f"refused: {reason}")
         self._say(f"  {entry.name} refused: {reason}")
 
-    # --- what holds after every event ---
+    # --- rules after every event ---
 
     def _check(self) -> None:
         self._count("checks of every promise")
@@ -693,20 +715,24 @@ class RouterSimulation:
         books.forget_unserved()
         self._check_counts()
         self._check_tickets()
-        assert sorted(self._gone_told) == sorted(books.gone), (
-            f"{books.gone} are gone, told is that {self._gone_told} are"
+        assert sorted(self._reported_gone) == sorted(books.gone), (
+            f"{books.gone} are gone, but {self._reported_gone} are reported"
         )
-        self._gone_told.clear()
+        self._reported_gone.clear()
         books.gone.clear()
         books.check_nobody_is_hopeless()
         moment = self.core.next_tick(books.now)
         for entry in books.waiting:
-            assert moment <= entry.deadline, f"the next tick is at {moment}, {entry.name} waits until {entry.deadline}"
+            assert moment <= entry.deadline, (
+                f"the next tick is at {moment}, but {entry.name} waits until {entry.deadline}"
+            )
         for book in books.endpoints.values():
             end = book.ejection_ends_at
-            assert end is None or moment <= end, f"the next tick is at {moment}, {book.id} may be probed at {end}"
+            assert end is None or moment <= end, f"the next tick is at {moment}, but {book.id} may be probed at {end}"
         for id, deadline in books.continued.deadlines.items():
-            assert deadline is None or moment <= deadline, f"the next tick is at {moment}, {id} is due at {deadline}"
+            assert deadline is None or moment <= deadline, (
+                f"the next tick is at {moment}, but {id} has its deadline at {deadline}"
+            )
         if not self._is_tick_late:
             books.check_nobody_waits_in_vain(books.now)
 
@@ -727,14 +753,14 @@ class RouterSimulation:
         tokens = sum(entry.request.prompt_tokens for entry in waiting)
         assert stats.waiting_prompt_tokens == tokens, f"{stats.waiting_prompt_tokens} tokens wait, expected {tokens}"
         grants, retries = self.counts.get("grants", 0), self.counts.get("retries", 0)
-        assert stats.admissions_total == grants, f"{stats.admissions_total} admissions, and {grants} grants"
+        assert stats.admissions_total == grants, f"{stats.admissions_total} admissions, but {grants} grants"
         assert stats.retries_total == retries, f"{stats.retries_total} retries, expected {retries}"
         continuing = sum(entry.is_continuing for entry in waiting)
-        assert stats.continuing == continuing, f"{stats.continuing} wait to go on, expected {continuing}"
+        assert stats.continuing == continuing, f"{stats.continuing} wait to be resumed, expected {continuing}"
         total = books.continued.total
-        assert stats.continuations_total == total, f"{stats.continuations_total} went on, expected {total}"
+        assert stats.continuations_total == total, f"{stats.continuations_total} were resumed, expected {total}"
         moving, moves = len(books.moving), books.continued.moves
-        assert stats.moving == moving, f"{stats.moving} are to move, expected {moving}"
+        assert stats.moving == moving, f"{stats.moving} must move, expected {moving}"
         assert stats.moves_total == moves, f"{stats.moves_total} moved, expected {moves}"
         refused = dict(books.continued.refused)
         assert stats.continuations_refused_total == refused, f"{stats.continuations_refused_total}, expected {refused}"
@@ -750,23 +776,27 @@ class RouterSimulation:
             assert ticket.state.value == entry.state, f"{entry.name} is {ticket.state}, expected {entry.state}"
             is_there = ticket.endpoint == entry.endpoint or entry.state == "waiting"
             assert is_there, f"{entry.name} is at {ticket.endpoint}, expected {entry.endpoint}"
-            assert not entry.is_condemned, f"{entry.name} is taken for the cause of the end of endpoints, and not told"
+            assert not entry.is_condemned, f"{entry.name} counts as the cause of broken endpoints, but was not ended"
             assert ticket.is_on_trial == entry.is_on_trial, f"{entry.name} is on trial: {ticket.is_on_trial}"
             broken = tuple(entry.broken)
-            assert ticket.broken == broken, f"{ticket.broken} have broken with {entry.name}, expected {broken}"
-            assert ticket.stage is entry.stage, f"{entry.name} is to be {ticket.stage}, expected {entry.stage}"
+            assert ticket.broken == broken, f"{entry.name} has the breaks {ticket.broken}, expected {broken}"
+            assert ticket.stage is entry.stage, f"{entry.name} is in stage {ticket.stage}, expected {entry.stage}"
             assert ticket.tried == entry.tried, f"{entry.name} failed at {ticket.tried}, expected {entry.tried}"
             next_id = None if ticket.next_lease is None else ticket.next_lease.endpoint
-            assert next_id == entry.next, f"{entry.name} is to move to {next_id}, expected {entry.next}"
-            assert ticket.is_moving == entry.is_moving, f"{entry.name} is to move: {ticket.is_moving}"
-            assert ticket.continuations == entry.continuations, f"{entry.name} went on {ticket.continuations} times"
+            assert next_id == entry.next, f"{entry.name} has its next lease at {next_id}, expected {entry.next}"
+            assert ticket.is_moving == entry.is_moving, (
+                f"{entry.name} must move: {ticket.is_moving}, expected {entry.is_moving}"
+            )
+            assert ticket.continuations == entry.continuations, (
+                f"{entry.name} was resumed {ticket.continuations} times, expected {entry.continuations}"
+            )
         served = {name for book in books.endpoints.values() for name in book.models}
         names = set(self.core.model_names())
-        assert names == served, f"{sorted(names)} are listed, and {sorted(served)} are served"
-        # The only look inside: what has ended must not be remembered for long, which no count tells.
+        assert names == served, f"{sorted(names)} are listed, but {sorted(served)} are served"
+        # This is the only look at private state: ended requests must not stay in memory for long, which no count shows.
         known = set(self.core._queues.models)
         left = known - served - {entry.request.model for entry in books.live.values()}
-        assert not left, f"there are queues for {sorted(left)}, which nobody serves and nobody asks for"
+        assert not left, f"there are queues for {sorted(left)}, which no endpoint serves and no request needs"
         deadline_count = len(self.core._deadlines)
         assert deadline_count <= 2 * books.live_peak + SPARE_DEADLINES_MAX + 1, f"{deadline_count} deadlines are kept"
         assert len(self.core._live) == len(books.live), f"{len(self.core._live)} live, expected {len(books.live)}"

@@ -1,8 +1,8 @@
-"""The streams of a simulated router: their bytes from one endpoint after the other, and what their client has of them.
+"""The streams of a simulated router: their bytes from several endpoints, and the part that their client has.
 
-An endpoint is a function: which token comes next follows from the seed and the tokens before, and how much text is
-shown follows from the tokens so far. So an undisturbed stream is known, and wherever endpoints break off, a client has
-to have a beginning of it: each token once, each text once, usage once. What goes on is what proxies use, as it is.
+An endpoint is a function: the next token depends only on the seed and the tokens before, and the visible text only on
+the tokens so far. So the undisturbed stream is known. Wherever an endpoint breaks off, the client must have a beginning
+of it, with each token, each text and usage exactly once. Streams are resumed with the real code of the proxy.
 """
 
 from __future__ import annotations
@@ -28,13 +28,16 @@ def _length(seed: int, choice: int) -> int:
 
 
 def _shown(tokens: Sequence[int], *, is_finished: bool) -> str:
-    """Text that is shown: of some tokens only once the next one is there, as where a stop string may begin."""
+    """Return the visible text.
+
+    The text of some tokens is only visible after the next token, as at a possible stop string.
+    """
     is_held = bool(tokens) and tokens[-1] % 3 == 0 and not is_finished
     return "".join(f" {token}" for token in (tokens[:-1] if is_held else tokens))
 
 
 class _Endpoint:
-    """One response at one endpoint: groups of events, from what is known on."""
+    """One response at one endpoint: groups of events after the known tokens."""
 
     def __init__(self, seed: int, choice_count: int, resume: Mapping[str, object] | None) -> None:
         self.tokens: list[list[int]] = [[] for _ in range(choice_count)]
@@ -43,25 +46,28 @@ class _Endpoint:
         self._number = 0
         self._is_over = False
         if resume is not None:
-            self._take_up(resume)
+            self._resume_from(resume)
 
-    def _take_up(self, resume: Mapping[str, object]) -> None:
+    def _resume_from(self, resume: Mapping[str, object]) -> None:
         tokens, finished, seed, state = (resume[key] for key in ("token_ids", "finished", "seed", "state"))
         assert isinstance(tokens, list)
         assert isinstance(finished, list)
         assert isinstance(seed, int)
         assert isinstance(state, str)
         assert len(tokens) == len(finished) == len(self.tokens), (
-            f"{len(tokens)} choices are known of {len(self.tokens)}"
+            f"{len(tokens)} choices are known, but the request has {len(self.tokens)}"
         )
-        assert resume["prompt_digest"] == "d", "the endpoint is told of another prompt"
+        assert resume["prompt_digest"] == "d", "the endpoint gets another prompt"
         self.tokens, self.finished, self._seed, self._number = tokens, finished, seed, int(state)
 
-    def told(self) -> str:
+    def resume_header(self) -> str:
         return json.dumps({"prompt_digest": "d", "seed": self._seed})
 
     def next_group(self) -> tuple[bytes, int]:
-        """Its bytes, and how many tokens it has; empty behind the last one."""
+        """Return the bytes of the next group and the number of its tokens.
+
+        After the last group, the bytes are empty.
+        """
         open_choices = [choice for choice, is_finished in enumerate(self.finished) if not is_finished]
         if self._is_over:
             return b"", 0
@@ -93,8 +99,16 @@ class _Endpoint:
 
 
 class SimulatedStream:
-    """seed: of the stream, by which everything is known of it. token_count: its client has, as the endpoints say that
-    have sent them whole."""
+    """One stream, from one or several endpoints.
+
+    Args:
+        seed: seed of the stream, from which all of it follows.
+        choice_count: number of choices.
+        count: counts occurrences.
+
+    Attributes:
+        token_count: tokens that the client has in whole groups.
+    """
 
     def __init__(self, seed: int, choice_count: int, *, count: Callable[[str], None]) -> None:
         self.token_count = 0
@@ -103,7 +117,7 @@ class SimulatedStream:
         self._count = count
         self._kept = ContinuedStream(choice_count=choice_count, bytes_max=IDS_BYTES_MAX)
         self._endpoint: _Endpoint | None = None
-        self._group, self._group_tokens = b"", 0  # what is still to come of one
+        self._group, self._group_tokens = b"", 0  # rest of a group that has not come whole
         self._resume: Mapping[str, object] | None = None
         self._texts = [""] * choice_count
         self._number = 0
@@ -118,13 +132,18 @@ class SimulatedStream:
         return self._kept.is_over
 
     def begin(self) -> None:
-        """It goes to an endpoint."""
+        """Begin the response at an endpoint."""
         self._endpoint = _Endpoint(self._seed, self._choice_count, self._resume)
         self._group, self._group_tokens = b"", 0
-        self._kept.begin(self._endpoint.told())
+        self._kept.begin(self._endpoint.resume_header())
 
     def come(self, token_count: int, part: float) -> None:
-        """So many tokens more come, in whole groups, and then a part of the next one."""
+        """Let tokens arrive, in whole groups, and then a part of the next group.
+
+        Args:
+            token_count: minimum number of tokens.
+            part: share of the next group, 0 to 1.
+        """
         endpoint = self._endpoint
         assert endpoint is not None
         came = 0
@@ -146,26 +165,29 @@ class SimulatedStream:
         self._group = self._group[byte_count:]
 
     def give_away(self) -> None:
-        """Its endpoint lets another one go on, behind what has come whole."""
+        """Let the endpoint hand the stream over, after the groups that have come whole."""
         if not self._group or self._group_tokens == 0:
             self._pass_on(b'data: {"object":"hand_over","kv_transfer_params":null}\nid: >\n\n')
 
     def break_off(self) -> None:
-        """What had not come whole is lost. Asserts that whoever goes on is told what the client has."""
+        """Lose the group that has not come whole.
+
+        Assert that the next endpoint gets exactly the tokens that the client has.
+        """
         if not self.token_count and not self._kept.is_answered and self._resume is None:
             return
         field = self._kept.resume_field()
-        assert field is not None, f"nobody can go on: {self._kept.why_not}"
+        assert field is not None, f"the stream cannot be resumed: {self._kept.why_not}"
         tokens, finished = self._delivered
-        assert field["token_ids"] == tokens, f"the next endpoint is told {field['token_ids']}, the client has {tokens}"
-        assert field["finished"] == finished, f"the next endpoint is told {field['finished']}, not {finished}"
-        told = self._kept.token_count()
-        assert told == self.token_count, f"the client has {self.token_count} tokens, told are {told}"
+        assert field["token_ids"] == tokens, f"the next endpoint gets {field['token_ids']}, but the client has {tokens}"
+        assert field["finished"] == finished, f"the next endpoint gets {field['finished']}, not {finished}"
+        reported = self._kept.token_count()
+        assert reported == self.token_count, f"the client has {self.token_count} tokens, but {reported} are reported"
         self._resume = json.loads(json.dumps(field, default=lambda raw: json.loads(bytes(raw))))
         self._count("streams that go on from their ids")
 
     def _pass_on(self, piece: bytes) -> None:
-        """What of it comes through, the client reads: whole events, without ids."""
+        """Pass bytes through the proxy. The client reads the result: whole events without ids."""
         passed = self._kept.feed(piece) if piece else b""
         assert not passed or passed.endswith(b"\n\n"), f"the client gets half an event: {passed!r}"
         for event in passed.split(b"\n\n"):
@@ -177,30 +199,32 @@ class SimulatedStream:
                 continue
             self._read(json.loads(data))
 
-    def _read(self, said: dict[str, object]) -> None:
-        if "usage" in said:
-            assert isinstance(said["usage"], int)
-            self._usages.append(said["usage"])
+    def _read(self, event: dict[str, object]) -> None:
+        if "usage" in event:
+            assert isinstance(event["usage"], int)
+            self._usages.append(event["usage"])
             return
-        choice, text, number = said["index"], said["text"], said["number"]
+        choice, text, number = event["index"], event["text"], event["number"]
         assert isinstance(choice, int)
-        assert number == self._number + 1, f"event {number} comes after {self._number}"
+        assert number == self._number + 1, f"event {number} follows event {self._number}"
         self._number += 1
         self._texts[choice] += str(text)
 
     def _check(self) -> None:
-        """The client has what an undisturbed stream begins with."""
+        """Assert that the client has a beginning of the undisturbed stream."""
         for choice, (tokens, is_finished) in enumerate(zip(*self._delivered, strict=True)):
             expected: list[int] = []
             while len(expected) < len(tokens):
                 expected.append(_token(self._seed, choice, expected))
-            assert tokens == expected, f"choice {choice} has the tokens {tokens}, undisturbed it has {expected}"
+            assert tokens == expected, (
+                f"choice {choice} has the tokens {tokens}, but the undisturbed stream has {expected}"
+            )
             text = _shown(tokens, is_finished=is_finished)
             assert self._texts[choice] == text, f"choice {choice} reads {self._texts[choice]!r}, expected {text!r}"
         if self.is_over:
             count = sum(map(len, self._delivered[0]))
-            assert self._usages == [count], f"usage is told as {self._usages}, of {count} tokens"
-            assert all(self._delivered[1]), "a stream is over, and a choice is not"
+            assert self._usages == [count], f"usage is {self._usages}, but the stream has {count} tokens"
+            assert all(self._delivered[1]), "a stream is complete, but a choice is not"
             self._count("streams that came to their end")
         else:
-            assert not self._usages, f"usage is told as {self._usages}, before the end"
+            assert not self._usages, f"usage {self._usages} came before the end"
