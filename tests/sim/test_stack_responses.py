@@ -163,7 +163,7 @@ def test_calls_as_the_model_made_them_are_taken(number, tokens_max, pieces):
         (2, 150, [*STREAMED_TWO, chunk("stop")], "ended with stop"),
         (2, 150, [*STREAMED_TWO[:-1], chunk("tool_calls")], "instead of"),
         (2, 150, [begun("f"), begun("f")], "begins the call that is open"),
-        (2, 150, [begun("f"), more(TWO[0][1]), more("{}", 2)], "behind 1 calls"),
+        (2, 150, [begun("f"), more(TWO[0][1]), more("{}", 2)], "after 1 calls"),
         (2, 150, [chunk("tool_calls"), begun("f")], "instead of"),
         (2, 150, [message(None, TWO[0], finish_reason="tool_calls")], "instead of"),
         (2, 150, [message("f", *TWO, finish_reason="tool_calls")], "instead of"),

@@ -1,4 +1,4 @@
-"""One choice of a chat with tools, put together from what a client was sent, and whether it may be sent that."""
+"""One choice of a chat with tools, as its client receives it, with the rules for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,22 @@ __all__ = ["CallChoice"]
 
 
 class CallChoice:
-    """tokens: what the reference says to this prompt and seed. ids: of the calls of all the response's choices."""
+    """One choice, as far as it has been received.
+
+    Args:
+        name: name for error texts.
+        tokens: the reference's tokens for this prompt and seed.
+        family: format of tool calls.
+        prompt: the prompt.
+        seed: seed of the choice.
+        ids: ids of the tool calls of all choices of the response.
+
+    Attributes:
+        content: received content.
+        calls: name and joined arguments of each received tool call.
+        shown_tokens: received token ids. None: none were requested.
+        finish_reason: why the choice ended. None: it has not.
+    """
 
     def __init__(
         self, name: str, tokens: Sequence[int], family: str, prompt: tuple[int, ...], seed: int, ids: set[str]
@@ -22,7 +37,7 @@ class CallChoice:
         self.name = name
         self.tokens = tuple(tokens)
         self.content = ""
-        self.calls: list[list[str]] = []  # a name and the pieces of arguments, joined
+        self.calls: list[list[str]] = []
         self.shown_tokens: list[int] | None = None
         self.finish_reason: str | None = None
         self._ids = ids
@@ -35,13 +50,13 @@ class CallChoice:
         if "token_ids" in choice:
             self.shown_tokens = [*(self.shown_tokens or ()), *choice["token_ids"]]
         self._is_message = "message" in choice
-        told = choice["message"] if self._is_message else choice["delta"]
-        assert told or choice.get("token_ids") or self.finish_reason, f"{self.name}: {choice} says nothing"
-        self.content += told.get("content") or ""
-        for index, call in enumerate(told.get("tool_calls", ())):
+        part = choice["message"] if self._is_message else choice["delta"]
+        assert part or choice.get("token_ids") or self.finish_reason, f"{self.name}: {choice} says nothing"
+        self.content += part.get("content") or ""
+        for index, call in enumerate(part.get("tool_calls", ())):
             function = call["function"]
             assert self._is_message or call["index"] in (len(self.calls) - 1, len(self.calls)), (
-                f"{self.name}: {call} behind {len(self.calls)} calls"
+                f"{self.name}: {call} after {len(self.calls)} calls"
             )
             if self._is_message or call["index"] == len(self.calls):
                 assert call.get("id"), f"{self.name}: call {index} begins without an id: {call}"
@@ -75,11 +90,11 @@ class CallChoice:
         assert shown_tokens is None or tuple(shown_tokens) == self.tokens[: len(shown_tokens)], (
             f"{self.name}: {shown_tokens} of {self.tokens}"
         )
-        # Who is aborted is told what was held back, and then the error.
+        # An aborted client gets the text that was held back, and then the error.
         counts = range(len(self.tokens) + 1)
         shown = [self._shown(count, is_over=is_over) for count in counts for is_over in (False, True)]
         beginnings = {(one.content, one.calls) for one in shown}
-        # A name comes by itself, before the arguments begin.
+        # A name is sent alone, before the arguments begin.
         beginnings |= {
             (one.content, (*one.calls[:-1], (one.calls[-1][0], "")))
             for one in shown
@@ -92,5 +107,7 @@ class CallChoice:
         return tuple((name, arguments) for name, arguments in self.calls)
 
     def _shown(self, count: int, *, is_over: bool) -> Shown:
-        said = [token for token in self.tokens[:count] if token != END_TOKEN_ID]
-        return shown_of(self._family, self._prompt, self._seed, text_of(said, is_whole=is_over), is_over=is_over)
+        content_tokens = [token for token in self.tokens[:count] if token != END_TOKEN_ID]
+        return shown_of(
+            self._family, self._prompt, self._seed, text_of(content_tokens, is_whole=is_over), is_over=is_over
+        )

@@ -1,7 +1,6 @@
-"""Calls of tools in a simulation of the stack: what its model says to who offers it tools, and what is shown of that.
+"""Tool calls in a simulation of the stack: the output of its model, and the part that clients see.
 
-The texts are written down in parts, so that what a client has to see follows from how many characters of a text there
-are, without reading any of them.
+The texts are stored in parts. So the expected view of a client follows from the number of characters, without parsing.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ __all__ = [
 
 STAGE_SHARE, ASK_SHARE = 0.25, 0.6
 TOKENS_MAX = 150  # more than the longest text has
-CALL_BLOCKS = 36  # that a stage has more, so that such a text finds room
+CALL_BLOCKS = 36  # additional blocks of a stage, so that such a text fits
 CALL_TEMPLATE = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{{ messages[-1].content }}"
 TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]
 _PROMPT = re.compile(rb"f g text ([0-9]{1,4})")
 
 
 class _Call(NamedTuple):
-    """is_whole: the model writes all of it; otherwise it stops inside of the arguments."""
+    """One call. If `is_whole` is False, the model stops inside of the arguments."""
 
     name: str
     arguments: str
@@ -56,12 +55,12 @@ TEXTS: tuple[tuple[str | _Call, ...], ...] = (
 
 
 class _Family(NamedTuple):
-    """What stands around the arguments of a call. opening: it tells that a call follows."""
+    """Text around the arguments of a call. `opening` shows that a call follows."""
 
     opening: str
     before_name: str
     behind_name: str
-    closing: str  # the call is complete with it
+    closing: str  # The call is complete after this.
     behind: str
 
 
@@ -72,25 +71,44 @@ FAMILIES = {
 
 
 def drawn_family(rng: Random) -> str:
-    """How the stage's model writes calls; mostly "": nobody offers it any tools."""
+    """Draw the format of the stage's tool calls. Mostly it is "": no request has tools.
+
+    Args:
+        rng: source of randomness.
+    """
     family = rng.choice(sorted(FAMILIES))
     return family if rng.random() < STAGE_SHARE else ""
 
 
 def drawn_question(rng: Random) -> tuple[tuple[int, ...], int] | None:
-    """A prompt, as the template has it, that is answered with one of the texts, with another in each choice; and how
-    many tokens the response may have. None: this client offers no tools."""
+    """Draw a prompt whose response is one of the texts, a different one for each choice.
+
+    Args:
+        rng: source of randomness.
+
+    Returns:
+        The prompt after the template, and the maximum number of tokens. None: this client has no tools.
+    """
     number, tokens_max = rng.randrange(len(TEXTS)), rng.choice((rng.randint(1, TOKENS_MAX), TOKENS_MAX))
     return (tuple(b"f g text %d" % number), tokens_max) if rng.random() < ASK_SHARE else None
 
 
 def message_of(prompt: tuple[int, ...]) -> str:
-    """What a client writes to have this prompt."""
+    """Return the message that a client writes for a prompt.
+
+    Args:
+        prompt: the prompt after the template.
+    """
     return bytes(prompt).decode().removeprefix("f g ")
 
 
 class CallingModel(FakeModel):
-    """Says the text that a prompt asks for, and then ends; to other prompts, what any fake model says."""
+    """A model that writes the text of a prompt, and then ends. For other prompts, it is a FakeModel.
+
+    Args:
+        family: format of tool calls.
+        vocab_size: number of token ids.
+    """
 
     def __init__(self, family: str, *, vocab_size: int) -> None:
         super().__init__(vocab_size=vocab_size)
@@ -107,7 +125,13 @@ class CallingModel(FakeModel):
 
 
 class Shown(NamedTuple):
-    """What a client has to see of so much of a text. calls: names and arguments; the last may be cut off."""
+    """The part of a text that a client must see.
+
+    Attributes:
+        content: the content.
+        calls: name and arguments of the calls. The last one may be partial.
+        is_cut_off: True if the last call is partial.
+    """
 
     content: str
     calls: tuple[tuple[str, str], ...]
@@ -119,8 +143,15 @@ class Shown(NamedTuple):
 
 
 def shown_of(family: str, prompt: tuple[int, ...], seed: int, said: str, *, is_over: bool) -> Shown:
-    """said: what the model has said to that prompt, from the beginning; half a character at its end counts for one.
-    is_over: it says no more."""
+    """Return the part of a text that a client must see.
+
+    Args:
+        family: format of tool calls.
+        prompt: the prompt.
+        seed: seed of the choice.
+        said: output so far. Half a character at its end counts as one.
+        is_over: True if no more output comes.
+    """
     asked = _PROMPT.fullmatch(bytes(prompt))
     assert asked is not None
     marks = FAMILIES[family]
@@ -131,8 +162,8 @@ def shown_of(family: str, prompt: tuple[int, ...], seed: int, said: str, *, is_o
             content += said[at : at + len(part)]
             at += len(part)
             continue
-        if is_over and not calls and at < len(said) < at + len(marks.opening):  # nothing has told that it is a call
-            content += said[at:]  # behind another call it is the beginning of the next, which nobody misses
+        if is_over and not calls and at < len(said) < at + len(marks.opening):  # no part shows that it is a call
+            content += said[at:]  # after another call, it is the beginning of the next call, which is left out
         at += len(marks.opening) + len(marks.before_name + part.name + marks.behind_name)
         arguments = said[at : at + len(part.arguments)]
         at += len(part.arguments) + len(marks.closing)
@@ -144,7 +175,7 @@ def shown_of(family: str, prompt: tuple[int, ...], seed: int, said: str, *, is_o
 
 
 def _index_of(number: int, seed: int) -> int:
-    """The seed of a first choice is small, and those of the others are far away."""
+    """Return the index of a text. The seed of a first choice is small, and those of the others are large."""
     return (number + (seed >> 40)) % len(TEXTS)
 
 

@@ -1,8 +1,7 @@
-"""The clients of a simulated stack that come over HTTP, and operators who do. They know what they may be sent.
+"""Clients and operators over HTTP in a simulated stack. They know what they may receive.
 
-Leaving must do at once, on the clock, what it must do: a moment later the server has no exchange for the request, and
-no step that begins later computes anything of it. Who does not leave, stall or come too late gets a whole response, or
-is told why not.
+Leaving takes effect at once: a moment later, the server has no exchange for the request, and no step that begins later
+computes it. A client that does not leave, stall or come too late gets a whole response, or an error with a reason.
 """
 
 from __future__ import annotations
@@ -25,14 +24,21 @@ __all__ = ["HttpClients"]
 
 
 class HttpClients:
-    """asks, connections: of one plan. family: how its model writes calls."""
+    """All clients over HTTP of one plan.
+
+    Args:
+        server: the server.
+        asks: the requests.
+        connections: the connections.
+        family: format of tool calls.
+    """
 
     def __init__(
         self, server: HttpServer, asks: Iterable[Ask], connections: Iterable[Connection], *, family: str = ""
     ) -> None:
         self._server = server
         self._family = family
-        self._asks: dict[int, list[Ask]] = {}  # by connection
+        self._asks: dict[int, list[Ask]] = {}  # requests by connection
         for ask in asks:
             self._asks.setdefault(ask.connection, []).append(ask)
         self._connections = {connection.number: connection for connection in connections}
@@ -41,7 +47,11 @@ class HttpClients:
         server.excused.update(key_of(ask) for ask in every if self._stall_seconds(ask))
 
     def start(self, nursery: trio.Nursery) -> None:
-        """Everybody's tasks."""
+        """Start the tasks of all clients.
+
+        Args:
+            nursery: runs the tasks.
+        """
         for number, asks in self._asks.items():
             connection = self._connections.get(number, Connection(number=number))
             nursery.start_soon(self._be_connection, connection, asks)
@@ -63,10 +73,10 @@ class HttpClients:
             return
         outcome = AbortOutcome.UNKNOWN
         if response.status != 404:
-            assert response.status == 200, f"the abort of {order.id} is answered with {response.status}"
+            assert response.status == 200, f"the abort of {order.id} has status {response.status}"
             outcome = AbortOutcome(msgspec.json.decode(response.body)["result"])
         promised = self._server.promised[key]
-        assert outcome in promised, f"the abort of {order.id} says {outcome.value}, which is none of {promised}"
+        assert outcome in promised, f"the abort of {order.id} returns {outcome.value}, expected is one of {promised}"
         self._server.tell(f"delete {order.id}: {outcome.value}")
         self._server.count(f"deletes: {outcome.value}")
 
@@ -102,7 +112,7 @@ class HttpClients:
         await self._await_response(caller, ask, begun)
 
     async def _begin(self, caller: Caller, ask: Ask) -> tuple[Response, float]:
-        """Send the request; returns when its client's patience ends, too."""
+        """Send the request. Return the response, and the time at which its client gives up."""
         response = Response()
         leaves_at = math.inf if ask.patience is None else trio.current_time() + ask.patience
         if caller.is_over:
@@ -202,11 +212,11 @@ class HttpClients:
         self._server.count(f"ways to leave: {way}, HTTP/{caller.connection.http}")
         await trio.sleep(MOMENT_SECONDS)
         for key in keys:
-            assert key not in self._server.inside, f"client {key} has left by {way}, and its exchange goes on"
+            assert key not in self._server.inside, f"client {key} has left by {way}, but its exchange has not ended"
         self._server.check_all()
 
     async def _hang_up(self, caller: Caller, *, stalls: bool) -> None:
-        """All responses have come. The server ends the connection, too, and in time."""
+        """Let the connection end, after all responses have come. The server must also end it in time."""
         ends, began_at = caller.connection.ends, trio.current_time()
         if ends == "half-close" or (ends == "goaway" and caller.connection.http == 1):
             await caller.end_sending()
@@ -222,23 +232,21 @@ class HttpClients:
         if self._server.drained_at is not None:
             limit = min(limit, max(began_at, self._server.drained_at))
         is_late = over_at > limit + MOMENT_SECONDS and not stalls
-        assert not is_late, (
-            f"connection {caller.connection.number} was to end at {limit:.3f}, and does at {over_at:.3f}"
-        )
+        assert not is_late, f"connection {caller.connection.number} must end at {limit:.3f}, but ends at {over_at:.3f}"
 
     def _connect(self, connection: Connection, asks: Sequence[Ask] = ()) -> Caller:
         self._server.count(f"connections: HTTP/{connection.http}")
         return Caller(self._server.connect(connection.number), connection, ask_count=len(asks))
 
-    # --- how it ends ---
+    # --- ends ---
 
     def _check_given_up(self, asks: list[Ask]) -> None:
         for ask in asks:
             key = key_of(ask)
-            assert key not in self._server.inside, f"client {key} took nothing for ever, and was not given up"
+            assert key not in self._server.inside, f"client {key} never reads, but its exchange was not given up"
 
     def _stall_seconds(self, ask: Ask) -> float:
-        """For how long its client takes nothing, all in all."""
+        """Return the seconds for which a client does not read, in all."""
         connection = self._connections.get(ask.connection, Connection(number=ask.connection))
         asks = self._asks[ask.connection] if connection.http == 1 else [ask]
         return connection.stall_seconds + sum(one.stall_seconds for one in asks if one.stalls_after is not None)
@@ -280,4 +288,4 @@ class HttpClients:
         reasons |= dict.fromkeys(("500 engine_fault", "200 engine_fault"), engine.fault is not None)
         reasons |= dict.fromkeys(("504 timeout", "200 timeout"), ask.timeout is not None)
         reasons |= dict.fromkeys(("504 queue_timeout", "200 queue_timeout"), ask.queue_timeout is not None)
-        assert reasons.get(outcome, False), f"client {key} is told {outcome} without a reason"
+        assert reasons.get(outcome, False), f"client {key} gets {outcome} without a reason"

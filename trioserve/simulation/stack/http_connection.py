@@ -1,4 +1,4 @@
-"""A simulated client's connection: sends in pieces, reads in pieces, stops reading for a while, and ends."""
+"""A simulated client's connection. It can send and read in pieces, stop reading for a while, and end."""
 
 from __future__ import annotations
 
@@ -19,16 +19,21 @@ READ_BYTES = 65536
 
 
 class WatchedEnd(trio.abc.HalfCloseableStream):
-    """The server's end of a connection. told: hears of all that the server sends, and in which order."""
+    """The server's end of a connection.
 
-    def __init__(self, end: MemoryEnd, told: Callable[[str, bytes], None]) -> None:
+    Args:
+        end: the real end.
+        on_sent: called with everything that the server sends, in order.
+    """
+
+    def __init__(self, end: MemoryEnd, on_sent: Callable[[str, bytes], None]) -> None:
         self._end = end
-        self._told = told
+        self._on_sent = on_sent
         self._is_sending = False
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
-        assert not self._is_sending, "the server sends from two tasks at a time"
-        self._told("sends", bytes(data))
+        assert not self._is_sending, "the server sends from two tasks at the same time"
+        self._on_sent("sends", bytes(data))
         self._is_sending = True
         try:
             await self._end.send_all(data)
@@ -39,19 +44,31 @@ class WatchedEnd(trio.abc.HalfCloseableStream):
         await self._end.wait_send_all_might_not_block()
 
     async def send_eof(self) -> None:
-        self._told("ends", b"")
+        self._on_sent("ends", b"")
         await self._end.send_eof()
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes:
         return await self._end.receive_some(max_bytes)
 
     async def aclose(self) -> None:
-        self._told("closes", b"")
+        self._on_sent("closes", b"")
         await self._end.aclose()
 
 
 class Caller:
-    """read() is its task. changed: wakes who waits for something of a response. asks_left: still to be begun."""
+    """The client of one connection. Its method `read` runs as a task.
+
+    Args:
+        end: the client's end of the connection.
+        connection: settings of the connection.
+        ask_count: number of requests on this connection.
+
+    Attributes:
+        changed: wakes tasks that wait for a response.
+        asks_left: requests that have not begun.
+        is_over: True if nothing more will come.
+        reads_again_at: time until which the client does not read.
+    """
 
     def __init__(self, end: MemoryEnd, connection: Connection, *, ask_count: int) -> None:
         self.end = end
@@ -59,13 +76,13 @@ class Caller:
         self.protocol = StrictClient(http=connection.http, window=connection.window)
         self.changed = trio.lowlevel.ParkingLot()
         self.asks_left = ask_count
-        self.is_over = False  # nothing more will come
+        self.is_over = False
         self.reads_again_at = 0.0
         self._sending = trio.Lock()
         self._sizes: Iterator[int] = itertools.cycle(connection.pieces or (READ_BYTES,))
 
     async def read(self) -> None:
-        """Until the end of the connection, the server's or ours."""
+        """Read until the end of the connection."""
         while not self.is_over:
             await trio.sleep_until(self.reads_again_at)
             try:
@@ -82,7 +99,15 @@ class Caller:
         self.reads_again_at = max(self.reads_again_at, trio.current_time() + seconds)
 
     async def begin(self, response: Response, method: str, path: str, fields: Fields, body: bytes) -> None:
-        """Send a request's head, and a body's first part."""
+        """Send the head of a request and the first part of its body.
+
+        Args:
+            response: receives the response.
+            method: HTTP method.
+            path: path of the request.
+            fields: header fields.
+            body: first part of the body.
+        """
         self.protocol.begin(response, method, path, fields, has_body=bool(fields) and method == "POST")
         await self.send_body(response, body, is_last=False)
 

@@ -1,4 +1,7 @@
-"""Who comes over HTTP in a simulation of the stack, what they ask, and how they leave: drawn from a seed beforehand."""
+"""Clients over HTTP in a simulation of the stack: their requests and ways to leave.
+
+They are drawn from a seed before the run.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,16 @@ from trioserve.http.limits import FrontendLimits
 
 __all__ = ["Ask", "Connection", "Delete", "Front", "drawn_asks", "drawn_connection", "drawn_front"]
 
-FOR_GOOD_SECONDS = 100.0  # longer than any limit: who stalls for so long is given up
+FOR_GOOD_SECONDS = 100.0  # longer than any limit, so the server must give such a client up
 WAYS_HTTP1 = ("close", "half-close", "abort")
 WAYS_HTTP2 = ("reset", "reset", "close", "half-close", "abort", "goaway", "goaway")
 
 
 class Front(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The limits of the front end that differ from its own. wire_bytes: on their way in one direction of a connection
-    before the sender has to wait."""
+    """Limits of the front end that differ from its defaults.
+
+    `wire_bytes` is the capacity of a connection in one direction.
+    """
 
     stall_seconds: float = 0.2
     body_seconds: float = 0.3
@@ -34,12 +39,18 @@ class Front(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Connection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="connection"):
-    """A client's connection, for the asks that name its number; one without an entry of its own is as plain as this.
+    """A client's connection, for the requests with its number. A number without an entry gets the defaults.
 
-    http: 1 or 2. pieces: bytes are sent and read in pieces of so many, in turn; empty: as they come. window: bytes of
-    a response that may be on their way, HTTP/2. is_pipelined: HTTP/1.1, asks without waiting for responses. stalls_at,
-    stall_seconds: reads nothing from then on, for so long. ends: what it does when all responses have come, or,
-    "goaway", when all is asked.
+    Attributes:
+        number: number of the connection.
+        at: start time.
+        http: HTTP version.
+        pieces: sizes in which bytes are sent and read, in turn. Empty: no division.
+        window: bytes of a response that the server may send before it gets credit, over HTTP/2.
+        is_pipelined: True over HTTP/1.1: requests do not wait for responses.
+        stalls_at: time from which the client does not read. None: it always reads.
+        stall_seconds: duration of that.
+        ends: what the client does after all responses have come, or with "goaway" after all requests.
     """
 
     number: int
@@ -54,15 +65,37 @@ class Connection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="ask"):
-    """A request for completions. at: seconds after its connection, or on HTTP/1.1 after the response before.
+    """A request for completions over HTTP.
 
-    id: None lets the server choose. prompts: one or more. pause: seconds in the middle of the body. withheld: the
-    body's last byte never comes. in_headers: where the deadlines are. way: how it leaves, when `patience` seconds have
-    passed since it began, or when `leaves_after` bytes of its response have come; "reset" leaves the others on its
-    connection alone. stalls_after: bytes after which it takes nothing for stall_seconds, or, if it trickles, a byte now
-    and then, where the protocol can. form: its response is one of these texts; none: it is free. stops: stop
-    strings. known_count: so many tokens of each choice are known, as of a response that began elsewhere; 0: it begins
-    here. has_tools: it is a chat with tools, and its only prompt one that calls.py has drawn.
+    Attributes:
+        number: number of the request.
+        connection: its connection.
+        prompts: token ids of one or more prompts.
+        output: maximum number of tokens.
+        at: seconds after the connection, or over HTTP/1.1 after the response before.
+        id: its id. None: the server chooses one.
+        choices: number of choices.
+        streamed: True if the response is streamed.
+        priority: its priority.
+        salt: cache salt.
+        temperature: sampling temperature.
+        shows_tokens: True if token ids are requested.
+        shows_usage: True if usage is requested.
+        timeout: its own deadline in seconds, or None.
+        queue_timeout: its own queue deadline in seconds, or None.
+        in_headers: True if its deadlines are in headers.
+        pause: seconds of a pause in the middle of the body.
+        withheld: True if the last byte of the body never comes.
+        way: how the client leaves. "reset" affects only this request of the connection.
+        patience: seconds after which it leaves. None: never.
+        leaves_after: bytes of the response after which it leaves. None: never.
+        stalls_after: bytes after which it does not read for stall_seconds. None: it always reads.
+        stall_seconds: duration of that.
+        trickles: True if it accepts a byte now and then meanwhile, if the protocol can do that.
+        form: allowed texts. Empty: free text.
+        stops: stop strings.
+        known_count: known tokens of each choice, for a response that began elsewhere. 0: it begins here.
+        has_tools: True for a chat with tools, whose only prompt is from calls.py.
     """
 
     number: int
@@ -100,7 +133,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="as
 
 
 class Delete(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="delete"):
-    """An operator aborts by an id, over HTTP."""
+    """An operator aborts by id, over HTTP."""
 
     at: float
     id: str
@@ -150,7 +183,7 @@ def drawn_asks(
     for number in numbers:
         prompts = tuple(prompt() for _ in range(rng.choice((1, 1, 1, 1, 2))))
         is_stalled = rng.random() < 0.2
-        leaves_chance = 0.05 if is_stalled else 0.18  # who stalls is mostly there to be given up
+        leaves_chance = 0.05 if is_stalled else 0.18  # A client that stalls mostly stays until the server gives it up.
         leaves_after = rng.randint(0, 2000) if rng.random() < leaves_chance else None
         asks.append(
             Ask(

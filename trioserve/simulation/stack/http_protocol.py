@@ -1,4 +1,4 @@
-"""HTTP as a simulated client speaks it. Strict: what the server may not send is an AssertionError."""
+"""HTTP of a simulated client. It is strict: everything that a server must not send raises AssertionError."""
 
 from __future__ import annotations
 
@@ -15,8 +15,16 @@ AUTHORITY = "simulated"
 
 
 class Response:
-    """What has come of one response; its client's listener. number: of its request. lost: why nothing more will come,
-    although it is not complete."""
+    """The received part of one response, as the protocol's listener.
+
+    Attributes:
+        number: number of its request.
+        status: HTTP status, or None before the head.
+        headers: response headers.
+        body: received bytes.
+        is_complete: True after the whole body.
+        lost: why the rest will not come. None: it may come.
+    """
 
     def __init__(self) -> None:
         self.number = 0
@@ -47,8 +55,12 @@ class Response:
 
 
 class StrictClient:
-    """A connection's side of it. http: 1, with any number of requests behind each other, or 2, with a stream a request.
-    window: bytes of a response that may come before they are credited, over HTTP/2."""
+    """The client's side of a connection.
+
+    Args:
+        http: 1 with any number of requests one after another, or 2 with one stream per request.
+        window: bytes of a response that the server may send before it gets credit, over HTTP/2.
+    """
 
     def __init__(self, *, http: int, window: int = 65_535) -> None:
         self._protocol: Http1ClientProtocol | Http2ClientProtocol
@@ -67,7 +79,11 @@ class StrictClient:
         assert self._protocol.reset(response.number), "HTTP/1.1 has no reset of one request"
 
     def receive(self, data: bytes) -> None:
-        """Take in what came; nothing: the server has ended the connection, or it broke."""
+        """Process received bytes.
+
+        Args:
+            data: the bytes. Empty: the server has ended the connection, or it broke.
+        """
         try:
             self._protocol.receive(data)
         except h11.RemoteProtocolError as error:
@@ -78,11 +94,22 @@ class StrictClient:
             assert not self._protocol.informational_count, "the server sent 1xx to a client that asked for none"
 
     def withhold_credit(self, response: Response) -> bool:
-        """Let the server send no more of this response than it may by now. False: the protocol cannot."""
+        """Grant no further credit for a response.
+
+        Args:
+            response: the response.
+
+        Returns:
+            False if the protocol cannot do that.
+        """
         return self._protocol.withhold_credit(response.number)
 
     def give_a_byte(self, response: Response) -> None:
-        """Let it send one byte more. Only HTTP/2 can."""
+        """Grant credit for one more byte. Only for HTTP/2.
+
+        Args:
+            response: the response.
+        """
         assert isinstance(self._protocol, Http2ClientProtocol)
         self._protocol.give_a_byte(response.number)
 
@@ -90,7 +117,7 @@ class StrictClient:
         self._protocol.give_credit(response.number)
 
     def say_goaway(self) -> None:
-        """Only HTTP/2 can."""
+        """Send GOAWAY. Only for HTTP/2."""
         assert isinstance(self._protocol, Http2ClientProtocol)
         self._protocol.say_goaway()
 

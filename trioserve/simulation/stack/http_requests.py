@@ -1,4 +1,4 @@
-"""A simulated client's request as bytes, and what its response has to be."""
+"""The bytes of a simulated client's request, and its expected response."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trioserve.trio_tools.http_client import Fields
 
 __all__ = ["KEY", "expected_tokens", "key_of", "path_of", "request_of", "seed_of"]
 
-KEY = "x-simulated-client"  # the header field that tells the simulation who asks
+KEY = "x-simulated-client"  # header field that identifies the client for the simulation
 
 
 def key_of(ask: Ask) -> str:
@@ -29,7 +29,12 @@ def key_of(ask: Ask) -> str:
 
 
 def request_of(ask: Ask, expected: Sequence[Sequence[int]]) -> tuple[bytes, Fields]:
-    """Its body and its header fields. expected: see expected_tokens; a part of them may be known."""
+    """Return the body and the header fields of a request.
+
+    Args:
+        ask: the request.
+        expected: result of expected_tokens, of which a part may be known.
+    """
     body: dict[str, object] = {
         **_prompt_of(ask),
         "max_tokens": ask.output,
@@ -52,7 +57,7 @@ def request_of(ask: Ask, expected: Sequence[Sequence[int]]) -> tuple[bytes, Fiel
             "seed": ask.number,
         }
         if len(ask.prompts) == 1:
-            del body["seed"]  # that of the response that began has to count
+            del body["seed"]  # The seed of the response that began counts.
     if ask.streamed and ask.shows_usage:
         body["stream_options"] = {"include_usage": True}
     fields = [("content-type", "application/json"), (KEY, key_of(ask))]
@@ -73,7 +78,12 @@ def path_of(ask: Ask) -> str:
 
 
 def seed_of(ask: Ask, index: int) -> int:
-    """Of a choice."""
+    """Return the seed of a choice.
+
+    Args:
+        ask: the request.
+        index: index of the choice.
+    """
     return (ask.number + index * SEED_STRIDE) % 2**64
 
 
@@ -85,7 +95,12 @@ def _prompt_of(ask: Ask) -> dict[str, object]:
 
 
 def expected_tokens(ask: Ask, model: FakeModel) -> list[tuple[int, ...]]:
-    """Of every choice of every prompt, in the order of their indices, each up to where a stop string ends it."""
+    """Return the tokens of every choice of every prompt, in order of their indexes, up to the end by a stop string.
+
+    Args:
+        ask: the request.
+        model: the fake model.
+    """
     references = ReferenceEngine(model)
     responses = [
         references.response(_sequence(ask, prompt, index)).token_ids
@@ -96,7 +111,7 @@ def expected_tokens(ask: Ask, model: FakeModel) -> list[tuple[int, ...]]:
 
 
 def _sequence(ask: Ask, prompt: tuple[int, ...], index: int) -> EngineRequest:
-    """What the engine makes of a choice, as far as the response depends on it."""
+    """Return the engine's request for a choice, as far as the response depends on it."""
     return EngineRequest(
         id=RequestId(f"{ask.number}/{index}"),
         prompt_token_ids=prompt,

@@ -1,5 +1,7 @@
-"""Whether what a client has been sent is a response that it may get: a correct one, or a beginning of one, or an error
-that says so. Why it ended as it did is not asked here."""
+"""Checks that a client has received an allowed response: a correct one, a beginning of one, or an error.
+
+The reason of its end is not checked here.
+"""
 
 from __future__ import annotations
 
@@ -22,22 +24,34 @@ BROKEN_OFF = "broken off"
 
 
 def outcome_of(ask: Ask, response: Response, expected: Sequence[Sequence[int]], *, family: str = "") -> str:
-    """COMPLETE; BROKEN_OFF, before the response's end; or "500 engine_fault", with the reason of an error, before or in
-    a stream. expected: the tokens of every choice. family: how calls are written.
-    Raises AssertionError for what no client may see."""
+    """Check a response and return its outcome.
+
+    Args:
+        ask: the request.
+        response: the received response.
+        expected: tokens of every choice.
+        family: format of tool calls.
+
+    Returns:
+        COMPLETE, BROKEN_OFF if its end is missing, or for example "500 engine_fault" with the reason of an error,
+        before or in a stream.
+
+    Raises:
+        AssertionError: no client may receive this response.
+    """
     if response.status is None:
         assert not response.body, f"{ask.id}: a body without a head"
         return BROKEN_OFF
     is_unread = (
         response.status == 503 and response.headers.get("x-trioserve-reason") == "draining"
-    )  # no app has seen it
+    )  # The front end refused it without the app.
     is_named = ask.id is None or response.headers.get("x-request-id", ask.id if is_unread else None) == ask.id
     assert is_named, f"{ask.id}: {response.headers}"
     if response.status != 200:
         if not response.is_complete:
             return BROKEN_OFF
         error = msgspec.json.decode(response.body)["error"]
-        assert error["message"], f"{ask.id}: an error without a word"
+        assert error["message"], f"{ask.id}: an error without a message"
         if response.status == 429:
             assert int(response.headers["retry-after"]) >= 1
         return f"{response.status} {response.headers.get('x-trioserve-reason')}"
@@ -110,8 +124,13 @@ def _check_usage(ask: Ask, usage: Any, choices: Sequence[_Choice | CallChoice]) 
 
 
 class _Choice:
-    """One choice of a response, put together. tokens: all that it has, those that were known counted. end: the
-    finish_reason of a complete one. known_count: of its tokens, those whose text is not shown here."""
+    """One choice of a completion, as far as it has been received.
+
+    Args:
+        name: name for error texts.
+        ask: the request.
+        tokens: all expected tokens, including known ones.
+    """
 
     def __init__(self, name: str, ask: Ask, tokens: Sequence[int]) -> None:
         self.name = name
@@ -127,7 +146,7 @@ class _Choice:
 
     def take(self, choice: Any) -> None:
         assert self.finish_reason is None, f"{self.name}: {choice} after its end"
-        assert not self.has_ended_before, f"{self.name}: {choice}, and its client knew how it ends"
+        assert not self.has_ended_before, f"{self.name}: {choice}, but its client already knew its end"
         self.text += choice["text"]
         self.finish_reason = choice["finish_reason"]
         if "token_ids" in choice:
@@ -155,7 +174,7 @@ class _Choice:
         assert self.text in texts, f"{self.name}: {self.text!r} is no beginning of {self.tokens}"
 
     def _text(self, count: int, *, is_whole: bool) -> str:
-        """Of so many tokens, what is shown here."""
+        """Return the visible text of the first tokens, without the text of known tokens."""
         text = shown(self.tokens[:count], self.stops, is_whole=is_whole)
         before = shown(self.tokens[: self.known_count], self.stops, is_whole=False) if self.known_count else ""
         assert text.startswith(before)

@@ -1,6 +1,7 @@
-"""The front end of a simulated stack, and books about its exchanges: who began, who is inside, who has left and when.
+"""The front end of a simulated stack, with records of its exchanges: which have begun, are inside, or were left, and
+when.
 
-Whatever has to hold about exchanges at any moment, and after the last of them, is asserted here.
+The rules for exchanges, at any time and after the last one, are checked here.
 """
 
 from __future__ import annotations
@@ -26,19 +27,36 @@ from trioserve.testing.memory_stream import MemoryEnd, memory_connection
 
 __all__ = ["MADE_UP", "MOMENT_SECONDS", "HttpServer"]
 
-BEGAN_AT = 1_700_000_000  # the time of day when a simulation begins
-MOMENT_SECONDS = 0.001  # everybody has done what could be done without waiting
+BEGAN_AT = 1_700_000_000  # time of day at the beginning
+MOMENT_SECONDS = 0.001  # By then, all tasks have done what they can do without waiting.
 ROUNDING_SECONDS = 1e-6
-MADE_UP = "made-"  # ids of those who send none begin so
+MADE_UP = "made-"  # beginning of the ids of requests that have none
 
 
 class HttpServer:
-    """tell, count: of the simulation. check: what has to hold at any moment. before_abort: hears of an id that an
-    operator aborts, and says whether clients who do not come over HTTP have used it.
+    """The front end and its records. Keys identify clients: h1 is request number 1, d1 is an operator.
 
-    Keys name who asks: h1 is ask number 1, d1 an operator. begun: whose exchange has begun. untold: who waits for an
-    answer. excused: who may not take it, and need not be told of a fault. left_at: who has left. sent_at: when the last
-    byte of a request was sent; inf: not yet. ended_ids: by a pause, or by leaving in a pause.
+    Args:
+        fake: the engine.
+        front: settings of the front end.
+        asks: all requests.
+        nursery: runs the connections.
+        tell: receives trace lines.
+        count: counts occurrences.
+        check: checks the rules that must hold at any time.
+        before_abort: called with an id that an operator aborts. Returns True if clients of the engine have used it.
+
+    Attributes:
+        begun: clients whose exchange has begun.
+        inside: running exchanges by client.
+        untold: clients that wait for a response.
+        excused: clients that may not read their response, and need not receive a fault.
+        left_at: times at which clients left.
+        sent_at: times at which the last byte of requests was sent. inf: not yet.
+        promised: allowed results of aborts by operators.
+        aborted_ids: aborted requests.
+        ended_ids: requests that a pause, or a drain during a pause, has ended, by reason.
+        drained_at: time at which the drain began, or None.
     """
 
     def __init__(
@@ -57,7 +75,7 @@ class HttpServer:
         clock_and_ids = ClockAndIds(
             wall_clock=lambda: BEGAN_AT + trio.current_time(),
             new_request_id=lambda: next(ids),
-            cpu_clock=lambda: 0.0,  # the real one would have a seed end differently on a slower machine
+            cpu_clock=lambda: 0.0,  # The real clock would make runs depend on the machine's speed.
         )
         self.fake = fake
         self.nursery = nursery
@@ -69,7 +87,7 @@ class HttpServer:
         self.left_at: dict[str, float] = {}
         self.excused: set[str] = set()
         self.sent_at: dict[str, float] = {}
-        self.promised: dict[str, set[AbortOutcome]] = {}  # to operators, whatever the response says must be among it
+        self.promised: dict[str, set[AbortOutcome]] = {}
         self.aborted_ids: set[str] = set()
         self.ended_ids: dict[str, set[str]] = {"paused": set(), "server_stopping": set()}
         self.drained_at: float | None = None
@@ -84,14 +102,18 @@ class HttpServer:
     # --- connections ---
 
     def connect(self, number: int) -> MemoryEnd:
-        """A client's end of a new connection."""
+        """Return the client's end of a new connection.
+
+        Args:
+            number: number of the connection.
+        """
         ours, theirs = memory_connection(buffer_bytes=self._wire_bytes)
 
-        def told(what: str, data: bytes) -> None:
+        def note(what: str, data: bytes) -> None:
             digest = f" {len(data)} {blake2b(data, digest_size=8).hexdigest()}" if data else ""
             self.tell(f"server {what} on {number}{digest}")
 
-        self.nursery.start_soon(self._serve, WatchedEnd(theirs, told))
+        self.nursery.start_soon(self._serve, WatchedEnd(theirs, note))
         return ours
 
     @property
@@ -99,7 +121,7 @@ class HttpServer:
         return self._server.draining or self.fake.draining or self.fake.fault is not None
 
     async def wait_until_closed(self) -> None:
-        """Returns when no connection is left. For an engine that broke, after drain()."""
+        """Wait until no connection is left. Call it after drain(), for an engine that broke."""
         while self._open_count:
             await self._all_closed.wait()
 
@@ -110,13 +132,17 @@ class HttpServer:
         self._server.drain()
 
     def came_too_late(self, key: str) -> bool:
-        """Whether its request was not whole when the server began to leave."""
+        """Return True if a request was not complete when the server began to drain.
+
+        Args:
+            key: the client.
+        """
         return self.drained_at is not None and self.sent_at.get(key, math.inf) >= self.drained_at - ROUNDING_SECONDS
 
     async def _check_halves_are_gone(self) -> None:
         await trio.sleep(MOMENT_SECONDS)
         halves = [key for key in self.inside if self.sent_at.get(key) == math.inf]
-        assert not halves, f"clients {halves} have sent half a request, and the server that leaves waits for the rest"
+        assert not halves, f"clients {halves} have sent half a request, but the draining server waits for the rest"
 
     async def _serve(self, end: WatchedEnd) -> None:
         self._open_count += 1
@@ -133,7 +159,7 @@ class HttpServer:
     async def _handle(self, exchange: Exchange) -> None:
         key = exchange.headers.get(KEY)
         assert key is not None
-        assert key not in self.begun, f"client {key} asked once, and is answered twice"
+        assert key not in self.begun, f"client {key} sent one request, but it is handled twice"
         self.begun.add(key)
         ask = self._asks.get(key)
         if ask is None:
@@ -150,11 +176,11 @@ class HttpServer:
                 if ask is not None:
                     self._check_let_go(ask)
                 self.check_all()
-            except AssertionError as error:  # the front end would take it for a fault of its handler's
+            except AssertionError as error:  # The front end would treat it as a fault of its handler.
                 self.nursery.start_soon(_fail, error)
 
     def _promises_for(self, request_id: str) -> set[AbortOutcome]:
-        """What an abort by this id, which comes right now, may be answered with."""
+        """Return the allowed results of an abort by id that arrives now."""
         was_used = self._before_abort(request_id)
         views = [view for view in self.fake.live_requests() if view.id == request_id]
         if any(view.state != "finished" for view in views):
@@ -162,17 +188,17 @@ class HttpServer:
             return {AbortOutcome.ABORTED}
         if views or was_used:
             return {AbortOutcome.ALREADY_FINISHED}
-        # Of who has come over HTTP it is not known whether it was refused before it was entered.
+        # It is unknown if a request over HTTP was refused before it entered.
         return {AbortOutcome.UNKNOWN, *([AbortOutcome.ALREADY_FINISHED] if request_id in self.begun else [])}
 
-    # --- what has to hold ---
+    # --- rules ---
 
     def check_told(self) -> None:
-        """After the engine broke."""
-        assert not self.untold, f"the engine broke, and clients {sorted(self.untold)} were not told"
+        """Check that no client waits for a response, after the engine broke."""
+        assert not self.untold, f"the engine broke, but clients {sorted(self.untold)} got no error"
 
     def check(self) -> None:
-        """At any moment."""
+        """Check the rules that must hold at any time."""
         limits = self.limits
         for key, exchange in self.inside.items():
             if isinstance(exchange, H2Stream):
@@ -180,22 +206,27 @@ class HttpServer:
                 assert held <= limits.stream_buffer_bytes_max, f"{held} bytes are held for client {key}"
         for view in self.fake.live_requests():
             if view.id.startswith("h"):
-                assert view.id in self.inside, f"{view.id} lives on, and its exchange has ended"
+                assert view.id in self.inside, f"{view.id} has not ended, but its exchange has"
                 timeout = self._asks[view.id].timeout
                 is_over = timeout is not None and view.age_seconds > timeout + MOMENT_SECONDS / 2
                 assert not is_over or view.state == "finished", f"{view.id} has outlived its deadline"
 
     def check_step(self, ids: Iterable[str], planned_at: float) -> None:
-        """What a step computes that was planned then."""
+        """Check that a step computes no request whose client had left before the plan.
+
+        Args:
+            ids: sequences of the step.
+            planned_at: time of the plan.
+        """
         for name in ids:
             request_id = name.split("/")[1]
             left_at = self.left_at.get(request_id, math.inf) if request_id.startswith("h") else math.inf
             assert planned_at <= left_at + ROUNDING_SECONDS, (
-                f"{name} left at {left_at:.3f}, and is computed by a step that was planned at {planned_at:.3f}"
+                f"{name} left at {left_at:.3f}, but is computed by a step that was planned at {planned_at:.3f}"
             )
 
     def check_over(self) -> None:
-        """After everybody has left."""
+        """Check the rules after all clients have left."""
         counters = self._server.counters()
         failed = (counters.exchanges_failed_total, counters.connections_failed_total)
         assert failed == (0, 0), f"exchanges and connections that failed by a fault of the server: {failed}"
@@ -209,11 +240,11 @@ class HttpServer:
         assert not self.inside
 
     def _check_let_go(self, ask: Ask) -> None:
-        """Its exchange has ended, however: nothing of it computes but the step in flight."""
+        """Check that at most the step in flight computes a request whose exchange has ended."""
         for live in self.fake.current_core.live_requests():
             if ask.id is not None and live.request.id.split("/")[1] == ask.id:
                 is_marked = live.steps_in_flight and live.abort_reason is not None
-                assert is_marked, f"the exchange of {ask.id} has ended, and {live.request.id} goes on"
+                assert is_marked, f"the exchange of {ask.id} has ended, but {live.request.id} is still computed"
 
 
 async def _fail(error: AssertionError) -> None:

@@ -1,4 +1,4 @@
-"""What a client is shown of tokens that are bytes."""
+"""Text of tokens that are bytes."""
 
 from __future__ import annotations
 
@@ -9,5 +9,10 @@ __all__ = ["text_of"]
 
 
 def text_of(tokens: Sequence[int], *, is_whole: bool) -> str:
-    """Half a character at the end is shown only when it is known that the rest will not come."""
+    """Return the text of tokens. Half a character at the end is only shown if its rest will not come.
+
+    Args:
+        tokens: bytes of the text.
+        is_whole: True if no more tokens come.
+    """
     return codecs.getincrementaldecoder("utf-8")("replace").decode(bytes(tokens), is_whole)

@@ -1,7 +1,7 @@
-"""What clients inside have borrowed, by books of the simulation's own: which adapter, in which loading, which images.
+"""Records of the adapters and images that clients inside use.
 
-Every loan ends with its request: while it lasts the engine counts it, and when the core has nothing of the request any
-more it counts it no longer.
+A use ends with its request: the engine must count it until then. After the core has released the request, it must not
+count it any more.
 """
 
 from __future__ import annotations
@@ -25,7 +25,14 @@ __all__ = ["Lending"]
 
 
 class _Loan(NamedTuple):
-    """adapter: the loading that it has; None: none. deadline: when it is ended, since its adapter is unloaded."""
+    """The use of an adapter and of images by one client.
+
+    Attributes:
+        client: the client.
+        stream: its stream.
+        adapter: the loaded adapter. None: none.
+        deadline: time at which it is ended, since its adapter is unloaded.
+    """
 
     client: Client
     stream: RequestStream
@@ -34,18 +41,25 @@ class _Loan(NamedTuple):
 
 
 class Lending:
-    """tell, count: of the simulation."""
+    """Records of used adapters and images.
+
+    Args:
+        stage: the engine.
+        tell: receives trace lines.
+        count: counts occurrences.
+    """
 
     def __init__(self, stage: Stage, *, tell: Callable[[str], None], count: Callable[[str], None]) -> None:
         self._stage = stage
         self._tell = tell
         self._count = count
-        self._named: dict[str, AdapterRef] = {}  # what each name leads to
+        self._named: dict[str, AdapterRef] = {}  # the current adapter of each name
         self._loading: dict[
             str, list[str]
-        ] = {}  # by name, of those under way, whether "ready" or "retired" comes of it
-        self._loans: dict[int, _Loan] = {}  # of the clients that are inside, by their numbers
-        self._leaving: list[_Loan] = []  # of those that have left, and that the core is not done with yet
+            # by name, the state of each running load: "ready" if it may succeed, "retired" if it was unloaded meanwhile
+        ] = {}
+        self._loans: dict[int, _Loan] = {}  # uses of the clients inside, by number
+        self._leaving: list[_Loan] = []  # uses of clients that have left while the core still has their request
 
     def engine_options(self) -> dict[str, Any]:
         stage = self._stage
@@ -61,27 +75,50 @@ class Lending:
     # --- clients ---
 
     def begin(self, client: Client, stream: RequestStream) -> None:
-        """It is about to enter."""
+        """Note that a client is about to enter.
+
+        Args:
+            client: the client.
+            stream: its stream.
+        """
         self._loans[client.number] = _Loan(client, stream, self._named.get(client.adapter))
 
     def check_refused(self, client: Client) -> None:
-        """It was told that its adapter is not there."""
-        assert client.adapter, f"client {client.number} asked for no adapter"
-        assert self._loans[client.number].adapter is None, f"client {client.number}: {client.adapter} is there"
+        """Check a client that was refused since its adapter is not loaded.
+
+        Args:
+            client: the client.
+        """
+        assert client.adapter, f"client {client.number} has no adapter"
+        assert self._loans[client.number].adapter is None, (
+            f"client {client.number} was refused, but {client.adapter} is loaded"
+        )
 
     def end(self, client: Client) -> None:
-        """It has left, however that came."""
+        """Note that a client has left.
+
+        Args:
+            client: the client.
+        """
         loan = self._loans.pop(client.number)
         self._leaving = [left for left in (*self._leaving, loan) if left.stream._request.core_count]
 
     def adapter_of(self, client: Client) -> AdapterRef | None:
-        """Of one that has entered."""
+        """Return the adapter of a client inside.
+
+        Args:
+            client: the client.
+        """
         loan = self._loans[client.number]
-        assert not client.adapter or loan.adapter is not None, f"client {client.number} was let in without an adapter"
+        assert not client.adapter or loan.adapter is not None, f"client {client.number} entered without its adapter"
         return loan.adapter
 
     def may_be_ended(self, client: Client) -> bool:
-        """Whether its adapter was unloaded so long ago."""
+        """Return True if the deadline after the unload of its adapter has passed.
+
+        Args:
+            client: the client.
+        """
         return trio.current_time() >= self._loans[client.number].deadline
 
     # --- operators ---
@@ -103,12 +140,12 @@ class Lending:
             is_right = must_be_refused or under_way[place] == "retired" or refusal.reason == "too_many"
             assert is_right, f"{name} is not loaded: {refusal}"
         else:
-            assert not must_be_refused, f"{name} is loaded a second time"
-            assert under_way[place] == "ready", f"{name} was unloaded while it was loaded, and is there"
+            assert not must_be_refused, f"{name} was loaded a second time"
+            assert under_way[place] == "ready", f"{name} was unloaded during its load, but is loaded"
             loaded = fake.adapters.book.get(name)
             assert loaded is not None
             assert loaded.ref is not None
-            assert loaded.ref.digest == fake_adapter_digest(path), f"{name} is something else than {path}"
+            assert loaded.ref.digest == fake_adapter_digest(path), f"{name} has other weights than {path}"
             self._named[name] = loaded.ref
             self._note("load", name, "ready")
         under_way[place] = "done"
@@ -130,14 +167,15 @@ class Lending:
         try:
             await fake.unload_adapter(name, seconds=order.seconds)
         except UnknownModel:
-            assert not is_there, f"{name} was there, and could not be unloaded"
+            assert not is_there, f"{name} was loaded, but could not be unloaded"
             self._note("unload", name, "unknown")
             return
-        assert is_there, f"{name} was unloaded, and had not been there"
+        assert is_there, f"{name} was unloaded, but was not loaded"
         if before is not None:
-            assert not any(loan.adapter == before for loan in self._open()), f"{name} is gone, and in use"
-            is_left = fake.sleep_level != 2 and before.id in fake.executor.adapters  # asleep so deep, nothing is there
-            assert not is_left, f"{name} is gone, and takes memory"
+            assert not any(loan.adapter == before for loan in self._open()), f"{name} is unloaded, but still in use"
+            # In deep sleep, no adapter is in memory.
+            is_left = fake.sleep_level != 2 and before.id in fake.executor.adapters
+            assert not is_left, f"{name} is unloaded, but still in memory"
         self._note("unload", name, "done")
         self.check(fake)
 
@@ -145,22 +183,33 @@ class Lending:
         self._tell(f"{what} {name}: {outcome}")
         self._count(f"{what}s: {outcome}")
 
-    # --- what has to hold at any moment ---
+    # --- rules at any time ---
 
     def check(self, fake: FakeEngine) -> None:
-        """Loans as the engine counts them."""
+        """Compare the uses with the engine's counts.
+
+        Args:
+            fake: the engine.
+        """
         self._leaving = [loan for loan in self._leaving if loan.stream._request.core_count]
         if fake.fault is None:
             self._check_adapters(fake)
             self._check_images(fake)
         now = trio.current_time()
         for loan in self._open():
-            assert now <= loan.deadline, f"client {loan.client.number} goes on with an adapter that is to be gone"
+            assert now <= loan.deadline, (
+                f"client {loan.client.number} still runs after the deadline of its unloaded adapter"
+            )
 
     def check_step(self, fake: FakeEngine, adapters: Iterable[AdapterRef | None]) -> None:
-        """A step computes with these."""
+        """Check that the adapters of a step are in memory.
+
+        Args:
+            fake: the engine.
+            adapters: adapters of the step.
+        """
         for adapter in adapters:
-            assert adapter is None or adapter.id in fake.executor.adapters, f"a step misses adapter {adapter}"
+            assert adapter is None or adapter.id in fake.executor.adapters, f"a step lacks adapter {adapter}"
 
     def _open(self) -> list[_Loan]:
         return [loan for loan in self._loans.values() if not loan.stream.is_finished]
@@ -169,12 +218,12 @@ class Lending:
         book = fake.adapters.book
         book.check()
         named = {adapter.name: adapter.ref for adapter in book}
-        assert named == self._named, f"names lead to {named}, and ought to lead to {self._named}"
-        everybody = [*self._loans.values(), *self._leaving]
-        refs = {loan.adapter for loan in everybody if loan.adapter is not None} | {*self._named.values()}
+        assert named == self._named, f"the names have the adapters {named}, expected are {self._named}"
+        all_loans = [*self._loans.values(), *self._leaving]
+        refs = {loan.adapter for loan in all_loans if loan.adapter is not None} | {*self._named.values()}
         for ref in refs:
             least = sum(loan.adapter == ref for loan in self._open())
-            most = sum(loan.adapter == ref for loan in everybody)
+            most = sum(loan.adapter == ref for loan in all_loans)
             count = book.user_count(ref.id)
             assert least <= count <= most, f"adapter {ref} has {count} users, expected are {least} to {most}"
 
@@ -189,13 +238,17 @@ class Lending:
         assert least <= claimed <= most, f"{claimed} bytes of images are in use, expected are {least} to {most}"
 
     def check_end(self, fake: FakeEngine) -> None:
-        """Everybody has left."""
+        """Check the end, after all clients have left.
+
+        Args:
+            fake: the engine.
+        """
         self.check(fake)
         ids = {ref.id for ref in self._named.values()}
-        assert fake.executor.adapters == ids, f"adapters {fake.executor.adapters} are in memory, {ids} have names"
+        assert fake.executor.adapters == ids, f"adapters {fake.executor.adapters} are in memory, but {ids} have names"
 
 
 def _bytes_of(loans: Iterable[_Loan]) -> int:
-    """Return the bytes of all their images. One that is used with two salts is encoded twice."""
+    """Return the bytes of all their images. An image that is used with two salts is encoded twice."""
     used = {(loan.client.salt, picture) for loan in loans for picture in loan.client.images}
     return bytes_of([picture for _, picture in used])

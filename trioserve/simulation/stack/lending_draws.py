@@ -1,5 +1,4 @@
-"""What clients of a simulation of the stack borrow: adapters that come and go under them, and what the model has made
-of images, for which there is little room."""
+"""Draws adapters that are loaded and unloaded during requests, and images for which the encoder has little memory."""
 
 from __future__ import annotations
 
@@ -20,28 +19,41 @@ __all__ = [
 ]
 
 LENDING_SHARE = 0.5
-LENDING_CLIENTS_MIN = 5  # fewer do not meet
-IMAGE_BLOCKS = 18  # two images and a short text, also of the smallest pool
+LENDING_CLIENTS_MIN = 5  # with fewer clients, requests rarely meet
+IMAGE_BLOCKS = 18  # enough for two images and a short text, in addition to the smallest pool
 NAMES = ("a", "b")
 CONTENTS = ("x", "y", "z")
-ROOMS = (10, 10, 13, 40)  # tiles; two images have ten at most
+ROOMS = (10, 10, 13, 40)  # tiles, of which two images have at most ten
 
 Moment = Callable[[float], float]
-"""A moment in so many seconds."""
+"""Draws a time within a number of seconds."""
 
 
 def drawn_shelf(rng: Random) -> dict[str, Any]:
-    """What a stage has for adapters."""
+    """Draw a stage's settings for adapters.
+
+    Args:
+        rng: source of randomness.
+    """
     return {"adapters_max": rng.choice((1, 2, 2)), "load_seconds": rng.choice((0.0, 0.0, 0.01))}
 
 
 def drawn_room(rng: Random) -> dict[str, Any]:
-    """And for images."""
+    """Draw a stage's settings for images.
+
+    Args:
+        rng: source of randomness.
+    """
     return {"room_tiles": rng.choice(ROOMS), "tile_seconds": rng.choice((0.0, 0.001, 0.005))}
 
 
 def drawn_name(rng: Random) -> str:
-    """Of the adapter that a client asks for: none, one of those that come and go, or rarely one that never is."""
+    """Draw the adapter of a client: none, an adapter that is loaded and unloaded, or rarely an adapter that never
+    exists.
+
+    Args:
+        rng: source of randomness.
+    """
     return rng.choice(("", *3 * NAMES, "nobody's"))
 
 
@@ -50,7 +62,13 @@ def drawn_pictures(rng: Random) -> tuple[int, ...]:
 
 
 def drawn_loads(rng: Random, moment: Moment, span: float) -> list[dict[str, Any]]:
-    """Each name at the beginning, and more in between, some of them under a name that is taken."""
+    """Draw loads of adapters: each name at the start, and later more, some of them with a name that is in use.
+
+    Args:
+        rng: source of randomness.
+        moment: draws a time within a number of seconds.
+        span: seconds in which everything begins.
+    """
     loads = [{"at": 0.0, "name": name, "content": rng.choice(CONTENTS)} for name in NAMES]
     for _ in range(rng.randint(0, 4)):
         at, name, content = moment(span), rng.choice(NAMES), rng.choice(CONTENTS)

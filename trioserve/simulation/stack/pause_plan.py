@@ -1,4 +1,7 @@
-"""Who pauses a simulated engine, has it sleep and go on, and replaces its weights: drawn from a seed beforehand."""
+"""Acts of operators that pause, resume, put to sleep and wake a simulated engine, and replace its weights.
+
+They are drawn from a seed before the run.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["Halt", "Pause", "Resume", "Sleep", "Swap", "Wake", "drawn_halts", "drawn_swaps", "giving_back"]
+__all__ = ["Halt", "Pause", "Resume", "Sleep", "Swap", "Wake", "drawn_halts", "drawn_swaps", "with_retraction"]
 
 PAUSE_SHARE = 0.45
 HALTS_MAX = 7
@@ -17,13 +20,19 @@ SWAPS_MAX = 5
 
 Mode = Literal["abort", "wait", "keep"]
 MODES: tuple[Mode, ...] = ("abort", "wait", "keep")
-RETRACTED_SHARE = 0.4  # of pauses that keep
+RETRACTED_SHARE = 0.4  # share of the pauses that keep requests
 CLEARING_SHARE = 0.3
 
 
 class Pause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="pause"):
-    """mode: what becomes of those that have begun. clears: what was computed is no hit afterwards. patience: seconds
-    until who asked leaves; None: never."""
+    """A pause.
+
+    Attributes:
+        at: time.
+        mode: effect on running requests.
+        clears: True if computed blocks must not be reused afterwards.
+        patience: seconds until the operator leaves. None: never.
+    """
 
     at: float
     mode: Mode | Literal["retract"] = "keep"
@@ -36,7 +45,11 @@ class Resume(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class Sleep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="sleep"):
-    """See Pause. level: 1 keeps the weights."""
+    """A sleep. The other attributes are as in Pause.
+
+    Attributes:
+        level: 1 keeps the weights.
+    """
 
     at: float
     level: int = 1
@@ -50,8 +63,16 @@ class Wake(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="w
 
 
 class Swap(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="swap"):
-    """New weights. number: which ones, and their version. in_flight: what becomes of those that have begun. seconds:
-    that writing them takes. breaks: they come only in part."""
+    """New weights.
+
+    Attributes:
+        at: time.
+        number: number of the weights, and of their version.
+        in_flight: effect on running requests.
+        seconds: duration of writing them.
+        breaks: True if only a part of them is written.
+        patience: seconds until the operator leaves. None: never.
+    """
 
     at: float
     number: int
@@ -67,7 +88,14 @@ Halt = Pause | Resume | Sleep | Wake | Swap
 def drawn_halts(
     rng: Random, moment: Callable[[float], float], span: float, *, levels: Sequence[int] = (1, 2)
 ) -> list[Halt]:
-    """Mostly none. moment: one in so many seconds. levels: of sleep."""
+    """Draw pauses and sleeps. Mostly there are none.
+
+    Args:
+        rng: source of randomness.
+        moment: draws a time within a number of seconds.
+        span: seconds in which everything begins.
+        levels: levels of sleep.
+    """
     if rng.random() >= PAUSE_SHARE:
         return []
     sleeps = rng.random() < 0.6
@@ -87,8 +115,12 @@ def drawn_halts(
     return halts
 
 
-def giving_back(halt: Halt) -> Halt:
-    """The same; some pauses of an engine of texts have KV given back."""
+def with_retraction(halt: Halt) -> Halt:
+    """Return the act, in which some pauses of a text engine retract requests or clear the prefix cache.
+
+    Args:
+        halt: the act.
+    """
     if not isinstance(halt, Pause):
         return halt
     rng = Random(f"{halt.at} {halt.mode}")
@@ -98,7 +130,13 @@ def giving_back(halt: Halt) -> Halt:
 
 
 def drawn_swaps(rng: Random, moment: Callable[[float], float], span: float) -> list[Halt]:
-    """For responses that are looked at token by token."""
+    """Draw new weights, for responses that are checked token by token.
+
+    Args:
+        rng: source of randomness.
+        moment: draws a time within a number of seconds.
+        span: seconds in which everything begins.
+    """
     if rng.random() >= SWAP_SHARE:
         return []
     return [

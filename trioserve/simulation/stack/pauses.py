@@ -1,8 +1,8 @@
-"""Pauses and sleeps in a simulation of an engine, by books of the simulation's own.
+"""Pauses and sleeps in a simulation of an engine, with independent records.
 
-The books follow from what operators have asked, and are compared with the engine after every turn of a task: whether it
-pauses and sleeps, that no step begins meanwhile, that nobody new gets to the core, that who is to end has ended, and
-that a caller who leaves takes back what it may.
+The records follow from the operators' calls. After every turn of a task, they are compared with the engine: it pauses
+and sleeps as requested, no step begins meanwhile, no new request gets to the core, requests that must end have ended,
+and an operator who leaves cancels what can be cancelled.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROUNDING_SECONDS = 1e-6
 class HaltedCore(Protocol):
     @property
     def flights(self) -> Any:
-        """Of steps; has a length."""
+        """The steps in flight, which have a length."""
         ...
 
     def live_requests(self) -> Iterable[Any]: ...
@@ -35,7 +35,7 @@ class HaltedCore(Protocol):
 
 
 class HaltedEngine(Protocol):
-    """A fake engine, of texts or of pictures."""
+    """A fake engine, of texts or of images."""
 
     @property
     def core(self) -> HaltedCore: ...
@@ -62,11 +62,18 @@ class HaltedEngine(Protocol):
 
 
 class Pauses(trio.abc.Instrument):
-    """An instrument of trio.run, which changes nothing. tell, count: of the simulation. note_ended: hears of a request
-    that is about to be ended, and the stop_reason that it is told. step_seconds_max: what a step takes at most.
+    """Records of pauses and sleeps. It is an instrument of trio.run and changes nothing.
 
-    state: "runs", "drains" (what has begun goes on, and nothing new begins) or "paused". level: of its sleep, 0 while
-    it is awake. engine: to be set when there is one.
+    Args:
+        tell: receives trace lines.
+        count: counts occurrences.
+        note_ended: called with a request that is about to be ended, and its stop reason.
+        step_seconds_max: maximum duration of a step.
+
+    Attributes:
+        state: "runs", "drains" (running requests continue, but no new ones begin) or "paused".
+        level: level of its sleep. 0: it is awake.
+        engine: the engine. Set it when there is one.
     """
 
     def __init__(
@@ -82,34 +89,41 @@ class Pauses(trio.abc.Instrument):
         self.level = 0
         self._tell, self._count, self._note_ended = tell, count, note_ended
         self._step_seconds_max = step_seconds_max
-        self._is_of_sleep = False  # it pauses for a sleep alone, and goes on afterwards
+        self._is_of_sleep = False  # True: it pauses only for a sleep, and resumes afterwards
         self._is_woken = False
-        self._changes = {"resumed": 0, "woken": 0, "slept": 0}  # how often; who waits finds that others came before
-        self._admitted: set[str] = set()  # sequences that may be in the core while it is held up
-        self._closed_at: tuple[HaltedCore, int] | None = None  # how many steps had begun by then
+        # number of changes, by which a waiting operator finds that others came before
+        self._changes = {"resumed": 0, "woken": 0, "slept": 0}
+        self._admitted: set[str] = set()  # sequences that may be in the core during a pause
+        # the core, and the number of its steps at the beginning of the pause
+        self._closed_at: tuple[HaltedCore, int] | None = None
         self._must_be_over: list[AnyScope] = []
-        self._sleepers: dict[Task, Sleep] = {}  # who is inside of `sleep`
-        self._asks_later: set[Task] = set()  # of these, those that wait for it to be awake first
+        self._sleepers: dict[Task, Sleep] = {}  # tasks inside of `sleep`
+        self._asks_later: set[Task] = set()  # those of them that must first wait until the engine is awake
         self._violation: str | None = None
 
     @property
     def holds_up(self) -> bool:
-        """Whether nothing new may begin."""
+        """True if no new requests may begin."""
         return self.state != "runs" or self.level > 0
 
     @property
     def is_closed(self) -> bool:
-        """Whether no step may begin."""
+        """True if no step may begin."""
         return self.state == "paused" or self.level > 0
 
     def check(self) -> None:
-        """Assert that nothing was amiss so far. (An instrument must not raise.)"""
+        """Assert that no rule was broken so far. It is a separate call, since an instrument must not raise."""
         assert self._violation is None, self._violation
 
-    # --- what operators do ---
+    # --- operators ---
 
     async def operate(self, fake: HaltedEngine, halts: Iterable[Halt]) -> None:
-        """All of that, and in the end it goes on."""
+        """Do all acts, then wake the engine up and resume it.
+
+        Args:
+            fake: the engine.
+            halts: the acts.
+        """
         async with trio.open_nursery() as nursery:
             for halt in halts:
                 nursery.start_soon(self._halt, fake, halt)
@@ -121,7 +135,7 @@ class Pauses(trio.abc.Instrument):
         self.check()
 
     async def _finish(self) -> None:
-        """It is awake, and resumed: what is still in the way goes."""
+        """Undo what still prevents the engine from running, after it was woken up and resumed."""
 
     async def _halt(self, fake: HaltedEngine, halt: Halt) -> None:
         await trio.sleep(halt.at)
@@ -142,18 +156,18 @@ class Pauses(trio.abc.Instrument):
             # An operator whose patience is zero leaves at the first checkpoint, before it can be refused.
             left_at_once = outcome == "left" and getattr(halt, "patience", None) == 0
             is_refused = is_over and fake.fault is None and not left_at_once
-            assert not is_refused, f"the {what} was to be refused, and is {outcome}"
+            assert not is_refused, f"the {what} must be refused, but is {outcome}"
         self._tell(f"{what}: {outcome}")
         self._count(f"{what}s: {outcome}")
         self.check()
 
     async def _act(self, fake: HaltedEngine, halt: Halt) -> str:
-        """Returns what came of it. Raises what refuses it."""
+        """Do one act and return its outcome. Raises the engine's refusal."""
         if isinstance(halt, Pause):
             return await self._pause(fake, halt)
         if isinstance(halt, Sleep):
             return await self._sleep(fake, halt)
-        assert isinstance(halt, Wake), f"{halt} is nothing that this engine does"
+        assert isinstance(halt, Wake), f"{halt} is not an act for this engine"
         return await self._wake(fake, halt)
 
     async def _pause(self, fake: HaltedEngine, order: Pause) -> str:
@@ -168,19 +182,19 @@ class Pauses(trio.abc.Instrument):
         if fake.fault is not None or fake.draining or self._changes["resumed"] != resumed:
             return "overtaken"
         self.check()
-        assert self.state == "paused", f"a pause has returned, and the engine {self.state}"
-        assert not fake.current_core.flights, "a pause has returned, and a step is in flight"
+        assert self.state == "paused", f"a pause has returned, but the engine {self.state}"
+        assert not fake.current_core.flights, "a pause has returned, but a step is in flight"
         late_at = asked_at + STEPS_IN_FLIGHT_MAX * self._step_seconds_max + ROUNDING_SECONDS
         assert order.mode == "wait" or trio.current_time() <= late_at, "a pause takes longer than the steps in flight"
         self._check_given_back(order)
         return order.mode
 
     async def _pause_engine(self, fake: HaltedEngine, order: Pause) -> None:
-        assert order.mode != "retract", "this engine has nothing that could be given back"
+        assert order.mode != "retract", "this engine cannot retract"
         await fake.pause_generation(order.mode)
 
     def _check_given_back(self, order: Pause) -> None:
-        """It pauses, right now."""
+        """Check the freed memory at the moment at which a pause returns."""
 
     async def _sleep(self, fake: HaltedEngine, order: Sleep) -> str:
         task, before = trio.lowlevel.current_task(), dict(self._changes)
@@ -190,7 +204,8 @@ class Pauses(trio.abc.Instrument):
             if self._waits_for_its_turn(order):
                 self._asks_later.add(task)
             elif self.level and self._is_woken:
-                # Whoever is woken and cancelled at once has asked or has not, and nobody can say which: it stays.
+                # If it is woken up and cancelled at the same moment, it is unknown if it has requested a sleep. So it
+                # must stay.
                 self._asks_later.add(task)
                 patience = None
             elif not self.level:
@@ -211,8 +226,8 @@ class Pauses(trio.abc.Instrument):
         if any(self._changes[what] != before[what] for what in ("resumed", "woken")):
             return "overtaken"
         self.check()
-        assert self.level, "a sleep has returned, and the engine is awake"
-        assert fake.current_core is not fake.core, "a sleep has returned, and its memory is still there"
+        assert self.level, "a sleep has returned, but the engine is awake"
+        assert fake.current_core is not fake.core, "a sleep has returned, but its memory is not freed"
         return f"level {order.level}"
 
     async def _wake(self, fake: HaltedEngine, order: Wake) -> str:
@@ -225,21 +240,25 @@ class Pauses(trio.abc.Instrument):
         if scope.cancelled_caught:
             return "left"
         is_up = not self.level or self._changes["slept"] != slept or fake.draining
-        assert is_up, "it was woken up, and sleeps"
+        assert is_up, "the engine was woken up, but sleeps"
         return "done" if was else "nothing to do"
 
-    # --- the books ---
+    # --- records ---
 
     def _waits_for_its_turn(self, halt: Halt) -> bool:
-        """Whether others may go before it, and it asks for nothing until then."""
+        """Return True if other operators may go before this act, which requests nothing until then."""
         return False
 
     def _is_turn_of(self, task: Task) -> bool:
-        """Of one that asks later: whether it does now."""
+        """Return True if a task that waits for its turn makes its request now."""
         return not (self.level and self._is_woken)
 
     def note_drained(self, fake: HaltedEngine) -> None:
-        """It is about to be drained: where it cannot go on, what it keeps ends."""
+        """Note that the engine is about to drain. During a pause, its running requests cannot continue, so they end.
+
+        Args:
+            fake: the engine.
+        """
         if self.is_closed:
             self._end_for_drain(self._begun(fake))
 
@@ -250,7 +269,7 @@ class Pauses(trio.abc.Instrument):
                 self._note_ended(request, "server_stopping")
 
     def _ask(self, fake: HaltedEngine, mode: str) -> None:
-        """A pause is asked for, right now."""
+        """Note that a pause is requested now."""
         begun = self._begun(fake)
         self._hold_up(begun)
         if mode != "wait":
@@ -272,7 +291,8 @@ class Pauses(trio.abc.Instrument):
             self._admitted = {choice.sequence_id for request in begun for choice in request.choices}
             fake = self.engine
             assert fake is not None
-            self._admitted |= {live.request.id for live in fake.current_core.live_requests()}  # who has left, too
+            # also sequences whose client has left
+            self._admitted |= {live.request.id for live in fake.current_core.live_requests()}
 
     def _close(self, fake: HaltedEngine) -> None:
         if not self.is_closed:
@@ -288,7 +308,7 @@ class Pauses(trio.abc.Instrument):
         fake.resume_generation()
 
     def _begun(self, fake: HaltedEngine) -> list[AnyScope]:
-        """Those with the core, and those that were, and that it gets again."""
+        """Return the requests that are in the core, or will be there again after they were there."""
         ids = {live.request.id for live in fake.current_core.live_requests()}
         return [
             request
@@ -316,12 +336,15 @@ class Pauses(trio.abc.Instrument):
                 self._violation = f"at {trio.current_time():.3f}: {self._violation}"
 
     def _settle(self, fake: HaltedEngine) -> None:
-        """What has begun may have ended. Who has left, and is in the step in flight, need not be waited for."""
+        """Note that running requests may have ended.
+
+        Requests that were left and are in the step in flight do not count.
+        """
         if self.state == "drains":
             lives = list(fake.current_core.live_requests())
             is_upcoming = any(request.upcoming for request in fake.open_requests)
-            goes_on = is_upcoming or any(live.abort_reason is None for live in lives)
-            if not (lives or is_upcoming) or (fake.is_paused and not goes_on):
+            continues = is_upcoming or any(live.abort_reason is None for live in lives)
+            if not (lives or is_upcoming) or (fake.is_paused and not continues):
                 self._close(fake)
 
     def _follow(self, fake: HaltedEngine, task: Task) -> str | None:
@@ -334,13 +357,15 @@ class Pauses(trio.abc.Instrument):
         if level:
             order = self._sleepers.get(task)
             if order is None or order.level != level or self.level:
-                return f"it sleeps at level {level}, and nobody asked for that"
+                return f"the engine sleeps at level {level}, which no operator requested"
             if self.state != "paused" or fake.current_core.flights:
-                return f"it falls asleep, and {self.state} with {len(fake.current_core.flights)} steps in flight"
+                return (
+                    f"the engine falls asleep, but {self.state} with {len(fake.current_core.flights)} steps in flight"
+                )
             self._is_woken = False
             self._changes["slept"] += 1
         elif not self._is_woken:
-            return "it is awake, and nobody woke it up"
+            return "the engine is awake, but no operator woke it up"
         self.level = level
         if not level and self._is_of_sleep:
             self._resume()
@@ -348,22 +373,22 @@ class Pauses(trio.abc.Instrument):
 
     def _look(self, fake: HaltedEngine) -> str | None:
         if fake.is_paused != (self.state == "paused"):
-            return f"it {'pauses' if fake.is_paused else 'does not pause'}, and ought to be {self.state}"
+            return f"the engine {'pauses' if fake.is_paused else 'does not pause'}, but its state must be: {self.state}"
         unended = [request.id for request in self._must_be_over if not request.is_finished]
         self._must_be_over.clear()
         if unended:
-            return f"{unended} were to end with the pause, and go on"
+            return f"{unended} must end with the pause, but have not"
         is_ready = not self.holds_up and not fake.draining and fake.reopens_at is None
         if fake.ready != is_ready:
             return (
-                f"it says that it is {'ready' if fake.ready else 'not ready'}, and {self.state}, asleep: {self.level}"
+                f"the engine reports {'ready' if fake.ready else 'not ready'}, but {self.state}, asleep: {self.level}"
             )
         if not self.holds_up:
             return None
         core = fake.current_core
         new = [live.request.id for live in core.live_requests() if live.request.id not in self._admitted]
         if new:
-            return f"{new} began while it {self.state}, asleep: {self.level}"
+            return f"{new} began while the engine {self.state}, asleep: {self.level}"
         if not self.is_closed:
             return None
         if self._closed_at is None or self._closed_at[0] is not core:

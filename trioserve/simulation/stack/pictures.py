@@ -1,4 +1,4 @@
-"""Prompts with images in a simulation of the stack: what a client sends, and what the model has to see of it."""
+"""Prompts with images in a simulation of the stack: the client's request, and the model's input."""
 
 from __future__ import annotations
 
@@ -30,12 +30,16 @@ SIGNS = (
     "<global-img>",
     *(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)),
 )
-HEIGHTS = (8, 16, 8, 16)  # of the pictures, which are 16 pixels wide
-TILES = (3, 5, 3, 5)  # that they become
+HEIGHTS = (8, 16, 8, 16)  # of the images, which are 16 pixels wide
+TILES = (3, 5, 3, 5)  # tiles of each image
 
 
 def prompt_of(client: Client) -> Prompt:
-    """What the client sends."""
+    """Return the prompt that a client sends.
+
+    Args:
+        client: the client.
+    """
     if not client.images:
         return list(client.prompt)
     parts: list[dict[str, Any]] = [{"type": "image", "image": _picture(number)} for number in client.images]
@@ -43,18 +47,26 @@ def prompt_of(client: Client) -> Prompt:
 
 
 def encoded_prompt(client: Client) -> tuple[tuple[int, ...], tuple[GivenRows, ...]]:
-    """What the model is to see of it: the tokens, and the rows that are given, whose names count for nothing here."""
+    """Return the model's input: the tokens, and the image rows, whose digests do not matter here.
+
+    Args:
+        client: the client.
+    """
     return _encoded(client.prompt, client.images) if client.images else (client.prompt, ())
 
 
 def bytes_of(pictures: Collection[int]) -> int:
-    """Return the size of what the model makes of these pictures."""
+    """Return the size of the encoder outputs of images.
+
+    Args:
+        pictures: numbers of the images.
+    """
     return sum(TILES[picture] for picture in pictures) * FAKE_IMAGES.tile_bytes
 
 
 @functools.cache
 def picture_tokenizer() -> Tokenizer:
-    """The signs around tiles are one token each, so that the prompts are short."""
+    """Return a tokenizer in which each sign around tiles is one token, so that prompts are short."""
     return byte_tokenizer(TEMPLATE, has_images=True, signs=SIGNS)
 
 
@@ -77,7 +89,7 @@ def _text(prompt: tuple[int, ...]) -> str:
 
 @functools.cache
 def _picture(number: int) -> bytes:
-    """A PNG in greys, no two of its tiles alike."""
+    """Return a grey PNG whose tiles all differ."""
     width, height = 16, HEIGHTS[number]
     header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
     lines = b"".join(b"\0" + bytes(50 * number + 3 * column + row for column in range(width)) for row in range(height))

@@ -1,5 +1,7 @@
-"""Who does what and when in a simulation of the stack: drawn from a seed beforehand, so that the order in which tasks
-run changes nothing of it."""
+"""The plan of a simulation of the stack: who does what and when.
+
+It is drawn from a seed before the run, so that it does not depend on the order in which tasks run.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ from trioserve.simulation.stack.lending_draws import (
     drawn_shelf,
     drawn_unloads,
 )
-from trioserve.simulation.stack.pause_plan import Halt, Sleep, Wake, drawn_halts, drawn_swaps, giving_back
+from trioserve.simulation.stack.pause_plan import Halt, Sleep, Wake, drawn_halts, drawn_swaps, with_retraction
 from trioserve.simulation.stack.seams import FORM_SHARE, drawn_known_count, drawn_stops
 from trioserve.testing.byte_tokenizer import BYTE_VOCAB_SIZE
 from trioserve.vision.image_file import why_no_images
@@ -55,11 +57,26 @@ BLOCK_SIZE = 4
 
 
 class Client(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="client"):
-    """A task with a request. number: its own; id: the request's, which others may use, too.
+    """A task with a request to the engine.
 
-    pause: seconds between two reads. leaves_after: so many deltas; None: reads to the end. patience: seconds until its
-    scope is cancelled. timeout, queue_timeout: the request's own deadlines. form: see Ask. adapter: the name of the one
-    that it asks for; "": none. images: numbers of the pictures before its prompt, which is a text then.
+    Attributes:
+        number: number of the client.
+        id: id of the request, which other clients may use too.
+        at: start time.
+        prompt: token ids of the prompt.
+        output: maximum number of tokens.
+        choices: number of choices.
+        priority: priority of the request.
+        salt: cache salt.
+        temperature: sampling temperature.
+        pause: seconds between two reads.
+        leaves_after: number of deltas after which it leaves. None: it reads to the end.
+        patience: seconds until its scope is cancelled. None: never.
+        timeout: the request's own deadline in seconds, or None.
+        queue_timeout: the request's own queue deadline in seconds, or None.
+        form: allowed texts, as in Ask.
+        adapter: name of its adapter. "": none.
+        images: numbers of the images before its prompt, which is then a text.
     """
 
     number: int
@@ -82,7 +99,14 @@ class Client(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="load"):
-    """The operator loads an adapter. content: what it is, whatever its name. replaces: it may take the name over."""
+    """The operator loads an adapter.
+
+    Attributes:
+        at: time.
+        name: name of the adapter.
+        content: identifies its weights.
+        replaces: True if it may replace another adapter with that name.
+    """
 
     at: float
     name: str
@@ -91,7 +115,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="l
 
 
 class Unload(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="unload"):
-    """The operator takes a name away. seconds: then its users are ended; None: never."""
+    """The operator unloads an adapter. After `seconds`, requests that still use it are ended. None: never."""
 
     at: float
     name: str
@@ -99,13 +123,27 @@ class Unload(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="stage"):
-    """The engine. step_seconds: how long the steps take, in turn. fault_at: the step at which it breaks; None: it does
-    not. overlaps: steps are planned ahead. draft_tokens: draft tokens of a request in a step. vocab_size: tokens that
-    the model knows; of few it makes text that can be drafted. schedule_seed: decides who goes first among the tasks
-    that can run. front: what clients over HTTP find. family: how the model writes calls of tools; "":
-    nobody offers it any. adapters_max: that may be loaded; load_seconds: what reading one takes. room_tiles: of which
-    the model's rows are kept; 0: it sees no images. tile_seconds: what encoding one takes. opening_seconds: what waking
-    up takes."""
+    """The engine.
+
+    Attributes:
+        block_count: KV blocks.
+        max_num_seqs: maximum number of running sequences.
+        step_tokens_max: maximum number of tokens of a step.
+        waiting_requests_max: maximum number of waiting requests.
+        step_seconds: durations of steps, in turn.
+        schedule_seed: decides the order of tasks that can run.
+        fault_at: number of the step at which the engine breaks. None: it does not.
+        overlaps: True if steps are planned ahead.
+        draft_tokens: maximum number of draft tokens of a request in a step.
+        vocab_size: tokens that the model writes. With few of them, its text repeats itself.
+        front: settings of the front end.
+        family: format of tool calls. "": no request has tools.
+        adapters_max: maximum number of loaded adapters.
+        load_seconds: seconds to read an adapter.
+        room_tiles: number of image tiles whose rows are kept. 0: the model reads text only.
+        tile_seconds: seconds to encode a tile.
+        opening_seconds: seconds to wake up.
+    """
 
     block_count: int
     max_num_seqs: int
@@ -135,20 +173,38 @@ class StackPlan(msgspec.Struct, frozen=True):
 
 
 def script_of(plan: StackPlan) -> str:
-    """The stage, and then one line for everybody who does something."""
+    """Return the text of a plan: the stage, and then one line per part.
+
+    Args:
+        plan: the plan.
+    """
     return "\n".join(line_of(part) for part in (plan.stage, *plan.parts)) + "\n"
 
 
 def stack_plan_of(script: str) -> StackPlan:
-    """Read what script_of writes, comments apart. Raises InvalidRequest."""
+    """Read the text of a plan.
+
+    Args:
+        script: text of script_of, possibly with comments.
+
+    Raises:
+        InvalidRequest: the text cannot be read.
+    """
     stage, *parts = parts_of(script, Stage | Part) or [None]
     if not isinstance(stage, Stage) or any(isinstance(part, Stage) for part in parts):
-        raise InvalidRequest("a plan begins with its stage, and has one: put 'stage block_count=8 ...' first, once")
+        raise InvalidRequest(
+            "a plan begins with its stage, and has only one: put 'stage block_count=8 ...' first, once"
+        )
     return StackPlan(stage, tuple(parts))
 
 
 def drawn_stack_plan(rng: Random, client_count: int) -> StackPlan:
-    """So many clients; how many of them come over HTTP is drawn, too."""
+    """Draw a plan.
+
+    Args:
+        rng: source of randomness.
+        client_count: number of clients. The number of those over HTTP is drawn.
+    """
     block_count = rng.randint(6, 20)
     max_num_seqs = rng.randint(1, 4)
     context = block_count * BLOCK_SIZE
@@ -176,7 +232,7 @@ def drawn_stack_plan(rng: Random, client_count: int) -> StackPlan:
 
 
 def _with_forms(stage: Stage, parts: list[Part]) -> tuple[Part, ...]:
-    """Drawn from a source of its own, so that all else is what a seed has always drawn."""
+    """Draw allowed texts from a separate source of randomness, so that everything else stays equal for each seed."""
     rng = Random(line_of(stage))
     formed = []
     for part in parts:
@@ -187,7 +243,7 @@ def _with_forms(stage: Stage, parts: list[Part]) -> tuple[Part, ...]:
 
 
 def _with_calls(plan: StackPlan) -> StackPlan:
-    """From another source, so that a plan without calls is what its seed has always drawn."""
+    """Draw tool calls from a separate source, so that plans without calls stay equal for each seed."""
     rng = Random(f"calls {line_of(plan.stage)}")
     family = drawn_family(rng)
     if not family or not any(isinstance(part, Ask) for part in plan.parts):
@@ -203,14 +259,17 @@ def _with_calls(plan: StackPlan) -> StackPlan:
 
 
 def _with_seams(plan: StackPlan) -> StackPlan:
-    """From yet another source. Of responses with calls the parts are not known token by token."""
+    """Draw stop strings and known tokens from a separate source.
+
+    Responses with tool calls get none, since their parts are not known token by token.
+    """
     rng = Random(f"seams {line_of(plan.stage)}")
     parts: list[Part] = []
     for part in plan.parts:
         if isinstance(part, Ask) and not part.has_tools:
             if rng.random() < FORM_SHARE and (form := drawn_form(rng, plan.stage.vocab_size, share=1.0)):
-                room = plan.stage.block_count * BLOCK_SIZE - max(map(len, part.prompts))
-                part = msgspec.structs.replace(part, form=form, output=min(12, room))
+                tokens_left = plan.stage.block_count * BLOCK_SIZE - max(map(len, part.prompts))
+                part = msgspec.structs.replace(part, form=form, output=min(12, tokens_left))
             stops = drawn_stops(rng, part.form)
             known_count = drawn_known_count(rng, part.output, part.form)
             part = msgspec.structs.replace(part, stops=stops, known_count=known_count)
@@ -219,7 +278,7 @@ def _with_seams(plan: StackPlan) -> StackPlan:
 
 
 def _with_lending(plan: StackPlan, draws: _Draws) -> StackPlan:
-    """Adapters and images, from a source of their own, too; for clients inside, where there are enough of them."""
+    """Draw adapters and images from a separate source, for clients of the engine if there are enough of them."""
     rng = Random(f"lending {line_of(plan.stage)}")
     clients = [part for part in plan.parts if isinstance(part, Client)]
     if plan.stage.family or len(clients) < LENDING_CLIENTS_MIN or rng.random() >= LENDING_SHARE:
@@ -239,9 +298,9 @@ def _with_lending(plan: StackPlan, draws: _Draws) -> StackPlan:
 
 
 def _with_halts(plan: StackPlan, draws: _Draws) -> StackPlan:
-    """Pauses and sleeps, from the last source of their own."""
+    """Draw pauses and sleeps from a separate source."""
     rng = Random(f"halts {line_of(plan.stage)}")
-    halts = [giving_back(halt) for halt in drawn_halts(rng, draws.moment, draws.span)]
+    halts = [with_retraction(halt) for halt in drawn_halts(rng, draws.moment, draws.span)]
     if not halts:
         return plan
     stage = msgspec.structs.replace(plan.stage, opening_seconds=rng.choice((0.0, 0.005, 0.05)))
@@ -249,8 +308,10 @@ def _with_halts(plan: StackPlan, draws: _Draws) -> StackPlan:
 
 
 def _with_swaps(plan: StackPlan, draws: _Draws) -> StackPlan:
-    """New weights, where all clients are inside: those know token by token what they get. They ask for no form, and
-    nobody has the engine sleep."""
+    """Draw new weights, if there are no clients over HTTP, since clients of the engine know each token.
+
+    They get no grammar, and the engine does not sleep.
+    """
     rng = Random(f"swaps {line_of(plan.stage)}")
     if plan.stage.room_tiles or any(isinstance(part, Ask) for part in plan.parts):
         return plan
@@ -266,7 +327,7 @@ def _asking_for(part: Part, **what: Any) -> Part:
 
 
 class _Draws(Moments):
-    """What the parts of one plan have in common."""
+    """Draws the parts of one plan."""
 
     def __init__(self, rng: Random, client_count: int, context: int, *, span: float) -> None:
         super().__init__(rng, span=span)
@@ -299,7 +360,7 @@ class _Draws(Moments):
         )
 
     def connections(self, ask_count: int) -> list[Part]:
-        """With so many asks, one or several on each."""
+        """Draw connections with one or several requests each."""
         parts: list[Part] = []
         begun = number = 0
         while begun < ask_count:
@@ -319,7 +380,7 @@ class _Draws(Moments):
         return parts
 
     def orders(self, ask_count: int) -> list[Part]:
-        """What operators do, inside and over HTTP."""
+        """Draw acts of operators, inside and over HTTP."""
         rng, count = self._rng, self._client_count
         parts: list[Part] = []
         for _ in range(rng.randint(0, count // 2)):

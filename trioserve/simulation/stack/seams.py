@@ -1,5 +1,4 @@
-"""Stop strings, and responses that go on behind tokens that their client has already, in a simulation of the stack:
-what is asked, and what has to be shown of which tokens."""
+"""Stop strings and resumed responses in a simulation of the stack: requests, and the text that a client must see."""
 
 from __future__ import annotations
 
@@ -14,7 +13,12 @@ FORM_SHARE, STOP_SHARE, KNOWN_SHARE = 0.15, 0.6, 0.4
 
 
 def drawn_stops(rng: Random, form: Sequence[str]) -> tuple[str, ...]:
-    """Pieces of the texts that may come, if it is known which these are; mostly none."""
+    """Draw stop strings: pieces of the allowed texts if there is a grammar. Mostly there are none.
+
+    Args:
+        rng: source of randomness.
+        form: the allowed texts. Empty: free text.
+    """
     if not form or rng.random() >= STOP_SHARE:
         return ()
     stops = set()
@@ -26,14 +30,25 @@ def drawn_stops(rng: Random, form: Sequence[str]) -> tuple[str, ...]:
 
 
 def drawn_known_count(rng: Random, output: int, form: Sequence[str]) -> int:
-    """Mostly 0, and seldom all that there is."""
+    """Draw the number of known tokens of a response. It is mostly 0, and rarely all of them.
+
+    Args:
+        rng: source of randomness.
+        output: maximum number of tokens.
+        form: the allowed texts. Empty: free text.
+    """
     if rng.random() >= KNOWN_SHARE:
         return 0
     return rng.randint(1, min(output, *map(len, form)) if form else output)
 
 
 def stopped_at(tokens: Sequence[int], stops: Sequence[str]) -> int | None:
-    """With how many tokens a stop string is complete; None: never. Tokens are characters where there are any."""
+    """Return the number of tokens with which a stop string is complete, or None. Tokens are bytes.
+
+    Args:
+        tokens: tokens of a response.
+        stops: the stop strings.
+    """
     for count in range(1, len(tokens) + 1):
         if any(stop in text_of(tokens[:count], is_whole=False) for stop in stops):
             return count
@@ -41,8 +56,13 @@ def stopped_at(tokens: Sequence[int], stops: Sequence[str]) -> int | None:
 
 
 def shown(tokens: Sequence[int], stops: Sequence[str], *, is_whole: bool) -> str:
-    """The text of these tokens that a client has: none of a stop string, and no beginning of one, as long as more may
-    come."""
+    """Return the text that a client has. It has no stop string, and no beginning of one as long as more may come.
+
+    Args:
+        tokens: tokens of a response so far.
+        stops: the stop strings.
+        is_whole: True if no more tokens come.
+    """
     text = text_of(tokens, is_whole=is_whole)
     found = [text.index(stop) for stop in stops if stop in text]
     if found:

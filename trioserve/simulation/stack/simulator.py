@@ -1,9 +1,9 @@
-"""The whole stack around the core, in virtual time: clients over HTTP (http_clients.py) and of the engine itself that
-read slowly, leave, or run out of patience, operators who abort by id and drain, an engine that breaks. Everything is
-real but the model, the network and the clock.
+"""Simulates the whole stack around the core in virtual time: clients over HTTP (http_clients.py) and clients of the
+engine that read slowly, leave or give up, operators who abort by id and drain, and an engine that breaks. All of it is
+real except the model, the network and the clock.
 
-The core is checked wherever a task touches it. Each client knows what it may see: the reference's tokens in order, at
-most one end a choice, nothing after an abort; and what leaving must do at once: none of its sequences computes on.
+The core is checked whenever a task uses it. Each client knows what it may receive: the reference's tokens in order, at
+most one end per choice, and nothing after an abort. After it leaves, none of its sequences may compute.
 """
 
 from __future__ import annotations
@@ -56,13 +56,19 @@ from trioserve.testing.task_order import seeded_schedule
 
 __all__ = ["StackSimulation"]
 
-SECONDS_MAX = 10_000.0  # of virtual time: who is not done then waits for something that never comes
+# seconds of virtual time. A client that has not ended by then waits for something that never comes.
+SECONDS_MAX = 10_000.0
 READ = "read to the end"
 BROKEN = "the engine was told to break"
 
 
 class StackSimulation(TracedRun):
-    """One plan, once."""
+    """One run of one plan.
+
+    Args:
+        plan: the plan.
+        trace: receives each line of the trace. None: no trace.
+    """
 
     def __init__(self, plan: StackPlan, *, trace: Callable[[str], None] | None = None) -> None:
         super().__init__(trace)
@@ -71,10 +77,10 @@ class StackSimulation(TracedRun):
             lambda stream: stream.completion_token_count, tell=self.tell, count=self.count
         )
         self._clients = {part.number: part for part in plan.parts if isinstance(part, Client)}
-        self._untold: set[int] = set()  # clients that entered, and have not learned what became of them
+        self._without_outcome: set[int] = set()  # clients that entered and do not know their outcome yet
         self._http: HttpServer | None = None
-        self._stop_reasons: dict[int, str] = {}  # of those that a pause has ended
-        self._partials: dict[int, Partial] = {}  # what there was of those that were aborted, so it was said
+        self._stop_reasons: dict[int, str] = {}  # stop reasons of requests that a pause has ended
+        self._partials: dict[int, Partial] = {}  # partial results of aborted requests, as the engine reported them
         self._swaps = Swaps(_model_of(plan.stage), is_on=any(isinstance(part, Swap) for part in plan.parts))
         self._pauses = SwapPauses(
             tell=self.tell,
@@ -89,7 +95,7 @@ class StackSimulation(TracedRun):
         self._lending = Lending(plan.stage, tell=self.tell, count=self.count)
 
     def run(self) -> None:
-        """Raises AssertionError, or whatever the engine raises, when something is not as it has to be."""
+        """Run the plan. Raises AssertionError if a rule is broken, and the errors of the engine."""
         with seeded_schedule(self.plan.stage.schedule_seed):
             clock = MockClock(autojump_threshold=0)
             trio.run(self._main, clock=clock, instruments=[self._idle_watch, self._pauses])
@@ -124,8 +130,10 @@ class StackSimulation(TracedRun):
                     self._pauses.engine = None
         except EngineFault as fault:
             if BROKEN not in str(fault):
-                raise (fault.__cause__ or fault) from None  # a check failed inside of a step
-            assert not self._untold, f"the engine broke, and clients {sorted(self._untold)} were not told"
+                raise (fault.__cause__ or fault) from None  # a rule was broken inside of a step
+            assert not self._without_outcome, (
+                f"the engine broke, but clients {sorted(self._without_outcome)} got no error"
+            )
             assert self._http is not None
             self._http.check_told()
             self._http.check_over()
@@ -164,28 +172,30 @@ class StackSimulation(TracedRun):
                 if halts := [part for part in parts if isinstance(part, Halt)]:
                     nursery.start_soon(self._pauses.operate, fake, halts)
             await fake.wait_until_idle()
-            await trio.sleep(2)  # the step that is in flight may still read blocks; connections say GOAWAY
+            await trio.sleep(2)  # The step in flight may still read blocks, and connections send GOAWAY.
             fake.assert_all_free()
             self.check(fake)
             self._lending.check_end(fake)
             http.check_over()
-        if not fake.draining and self.plan.stage.fault_at is None:  # whoever comes now finds every place free
-            everybody = self.plan.stage.max_num_seqs + self.plan.stage.waiting_requests_max
+        if not fake.draining and self.plan.stage.fault_at is None:  # Now a new client must find every place free.
+            all_places = self.plan.stage.max_num_seqs + self.plan.stage.waiting_requests_max
             number = len(self._clients)
-            last = Client(number=number, id="last", at=0.0, prompt=(1,), output=1, choices=everybody)
+            last = Client(number=number, id="last", at=0.0, prompt=(1,), output=1, choices=all_places)
             self._clients[number] = last
             outcome = await self._be_client(fake, last)
-            assert outcome == READ, f"nobody is left, and one that needs {everybody} places is {outcome}"
+            assert outcome == READ, (
+                f"no request is left, but a client that needs {all_places} places ended as: {outcome}"
+            )
             fake.assert_all_free()
 
     async def _pass_on_fault(self, fake: FakeEngine) -> None:
-        """As the server does, and clients of the engine itself have their time, too."""
+        """Handle a fault as the server does. Clients of the engine also get time to end."""
         assert self._http is not None
         self._http.drain()
         await self._http.wait_until_closed()
         await fake.wait_until_idle()
 
-    # --- what tasks do ---
+    # --- tasks ---
 
     async def _be_client(self, fake: FakeEngine, client: Client) -> str:
         await trio.sleep(client.at)
@@ -209,13 +219,13 @@ class StackSimulation(TracedRun):
             adapter=client.adapter or None,
         )
         outcome = "left early"
-        # It may have to wait in the queue until it is inside, and is the engine's from now on.
+        # The stream may wait in the queue until it is inside, but it belongs to the engine from now on.
         is_new_id = self._inside.begin(client.number, stream)
         self._lending.begin(client, stream)
         try:
             with trio.move_on_after(math.inf if client.patience is None else client.patience) as scope:
                 async with stream:
-                    self._untold.add(client.number)
+                    self._without_outcome.add(client.number)
                     if await self._read(fake, client, stream):
                         outcome = READ
         except Overloaded as error:
@@ -224,23 +234,23 @@ class StackSimulation(TracedRun):
             outcome = "told of a fault"
         except UnknownModel:
             self._lending.check_refused(client)
-            is_new_id = False  # it had a place for a moment
+            is_new_id = False  # It had a place for a moment.
             outcome = "refused: no such adapter"
         finally:
-            is_refused = is_new_id and not stream._request.choices  # at once: it never had a place
-            # However it leaves: from this moment on nothing of it computes but the step in flight.
+            is_refused = is_new_id and not stream._request.choices  # It was refused at once, so it never had a place.
+            # However the client leaves, only the step in flight may still compute its sequences.
             self._inside.end(client.number, unused_id=client.id if is_refused else None)
             self._lending.end(client)
             self._check_left(fake, client, stream)
         if scope.cancelled_caught:
             outcome = "out of patience"
-        self._untold.discard(client.number)
+        self._without_outcome.discard(client.number)
         self.tell(f"client {client.number} {client.id}: {outcome}")
         self.count(f"clients: {outcome}")
         return outcome
 
     async def _read(self, fake: FakeEngine, client: Client, stream: RequestStream) -> bool:
-        """Whether everything was read."""
+        """Read a stream. Return True if it was read to its end."""
         adapter, reference = self._lending.adapter_of(client), ReferenceEngine(fake.executor.model)
         responses = [reference.response(_sequence(client, index, adapter)) for index in range(client.choices)]
         counts, ends = [0] * client.choices, [0] * client.choices
@@ -258,7 +268,7 @@ class StackSimulation(TracedRun):
             assert ends[index] == 0, f"{name}: {delta} after its end"
             if self._swaps.is_on:
                 sampled = self._swaps.sampled(stream._request.choices[index].sequence_id, begin, counts[index])
-                assert stamped(delta) == sampled, f"{name}: {delta} at {begin}, and sampled was {sampled}"
+                assert stamped(delta) == sampled, f"{name}: {delta} at {begin}, but {sampled} was sampled"
             else:
                 assert delta.token_ids == expected[begin : counts[index]], f"{name}: {delta} at {begin} of {expected}"
             if delta.finish_reason is not None:
@@ -270,7 +280,7 @@ class StackSimulation(TracedRun):
             if delta_count == client.leaves_after:
                 return False
             await trio.sleep(client.pause)
-        assert all(ends), f"client {client.number}: the stream is over, and choices have no end: {ends}"
+        assert all(ends), f"client {client.number}: the stream has ended, but choices have not: {ends}"
         self._check_partial(client, stream, given)
         return True
 
@@ -280,13 +290,15 @@ class StackSimulation(TracedRun):
         self.count(f"ends: {reason.value}")
         name = f"client {client.number}, choice {delta.index}"
         if reason in (FinishReason.LENGTH, FinishReason.STOP):
-            assert reason is whole_reason, f"{name} ended with {reason}, the reference with {whole_reason}"
-            assert is_complete, f"{name} is said to be complete"
+            assert reason is whole_reason, f"{name} ended with {reason}, but the reference with {whole_reason}"
+            assert is_complete, f"{name} ended as complete, but tokens are missing"
         elif reason is FinishReason.ABORT:
             is_meant = self._inside.was_aborted(client.number) or self._lending.may_be_ended(client)
-            assert is_meant, f"{name} was aborted by nobody"
-            told = self._stop_reasons.get(client.number, delta.stop_reason)
-            assert delta.stop_reason == told, f"{name} ended with {delta.stop_reason}, and not {told}"
+            assert is_meant, f"{name} ended as aborted, but was not aborted"
+            expected_value = self._stop_reasons.get(client.number, delta.stop_reason)
+            assert delta.stop_reason == expected_value, (
+                f"{name} ended with {delta.stop_reason}, expected {expected_value}"
+            )
         else:
             assert reason is FinishReason.DEADLINE, f"{name} ended with {reason}"
             assert client.timeout is not None or client.queue_timeout is not None, f"{name} has no deadline"
@@ -296,7 +308,7 @@ class StackSimulation(TracedRun):
         for choice in stream._request.choices:
             live = sequences.get(choice.sequence_id)
             assert live is None or (live.steps_in_flight and live.abort_reason is not None), (
-                f"client {client.number} has left, and {choice.sequence_id} goes on"
+                f"client {client.number} has left, but {choice.sequence_id} is still computed"
             )
         self._inside.check_left(client.number, stream)
         self._stop_reasons.pop(client.number, None)
@@ -313,9 +325,9 @@ class StackSimulation(TracedRun):
             for number, stream in self._inside.streams.items():
                 request = stream._request
                 has_begun = any(choice.has_run for choice in request.choices) or not request.core_count
-                assert has_begun or stream.is_finished, f"client {number} had not begun to run, and was not refused"
+                assert has_begun or stream.is_finished, f"client {number} had not begun to run, but was not refused"
             waiting = fake.dispatch.core.stats().waiting
-            assert waiting == 0, f"{waiting} requests were in the queue, and were not refused"
+            assert waiting == 0, f"{waiting} requests were in the queue, but were not refused"
             self.check(fake)
             return
         if order.ends_all:
@@ -325,7 +337,7 @@ class StackSimulation(TracedRun):
         self.check(fake)
 
     def _cut_off(self, fake: FakeEngine, ids: Iterable[str]) -> dict[str, AbortOutcome]:
-        """Abort, and note what is said to be there of each request whose client is inside."""
+        """Abort by ids, and record the partial result of each request whose client is inside."""
         cut = fake.cut_off(ids)
         numbers = {stream._request: number for number, stream in self._inside.streams.items()}
         for name, one in cut.items():
@@ -336,17 +348,19 @@ class StackSimulation(TracedRun):
         return {name: one.outcome for name, one in cut.items()}
 
     def _check_partial(self, client: Client, stream: RequestStream, token_ids: list[tuple[int, ...]]) -> None:
-        """All of it was read, and these are the tokens of each choice."""
+        """Compare the partial result of a stream that was read to its end with its tokens."""
         partial = self._partials.get(client.number)
         if partial is None:
             return
         self.count("partials")
         name = f"client {client.number}"
-        told = [choice.token_ids for choice in partial.choices]
-        assert told == token_ids, f"{name} was given {token_ids}, and there are said to be {told}"
-        # Whose prompt was just being tokenized may have a name only now.
+        partial_tokens = [choice.token_ids for choice in partial.choices]
+        assert partial_tokens == token_ids, f"{name} received {token_ids}, but its partial result has {partial_tokens}"
+        # A prompt that was just being tokenized may have its digest only now.
         state = msgspec.structs.replace(stream.resume_state(), prompt_digest=partial.resume.prompt_digest)
-        assert partial.resume == state, f"{name} is said to go on behind {partial.resume}, and does behind {state}"
+        assert partial.resume == state, (
+            f"the partial result of {name} resumes after {partial.resume}, but must after {state}"
+        )
 
     def _end_all(self, fake: FakeEngine) -> None:
         assert self._http is not None
@@ -357,16 +371,16 @@ class StackSimulation(TracedRun):
                 self._http.aborted_ids.add(view.id)
         fake.abort_all("the server is shutting down")
         for view in fake.live_requests():
-            assert view.state == "finished", f"{view.id} was ended with all others, and goes on"
+            assert view.state == "finished", f"{view.id} was ended with all others, but has not finished"
         self.check(fake)
 
     def _before_abort(self, request_id: str) -> bool:
-        """It is about to be aborted by this id. Whether a client has used it."""
+        """Note that an id is about to be aborted. Return True if a client of the engine has used it."""
         self._inside.note_abort(request_id)
         return self._inside.is_used(request_id)
 
     def _note_ended(self, request: AnyScope, stop_reason: str) -> None:
-        """A pause is about to end it."""
+        """Note that a pause is about to end a request."""
         for number, stream in self._inside.streams.items():
             if stream._request is request:
                 self._inside.note_end(number)
@@ -375,33 +389,43 @@ class StackSimulation(TracedRun):
         assert self._http is not None
         self._http.ended_ids[stop_reason].add(request.id)
 
-    # --- what is noted ---
+    # --- rules ---
 
     def check(self, fake: FakeEngine) -> None:
-        """What has to hold at any moment."""
+        """Check all rules that must hold at any time.
+
+        Args:
+            fake: the engine.
+        """
         check_core(fake.current_core)
         self._idle_watch.check()
         self._pauses.check()
         self._lending.check(fake)
         stage, engine, now = self.plan.stage, fake, trio.current_time()
-        own = [view for view in engine.live_requests() if not view.id.startswith(("h", MADE_UP))]  # not over HTTP
-        assert len(own) == len(self._inside.streams), "the engine knows other requests than are inside"
+        # without requests over HTTP
+        own = [view for view in engine.live_requests() if not view.id.startswith(("h", MADE_UP))]
+        assert len(own) == len(self._inside.streams), "the engine's requests differ from the clients inside"
         if self._http is not None:
             self._http.check()
         live_count = len(list(fake.current_core.live_requests()))
         given_count = sum(endpoint.in_flight for endpoint in fake.dispatch.core.endpoints.values())
-        assert live_count <= given_count, f"the core has {live_count} sequences, and was given {given_count}"
+        assert live_count <= given_count, (
+            f"the core has {live_count} sequences, but leases were granted for {given_count}"
+        )
         unfinished_count = sum(view.state != "finished" for view in engine.live_requests())
         live_max = stage.max_num_seqs + stage.waiting_requests_max
-        assert unfinished_count <= live_max, f"{unfinished_count} requests run or wait, {live_max} may"
+        assert unfinished_count <= live_max, f"{unfinished_count} requests run or wait, allowed are {live_max}"
         for number, stream in self._inside.streams.items():
             timeout = self._clients[number].timeout
             is_over = timeout is not None and now > stream._request.entered_at + timeout
             assert not is_over or stream.is_finished, f"client {number} has outlived its deadline"
 
     def _waits_in_vain(self, fake: FakeEngine) -> str | None:
-        """While it pauses nobody does, unless the server leaves; nor does who waits for an image that is encoded, nor,
-        while what has begun ends, who has not."""
+        """Return the id of a request that waits although nothing will happen for it, or None.
+
+        During a pause, requests may wait, unless the server drains. They may also wait for an image that is being
+        encoded, or while a pause lets running requests end.
+        """
         is_encoding = fake.image_encoder is not None and fake.image_encoder.encoding_count > 0
         if is_encoding or fake.fault is not None or fake.current_core.flights:
             return None
@@ -412,12 +436,17 @@ class StackSimulation(TracedRun):
         return waits_for_a_step(fake)
 
     def begin_step(self, plan: StepPlan, *, is_abandoned: bool) -> None:
-        """It is about to be computed. Says how long the next one takes, and breaks."""
+        """Check a step that is about to be computed. Set the duration of the next one, and break the engine if planned.
+
+        Args:
+            plan: the step.
+            is_abandoned: True if no request needs its result.
+        """
         fake, http = self._fake, self._http
         assert fake is not None
         assert http is not None
         self.check(fake)
-        # What was planned ahead may have been left since: then it is the last step that computes it.
+        # Clients may have left since a step was planned ahead. Then it is the last step that computes their sequences.
         http.check_step((chunk.request.id for chunk in plan.chunks), fake.steps.handed_over_at)
         self.count("steps planned ahead" if plan.is_ahead else "steps")
         if any(chunk.draft for chunk in plan.chunks):
@@ -436,7 +465,7 @@ class StackSimulation(TracedRun):
 
 
 class _WatchedExecutor(FakeExecutor):
-    """With a look at the stack before it computes."""
+    """A FakeExecutor that checks the stack before each step."""
 
     def __init__(self, simulation: StackSimulation, **options: Any) -> None:
         super().__init__(**options)
@@ -456,7 +485,7 @@ def _model_of(stage: Stage) -> FakeModel:
 
 
 def _sequence(client: Client, index: int, adapter: AdapterRef | None) -> EngineRequest:
-    """What the engine makes of a choice, as far as the response depends on it."""
+    """Return the engine's request for a choice, as far as the response depends on it."""
     token_ids, given = encoded_prompt(client)
     return EngineRequest(
         id=RequestId(f"{client.number}/{index}"),

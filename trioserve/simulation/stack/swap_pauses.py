@@ -1,5 +1,8 @@
-"""Pauses of an engine whose weights are replaced: while they are written it is as if it paused, and what has begun goes
-on with the new ones, is computed again, or ends. One after the other replaces them, or puts the engine to sleep."""
+"""Pauses of an engine whose weights are replaced.
+
+While weights are written, the engine pauses. Running requests then continue with the new weights, are computed again,
+or end. Operators that replace weights or put the engine to sleep take turns.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,23 @@ __all__ = ["SwapPauses"]
 
 
 class SwapPauses(Pauses):
-    """swaps: which weights say what. is_replacing: whether weights are written, or are there only in part."""
+    """Records of pauses and of new weights.
+
+    Args:
+        swaps: records of the weights and their tokens.
+        **options: options of Pauses.
+
+    Attributes:
+        is_replacing: True while weights are written, or if only a part of them was written.
+    """
 
     def __init__(self, *, swaps: Swaps, **options: Any) -> None:
         super().__init__(**options)
         self.is_replacing = False
         self._swaps = swaps
-        self._updaters: dict[Task, Swap] = {}  # who is inside of `update_weights`
-        self._updater: Task | None = None  # of these, whose weights are written
-        self._begun_before: list[AnyScope] = []  # that turn of its task
+        self._updaters: dict[Task, Swap] = {}  # tasks inside of `update_weights`
+        self._updater: Task | None = None  # the one of them whose weights are being written
+        self._begun_before: list[AnyScope] = []  # requests that ran before the current turn of its task
 
     @property
     def holds_up(self) -> bool:
@@ -54,8 +65,8 @@ class SwapPauses(Pauses):
         try:
             return await super()._sleep(fake, order)
         except InvalidRequest:
-            assert order.mode == "wait", "a sleep is refused that ends what has begun, or keeps it"
-            assert self._fake.has_half_weights, "a sleep is refused, and what has begun ends"
+            assert order.mode == "wait", "a sleep is refused that ends running requests, or keeps them"
+            assert self._fake.has_half_weights, "a sleep is refused, although running requests can end"
             return "refused"
 
     async def _pause_engine(self, fake: HaltedEngine, order: Pause) -> None:
@@ -64,14 +75,14 @@ class SwapPauses(Pauses):
     def _check_given_back(self, order: Pause) -> None:
         stats = self._fake.current_core.stats()
         if order.mode == "retract" or (order.mode == "keep" and order.clears):
-            assert stats.blocks_used == 0, f"who ran was to give all back, and {stats.blocks_used} blocks are used"
+            assert stats.blocks_used == 0, f"all blocks must be freed, but {stats.blocks_used} are in use"
         if order.clears:
-            assert stats.blocks_cached == 0, "the cache was to be empty"
+            assert stats.blocks_cached == 0, "the prefix cache must be empty"
             self._count("pauses that empty the cache")
 
     async def _swap(self, order: Swap) -> str:
         fake, task = self._fake, trio.lowlevel.current_task()
-        if not self._updaters:  # the place has these for all
+        if not self._updaters:  # The place has these settings for all replacements.
             fake.weights.seconds, fake.weights.breaks = order.seconds, order.breaks
         self._updaters[task] = order
         outcome = "left"
@@ -81,13 +92,13 @@ class SwapPauses(Pauses):
                 await fake.update_weights(source, version=version, in_flight=order.in_flight)
                 outcome = order.in_flight
         except WeightsLost:
-            assert fake.has_half_weights, "weights were lost, and nobody says so"
+            assert fake.has_half_weights, "weights were lost, but the engine does not report it"
             outcome = "lost"
         finally:
             self._note_update_over(task, outcome)
         return outcome
 
-    # --- the books ---
+    # --- records ---
 
     def _waits_for_its_turn(self, halt: Halt) -> bool:
         return isinstance(halt, Swap | Sleep)
@@ -96,7 +107,7 @@ class SwapPauses(Pauses):
         return self._fake.turn_owner is task
 
     def note_drained(self, fake: HaltedEngine) -> None:
-        if self._updater is None:  # otherwise that is seen to when the weights are there
+        if self._updater is None:  # Otherwise this happens after the weights are written.
             super().note_drained(fake)
 
     def _note_update_over(self, task: Task, outcome: str) -> None:
@@ -106,12 +117,12 @@ class SwapPauses(Pauses):
         if self._updater is task:
             self._updater = None
             self.is_replacing = fake.has_half_weights and not is_whole
-            # Leaving waits for the end of what is being written.
+            # Leaving waits until the weights are written.
             if is_whole or (outcome == "left" and has_version):
                 self._swaps.replace(order.number, recomputes=is_whole and order.in_flight == "recompute")
             if fake.draining and self.is_closed:
                 self._end_for_drain(self._begun_before)
-        assert not is_whole or has_version, "new weights, and an old version"
+        assert not is_whole or has_version, "the weights are new, but the version is old"
 
     # --- as an instrument ---
 
@@ -134,14 +145,14 @@ class SwapPauses(Pauses):
                     self._must_be_over.append(request)
                     self._note_ended(request, "weights_replaced")
         if fake.is_replacing_weights != self.is_replacing:
-            return f"weights are {'' if fake.is_replacing_weights else 'not '}replaced, and ought not to be so"
+            return f"weights are {'' if fake.is_replacing_weights else 'not '}being replaced, expected is the opposite"
         if not self.level and fake.weight_version != self._swaps.version:
-            return f"it has weights {fake.weight_version}, and ought to have {self._swaps.version}"
+            return f"the engine has weights {fake.weight_version}, expected are {self._swaps.version}"
         return None
 
     def _begins_to_replace(self, fake: FakeEngine, task: Task) -> bool:
         if not fake.is_replacing_weights or self._updater is not None or task not in self._updaters:
             return False
-        # Where half of them were there before, it is seen by what it ends.
+        # If half of the weights were written before, the new replacement is visible only by the requests that it ends.
         ends = self.is_replacing and self._updaters[task].in_flight == "abort" and self._begun_before
         return not ends or any(request.is_finished for request in self._begun_before)

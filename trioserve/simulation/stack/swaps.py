@@ -1,9 +1,9 @@
-"""Weights that are replaced in a simulation of the stack, by books of the simulation's own: what each sequence is said
-in each step, and by which weights.
+"""Records of replaced weights in a simulation of the stack: the tokens of each sequence in each step, and their
+weights.
 
-The KV of a place is what the weights made of it that computed it last. The books follow each plan: what it computes,
-the weights of now do, and what was found in the prefix cache must be theirs as well. So it is known which token comes
-next, whatever was kept, computed anew or found, and which version it is to be stamped with.
+The KV of a position is from the weights that computed it last. The records follow each plan: the current weights
+compute its tokens, and blocks from the prefix cache must also be from them. So the next token and its weight version
+are known, whether KV was kept, computed again, or found in the cache.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ __all__ = ["Swaps", "source_of", "stamped", "version_of"]
 
 
 def source_of(number: int) -> str:
-    """Where the weights of this number lie; what they say follows from that."""
+    """Return the path of weights. Their tokens depend on it.
+
+    Args:
+        number: number of the weights.
+    """
     return f"/weights-{number}"
 
 
@@ -31,8 +35,13 @@ def version_of(number: int) -> str:
 
 
 class _Written:
-    """One sequence. tokens: that it has. weights: by place, those that computed what is in the cache there. sampled:
-    tokens and the versions that they are of."""
+    """One sequence.
+
+    Attributes:
+        tokens: its tokens.
+        weights: for each position, the weights that computed its KV.
+        sampled: sampled tokens with the version of their weights.
+    """
 
     def __init__(self, request: EngineRequest) -> None:
         self.tokens = [*request.prompt_token_ids]
@@ -41,7 +50,15 @@ class _Written:
 
 
 class Swaps:
-    """is_on: whether weights are replaced at all; otherwise nothing is noted. number: of the weights; 0: the first."""
+    """Records of replaced weights.
+
+    Args:
+        model: the fake model.
+        is_on: True if weights are replaced. Otherwise nothing is recorded.
+
+    Attributes:
+        number: number of the current weights. 0: the first ones.
+    """
 
     def __init__(self, model: FakeModel, *, is_on: bool) -> None:
         self.is_on = is_on
@@ -55,13 +72,23 @@ class Swaps:
         return version_of(self.number) if self.number else INITIAL_WEIGHTS
 
     def replace(self, number: int, *, recomputes: bool = False) -> None:
-        """From here on these compute. recomputes: nobody goes on with what it has."""
+        """Use other weights from now on.
+
+        Args:
+            number: number of the weights.
+            recomputes: True if all requests are computed again.
+        """
         self.number = number
         if recomputes:
             self._to_recompute = {*self._written}
 
     def note_step(self, plan: StepPlan, result: StepResult | None) -> None:
-        """It was computed. None: it was abandoned, and nobody knows what stands where it wrote."""
+        """Note a computed step.
+
+        Args:
+            plan: the step.
+            result: its result. None: it was abandoned, so the KV that it wrote is unknown.
+        """
         if not self.is_on:
             return
         for chunk, token_id in zip(plan.chunks, result.token_ids if result else [None] * len(plan.chunks), strict=True):
@@ -74,9 +101,10 @@ class Swaps:
     def _note_computed(self, plan: StepPlan, chunk: ScheduledChunk, written: _Written) -> None:
         name = chunk.request.id
         if name in plan.admitted:
-            written.weights = [self._own_weights] * chunk.start  # found, and computed by none but these
+            # found in the prefix cache, and computed only by these weights
+            written.weights = [self._own_weights] * chunk.start
             self._to_recompute.discard(name)
-        assert name not in self._to_recompute, f"{name} goes on with what other weights computed"
+        assert name not in self._to_recompute, f"{name} continues with KV from other weights"
         end = chunk.start + chunk.count + len(chunk.draft)
         written.weights[chunk.start :] = [self._own_weights] * (end - chunk.start)
 
@@ -89,9 +117,10 @@ class Swaps:
             sampled.append(behind)
         for count, token in enumerate(sampled):
             known = end + count - len(chunk.request.prompt_token_ids)
-            del written.tokens[end + count :], written.sampled[known:]  # of a core that is gone, and not delivered
+            # tokens of a former core that were not delivered
+            del written.tokens[end + count :], written.sampled[known:]
             expected = self._next_token(chunk.request, written, end + count)
-            assert token == expected, f"{chunk.request.id}: {token} at {end + count}, and {expected} was to come"
+            assert token == expected, f"{chunk.request.id}: {token} at {end + count}, expected {expected}"
             written.tokens.append(token)
             written.sampled.append((token, self.version))
 
@@ -106,13 +135,23 @@ class Swaps:
         return zlib.crc32(source_of(self.number).encode()) if self.number else 0
 
     def sampled(self, sequence_id: RequestId, begin: int, end: int) -> list[tuple[int, str]]:
-        """Tokens of a response that were sampled, with their versions."""
+        """Return sampled tokens of a response, with their versions.
+
+        Args:
+            sequence_id: the sequence.
+            begin: first token.
+            end: end of the tokens.
+        """
         written = self._written.get(sequence_id)
         return [] if written is None else written.sampled[begin:end]
 
 
 def stamped(delta: Delta) -> list[tuple[int, str]]:
-    """The tokens of a delta, with the version that each is stamped with."""
+    """Return the tokens of a delta, with the version that each has.
+
+    Args:
+        delta: the delta.
+    """
     runs: WeightVersions = delta.weight_versions or ((INITIAL_WEIGHTS, len(delta.token_ids)),)
     versions = [version for version, count in runs for _ in range(count)]
     return list(zip(delta.token_ids, versions, strict=True))
