@@ -182,7 +182,7 @@ def rounding_of_starts(values: Floats) -> Doubles:
 
 
 def rounded_weights(engine: Engine, weight: Weight) -> Floats:
-    """Return the weights as the engine multiplies them: each times 1, with zeros beside."""
+    """Return the weights as the engine multiplies them: each is multiplied by 1, and all other inputs are 0."""
     ones = bfloat16_bits(np.eye(weight.columns, dtype=np.float32))
     return np.ascontiguousarray(engine.product(ones, weight.matrix, weight.rows).T)
 

@@ -142,7 +142,7 @@ class ImageDirectory:
         ending = "" if variant is None else f".{variant}"
         folder = self.path / self.pipeline.denoiser
         for name in WEIGHT_NAMES:
-            # Weights are one file, or several such as "...-00001-of-00002.safetensors". Other variants may be beside.
+            # Weights are one file, or several such as "...-00001-of-00002.safetensors". Other files may exist as well.
             for pattern in (f"{name}{ending}.safetensors", f"{name}{ending}-?????-of-?????.safetensors"):
                 for path in sorted(folder.glob(pattern)):
                     return _stored_dtype(path)
